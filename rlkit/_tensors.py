@@ -1,0 +1,83 @@
+"""Checks and numerics that every public function shares: what is wrong is said once, in one wording."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8: far outside any trust region, far inside fp32
+
+
+def upcast(x: Tensor) -> Tensor:
+    """bf16 and fp16 become fp32; fp32 and fp64 stay."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp with its argument bounded from above at 20 (never from below), so that a huge ratio stays finite."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def masked(x: Tensor, mask: Tensor | None, fill: float = 0.0) -> Tensor:
+    """`x` with `fill` where the mask is False. Applied to *inputs*, so that NaN there reaches neither value nor gradient."""
+    return x if mask is None else torch.where(mask, x, torch.full((), fill, dtype=x.dtype, device=x.device))
+
+
+def check_float(**tensors: Tensor | None) -> None:
+    """Each given tensor is floating point."""
+    for name, x in tensors.items():
+        if x is not None and not torch.is_floating_point(x):
+            raise TypeError(f"{name} must be a floating-point tensor, got {_what(x)}")
+
+
+def check_same_shape(**tensors: Tensor | None) -> None:
+    """All given tensors have one shape."""
+    given = [(name, x) for name, x in tensors.items() if x is not None]
+    for name, x in given[1:]:
+        if x.shape != given[0][1].shape:
+            raise ValueError(
+                f"{name} must have the shape of {given[0][0]}, {list(given[0][1].shape)}, got {list(x.shape)}"
+            )
+
+
+def check_mask(mask: Tensor | None, **like: Tensor) -> None:
+    """`mask` is bool and has the shape of the one tensor given by keyword."""
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool (True = trainable), got {_what(mask)}; use mask.bool()")
+    check_same_shape(**like, mask=mask)
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
+    """int32 or int64, 1-D, from 0 to `num_tokens`, never falling. Values are read only on CPU tensors, outside compilation."""
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
+        raise TypeError(f"cu_seqlens must be int32 or int64 of shape [N+1], got {_what(cu_seqlens)}")
+    if not readable(cu_seqlens):
+        return
+    if cu_seqlens[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {cu_seqlens[0].item()}; prepend a 0 to the cumulative lengths")
+    if cu_seqlens[-1] != num_tokens:
+        raise ValueError(f"cu_seqlens must end at the number of tokens, {num_tokens}, got {cu_seqlens[-1].item()}")
+    if (cu_seqlens.diff() < 0).any():
+        raise ValueError(f"cu_seqlens must never fall, got {cu_seqlens.tolist()[:16]}")
+
+
+def check_ids(num: int | None = None, **ids: Tensor) -> None:
+    """Each is a 1-D integer tensor of non-negative ids (of length `num`, where given)."""
+    for name, x in ids.items():
+        if x.dtype not in (torch.int32, torch.int64) or x.ndim != 1:
+            raise TypeError(f"{name} must be int32 or int64 of shape [N], got {_what(x)}")
+        if num is not None and x.numel() != num:
+            raise ValueError(f"{name} must have one entry per sequence, {num}, got {x.numel()}")
+        if readable(x) and x.numel() and x.min() < 0:
+            raise ValueError(f"{name} must be >= 0, got {x.min().item()}")
+
+
+def readable(x: Tensor) -> bool:
+    """Whether values may be looked at for free: on the CPU and outside compilation."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _what(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} of shape {list(x.shape)}"

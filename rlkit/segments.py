@@ -1,0 +1,96 @@
+"""Sums, means and broadcasts over packed sequences and over groups. No Python loops, no atomics: the same bits every run."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlkit._tensors import check_cu_seqlens, check_float, check_ids, check_mask, masked, upcast
+
+
+def seq_lens(cu_seqlens: Int[Tensor, "N1"]) -> Int[Tensor, "N"]:
+    """Number of tokens of each sequence: `cu_seqlens[i+1] - cu_seqlens[i]`."""
+    return cu_seqlens.diff()
+
+
+def cumulative(lens: Int[Tensor, "N"]) -> Int[Tensor, "N1"]:
+    """`cu_seqlens` of given lengths: 0, l_1, l_1 + l_2, ... The inverse of `seq_lens`."""
+    return torch.cat([lens.new_zeros(1), lens.cumsum(0, dtype=lens.dtype)])
+
+
+def seq_ids(cu_seqlens: Int[Tensor, "N1"], *, num_tokens: int) -> Int[Tensor, "T"]:
+    """For each token the index of its sequence, e.g. cu_seqlens [0, 2, 2, 3] gives [0, 0, 2]."""
+    num_seqs = cu_seqlens.numel() - 1
+    return torch.arange(num_seqs, device=cu_seqlens.device).repeat_interleave(seq_lens(cu_seqlens), output_size=num_tokens)
+
+
+def seq_positions(cu_seqlens: Int[Tensor, "N1"], *, num_tokens: int) -> Int[Tensor, "T"]:
+    """For each token its index inside its sequence, e.g. cu_seqlens [0, 2, 2, 3] gives [0, 1, 0]."""
+    ids = seq_ids(cu_seqlens, num_tokens=num_tokens)
+    return torch.arange(num_tokens, device=cu_seqlens.device) - cu_seqlens[ids]
+
+
+def broadcast_to_tokens(x: Float[Tensor, "N"], *, cu_seqlens: Int[Tensor, "N1"], num_tokens: int | None = None) -> Float[Tensor, "T"]:
+    """One value per sequence, repeated for each of its tokens.
+
+    `num_tokens` is `cu_seqlens[-1]`; give it where reading that value would cost a device sync.
+    """
+    if x.numel() != cu_seqlens.numel() - 1:
+        raise ValueError(f"x must have one entry per sequence, {cu_seqlens.numel() - 1}, got {list(x.shape)}")
+    return x.repeat_interleave(seq_lens(cu_seqlens), output_size=num_tokens)
+
+
+def seq_sum(
+    x: Float[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"], mask: Bool[Tensor, "T"] | None = None
+) -> Float[Tensor, "N"]:
+    """Sum over each sequence's (masked-in) tokens; 0 for an empty one."""
+    check_float(x=x)
+    check_mask(mask, x=x)
+    check_cu_seqlens(cu_seqlens, x.shape[0])
+    return torch.segment_reduce(masked(upcast(x), mask), "sum", offsets=cu_seqlens, initial=0, unsafe=True)
+
+
+def seq_count(mask: Bool[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"]) -> Int[Tensor, "N"]:
+    """Number of True tokens of each sequence (int64)."""
+    check_mask(mask, mask=mask)
+    check_cu_seqlens(cu_seqlens, mask.shape[0])
+    total = cumulative(mask.long())
+    return total[cu_seqlens[1:]] - total[cu_seqlens[:-1]]
+
+
+def seq_mean(
+    x: Float[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"], mask: Bool[Tensor, "T"] | None = None
+) -> Float[Tensor, "N"]:
+    """Mean over each sequence's (masked-in) tokens; 0 where there are none."""
+    total = seq_sum(x, cu_seqlens=cu_seqlens, mask=mask)
+    count = seq_lens(cu_seqlens) if mask is None else seq_count(mask, cu_seqlens=cu_seqlens)
+    return total / count.clamp(min=1)
+
+
+def group_sum(x: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Sum over each member's group, given back to every member. Groups may be ragged and in any order."""
+    check_float(x=x)
+    check_ids(x.shape[0], group_ids=group_ids)
+    return _by_group(upcast(x), group_ids)
+
+
+def group_count(group_ids: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
+    """Size of each member's group (int64)."""
+    check_ids(group_ids=group_ids)
+    return _by_group(torch.ones(group_ids.shape, dtype=torch.float64, device=group_ids.device), group_ids).long()
+
+
+def group_mean(x: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Mean over each member's group, given back to every member."""
+    return group_sum(x, group_ids=group_ids) / group_count(group_ids)
+
+
+def _by_group(x: Tensor, group_ids: Tensor) -> Tensor:
+    """Segment sum over runs of equal ids after a stable sort, given back to every member: static shapes, no atomics."""
+    order = torch.argsort(group_ids, stable=True)
+    ids = group_ids[order]
+    rank = torch.cat([ids.new_zeros(min(1, ids.numel())), (ids[1:] != ids[:-1]).cumsum(0)])
+    bounds = torch.searchsorted(rank, torch.arange(x.numel() + 1, device=x.device))
+    sums = torch.segment_reduce(x[order], "sum", offsets=bounds, initial=0, unsafe=True)
+    return torch.empty_like(x).index_copy(0, order, sums[rank])

@@ -1,0 +1,156 @@
+"""The values that flow between the pieces, and the glossary of their axes.
+
+Axes
+    T   trainable stream: all tokens of all sequences of a batch, packed end to end
+    N   sequences
+    G   groups (the samples of one prompt)
+    P   prefix tokens: prompts, each stored once however many sequences share it
+    D   hidden size
+    V   vocabulary
+
+Shift. Everything on the `[T]` axis is shifted once, when packing: `tokens[t]` is read, `targets[t]` is the action that
+follows it, and `logp[t] values[t] mask[t] rewards[t]` all speak of that action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class LogProbs(NamedTuple):
+    """Log-probability of the target and entropy of the distribution it came from, in nats, one per token."""
+
+    logp: Float[Tensor, "*shape"]
+    entropy: Float[Tensor, "*shape"]
+
+
+class Controller(NamedTuple):
+    """A pure feedback rule: `state = init(...)` and `state = update(state, measured)`, both over a NamedTuple of floats."""
+
+    init: Callable[..., Any]
+    update: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How an engine samples. Every engine of rlkit takes these and nothing else.
+
+    temperature 0 is greedy decoding; the log-probs are then those of temperature 1.
+    `top_k=0` and `top_p=1.0` mean "off". The stop token is part of the completion; so are the tokens of a stop string.
+    `seed` fixes the noise of each position, so a request samples the same tokens whatever else the engine is doing,
+    up to fp32 rounding of the logits; None draws a fresh seed.
+    """
+
+    max_new_tokens: int = 1024
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0 (0 is off), got {self.top_k}")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine sampled after a prompt: token ids, and for each its log-prob and the weight version that made it.
+
+    `logp` is of the temperature-scaled, untruncated distribution. `finish_reason` is "stop" (a stop token or string),
+    "length" (`max_new_tokens` or the context limit) or "abort".
+    """
+
+    ids: list[int]
+    logp: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+
+
+class Generate(Protocol):
+    """The whole contract of a rollout engine: tokens in, tokens out."""
+
+    async def __call__(
+        self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None
+    ) -> Completion: ...
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sampled sequence: a prompt, then tokens of which some (`mask`) were sampled by the policy.
+
+    In a single turn every token of `ids` was sampled. In several turns the tool's or user's tokens are in `ids` with
+    mask False, logp 0 and version -1. `reward` is the terminal reward that trains; `token_rewards`, where given, is added
+    on top, one per token of `ids`. `score` is only logged. `truncated` says that the episode was cut by a length limit and
+    did not end by itself. `info` is free and goes to the trajectory dump, not into training.
+    """
+
+    prompt_ids: list[int]
+    ids: list[int]
+    mask: list[bool]
+    logp: list[float]
+    versions: list[int]
+    reward: float = 0.0
+    token_rewards: list[float] | None = None
+    truncated: bool = False
+    score: float | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed sequences that share prompts. See `rlkit.packing.pack`, which makes it.
+
+    A sequence's tokens are `[last prompt token, s_1 .. s_{n-1}]` with targets `s_1 .. s_n`; the rest of its prompt is the
+    prefix `prefix_ids[i]`, which gives keys and values only. A truncated sequence ends with one more token, `s_n`, whose
+    mask is False: its place holds the bootstrap value. Unshared packing is the same type with empty prefixes.
+    """
+
+    tokens: Int[Tensor, "T"]
+    targets: Int[Tensor, "T"]
+    mask: Bool[Tensor, "T"]
+    cu_seqlens: Int[Tensor, "N1"]
+    prefix_tokens: Int[Tensor, "P"]
+    prefix_cu: Int[Tensor, "G1"]
+    prefix_ids: Int[Tensor, "N"]
+    group_ids: Int[Tensor, "N"]
+    rewards: Float[Tensor, "N"]
+    truncated: Bool[Tensor, "N"]
+    token_rewards: Float[Tensor, "T"]
+    rollout_logp: Float[Tensor, "T"]
+    versions: Int[Tensor, "T"]
+    old_logp: Float[Tensor, "T"] | None = None
+    ref_logp: Float[Tensor, "T"] | None = None
+    advantages: Float[Tensor, "T"] | None = None
+    values: Float[Tensor, "T"] | None = None
+    returns: Float[Tensor, "T"] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the `[T]` axis (prefix tokens not counted)."""
+        return self.tokens.numel()
+
+    @property
+    def num_seqs(self) -> int:
+        """Number of sequences N."""
+        return self.cu_seqlens.numel() - 1
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch with every tensor on `device`."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in moved.items() if v is not None})
