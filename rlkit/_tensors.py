@@ -56,7 +56,9 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
     if not readable(cu_seqlens):
         return
     if cu_seqlens[0] != 0:
-        raise ValueError(f"cu_seqlens must start at 0, got {cu_seqlens[0].item()}; prepend a 0 to the cumulative lengths")
+        raise ValueError(
+            f"cu_seqlens must start at 0, got {cu_seqlens[0].item()}; prepend a 0 to the cumulative lengths"
+        )
     if cu_seqlens[-1] != num_tokens:
         raise ValueError(f"cu_seqlens must end at the number of tokens, {num_tokens}, got {cu_seqlens[-1].item()}")
     if (cu_seqlens.diff() < 0).any():

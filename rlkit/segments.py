@@ -22,7 +22,9 @@ def cumulative(lens: Int[Tensor, "N"]) -> Int[Tensor, "N1"]:
 def seq_ids(cu_seqlens: Int[Tensor, "N1"], *, num_tokens: int) -> Int[Tensor, "T"]:
     """For each token the index of its sequence, e.g. cu_seqlens [0, 2, 2, 3] gives [0, 0, 2]."""
     num_seqs = cu_seqlens.numel() - 1
-    return torch.arange(num_seqs, device=cu_seqlens.device).repeat_interleave(seq_lens(cu_seqlens), output_size=num_tokens)
+    return torch.arange(num_seqs, device=cu_seqlens.device).repeat_interleave(
+        seq_lens(cu_seqlens), output_size=num_tokens
+    )
 
 
 def seq_positions(cu_seqlens: Int[Tensor, "N1"], *, num_tokens: int) -> Int[Tensor, "T"]:
@@ -31,7 +33,9 @@ def seq_positions(cu_seqlens: Int[Tensor, "N1"], *, num_tokens: int) -> Int[Tens
     return torch.arange(num_tokens, device=cu_seqlens.device) - cu_seqlens[ids]
 
 
-def broadcast_to_tokens(x: Float[Tensor, "N"], *, cu_seqlens: Int[Tensor, "N1"], num_tokens: int | None = None) -> Float[Tensor, "T"]:
+def broadcast_to_tokens(
+    x: Float[Tensor, "N"], *, cu_seqlens: Int[Tensor, "N1"], num_tokens: int | None = None
+) -> Float[Tensor, "T"]:
     """One value per sequence, repeated for each of its tokens.
 
     `num_tokens` is `cu_seqlens[-1]`; give it where reading that value would cost a device sync.

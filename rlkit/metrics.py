@@ -1,0 +1,112 @@
+"""Metrics that add exactly over micro-batches and ranks. The type says how to reduce, never the key.
+
+>>> a = {"reward": mean(torch.tensor([1.0, 0.0])), "length": largest(torch.tensor([3.0, 9.0]))}
+>>> finalize(merge(a, {"reward": mean(torch.tensor([1.0]))}))
+{'reward': 0.6666666666666666, 'length': 9.0}
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkit._tensors import check_mask
+
+
+class Mean(NamedTuple):
+    """A sum and how many things were summed. Both stay on the device, in fp64, until `finalize`."""
+
+    total: Tensor
+    count: Tensor
+
+
+class Max(NamedTuple):
+    """A largest value; -inf when there was none."""
+
+    value: Tensor
+
+
+class Min(NamedTuple):
+    """A smallest value; +inf when there was none."""
+
+    value: Tensor
+
+
+Metric = Mean | Max | Min
+Metrics = dict[str, Metric]
+
+
+def mean(x: Tensor | float, *, mask: Tensor | None = None, weights: Tensor | None = None) -> Mean:
+    """Mean of the (masked-in) entries, or the weighted mean `sum(w x) / sum(w)`; no gradient flows."""
+    x = _detached(x)
+    check_mask(mask, x=x)
+    w = torch.ones_like(x) if weights is None else weights.detach().to(x)
+    if mask is not None:
+        x, w = torch.where(mask, x, 0.0), torch.where(mask, w, 0.0)
+    return Mean((w * x).sum(), w.sum())
+
+
+def largest(x: Tensor | float, *, mask: Tensor | None = None) -> Max:
+    """Largest (masked-in) entry."""
+    return Max(_extreme(x, mask, -torch.inf).amax())
+
+
+def smallest(x: Tensor | float, *, mask: Tensor | None = None) -> Min:
+    """Smallest (masked-in) entry."""
+    return Min(_extreme(x, mask, torch.inf).amin())
+
+
+def merge(*many: Metrics) -> Metrics:
+    """One dict of metrics from several: means add, extremes compare. Keys may differ between them."""
+    out: Metrics = {}
+    for metrics in many:
+        for key, new in metrics.items():
+            old = out.get(key)
+            if old is None:
+                out[key] = new
+            elif type(old) is not type(new):
+                raise TypeError(f"metric {key!r} is a {type(old).__name__} here and a {type(new).__name__} there")
+            elif isinstance(old, Mean) and isinstance(new, Mean):
+                out[key] = Mean(old.total + new.total, old.count + new.count)
+            else:
+                pick = torch.maximum if isinstance(old, Max) else torch.minimum
+                out[key] = type(old)(pick(old[0], new[0]))
+    return out
+
+
+def all_reduce(metrics: Metrics, *, group: torch.distributed.ProcessGroup | None = None) -> Metrics:
+    """The same metrics over all ranks of `group`; three collectives in all. Every rank must hold the same keys."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return metrics
+    out = dict(metrics)
+    op = torch.distributed.ReduceOp
+    for kind, how in ((Mean, op.SUM), (Max, op.MAX), (Min, op.MIN)):
+        keys = sorted(k for k, m in metrics.items() if isinstance(m, kind))
+        if not keys:
+            continue
+        flat = torch.stack([part for k in keys for part in metrics[k]])
+        torch.distributed.all_reduce(flat, op=how, group=group)
+        parts = flat.view(len(keys), -1).unbind()
+        out.update({k: kind(*p.unbind()) for k, p in zip(keys, parts, strict=True)})
+    return out
+
+
+def finalize(metrics: Metrics) -> dict[str, float]:
+    """Plain numbers, read from the device in one copy. A mean of nothing is NaN, and stays visible as such."""
+    if not metrics:
+        return {}
+    values = [m.total / m.count if isinstance(m, Mean) else m.value for m in metrics.values()]
+    return dict(zip(metrics, torch.stack(values).tolist(), strict=True))
+
+
+def _detached(x: Tensor | float) -> Tensor:
+    return x.detach().double() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
+
+
+def _extreme(x: Tensor | float, mask: Tensor | None, nothing: float) -> Tensor:
+    x = _detached(x)
+    check_mask(mask, x=x)
+    x = x if mask is None else torch.where(mask, x, nothing)
+    return torch.cat([x.flatten(), x.new_full((1,), nothing)])
