@@ -19,7 +19,7 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def masked(x: Tensor, mask: Tensor | None, fill: float = 0.0) -> Tensor:
-    """`x` with `fill` where the mask is False. Applied to *inputs*, so that NaN there reaches neither value nor gradient."""
+    """`x` with `fill` where the mask is False. For *inputs*: a NaN there then reaches neither value nor gradient."""
     return x if mask is None else torch.where(mask, x, torch.full((), fill, dtype=x.dtype, device=x.device))
 
 
@@ -50,7 +50,7 @@ def check_mask(mask: Tensor | None, **like: Tensor) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """int32 or int64, 1-D, from 0 to `num_tokens`, never falling. Values are read only on CPU tensors, outside compilation."""
+    """int32 or int64, 1-D, from 0 to `num_tokens`, never falling (values: on CPU tensors, outside compilation)."""
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
         raise TypeError(f"cu_seqlens must be int32 or int64 of shape [N+1], got {_what(cu_seqlens)}")
     if not readable(cu_seqlens):

@@ -1,4 +1,4 @@
-"""Sums, means and broadcasts over packed sequences and over groups. No Python loops, no atomics: the same bits every run."""
+"""Sums, means and broadcasts over packed sequences and over groups: no Python loops, no atomics."""
 
 from __future__ import annotations
 

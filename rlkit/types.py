@@ -33,7 +33,7 @@ class LogProbs(NamedTuple):
 
 
 class Controller(NamedTuple):
-    """A pure feedback rule: `state = init(...)` and `state = update(state, measured)`, both over a NamedTuple of floats."""
+    """A pure feedback rule over a NamedTuple of floats: `state = init(...)`, `state = update(state, measured)`."""
 
     init: Callable[..., Any]
     update: Callable[..., Any]
@@ -85,9 +85,9 @@ class Completion:
 class Generate(Protocol):
     """The whole contract of a rollout engine: tokens in, tokens out."""
 
-    async def __call__(
-        self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None
-    ) -> Completion: ...
+    async def __call__(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
+        """Sample one completion of `prompt_ids`. `rid` names the request, so that it can be aborted."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class Trajectory:
     """One sampled sequence: a prompt, then tokens of which some (`mask`) were sampled by the policy.
 
     In a single turn every token of `ids` was sampled. In several turns the tool's or user's tokens are in `ids` with
-    mask False, logp 0 and version -1. `reward` is the terminal reward that trains; `token_rewards`, where given, is added
-    on top, one per token of `ids`. `score` is only logged. `truncated` says that the episode was cut by a length limit and
-    did not end by itself. `info` is free and goes to the trajectory dump, not into training.
+    mask False, logp 0 and version -1. `reward` is the terminal reward that trains; `token_rewards`, where given, is
+    added on top, one per token of `ids`. `score` is only logged. `truncated` says that the episode was cut by a length
+    limit and did not end by itself. `info` is free and goes to the trajectory dump, not into training.
     """
 
     prompt_ids: list[int]
@@ -116,9 +116,9 @@ class Trajectory:
 class Batch:
     """Packed sequences that share prompts. See `rlkit.packing.pack`, which makes it.
 
-    A sequence's tokens are `[last prompt token, s_1 .. s_{n-1}]` with targets `s_1 .. s_n`; the rest of its prompt is the
-    prefix `prefix_ids[i]`, which gives keys and values only. A truncated sequence ends with one more token, `s_n`, whose
-    mask is False: its place holds the bootstrap value. Unshared packing is the same type with empty prefixes.
+    A sequence's tokens are `[last prompt token, s_1 .. s_{n-1}]` with targets `s_1 .. s_n`; the rest of its prompt is
+    the prefix `prefix_ids[i]`, which gives keys and values only. A truncated sequence ends with one more token, `s_n`,
+    whose mask is False: its place holds the bootstrap value. Unshared packing is the same type with empty prefixes.
     """
 
     tokens: Int[Tensor, "T"]
