@@ -1,0 +1,90 @@
+"""A real tokenizer and a real model, small enough to be built in milliseconds: demos and tests need no download."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+ROLES = ("system", "user", "assistant", "tool")
+
+CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content or '' }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of 263 entries with a ChatML template.
+
+    Ids 0 to 255 are the bytes themselves, so every text is representable and `len(text.encode())` is its token count.
+    Then come `<|endoftext|>` (256, padding), `<|im_start|>` (257), `<|im_end|>` (258, end of turn and eos) and one
+    token for each role name, `system user assistant tool` (259 to 262), which also stands for that word in a message.
+
+    A chat turn is `<|im_start|>`, role, newline, content, `<|im_end|>`, newline: 5 tokens around the content, and the
+    generation prompt is 3 more. The user message "394215" renders to 14 tokens.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {_byte_symbol(b): b for b in range(256)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    backend.add_tokens([AddedToken(role, normalized=False) for role in ROLES])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def tiny_model(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    hidden: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    intermediate: int = 512,
+    tie_word_embeddings: bool = False,
+    seed: int = 0,
+) -> Qwen3ForCausalLM:
+    """A random `Qwen3ForCausalLM` in fp32 on the CPU, with the tokenizer's vocabulary, eos and padding ids.
+
+    The defaults give 1.05 M parameters. The weights depend on `seed` only; the global random state is left as it was.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate,
+        tie_word_embeddings=tie_word_embeddings,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def _byte_symbol(byte: int) -> str:
+    """The printable character that stands for a byte in byte-level BPE: itself, or else the next one past 255."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    if byte in printable:
+        return chr(byte)
+    return chr(256 + sum(b not in printable for b in range(byte)))
