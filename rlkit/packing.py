@@ -1,0 +1,317 @@
+"""Trajectories to packed tensors and back; batches to mini-batches to micro-batches.
+
+>>> t = Trajectory(prompt_ids=[5, 6, 7], ids=[8, 9], mask=[True, True], logp=[-0.5, -0.25], versions=[0, 0], reward=1.0)
+>>> b = pack([[t, t]])
+>>> b.prefix_tokens.tolist(), b.tokens.tolist(), b.targets.tolist(), b.cu_seqlens.tolist()
+([5, 6], [7, 8, 7, 8], [8, 9, 8, 9], [0, 2, 4])
+>>> unpack(b) == [[t, t]]
+True
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from rlkit._tensors import check_mask
+from rlkit.segments import cumulative, seq_lens
+from rlkit.types import Batch, Trajectory
+
+_PER_TOKEN = ("tokens", "targets", "mask", "token_rewards", "rollout_logp", "versions")
+_PER_TOKEN += ("old_logp", "ref_logp", "advantages", "values", "returns")
+_PER_SEQ = ("group_ids", "rewards", "truncated")
+
+
+def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) -> Batch:
+    """Groups of trajectories as one packed batch; the targets are shifted here, once and for all.
+
+    With `share_prompts` (default) every distinct prompt of a group is stored once, as a prefix, and a sequence is
+    `[last prompt token, s_1 .. s_{n-1}]`. Without, each sequence carries its whole prompt (mask False) and the prefixes
+    are empty: the reference that sharing must equal. A truncated trajectory keeps one more place, mask False, for its
+    bootstrap value. The terminal reward is put on the last action; float streams are 0 where the mask is False.
+
+    Errors: an empty prompt, streams of different lengths, a non-finite log-prob or reward at a trained token, a
+    trajectory without tokens that is not marked truncated. Each names the group and the sample.
+    """
+    for g, group in enumerate(groups):
+        for i, t in enumerate(group):
+            _check(t, f"groups[{g}][{i}]")
+    samples = [t for group in groups for t in group]
+    group_ids = [g for g, group in enumerate(groups) for _ in group]
+    prefixes: dict[tuple[int, tuple[int, ...]], int] = {}
+    prefix_ids = []
+    for g, t in zip(group_ids, samples, strict=True):
+        key = (g, tuple(t.prompt_ids[:-1]) if share_prompts else ())
+        prefix_ids.append(prefixes.setdefault(key, len(prefixes)))
+    heads = [t.prompt_ids[-1:] if share_prompts else t.prompt_ids for t in samples]
+    lens = [len(h) - 1 + len(t.ids) + t.truncated for h, t in zip(heads, samples, strict=True)]
+    num_tokens = sum(lens)
+
+    def stream(per_sample: Callable[[Trajectory], Sequence[float]], dtype: torch.dtype, fill: float = 0) -> Tensor:
+        """One `[T]` stream: `fill` over the prompt, the sample's values, `fill` at the place after a truncation."""
+        parts = (
+            chain([fill] * (len(h) - 1), per_sample(t), [fill] * t.truncated)
+            for h, t in zip(heads, samples, strict=True)
+        )
+        return torch.tensor(list(chain.from_iterable(parts)), dtype=dtype)
+
+    inputs = [[*h, *t.ids][:n] for h, t, n in zip(heads, samples, lens, strict=True)]
+    targets = [[*h, *t.ids, 0][1 : n + 1] for h, t, n in zip(heads, samples, lens, strict=True)]
+    mask = stream(lambda t: t.mask, torch.bool)
+    assert mask.numel() == num_tokens
+    return Batch(
+        tokens=torch.tensor(list(chain.from_iterable(inputs)), dtype=torch.long),
+        targets=torch.tensor(list(chain.from_iterable(targets)), dtype=torch.long),
+        mask=mask,
+        cu_seqlens=cumulative(torch.tensor(lens, dtype=torch.long)),
+        prefix_tokens=torch.tensor([x for _, p in prefixes for x in p], dtype=torch.long),
+        prefix_cu=cumulative(torch.tensor([len(p) for _, p in prefixes], dtype=torch.long)),
+        prefix_ids=torch.tensor(prefix_ids, dtype=torch.long),
+        group_ids=torch.tensor(group_ids, dtype=torch.long),
+        rewards=torch.tensor([t.reward for t in samples], dtype=torch.float32),
+        truncated=torch.tensor([t.truncated for t in samples], dtype=torch.bool),
+        token_rewards=stream(_token_rewards, torch.float32),
+        rollout_logp=stream(lambda t: t.logp, torch.float32).where(mask, 0.0),
+        versions=stream(lambda t: t.versions, torch.long, fill=-1).where(mask, -1),
+    )
+
+
+def unpack(batch: Batch) -> list[list[Trajectory]]:
+    """The trajectories `pack` was given, in their groups; floats as fp32 holds them, `score` and `info` left empty.
+
+    Needs shared packing: an unshared batch no longer knows where its prompts end.
+    """
+    if batch.prefix_tokens.numel() == 0 and not batch.mask[batch.cu_seqlens[:-1]].all():
+        raise ValueError("batch was packed with share_prompts=False: where its prompts end is no longer known")
+    prefixes = [p.tolist() for p in batch.prefix_tokens.split(seq_lens(batch.prefix_cu).tolist())]
+    lens = seq_lens(batch.cu_seqlens).tolist()
+    streams = [
+        [part.tolist() for part in x.split(lens)]
+        for x in (batch.tokens, batch.targets, batch.mask, batch.rollout_logp, batch.versions, batch.token_rewards)
+    ]
+    groups: list[list[Trajectory]] = [[] for _ in range(int(batch.group_ids.max()) + 1 if lens else 0)]
+    for i, (tokens, targets, mask, logp, versions, token_rewards) in enumerate(zip(*streams, strict=True)):
+        truncated, reward = bool(batch.truncated[i]), float(batch.rewards[i])
+        n = len(tokens) - truncated
+        if True in mask:
+            token_rewards[_last_true(mask)] -= reward
+        groups[int(batch.group_ids[i])].append(
+            Trajectory(
+                prompt_ids=[*prefixes[int(batch.prefix_ids[i])], tokens[0]],
+                ids=targets[:n],
+                mask=mask[:n],
+                logp=logp[:n],
+                versions=versions[:n],
+                reward=reward,
+                token_rewards=token_rewards[:n] if any(token_rewards) else None,
+                truncated=truncated,
+            )
+        )
+    return groups
+
+
+class Packed(NamedTuple):
+    """Streams `[T, ...]` and the `cu_seqlens` [B+1] of the rows they came from."""
+
+    streams: tuple[Tensor, ...]
+    cu_seqlens: Int[Tensor, "B1"]
+
+
+def from_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"]) -> Packed:
+    """Padded `[B, L, ...]` tensors without their padding. `padding_mask` is True at real tokens, wherever they stand.
+
+    `to_padded(*packed.streams, padding_mask=padding_mask)` is the exact inverse: the mask is the witness.
+    """
+    for i, x in enumerate(streams):
+        check_mask(padding_mask, **{f"streams[{i}][:, :]": x[..., 0] if x.ndim > 2 else x})
+    return Packed(tuple(x[padding_mask] for x in streams), cumulative(padding_mask.sum(1)))
+
+
+def to_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"], fill: float = 0) -> tuple[Tensor, ...]:
+    """Packed `[T, ...]` streams back at their places in `[B, L, ...]`, `fill` elsewhere. Inverse of `from_padded`."""
+    num_real = int(padding_mask.sum())
+    out = []
+    for i, x in enumerate(streams):
+        if x.shape[0] != num_real:
+            raise ValueError(f"streams[{i}] must hold one row per True in padding_mask, {num_real}, got {x.shape[0]}")
+        padded = x.new_full((*padding_mask.shape, *x.shape[1:]), fill)
+        out.append(padded.masked_scatter(padding_mask.view(*padding_mask.shape, *[1] * (x.ndim - 1)), x))
+    return tuple(out)
+
+
+def select(batch: Batch, index: Int[Tensor, "M"] | Sequence[int]) -> Batch:
+    """The sequences `index`, in that order, with the prefixes they need; group and prefix ids become dense again."""
+    index = torch.as_tensor(index, dtype=torch.long, device=batch.tokens.device)
+    tokens, cu_seqlens = _rows(batch.cu_seqlens, index)
+    used, prefix_ids = batch.prefix_ids[index].unique(return_inverse=True)
+    prefix_tokens, prefix_cu = _rows(batch.prefix_cu, used)
+    per_token = {k: x[tokens] for k in _PER_TOKEN if (x := getattr(batch, k)) is not None}
+    return Batch(
+        **per_token,
+        **{k: getattr(batch, k)[index] for k in _PER_SEQ if k != "group_ids"},
+        group_ids=batch.group_ids[index].unique(return_inverse=True)[1],
+        cu_seqlens=cu_seqlens,
+        prefix_tokens=batch.prefix_tokens[prefix_tokens],
+        prefix_cu=prefix_cu,
+        prefix_ids=prefix_ids,
+    )
+
+
+def split(batch: Batch, num_minibatches: int, *, epochs: int = 1, seed: int = 0) -> Iterator[Batch]:
+    """Mini-batches of whole groups, `num_minibatches` per epoch, reshuffled each epoch by `seed` alone."""
+    group_ids = batch.group_ids.unique()
+    if not 1 <= num_minibatches <= max(1, group_ids.numel()):
+        raise ValueError(
+            f"num_minibatches must be in [1, number of groups = {group_ids.numel()}], got {num_minibatches}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        if num_minibatches == 1:
+            yield batch
+            continue
+        order = torch.randperm(group_ids.numel(), generator=generator)
+        for chosen in order.tensor_split(num_minibatches):
+            yield select(batch, torch.isin(batch.group_ids, group_ids[chosen]).nonzero().flatten())
+
+
+class Plan(NamedTuple):
+    """How sequences were put into micro-batches: `bins` of sequence indices, the fullest one's tokens (`makespan`), and
+    the `bound` that no partition into as many bins can beat (the mean load, or the largest indivisible piece)."""
+
+    bins: list[list[int]]
+    makespan: int
+    bound: int
+
+
+def plan_microbatches(batch: Batch, *, max_tokens: int) -> Plan:
+    """Balanced micro-batches of at most `max_tokens` tokens, a shared prefix counted once in each.
+
+    Groups stay whole where they fit, and are cut into as few pieces as fit where they do not. Pieces go, longest first,
+    to the least loaded bin (longest processing time first: makespan <= 4/3 of the optimum, Graham 1969), over the
+    fewest bins that keep the budget.
+
+    Errors: ValueError when one sequence with its prompt exceeds `max_tokens`.
+    """
+    pieces = _pieces(batch, max_tokens)
+    if not pieces:
+        return Plan([], 0, 0)
+    pieces.sort(key=lambda piece: (-piece[0], piece[1]))
+    total = sum(cost for cost, _ in pieces)
+    for num_bins in range(max(1, math.ceil(total / max_tokens)), len(pieces) + 1):
+        heap: list[tuple[int, int, list[int]]] = [(0, b, []) for b in range(num_bins)]
+        for cost, members in pieces:
+            load, b, held = heap[0]
+            held.extend(members)
+            heapq.heapreplace(heap, (load + cost, b, held))
+        makespan = max(load for load, _, _ in heap)
+        if makespan <= max_tokens:
+            break
+    bins = [sorted(held) for _, _, held in sorted(heap, key=lambda entry: entry[1])]
+    return Plan(bins, makespan, max(pieces[0][0], math.ceil(total / num_bins)))
+
+
+def microbatches(
+    streams: tuple[Batch, *tuple[Tensor, ...]], *, max_tokens: int
+) -> Iterator[tuple[Batch, *tuple[Tensor, ...]]]:
+    """Cut a batch and any `[T]` tensors beside it, e.g. `(batch, weights)`, into balanced micro-batches of one budget.
+
+    Nothing is lost or repeated: every token of the batch is in exactly one micro-batch. See `plan_microbatches`.
+    """
+    batch, *tensors = streams
+    plan = plan_microbatches(batch, max_tokens=max_tokens)
+    for members in plan.bins:
+        if len(plan.bins) == 1:
+            yield streams
+            return
+        index = torch.tensor(members)
+        rows, _ = _rows(batch.cu_seqlens, index)
+        yield (select(batch, index), *(x[rows] for x in tensors))
+
+
+def join(batch: Batch) -> tuple[Int[Tensor, "PT"], Int[Tensor, "PT"]]:
+    """What the policy reads: `[prefixes, sequences]` as one stream, and each token's position in its document."""
+    prefix_lens = seq_lens(batch.prefix_cu)
+    lens = torch.cat([prefix_lens, seq_lens(batch.cu_seqlens)])
+    start = torch.cat([torch.zeros_like(prefix_lens), prefix_lens[batch.prefix_ids]])
+    tokens = torch.cat([batch.prefix_tokens, batch.tokens])
+    offset = (start - cumulative(lens)[:-1]).repeat_interleave(lens, output_size=tokens.numel())
+    return tokens, torch.arange(tokens.numel(), device=tokens.device) + offset
+
+
+def with_streams(batch: Batch, **streams: Tensor) -> Batch:
+    """The batch with `[T]` streams replaced, each 0 where the mask is False (NaN there never gets in)."""
+    known = {f.name for f in fields(Batch)}
+    for name, x in streams.items():
+        if name not in known or name not in _PER_TOKEN:
+            raise ValueError(f"{name} is no per-token float stream of Batch; choose from {list(_PER_TOKEN[3:])}")
+        check_mask(batch.mask, **{name: x})
+    return replace(batch, **{k: torch.where(batch.mask, x, torch.zeros_like(x)) for k, x in streams.items()})
+
+
+def _pieces(batch: Batch, max_tokens: int) -> list[tuple[int, list[int]]]:
+    """(tokens, sequences) of each group, cut where it does not fit."""
+    lens = seq_lens(batch.cu_seqlens).tolist()
+    prefix_lens = seq_lens(batch.prefix_cu).tolist()
+    prefix_ids, group_ids = batch.prefix_ids.tolist(), batch.group_ids.tolist()
+    pieces: list[tuple[int, list[int]]] = []
+    cost, members, prefixes, group = 0, [], set(), None  # type: ignore[var-annotated]
+    for i in sorted(range(len(lens)), key=lambda i: (group_ids[i], i)):
+        if lens[i] + prefix_lens[prefix_ids[i]] > max_tokens:
+            raise ValueError(
+                f"max_tokens={max_tokens} is less than sequence {i} with its prompt: "
+                f"{lens[i]} + {prefix_lens[prefix_ids[i]]} tokens; raise max_tokens or lower the length limits"
+            )
+        extra = lens[i] + (0 if prefix_ids[i] in prefixes else prefix_lens[prefix_ids[i]])
+        if members and (group_ids[i] != group or cost + extra > max_tokens):
+            pieces.append((cost, members))
+            cost, members, prefixes = 0, [], set()
+            extra = lens[i] + prefix_lens[prefix_ids[i]]
+        group = group_ids[i]
+        prefixes.add(prefix_ids[i])
+        cost, members = cost + extra, [*members, i]
+    return [*pieces, (cost, members)] if members else pieces
+
+
+def _rows(cu: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Token indices of the segments `index`, in order, and their own cu."""
+    lens = seq_lens(cu)[index]
+    new_cu = cumulative(lens)
+    offset = (cu[index] - new_cu[:-1]).repeat_interleave(lens)
+    return torch.arange(offset.numel(), device=cu.device) + offset, new_cu
+
+
+def _token_rewards(t: Trajectory) -> list[float]:
+    rewards = list(t.token_rewards) if t.token_rewards is not None else [0.0] * len(t.ids)
+    if True in t.mask:
+        rewards[_last_true(t.mask)] += t.reward
+    return rewards
+
+
+def _last_true(mask: list[bool]) -> int:
+    return len(mask) - 1 - mask[::-1].index(True)
+
+
+def _check(t: Trajectory, where: str) -> None:
+    if not t.prompt_ids:
+        raise ValueError(f"{where}: prompt_ids is empty; a sequence starts with at least one token (e.g. the BOS id)")
+    if not t.ids and not t.truncated:
+        raise ValueError(f"{where}: no tokens and not truncated; mark it truncated, or leave it out")
+    for name in ("mask", "logp", "versions", "token_rewards"):
+        x = getattr(t, name)
+        if x is not None and len(x) != len(t.ids):
+            raise ValueError(f"{where}: {name} has {len(x)} entries for {len(t.ids)} ids")
+    if not math.isfinite(t.reward):
+        raise ValueError(f"{where}: reward is {t.reward}; it must be finite")
+    for j, (trained, logp) in enumerate(zip(t.mask, t.logp, strict=True)):
+        if trained and not math.isfinite(logp):
+            raise ValueError(f"{where}: logp[{j}] is {logp} at a trained token; did the engine return log-probs?")
+    if t.token_rewards and any(r != 0 and not m for r, m in zip(t.token_rewards, t.mask, strict=True)):
+        raise ValueError(f"{where}: token_rewards is not 0 at a token that the policy did not sample")
