@@ -57,7 +57,7 @@ def seq_sum(
 
 def seq_count(mask: Bool[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"]) -> Int[Tensor, "N"]:
     """Number of True tokens of each sequence (int64)."""
-    check_mask(mask, mask=mask)
+    check_mask(mask, tokens=mask)
     check_cu_seqlens(cu_seqlens, mask.shape[0])
     total = cumulative(mask.long())
     return total[cu_seqlens[1:]] - total[cu_seqlens[:-1]]
