@@ -19,7 +19,7 @@ class Mean(NamedTuple):
     """A sum and how many things were summed. Both stay on the device, in fp64, until `finalize`."""
 
     total: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # shadows tuple.count, which nobody calls
 
 
 class Max(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -21,12 +21,12 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from rlkit._tensors import check_mask
+from rlkit._tensors import check_mask, masked
 from rlkit.segments import cumulative, seq_lens
 from rlkit.types import Batch, Trajectory
 
-_PER_TOKEN = ("tokens", "targets", "mask", "token_rewards", "rollout_logp", "versions")
-_PER_TOKEN += ("old_logp", "ref_logp", "advantages", "values", "returns")
+_FLOATS = ("token_rewards", "rollout_logp", "old_logp", "ref_logp", "advantages", "values", "returns")
+_PER_TOKEN = ("tokens", "targets", "mask", "versions", *_FLOATS)
 _PER_SEQ = ("group_ids", "rewards", "truncated")
 
 
@@ -248,12 +248,11 @@ def join(batch: Batch) -> tuple[Int[Tensor, "PT"], Int[Tensor, "PT"]]:
 
 def with_streams(batch: Batch, **streams: Tensor) -> Batch:
     """The batch with `[T]` streams replaced, each 0 where the mask is False (NaN there never gets in)."""
-    known = {f.name for f in fields(Batch)}
     for name, x in streams.items():
-        if name not in known or name not in _PER_TOKEN:
-            raise ValueError(f"{name} is no per-token float stream of Batch; choose from {list(_PER_TOKEN[3:])}")
+        if name not in _FLOATS:
+            raise ValueError(f"{name} is no per-token float stream of Batch; choose from {list(_FLOATS)}")
         check_mask(batch.mask, **{name: x})
-    return replace(batch, **{k: torch.where(batch.mask, x, torch.zeros_like(x)) for k, x in streams.items()})
+    return replace(batch, **{k: masked(x, batch.mask) for k, x in streams.items()})
 
 
 def _pieces(batch: Batch, max_tokens: int) -> list[tuple[int, list[int]]]:

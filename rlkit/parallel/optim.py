@@ -1,0 +1,75 @@
+"""One optimizer step with clipping, and learning-rate schedules as pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from rlkit.metrics import Metrics, mean
+
+
+def adamw(
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> torch.optim.AdamW:
+    """Fused AdamW over the trainable parameters; weight decay leaves vectors (norms, biases) alone.
+
+    The parameters are fp32 and so are the states: under bf16 compute they are the master weights.
+    Reference: arXiv:1711.05101
+    """
+    params = [p for p in model.parameters() if p.requires_grad]
+    if not params:
+        raise ValueError("model has no trainable parameter: is everything frozen?")
+    groups = [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use this learning rate from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Metrics:
+    """Clip the accumulated gradients to a global L2 norm, step, and drop them.
+
+    A non-finite norm skips the step, leaves parameters and states as they were, and counts in `skipped_step`.
+    Returns `grad_norm` (before clipping) and `skipped_step`.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    grads = [p.grad for p in params if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+    finite = bool(norm.isfinite())
+    if finite and grads:
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {"grad_norm": mean(norm), "skipped_step": mean(0.0 if finite else 1.0)}
+
+
+def constant_lr(step: int, *, lr: float, warmup_steps: int = 0) -> float:
+    """`lr` after a linear warm-up: step 0 already moves, at lr / warmup_steps."""
+    return lr * min(1.0, (step + 1) / max(1, warmup_steps))
+
+
+def linear_lr(step: int, *, lr: float, num_steps: int, warmup_steps: int = 0) -> float:
+    """Linear warm-up, then a straight line that would reach 0 at `num_steps`."""
+    left = (num_steps - step) / max(1, num_steps - warmup_steps)
+    return min(constant_lr(step, lr=lr, warmup_steps=warmup_steps), lr * max(0.0, left))
+
+
+def cosine_lr(step: int, *, lr: float, num_steps: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
+    """Linear warm-up, then half a cosine from `lr` to `floor * lr` at `num_steps`. Reference: arXiv:1608.03983"""
+    done = min(1.0, max(0.0, (step - warmup_steps) / max(1, num_steps - warmup_steps)))
+    cosine = lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
+    return min(constant_lr(step, lr=lr, warmup_steps=warmup_steps), cosine)
