@@ -89,7 +89,7 @@ def all_reduce(metrics: Metrics, *, group: torch.distributed.ProcessGroup | None
         flat = torch.stack([part for k in keys for part in metrics[k]])
         torch.distributed.all_reduce(flat, op=how, group=group)
         parts = flat.view(len(keys), -1).unbind()
-        out.update({k: kind(*p.unbind()) for k, p in zip(keys, parts, strict=True)})
+        out.update({k: kind(*p.unbind()) for k, p in zip(keys, parts, strict=True)})  # type: ignore[call-arg]
     return out
 
 
