@@ -87,10 +87,9 @@ def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) 
 def unpack(batch: Batch) -> list[list[Trajectory]]:
     """The trajectories `pack` was given, in their groups; floats as fp32 holds them, `score` and `info` left empty.
 
-    Needs shared packing: an unshared batch no longer knows where its prompts end.
+    Of an unshared batch, which no longer knows where its prompts end, the first token of each counts as the prompt and
+    the rest of it as masked tokens.
     """
-    if batch.prefix_tokens.numel() == 0 and not batch.mask[batch.cu_seqlens[:-1]].all():
-        raise ValueError("batch was packed with share_prompts=False: where its prompts end is no longer known")
     prefixes = [p.tolist() for p in batch.prefix_tokens.split(seq_lens(batch.prefix_cu).tolist())]
     lens = seq_lens(batch.cu_seqlens).tolist()
     streams = [

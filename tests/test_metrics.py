@@ -1,0 +1,44 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlkit.metrics import Max, Mean, Min, finalize, largest, mean, merge, smallest
+
+numbers = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=12)
+
+
+@given(numbers, st.integers(0, 12))
+def test_any_split_adds_up_to_the_whole(xs, cut):
+    parts = [torch.tensor(p) for p in (xs[:cut], xs[cut:]) if p]
+    merged = merge(*({"mean": mean(p), "max": largest(p), "min": smallest(p)} for p in parts))
+    out = finalize(merged)
+    assert out["mean"] == pytest.approx(sum(xs) / len(xs), abs=1e-9)
+    assert (out["max"], out["min"]) == (max(xs), min(xs))
+
+
+def test_masks_and_weights():
+    x, mask = torch.tensor([1.0, float("nan"), 5.0]), torch.tensor([True, False, True])
+    out = finalize({"m": mean(x, mask=mask), "a": largest(x, mask=mask), "i": smallest(x, mask=mask)})
+    assert out == {"m": 3.0, "a": 5.0, "i": 1.0}
+    assert finalize({"w": mean(torch.tensor([1.0, 4.0]), weights=torch.tensor([3.0, 1.0]))}) == {"w": 1.75}
+
+
+def test_a_mean_of_nothing_stays_visible():
+    out = finalize({"m": mean(torch.zeros(0)), "a": largest(torch.zeros(0))})
+    assert math.isnan(out["m"])
+    assert out["a"] == -math.inf
+
+
+def test_one_key_has_one_type():
+    with pytest.raises(TypeError, match="metric 'x' is a Mean here and a Max there"):
+        merge({"x": mean(1.0)}, {"x": largest(1.0)})
+
+
+def test_types_say_how_to_reduce():
+    assert isinstance(mean(2.0), Mean)
+    assert isinstance(largest(2.0), Max)
+    assert isinstance(smallest(2.0), Min)
+    assert not mean(torch.ones(2, requires_grad=True)).total.requires_grad

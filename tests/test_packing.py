@@ -1,0 +1,206 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit.packing import (
+    from_padded,
+    join,
+    microbatches,
+    pack,
+    plan_microbatches,
+    select,
+    split,
+    to_padded,
+    unpack,
+    with_streams,
+)
+from rlkit.types import Trajectory
+
+exact = st.integers(-64, 64).map(lambda x: x / 8)  # floats that fp32 holds exactly
+token = st.integers(0, 1000)
+
+
+@st.composite
+def trajectories(draw, prompt):
+    n = draw(st.integers(0, 6))
+    mask = draw(st.lists(st.booleans(), min_size=n, max_size=n))
+    return Trajectory(
+        prompt_ids=prompt,
+        ids=draw(st.lists(token, min_size=n, max_size=n)),
+        mask=mask,
+        logp=[-draw(exact.map(abs)) if m else 0.0 for m in mask],
+        versions=[draw(st.integers(0, 9)) if m else -1 for m in mask],
+        reward=draw(exact),
+        token_rewards=[draw(exact) if m else 0.0 for m in mask] if draw(st.booleans()) else None,
+        truncated=draw(st.booleans()) if n else True,
+    )
+
+
+@st.composite
+def group_lists(draw, max_groups=4):
+    prompts = st.lists(token, min_size=1, max_size=5)
+    return [
+        draw(
+            st.lists(
+                prompts.flatmap(trajectories) if draw(st.booleans()) else trajectories(draw(prompts)),
+                min_size=1,
+                max_size=4,
+            )
+        )
+        for _ in range(draw(st.integers(0, max_groups)))
+    ]
+
+
+@settings(deadline=None)
+@given(group_lists())
+def test_unpack_inverts_pack(groups):
+    expected = [
+        [replace(t, token_rewards=t.token_rewards if t.token_rewards and any(t.token_rewards) else None) for t in g]
+        for g in groups
+    ]
+    assert unpack(pack(groups)) == expected
+
+
+@settings(deadline=None)
+@given(group_lists(), st.booleans())
+def test_every_target_follows_its_token(groups, share):
+    batch = pack(groups, share_prompts=share)
+    tokens, positions = join(batch)
+    prefix = [p.tolist() for p in batch.prefix_tokens.split(batch.prefix_cu.diff().tolist())]
+    for i, t in enumerate(t for g in groups for t in g):
+        places = slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
+        mine = batch.tokens[places].tolist()
+        whole = t.prompt_ids + t.ids
+        assert prefix[int(batch.prefix_ids[i])] + mine == (whole if t.truncated else whole[:-1])
+        real = len(mine) - t.truncated
+        assert batch.targets[places][:real].tolist() == whole[len(whole) - real :]
+        start = len(prefix[int(batch.prefix_ids[i])])
+        at = positions[batch.prefix_tokens.numel() :][places]
+        assert at.tolist() == list(range(start, start + len(mine)))
+        total = (t.reward if any(t.mask) else 0) + sum(t.token_rewards or [])
+        assert batch.token_rewards[places].sum() == total
+    assert tokens.numel() == batch.num_tokens + batch.prefix_tokens.numel()
+    for stream in (batch.rollout_logp, batch.token_rewards):
+        assert (stream[~batch.mask] == 0).all()
+
+
+def test_a_group_stores_its_prompt_once_and_another_prompt_beside_it():
+    a = Trajectory([1, 2, 3], [4], [True], [0.0], [0])
+    b = Trajectory([1, 2, 3, 4, 5], [6], [True], [0.0], [0])
+    batch = pack([[a, a, b], [a]])
+    assert batch.prefix_tokens.tolist() == [1, 2, 1, 2, 3, 4, 1, 2]
+    assert batch.prefix_ids.tolist() == [0, 0, 1, 2]
+    assert batch.group_ids.tolist() == [0, 0, 0, 1]
+
+
+@settings(deadline=None)
+@given(group_lists(), st.integers(16, 60), st.booleans())
+def test_microbatches_lose_nothing_and_keep_the_budget(groups, max_tokens, share):
+    batch = pack(groups, share_prompts=share)
+    rows = torch.arange(batch.num_tokens)
+    seen = []
+    for micro, places in microbatches((batch, rows), max_tokens=max_tokens):
+        assert micro.num_tokens + micro.prefix_tokens.numel() <= max_tokens
+        assert torch.equal(micro.tokens, batch.tokens[places])
+        assert torch.equal(micro.targets, batch.targets[places])
+        seen.append(places)
+    assert torch.cat([*seen, rows[:0]]).sort().values.equal(rows)
+    plan = plan_microbatches(batch, max_tokens=max_tokens)
+    assert plan.bound <= plan.makespan <= max_tokens
+    assert sorted(i for b in plan.bins for i in b) == list(range(batch.num_seqs))
+
+
+def test_groups_stay_whole_where_they_fit():
+    def group(n):
+        return [Trajectory([1] * 4, [2] * n, [True] * n, [0.0] * n, [0] * n)] * 3
+
+    batch = pack([group(n) for n in (5, 1, 3, 5, 2, 4)])
+    plan = plan_microbatches(batch, max_tokens=36)
+    assert all(sum(batch.group_ids[i] == g for i in members) in (0, 3) for members in plan.bins for g in range(6))
+    # 3 + 3n tokens each: 18 6 12 18 9 15 = 78, so 3 bins of 36, and 18+9, 18+6, 15+12 is what longest-first finds
+    assert [plan.makespan, plan.bound, len(plan.bins)] == [27, 26, 3]
+
+
+def test_a_sequence_over_the_budget_is_named():
+    batch = pack([[Trajectory([1, 2], [3] * 10, [True] * 10, [0.0] * 10, [0] * 10)]])
+    with pytest.raises(ValueError, match=r"max_tokens=10 is less than sequence 0 with its prompt: 10 \+ 1 tokens"):
+        plan_microbatches(batch, max_tokens=10)
+
+
+@settings(deadline=None, max_examples=50)
+@given(group_lists(), st.integers(1, 3), st.integers(1, 2))
+def test_split_deals_whole_groups_once_per_epoch(groups, num_minibatches, epochs):
+    batch = with_streams(pack(groups), advantages=torch.arange(pack(groups).num_tokens).float())
+    if num_minibatches > len(groups):
+        if num_minibatches > 1:
+            with pytest.raises(ValueError, match="num_minibatches must be in"):
+                list(split(batch, num_minibatches))
+        return
+    minis = list(split(batch, num_minibatches, epochs=epochs, seed=3))
+    assert len(minis) == num_minibatches * epochs
+    for epoch in range(epochs):
+        dealt = [g for m in minis[epoch * num_minibatches :][:num_minibatches] for g in unpack(m)]
+        assert sorted(map(repr, dealt)) == sorted(map(repr, unpack(batch)))
+    again = list(split(batch, num_minibatches, epochs=epochs, seed=3))
+    assert all(torch.equal(a.advantages, b.advantages) for a, b in zip(minis, again, strict=True))
+
+
+def test_select_carries_every_stream():
+    t = [Trajectory([7, i], [i, i], [True, True], [-1.0, -2.0], [0, 0], reward=i) for i in range(4)]
+    batch = with_streams(pack([t[:2], t[2:]]), values=torch.arange(8.0), ref_logp=-torch.arange(8.0))
+    part = select(batch, [3, 0])
+    assert part.values.tolist() == [6, 7, 0, 1]
+    assert part.ref_logp.tolist() == [-6, -7, 0, -1]
+    assert part.rewards.tolist() == [3, 0]
+    assert part.group_ids.tolist() == [1, 0]
+    assert part.old_logp is None
+
+
+def test_with_streams_zeroes_masked_places_and_knows_its_names():
+    batch = pack([[Trajectory([1], [2, 3], [True, False], [-1.0, 0.0], [0, -1])]])
+    batch = with_streams(batch, advantages=torch.tensor([2.0, float("nan")]))
+    assert batch.advantages.tolist() == [2.0, 0.0]
+    with pytest.raises(ValueError, match="tokens is no per-token float stream"):
+        with_streams(batch, tokens=batch.tokens)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=4))
+def test_padded_round_trip(mask):
+    mask = torch.tensor(mask)
+    x, y = torch.randn(len(mask), 5), torch.randint(0, 9, (len(mask), 5, 2))
+    packed = from_padded(x, y, padding_mask=mask)
+    assert packed.cu_seqlens.tolist() == [0, *mask.sum(1).cumsum(0).tolist()]
+    back = to_padded(*packed.streams, padding_mask=mask, fill=-7)
+    assert torch.equal(back[0], x.where(mask, -7))
+    assert torch.equal(back[1], y.where(mask[..., None], -7))
+
+
+def test_padded_errors_name_the_stream():
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"mask must have the shape of streams\[0\]"):
+        from_padded(torch.zeros(2, 4), padding_mask=mask)
+    with pytest.raises(ValueError, match=r"streams\[0\] must hold one row per True in padding_mask, 6, got 5"):
+        to_padded(torch.zeros(5), padding_mask=mask)
+
+
+good = Trajectory([1], [2, 3], [True, True], [-1.0, -1.0], [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (replace(good, prompt_ids=[]), "prompt_ids is empty"),
+        (replace(good, mask=[True]), "mask has 1 entries for 2 ids"),
+        (replace(good, logp=[-1.0, float("nan")]), r"logp\[1\] is nan at a trained token"),
+        (replace(good, reward=float("inf")), "reward is inf"),
+        (replace(good, ids=[], mask=[], logp=[], versions=[]), "no tokens and not truncated"),
+        (replace(good, mask=[True, False], token_rewards=[0.0, 1.0]), "token_rewards is not 0"),
+    ],
+)
+def test_bad_trajectories_are_named(bad, message):
+    with pytest.raises(ValueError, match=rf"groups\[1\]\[1\]: .*{message}"):
+        pack([[good], [good, bad]])
