@@ -1,0 +1,308 @@
+"""An embedded rollout engine: continuous batching in this process, over the trainer's own weights.
+
+For CPU and small models (it runs on CUDA as well). There is no server, no second copy of the weights and nothing to
+sync: an optimizer step is seen by the next token. Tokens in, tokens out.
+
+    engine = LocalEngine(model, tokenizer=tokenizer)
+    completion = await engine.generate(prompt_ids, params=SamplingParams(max_new_tokens=64, stop_token_ids=(2,)))
+
+Differs from HF `generate`: requests come and go one by one instead of waiting for the longest row of a static batch,
+equal prompts are forwarded once, log-probs are returned, and a request's noise does not depend on its neighbours.
+Differs from SGLang (`rlkit.rollout.sglang`): same contract, one process, no paged cache, no prefix cache beyond
+equal prompts in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rlkit.rollout.backends import pick_decoder
+from rlkit.rollout.rows import Request, Rows
+from rlkit.rollout.sampling import sample, uniforms
+from rlkit.rollout.stopping import StopStrings
+from rlkit.types import Completion, SamplingParams
+
+_U64 = 2**64 - 1
+
+
+class Progress(NamedTuple):
+    """Requests running and waiting now, and tokens generated since the engine was made."""
+
+    running: int
+    waiting: int
+    num_tokens: int
+
+
+class LocalEngine:
+    """Serves `generate` calls of many coroutines from one model, in batches of up to `max_batch` rows.
+
+    One task steps the batch and yields to the event loop after each token. There are no threads and no clock: the
+    same calls in the same order give the same bits. It serves one event loop at a time and can be used from one
+    `asyncio.run` after another.
+
+    Args:
+        model: a Hugging Face causal LM. Its weights are read in place at every step, its mode (train, eval) stays.
+        tokenizer: needed for `stop` strings only; anything with `decode(ids, skip_special_tokens=False)`.
+        max_batch: rows decoded together; further requests wait in order.
+        max_len: prompt and completion together, in tokens; by default the model's `max_position_embeddings`.
+        eos_token_ids: these end every request, besides its own `stop_token_ids`; `()` for none; by default the
+            `eos_token_id` of the model's generation config.
+        seed: of the seeds that requests without one are given.
+
+    Memory: the cache takes 2 * layers * max_batch * kv_heads * head_dim * (longest sequence so far) elements.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        max_batch: int = 64,
+        max_len: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        if max_batch < 1:
+            raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+        limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        max_len = limit if max_len is None else max_len
+        if max_len is None:
+            raise ValueError("max_len must be given: the model's config has no max_position_embeddings")
+        self.max_batch, self.max_len = max_batch, max_len
+        if self.max_len < 2 or (limit is not None and self.max_len > limit):
+            raise ValueError(
+                f"max_len must be in [2, {limit}] (the model's max_position_embeddings), got {self.max_len}"
+            )
+        self.version = 0
+        self._eos = _eos(model) if eos_token_ids is None else tuple(eos_token_ids)
+        self._device, self._tokenizer = model.device, tokenizer
+        self._decoder = pick_decoder(model, max_batch=max_batch, max_len=self.max_len)
+        self._seeds = random.Random(seed)
+        self._rows, self._waiting = Rows(max_batch), deque[Request]()
+        self._rids: dict[str, Request] = {}
+        self._num_calls = self._num_tokens = self._epoch = 0
+        self._driver: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> LocalEngine:
+        return self
+
+    async def __aexit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def progress(self) -> Progress:
+        """How many requests run and wait, and how many tokens were generated so far."""
+        return Progress(len(self._rows), len(self._waiting), self._num_tokens)
+
+    async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
+        """Sample a completion of `prompt_ids`. See `rlkit.types.SamplingParams` and `Completion`.
+
+        Noise is a function of (seed, position), the position counted from the start of the prompt. A cancelled call
+        frees its row.
+
+        Raises:
+            ValueError: `prompt_ids` is empty or leaves no room below `max_len`; `stop` without a tokenizer; `rid` is
+            in use. RuntimeError: the engine is closed, or serves another running event loop.
+            Whatever a step raised, in every call that was in flight.
+        """
+        request = self._request(prompt_ids, params, rid)
+        self._ensure_driver()
+        self._rids[request.rid] = request
+        self._waiting.append(request)
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            self._drop(request)
+            raise
+
+    def abort(self, rid: str | None = None) -> int:
+        """End the request `rid` (None: all) now: its caller gets the tokens so far, with finish_reason "abort".
+
+        Returns how many requests were ended; 0 if `rid` is not in flight. Call it from the event loop's thread.
+        """
+        requests = list(self._rids.values()) if rid is None else [self._rids[rid]] if rid in self._rids else []
+        for request in requests:
+            if request.slot < 0:
+                self._waiting.remove(request)
+                request.finish([], [], "abort")
+        self._retire([(r.slot, "abort") for r in requests if r.slot >= 0])
+        for request in requests:
+            self._rids.pop(request.rid, None)
+        return len(requests)
+
+    async def update_weights(self, weights: Any = None, *, version: int) -> None:
+        """Tokens sampled from here on are stamped `version`. Call it after every optimizer step.
+
+        The weights are shared, so `weights` (what other engines are sent) is ignored. Prompts that are already in
+        the cache are not shared with requests that come later. Requests in flight go on with the keys and values
+        they have.
+        """
+        del weights
+        self._decoder.refresh()
+        self.version = version
+        self._epoch += 1
+        for slot, request in enumerate(self._rows.requests):
+            request.versions.append((self._rows.num_generated(slot), version))
+
+    async def close(self) -> None:
+        """Abort what is in flight and free the cache. A closed engine refuses `generate`."""
+        self._closed = True
+        self.abort()
+        if (
+            self._driver is not None
+            and not self._driver.done()
+            and self._driver.get_loop() is asyncio.get_running_loop()
+        ):
+            await self._driver
+        self._decoder.release()
+
+    def _request(self, prompt_ids: list[int], params: SamplingParams, rid: str | None) -> Request:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        if not 0 < len(prompt_ids) < self.max_len:
+            fix = "give at least one token" if not prompt_ids else "shorten it or raise max_len"
+            raise ValueError(
+                f"prompt_ids must hold 1 to {self.max_len - 1} tokens (max_len - 1), got {len(prompt_ids)}: {fix}"
+            )
+        if params.stop and self._tokenizer is None:
+            raise ValueError("stop strings need LocalEngine(..., tokenizer=...); use stop_token_ids without one")
+        if rid is not None and rid in self._rids:
+            raise ValueError(f"rid {rid!r} is already in flight")
+        self._num_calls += 1
+        return Request(
+            rid=rid if rid is not None else f"local-{self._num_calls}",
+            prompt=list(prompt_ids),
+            key=np.asarray(prompt_ids, np.int64).tobytes(),
+            params=params,
+            stop_token_ids=(*params.stop_token_ids, *self._eos),
+            seed=(self._seeds.getrandbits(64) if params.seed is None else params.seed) & _U64,
+            end=min(len(prompt_ids) + params.max_new_tokens, self.max_len),
+            future=asyncio.get_running_loop().create_future(),
+            stop=StopStrings(self._tokenizer, params.stop) if params.stop else None,
+        )
+
+    def _ensure_driver(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._driver is not None and not self._driver.done():
+            if self._driver.get_loop() is loop:
+                return
+            if self._driver.get_loop().is_running():
+                raise RuntimeError("the engine serves another event loop; use one engine per running loop")
+            self._forget()
+        self._driver = loop.create_task(self._drive(), name="rlkit-local-engine")
+
+    async def _drive(self) -> None:
+        try:
+            while self._waiting or len(self._rows):
+                self._step()
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            for request in self._forget():
+                request.future.cancel()
+            raise
+        except Exception as error:
+            for request in self._forget():
+                if not request.future.done():
+                    request.future.set_exception(error)
+
+    def _forget(self) -> list[Request]:
+        requests = [*self._rows.requests, *self._waiting]
+        self._rows, self._waiting, self._rids = Rows(self.max_batch), deque(), {}
+        self._decoder.release()
+        return requests
+
+    def _drop(self, request: Request) -> None:
+        if self._rids.get(request.rid) is request:
+            self.abort(request.rid)
+
+    def _step(self) -> None:
+        self._admit()
+        rows, n = self._rows, len(self._rows)
+        batch = _bucket(n, self.max_batch)
+        longest = min(-(-(int(rows.position[:n].max()) + 1) // 16) * 16, self.max_len)
+        logits = self._decoder.decode(self._to(rows.token[:batch]), self._to(rows.position[:batch]), longest)[:n]
+        with torch.inference_mode():
+            ids, logp = sample(
+                logits,
+                self._to(uniforms(rows.seed[:n], rows.position[:n] + 1)),
+                temperature=self._to(rows.temperature[:n]),
+                top_p=self._to(rows.top_p[:n]) if (rows.top_p[:n] < 1).any() else None,
+                top_k=self._to(rows.top_k[:n]) if rows.top_k[:n].any() else None,
+            )
+        logp_host = logp.cpu().numpy()
+        if not np.isfinite(logp_host).all():
+            raise FloatingPointError("the model's logits are not finite; its weights or activations have overflowed")
+        self._num_tokens += n
+        self._retire(rows.push(ids.cpu().numpy(), logp_host))
+
+    def _admit(self) -> None:
+        free = self.max_batch - len(self._rows)
+        if not self._waiting or (len(self._rows) and free < min(len(self._waiting), -(-self.max_batch // 8))):
+            return
+        cached = {r.key: r for r in self._rows.requests if r.epoch == self._epoch}
+        new: list[Request] = []
+        copies: list[tuple[Request, Request]] = []
+        for _ in range(min(free, len(self._waiting))):
+            request = self._waiting.popleft()
+            request.epoch, request.versions = self._epoch, [(0, self.version)]
+            self._rows.add(request)
+            source = cached.setdefault(request.key, request)
+            if source is not request:
+                copies.append((source, request))
+            elif len(request.prompt) > 1:
+                new.append(request)
+        for chunk in _chunks(sorted(new, key=lambda r: len(r.prompt))):
+            self._decoder.prefill([r.prompt[:-1] for r in chunk], [r.slot for r in chunk])
+        if copies:
+            length = max(len(r.prompt) for _, r in copies) - 1
+            self._decoder.copy([s.slot for s, _ in copies], [r.slot for _, r in copies], length)
+
+    def _retire(self, finished: Sequence[tuple[int, Any]]) -> None:
+        if not finished:
+            return
+        for slot, _ in finished:
+            self._rids.pop(self._rows.requests[slot].rid, None)
+        sources, targets = self._rows.retire(finished)
+        if sources:
+            self._decoder.copy(sources, targets, int(self._rows.position[targets].max()))
+
+    def _to(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _bucket(n: int, max_batch: int) -> int:
+    """1, 2, 4, then multiples of 8: few shapes, so that a row's rounding depends little on its neighbours."""
+    return min(max_batch, 1 << (n - 1).bit_length() if n <= 4 else -(-n // 8) * 8)
+
+
+def _chunks(requests: list[Request], max_tokens: int = 8192) -> list[list[Request]]:
+    """Runs of similar length: padded to the longest, a chunk stays below `max_tokens` and wastes at most a third."""
+    chunks: list[list[Request]] = []
+    total = 0
+    for request in requests:
+        length = len(request.prompt)
+        total += length
+        if chunks and length * (len(chunks[-1]) + 1) <= min(max_tokens, 1.5 * total):
+            chunks[-1].append(request)
+        else:
+            chunks.append([request])
+            total = length
+    return chunks
+
+
+def _eos(model: Any) -> tuple[int, ...]:
+    """The model's end-of-sequence tokens, as its generation config has them."""
+    config = getattr(model, "generation_config", None) or model.config
+    eos = getattr(config, "eos_token_id", None)
+    return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)

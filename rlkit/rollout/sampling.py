@@ -1,0 +1,92 @@
+"""Sampling from logits with noise that is a pure function of (seed, position): one uniform per token, inverse CDF."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, UInt64
+from torch import Tensor
+
+from rlkit._tensors import upcast
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Sampled(NamedTuple):
+    """One token per row and its log-prob under the temperature-scaled, untruncated distribution, in nats."""
+
+    ids: Int[Tensor, "B"]
+    logp: Float[Tensor, "B"]
+
+
+def uniforms(seeds: UInt64[np.ndarray, "B"], positions: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"]:
+    """Counter-based noise: u = (mix(mix(seed) + (position + 1) * golden) >> 12 + 1/2) / 2^52, in (0, 1), fp64.
+
+    The same (seed, position) gives the same bits on every machine and in every batch. `mix` is SplitMix64's finalizer.
+    `position` is that of the sampled token in its sequence, prompt included, so that a request which is aborted and
+    continued with its tokens as a longer prompt draws the noise that it would have drawn.
+    Reference: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the use of counters as
+    in Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
+    bits = _mix(_mix(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def sample(
+    logits: Float[Tensor, "B V"],
+    u: Float[Tensor, "B"],
+    *,
+    temperature: Float[Tensor, "B"],
+    top_p: Float[Tensor, "B"] | None = None,
+    top_k: Int[Tensor, "B"] | None = None,
+) -> Sampled:
+    """The token whose interval of the CDF holds `u`, for each row.
+
+        p = softmax(logits / temperature)        token = min { v : sum_{w <= v} kept_w > u * sum_w kept_w }
+
+    with kept = p where `kept_support` holds, else 0. Temperature 0 is argmax (the lowest id wins a tie) with p at
+    temperature 1. The log-prob is log p of the token, untruncated. The CDF is summed in fp64; a token of probability
+    0 is never returned. None for `top_p` and `top_k` means that no row truncates; in a tensor 1.0 and 0 mean "off"
+    for that row.
+
+    Differs from HF `generate`, which applies top-p to what top-k left, renormalised; here (as in SGLang) both look
+    at p.
+    """
+    greedy = temperature == 0
+    logp = (upcast(logits) / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
+    p = logp.exp()
+    if top_p is not None or top_k is not None:
+        p = p * kept_support(p, top_p=top_p, top_k=top_k)
+    cdf = p.cumsum(-1, dtype=torch.float64)
+    ids = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+    ids = torch.where(greedy, logits.argmax(-1), ids)
+    return Sampled(ids, logp.gather(-1, ids[:, None])[:, 0])
+
+
+def kept_support(
+    p: Float[Tensor, "B V"], *, top_p: Float[Tensor, "B"] | None = None, top_k: Int[Tensor, "B"] | None = None
+) -> Bool[Tensor, "B V"]:
+    """Where top-p and top-k leave mass: rank < top_k, and less than top_p lies strictly before the token.
+
+    Tokens are ranked by falling probability, the lower id first in a tie. Both conditions are on `p` itself, so
+    their order does not matter; the most probable token is always kept. `top_p=1.0` and `top_k=0` keep everything.
+    Reference: nucleus sampling, arXiv:1904.09751
+    """
+    ranked, order = p.sort(dim=-1, descending=True, stable=True)
+    keep = torch.ones_like(ranked, dtype=torch.bool)
+    if top_p is not None:
+        total = ranked.cumsum(-1, dtype=torch.float64)
+        before = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], dim=-1)
+        keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    if top_k is not None:
+        rank = torch.arange(p.shape[-1], device=p.device)
+        keep &= (rank < top_k[:, None]) | (top_k == 0)[:, None]
+    return torch.empty_like(keep).scatter_(-1, order, keep)
+
+
+def _mix(x: UInt64[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
