@@ -1,0 +1,101 @@
+"""What a run shows while it goes: one line a step, below them a live bar where stdout is a terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Column(NamedTuple):
+    """A field of the step line: the first of `keys` that is present, times `scale`."""
+
+    title: str
+    keys: tuple[str, ...]
+    width: int
+    format: str
+    scale: float = 1.0
+
+
+COLUMNS = (
+    Column("reward", ("reward/mean", "loss"), 7, ".3f"),
+    Column("entropy", ("entropy",), 7, ".3f"),
+    Column("kl", ("kl/ref", "ratio/kl_old_k3"), 8, ".5f"),
+    Column("length", ("length/mean",), 7, ".1f"),
+    Column("clip%", ("ratio/clipped", "ratio/clip_high"), 6, ".2f", 100.0),
+    Column("mismatch", ("mismatch/abs_mean", "mismatch/k3", "mismatch/abs_log_ratio_max"), 9, ".1e"),
+    Column("grad", ("grad_norm",), 7, ".3f"),
+    Column("s/step", ("time/step",), 7, ".2f"),
+    Column("tok/s", ("time/tokens_per_s",), 8, ".0f"),
+)
+
+
+def header() -> str:
+    """The titles above the step lines."""
+    return "  step " + "".join(f"{c.title:>{c.width + 1}}" for c in COLUMNS) + "  eval sampled/greedy"
+
+
+def step_line(step: int, metrics: Mapping[str, Any]) -> str:
+    """One step in fixed columns, at most 120 characters; "-" where a metric is missing."""
+    cells = "".join(f" {_cell(c, metrics):>{c.width}}" for c in COLUMNS)
+    evals = [metrics.get(key) for key in ("eval/sampled", "eval/greedy")]
+    shown = "/".join("-" if x is None else f"{x:.3f}" for x in evals) if any(x is not None for x in evals) else ""
+    return f"{step:>6} {cells}  {shown}".rstrip()
+
+
+def _cell(column: Column, metrics: Mapping[str, Any]) -> str:
+    value = next((metrics[key] for key in column.keys if key in metrics), None)
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(float(value))
+    text = format(value * column.scale, column.format)
+    return text if len(text) <= column.width else format(value * column.scale, ".1e")
+
+
+class Progress:
+    """Prints step lines; on a terminal also a bar with step, ETA, reward and tokens/s. `rich` is imported only then."""
+
+    def __init__(self, *, steps: int, start: int = 0) -> None:
+        self._lines = 0
+        self._bar: Any = None
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=30), TimeElapsedColumn(),
+                TextColumn("eta"), TimeRemainingColumn(), TextColumn("{task.fields[text]}"),
+                refresh_per_second=4, transient=True,
+            )  # fmt: skip
+            self._task = self._bar.add_task("run", total=steps, completed=start, text="")
+            self._bar.start()
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Print the line of a step and move the bar."""
+        if self._lines % 25 == 0:
+            self.say(header())
+        self._lines += 1
+        self.say(step_line(step, metrics))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, text="")
+
+    def status(self, text: str) -> None:
+        """Text beside the bar."""
+        if self._bar is not None:
+            self._bar.update(self._task, text=text)
+
+    def say(self, text: str) -> None:
+        """A line above the bar, or on plain stdout, flushed."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, no_wrap=True, crop=False, overflow="ignore")
+        else:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Take the bar off the screen; the lines stay."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

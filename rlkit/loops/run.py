@@ -1,0 +1,269 @@
+"""The run folder: what a run leaves for a person to read, each step written once, whatever interrupts it.
+
+    metrics.jsonl                      one line a step; fields that depend on the clock are named time/...
+    trajectories/train_000010.jsonl    what was sampled for step 10, one line a sample; eval_000010.jsonl likewise
+    metrics.png                        the curves (`python -m rlkit.plot FOLDER` draws them again, or compares runs)
+    checkpoints/                       see rlkit.parallel.checkpoint
+
+`step` counts optimizer updates: line s describes the s-th update, a checkpoint of step s was written after it, and
+step 0 is before the first one. On resume from step s everything after s is dropped, so each step appears once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlkit.loops.progress import Progress
+from rlkit.parallel._files import replace_file
+from rlkit.types import Trajectory
+
+Decode = Callable[[list[int]], str]
+
+
+class Run:
+    """An open run folder. Made by `open_run`."""
+
+    def __init__(self, folder: Path, progress: Progress | None) -> None:
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self._progress = progress
+        self._metrics: TextIO | None = None if progress is None else (folder / "metrics.jsonl").open("a")
+        self._dump: tuple[Path, TextIO] | None = None
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl and print the same step for a person.
+
+        Values are numbers (or 0-dim tensors); floats are written with all their digits, so two runs can be compared bit
+        for bit. NaN and infinities are written as NaN, Infinity, -Infinity, which Python's json reads.
+        """
+        if self._metrics is None or self._progress is None:
+            return
+        line = {"step": step, **{key: _number(key, value) for key, value in metrics.items()}, "time/unix": time.time()}
+        self._metrics.write(json.dumps(line) + "\n")
+        self._metrics.flush()
+        self._progress.step(step, line)
+
+    def trajectories(self, step: int, rows: Iterable[Mapping[str, Any]], *, kind: str = "train") -> None:
+        """Append rows (see `trajectory_row`) to `trajectories/{kind}_{step}.jsonl`; on return they are in the file."""
+        if self._progress is None:
+            return
+        path = self.folder / "trajectories" / f"{kind}_{step:06d}.jsonl"
+        if self._dump is None or self._dump[0] != path:
+            self._close_dump()
+            self._dump = path, path.open("a")
+        file = self._dump[1]
+        file.write("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+        file.flush()
+
+    def status(self, text: str) -> None:
+        """What is going on inside the step, shown beside the bar ("rollout 43/64"). Only on a terminal."""
+        if self._progress is not None:
+            self._progress.status(text)
+
+    def say(self, text: str) -> None:
+        """A line for a person above the bar."""
+        if self._progress is not None:
+            self._progress.say(text)
+
+    def sync(self) -> None:
+        """Put all that was logged on the disk: before a checkpoint, which must not know more than its run folder."""
+        for file in (self._metrics, self._dump and self._dump[1]):
+            if file is not None:
+                os.fsync(file.fileno())
+
+    def plot(self) -> Path | None:
+        """Draw metrics.png. A plot that cannot be drawn is said in one line and never ends a run."""
+        if self._progress is None:
+            return None
+        try:
+            from rlkit.plot import plot_run
+
+            return plot_run(self.folder)
+        except Exception as error:
+            self.say(f"no plot: {error}")
+            return None
+
+    def close(self) -> None:
+        """Close the files and take the bar off the screen."""
+        self._close_dump()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._progress is not None:
+            self._progress.close()
+
+    def _close_dump(self) -> None:
+        if self._dump is not None:
+            self._dump[1].close()
+            self._dump = None
+
+
+@contextmanager
+def open_run(
+    folder: Path | str, *, steps: int, start: int = 0, resume: bool = False, active: bool = True
+) -> Iterator[Run]:
+    """Open a run folder for writing, from step `start` (the step of the loaded checkpoint) to `steps`.
+
+    A folder that already holds a run is refused unless `resume`; then all that came after `start` is dropped.
+    `active=False` (every rank but the first) writes and prints nothing.
+
+    Errors: FileExistsError for a folder with a run in it; BlockingIOError where another process has it open.
+    """
+    folder = Path(folder)
+    if not active:
+        yield Run(folder, None)
+        return
+    if not resume and (folder / "metrics.jsonl").exists():
+        raise FileExistsError(f"{folder} already holds a run: resume it (--resume), delete it or take another folder")
+    (folder / "trajectories").mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        if resume:
+            drop_after(folder, start)
+        run = Run(folder, Progress(steps=steps, start=start))
+        try:
+            yield run
+        finally:
+            run.close()
+
+
+def drop_after(folder: Path | str, step: int) -> None:
+    """Delete what a run folder says about steps later than `step` (a killed run may have passed its checkpoint)."""
+    folder = Path(folder)
+    path = folder / "metrics.jsonl"
+    if path.exists():
+        lines = path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _step_of(line) <= step]
+        if len(kept) < len(lines):
+            replace_file(path, b"".join(kept))
+    for dump in (folder / "trajectories").glob("*.jsonl"):
+        match = re.fullmatch(r"\w+_(\d+)", dump.stem)
+        if match and int(match[1]) > step:
+            dump.unlink()
+
+
+def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl. A last line that is still being written (or was cut off by a crash) is left out."""
+    path = Path(folder) / "metrics.jsonl"
+    rows = []
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number} is not JSON: {line[:80]!r}; delete that line") from None
+    return rows
+
+
+def trajectory_row(
+    trajectory: Trajectory, *, decode: Decode, group: int | None = None, with_ids: bool = False
+) -> dict[str, Any]:
+    """What a person wants to see of one sample, as JSON: texts with their special tokens, reward, length, why it ended.
+
+    `length` is the number of tokens the policy sampled. `with_ids` adds the token ids and their log-probs.
+    """
+    row = {
+        "group": group,
+        "prompt": decode(trajectory.prompt_ids),
+        "completion": decode(trajectory.ids),
+        "reward": trajectory.reward,
+        "score": trajectory.score,
+        "length": sum(trajectory.mask),
+        "finish_reason": "length" if trajectory.truncated else "stop",
+        **trajectory.info,
+    }
+    if with_ids:
+        row |= {"prompt_ids": trajectory.prompt_ids, "ids": trajectory.ids, "logp": trajectory.logp}
+    return row
+
+
+class Stop:
+    """Whether somebody asked the run to end. `requested` turns True at the first Ctrl-C or SIGTERM."""
+
+    requested = False
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[Stop]:
+    """Inside the block the first Ctrl-C (or SIGTERM) only sets `stop.requested`; the second one aborts at once.
+
+        with stop_on_interrupt() as stop:
+            for step in ...:
+                ...
+                if stop.requested:
+                    save; print(resume_command("--resume")); break
+
+    Outside the main thread signals cannot be caught, and nothing changes.
+    """
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def on_signal(number: int, _frame: Any) -> None:
+        if stop.requested:
+            signal.signal(number, old[number])
+            raise KeyboardInterrupt
+        stop.requested = True
+        # os.write: print may not be called again while the interrupted code is inside it
+        os.write(2, b"\nstopping after this step, then saving (Ctrl-C again aborts at once)\n")
+
+    old: dict[int, Any] = {}
+    for caught in (signal.SIGINT, signal.SIGTERM):
+        old[caught] = signal.signal(caught, on_signal)
+    try:
+        yield stop
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def resume_command(*flags: str) -> str:
+    """The command line of this process with `flags` added where they are missing: what to type to go on."""
+    return shlex.join([*sys.orig_argv, *(flag for flag in flags if flag not in sys.orig_argv)])
+
+
+def _number(key: str, value: Any) -> int | float:
+    if isinstance(value, int | float):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"metric {key!r} must be a number, got {type(value).__name__}: {value!r}") from None
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a metrics line; infinite for a line that was cut off."""
+    try:
+        return json.loads(line)["step"] if line.endswith(b"\n") else float("inf")
+    except (ValueError, KeyError, TypeError):
+        warnings.warn(f"rlkit: dropped a broken line of metrics.jsonl: {line[:80]!r}", stacklevel=3)
+        return float("inf")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder: two processes resuming the same run would interleave their lines."""
+    import fcntl
+
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(
+                error.errno,
+                "another process is writing to this run folder; wait for it, or choose another",
+                str(folder),
+            ) from None
+        yield

@@ -1,0 +1,127 @@
+"""Files that are either whole or absent: written beside, synced to the disk, then renamed into place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TEMP_PREFIX = ".tmp_"  # whatever starts so is unfinished or given up, and may be deleted
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file would pass the file size limit (ulimit -f)",
+}
+_CHUNK = 1 << 22
+
+
+def sync(path: Path) -> None:
+    """Block until a file's (or folder's) content is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write `data` and sync it. Not atomic by itself: for files inside a temporary folder."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put `data` at `path` so that a reader, or a crash at any moment, sees the old content or the new, never a mix."""
+    temp = path.with_name(TEMP_PREFIX + path.name)
+    try:
+        write_file(temp, data)
+        temp.replace(path)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def replace_folder(temp: Path, path: Path) -> None:
+    """Rename the complete folder `temp` to `path`; what was there moves aside first and is deleted last."""
+    for file in (*temp.iterdir(), temp):
+        sync(file)
+    aside = path.with_name(path.name + ".old")
+    if path.exists():
+        remove_folder(aside)
+        path.rename(aside)
+    temp.rename(path)
+    sync(path.parent)
+    remove_folder(aside)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder, if it is there, so that a crash in between leaves only something marked as unfinished."""
+    if not path.exists():
+        return
+    if not path.name.startswith(TEMP_PREFIX):
+        marked = path.with_name(TEMP_PREFIX + path.name)
+        shutil.rmtree(marked, ignore_errors=True)
+        path = path.rename(marked)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def crc32(path: Path) -> int:
+    """CRC-32 of a file: the fastest check that Python ships (2.8 GiB/s on one core; SHA-256 1.6, BLAKE2b 0.8)."""
+    value = 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def free_space(folder: Path) -> int | None:
+    """Bytes that this user may still write in `folder`; None where the filesystem does not say."""
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize if stat.f_blocks else None
+
+
+def require_room(what: str, folder: Path, *, needed: int, fix: str) -> None:
+    """Raise the same OSError as `explain_full_disk`, before anything is written, where the disk is too full already."""
+    free = free_space(folder)
+    if free is not None and free < needed:
+        raise _full(errno.ENOSPC, what, folder, needed, fix)
+
+
+@contextmanager
+def explain_full_disk(what: str, folder: Path, *, needed: int, fix: str) -> Iterator[None]:
+    """Inside the block, running out of space becomes one OSError with path, space needed and free, and the fix."""
+    try:
+        yield
+    except BaseException as error:
+        code = _cause(error)
+        if code is None:
+            raise
+        raise _full(code, what, folder, needed, fix) from error
+
+
+def _full(code: int, what: str, folder: Path, needed: int, fix: str) -> OSError:
+    free = free_space(folder)
+    room = "" if free is None else f", {free / 1e6:.1f} MB are free"
+    return OSError(code, f"cannot save {what}, {_FULL[code]}: it needs {needed / 1e6:.1f} MB{room}. {fix}", str(folder))
+
+
+def _cause(error: BaseException | None) -> int | None:
+    """The errno of the full disk behind `error`: torch wraps it, by context, cause, or one failure per rank."""
+    seen = set()
+    queue = [error]
+    while queue:
+        e = queue.pop()
+        if e is None or id(e) in seen:
+            continue
+        seen.add(id(e))
+        if isinstance(e, OSError) and e.errno in _FULL:
+            return e.errno
+        queue += [e.__cause__, e.__context__, *(f[0] for f in getattr(e, "failures", {}).values())]
+    return None

@@ -1,0 +1,295 @@
+"""Checkpoints that are complete or absent, and resume bit for bit.
+
+A checkpoint is a folder `step_00000050` of
+
+    __0_0.distcp ...  .metadata     weights and optimizer tensors, by torch.distributed.checkpoint: each rank writes its
+                                    shards, and any layout can load them
+    state.pt                        the caller's `state`, the optimizer's group options
+    rank_00000.pt ...               random states, one file per rank
+    manifest.json                   step, order of writing, size and CRC-32 of every other file; written last
+
+Everything is written into `.tmp_step_00000050`, synced, and renamed. All ranks call each function together; without a
+process group there is one rank.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rlkit.parallel._dcp import (
+    distributed,
+    empty_optimizer_tensors,
+    full_weights,
+    install_optimizer,
+    model_tensors,
+    optimizer_options,
+    optimizer_tensors,
+    plain,
+    read_tensors,
+    write_tensors,
+)
+from rlkit.parallel._files import (
+    TEMP_PREFIX,
+    crc32,
+    explain_full_disk,
+    remove_folder,
+    replace_folder,
+    require_room,
+    write_file,
+)
+
+T = TypeVar("T")
+_MANIFEST = "manifest.json"
+_SAVE_FIX = "Earlier checkpoints are untouched. Free space there, keep fewer or save to another disk, then resume."
+
+
+def save_checkpoint(
+    folder: Path | str, *, step: int, model: nn.Module, optimizer: Optimizer | None, state: dict[str, Any], keep: int
+) -> Path:
+    """Write `folder/step_{step:08d}` and then delete all but the `keep` newest checkpoints of `folder`.
+
+    `step` is the number of optimizer steps done. `state` is whatever else the loop needs to continue (data position,
+    controllers, config): None, bool, int, float, str, bytes, tensors, and lists, tuples and dicts of them. A NamedTuple
+    comes back as a plain tuple: `PidState(*state["kl"])`. The random states of torch, CUDA, Python and numpy are added.
+    Model, optimizer and random states are only read: a run that saves has the same bits as one that does not.
+
+    Errors: OSError (ENOSPC, EDQUOT, EFBIG) with the path and the space needed and free, where the disk is full: nothing
+    of the new checkpoint stays, the old ones do. TypeError for a `state` entry that could not be read back.
+
+    Differs: TRL, verl and OpenRLHF write into the final folder and find the newest by its name or a pointer file.
+    torch's `get_optimizer_state_dict` takes an optimizer step with zero gradients where the state is still empty, so
+    saving at step 0 would change the run; here an empty state is stored as empty.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1 (the checkpoint just written), got {keep}")
+    folder = Path(folder)
+    final = folder / f"step_{step:08d}"
+    temp = folder / (TEMP_PREFIX + final.name)
+    side, tensors = {"state": plain(state, "state"), "optimizer": None}, model_tensors(model)
+    if optimizer is not None:
+        side["optimizer"] = optimizer_options(model, optimizer)
+        tensors |= optimizer_tensors(model, optimizer)
+    needed = sum(x.numel() * x.element_size() + 2048 for x in tensors.values()) + (1 << 16)
+    what = f"the checkpoint of step {step}"
+    _first(lambda: _make_room(folder, temp, what, needed))
+    try:
+        with explain_full_disk(what, folder, needed=needed, fix=_SAVE_FIX):
+            write_tensors(tensors, temp)
+            files = _together(lambda: _write_side(side, temp))
+            _first(lambda: _publish(step, files, temp, final))
+    except BaseException:
+        if _rank() == 0:
+            remove_folder(temp)
+        raise
+    _first(lambda: _prune(folder, keep))
+    return final
+
+
+def latest_checkpoint(folder: Path | str) -> Path | None:
+    """The checkpoint of `folder` written last, or None.
+
+    Found by content: its manifest is whole and every file it lists is there with its size. The name decides nothing.
+    Written last, not of the highest step: after going back to an older checkpoint the run continues from there.
+    """
+    found = _complete(Path(folder))
+    return found[-1] if found else None
+
+
+def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Load weights and optimizer state in place, set the random states, and return `state` with "step" added.
+
+    Every file's checksum is verified first. The number of ranks and the layout may differ from those that wrote it;
+    a rank that did not exist then keeps its random states. The optimizer's options (learning rate, betas) come from the
+    checkpoint. `optimizer=None` loads the weights only, and leaves the random states alone.
+
+    Errors: FileNotFoundError for a folder that is no complete checkpoint; ValueError for a file that changed since it
+    was written, and for a model or optimizer that does not fit, naming the first tensors that differ.
+    """
+    path = Path(path)
+    manifest = _verified(path)
+    side = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    tensors = model_tensors(model)
+    if optimizer is not None:
+        tensors |= empty_optimizer_tensors(path, model, optimizer, side["optimizer"])
+    read_tensors(tensors, path)
+    if optimizer is not None:
+        install_optimizer(tensors, model, optimizer, side["optimizer"])
+        own = path / _rank_file()
+        if own.exists():
+            _set_random_states(torch.load(own, map_location="cpu", weights_only=True))
+    return {**side["state"], "step": manifest["step"]}
+
+
+def export_hf(model: Any, tokenizer: Any, path: Path | str, *, dtype: torch.dtype | None = None) -> Path:
+    """Write a folder that `transformers.from_pretrained` loads: config, safetensors, tokenizer and chat template.
+
+    Atomic: the folder is complete or absent. An earlier export at `path` is replaced; any other folder is refused.
+    `dtype` casts the weights (for example fp32 master weights to bf16); None keeps them.
+
+    Errors: FileExistsError where `path` is a folder that holds something else; OSError as in `save_checkpoint`.
+    """
+    path = Path(path).absolute()
+    if path.exists() and any(path.iterdir()) and not (path / "config.json").exists():
+        raise FileExistsError(f"{path} exists and is not a Hugging Face model folder; give another path or delete it")
+    weights = full_weights(model, dtype)
+    _first(lambda: _export(model, tokenizer, path, weights))
+    return path
+
+
+def _export(model: Any, tokenizer: Any, path: Path, weights: dict[str, Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temp = path.with_name(TEMP_PREFIX + path.name)
+    remove_folder(temp)
+    fix = "What was at the path is untouched. Free space there or give another path."
+    needed = sum(x.numel() * x.element_size() for x in weights.values())
+    require_room("the model", path.parent, needed=needed, fix=fix)
+    try:
+        with explain_full_disk("the model", path.parent, needed=needed, fix=fix):
+            model.save_pretrained(temp, state_dict=weights)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temp)
+            replace_folder(temp, path)
+    except BaseException:
+        remove_folder(temp)
+        raise
+
+
+def _make_room(folder: Path, temp: Path, what: str, needed: int) -> None:
+    """Delete what crashed saves left, refuse early where the disk is too full, and make the temporary folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(TEMP_PREFIX + "*"):
+        remove_folder(leftover)
+    require_room(what, folder, needed=needed, fix=_SAVE_FIX)
+    temp.mkdir()
+
+
+def _write_side(side: dict[str, Any], temp: Path) -> dict[str, dict[str, int]]:
+    """Write this rank's other files; name, size and checksum of every file that this rank wrote."""
+    _save(_random_states(), temp / _rank_file())
+    if _rank() == 0:
+        _save(side, temp / "state.pt")
+    own = [f for f in temp.iterdir() if f.name == _rank_file() or f.name.startswith(f"__{_rank()}_")]
+    if _rank() == 0:
+        own += [temp / "state.pt", temp / ".metadata"]
+    return {f.name: {"size": f.stat().st_size, "crc32": crc32(f)} for f in own}
+
+
+def _publish(step: int, files: list[dict[str, dict[str, int]]], temp: Path, final: Path) -> None:
+    """The manifest, then the rename: from here on the checkpoint exists."""
+    earlier = [_manifest(path) for path in _complete(final.parent)]
+    manifest = {
+        "step": step,
+        "order": 1 + max((m["order"] for m in earlier if m), default=0),
+        "world_size": len(files),
+        "torch": torch.__version__,
+        "files": {name: entry for of_rank in files for name, entry in sorted(of_rank.items())},
+    }
+    write_file(temp / _MANIFEST, json.dumps(manifest, indent=1).encode())
+    replace_folder(temp, final)
+
+
+def _prune(folder: Path, keep: int) -> None:
+    for path in _complete(folder)[:-keep]:
+        remove_folder(path)
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Complete checkpoints, in the order in which they were written."""
+    if not folder.is_dir():
+        return []
+    found = {path: _manifest(path) for path in folder.iterdir() if not path.name.startswith(TEMP_PREFIX)}
+    return sorted((p for p, m in found.items() if m), key=lambda p: found[p]["order"])
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all there with their sizes; {} for anything else."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_bytes())
+        whole = all((path / name).stat().st_size == entry["size"] for name, entry in manifest["files"].items())
+        return manifest if whole and isinstance(manifest["order"], int) and isinstance(manifest["step"], int) else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _verified(path: Path) -> dict[str, Any]:
+    """The manifest, after every file's checksum was compared (each rank takes its share of the files)."""
+    manifest = _manifest(path)
+    if not manifest:
+        raise FileNotFoundError(
+            f"{path} is not a complete checkpoint: it has no {_MANIFEST}, or files that are missing or cut off; "
+            "latest_checkpoint(folder) finds the newest complete one"
+        )
+    mine = list(manifest["files"].items())[_rank() :: _world_size()]
+    found = _together(lambda: [name for name, entry in mine if crc32(path / name) != entry["crc32"]])
+    if changed := [name for names in found for name in names]:
+        raise ValueError(f"{path}: {', '.join(changed)} changed after it was written; delete it to use an earlier one")
+    return manifest
+
+
+def _save(value: Any, path: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    write_file(path, buffer.getvalue())
+
+
+def _random_states() -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    keys = np.asarray(keys).tolist()
+    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, keys, *rest)}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _first(work: Callable[[], object]) -> None:
+    """`work` on rank 0; every rank waits for it, and raises if it raised."""
+    _together(lambda: work() if _rank() == 0 else None)
+
+
+def _together(work: Callable[[], T]) -> list[T]:
+    """`work` on every rank, and all their results; what raised on one rank raises on all, so nobody waits forever."""
+    if not distributed():
+        return [work()]
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as e:
+        error = e if isinstance(e, OSError) else RuntimeError(f"rank {_rank()}: {e!r}")
+    outcomes: list[Any] = [None] * _world_size()
+    dist.all_gather_object(outcomes, (result, error))
+    for _, failed in outcomes:
+        if failed is not None:
+            raise failed
+    return [value for value, _ in outcomes]
+
+
+def _rank() -> int:
+    return dist.get_rank() if distributed() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if distributed() else 1
+
+
+def _rank_file() -> str:
+    return f"rank_{_rank():05d}.pt"

@@ -1,0 +1,155 @@
+"""Curves of one run, or of several over each other: `python -m rlkit.plot RUN_FOLDER [RUN_FOLDER ...]`.
+
+Raw values are drawn faint, a centred running mean over them in full. Evaluations are points joined by lines. A panel
+is drawn when some run has its metric.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import tyro
+
+from rlkit.loops.run import read_metrics
+
+
+class Curve(NamedTuple):
+    """One metric in a panel; `sparse` ones are measured now and then, and drawn as points."""
+
+    key: str
+    label: str
+    sparse: bool = False
+
+
+class Panel(NamedTuple):
+    """One small plot: a title that says what is shown, the y axis with its unit, and the curves in it."""
+
+    title: str
+    unit: str
+    curves: tuple[Curve, ...]
+
+
+PANELS = (
+    Panel("Loss", "nats per token", (Curve("loss", "training"),)),
+    Panel(
+        "Reward",
+        "mean reward per answer",
+        (
+            Curve("reward/mean", "training samples"),
+            Curve("eval/sampled", "evaluation, sampled", sparse=True),
+            Curve("eval/greedy", "evaluation, greedy", sparse=True),
+        ),
+    ),
+    Panel("Policy entropy", "nats per token", (Curve("entropy", "training samples"),)),
+    Panel(
+        "Response length",
+        "tokens per answer",
+        (Curve("length/mean", "mean"), Curve("length/max", "longest")),
+    ),
+    Panel("KL to the warm start", "nats per token", (Curve("eval/kl", "evaluation prompts", sparse=True),)),
+)
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # told apart by colour-blind readers too
+
+
+def plot_run(*folders: Path | str, out: Path | str | None = None) -> Path:
+    """Draw `metrics.png` of a run (into its folder), or several runs into one picture; returns its path.
+
+    Errors: ModuleNotFoundError naming the extra where matplotlib is missing, FileNotFoundError for a folder without
+    metrics, ValueError where there is nothing to draw.
+    """
+    runs = {_label(folder, folders): read_metrics(folder) for folder in folders}
+    panels = [p for p in PANELS if any(_series(rows, c.key)[0].size for rows in runs.values() for c in p.curves)]
+    if not panels:
+        raise ValueError(f"no metric to draw in {', '.join(map(str, folders))}: metrics.jsonl holds no finished step")
+    plt = _pyplot()
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5.6 * columns, 3.5 * rows), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        _draw(axis, panel, runs)
+    figure.suptitle(", ".join(runs) if len(runs) < 4 else f"{len(runs)} runs")
+    target = Path(out) if out is not None else Path(folders[0]) / "metrics.png"
+    figure.savefig(target, dpi=130)
+    plt.close(figure)
+    return target
+
+
+def _draw(axis: Any, panel: Panel, runs: dict[str, list[dict[str, Any]]]) -> None:
+    for i, (name, rows) in enumerate(runs.items()):
+        for j, curve in enumerate(panel.curves):
+            x, y = _series(rows, curve.key)
+            if not x.size:
+                continue
+            color = COLORS[(i if len(runs) > 1 else j) % len(COLORS)]
+            style = "-" if len(runs) == 1 else ("-", "--", ":")[j % 3]
+            label = curve.label if len(runs) == 1 else f"{name}: {curve.label}"
+            if curve.sparse:
+                axis.plot(x, y, style, color=color, marker="o", markersize=3.5, linewidth=1.2, label=label)
+            else:
+                axis.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
+                axis.plot(x, smooth(y), style, color=color, linewidth=1.8, label=label)
+    axis.set(title=panel.title, xlabel="optimizer step", ylabel=panel.unit)
+    axis.grid(alpha=0.25, linewidth=0.6)
+    axis.legend(frameon=False, fontsize=8)
+
+
+def smooth(y: np.ndarray, *, window: int | None = None) -> np.ndarray:
+    """Centred running mean over `window` values (default: a 25th of the length), shorter at the ends; NaN is skipped."""
+    half = (len(y) // 25 if window is None else window) // 2
+    present = np.isfinite(y)
+    total = np.concatenate([[0.0], np.cumsum(np.where(present, y, 0.0))])
+    count = np.concatenate([[0], np.cumsum(present)])
+    at = np.arange(len(y))
+    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(y))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (total[high] - total[low]) / (count[high] - count[low])
+
+
+def _series(rows: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    x, y = zip(*found, strict=True) if found else ((), ())
+    return np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+
+
+def _label(folder: Path | str, folders: Sequence[Path | str]) -> str:
+    path = Path(folder).resolve()
+    same = [f for f in folders if Path(f).resolve().name == path.name]
+    return path.name if len(same) < 2 else f"{path.parent.name}/{path.name}"
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("plots need matplotlib: pip install 'rlkit-lm[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+@dataclass(frozen=True)
+class Args:
+    """Draw the curves of one run, or of several over each other."""
+
+    folders: tyro.conf.Positional[tuple[Path, ...]]
+    """Run folders, each with a metrics.jsonl."""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """The picture to write; by default metrics.png in the first folder."""
+
+
+def main(args: Iterable[str] | None = None) -> None:
+    """The command line."""
+    parsed = tyro.cli(Args, args=None if args is None else list(args), prog="python -m rlkit.plot")
+    sys.stdout.write(f"{plot_run(*parsed.folders, out=parsed.out)}\n")
+
+
+if __name__ == "__main__":
+    main()
