@@ -1,0 +1,72 @@
+"""The first-order linear recurrence over packed segments that every trace estimator is made of."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rlkit._tensors import check_cu_seqlens, check_float, check_same_shape, upcast
+from rlkit.kernels.linear_scan import blocked, ops
+
+__all__ = ["linear_scan", "which_impl"]
+
+
+def linear_scan(
+    a: Float[Tensor, "T"],
+    b: Float[Tensor, "T"],
+    *,
+    cu_seqlens: Int[Tensor, "N1"] | None = None,
+    x_end: Float[Tensor, "N"] | None = None,
+    reverse: bool = True,
+    impl: str | None = None,
+) -> Float[Tensor, "T"]:
+    """Solve x_t = a_t x_{t+1} + b_t inside each packed segment, from its last token back to its first.
+
+        reverse (default)   x_t = a_t x_{t+1} + b_t     the last token reads x_end of its segment (0 if not given)
+        reverse=False       x_t = a_t x_{t-1} + b_t     the first token reads it
+
+    Differentiable in `a`, `b` and `x_end`; the gradient is the same recurrence in the other direction.
+
+    Example: a = [.5, .5, .5], b = [1, 1, 1], cu_seqlens = [0, 2, 3] gives x = [1.5, 1, 1].
+
+    a_t = 0 reads nothing, so a NaN stays inside its segment, and behind a 0 inside one. The x_end of an empty segment
+    is read nowhere. (a, b) = (1, 0) passes the value on unchanged.
+
+    Limits:     a = 1 gives reverse cumulative sums; a = 0 gives b.
+    Requires:   |a| <= 1 for the blocked implementation, whose running products of a could overflow otherwise. On the
+                CPU larger ones are noticed and go to the loop (about 0.2 s for a million tokens); on other devices they
+                are not looked at.
+    Precision:  bf16 and fp16 are computed and returned in fp32; fp64 stays fp64. The same bits every run.
+    Args:       cu_seqlens: segment bounds `[N+1]`; None is one segment.  x_end: one value per segment, `[N]`.
+                impl: "reference" (a loop) or "blocked"; None picks, see `which_impl`.
+    Differs:    from a Python loop over padded `[B, L]` (TRL, verl, OpenRLHF): no padding, and time does not go with the
+                longest row. From torch's `associative_scan`: segments, no NaN across packed neighbours, and 1 M tokens
+                on two CPU cores in about 10 ms instead of 200.
+    Reference:  G. Blelloch, "Prefix sums and their applications" (1990), section 1.4: first-order recurrences.
+    """
+    check_float(a=a, b=b, x_end=x_end)
+    check_same_shape(a=a, b=b)
+    if a.ndim != 1:
+        raise ValueError(f"a must have shape [T], got {list(a.shape)}; flatten and give cu_seqlens")
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(2, device=a.device) * a.numel()
+    check_cu_seqlens(cu_seqlens, a.shape[0])
+    num_seqs = cu_seqlens.numel() - 1
+    if x_end is not None and x_end.shape != (num_seqs,):
+        raise ValueError(f"x_end must have one entry per segment, [{num_seqs}], got {list(x_end.shape)}")
+    dtype = torch.promote_types(upcast(a).dtype, upcast(b).dtype)
+    a, b = a.to(dtype), b.to(dtype)
+    end = a.new_zeros(num_seqs) if x_end is None else x_end.to(dtype)
+    chosen = which_impl(a) if impl is None else impl
+    if chosen not in ops.SCANS:
+        raise ValueError(f"impl must be one of {sorted(ops.SCANS)}, got {chosen!r}")
+    if reverse:
+        return ops.scan_op(a, b, cu_seqlens, end, chosen)
+    mirrored = a.numel() - cu_seqlens.flip(0)
+    return ops.scan_op(a.flip(0), b.flip(0), mirrored, end.flip(0), chosen).flip(0)
+
+
+def which_impl(a: Float[Tensor, "T"]) -> str:
+    """The implementation that `linear_scan` picks: "reference" up to 1024 tokens on the CPU, otherwise "blocked"."""
+    return "reference" if a.device.type == "cpu" and a.numel() <= blocked.LOOP_TOKENS else "blocked"
