@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ def smallest(x: Tensor | float, *, mask: Tensor | None = None) -> Min:
     return Min(_extreme(x, mask, torch.inf).amin())
 
 
-def merge(*many: Metrics) -> Metrics:
+def merge(*many: Mapping[str, Metric]) -> Metrics:
     """One dict of metrics from several: means add, extremes compare. Keys may differ between them."""
     out: Metrics = {}
     for metrics in many:
@@ -93,7 +94,7 @@ def all_reduce(metrics: Metrics, *, group: torch.distributed.ProcessGroup | None
     return out
 
 
-def finalize(metrics: Metrics) -> dict[str, float]:
+def finalize(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Plain numbers, read from the device in one copy. A mean of nothing is NaN, and stays visible as such."""
     if not metrics:
         return {}

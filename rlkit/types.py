@@ -119,6 +119,8 @@ class Batch:
     A sequence's tokens are `[last prompt token, s_1 .. s_{n-1}]` with targets `s_1 .. s_n`; the rest of its prompt is
     the prefix `prefix_ids[i]`, which gives keys and values only. A truncated sequence ends with one more token, `s_n`,
     whose mask is False: its place holds the bootstrap value. Unshared packing is the same type with empty prefixes.
+
+    The last five streams are None until something fills them in.
     """
 
     tokens: Int[Tensor, "T"]
@@ -134,11 +136,11 @@ class Batch:
     token_rewards: Float[Tensor, "T"]
     rollout_logp: Float[Tensor, "T"]
     versions: Int[Tensor, "T"]
-    old_logp: Float[Tensor, "T"] | None = None
-    ref_logp: Float[Tensor, "T"] | None = None
-    advantages: Float[Tensor, "T"] | None = None
-    values: Float[Tensor, "T"] | None = None
-    returns: Float[Tensor, "T"] | None = None
+    old_logp: Float[Tensor, "T"] = None  # type: ignore[assignment]
+    ref_logp: Float[Tensor, "T"] = None  # type: ignore[assignment]
+    advantages: Float[Tensor, "T"] = None  # type: ignore[assignment]
+    values: Float[Tensor, "T"] = None  # type: ignore[assignment]
+    returns: Float[Tensor, "T"] = None  # type: ignore[assignment]
 
     @property
     def num_tokens(self) -> int:

@@ -27,7 +27,7 @@ class Prompt(Protocol):
 
     @property
     def index(self) -> int:
-        """Number of the row: names the prompt in seeds and dumps."""
+        """Number of the row: names the prompt in dumps."""
         ...
 
 
@@ -64,14 +64,14 @@ async def rollout(
     """`group_size` trajectories for every prompt, all sampled at once; groups come back in the prompts' order.
 
     `score` sees a group when its last sample is done and returns it with rewards; `on_group` is called right after
-    (to write it down). The noise of each sample is a function of `seed`, the prompt's index, the sample's number and
+    (to write it down). The noise of each sample is a function of `seed`, the prompt's place, the sample's number and
     its turn, so that the same call samples the same trajectories. The first error cancels all the rest and is raised.
     """
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
 
-    async def one_group(prompt: Prompt) -> list[Trajectory]:
-        samplers = [_sampler(generate, params, (seed, prompt.index, i)) for i in range(group_size)]
+    async def one_group(place: int, prompt: Prompt) -> list[Trajectory]:
+        samplers = [_sampler(generate, params, (seed, place, i)) for i in range(group_size)]
         group = await all_or_cancel([env(prompt, sample) for sample in samplers])
         if score is not None:
             group = await score(prompt, group)
@@ -79,7 +79,7 @@ async def rollout(
             on_group(prompt, group)
         return group
 
-    return await all_or_cancel([one_group(prompt) for prompt in prompts])
+    return await all_or_cancel([one_group(place, prompt) for place, prompt in enumerate(prompts)])
 
 
 async def all_or_cancel(coroutines: Sequence[Coroutine[Any, Any, X]]) -> list[X]:

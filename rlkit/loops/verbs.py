@@ -1,0 +1,171 @@
+"""What the loops share, as plain functions: counts, what to log, evaluation, resuming, saving."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rlkit.loops.run import Run, trajectory_row
+from rlkit.losses import k3, ratio_stats
+from rlkit.metrics import Metrics, largest, mean
+from rlkit.packing import pack
+from rlkit.parallel.model import Policy, with_old_logp, with_ref_logp
+from rlkit.rollout.rollout import Env, Prompt, Score, mix, rollout, single_turn
+from rlkit.segments import seq_count
+from rlkit.types import Batch, Generate, LogProbs, SamplingParams, Trajectory
+
+
+def global_count(mask: Bool[Tensor, "T"]) -> int:
+    """Trainable tokens of the whole optimizer step: every rank holds the whole batch's metadata, so its own count."""
+    return int(mask.sum())
+
+
+class Clock:
+    """Laps of a step in seconds, under `time/...`: the only fields of a metric line that differ between equal runs."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """Add the time since the last lap to `time/{name}`."""
+        now = time.perf_counter()
+        self._laps[f"time/{name}"] = self._laps.get(f"time/{name}", 0.0) + now - self._last
+        self._last = now
+
+    def times(self, *, num_tokens: int) -> dict[str, float]:
+        """All laps, the whole step, and tokens per second of the whole step."""
+        step = time.perf_counter() - self._start
+        return {**self._laps, "time/step": step, "time/tokens_per_s": num_tokens / step}
+
+
+def rollout_metrics(batch: Batch) -> Metrics:
+    """What was sampled: rewards, lengths, truncations."""
+    lengths = seq_count(batch.mask, cu_seqlens=batch.cu_seqlens)
+    return {
+        "reward/mean": mean(batch.rewards),
+        "reward/std": mean(batch.rewards.std(correction=0) if batch.num_seqs else torch.zeros(())),
+        "length/mean": mean(lengths),
+        "length/max": largest(lengths),
+        "truncated": mean(batch.truncated),
+    }
+
+
+def policy_metrics(out: LogProbs, old_logp: Float[Tensor, "T"], batch: Batch, **clip: float) -> Metrics:
+    """How the policy stands to itself (`ratio/`), to the engine that sampled (`mismatch/`), to the reference (`kl/`).
+
+    mismatch/k3 and mismatch/abs_mean compare old_logp with rollout_logp: 0 up to rounding where the engine is right.
+    """
+    logp, mask = out.logp.detach(), batch.mask
+    stats = ratio_stats(logp - old_logp, mask=mask, advantages=batch.advantages, **clip)  # type: ignore[arg-type]
+    gap = old_logp - batch.rollout_logp
+    metrics: Metrics = {f"ratio/{name}": value for name, value in stats.items()}
+    metrics |= {
+        "entropy": mean(out.entropy, mask=mask),
+        "mismatch/abs_mean": mean(gap.abs(), mask=mask),
+        "mismatch/abs_max": largest(gap.abs(), mask=mask),
+        "mismatch/k3": mean(k3(batch.rollout_logp, old_logp), mask=mask),
+    }
+    if batch.ref_logp is not None:
+        metrics["kl/ref"] = mean(k3(logp, batch.ref_logp), mask=mask)
+    return metrics
+
+
+def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """ids -> text with special tokens, as a person wants to see it in a dump."""
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def dump_to(run: Run, step: int, tokenizer: Any, *, kind: str = "train") -> Callable[[Prompt, list[Trajectory]], None]:
+    """An `on_group` for `rollout` that writes each group into the run folder as it completes."""
+    decode = decoder(tokenizer)
+    return lambda prompt, group: run.trajectories(
+        step, [trajectory_row(t, decode=decode, group=prompt.index) for t in group], kind=kind
+    )
+
+
+async def evaluate(
+    prompts: Sequence[Prompt],
+    *,
+    generate: Generate,
+    params: SamplingParams,
+    score: Score,
+    seed: int,
+    env: Env = single_turn,
+    policy: Policy | None = None,
+    reference: Policy | None = None,
+    max_tokens: int = 16384,
+    on_group: Callable[[Prompt, list[Trajectory]], None] | None = None,
+) -> dict[str, float]:
+    """Mean score (the reward, where a reward function gives no score) on held-out prompts, sampled once and greedy.
+
+    With `policy` and `reference`, also `eval/kl`: the k3 estimate of KL(policy || reference) in nats per sampled token.
+    """
+    out = {}
+    for name, how in (("sampled", params), ("greedy", replace(params, temperature=0.0))):
+        groups = await rollout(
+            prompts,
+            generate=generate,
+            params=how,
+            group_size=1,
+            seed=mix(seed),
+            env=env,
+            score=score,
+            on_group=on_group,
+        )
+        scores = [t.reward if t.score is None else t.score for (t,) in groups]
+        out[f"eval/{name}"] = sum(scores) / max(1, len(scores))
+        if name == "sampled" and policy is not None and reference is not None:
+            batch = with_old_logp(policy, pack(groups), max_tokens=max_tokens)
+            batch = with_ref_logp(reference, batch, max_tokens=max_tokens)
+            kl = mean(k3(batch.old_logp, batch.ref_logp), mask=batch.mask)  # type: ignore[arg-type]
+            out["eval/kl"] = float(kl.total / kl.count)
+    return out
+
+
+def no_signal(batch: Batch) -> str | None:
+    """A sentence when every advantage is 0, so that the policy term has no gradient this step; else None."""
+    if batch.advantages is None or bool((batch.advantages != 0).any()):
+        return None
+    rewards = sorted(set(batch.rewards.tolist()))
+    shown = f"all {rewards[0]:g}" if len(rewards) == 1 else f"between {rewards[0]:g} and {rewards[-1]:g}"
+    return (
+        f"all rewards are equal in every group ({shown}): no learning signal in this step. Easier, harder or more "
+        "varied prompts, a larger group_size or a finer reward would give one"
+    )
+
+
+def save(run: Run, step: int, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any, keep: int) -> None:
+    """A complete checkpoint of the run at `step`, after its log is on the disk. A full disk ends no run: it is said."""
+    from rlkit.parallel.checkpoint import save_checkpoint
+
+    run.sync()
+    state = {} if reference is None else {"reference": reference.state_dict()}
+    save_checkpoint(run.checkpoints, step=step, model=model, optimizer=optimizer, state=state, keep=keep)
+
+
+def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any) -> int:
+    """Load the newest checkpoint of the run; its step, or -1 where there is none yet (the run then starts over)."""
+    from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint
+
+    path = latest_checkpoint(folder / "checkpoints")
+    if path is None:
+        return -1
+    state = load_checkpoint(path, model=model, optimizer=optimizer)
+    if reference is not None and "reference" in state:
+        reference.load_state_dict(state["reference"])
+    return int(state["step"])
+
+
+def export(run: Run, model: Any, tokenizer: Any) -> Path:
+    """The model as it is now, in `model/` of the run folder, for `transformers.from_pretrained`."""
+    from rlkit.parallel.checkpoint import export_hf
+
+    return export_hf(model, tokenizer, run.folder / "model")
