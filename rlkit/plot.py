@@ -6,6 +6,7 @@ is drawn when some run has its metric.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,38 +20,40 @@ from rlkit.loops.run import read_metrics
 
 
 class Curve(NamedTuple):
-    """One metric in a panel; `sparse` ones are measured now and then, and drawn as points."""
+    """One metric in a panel. `sparse`: measured now and then, drawn as points. `raw`: not smoothed, drawn faint."""
 
     key: str
     label: str
     sparse: bool = False
+    raw: bool = False
 
 
 class Panel(NamedTuple):
-    """One small plot: a title that says what is shown, the y axis with its unit, and the curves in it."""
+    """One small plot: a title that says what is shown, the y axis with its unit, and the curves in it.
+
+    `from_zero` starts the y axis at 0, so that a small change looks small.
+    """
 
     title: str
     unit: str
     curves: tuple[Curve, ...]
+    from_zero: bool = True
 
 
 PANELS = (
-    Panel("Loss", "nats per token", (Curve("loss", "training"),)),
+    Panel("Loss", "nats per token", (Curve("loss", "training"), Curve("eval/loss", "evaluation", sparse=True))),
     Panel(
         "Reward",
         "mean reward per answer",
         (
-            Curve("reward/mean", "training samples"),
+            Curve("reward/mean", "training, sampled"),
             Curve("eval/sampled", "evaluation, sampled", sparse=True),
             Curve("eval/greedy", "evaluation, greedy", sparse=True),
         ),
+        from_zero=False,
     ),
     Panel("Policy entropy", "nats per token", (Curve("entropy", "training samples"),)),
-    Panel(
-        "Response length",
-        "tokens per answer",
-        (Curve("length/mean", "mean"), Curve("length/max", "longest")),
-    ),
+    Panel("Response length", "tokens per answer", (Curve("length/mean", "mean"), Curve("length/max", "max", raw=True))),
     Panel("KL to the warm start", "nats per token", (Curve("eval/kl", "evaluation prompts", sparse=True),)),
 )
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # told apart by colour-blind readers too
@@ -62,6 +65,8 @@ def plot_run(*folders: Path | str, out: Path | str | None = None) -> Path:
     Errors: ModuleNotFoundError naming the extra where matplotlib is missing, FileNotFoundError for a folder without
     metrics, ValueError where there is nothing to draw.
     """
+    if not folders:
+        raise ValueError("give at least one run folder")
     runs = {_label(folder, folders): read_metrics(folder) for folder in folders}
     panels = [p for p in PANELS if any(_series(rows, c.key)[0].size for rows in runs.values() for c in p.curves)]
     if not panels:
@@ -82,26 +87,34 @@ def plot_run(*folders: Path | str, out: Path | str | None = None) -> Path:
 
 
 def _draw(axis: Any, panel: Panel, runs: dict[str, list[dict[str, Any]]]) -> None:
+    several, low = len(runs) > 1, math.inf
     for i, (name, rows) in enumerate(runs.items()):
         for j, curve in enumerate(panel.curves):
             x, y = _series(rows, curve.key)
-            if not x.size:
+            if not np.isfinite(y).any() or (several and curve.raw):
                 continue
-            color = COLORS[(i if len(runs) > 1 else j) % len(COLORS)]
-            style = "-" if len(runs) == 1 else ("-", "--", ":")[j % 3]
-            label = curve.label if len(runs) == 1 else f"{name}: {curve.label}"
+            color = COLORS[(i if several else j) % len(COLORS)]
+            style: Any = {"color": color, "linestyle": ("-", "--", ":")[j % 3] if several else "-"}
+            style["label"] = f"{name}, {curve.label}" if several else curve.label
             if curve.sparse:
-                axis.plot(x, y, style, color=color, marker="o", markersize=3.5, linewidth=1.2, label=label)
+                axis.plot(x, y, marker="o", markersize=3.5, linewidth=1.2, **style)
+            elif curve.raw:
+                axis.plot(x, y, alpha=0.45, linewidth=0.8, **style)
             else:
                 axis.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
-                axis.plot(x, smooth(y), style, color=color, linewidth=1.8, label=label)
-    axis.set(title=panel.title, xlabel="optimizer step", ylabel=panel.unit)
+                axis.plot(x, smooth(y), linewidth=1.8, **style)
+            low = min(low, np.nanmin(y))
+    axis.set_title(panel.title, loc="left", fontweight="bold", fontsize=11)
+    axis.set(xlabel="optimizer step", ylabel=panel.unit)
+    if panel.from_zero and low >= 0:
+        axis.set_ylim(bottom=0)
     axis.grid(alpha=0.25, linewidth=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8)
 
 
 def smooth(y: np.ndarray, *, window: int | None = None) -> np.ndarray:
-    """Centred running mean over `window` values (default: a 25th of the length), shorter at the ends; NaN is skipped."""
+    """Centred running mean over `window` values (default: a 25th of the length), fewer at the ends; NaN is skipped."""
     half = (len(y) // 25 if window is None else window) // 2
     present = np.isfinite(y)
     total = np.concatenate([[0.0], np.cumsum(np.where(present, y, 0.0))])
@@ -148,7 +161,10 @@ class Args:
 def main(args: Iterable[str] | None = None) -> None:
     """The command line."""
     parsed = tyro.cli(Args, args=None if args is None else list(args), prog="python -m rlkit.plot")
-    sys.stdout.write(f"{plot_run(*parsed.folders, out=parsed.out)}\n")
+    try:
+        sys.stdout.write(f"{plot_run(*parsed.folders, out=parsed.out)}\n")
+    except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

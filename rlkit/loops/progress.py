@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 
 class Column(NamedTuple):
-    """A field of the step line: the first of `keys` that is present, times `scale`."""
+    """A field of the step line: the sum of those of `keys` that are present, times `scale`."""
 
     title: str
     keys: tuple[str, ...]
@@ -19,39 +18,39 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("reward", ("reward/mean", "loss"), 7, ".3f"),
+    Column("loss", ("loss",), 7, ".4f"),
+    Column("reward", ("reward/mean",), 7, ".3f"),
     Column("entropy", ("entropy",), 7, ".3f"),
-    Column("kl", ("kl/ref", "ratio/kl_old_k3"), 8, ".5f"),
+    Column("kl", ("kl/ref",), 8, ".5f"),
     Column("length", ("length/mean",), 7, ".1f"),
-    Column("clip%", ("ratio/clipped", "ratio/clip_high"), 6, ".2f", 100.0),
-    Column("mismatch", ("mismatch/abs_mean", "mismatch/k3", "mismatch/abs_log_ratio_max"), 9, ".1e"),
+    Column("clip%", ("ratio/clip_low", "ratio/clip_high"), 6, ".2f", 100.0),
+    Column("mismatch", ("mismatch/abs_mean",), 9, ".1e"),
     Column("grad", ("grad_norm",), 7, ".3f"),
     Column("s/step", ("time/step",), 7, ".2f"),
     Column("tok/s", ("time/tokens_per_s",), 8, ".0f"),
 )
 
 
-def header() -> str:
+def header(columns: Sequence[Column] = COLUMNS) -> str:
     """The titles above the step lines."""
-    return "  step " + "".join(f"{c.title:>{c.width + 1}}" for c in COLUMNS) + "  eval sampled/greedy"
+    return "  step" + "".join(f" {c.title:>{c.width}}" for c in columns) + "  eval: sampled/greedy"
 
 
-def step_line(step: int, metrics: Mapping[str, Any]) -> str:
+def step_line(step: int, metrics: Mapping[str, Any], columns: Sequence[Column] = COLUMNS) -> str:
     """One step in fixed columns, at most 120 characters; "-" where a metric is missing."""
-    cells = "".join(f" {_cell(c, metrics):>{c.width}}" for c in COLUMNS)
+    cells = "".join(f" {_cell(c, metrics):>{c.width}}" for c in columns)
     evals = [metrics.get(key) for key in ("eval/sampled", "eval/greedy")]
     shown = "/".join("-" if x is None else f"{x:.3f}" for x in evals) if any(x is not None for x in evals) else ""
-    return f"{step:>6} {cells}  {shown}".rstrip()
+    return f"{step:>6}{cells}  {shown}".rstrip()
 
 
 def _cell(column: Column, metrics: Mapping[str, Any]) -> str:
-    value = next((metrics[key] for key in column.keys if key in metrics), None)
-    if value is None:
+    found = [metrics[key] for key in column.keys if key in metrics]
+    if not found:
         return "-"
-    if not math.isfinite(value):
-        return str(float(value))
-    text = format(value * column.scale, column.format)
-    return text if len(text) <= column.width else format(value * column.scale, ".1e")
+    value = sum(found) * column.scale
+    text = format(value, column.format)
+    return text if len(text) <= column.width else format(value, ".0e")
 
 
 class Progress:
@@ -59,32 +58,38 @@ class Progress:
 
     def __init__(self, *, steps: int, start: int = 0) -> None:
         self._lines = 0
+        self._columns: list[Column] = []
         self._bar: Any = None
         if sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
             self._bar = Bar(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=30), TimeElapsedColumn(),
-                TextColumn("eta"), TimeRemainingColumn(), TextColumn("{task.fields[text]}"),
-                refresh_per_second=4, transient=True,
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24),
+                TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(),
+                TextColumn("{task.fields[last]} {task.fields[status]}"),
+                refresh_per_second=2, speed_estimate_period=600, transient=True,
             )  # fmt: skip
-            self._task = self._bar.add_task("run", total=steps, completed=start, text="")
+            self._task = self._bar.add_task("run", total=steps, completed=max(start, 0), last="", status="")
             self._bar.start()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print the line of a step and move the bar."""
-        if self._lines % 25 == 0:
-            self.say(header())
+        """Print the line of a step and move the bar. Columns are those that have been seen; the header comes back."""
+        columns = [c for c in COLUMNS if c in self._columns or any(key in metrics for key in c.keys)]
+        if columns != self._columns or self._lines % 25 == 0:
+            self._columns, self._lines = columns, 0
+            self.say(header(columns))
         self._lines += 1
-        self.say(step_line(step, metrics))
+        self.say(step_line(step, metrics, columns))
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, text="")
+            shown = {c.title: _cell(c, metrics) for c in columns}
+            last = f"reward {shown['reward']} " * ("reward" in shown) + f" {shown.get('tok/s', '-')} tok/s "
+            self._bar.update(self._task, completed=step, last=last, status="")
 
     def status(self, text: str) -> None:
         """Text beside the bar."""
         if self._bar is not None:
-            self._bar.update(self._task, text=text)
+            self._bar.update(self._task, status=text)
 
     def say(self, text: str) -> None:
         """A line above the bar, or on plain stdout, flushed."""

@@ -11,6 +11,7 @@ step 0 is before the first one. On resume from step s everything after s is drop
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -23,11 +24,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rlkit.loops.progress import Progress
 from rlkit.parallel._files import replace_file
-from rlkit.types import Trajectory
+
+if TYPE_CHECKING:  # reading a run folder needs no torch
+    from rlkit.types import Trajectory
 
 Decode = Callable[[list[int]], str]
 
@@ -113,9 +116,10 @@ class Run:
 def open_run(
     folder: Path | str, *, steps: int, start: int = 0, resume: bool = False, active: bool = True
 ) -> Iterator[Run]:
-    """Open a run folder for writing, from step `start` (the step of the loaded checkpoint) to `steps`.
+    """Open a run folder for writing, from step `start` to `steps`.
 
-    A folder that already holds a run is refused unless `resume`; then all that came after `start` is dropped.
+    A folder that already holds a run is refused unless `resume`. Then `start` is the step of the loaded checkpoint, and
+    all that came after it is dropped; -1 (there was no checkpoint yet) drops everything, also what step 0 logged.
     `active=False` (every rank but the first) writes and prints nothing.
 
     Errors: FileExistsError for a folder with a run in it; BlockingIOError where another process has it open.
@@ -124,7 +128,7 @@ def open_run(
     if not active:
         yield Run(folder, None)
         return
-    if not resume and (folder / "metrics.jsonl").exists():
+    if not resume and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         raise FileExistsError(f"{folder} already holds a run: resume it (--resume), delete it or take another folder")
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     with _locked(folder):
@@ -155,6 +159,8 @@ def drop_after(folder: Path | str, step: int) -> None:
 def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl. A last line that is still being written (or was cut off by a crash) is left out."""
     path = Path(folder) / "metrics.jsonl"
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} holds no metrics.jsonl: give the folder of a run")
     rows = []
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
@@ -180,8 +186,8 @@ def trajectory_row(
         "reward": trajectory.reward,
         "score": trajectory.score,
         "length": sum(trajectory.mask),
-        "finish_reason": "length" if trajectory.truncated else "stop",
-        **trajectory.info,
+        "finish_reason": trajectory.info.get("finish_reason", "length" if trajectory.truncated else "stop"),
+        "info": {key: value for key, value in trajectory.info.items() if key != "finish_reason"},
     }
     if with_ids:
         row |= {"prompt_ids": trajectory.prompt_ids, "ids": trajectory.ids, "logp": trajectory.logp}
@@ -254,16 +260,18 @@ def _step_of(line: bytes) -> float:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder: two processes resuming the same run would interleave their lines."""
+    """Hold the folder: two processes resuming the same run would interleave their lines.
+
+    A POSIX lock ends with its process, whatever happens to it, and is not inherited by forked reward workers.
+    """
     import fcntl
 
     with (folder / ".lock").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(
-                error.errno,
-                "another process is writing to this run folder; wait for it, or choose another",
-                str(folder),
-            ) from None
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                what = "another process writes to this run folder; wait for it or take another folder"
+                raise BlockingIOError(errno.EAGAIN, what, str(folder)) from None
+            # else the filesystem has no locks, which is no reason not to train
         yield
