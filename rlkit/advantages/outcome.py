@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_float, check_ids, upcast
+from rlkit._tensors import check_float, check_ids, check_same_shape, upcast
 from rlkit.segments import group_count, group_mean, group_sum
 
 
@@ -31,7 +31,7 @@ def group_centered(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) 
     check_float(rewards=rewards)
     check_ids(rewards.shape[0], group_ids=group_ids)
     rewards = upcast(rewards)
-    shifted = rewards - rewards[_first_of_group(group_ids)]  # equal rewards become exact zeros before any rounding
+    shifted = rewards - rewards[first_of_group(group_ids)]  # equal rewards become exact zeros before any rounding
     return shifted - group_mean(shifted, group_ids=group_ids)
 
 
@@ -64,7 +64,97 @@ def leave_one_out(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -
     return group_centered(rewards, group_ids=group_ids) * count / (count - 1).clamp(min=1)
 
 
-def _first_of_group(group_ids: Tensor) -> Tensor:
+def max_rl(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], eps: float = 1e-6) -> Float[Tensor, "N"]:
+    """Reward minus the group's mean, over the mean (MaxRL).
+
+        A_i = (r_i - mean(r)) / (mean(r) + eps)          0 where mean(r) = 0
+
+    With 0/1 rewards a solved sample of a group with success rate p gets (1 - p) / p: rare successes weigh most, as in
+    maximum likelihood, of whose gradient this is an unbiased estimate truncated at order n. Made for rewards >= 0.
+
+    Limits:   scales neither with the rewards nor with their unit (eps -> 0); a group without success gets 0.
+    Differs:  from prime-rl (`max_rl`), SkyRL (`maxrl`) and TRL (MaxRLTrainer): the exact 0 where the mean is 0.
+    Reference: Tajwar et al. 2026, https://arxiv.org/abs/2602.02710
+    """
+    centered = group_centered(rewards, group_ids=group_ids)
+    mean = group_mean(rewards, group_ids=group_ids)
+    ratio = centered / torch.where(mean == 0, torch.ones_like(mean), mean + eps)
+    return torch.where(mean == 0, torch.zeros_like(mean), ratio)
+
+
+def group_mean_batch_std(
+    rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], eps: float = 1e-6
+) -> Float[Tensor, "N"]:
+    """Reward minus the group's mean, over the standard deviation of *all* rewards of the batch.
+
+        A_i = (r_i - mean(r)) / (std_batch(r) + eps)          std unbiased
+
+    One scale for all groups: an easy or hard prompt, whose rewards hardly vary, is not blown up.
+
+    Limits:   a positive multiple of `group_centered`; with one group it is `group_zscore`.
+    Differs:  from TRL (`scale_rewards="batch"`): eps is 1e-4 there.
+    Reference: Liu et al. 2025 (Lite PPO), https://arxiv.org/abs/2508.08221
+    """
+    centered = group_centered(rewards, group_ids=group_ids)
+    rewards = upcast(rewards)
+    shifted = rewards - rewards[:1]
+    spread = shifted - shifted.mean()
+    return _over_std(centered, spread.square().sum(), torch.tensor(rewards.numel(), device=rewards.device), eps)
+
+
+def opo(rewards: Float[Tensor, "N"], *, lengths: Int[Tensor, "N"], group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Reward minus the length-weighted mean of the group (OPO).
+
+        A_i = r_i - sum_j l_j r_j / sum_j l_j          l_j: number of action tokens of sequence j
+
+    The baseline of least variance if the squared gradient norm of a sequence grows with its length.
+
+    Limits:   equal lengths give `group_centered`; invariant under a shift of a group's rewards and a scale of lengths.
+    Differs:  from verl `opo`: its singleton keeps the raw reward; here 0. Lengths that are all 0 count alike.
+    Reference: Hao et al. 2025, https://arxiv.org/abs/2505.23585
+    """
+    centered = group_centered(rewards, group_ids=group_ids)
+    if lengths.shape != rewards.shape:
+        raise ValueError(f"lengths must have the shape of rewards, {list(rewards.shape)}, got {list(lengths.shape)}")
+    weights = lengths.to(centered.dtype)
+    total = group_sum(weights, group_ids=group_ids)
+    baseline = group_sum(weights * centered, group_ids=group_ids) / torch.where(total > 0, total, 1)
+    return centered - baseline
+
+
+def remax(rewards: Float[Tensor, "N"], *, greedy_rewards: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Reward minus that of the greedy answer to the same prompt (ReMax).
+
+        A_i = r_i - r_greedy(prompt of i)
+
+    `greedy_rewards` holds, for each sequence, the reward of one completion at temperature 0.
+
+    Limits:   the greedy answer itself gets 0. No group is needed, so a singleton is not special.
+    Differs:  from verl `remax`: none for a terminal reward (its token version is `discounted_returns` minus this).
+    Reference: Li et al. 2023, https://arxiv.org/abs/2310.10505
+    """
+    check_float(rewards=rewards, greedy_rewards=greedy_rewards)
+    check_same_shape(rewards=rewards, greedy_rewards=greedy_rewards)
+    return upcast(rewards) - upcast(greedy_rewards)
+
+
+def gpg(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Centred rewards, scaled up by the share of samples that carry no signal (GPG).
+
+        A_i = N / (N - M) (r_i - mean(r))          M: samples of groups whose rewards are all equal
+
+    so that a batch with many solved or hopeless prompts has no smaller gradient.
+
+    Limits:   M = 0 gives `group_centered`; M = N gives 0.
+    Differs:  from verl `gpg`: it divides by the number of nonzero *rewards* in place of N - M.
+    Reference: Chu et al. 2025, https://arxiv.org/abs/2504.02546
+    """
+    centered = group_centered(rewards, group_ids=group_ids)
+    varies = group_sum(centered.abs(), group_ids=group_ids) > 0
+    return centered * (centered.numel() / varies.sum().clamp(min=1))
+
+
+def first_of_group(group_ids: Tensor) -> Tensor:
     """For each member the index of its group's first member."""
     order = torch.argsort(group_ids, stable=True)
     return order[torch.searchsorted(group_ids[order], group_ids)]

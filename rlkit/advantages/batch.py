@@ -1,0 +1,166 @@
+"""Advantages that need statistics of the whole batch: whitening, REINFORCE++, several rewards, step groups.
+
+A batch is one optimizer step's data over all ranks. Rollout metadata is replicated on every rank before the split, so
+these need no collective; computed on a shard, they are another estimator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlkit._tensors import check_float, check_ids, check_mask, masked, upcast
+from rlkit.advantages.outcome import group_centered, group_zscore
+from rlkit.advantages.traces import discounted_returns
+from rlkit.segments import broadcast_to_tokens
+
+
+def whiten(
+    advantages: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None, eps: float = 1e-6
+) -> Float[Tensor, "*shape"]:
+    """Shift and scale to mean 0 and standard deviation 1 over all (masked-in) entries of the batch.
+
+        (x - mean) / (std + eps)          std unbiased; 0 where the mask is False and where all entries are equal
+
+    Limits:   invariant under a shift and (eps -> 0) a positive scale; of [N] rewards `group_zscore` with one group.
+    Differs:  from verl `masked_whiten`: (x - mean) / sqrt(var + 1e-8), and a single entry is an error there. From
+              OpenRLHF: biased variance, clamped at 1e-8. From TRL (PPOTrainer): eps 1e-8 inside the root.
+    Reference: Andrychowicz et al. 2020, https://arxiv.org/abs/2006.05990
+    """
+    check_float(advantages=advantages)
+    check_mask(mask, advantages=advantages)
+    x = masked(upcast(advantages), mask)
+    mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+    count = mask.sum()
+    # Shifting by one of the entries first makes equal entries exact zeros, whatever the rounding of their mean.
+    shifted = masked(x - x.flatten()[mask.flatten().int().argmax()], mask) if x.numel() else x
+    centered = masked(shifted - shifted.sum() / count.clamp(min=1), mask)
+    var = centered.square().sum() / (count - 1).clamp(min=1)
+    std = torch.where(var > 0, var, torch.ones_like(var)).sqrt()
+    return torch.where(var > 0, centered / (std + eps), torch.zeros_like(centered))
+
+
+def reinforce_pp(
+    rewards: Float[Tensor, "T"],
+    *,
+    mask: Bool[Tensor, "T"],
+    cu_seqlens: Int[Tensor, "N1"],
+    gamma: float | Float[Tensor, "T"] = 1.0,
+    eps: float = 1e-6,
+) -> Float[Tensor, "T"]:
+    """Whitened reward-to-go of each action token (REINFORCE++ without a baseline).
+
+        A = whiten(G)          G_t = r_t + gamma G'          (`discounted_returns`)
+
+    `rewards` are per token with the KL penalty inside, `rlkit.losses.kl_in_reward(..)`: the paper's
+    r_t = [t is last] R - kl_coef (log pi - log pi_ref).
+
+    Limits:   without KL and at gamma = 1, every token of a sequence gets its reward, whitened over *tokens*.
+    Differs:  from verl and SkyRL: a masked token's reward does not count. From slime and miles: gamma is not spent on
+              masked gaps (mask [1, 0, 0, 1], kl 1, gamma .9: -1.9 here, -1.729 there, -3.439 where the gap leaks).
+    Reference: Hu et al. 2025, https://arxiv.org/abs/2501.03262
+    """
+    return whiten(discounted_returns(rewards, mask=mask, cu_seqlens=cu_seqlens, gamma=gamma), mask=mask, eps=eps)
+
+
+def reinforce_pp_baseline(
+    rewards: Float[Tensor, "N"],
+    *,
+    group_ids: Int[Tensor, "N"],
+    mask: Bool[Tensor, "T"],
+    cu_seqlens: Int[Tensor, "N1"],
+    eps: float = 1e-6,
+) -> Float[Tensor, "T"]:
+    """Group-centred rewards, broadcast to tokens and whitened over the batch's tokens (REINFORCE++-baseline).
+
+        A_t = whiten(r_i - mean(r))          for each action token t of sequence i
+
+    The group's mean reshapes rewards, the batch's std scales them: no group is blown up for varying little. The KL goes
+    into the loss (k2) in the paper.
+
+    Limits:   a batch in which all groups are solved or hopeless gets 0. A singleton enters the whitening with 0.
+    Differs:  from verl (`reinforce_plus_plus_baseline`): its singleton enters with the raw reward. From slime: it can
+              put the KL into the token rewards; do so by `reinforce_pp` on centred rewards.
+    Reference: Hu et al. 2025, https://arxiv.org/abs/2501.03262
+    """
+    centered = group_centered(rewards, group_ids=group_ids)
+    check_mask(mask, values=mask)
+    return whiten(broadcast_to_tokens(centered, cu_seqlens=cu_seqlens, num_tokens=mask.shape[0]), mask=mask, eps=eps)
+
+
+def normalize_then_sum(
+    rewards: Float[Tensor, "N K"],
+    *,
+    group_ids: Int[Tensor, "N"],
+    weights: Float[Tensor, "K"] | None = None,
+    eps: float = 1e-6,
+) -> Float[Tensor, "N"]:
+    """Each of K rewards z-scored inside its group, then their weighted sum.
+
+        A_i = sum_k w_k group_zscore(r_k)_i          w_k = 1 where not given
+
+    So a reward with a large spread does not drown the others, and answers with different reward vectors but the same
+    sum stay different.
+
+    Limits:   K = 1 is `group_zscore`; invariant under a shift and (eps -> 0) a positive scale of each reward by itself.
+    Differs:  from TRL (`multi_objective_aggregation="normalize_then_sum"`): no NaN for "does not apply"; the step
+              that follows there, division by the batch's std, is `gdpo`.
+    Reference: Liu et al. 2026 (GDPO), https://arxiv.org/abs/2601.05242
+    """
+    if rewards.ndim != 2:
+        raise ValueError(f"rewards must have shape [N, K], one column per reward, got {list(rewards.shape)}")
+    columns = [group_zscore(column, group_ids=group_ids, eps=eps) for column in rewards.unbind(1)]
+    scores = torch.stack(columns, 1) if columns else upcast(rewards)
+    if weights is None:
+        return scores.sum(1)
+    if weights.shape != (rewards.shape[1],):
+        raise ValueError(f"weights must have one entry per reward, [{rewards.shape[1]}], got {list(weights.shape)}")
+    return scores @ weights.to(scores.dtype)
+
+
+def gdpo(
+    rewards: Float[Tensor, "N K"],
+    *,
+    group_ids: Int[Tensor, "N"],
+    weights: Float[Tensor, "K"] | None = None,
+    eps: float = 1e-6,
+) -> Float[Tensor, "N"]:
+    """Each of K rewards z-scored inside its group, their weighted sum whitened over the batch (GDPO).
+
+        A = whiten(normalize_then_sum(rewards))
+
+    Limits:   K = 1 is whitened `group_zscore`; the scale of the advantages does not grow with K.
+    Differs:  from verl (`gdpo`): it whitens over tokens, so that long answers count more; from TRL, eps.
+    Reference: Liu et al. 2026, https://arxiv.org/abs/2601.05242
+    """
+    return whiten(normalize_then_sum(rewards, group_ids=group_ids, weights=weights, eps=eps), eps=eps)
+
+
+def gigpo(
+    rewards: Float[Tensor, "N"],
+    step_returns: Float[Tensor, "S"],
+    *,
+    group_ids: Int[Tensor, "N"],
+    step_seq_ids: Int[Tensor, "S"],
+    step_group_ids: Int[Tensor, "S"],
+    step_weight: float = 1.0,
+    baseline: Callable[..., Tensor] = group_centered,
+) -> Float[Tensor, "S"]:
+    """Two levels of groups for agents: episodes of one task, and steps taken from the same state (GiGPO).
+
+        A_s = baseline(rewards)[episode of s] + step_weight * baseline(step_returns, by anchor state)[s]
+
+    `step_seq_ids` says to which of the N episodes a step belongs, `step_group_ids` which steps start in the same state
+    (of the same task: give other tasks other ids), `step_returns` are the discounted rewards from the step on
+    (`discounted_returns` over steps). `baseline` is any `(rewards, *, group_ids)` function of this package.
+
+    Limits:   step_weight = 0, or states that never repeat, give the episode's advantage.
+    Differs:  from verl-agent: its episode mean counts an episode once per step; here once, as in the paper.
+    Reference: Feng et al. 2025, https://arxiv.org/abs/2505.10978, eq. 3-8
+    """
+    check_ids(step_returns.shape[0], step_seq_ids=step_seq_ids)
+    episode = baseline(rewards, group_ids=group_ids)[step_seq_ids]
+    return episode + step_weight * baseline(step_returns, group_ids=step_group_ids)

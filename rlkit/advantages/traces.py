@@ -1,0 +1,255 @@
+"""Traces over the tokens of each sequence: rewards and values [T] in, returns or advantages [T] out.
+
+    t'      the next *action* token of the sequence after t (mask True); masked tokens in between do not exist
+    V'      V at t'. After the last action: `bootstrap` of the sequence, 0 where it is not given (terminated)
+    G', A'  likewise; what follows the last action is stated per function
+
+So a tool's output between two actions neither decays nor leaks, whatever its length, and what is stored at masked
+places (NaN included, also in `values`, `gamma` and `lam`) has no effect on values or gradients. Outputs are 0 there. A
+reward at a masked place is ignored: put it on the action that earned it.
+
+`gamma` and `lam` are floats, or `[T]` tensors: gamma_t and lam_t scale what *follows* token t. They lie in [-1, 1].
+`cu_seqlens` is int32 or int64; sequences may be empty. Everything is differentiable; under `torch.no_grad` it is the
+usual target. bf16 and fp16 are computed and returned in fp32; fp64 stays fp64.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlkit._tensors import check_cu_seqlens, check_float, check_mask, masked, upcast
+from rlkit.advantages._recurrence import coefficient, end_values, next_action, prepared, scan
+from rlkit.segments import broadcast_to_tokens, seq_count
+
+
+class Gae(NamedTuple):
+    """Advantages for the policy, returns (value targets) for the critic."""
+
+    advantages: Float[Tensor, "T"]
+    returns: Float[Tensor, "T"]
+
+
+def bootstrap_values(
+    values: Float[Tensor, "T"], *, truncated: Bool[Tensor, "N"], cu_seqlens: Int[Tensor, "N1"]
+) -> Float[Tensor, "N"]:
+    """The `bootstrap` argument of every trace, for batches made by `rlkit.packing.pack`.
+
+        bootstrap_i = V at the last token of sequence i  if truncated_i, else 0
+
+    A truncated sequence is packed with its last sampled token as one more input, whose mask is False: the value there
+    is that of the state in which the episode was cut. An empty sequence gives 0.
+
+    Differs:  from TRL, verl and OpenRLHF, which let a cut episode end in value 0 and so punish length.
+    Reference: Pardo et al. 2018, https://arxiv.org/abs/1712.00378
+    """
+    check_float(values=values)
+    check_cu_seqlens(cu_seqlens, values.shape[0])
+    num_seqs = cu_seqlens.numel() - 1
+    if truncated.dtype != torch.bool or truncated.shape != (num_seqs,):
+        raise TypeError(f"truncated must be bool of shape [{num_seqs}], got {truncated.dtype} {list(truncated.shape)}")
+    if values.shape[0] == 0:
+        return upcast(values).new_zeros(num_seqs)
+    last = upcast(values)[(cu_seqlens[1:] - 1).clamp(min=0)]
+    return masked(last, truncated & (cu_seqlens.diff() > 0))
+
+
+def discounted_returns(
+    rewards: Float[Tensor, "T"],
+    *,
+    mask: Bool[Tensor, "T"],
+    cu_seqlens: Int[Tensor, "N1"],
+    gamma: float | Float[Tensor, "T"] = 1.0,
+    bootstrap: Float[Tensor, "N"] | None = None,
+) -> Float[Tensor, "T"]:
+    """Discounted sum of the rewards from each action on.
+
+        G_t = r_t + gamma_t G'          G' after the last action: bootstrap
+
+    Limits:   gamma = 0 gives the rewards; gamma = 1 the sum of what is left (reward-to-go).
+    Differs:  from verl, SkyRL (`reinforce_plus_plus`: a masked token's reward counts, and cuts what comes before it)
+              and slime, miles (a gap of k tokens costs gamma^k): here a gap costs nothing.
+    Reference: Sutton & Barto, Reinforcement Learning, eq. 3.8; http://incompleteideas.net/book/the-book.html
+    """
+    (rewards,) = prepared(mask, cu_seqlens, rewards=rewards)
+    end = end_values(bootstrap, cu_seqlens, rewards)
+    gamma = coefficient(mask, rewards, gamma=gamma)
+    return masked(scan(gamma, rewards, mask=mask, cu_seqlens=cu_seqlens, end=end), mask)
+
+
+def td_lambda(
+    rewards: Float[Tensor, "T"],
+    values: Float[Tensor, "T"],
+    *,
+    mask: Bool[Tensor, "T"],
+    cu_seqlens: Int[Tensor, "N1"],
+    gamma: float | Float[Tensor, "T"] = 1.0,
+    lam: float | Float[Tensor, "T"] = 1.0,
+    bootstrap: Float[Tensor, "N"] | None = None,
+) -> Float[Tensor, "T"]:
+    """The lambda-return: a mixture of all n-step returns, the target of TD(lambda).
+
+        G_t = r_t + gamma_t ((1 - lam_t) V' + lam_t G')          G' after the last action: bootstrap
+
+    Limits:   lam = 1 is `discounted_returns`; lam = 0 is r + gamma V'; in between it is V + the advantages of `gae`.
+    Differs:  from rlax `lambda_returns`: nothing but the masked gaps. No LLM system has it by itself.
+    Reference: Sutton & Barto, chapter 12; https://github.com/google-deepmind/rlax (multistep.py)
+    """
+    rewards, values = prepared(mask, cu_seqlens, rewards=rewards, values=values)
+    end = end_values(bootstrap, cu_seqlens, rewards)
+    gamma, lam = coefficient(mask, rewards, gamma=gamma), coefficient(mask, rewards, lam=lam)
+    next_values = next_action(values, mask=mask, cu_seqlens=cu_seqlens, end=end)
+    one_step = rewards + gamma * (1 - lam) * next_values
+    return masked(scan(gamma * lam, one_step, mask=mask, cu_seqlens=cu_seqlens, end=end), mask)
+
+
+def gae(
+    rewards: Float[Tensor, "T"],
+    values: Float[Tensor, "T"],
+    *,
+    mask: Bool[Tensor, "T"],
+    cu_seqlens: Int[Tensor, "N1"],
+    gamma: float | Float[Tensor, "T"] = 1.0,
+    lam: float | Float[Tensor, "T"] = 1.0,
+    bootstrap: Float[Tensor, "N"] | None = None,
+) -> Gae:
+    """Generalized advantage estimation over action tokens.
+
+        delta_t = r_t + gamma_t V' - V_t
+        A_t = delta_t + gamma_t lam_t A'          A' after the last action: 0
+        returns_t = A_t + V_t
+
+    Limits:   lam = 1 gives `discounted_returns` - V; lam = 0 gives delta; returns are `td_lambda`.
+    Differs:  from verl (`gae`), TRL (PPOTrainer) and OpenRLHF: no whitening inside (compose with `whiten`) and a
+              `bootstrap` for cut episodes; verl, miles and NeMo-RL skip masked gaps alike. From SkyRL: its gaps count.
+    Reference: Schulman et al. 2015, https://arxiv.org/abs/1506.02438
+    """
+    coefficient(mask, rewards, lam=lam)  # so that a bad one is reported under its own name
+    return gae_decoupled(
+        rewards,
+        values,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        gamma=gamma,
+        lam_policy=lam,
+        lam_value=lam,
+        bootstrap=bootstrap,
+    )
+
+
+def gae_decoupled(
+    rewards: Float[Tensor, "T"],
+    values: Float[Tensor, "T"],
+    *,
+    mask: Bool[Tensor, "T"],
+    cu_seqlens: Int[Tensor, "N1"],
+    lam_policy: float | Float[Tensor, "T"],
+    lam_value: float | Float[Tensor, "T"] = 1.0,
+    gamma: float | Float[Tensor, "T"] = 1.0,
+    bootstrap: Float[Tensor, "N"] | None = None,
+) -> Gae:
+    """GAE with one lambda for the policy's advantages and another for the critic's targets (VC-PPO, VAPO).
+
+        advantages = A(lam_policy)          returns = V + A(lam_value)          A: see `gae`
+
+    VAPO takes lam_value = 1 (unbiased targets, whatever the length) and `lam_policy = length_adaptive_lam(mask, ..)`.
+
+    Limits:   lam_policy = lam_value is `gae`.
+    Differs:  from NeMo-RL (`gae_lambda_policy`, `gae_lambda_value`): no whitening inside. No other LLM system has it.
+    Reference: Yuan et al. 2025, https://arxiv.org/abs/2503.01491; Yue et al. 2025, https://arxiv.org/abs/2504.05118
+    """
+    rewards, values = prepared(mask, cu_seqlens, rewards=rewards, values=values)
+    end = end_values(bootstrap, cu_seqlens, rewards)
+    gamma = coefficient(mask, rewards, gamma=gamma)
+    delta = rewards + gamma * next_action(values, mask=mask, cu_seqlens=cu_seqlens, end=end) - values
+
+    def advantages(lam: float | Tensor, name: str) -> Tensor:
+        decay = gamma * coefficient(mask, rewards, **{name: lam})
+        return masked(scan(decay, delta, mask=mask, cu_seqlens=cu_seqlens, end=torch.zeros_like(end)), mask)
+
+    policy = advantages(lam_policy, "lam_policy")
+    value = policy if lam_value is lam_policy else advantages(lam_value, "lam_value")
+    return Gae(policy, masked(value + values, mask))
+
+
+def length_adaptive_lam(
+    mask: Bool[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"], alpha: float = 0.05, dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "T"]:
+    """VAPO's lambda for each token, from the number l of action tokens of its sequence.
+
+        lam = max(0, 1 - 1 / (alpha l))
+
+    so that the sum of the weights lam^k over a long sequence grows with its length: sum ~ 1 / (1 - lam) = alpha l.
+
+    Limits:   l <= 1 / alpha gives 0 (20 tokens at the paper's alpha); l -> infinity gives 1.
+    Differs:  from NeMo-RL (`length_adaptive_alpha`): nothing. l counts actions, not tool output.
+    Reference: Yue et al. 2025, https://arxiv.org/abs/2504.05118, section 4.2
+    """
+    if not alpha > 0:
+        raise ValueError(f"alpha must be positive, got {alpha}")
+    check_mask(mask, values=mask)
+    length = seq_count(mask, cu_seqlens=cu_seqlens).to(dtype).clamp(min=1)
+    lam = (1 - 1 / (alpha * length)).clamp(min=0)
+    return masked(broadcast_to_tokens(lam, cu_seqlens=cu_seqlens, num_tokens=mask.shape[0]), mask)
+
+
+def n_step(
+    rewards: Float[Tensor, "T"],
+    values: Float[Tensor, "T"],
+    *,
+    n: int,
+    mask: Bool[Tensor, "T"],
+    cu_seqlens: Int[Tensor, "N1"],
+    gamma: float | Float[Tensor, "T"] = 1.0,
+    bootstrap: Float[Tensor, "N"] | None = None,
+) -> Float[Tensor, "T"]:
+    """Sum of the next n rewards, then the value: the n-step return over action tokens.
+
+        G_t = r_0 + gamma_0 r_1 + ... + (gamma_0 .. gamma_{n-2}) r_{n-1} + (gamma_0 .. gamma_{n-1}) V_n
+
+    where 0, 1, .. n count actions from t. Where fewer than n actions are left, all of them are summed and `bootstrap`
+    takes the place of V_n.
+
+    One step is the map x -> gamma_t x + r_t; n of them compose along the next-action index in log2(n) doublings.
+
+    Limits:   n = 1 is r + gamma V'; n >= the number of actions is `discounted_returns`.
+    Differs:  no LLM system has it; rlax `n_step_bootstrapped_returns` costs n passes and has no masks.
+    Reference: Sutton & Barto, eq. 7.1
+    """
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
+    rewards, values = prepared(mask, cu_seqlens, rewards=rewards, values=values)
+    end = end_values(bootstrap, cu_seqlens, rewards)
+    gamma = coefficient(mask, rewards, gamma=gamma)
+    if n >= rewards.shape[0]:
+        return masked(scan(gamma, rewards, mask=mask, cu_seqlens=cu_seqlens, end=end), mask)
+
+    # Each sequence gets one more node, its end: value `bootstrap`, next node itself, map the identity.
+    node_values = torch.cat([values, end])
+    step = _next_action_node(mask, cu_seqlens)
+    a = torch.cat([gamma.expand_as(rewards), torch.ones_like(end)])
+    b = torch.cat([rewards, torch.zeros_like(end)])
+    total_a, total_b, node = torch.ones_like(a), torch.zeros_like(b), torch.arange(a.numel(), device=a.device)
+    while True:
+        if n & 1:
+            total_a, total_b, node = total_a * a[node], total_b + total_a * b[node], step[node]
+        n >>= 1
+        if n == 0:
+            break
+        a, b, step = a * a[step], b + a * b[step], step[step]
+    return masked((total_b + total_a * node_values[node])[: rewards.shape[0]], mask)
+
+
+def _next_action_node(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Of each token the next action after it, or T + i where sequence i has none; of node T + i itself."""
+    num_tokens, num_seqs = mask.shape[0], cu_seqlens.numel() - 1
+    tokens = torch.arange(num_tokens, device=mask.device)
+    ends = torch.arange(num_seqs, device=mask.device) + num_tokens
+    at_or_after = torch.where(mask, tokens, num_tokens).flip(0).cummin(0).values.flip(0)
+    after = torch.cat([at_or_after[1:], at_or_after.new_full((1,), num_tokens)])
+    stop = broadcast_to_tokens(cu_seqlens[1:], cu_seqlens=cu_seqlens, num_tokens=num_tokens)
+    own_end = broadcast_to_tokens(ends, cu_seqlens=cu_seqlens, num_tokens=num_tokens)
+    return torch.cat([torch.where(after < stop, after, own_end), ends])
