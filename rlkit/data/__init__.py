@@ -1,0 +1,22 @@
+"""Data in: rows from files, prompts and supervised examples as tokens, and turns joined by tokens."""
+
+from rlkit.data.chat import end_of_turn_id, render, stop_token_ids, turn_tokens
+from rlkit.data.load import batch_indices, batches, epoch_order, load_rows
+from rlkit.data.prompts import Prompt, prompt_messages, rl_prompts
+from rlkit.data.sft import Example, sft_examples
+
+__all__ = [
+    "Example",
+    "Prompt",
+    "batch_indices",
+    "batches",
+    "end_of_turn_id",
+    "epoch_order",
+    "load_rows",
+    "prompt_messages",
+    "render",
+    "rl_prompts",
+    "sft_examples",
+    "stop_token_ids",
+    "turn_tokens",
+]

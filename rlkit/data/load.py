@@ -1,0 +1,266 @@
+"""Rows from files and the hub, as plain dicts, and the order in which a training run visits them.
+
+JSON and JSONL are read with the standard library alone. CSV, Parquet, Arrow and hub data sets need `datasets`, which is
+imported only when one of them is asked for. What is wrong with a file is said with its name, its line and the fix.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+Row = dict[str, Any]
+
+_TABLES = {".csv": "csv", ".parquet": "parquet"}
+_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+
+
+def load_rows(
+    path_or_id: str | Path,
+    *,
+    split: str = "train",
+    name: str | None = None,
+    columns: Sequence[str] = (),
+    limit: int | None = None,
+) -> Sequence[Row]:
+    """The rows of a file, of a `save_to_disk` folder or of a hub data set, as a list of dicts.
+
+        rows = load_rows("train.jsonl", columns=["messages", "answer"])
+        rows = load_rows("openai/gsm8k", name="main", split="test", limit=100)
+
+    A path that exists is read by its suffix: `.json` (a list of objects, or one object per line), `.jsonl`, `.csv`,
+    `.parquet`, `.arrow`, or a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`. Anything else is
+    taken for a hub id.
+
+    split:   which part of a hub data set or of a saved `DatasetDict`; a single file has no parts and ignores it.
+    name:    the configuration of a hub data set that has several.
+    columns: names every row must have.
+    limit:   keep the first `limit` rows.
+
+    Raises FileNotFoundError (nothing there; what was tried), ImportError (`datasets` is needed and missing), ValueError
+    (an empty file, a malformed line, a row that is no object, a missing column, a column of several types; numbers are
+    one type and null goes with any). Lines and rows of files are counted from 1.
+
+    Differs from `datasets.load_dataset`: no cache and no import of `datasets` for JSON; lists, not Arrow columns, so
+    that rows of different shape keep exactly the keys they have; all rows are held in memory.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1 or None (all rows), got {limit}")
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        rows = _take(_from_folder(path, split), limit)
+    elif path.is_file():
+        rows = _from_file(path, limit)
+    elif path.suffix.lower() in _SUFFIXES or path.is_absolute():
+        raise FileNotFoundError(_missing(path))
+    else:
+        rows = _take(_from_hub(str(path_or_id), name, split, path), limit)
+    if not rows:
+        raise ValueError(f"{path_or_id}: no rows")
+    _check_columns(str(path_or_id), rows, columns)
+    return [row for _, row in rows]
+
+
+def epoch_order(n: int, *, seed: int, epoch: int) -> list[int]:
+    """A permutation of `range(n)` that depends on (n, seed, epoch) and on nothing else.
+
+    The indices are sorted by one uniform key each, drawn from Python's `random.Random.random()`, whose sequence for a
+    given seed is fixed across Python versions and machines (a library's `shuffle` or `permutation` need not be).
+    """
+    if n < 1:
+        raise ValueError(f"n must be at least 1 (the number of rows), got {n}")
+    return list(_order(n, seed, epoch))
+
+
+def batch_indices(n: int, *, batch_size: int, seed: int, step: int) -> list[int]:
+    """The rows of one step: a pure function of its arguments, so that a resumed run needs the step number and no state.
+
+        stream[step * batch_size : (step + 1) * batch_size],   stream = epoch_order(0) + epoch_order(1) + ...
+
+    No row is dropped at the end of an epoch: the batch is filled up from the next one. So every row comes exactly once
+    in each epoch of n, every batch is full, and a batch over an epoch's end (or larger than n) may hold a row twice.
+
+    Differs: torch's `DataLoader(shuffle=True)`, on which TRL and verl build, draws its order from a generator whose
+    state must be saved or skipped through, and it drops or shortens the last batch of an epoch.
+    """
+    if n < 1 or batch_size < 1:
+        raise ValueError(
+            f"n and batch_size must be at least 1, got n={n} (the number of rows), batch_size={batch_size}"
+        )
+    if step < 0:
+        raise ValueError(f"step must be >= 0, got {step}")
+    positions = range(step * batch_size, (step + 1) * batch_size)
+    return [_order(n, seed, position // n)[position % n] for position in positions]
+
+
+def batches(n: int, *, batch_size: int, seed: int, start_step: int = 0) -> Iterator[list[int]]:
+    """`batch_indices` for start_step, start_step + 1, ... without end."""
+    batch_indices(n, batch_size=batch_size, seed=seed, step=start_step)
+    return (batch_indices(n, batch_size=batch_size, seed=seed, step=step) for step in itertools.count(start_step))
+
+
+@lru_cache(maxsize=4)
+def _order(n: int, seed: int, epoch: int) -> tuple[int, ...]:
+    uniform = random.Random(f"{seed}/{epoch}").random
+    keys = [uniform() for _ in range(n)]
+    return tuple(sorted(range(n), key=keys.__getitem__))
+
+
+def _from_file(path: Path, limit: int | None) -> list[tuple[str, Row]]:
+    """Rows with the place each came from, for error messages."""
+    suffix = path.suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise ValueError(f"{path}: cannot tell the format from the suffix {suffix!r}; known are {', '.join(_SUFFIXES)}")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path}: the file is empty (0 bytes)")
+    if suffix == ".jsonl" or (suffix == ".json" and not _starts_with_bracket(path)):
+        return list(_json_lines(path, limit))
+    if suffix == ".json":
+        return _take(_json_list(path), limit)
+    datasets = _datasets(str(path))
+    try:
+        if suffix == ".arrow":
+            return _take(datasets.Dataset.from_file(str(path)), limit)
+        return _take(datasets.load_dataset(_TABLES[suffix], data_files=str(path), split="train"), limit)
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise ValueError(f"{path}: cannot be read as {suffix[1:]}: {type(cause).__name__}: {cause}") from error
+
+
+def _starts_with_bracket(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+
+
+def _json_lines(path: Path, limit: int | None) -> Iterator[tuple[str, Row]]:
+    count = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            line = line.removeprefix(b"\xef\xbb\xbf").strip()
+            if not line:
+                continue
+            yield f"line {number}", _object(f"{path}, line {number}", _parse(f"{path}, line {number}", line))
+            count += 1
+            if count == limit:
+                return
+
+
+def _json_list(path: Path) -> Iterator[Row]:
+    for number, value in enumerate(_parse(str(path), path.read_bytes().removeprefix(b"\xef\xbb\xbf")), start=1):
+        yield _object(f"{path}, row {number}", value)
+
+
+def _parse(place: str, data: bytes) -> Any:
+    try:
+        return json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{place}: not UTF-8 (byte {data[error.start]:#04x} at offset {error.start}); save it as UTF-8"
+        ) from None
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, column {error.colno}" if b"\n" in data else f"column {error.colno}"
+        found = error.doc[max(0, error.pos - 40) : error.pos + 40]
+        raise ValueError(
+            f"{place}: malformed JSON at {at} ({error.msg}): ...{found!r}...; "
+            "a .jsonl file holds one complete object per line, a .json file one list of objects"
+        ) from None
+
+
+def _object(place: str, value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place}: a row must be a JSON object like {{...}}, got {_kind(value)}: {repr(value)[:80]}")
+    return value
+
+
+def _from_folder(path: Path, split: str) -> Iterable[Row]:
+    if not any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
+        files = sorted(p.name for p in path.iterdir())[:8]
+        raise ValueError(
+            f"{path}: a folder, but not one written by save_to_disk (no state.json or dataset_dict.json); it holds "
+            f"{files}: give the path of one file"
+        )
+    datasets = _datasets(str(path))
+    data = datasets.load_from_disk(str(path))
+    if not isinstance(data, datasets.DatasetDict):
+        return data
+    if split not in data:
+        raise ValueError(f"{path}: no split {split!r}; it has {sorted(data)}")
+    return data[split]
+
+
+def _from_hub(dataset_id: str, name: str | None, split: str, path: Path) -> Iterable[Row]:
+    datasets = _datasets(dataset_id)
+    try:
+        return datasets.load_dataset(dataset_id, name, split=split)
+    except Exception as error:
+        raise FileNotFoundError(
+            f"{dataset_id}: no such file or folder ({path.absolute()}), and as a hub data set (name={name!r}, "
+            f"split={split!r}) it fails with {type(error).__name__}: {error}"
+        ) from error
+
+
+def _take(rows: Iterable[Row], limit: int | None) -> list[tuple[str, Row]]:
+    kept: list[tuple[str, Row]] = []
+    for number, row in enumerate(rows, start=1):
+        kept.append((f"row {number}", row))
+        if number == limit:
+            break
+    return kept
+
+
+def _datasets(what: str) -> ModuleType:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f"reading {what} needs the package `datasets`: pip install 'rlkit-lm[data]' (JSON and JSONL need nothing)"
+        ) from error
+    return datasets
+
+
+def _missing(path: Path) -> str:
+    message = f"{path}: no such file (looked for {path.absolute()})"
+    if path.parent.is_dir():
+        near = sorted(p.name for p in path.parent.iterdir() if p.suffix.lower() in _SUFFIXES)[:8]
+        message += f"; data files in that folder: {near}"
+    else:
+        message += f"; the folder {path.parent} does not exist either"
+    return message + ". A hub data set is given as owner/name, without a suffix"
+
+
+def _check_columns(source: str, rows: list[tuple[str, Row]], required: Sequence[str]) -> None:
+    """Every required column is in every row, and a column holds values of one type."""
+    first: dict[str, tuple[str, str]] = {}
+    for place, row in rows:
+        for column in required:
+            if column not in row:
+                raise ValueError(f"{source}, {place}: no column {column!r}; columns found: {sorted(row)}")
+        for column, value in row.items():
+            if value is None:
+                continue
+            kind = _kind(value)
+            seen, where = first.setdefault(column, (kind, place))
+            if kind != seen:
+                raise ValueError(
+                    f"{source}: column {column!r} mixes types: {seen} in {where}, {kind} in {place} "
+                    f"({repr(value)[:60]}); write it as one type in all rows, e.g. all as strings"
+                )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "number"
+    if value is None:
+        return "null"
+    name = type(value).__name__
+    return {"str": "string", "dict": "object"}.get(name, name)
