@@ -1,0 +1,132 @@
+"""Losses for a value head: regression on returns, with and without clipping, and classification into value bins.
+
+Elementwise in any shape; the classification losses take logits with one more axis, [.., B]. Masked places give loss 0
+and gradient 0, whatever they hold (NaN included). Targets (`returns`, `old_values`) get no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rlkit._tensors import check_float, check_mask, masked, upcast
+from rlkit.losses._inputs import check_at_least, prepared
+
+
+def value_mse(
+    values: Float[Tensor, "*shape"], returns: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
+) -> Float[Tensor, "*shape"]:
+    """Half the squared error of a value prediction.
+
+        loss = 1/2 (V - R)^2                                gradient: V - R
+
+    The 1/2 is inside, here and in `value_clip`.
+    Differs: verl, TRL (PPO), OpenRLHF and NeMo-RL also have the 1/2; RL2 has not, so its learning rate is half ours.
+    Reference: verl `compute_value_loss`, trainer/ppo/core_algos.py.
+    """
+    values, returns = prepared(mask, values=values, returns=returns.detach())
+    return 0.5 * (values - returns).square()
+
+
+def value_clip(
+    values: Float[Tensor, "*shape"],
+    old_values: Float[Tensor, "*shape"],
+    returns: Float[Tensor, "*shape"],
+    *,
+    clip: float,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """PPO's clipped value loss: the larger of the errors with and without moving further than `clip` from `old_values`.
+
+        loss = 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
+
+    Gradient V - R, and 0 where V has moved towards R by more than `clip`. `clip` is in units of the value.
+    Limits: clip = inf is `value_mse`.
+    Differs: nothing but the 1/2, which RL2 lacks. The default of RL2 and verl is clip = 0.5.
+    Reference: OpenAI baselines ppo2/model.py; verl `compute_value_loss`.
+    """
+    check_at_least(0, clip=clip)
+    values, old_values, returns = prepared(
+        mask, values=values, old_values=old_values.detach(), returns=returns.detach()
+    )
+    clipped = torch.clamp(values, old_values - clip, old_values + clip)
+    return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
+
+
+def hl_gauss(
+    logits: Float[Tensor, "*shape B"],
+    returns: Float[Tensor, "*shape"],
+    *,
+    low: float,
+    high: float,
+    sigma: float | None = None,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Value prediction as classification: cross-entropy with the return's Gaussian, cut into B bins of [low, high].
+
+        loss = -sum_i p_i log softmax(logits)_i             p = hl_gauss_target(returns)
+
+    The gradient is bounded, whatever the scale of the returns. `hl_gauss_value` reads the value back. The loss's
+    minimum is the entropy of p, not 0.
+    `sigma` is in units of the value; None is 0.75 bin widths, the paper's recommendation.
+    Differs: none of TRL, verl and OpenRLHF has it.
+    Reference: arXiv:2403.03950; histogram loss: arXiv:1806.04613.
+    """
+    check_float(logits=logits, returns=returns)
+    if logits.shape[:-1] != returns.shape:
+        raise ValueError(f"logits must have shape {[*returns.shape, 'B']}, got {list(logits.shape)}")
+    check_mask(mask, returns=returns)
+    logits = masked(upcast(logits), None if mask is None else mask.unsqueeze(-1))
+    returns = masked(returns.detach(), mask, low)
+    target = hl_gauss_target(returns, num_bins=logits.shape[-1], low=low, high=high, sigma=sigma)
+    return masked(-(target * logits.log_softmax(-1)).sum(-1), mask)
+
+
+def hl_gauss_target(
+    returns: Float[Tensor, "*shape"], *, num_bins: int, low: float, high: float, sigma: float | None = None
+) -> Float[Tensor, "*shape B"]:
+    """The probabilities of B equal bins of [low, high] under a Gaussian around each return, renormalised.
+
+        p_i = (Phi((e_{i+1} - R) / sigma) - Phi((e_i - R) / sigma)) / (Phi((high - R) / sigma) - Phi((low - R) / sigma))
+
+    e_0 = low .. e_B = high. Returns outside [low, high] are moved to its border: choose the range wide enough.
+    Limits: sigma -> 0 is the one-hot of the return's bin.
+    Differs: the paper's code does not move returns, and divides 0 by 0 far outside the range.
+    Reference: arXiv:2403.03950, appendix A.
+    """
+    check_float(returns=returns)
+    sigma = _bin_width(num_bins, low, high) * 0.75 if sigma is None else sigma
+    if not sigma > 0:
+        raise ValueError(f"sigma must be positive, got {sigma}")
+    returns = upcast(returns).clamp(low, high)
+    edges = torch.linspace(low, high, num_bins + 1, dtype=returns.dtype, device=returns.device)
+    cdf = torch.erf((edges - returns.unsqueeze(-1)) / (math.sqrt(2) * sigma))
+    return cdf.diff(dim=-1) / (cdf[..., -1:] - cdf[..., :1])
+
+
+def hl_gauss_value(logits: Float[Tensor, "*shape B"], *, low: float, high: float) -> Float[Tensor, "*shape"]:
+    """The value that a distribution over bins stands for: its mean over the bins' centres.
+
+        V = sum_i softmax(logits)_i c_i                     c_i = (e_i + e_{i+1}) / 2
+
+    Lies between the first and the last centre, so returns near low or high come back moved inwards.
+    Differs: nothing (the paper's `transform_from_probs`).
+    Reference: arXiv:2403.03950, appendix A.
+    """
+    check_float(logits=logits)
+    logits = upcast(logits)
+    num_bins = logits.shape[-1]
+    half = _bin_width(num_bins, low, high) / 2
+    centers = torch.linspace(low + half, high - half, num_bins, dtype=logits.dtype, device=logits.device)
+    return (logits.softmax(-1) * centers).sum(-1)
+
+
+def _bin_width(num_bins: int, low: float, high: float) -> float:
+    if num_bins < 1:
+        raise ValueError(f"num_bins must be at least 1, got {num_bins}")
+    if not low < high:
+        raise ValueError(f"low must be below high, got low {low}, high {high}")
+    return (high - low) / num_bins
