@@ -2,16 +2,23 @@
 
 Each takes `log_ratio = old_logp - rollout_logp` (training engine over sampling engine, at the weights that sampled) and
 returns detached weights that multiply the *policy* term of the loss, never KL or entropy. Weights are 0 where the mask
-is False. Multiply them into `token_mean(...)`: the denominator then stays the count before rejection.
+is False. Multiply them into `token_mean(...)`: the denominator then stays the count before rejection. To count only
+what was kept, give `token_mean` the mask `weights > 0`.
+
+Every function is elementwise, so the level is the log-ratio's: a token's own, the whole sequence's
+(`seq_log_ratio_sum`, exact and wild) or the geometric mean's (`seq_log_ratio`, tame and biased).
 """
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp, masked
-from rlkit.losses._inputs import check_positive, prepared
+from rlkit._tensors import bounded_exp, check_mask, masked, upcast
+from rlkit.losses._inputs import check_alone, check_at_least, check_positive, prepared
+from rlkit.losses.ratios import seq_log_ratio
+from rlkit.segments import broadcast_to_tokens, seq_sum
 
 
 def tis(
@@ -24,9 +31,241 @@ def tis(
     Limits: max_weight = inf is plain importance sampling (unbiased, heavy tails). The usual cap is 2.
     Differs: verl `rollout_is=token` with `rollout_is_threshold`, TRL `vllm_importance_sampling_mode=token_truncate`,
     OpenRLHF and slime (`--tis-clip`) alike; RL2 takes the *current* log-probs over the rollout's and scales the KL too.
-    For the sequence and geometric levels give it `seq_log_ratio_sum` or `seq_log_ratio`.
     Reference: https://fengyao.notion.site/off-policy-rl, verl PR#2953.
     """
-    check_positive(max_weight=max_weight)
+    return clipped_is(log_ratio, low=0.0, high=max_weight, mask=mask)
+
+
+def clipped_is(
+    log_ratio: Float[Tensor, "*shape"], *, low: float, high: float, mask: Bool[Tensor, "*shape"] | None = None
+) -> Float[Tensor, "*shape"]:
+    """Importance weights held inside an interval on both sides.
+
+        w = clip(exp(log_ratio), low, high)            detached
+
+    Limits: low = 0 is `tis`.
+    Differs: slime mis `clip` and AReaL `action=clamp` as here; not in TRL, verl, OpenRLHF.
+    Reference: slime examples/train_infer_mismatch_helper/mis.py.
+    """
+    check_at_least(0, low=low)
+    check_positive(high=high)
+    check_at_least(low, high=high)
     (log_ratio,) = prepared(mask, log_ratio=log_ratio.detach())
-    return masked(bounded_exp(log_ratio).clamp(max=max_weight), mask)
+    return masked(bounded_exp(log_ratio).clamp(low, high), mask)
+
+
+def icepop(
+    log_ratio: Float[Tensor, "*shape"],
+    *,
+    low: float = 0.5,
+    high: float = 5.0,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Importance weights, and nothing at all from tokens on which the two engines disagree too much.
+
+        w = r where low <= r <= high, else 0           r = exp(log_ratio), detached
+
+    Differs: verl `rollout_is_threshold="0.5_5.0"`, TRL `token_mask`, OpenRLHF, NeMo and slime (`icepop_function`)
+    alike; on the sequence level it is TRL's default `sequence_mask`.
+    Reference: https://ringtech.notion.site/icepop, arXiv:2510.18855.
+    """
+    weight = clipped_is(log_ratio, low=0.0, high=float("inf"), mask=mask)
+    return weight * keep_ratio(log_ratio, low=low, high=high, mask=mask)
+
+
+def keep_ratio(
+    log_ratio: Float[Tensor, "*shape"], *, low: float, high: float, mask: Bool[Tensor, "*shape"] | None = None
+) -> Float[Tensor, "*shape"]:
+    """Rejection by ratio: 1 where low <= exp(log_ratio) <= high, else 0. Detached.
+
+    With `seq_log_ratio` it keeps or drops whole sequences by their geometric mean, with `seq_log_ratio_sum` by their
+    exact ratio.
+    Differs: verl `rollout_rs` `token_k1`, `seq_mean_k1`, `seq_sum_k1` bound -log_ratio, i.e. 1 / r, instead of r;
+    ROLL's token and sequence ratio masks, slime mis `mask`, SkyRL geometric and product masks: as here.
+    Reference: verl trainer/ppo/rollout_corr_helper.py.
+    """
+    check_at_least(low, high=high)
+    (log_ratio,) = prepared(mask, log_ratio=log_ratio.detach())
+    ratio = bounded_exp(log_ratio)
+    return masked(((ratio >= low) & (ratio <= high)).to(ratio.dtype), mask)
+
+
+def keep_divergence(
+    divergence: Float[Tensor, "*shape"], *, max_divergence: float, mask: Bool[Tensor, "*shape"] | None = None
+) -> Float[Tensor, "*shape"]:
+    """Rejection by divergence: 1 where it is at most `max_divergence`, else 0. Detached.
+
+    The divergence is any non-negative one: `k2` or `k3(rollout_logp, old_logp)` per token, or its sum, mean or maximum
+    over a sequence from `rlkit.segments`, broadcast to tokens.
+    Differs: verl `rollout_rs` `token_k2`, `token_k3`, `seq_sum_*`, `seq_mean_*`; AReaL `RejectionSamplingConfig(metric=
+    kl_*)`: as here.
+    Reference: verl trainer/ppo/rollout_corr_helper.py.
+    """
+    check_at_least(0, max_divergence=max_divergence)
+    (divergence,) = prepared(mask, divergence=divergence.detach())
+    return masked((divergence <= max_divergence).to(divergence.dtype), mask)
+
+
+def keep_whole_sequences(
+    keep: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"] | None, cu_seqlens: Int[Tensor, "N1"]
+) -> Float[Tensor, "T"]:
+    """Turns a token's rejection into its sequence's: 0 on all tokens of a sequence of which any trainable one is 0.
+
+    Differs: verl `seq_max_k2`, `seq_max_k3` and AReaL `agg=max` are `keep_divergence` followed by this.
+    """
+    (keep,) = prepared(mask, keep=keep.detach())
+    rejected = seq_sum((keep == 0).to(keep.dtype), cu_seqlens=cu_seqlens, mask=mask)
+    kept = broadcast_to_tokens((rejected == 0).to(keep.dtype), cu_seqlens=cu_seqlens, num_tokens=keep.shape[0])
+    return masked(kept, mask)
+
+
+def veto(
+    log_ratio: Float[Tensor, "T"],
+    *,
+    mask: Bool[Tensor, "T"] | None,
+    cu_seqlens: Int[Tensor, "N1"],
+    min_ratio: float = 1e-4,
+) -> Float[Tensor, "T"]:
+    """Drops a whole sequence when one of its tokens is all but impossible for the training engine.
+
+        w = 0 on a sequence with any r < min_ratio, else 1
+
+    Differs: slime mis `rs_veto_threshold` and miles as here; verl had it as `rollout_token_veto_threshold`.
+    Reference: slime examples/train_infer_mismatch_helper/mis.py, `calculate_veto_mask`.
+    """
+    keep = keep_ratio(log_ratio, low=min_ratio, high=float("inf"), mask=mask)
+    return keep_whole_sequences(keep, mask=mask, cu_seqlens=cu_seqlens)
+
+
+def seq_mask_tis(
+    log_ratio: Float[Tensor, "T"],
+    *,
+    mask: Bool[Tensor, "T"] | None,
+    cu_seqlens: Int[Tensor, "N1"],
+    low: float = 0.999,
+    high: float = 1.002,
+    max_weight: float = float("inf"),
+) -> Float[Tensor, "T"]:
+    """Token importance weights on the sequences whose geometric mean ratio lies inside the interval, 0 on the others.
+
+        w_t = min(r_t, max_weight) 1[low <= exp(mean log r) <= high]
+
+    Differs: OpenRLHF and NeMo `seq-mask-tis` as here, untruncated. Not in TRL, verl, slime by that name.
+    Reference: https://yingru.notion.site/When-Speed-Kills-Stability, NeMo-RL docs/guides/grpo.md.
+    """
+    geometric = seq_log_ratio(log_ratio.detach(), mask=mask, cu_seqlens=cu_seqlens)
+    keep = keep_ratio(geometric, low=low, high=high, mask=mask)
+    return keep * tis(log_ratio, max_weight=max_weight, mask=mask)
+
+
+def opsm(
+    log_ratio: Float[Tensor, "T"],
+    advantages: Float[Tensor, "T"],
+    *,
+    mask: Bool[Tensor, "T"] | None,
+    cu_seqlens: Int[Tensor, "N1"],
+    delta: float = 1e-4,
+) -> Float[Tensor, "T"]:
+    """Off-policy sequence masking: bad samples that the policy has already left are not pushed down further.
+
+        w_t = 0 where A_t < 0 and mean(-log_ratio) > delta over t's sequence, else 1
+
+    `log_ratio` is the *current* logp minus rollout_logp, so that both staleness and engine mismatch count.
+    Differs: TRL `off_policy_mask_threshold` and slime `--use-opsm --opsm-delta` (1e-4) as here. Not in verl, OpenRLHF.
+    Reference: DeepSeek-V3.2, arXiv:2512.02556; TRL `get_off_policy_mask`.
+    """
+    drift = -seq_log_ratio(log_ratio.detach(), mask=mask, cu_seqlens=cu_seqlens)
+    drift, advantages = prepared(mask, log_ratio=drift, advantages=advantages.detach())
+    return masked((~((advantages < 0) & (drift > delta))).to(drift.dtype), mask)
+
+
+def batch_normalized(
+    weights: Float[Tensor, "*shape"],
+    *,
+    mask: Bool[Tensor, "*shape"] | None = None,
+    mean: Float[Tensor, ""] | float | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Weights divided by their mean over the trainable tokens, so that a correction does not change the step size.
+
+        w / mean(w)                                    0 where the mean is 0
+
+    `mean` is that of the whole optimizer step's batch; left out, it is the mean of the tokens given.
+    Differs: verl `rollout_is_batch_normalize` and slime `tis_batch_normalize` as here; for sequence weights verl
+    averages over sequences: give that `mean`.
+    Reference: verl trainer/ppo/rollout_corr_helper.py.
+    """
+    (weights,) = prepared(mask, weights=weights.detach())
+    if mean is None:
+        check_alone("mean")
+        count = torch.full((), weights.numel()) if mask is None else mask.sum()
+        mean = weights.sum() / count.to(weights.device).clamp(min=1)
+    mean = torch.as_tensor(mean, dtype=weights.dtype, device=weights.device)
+    return torch.where(mean > 0, weights / torch.where(mean > 0, mean, 1), 0)
+
+
+def effective_sample_size(
+    weights: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
+) -> Float[Tensor, ""]:
+    """Kish's effective sample size: how many equally weighted tokens these weights are worth.
+
+        (sum w)^2 / sum w^2                            between 1 and the number of tokens; 0 without any weight
+
+    Differs: verl `rollout_is_eff_sample_size` is this divided by the number of tokens.
+    Reference: https://en.wikipedia.org/wiki/Effective_sample_size
+    """
+    (weights,) = prepared(mask, weights=weights.detach())
+    squares = weights.square().sum()
+    return torch.where(squares > 0, weights.sum().square() / torch.where(squares > 0, squares, 1), 0)
+
+
+def log_kept_mass(
+    logits: Float[Tensor, "*shape V"],
+    *,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """log S: the log of the probability that top-k, then top-p sampling leaves in play at each position.
+
+        S = sum of the kept probabilities              top_k = 0 and top_p = 1 are off: log S = 0
+
+    `logits` are temperature-scaled. Top-k keeps the k largest; top-p then keeps, of the renormalised rest, the smallest
+    set of largest probabilities whose sum reaches top_p, at least one. Among equal logits the lower index comes first.
+    Use: the engine reports the untruncated `rollout_logp`; what it sampled from is `truncated_logp(rollout_logp, log
+    S)`.
+    Differs: slime replays the engine's own keep mask; TRL#6789 and SkyRL PR#883 describe the bias and leave it.
+    Reference: https://github.com/huggingface/trl/issues/6789
+    """
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    check_at_least(0, top_k=top_k)
+    check_mask(mask, logits=logits[..., 0])
+    logits = masked(upcast(logits.detach()), None if mask is None else mask.unsqueeze(-1))
+    logp = torch.sort(logits.log_softmax(-1), dim=-1, descending=True, stable=True).values
+    if top_k:
+        logp = logp[..., :top_k]
+    share = logp.softmax(-1)
+    before = share.cumsum(-1) - share
+    kept = (before < top_p) if top_p < 1 else torch.ones_like(share, dtype=torch.bool)
+    kept[..., 0] = True
+    full = kept.all(-1) & (logp.shape[-1] == logits.shape[-1])
+    return torch.where(full, 0, torch.where(kept, logp, -torch.inf).logsumexp(-1).clamp(max=0))
+
+
+def truncated_logp(
+    logp: Float[Tensor, "*shape"],
+    log_kept_mass: Float[Tensor, "*shape"],
+    *,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Log-probability under the truncated, renormalised distribution that the token was sampled from.
+
+        log q = logp - log S
+
+    A ratio formed with the untruncated `rollout_logp` is too large by exactly 1 / S (top_p 0.9: up to 1.11); with this
+    as the behaviour's log-prob it is right on the kept tokens. Tokens that truncation removed are never sampled, and no
+    weight brings them back.
+    Reference: https://github.com/huggingface/trl/issues/6789
+    """
+    logp, log_kept_mass = prepared(mask, logp=logp, log_kept_mass=log_kept_mass)
+    return logp - log_kept_mass

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import bounded_exp
 from rlkit.losses._inputs import check_at_least, prepared
 from rlkit.losses.kl import k3
 from rlkit.metrics import Metrics, largest, mean, smallest
+from rlkit.segments import seq_count, seq_sum
 
 
 def ratio_stats(
@@ -31,8 +32,8 @@ def ratio_stats(
         abs_log_ratio_max            largest |log_ratio|
 
     Without `advantages` the clip shares count every ratio outside the interval, on its side.
-    Differs: verl `pg_clipfrac` and TRL `clip_ratio/*` count only active clips, as here; OpenRLHF and slime count
-    one share.
+    Differs: verl `pg_clipfrac` and TRL `clip_ratio/*` count only active clips, as here; OpenRLHF and slime count one
+    share.
     """
     check_at_least(0, clip_low=clip_low, clip_high=clip_high)
     (log_ratio,) = prepared(mask, log_ratio=log_ratio.detach())
@@ -51,4 +52,104 @@ def ratio_stats(
         "kl_old_k1": mean(-log_ratio, mask=mask),
         "kl_old_k3": mean(k3(-log_ratio, log_ratio * 0), mask=mask),
         "abs_log_ratio_max": largest(log_ratio.abs(), mask=mask),
+    }
+
+
+def mismatch_stats(
+    old_logp: Float[Tensor, "*shape"], rollout_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None
+) -> Metrics:
+    """How far the training engine stands from the engine that sampled, at the same weights.
+
+    With x = old_logp - rollout_logp and r = exp(x), over the masked-in tokens:
+
+        mismatch_k1 mismatch_k3      mean of -x and of r - 1 - x: two estimates of KL(rollout || old)
+        mismatch_abs mismatch_max    mean and largest |x|
+        mismatch_prob                mean |pi_old - pi_rollout| of the sampled token
+        mismatch_prob_max            its largest value
+        mismatch_chi2                mean of r^2 - 1: the chi-square divergence, which bounds the variance of weights
+
+    Differs: verl `rollout_corr/*` and slime's mis metrics have these among others; TRL logs `mismatch_abs` and its
+    maximum.
+    """
+    old_logp, rollout_logp = prepared(mask, old_logp=old_logp.detach(), rollout_logp=rollout_logp.detach())
+    x = old_logp - rollout_logp
+    prob = (old_logp.exp() - rollout_logp.exp()).abs()
+    return {
+        "mismatch_k1": mean(-x, mask=mask),
+        "mismatch_k3": mean(k3(-x, x * 0), mask=mask),
+        "mismatch_abs": mean(x.abs(), mask=mask),
+        "mismatch_max": largest(x.abs(), mask=mask),
+        "mismatch_prob": mean(prob, mask=mask),
+        "mismatch_prob_max": largest(prob, mask=mask),
+        "mismatch_chi2": mean(bounded_exp(2 * x) - 1, mask=mask),
+    }
+
+
+def weight_stats(
+    weights: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None, max_weight: float = float("inf")
+) -> Metrics:
+    """What a rollout correction did.
+
+    weight weight_max weight_min   mean, largest and smallest
+    weight_rejected                share of masked-in tokens with weight 0
+    weight_capped                  share at `max_weight`
+    weight_square                  mean of w^2: weight^2 / weight_square is `effective_sample_size` per token
+    """
+    (weights,) = prepared(mask, weights=weights.detach())
+    return {
+        "weight": mean(weights, mask=mask),
+        "weight_max": largest(weights, mask=mask),
+        "weight_min": smallest(weights, mask=mask),
+        "weight_square": mean(weights.square(), mask=mask),
+        "weight_rejected": mean(weights == 0, mask=mask),
+        "weight_capped": mean(weights >= max_weight, mask=mask),
+    }
+
+
+def kl_stats(
+    logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None
+) -> Metrics:
+    """Distance to the reference: mean `k1` and `k3` per token, and the largest |logp - ref_logp|."""
+    logp, ref_logp = prepared(mask, logp=logp.detach(), ref_logp=ref_logp.detach())
+    return {
+        "kl_ref_k1": mean(logp - ref_logp, mask=mask),
+        "kl_ref_k3": mean(k3(logp, ref_logp), mask=mask),
+        "kl_ref_max": largest((logp - ref_logp).abs(), mask=mask),
+    }
+
+
+def seq_kl_stats(log_ratio: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"], cu_seqlens: Int[Tensor, "N1"]) -> Metrics:
+    """The same per sequence: mean, largest and smallest summed log-ratio over sequences with a trainable token."""
+    total = seq_sum(log_ratio.detach(), cu_seqlens=cu_seqlens, mask=mask)
+    some = seq_count(mask, cu_seqlens=cu_seqlens) > 0
+    return {
+        "seq_log_ratio": mean(total, mask=some),
+        "seq_log_ratio_max": largest(total, mask=some),
+        "seq_log_ratio_min": smallest(total, mask=some),
+    }
+
+
+def policy_stats(
+    logp: Float[Tensor, "*shape"],
+    entropy: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    mask: Bool[Tensor, "*shape"] | None,
+) -> Metrics:
+    """The policy on its own samples.
+
+    logp entropy                       means per token
+    advantage advantage_abs            mean A and mean |A|
+    advantage_zero advantage_positive  shares of tokens that teach nothing, and that are reinforced
+    """
+    logp, entropy, advantages = prepared(
+        mask, logp=logp.detach(), entropy=entropy.detach(), advantages=advantages.detach()
+    )
+    return {
+        "logp": mean(logp, mask=mask),
+        "entropy": mean(entropy, mask=mask),
+        "advantage": mean(advantages, mask=mask),
+        "advantage_abs": mean(advantages.abs(), mask=mask),
+        "advantage_zero": mean(advantages == 0, mask=mask),
+        "advantage_positive": mean(advantages > 0, mask=mask),
     }

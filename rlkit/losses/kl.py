@@ -11,6 +11,9 @@ samples and k2 is not; as a *loss* what counts is the expected gradient, which i
 
 Per state: the KL of whole sequences also depends on which states are visited; for that the KL belongs into the reward
 (`kl_in_reward`).
+
+`unbiased_kl` corrects by the ratio: value and gradient are then both those of KL(pi || ref), also off-policy. The
+`*_straight_through` forms have one estimator's value and k2's gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlkit._tensors import MAX_LOG_RATIO
+from rlkit._tensors import MAX_LOG_RATIO, bounded_exp, check_float, check_mask, check_same_shape, masked, upcast
 from rlkit.losses._inputs import prepared
 
 
@@ -110,3 +113,83 @@ def kl_in_reward(
     """
     rewards, logp, ref_logp = prepared(mask, rewards=rewards, logp=logp, ref_logp=ref_logp)
     return (rewards - kl_coef * estimator(logp, ref_logp, mask=mask)).detach()
+
+
+def k1_straight_through(
+    logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
+) -> Float[Tensor, "*shape"]:
+    """The value of `k1` with the gradient of `k2`.
+
+        k2 - sg(k2) + sg(k1)
+
+    As a value unbiased; expected on-policy gradient: grad KL(pi || ref).
+    Differs: verl `k1+` as here. Not in TRL, OpenRLHF, slime.
+    Reference: verl `kl_penalty`, trainer/ppo/core_algos.py.
+    """
+    return _value_of(k1(logp, ref_logp, mask=mask), gradient_of=k2(logp, ref_logp, mask=mask))
+
+
+def k3_straight_through(
+    logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
+) -> Float[Tensor, "*shape"]:
+    """The value of `k3` with the gradient of `k2`.
+
+        k2 - sg(k2) + sg(k3)
+
+    As a value unbiased and never negative; expected on-policy gradient: grad KL(pi || ref).
+    Differs: verl `k3+` as here. Not in TRL, OpenRLHF, slime.
+    Reference: verl `kl_penalty`, trainer/ppo/core_algos.py.
+    """
+    return _value_of(k3(logp, ref_logp, mask=mask), gradient_of=k2(logp, ref_logp, mask=mask))
+
+
+def unbiased_kl(
+    logp: Float[Tensor, "*shape"],
+    ref_logp: Float[Tensor, "*shape"],
+    old_logp: Float[Tensor, "*shape"],
+    *,
+    mask: Bool[Tensor, "*shape"] | None = None,
+    estimator: Callable[..., Tensor] = k3,
+) -> Float[Tensor, "*shape"]:
+    """The ratio-corrected estimator: unbiased in value *and* gradient, on-policy and off-policy.
+
+        r * estimator(logp, ref_logp)          r = exp(logp - old_logp), with its gradient
+
+    For samples of pi_old: E[value] = KL(pi || ref) and E[gradient] = grad KL(pi || ref), per state, with `k1` or `k3`.
+    `old_logp` is the policy that sampled; on-policy give `logp.detach()`.
+    Differs: TRL `use_bias_correction_kl`, slime `--use-unbiased-kl` (which clamps `low_var_kl` at 10) as here; NeMo
+    detaches r, which leaves the gradient of k3 that of KL(ref || pi). Not in verl, OpenRLHF.
+    Reference: DeepSeek-V3.2, arXiv:2512.02556; TRL#4967.
+    """
+    kl = estimator(logp, ref_logp, mask=mask)
+    logp, old_logp = prepared(mask, logp=logp, old_logp=old_logp)
+    return bounded_exp(logp - old_logp) * kl
+
+
+def kl_from_logits(
+    logits: Float[Tensor, "*shape V"],
+    ref_logits: Float[Tensor, "*shape V"],
+    *,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """The exact KL divergence at each position, in nats, from both distributions in full.
+
+        KL(pi || ref) = sum_v pi_v (log pi_v - log ref_v)
+
+    Give temperature-scaled logits. A logit of -inf in `logits` contributes 0; one only in `ref_logits` makes the KL
+    inf. Swap the arguments for KL(ref || pi). Memory: several copies of [*shape, V]; call it on slices of the
+    positions.
+    Differs: verl `full` is not implemented; TRL, OpenRLHF and slime estimate from the sampled token only.
+    """
+    check_float(logits=logits, ref_logits=ref_logits)
+    check_same_shape(logits=logits, ref_logits=ref_logits)
+    check_mask(mask, positions=logits[..., 0])
+    rows = None if mask is None else mask.unsqueeze(-1)
+    logp, ref_logp = (masked(upcast(x), rows).log_softmax(-1) for x in (logits, ref_logits))
+    possible = logp > -torch.inf
+    gap = torch.where(possible, logp, 0) - torch.where(possible, ref_logp, 0)
+    return (logp.exp() * gap).sum(-1)
+
+
+def _value_of(value: Tensor, *, gradient_of: Tensor) -> Tensor:
+    return gradient_of - gradient_of.detach() + value.detach()

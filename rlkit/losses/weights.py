@@ -6,8 +6,11 @@ local mask is the default only in a process that is alone (with `torch.distribut
 count raises, since a silent local one is wrong by the ratio of the two). A process alone that computes weights per
 micro-batch, instead of once per step, must pass the count as well: no function can see that from its arguments.
 
-Weights have torch's default dtype (fp32 at least), are 0 where the mask is False, and carry no gradient. A batch with
-nothing to train on has weights 0.
+Weights have torch's default dtype (fp32 at least), are 0 where the mask is False, and carry no gradient. A sequence, a
+prompt or a source without a trainable token is not counted; a batch with nothing to train on has weights 0.
+
+The sum of the weights is 1 for `token_mean`, `seq_mean` and `prompt_mean`. With DDP or FSDP, which average gradients
+over ranks, multiply the loss by the number of data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_mask
+from rlkit._tensors import check_ids, check_mask
+from rlkit.losses._inputs import check_alone, check_positive
+from rlkit.segments import broadcast_to_tokens, group_sum, seq_count
 
 Count = int | Int[Tensor, ""]
 
@@ -27,32 +32,150 @@ def token_mean(mask: Bool[Tensor, "*shape"], *, num_tokens: Count | None = None)
         w_t = m_t / num_tokens
 
     `num_tokens`: trainable tokens of the whole optimizer step; see the module for when it may be left out.
-    Differs: verl `token-mean`, DAPO, TRL `dapo`, OpenRLHF `token_level_loss`; TRL `bnpo` is this with the micro-batch's
-    own count, which depends on how the batch is split.
+    Differs: verl `token-mean`, TRL `dapo`, SkyRL `token_mean`: as here. TRL `bnpo` and OpenRLHF's default divide by the
+    micro-batch's own count, so the result depends on how the batch is split.
     Reference: arXiv:2503.14476, section 3.3.
     """
-    check_mask(mask, tokens=mask)
-    return _over(_as_float(mask), mask.sum() if num_tokens is None else num_tokens, given=num_tokens, name="num_tokens")
+    weights = _as_float(mask)
+    return weights / _count("num_tokens", num_tokens, mask)
 
 
-def _over(weights: Tensor, count: Count, *, given: Count | None, name: str) -> Tensor:
-    """`weights / count`, 0 for a count of 0."""
-    if given is None and not torch.compiler.is_compiling() and _num_ranks() > 1:
-        raise ValueError(
-            f"{name} must be given when several ranks train: it counts the whole optimizer step's batch, and this rank "
-            f"may hold only a part. If it holds all of it (replicated metadata), pass its own count."
-        )
-    if isinstance(count, int):
-        if count < 0:
-            raise ValueError(f"{name} must be at least 0, got {count}")
-        return weights / max(count, 1)
-    return weights / count.clamp(min=1)
+def token_sum(mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """No denominator: every trainable token has weight 1, and the step grows with the batch.
+
+        w_t = m_t
+
+    Differs: verl `token-sum`, Tinker's losses: as here.
+    """
+    return _as_float(mask)
 
 
-def _num_ranks() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+def seq_mean(
+    mask: Bool[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"], num_seqs: Count | None = None
+) -> Float[Tensor, "T"]:
+    """Mean over each sequence's tokens, then over sequences: every sequence counts the same, however long.
+
+        w_t = m_t / (tokens of t's sequence * num_seqs)
+
+    `num_seqs`: sequences of the whole optimizer step that have a trainable token.
+    Differs: verl `seq-mean-token-mean`, TRL `grpo`, SkyRL `sequence_mean`; TRL and SkyRL also count empty sequences.
+    Reference: arXiv:2402.03300, equation 3.
+    """
+    lens = seq_count(mask, cu_seqlens=cu_seqlens)
+    per_seq = 1 / (lens.clamp(min=1) * _count("num_seqs", num_seqs, lens > 0))
+    return _as_float(mask) * _spread(per_seq, mask, cu_seqlens)
+
+
+def seq_mean_token_sum(
+    mask: Bool[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"], num_seqs: Count | None = None
+) -> Float[Tensor, "T"]:
+    """Sum over each sequence's tokens, mean over sequences: the unbiased policy gradient of the expected return.
+
+        w_t = m_t / num_seqs
+
+    Differs: verl `seq-mean-token-sum`, ROLL `seq-mean-token-sum`: as here.
+    """
+    lens = seq_count(mask, cu_seqlens=cu_seqlens)
+    return _as_float(mask) / _count("num_seqs", num_seqs, lens > 0)
+
+
+def constant_length(
+    mask: Bool[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"], max_length: int, num_seqs: Count | None = None
+) -> Float[Tensor, "T"]:
+    """Dr. GRPO: `seq_mean_token_sum` over a constant, the generation limit, so that no length is favoured.
+
+        w_t = m_t / (max_length * num_seqs)
+
+    Differs: TRL `dr_grpo`, SkyRL `seq_mean_token_sum_norm` as here, except that they count empty sequences; verl
+    `seq-mean-token-sum-norm` takes the padded width unless `loss_scale_factor` is set.
+    Reference: arXiv:2503.20783, appendix.
+    """
+    check_positive(max_length=max_length)
+    return seq_mean_token_sum(mask, cu_seqlens=cu_seqlens, num_seqs=num_seqs) / max_length
+
+
+def prompt_mean(
+    mask: Bool[Tensor, "T"],
+    *,
+    group_ids: Int[Tensor, "N"],
+    cu_seqlens: Int[Tensor, "N1"],
+    num_groups: Count | None = None,
+    group_tokens: Int[Tensor, "N"] | None = None,
+) -> Float[Tensor, "T"]:
+    """Mean over all tokens of a prompt's samples, then over prompts.
+
+        w_t = m_t / (tokens of t's group * num_groups)
+
+    `num_groups`: groups of the whole step that have a trainable token. `group_tokens`: for each sequence the trainable
+    tokens of its whole group; needed only where groups are cut between the processes.
+    Differs: SkyRL `prompt_mean` as here (it also counts empty prompts); AReaL and slime know it per request only.
+    Reference: SkyRL `apply_loss_reduction_to_advantages_minibatch`; slime PR#2090.
+    """
+    lens = seq_count(mask, cu_seqlens=cu_seqlens)
+    check_ids(lens.numel(), group_ids=group_ids)
+    if num_groups is None:
+        check_alone("num_groups")
+    own = group_sum(lens.double(), group_ids=group_ids)
+    total = own if group_tokens is None else group_tokens.double()
+    seqs_in_group = group_sum((lens > 0).double(), group_ids=group_ids).clamp(min=1)
+    groups = ((lens > 0) / seqs_in_group).sum().round() if num_groups is None else num_groups
+    per_seq = 1 / (total.clamp(min=1) * _at_least_one("num_groups", groups))
+    return _as_float(mask) * _spread(per_seq, mask, cu_seqlens)
+
+
+def per_source_mean(
+    mask: Bool[Tensor, "T"],
+    *,
+    source_ids: Int[Tensor, "N"],
+    source_weights: Float[Tensor, "S"],
+    cu_seqlens: Int[Tensor, "N1"],
+    num_tokens: Int[Tensor, "S"] | None = None,
+) -> Float[Tensor, "T"]:
+    """A token mean per data source, mixed with given weights: a source's share does not depend on how much it talks.
+
+        w_t = m_t source_weights[s] / num_tokens[s]              s = source of t's sequence
+
+    `num_tokens`: trainable tokens of each source over the whole step. An absent source contributes 0; the others are
+    not scaled up.
+    Limits: one source of weight 1 is `token_mean`.
+    Differs: prime-rl's per-component token counts are this for components; open-instruct, TRL, verl have no such mode.
+    """
+    lens = seq_count(mask, cu_seqlens=cu_seqlens)
+    check_ids(lens.numel(), source_ids=source_ids)
+    if num_tokens is None:
+        check_alone("num_tokens")
+        total = group_sum(lens.double(), group_ids=source_ids)
+    else:
+        total = num_tokens.double()[source_ids]
+    per_seq = source_weights.detach().double()[source_ids] / total.clamp(min=1)
+    return _as_float(mask) * _spread(per_seq, mask, cu_seqlens)
+
+
+def _count(name: str, given: Count | None, counted: Tensor) -> Count | Tensor:
+    """The given count, or the number of True entries where this process is alone; at least 1."""
+    if given is None:
+        check_alone(name)
+        given = counted.sum()
+    return _at_least_one(name, given)
+
+
+def _at_least_one(name: str, count: Count | Tensor) -> Count | Tensor:
+    if isinstance(count, Tensor):
+        return count.clamp(min=1)
+    if count < 0:
+        raise ValueError(f"{name} must be at least 0, got {count}")
+    return max(count, 1)
+
+
+def _spread(per_seq: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    weights = broadcast_to_tokens(per_seq, cu_seqlens=cu_seqlens, num_tokens=mask.shape[0])
+    return weights.to(_dtype())
 
 
 def _as_float(mask: Tensor) -> Tensor:
-    return mask.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
+    check_mask(mask, tokens=mask)
+    return mask.to(_dtype())
+
+
+def _dtype() -> torch.dtype:
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)

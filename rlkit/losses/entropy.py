@@ -1,0 +1,91 @@
+"""Entropy: as a bonus, as a filter on tokens, and from logits. In nats."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rlkit._tensors import check_float, check_mask, masked, upcast
+from rlkit.losses._inputs import check_alone, check_share, prepared
+
+
+def entropy_bonus(
+    entropy: Float[Tensor, "*shape"],
+    *,
+    coef: float | Float[Tensor, ""],
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """A reward for staying undecided, as a loss per token.
+
+        loss = -coef * entropy
+
+    Adaptive: `coef` is the output of a target-entropy controller (`rlkit.controllers`), read before the step. It is not
+    scaled by rollout corrections.
+    Differs: TRL `entropy_coef`, verl `entropy_coeff`, OpenRLHF and slime `entropy_coef`: as here.
+    Reference: Williams and Peng 1991; arXiv:1602.01783.
+    """
+    (entropy,) = prepared(mask, entropy=entropy)
+    return -coef * entropy
+
+
+def entropy_from_logits(
+    logits: Float[Tensor, "*shape V"], *, mask: Bool[Tensor, "*shape"] | None = None
+) -> Float[Tensor, "*shape"]:
+    """The entropy of each position's distribution.
+
+        H = -sum_v p_v log p_v          p = softmax(logits), temperature-scaled by the caller
+
+    A logit of -inf contributes 0. Memory: several copies of [*shape, V]; `rlkit.kernels` computes it without them.
+    """
+    check_float(logits=logits)
+    check_mask(mask, positions=logits[..., 0])
+    logits = masked(upcast(logits), None if mask is None else mask.unsqueeze(-1))
+    logp = logits.log_softmax(-1)
+    return masked(-(logp.exp() * torch.where(logp > -torch.inf, logp, 0)).sum(-1), mask)
+
+
+def entropy_quantile(
+    entropy: Float[Tensor, "*shape"], *, top: float, mask: Bool[Tensor, "*shape"] | None = None
+) -> Float[Tensor, ""]:
+    """The entropy that the `top` share of trainable tokens reaches, linearly interpolated; detached.
+
+    top 0.2 is the 0.8 quantile; top 1 the minimum. -inf, which all reach, where no token is trainable. Compute it once
+    over the whole batch.
+    Reference: arXiv:2506.01939.
+    """
+    check_share(top=top)
+    (entropy,) = prepared(mask, entropy=entropy.detach())
+    if entropy.numel() == 0:
+        return entropy.new_full((), -torch.inf)
+    count = torch.full((), entropy.numel(), device=entropy.device) if mask is None else mask.sum()
+    ranked = masked(entropy, mask, torch.inf).flatten().sort().values
+    place = (1 - top) * (count - 1).clamp(min=0).double()
+    below = place.floor().long()
+    above = torch.minimum(below + 1, (count - 1).clamp(min=0))
+    value = torch.lerp(ranked[below].double(), ranked[above].double(), place - below)
+    return torch.where(count > 0, value, -torch.inf).to(entropy.dtype)
+
+
+def top_entropy_mask(
+    entropy: Float[Tensor, "*shape"],
+    *,
+    threshold: Float[Tensor, ""] | float | None = None,
+    top: float = 0.2,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Bool[Tensor, "*shape"]:
+    """The trainable tokens at which the policy was most undecided: train on these "forking" tokens only.
+
+        m_t and entropy_t >= threshold
+
+    `threshold` is `entropy_quantile` of the whole batch, and in a process alone may be left out. The mask multiplies
+    the policy term; TRL and the paper keep all tokens in the denominator: give `token_mean` the original mask.
+    Differs: TRL `top_entropy_quantile` as here. Not in verl, OpenRLHF, slime.
+    Reference: arXiv:2506.01939, equation 5; TRL `get_high_entropy_mask`.
+    """
+    if threshold is None:
+        check_alone("threshold")
+        threshold = entropy_quantile(entropy, top=top, mask=mask)
+    (entropy,) = prepared(mask, entropy=entropy.detach())
+    high = entropy >= threshold
+    return high if mask is None else high & mask

@@ -1,0 +1,68 @@
+"""Log-ratios of sequences, as `[T]` streams that any surrogate or correction takes in place of a token's own."""
+
+from __future__ import annotations
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlkit._tensors import check_same_shape
+from rlkit.segments import broadcast_to_tokens, seq_mean, seq_sum
+
+
+def seq_log_ratio(
+    log_ratio: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"] | None, cu_seqlens: Int[Tensor, "N1"]
+) -> Float[Tensor, "T"]:
+    """Mean log-ratio of each sequence's trainable tokens, given to all of its tokens.
+
+        s_t = sum_u m_u x_u / sum_u m_u          over the tokens u of t's sequence; 0 where it has none
+
+    exp(s) is the geometric mean of the token ratios: GSPO's length-normalised sequence ratio. The gradient flows to
+    every trainable token of the sequence.
+    Example: log_ratio [1, 3, 5] with cu_seqlens [0, 2, 3] gives [2, 2, 5].
+    Differs: nothing (TRL `importance_sampling_level=sequence`, verl `gspo`, ROLL `importance_sampling=seq`).
+    Reference: arXiv:2507.18071, equation 7.
+    """
+    mean = seq_mean(log_ratio, cu_seqlens=cu_seqlens, mask=mask)
+    return broadcast_to_tokens(mean, cu_seqlens=cu_seqlens, num_tokens=log_ratio.shape[0])
+
+
+def seq_log_ratio_sum(
+    log_ratio: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"] | None, cu_seqlens: Int[Tensor, "N1"]
+) -> Float[Tensor, "T"]:
+    """Summed log-ratio of each sequence's trainable tokens, given to all of its tokens.
+
+        S_t = sum_u m_u x_u                      over the tokens u of t's sequence
+
+    exp(S) is the product of the token ratios: the sequence's exact importance weight, unbiased, with a variance that
+    grows with length.
+    Differs: verl `rollout_is=sequence`, TRL `sequence_truncate` and `sequence_mask`, slime mis `sequence`: as here.
+    Reference: verl trainer/ppo/rollout_corr_helper.py.
+    """
+    total = seq_sum(log_ratio, cu_seqlens=cu_seqlens, mask=mask)
+    return broadcast_to_tokens(total, cu_seqlens=cu_seqlens, num_tokens=log_ratio.shape[0])
+
+
+def token_gradient(value: Float[Tensor, "*shape"], log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """The value of one log-ratio with the gradient of another.
+
+        sg(value) + log_ratio - sg(log_ratio)
+
+    Lets a sequence's ratio weigh each token's own gradient, e.g. TOPR on sequence level:
+    `topr(token_gradient(seq_log_ratio_sum(x, mask=mask, cu_seqlens=cu), x), advantages, mask=mask)`.
+    """
+    check_same_shape(value=value, log_ratio=log_ratio)
+    return value.detach() + (log_ratio - log_ratio.detach())
+
+
+def gspo_token_log_ratio(
+    log_ratio: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"] | None, cu_seqlens: Int[Tensor, "N1"]
+) -> Float[Tensor, "T"]:
+    """GSPO-token: the sequence's mean log-ratio in value, the token's own in gradient.
+
+        sg(seq_log_ratio) + x - sg(x)
+
+    With one advantage per sequence the gradient is GSPO's; with an advantage per token each keeps its own.
+    Differs: verl `gspo` and TRL's experimental GSPO-token as here, except that they clamp the sum at 10 from above.
+    Reference: arXiv:2507.18071, equations 14 and 15.
+    """
+    return token_gradient(seq_log_ratio(log_ratio, mask=mask, cu_seqlens=cu_seqlens), log_ratio)
