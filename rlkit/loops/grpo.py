@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rlkit.advantages import group_centered
-from rlkit.data.order import batches
+from rlkit.data.load import batches
 from rlkit.loops import verbs
 from rlkit.loops.run import open_run, resume_command, stop_on_interrupt
 from rlkit.losses import k3, ppo_clip, tis, token_mean

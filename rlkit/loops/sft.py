@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlkit.data.order import batches
+from rlkit.data.load import batches
 from rlkit.loops import verbs
 from rlkit.loops.run import open_run, resume_command, stop_on_interrupt
 from rlkit.losses import token_mean

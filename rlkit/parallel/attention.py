@@ -7,6 +7,8 @@ Segments never see anything else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,6 +157,22 @@ def register() -> str:
 
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)
     return IMPLEMENTATION
+
+
+@contextmanager
+def as_inference(model: Any) -> Iterator[None]:
+    """Inside the block `model(input_ids, attention_mask=...)` works as in plain transformers: padded, without dropout."""
+    implementation, training = model.config._attn_implementation, model.training
+    packed = implementation == IMPLEMENTATION
+    if packed:
+        model.set_attn_implementation("eager")
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+        if packed:
+            model.set_attn_implementation(implementation)
 
 
 def _bucketed(order: list[int], q_lens: list[int], k_lens: list[int]) -> list[list[int]]:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rlkit.parallel.attention import as_inference
 from rlkit.rollout.decode import Decoder, why_unsupported
 from rlkit.rollout.recompute import Recompute
 
@@ -59,12 +60,8 @@ def disagreement(decoder: Backend, model: Any, *, max_len: int) -> str | None:
     if min(lens) < 1:
         return f"max_len {max_len} is too short to check it"
     ids = (torch.arange(2 * (max(lens) + 4), device=model.device) * 7919 % vocab).view(2, -1)
-    training = model.training
-    model.eval()
-    try:
+    with as_inference(model):
         truth = model(input_ids=ids, use_cache=False).logits.float()
-    finally:
-        model.train(training)
     decoder.prefill([row[: n - 1] for row, n in zip(ids.tolist(), lens, strict=True) if n > 1], [0, 1])
     worst = torch.zeros((), device=model.device)
     for step in range(4):

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rlkit.parallel.attention import as_inference
+
 
 class Recompute:
     """Same calls as `rlkit.rollout.decode.Decoder`, without keys and values: slots hold token ids. O(length)
@@ -41,10 +43,6 @@ class Recompute:
         self._ids[rows, positions] = tokens
         ids = self._ids[: tokens.shape[0], :longest]
         mask = torch.arange(longest, device=tokens.device) <= positions[:, None]
-        training = self._model.training
-        self._model.eval()
-        try:
+        with as_inference(self._model):
             logits = self._model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
-        finally:
-            self._model.train(training)
         return logits[rows, positions].float()
