@@ -161,7 +161,7 @@ def register() -> str:
 
 @contextmanager
 def as_inference(model: Any) -> Iterator[None]:
-    """Inside the block `model(input_ids, attention_mask=...)` works as in plain transformers: padded, without dropout."""
+    """Inside the block `model(input_ids, attention_mask=...)` works as in plain transformers, without dropout."""
     implementation, training = model.config._attn_implementation, model.training
     packed = implementation == IMPLEMENTATION
     if packed:
