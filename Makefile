@@ -1,0 +1,48 @@
+# Everything runs in .venv, made on first use. `make demo` and `make test` are all the set-up there is.
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+DEMO   ?= runs/demo
+
+.PHONY: demo test lint bench bench-trl gpu nightly clean
+
+demo: $(VENV)/.ready
+	$(RUN) examples/demo.py --output $(DEMO)
+
+test: $(VENV)/.ready-dev lint
+	$(RUN) -m pytest -m "not slow and not gpu"
+
+lint: $(VENV)/.ready-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/vulture
+
+nightly: $(VENV)/.ready-dev
+	$(RUN) -m pytest -m "not gpu"
+
+bench: $(VENV)/.ready-dev
+	$(RUN) benchmarks/generation.py
+	$(RUN) benchmarks/linear_logp_cpu.py
+	$(RUN) benchmarks/linear_scan_cpu.py
+
+bench-trl: $(VENV)/.ready-dev
+	$(RUN) benchmarks/peers/compare_trl.py
+
+gpu: $(VENV)/.ready-dev
+	$(RUN) -m pytest -m gpu
+
+$(VENV)/bin/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready: pyproject.toml | $(VENV)/bin/pip
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14"
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e ".[data,plot]"
+	touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,104 @@
+"""Supervised fine-tuning on your model and your conversations.
+
+    python examples/sft.py --model PATH_OR_HUB_ID --data train.jsonl
+
+Every row holds `prompt` and `response` (strings), or `messages`; only assistant turns are trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass
+class Args:
+    model: str
+    """folder written by save_pretrained, or a hub id"""
+    data: str
+    """JSON, JSONL, CSV, Parquet or Arrow file, save_to_disk folder or hub id"""
+    output: Path = Path("runs/sft")
+    """run folder: metrics, plot, checkpoints, exported model"""
+    eval_data: str | None = None
+    """held-out rows for `eval/loss`; None: no evaluation"""
+    steps: int = 300
+    """optimizer steps"""
+    batch_size: int = 64
+    """examples of a step"""
+    max_example_tokens: int = 2048
+    """longer examples are dropped, counted and reported"""
+    system_prompt: str | None = None
+    """put before every conversation that has none"""
+    lr: float = 1e-5
+    """highest learning rate; it falls linearly to 0"""
+    warmup_steps: int = 20
+    """steps until it is reached"""
+    weight_decay: float = 0.0
+    """of AdamW, on matrices only"""
+    max_norm: float = 1.0
+    """global gradient norm to clip to"""
+    max_tokens: int = 16384
+    """packed tokens of a micro-batch: lower it when memory is short"""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """of the matrix products; weights and optimizer states are fp32"""
+    device: str = "cpu"
+    """where the model lives"""
+    eval_steps: int = 50
+    """steps between evaluations"""
+    save_steps: int = 100
+    """steps between checkpoints"""
+    keep: int = 2
+    """newest checkpoints to keep"""
+    seed: int = 0
+    """of the data order"""
+    resume: bool = False
+    """go on from the newest checkpoint in `output`"""
+
+
+def main(args: Args) -> Path:
+    import torch
+    from transformers import AutoTokenizer
+
+    from rlkit.data.load import load_rows
+    from rlkit.data.sft import sft_examples
+    from rlkit.loops.sft import sft
+    from rlkit.parallel.model import load_model
+
+    torch.manual_seed(args.seed)
+    rows = load_rows(args.data)
+    eval_rows = load_rows(args.eval_data) if args.eval_data else []
+    model = load_model(args.model, device=args.device)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    render = {"tokenizer": tokenizer, "max_tokens": args.max_example_tokens, "system_prompt": args.system_prompt}
+    examples, _ = sft_examples(rows, **render)
+    eval_examples = sft_examples(eval_rows, **render)[0] if eval_rows else []
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "args.json").write_text(json.dumps(asdict(args), indent=1, default=str) + "\n")
+    return sft(
+        model,
+        tokenizer,
+        examples,
+        folder=args.output,
+        steps=args.steps,
+        batch_size=args.batch_size,
+        lr=args.lr,
+        warmup_steps=args.warmup_steps,
+        weight_decay=args.weight_decay,
+        max_norm=args.max_norm,
+        max_tokens=args.max_tokens,
+        dtype=args.dtype,
+        eval_examples=eval_examples,
+        eval_steps=args.eval_steps,
+        save_steps=args.save_steps,
+        keep=args.keep,
+        seed=args.seed,
+        resume=args.resume,
+    )
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(Args, description=__doc__))
