@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from rlkit.parallel._ranks import distributed
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # added by torch.compile and by activation checkpointing
 
@@ -174,8 +175,3 @@ def _clean_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def distributed() -> bool:
-    """Whether there is a process group, so that the ranks act together."""
-    return dist.is_available() and dist.is_initialized()

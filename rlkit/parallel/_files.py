@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def replace_folder(temp: Path, path: Path) -> None:
     """Rename the complete folder `temp` to `path`; what was there moves aside first and is deleted last."""
-    for file in (*temp.iterdir(), temp):
+    for file in (*temp.rglob("*"), temp):
         sync(file)
     aside = path.with_name(path.name + ".old")
     if path.exists():
@@ -113,15 +114,17 @@ def _full(code: int, what: str, folder: Path, needed: int, fix: str) -> OSError:
 
 
 def _cause(error: BaseException | None) -> int | None:
-    """The errno of the full disk behind `error`: torch wraps it, by context, cause, or one failure per rank."""
-    seen = set()
+    """The errno of the full disk behind `error`, or None. torch wraps it, by context, cause or rank."""
+    seen: set[int] = set()
     queue = [error]
     while queue:
         e = queue.pop()
         if e is None or id(e) in seen:
             continue
         seen.add(id(e))
-        if isinstance(e, OSError) and e.errno in _FULL:
-            return e.errno
+        spelled = re.search(r"\(os error (\d+)\)", str(e))  # safetensors writes in Rust, and raises its own type
+        code = e.errno if isinstance(e, OSError) else int(spelled[1]) if spelled else None
+        if code in _FULL:
+            return code
         queue += [e.__cause__, e.__context__, *(f[0] for f in getattr(e, "failures", {}).values())]
     return None

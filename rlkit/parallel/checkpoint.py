@@ -17,18 +17,17 @@ from __future__ import annotations
 import io
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlkit.parallel._dcp import (
-    distributed,
     empty_optimizer_tensors,
     full_weights,
     install_optimizer,
@@ -48,8 +47,8 @@ from rlkit.parallel._files import (
     require_room,
     write_file,
 )
+from rlkit.parallel._ranks import first, rank, together, world_size
 
-T = TypeVar("T")
 _MANIFEST = "manifest.json"
 _SAVE_FIX = "Earlier checkpoints are untouched. Free space there, keep fewer or save to another disk, then resume."
 
@@ -82,17 +81,17 @@ def save_checkpoint(
         tensors |= optimizer_tensors(model, optimizer)
     needed = sum(x.numel() * x.element_size() + 2048 for x in tensors.values()) + (1 << 16)
     what = f"the checkpoint of step {step}"
-    _first(lambda: _make_room(folder, temp, what, needed))
+    first(lambda: _make_room(folder, temp, what, needed))
     try:
         with explain_full_disk(what, folder, needed=needed, fix=_SAVE_FIX):
             write_tensors(tensors, temp)
-            files = _together(lambda: _write_side(side, temp))
-            _first(lambda: _publish(step, files, temp, final))
+            files = together(lambda: _write_side(side, temp))
+            first(lambda: _publish(step, files, temp, final))
     except BaseException:
-        if _rank() == 0:
+        if rank() == 0:
             remove_folder(temp)
         raise
-    _first(lambda: _prune(folder, keep))
+    first(lambda: _prune(folder, keep))
     return final
 
 
@@ -143,11 +142,11 @@ def export_hf(model: Any, tokenizer: Any, path: Path | str, *, dtype: torch.dtyp
     if path.exists() and any(path.iterdir()) and not (path / "config.json").exists():
         raise FileExistsError(f"{path} exists and is not a Hugging Face model folder; give another path or delete it")
     weights = full_weights(model, dtype)
-    _first(lambda: _export(model, tokenizer, path, weights))
+    first(lambda: _export(model, tokenizer, path, weights, dtype))
     return path
 
 
-def _export(model: Any, tokenizer: Any, path: Path, weights: dict[str, Tensor]) -> None:
+def _export(model: Any, tokenizer: Any, path: Path, weights: dict[str, Tensor], dtype: torch.dtype | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(TEMP_PREFIX + path.name)
     remove_folder(temp)
@@ -156,13 +155,32 @@ def _export(model: Any, tokenizer: Any, path: Path, weights: dict[str, Tensor]) 
     require_room("the model", path.parent, needed=needed, fix=fix)
     try:
         with explain_full_disk("the model", path.parent, needed=needed, fix=fix):
-            model.save_pretrained(temp, state_dict=weights)
+            with _no_bars():
+                model.save_pretrained(temp, state_dict=weights)
+            if dtype is not None:  # transformers writes the model's own
+                config = json.loads((temp / "config.json").read_text())
+                config["dtype"] = str(dtype).removeprefix("torch.")
+                (temp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             if tokenizer is not None:
                 tokenizer.save_pretrained(temp)
             replace_folder(temp, path)
     except BaseException:
         remove_folder(temp)
         raise
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without transformers' bars, which would break into the run's own."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _make_room(folder: Path, temp: Path, what: str, needed: int) -> None:
@@ -177,10 +195,10 @@ def _make_room(folder: Path, temp: Path, what: str, needed: int) -> None:
 def _write_side(side: dict[str, Any], temp: Path) -> dict[str, dict[str, int]]:
     """Write this rank's other files; name, size and checksum of every file that this rank wrote."""
     _save(_random_states(), temp / _rank_file())
-    if _rank() == 0:
+    if rank() == 0:
         _save(side, temp / "state.pt")
-    own = [f for f in temp.iterdir() if f.name == _rank_file() or f.name.startswith(f"__{_rank()}_")]
-    if _rank() == 0:
+    own = [f for f in temp.iterdir() if f.name == _rank_file() or f.name.startswith(f"__{rank()}_")]
+    if rank() == 0:
         own += [temp / "state.pt", temp / ".metadata"]
     return {f.name: {"size": f.stat().st_size, "crc32": crc32(f)} for f in own}
 
@@ -230,8 +248,8 @@ def _verified(path: Path) -> dict[str, Any]:
             f"{path} is not a complete checkpoint: it has no {_MANIFEST}, or files that are missing or cut off; "
             "latest_checkpoint(folder) finds the newest complete one"
         )
-    mine = list(manifest["files"].items())[_rank() :: _world_size()]
-    found = _together(lambda: [name for name, entry in mine if crc32(path / name) != entry["crc32"]])
+    mine = list(manifest["files"].items())[rank() :: world_size()]
+    found = together(lambda: [name for name, entry in mine if crc32(path / name) != entry["crc32"]])
     if changed := [name for names in found for name in names]:
         raise ValueError(f"{path}: {', '.join(changed)} changed after it was written; delete it to use an earlier one")
     return manifest
@@ -261,35 +279,5 @@ def _set_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def _first(work: Callable[[], object]) -> None:
-    """`work` on rank 0; every rank waits for it, and raises if it raised."""
-    _together(lambda: work() if _rank() == 0 else None)
-
-
-def _together(work: Callable[[], T]) -> list[T]:
-    """`work` on every rank, and all their results; what raised on one rank raises on all, so nobody waits forever."""
-    if not distributed():
-        return [work()]
-    result, error = None, None
-    try:
-        result = work()
-    except Exception as e:
-        error = e if isinstance(e, OSError) else RuntimeError(f"rank {_rank()}: {e!r}")
-    outcomes: list[Any] = [None] * _world_size()
-    dist.all_gather_object(outcomes, (result, error))
-    for _, failed in outcomes:
-        if failed is not None:
-            raise failed
-    return [value for value, _ in outcomes]
-
-
-def _rank() -> int:
-    return dist.get_rank() if distributed() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if distributed() else 1
-
-
 def _rank_file() -> str:
-    return f"rank_{_rank():05d}.pt"
+    return f"rank_{rank():05d}.pt"

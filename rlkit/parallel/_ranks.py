@@ -1,0 +1,47 @@
+"""Acting together: the same call on every rank, one answer, and no rank left waiting for one that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def distributed() -> bool:
+    """Whether there is a process group, so that the ranks act together."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if distributed() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if distributed() else 1
+
+
+def first(work: Callable[[], object]) -> None:
+    """`work` on rank 0. Every rank waits for it, and raises if it raised."""
+    together(lambda: work() if rank() == 0 else None)
+
+
+def together(work: Callable[[], T]) -> list[T]:
+    """`work` on every rank, and all their results. What raised on one rank raises on all of them, so none waits forever."""
+    if not distributed():
+        return [work()]
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as e:
+        error = e if isinstance(e, OSError) else RuntimeError(f"rank {rank()}: {e!r}")
+    outcomes: list[Any] = [None] * world_size()
+    dist.all_gather_object(outcomes, (result, error))
+    for _, failed in outcomes:
+        if failed is not None:
+            raise failed
+    return [value for value, _ in outcomes]
