@@ -57,20 +57,24 @@ def pass_at_k(
         R = 1 - C(n-c, k) / C(n, k)      std = sqrt(R (1 - R))
         A = (1 - R) / std  if solved,    A = (1 - R - C(n-c-1, k-1) / C(n-1, k-1)) / std  if not.
 
-    Limits:   k = 1 is `group_zscore` with the biased std; invariant under a shift and (eps -> 0) a scale of rewards.
+    Limits:   k = 1 is `group_zscore` with the biased std; k = n, one subset, gives 0; invariant under a shift and
+              (eps -> 0) a scale of rewards.
     Differs:  from the paper: any real rewards. The std is that over all subsets (ddof 0), as there.
     Reference: Chen et al. 2025, https://arxiv.org/abs/2508.10751, section 2.4
     """
     _check_k(k)
     g = _sorted_groups(rewards, group_ids)
+    # No subset's best ranks below k - 1: with that one's reward as zero, equal bests give an exact zero.
+    least = torch.arange(g.rank.numel(), device=g.rank.device) - g.rank + (g.size - 1).clamp(max=k - 1)
+    r = g.rewards - g.rewards[least]
     best = _share(g.rank, k - 1, g.size, k)  # share of the subsets of which this sample is the best
-    mean = group_sum(best * g.rewards, group_ids=g.ids)
-    var = group_sum(best * (g.rewards - mean).square(), group_ids=g.ids)
+    mean = group_sum(best * r, group_ids=g.ids)
+    var = group_sum(best * (r - mean).square(), group_ids=g.ids)
 
     # Of the subsets with i: those that i itself wins, and those that a better sample does.
-    better = _share(g.rank - 1, k - 2, g.size - 1, k - 1) * g.rewards
+    better = _share(g.rank - 1, k - 2, g.size - 1, k - 1) * r
     above = group_sum(better, group_ids=g.ids) - _sum_below(better, g) - better
-    with_i = _share(g.rank, k - 1, g.size - 1, k - 1) * g.rewards + above
+    with_i = _share(g.rank, k - 1, g.size - 1, k - 1) * r + above
     std = torch.where(var > 0, var, 1).sqrt()
     return g.restore(torch.where(var > 0, (with_i - mean) / (std + eps), 0), like=rewards)
 

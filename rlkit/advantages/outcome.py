@@ -151,7 +151,7 @@ def gpg(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Te
     """
     centered = group_centered(rewards, group_ids=group_ids)
     varies = group_sum(centered.abs(), group_ids=group_ids) > 0
-    return centered * (centered.numel() / varies.sum().clamp(min=1))
+    return centered * centered.numel() / varies.sum().clamp(min=1)
 
 
 def first_of_group(group_ids: Tensor) -> Tensor:

@@ -127,17 +127,8 @@ def gae(
               `bootstrap` for cut episodes; verl, miles and NeMo-RL skip masked gaps alike. From SkyRL: its gaps count.
     Reference: Schulman et al. 2015, https://arxiv.org/abs/1506.02438
     """
-    coefficient(mask, rewards, lam=lam)  # so that a bad one is reported under its own name
-    return gae_decoupled(
-        rewards,
-        values,
-        mask=mask,
-        cu_seqlens=cu_seqlens,
-        gamma=gamma,
-        lam_policy=lam,
-        lam_value=lam,
-        bootstrap=bootstrap,
-    )
+    values, advantages = _gae(rewards, values, mask, cu_seqlens, gamma, bootstrap, lam=lam)
+    return Gae(advantages, masked(advantages + values, mask))
 
 
 def gae_decoupled(
@@ -161,18 +152,28 @@ def gae_decoupled(
     Differs:  from NeMo-RL (`gae_lambda_policy`, `gae_lambda_value`): no whitening inside. No other LLM system has it.
     Reference: Yuan et al. 2025, https://arxiv.org/abs/2503.01491; Yue et al. 2025, https://arxiv.org/abs/2504.05118
     """
+    lams = {"lam_policy": lam_policy, "lam_value": lam_value}
+    values, advantages, errors = _gae(rewards, values, mask, cu_seqlens, gamma, bootstrap, **lams)
+    return Gae(advantages, masked(errors + values, mask))
+
+
+def _gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    gamma: float | Tensor,
+    bootstrap: Tensor | None,
+    **lams: float | Tensor,
+) -> list[Tensor]:
+    """The prepared values, then the advantages for each lambda."""
     rewards, values = prepared(mask, cu_seqlens, rewards=rewards, values=values)
     end = end_values(bootstrap, cu_seqlens, rewards)
     gamma = coefficient(mask, rewards, gamma=gamma)
     delta = rewards + gamma * next_action(values, mask=mask, cu_seqlens=cu_seqlens, end=end) - values
-
-    def advantages(lam: float | Tensor, name: str) -> Tensor:
-        decay = gamma * coefficient(mask, rewards, **{name: lam})
-        return masked(scan(decay, delta, mask=mask, cu_seqlens=cu_seqlens, end=torch.zeros_like(end)), mask)
-
-    policy = advantages(lam_policy, "lam_policy")
-    value = policy if lam_value is lam_policy else advantages(lam_value, "lam_value")
-    return Gae(policy, masked(value + values, mask))
+    decays = [gamma * coefficient(mask, rewards, **{name: lam}) for name, lam in lams.items()]
+    zero = torch.zeros_like(end)
+    return [values, *(masked(scan(a, delta, mask=mask, cu_seqlens=cu_seqlens, end=zero), mask) for a in decays)]
 
 
 def length_adaptive_lam(
