@@ -43,8 +43,7 @@ def gpg(
 
         loss = -A log_ratio
 
-    Coefficient: c = 1. The paper scales A by B / (B - M), M the number of samples in groups without spread: multiply it
-    into the weights.
+    Coefficient: c = 1. The paper's factor for groups that teach nothing is in `rlkit.advantages.gpg`.
     Differs: verl `gpg` as here, without that factor. Not in TRL, OpenRLHF, slime.
     Reference: arXiv:2504.02546; verl `compute_policy_loss_gpg`.
     """
