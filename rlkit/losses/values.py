@@ -43,7 +43,8 @@ def value_clip(
 
         loss = 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
 
-    Gradient V - R, and 0 where V has moved towards R by more than `clip`. `clip` is in units of the value.
+    Gradient V - R, and 0 where V lies beyond the clip and yet nearer to R than the clip's border. `clip` is in units of
+    the value.
     Limits: clip = inf is `value_mse`.
     Differs: nothing but the 1/2, which RL2 lacks. The default of RL2 and verl is clip = 0.5.
     Reference: OpenAI baselines ppo2/model.py; verl `compute_value_loss`.

@@ -1,0 +1,101 @@
+"""How the losses on pairs are related: special cases, invariances, optima, and terms that add."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from rlkit import losses as L
+
+BETA, E = 0.3, 0.1
+
+
+def nll(x: float) -> float:
+    return math.log(1 + math.exp(-x))
+
+
+def pairs() -> tuple[torch.Tensor, torch.Tensor]:
+    chosen, rejected = torch.randn(2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2
+    return chosen, rejected
+
+
+def test_margin_losses_ignore_a_shift_of_both_log_ratios() -> None:
+    chosen, rejected = pairs()
+    gap = torch.full_like(chosen, 0.75)
+    for f in (
+        partial(L.dpo, beta=BETA),
+        partial(L.dpo, beta=BETA, label_smoothing=E),
+        partial(L.robust_dpo, beta=BETA, label_smoothing=E),
+        partial(L.ipo, beta=BETA),
+        partial(L.hinge, beta=BETA),
+        partial(L.exo_pair, beta=BETA),
+        partial(L.discopop, beta=BETA),
+        partial(L.reward_aware_kl, reward_gap=gap, beta=BETA),
+    ):
+        torch.testing.assert_close(f(chosen + 3, rejected + 3), f(chosen, rejected))
+
+
+def test_limits_between_losses() -> None:
+    c, r = pairs()
+    dpo = L.dpo(c, r, beta=BETA)
+    close = torch.testing.assert_close
+    close(L.dpo(c, r, beta=BETA, label_smoothing=0.0), dpo)
+    close(L.robust_dpo(c, r, beta=BETA, label_smoothing=0.0), dpo)
+    close(L.dpo(c, r, beta=BETA, label_smoothing=0.5), L.dpo(r, c, beta=BETA, label_smoothing=0.5))
+    close(L.kto(c, r, beta=BETA), L.apo_zero(c, r, beta=BETA))
+    close(L.dpo_alpha(c, r, beta=BETA, alpha=1.0), L.dpo_forward_kl(c, r, beta=BETA))
+    close(L.dpo_alpha(c, r, beta=BETA, alpha=1e-7), dpo, rtol=1e-6, atol=1e-6)
+    close(L.dpo_alpha(c, r, beta=BETA, alpha=0.0), dpo)
+    close(L.simpo(c, r, beta=BETA, gamma=0.0), L.cpo(c, r, beta=BETA))
+    close(L.alphapo(c, r, beta=BETA, alpha=0.0, gamma=0.3), L.simpo(c, r, beta=BETA, gamma=0.3))
+    close(L.xpo(c, r, torch.ones_like(c), beta=BETA, alpha=0.0), dpo)
+    close(L.rpo(c, r, torch.ones_like(c), beta=BETA, sft_coef=0.0), dpo)
+    close(L.reward_aware_kl(c, r, torch.full_like(c, 40.0), beta=BETA), dpo)
+    ones = torch.ones(len(c), dtype=torch.int64)
+    close(L.sigmoid_norm(c, r, chosen_lens=ones, rejected_lens=ones, beta=BETA), dpo)
+
+
+def test_the_smoothed_label_as_a_reward_gap() -> None:
+    c, r = pairs()
+    gap = torch.full_like(c, math.log((1 - E) / E))
+    entropy = -(E * math.log(E) + (1 - E) * math.log(1 - E))
+    cdpo = L.dpo(c, r, beta=BETA, label_smoothing=E)
+    torch.testing.assert_close(L.reward_aware_kl(c, r, gap, beta=BETA), cdpo - entropy)
+    exo = L.exo_pair(c, r, beta=BETA, label_smoothing=E)
+    torch.testing.assert_close(L.reward_aware_reverse_kl(c, r, gap, beta=BETA), exo)
+
+
+def test_robust_dpo_is_unbiased_under_flipped_labels() -> None:
+    c, r = pairs()
+    robust = partial(L.robust_dpo, beta=BETA, label_smoothing=E)
+    torch.testing.assert_close((1 - E) * robust(c, r) + E * robust(r, c), L.dpo(c, r, beta=BETA))
+
+
+def test_cdpo_and_exo_have_their_optimum_at_the_labels_log_odds() -> None:
+    best = torch.full((1,), math.log((1 - E) / E) / BETA, dtype=torch.float64, requires_grad=True)
+    zero = torch.zeros(1, dtype=torch.float64)
+    for f in (L.dpo, L.exo_pair):
+        (grad,) = torch.autograd.grad(f(best, zero, beta=BETA, label_smoothing=E).sum(), best)
+        assert abs(grad.item()) < 1e-12
+    assert L.exo_pair(best, zero, beta=BETA, label_smoothing=E).item() == pytest.approx(0, abs=1e-12)
+
+
+def test_sigmoid_norm_divides_by_length() -> None:
+    c, r = torch.tensor([6.0, 4.0], dtype=torch.float64), torch.tensor([2.0, -5.0], dtype=torch.float64)
+    lens = torch.tensor([3, 2]), torch.tensor([4, 0])
+    loss = L.sigmoid_norm(c, r, chosen_lens=lens[0], rejected_lens=lens[1], beta=2.0)
+    assert loss.tolist() == pytest.approx([nll(2 * (2 - 0.5)), nll(2 * (2 + 5))])
+
+
+def test_sft_rpo_and_xpo_add_their_term() -> None:
+    c, r = pairs()
+    logp = -torch.rand(len(c), dtype=torch.float64)
+    torch.testing.assert_close(L.sft(logp), logp.abs())
+    for i in range(len(c)):
+        pair = nll(BETA * (c[i] - r[i]).item())
+        rpo = L.rpo(c, r, logp, beta=BETA, sft_coef=0.5)[i].item()
+        assert rpo == pytest.approx(pair + 0.5 * -logp[i].item())
+        assert L.xpo(c, r, logp, beta=BETA, alpha=0.01)[i].item() == pytest.approx(pair + 0.01 * logp[i].item())
