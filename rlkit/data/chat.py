@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 _MARK = "placeholder of a turn"  # text that no template takes for markup
+_OPENER = 64  # characters at the end of a generation prompt that a message may repeat
+_TURN_TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # under these names templates look for text
 
 
 def render(
@@ -76,24 +78,25 @@ def turn_tokens(
 ) -> list[int] | None:
     """Tokens to append after a sampled turn, so that `new_messages` are read and the next assistant turn is open.
 
-        context = render(messages_so_far[:-1], generation prompt) + sampled_ids + turn_tokens(...)
+        context = render(messages_so_far[:-1], add_generation_prompt=True) + sampled_ids + turn_tokens(...)
 
-    `messages_so_far` ends with the assistant message that was made of `sampled_ids`; these are only compared with the
-    template's closing, never tokenised again. The result is what the template writes after an assistant's content
-    (found by rendering a fixed placeholder there) and then the difference between the conversation with and without
-    `new_messages`. The part of the closing that was sampled already is left out: nothing where the model was cut off by
-    a length limit, `<|im_end|>` where it stopped by itself. (A model that stopped by another token than the template's
-    keeps it, and the closing follows.)
+    `messages_so_far` ends with the assistant message that was made of `sampled_ids`, reasoning included; the ids are
+    only compared with the template's closing, never tokenised again. The result is what the template writes after an
+    assistant's content up to the next generation prompt, found by rendering a fixed placeholder as the content. The
+    part of the closing that was sampled already is left out: nothing where the model was cut off by a length limit,
+    `<|im_end|>` where it stopped by itself. (A model that stopped by another token than the template's keeps it, and
+    the closing follows.)
 
-    None where appending would not give what the template writes, so that a new sequence has to be started from
-    `render(messages_so_far + new_messages)`:
-      - the new messages change how earlier ones are written (Qwen3 drops the reasoning of past turns when a user
-        message follows; it keeps it when a tool's answer follows);
-      - the template does not write the turn's `content` or `reasoning_content` as it is, white space aside (DeepSeek-R1
-        drops everything before `</think>`), or closes this turn in another way than a plain one.
+    None where the template does not continue what was sampled, so that a new sequence has to be started from
+    `render(messages_so_far + new_messages, add_generation_prompt=True)`:
+      - the new messages change what stands before the turn, generation prompt included (DeepSeek-R1 opens a turn with
+        `<think>` and writes past turns without; Qwen3 with `enable_thinking=False` does the like);
+      - the turn's `content` or reasoning is not written as it is, white space aside (Qwen3 drops the reasoning of past
+        turns when a user message follows, and keeps it when a tool's answer follows);
+      - the turn is closed in another way than a plain one, or the template refuses a plain one there (tool calls).
 
-    Differs: verl's agent loop and SkyRL subtract a rendered fixed system or user turn, which does not see that history
-    was rewritten; OpenRLHF and older TRL tokenise the whole conversation again (the drift of verl issue 3960).
+    Differs: verl and SkyRL render new messages behind a fixed base conversation and take that off, which cannot see
+    that history is rewritten; tokenising the whole conversation again drifts from what was sampled (verl issue 3960).
     """
     if not messages_so_far or messages_so_far[-1].get("role") != "assistant":
         roles = [m.get("role") for m in messages_so_far]
@@ -101,20 +104,26 @@ def turn_tokens(
     if not new_messages:
         raise ValueError("new_messages must hold at least one message: a turn of a tool or of the user")
 
-    def text(messages: Sequence[Message], opened: bool = False) -> str:
+    def text(messages: Sequence[Message], opened: bool = True) -> str:
         return render_text(tokenizer, messages, add_generation_prompt=opened, tools=tools, template_args=template_args)
 
-    last = messages_so_far[-1]
-    before = text(messages_so_far)
-    after = text([*messages_so_far, *new_messages], opened=True)
-    head, found, closing = text([*messages_so_far[:-1], {"role": "assistant", "content": _MARK}]).rpartition(_MARK)
-    kept = all(_written(last.get(key), before, head) for key in ("content", "reasoning_content"))
-    if not (found and kept and after.startswith(before) and before.endswith(closing)):
+    *before, last = messages_so_far
+    placed = [*before, {"role": "assistant", "content": _MARK}]
+    context, whole = text(before), text([*messages_so_far, *new_messages])
+    try:
+        _, found, tail = text([*placed, *new_messages]).rpartition(_MARK)
+        closing = text(placed, opened=False).rpartition(_MARK)[2]
+    except Exception:  # whatever the template raises: with the real turn the same conversation was rendered above
         return None
-    tail = _encode_after_text(tokenizer, closing + after[len(before) :])
+    turn = _squeeze(whole[len(context) : len(whole) - len(tail)])
+    opener = _squeeze(context[-_OPENER:])
+    kept = all(_without_overlap(_squeeze(last.get(key)), opener) in turn for key in _TURN_TEXTS)
+    if not (found and kept and whole.startswith(context) and whole.endswith(tail)):
+        return None
+    ids = _encode_after_text(tokenizer, tail)
     most = min(len(_encode_after_text(tokenizer, closing)), len(sampled_ids))
-    already = (k for k in range(most, 0, -1) if list(sampled_ids[-k:]) == tail[:k])
-    return tail[next(already, 0) :]
+    already = (k for k in range(most, 0, -1) if list(sampled_ids[-k:]) == ids[:k])
+    return ids[next(already, 0) :]
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -155,15 +164,15 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[i
     return tuple(sorted(ids))
 
 
-def _written(content: Any, text: str, head: str) -> bool:
-    """Whether `text` holds `content` once more than what comes before the turn, white space aside.
+def _squeeze(text: Any) -> str:
+    """Text without its white space; what is not a string (None, a list of parts) is not compared."""
+    return "".join(text.split()) if isinstance(text, str) else ""
 
-    An empty content, or one that is not a string (a list of parts), is not compared.
-    """
-    if not isinstance(content, str) or not content.strip():
-        return True
-    wanted, where, already = ("".join(x.split()) for x in (content, text, head))
-    return where.count(wanted) > already.count(wanted)
+
+def _without_overlap(text: str, before: str) -> str:
+    """Without the beginning that `before` ends with: a message may repeat the `<think>` that opened its turn."""
+    lengths = range(min(len(text), len(before)), 0, -1)
+    return text[next((k for k in lengths if before.endswith(text[:k])), 0) :]
 
 
 def _encode_after_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

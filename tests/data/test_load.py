@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import builtins
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit.data.load import batch_indices, batches, epoch_order, load_rows
+
+ROWS = [{"prompt": "1+1", "answer": "2"}, {"prompt": "é漢", "answer": "x\ny"}, {"prompt": "", "answer": None}]
+
+
+def write(path, text, encoding="utf-8"):
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+def test_json_jsonl_and_lines_in_a_json_file_read_alike(tmp_path):
+    lines = "\n".join(json.dumps(r, ensure_ascii=False) for r in ROWS)
+    listed = write(tmp_path / "a.json", json.dumps(ROWS, indent=2))
+    by_line = write(tmp_path / "b.jsonl", "\ufeff" + lines.replace("\n", "\r\n\r\n") + "\n\n")
+    mislabelled = write(tmp_path / "c.json", lines)
+    assert load_rows(listed) == load_rows(str(by_line)) == load_rows(mislabelled) == ROWS
+    assert load_rows(listed, limit=2) == load_rows(by_line, limit=2) == ROWS[:2]
+
+
+def test_limit_stops_before_a_later_bad_line(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"a": 1}\n{"a": 2}\nnonsense')
+    assert load_rows(path, limit=2) == [{"a": 1}, {"a": 2}]
+
+
+def test_json_needs_neither_datasets_nor_torch(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"a": 1}')
+    code = (
+        f"import sys; from rlkit.data import load_rows; assert load_rows({str(path)!r}) == [{{'a': 1}}]; "
+        "assert not {'datasets', 'transformers', 'torch', 'jinja2'} & set(sys.modules), 'heavy import'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.jsonl",
+            '{"a": 1}\n\n{"a": 2,}\n',
+            r"a\.jsonl, line 3: malformed JSON at column \d+ .*\"a\": 2,.*one complete",
+        ),
+        ("a.jsonl", '{"a": 1}\n[1, 2]\n', r"a\.jsonl, line 2: a row must be a JSON object .* got list: \[1, 2\]"),
+        ("a.json", '[{"a": 1}, null]', r"a\.json, row 2: a row must be a JSON object .* got null"),
+        ("a.json", '[{"a": 1},\n {"a" 2}]', r"a\.json: malformed JSON at line 2, column 7"),
+        ("a.jsonl", "", r"a\.jsonl: the file is empty \(0 bytes\)"),
+        ("a.jsonl", "\n  \n", r"a\.jsonl: no rows"),
+        ("a.json", "[]", r"a\.json: no rows"),
+        ("a.txt", "x", r"a\.txt: cannot tell the format from the suffix '\.txt'; known are \.json, \.jsonl"),
+        ("a.jsonl", '{"a": 1}\n{"a": "1"}', r"column 'a' mixes types: number in line 1, string in line 2 \('1'\)"),
+        ("a.json", '[{"a": true}, {"a": 1}]', r"column 'a' mixes types: boolean in row 1, number in row 2"),
+    ],
+)
+def test_a_bad_file_is_named_with_place_and_fix(tmp_path, name, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_rows(write(tmp_path / name, text))
+
+
+def test_bad_bytes_are_named_with_their_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"a": 1}\n{"a": "é"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"line 2: not UTF-8 \(byte 0xe9 at offset 7\)"):
+        load_rows(path)
+
+
+def test_numbers_are_one_type_and_null_goes_with_any(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"a": 1}\n{"a": 2.5}\n{"a": null}\n{"b": "x"}')
+    assert load_rows(path) == [{"a": 1}, {"a": 2.5}, {"a": None}, {"b": "x"}]
+
+
+def test_a_missing_column_is_named_with_those_found(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"prompt": "x", "answer": 1}\n{"prompt": "y", "anwser": 2}')
+    assert len(load_rows(path, columns=["prompt"])) == 2
+    with pytest.raises(ValueError, match=r"line 2: no column 'answer'; columns found: \['anwser', 'prompt'\]"):
+        load_rows(path, columns=["prompt", "answer"])
+
+
+def test_a_missing_file_lists_what_is_there(tmp_path):
+    write(tmp_path / "train.jsonl", "{}")
+    with pytest.raises(
+        FileNotFoundError, match=r"no such file.*data files in that folder: \['train.jsonl'\].*owner/name"
+    ):
+        load_rows(tmp_path / "trian.jsonl")
+    with pytest.raises(FileNotFoundError, match="does not exist either"):
+        load_rows(tmp_path / "nowhere" / "a.jsonl")
+    with pytest.raises(ValueError, match=r"not one written by save_to_disk.*train\.jsonl"):
+        load_rows(tmp_path)
+
+
+def test_the_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.csv", "a\n1\n")
+    real = builtins.__import__
+
+    def no_datasets(name, *args, **kwargs):
+        if name == "datasets":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    monkeypatch.setattr(builtins, "__import__", no_datasets)
+    with pytest.raises(ImportError, match=r"a\.csv needs the package `datasets`: pip install 'rlkit-lm\[data\]'"):
+        load_rows(path)
+
+
+def test_a_hub_id_that_fails_says_what_was_tried(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def fail(path, name, split):
+        raise RuntimeError(f"{path} {name} {split} offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(
+        FileNotFoundError, match=r"no/such: no such file or folder \(.*RuntimeError: no/such main test offl"
+    ):
+        load_rows("no/such", name="main", split="test")
+
+
+def test_tables_and_saved_folders_read_as_the_same_rows(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"prompt": "1+1", "answer": 2}, {"prompt": "a,b", "answer": 3}, {"prompt": "c", "answer": 4}]
+    data = datasets.Dataset.from_list(rows)
+    data.to_csv(tmp_path / "a.csv")
+    data.to_parquet(tmp_path / "a.parquet")
+    data.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": data, "test": data.select([2])}).save_to_disk(tmp_path / "two")
+    arrow = next((tmp_path / "one").glob("*.arrow"))
+    for path in (tmp_path / "a.csv", tmp_path / "a.parquet", arrow, tmp_path / "one", tmp_path / "two"):
+        assert load_rows(path) == rows, path
+        assert load_rows(path, limit=2) == rows[:2], path
+    assert load_rows(tmp_path / "two", split="test") == rows[2:]
+    with pytest.raises(ValueError, match=r"no split 'dev'; it has \['test', 'train'\]"):
+        load_rows(tmp_path / "two", split="dev")
+    with pytest.raises(ValueError, match=r"bad\.parquet: cannot be read as parquet: "):
+        load_rows(write(tmp_path / "bad.parquet", "not a table"))
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(1, 9), batch_size=st.integers(1, 20), seed=st.integers(0, 2**40), start=st.integers(0, 30))
+def test_batches_are_slices_of_the_stream_of_epochs(n, batch_size, seed, start):
+    stop = (start + 3) * batch_size
+    stream = [i for epoch in range(stop // n + 1) for i in epoch_order(n, seed=seed, epoch=epoch)]
+    for epoch in range(stop // n + 1):
+        assert sorted(stream[epoch * n : (epoch + 1) * n]) == list(range(n))
+    iterator = batches(n, batch_size=batch_size, seed=seed, start_step=start)
+    for step in range(start, start + 3):
+        expected = stream[step * batch_size : (step + 1) * batch_size]
+        assert next(iterator) == expected == batch_indices(n, batch_size=batch_size, seed=seed, step=step)
+
+
+def test_the_order_is_fixed_forever_and_changes_with_seed_and_epoch():
+    assert epoch_order(8, seed=0, epoch=0) == [0, 3, 7, 4, 1, 5, 2, 6]
+    orders = [epoch_order(50, seed=s, epoch=e) for s in range(4) for e in range(4)]
+    assert len({tuple(o) for o in orders}) == 16
+    # seed 1 in epoch 2 and seed 12 in epoch 0, e.g., share no stream: the pair is keyed, not its sum or its digits
+    assert epoch_order(50, seed=1, epoch=23) != epoch_order(50, seed=12, epoch=3)
+
+
+def test_the_order_is_uniform():
+    counts = [[0] * 4 for _ in range(4)]
+    for epoch in range(4000):
+        for place, row in enumerate(epoch_order(4, seed=7, epoch=epoch)):
+            counts[row][place] += 1
+    chi2 = sum((c - 1000) ** 2 / 1000 for row in counts for c in row)
+    assert chi2 < 30  # 9 degrees of freedom: 30 is exceeded once in 2000
+
+
+def test_what_epoch_order_returns_is_the_callers_own():
+    epoch_order(5, seed=3, epoch=0).reverse()
+    assert sorted(epoch_order(5, seed=3, epoch=0)) == list(range(5))
+    first = epoch_order(5, seed=3, epoch=0)
+    first[0] = 99
+    assert 99 not in epoch_order(5, seed=3, epoch=0)
+
+
+def test_bad_arguments_fail_at_the_call():
+    with pytest.raises(ValueError, match="n must be at least 1"):
+        epoch_order(0, seed=0, epoch=0)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        batches(3, batch_size=0, seed=0)
+    with pytest.raises(ValueError, match="step must be >= 0, got -1"):
+        batches(3, batch_size=1, seed=0, start_step=-1)
+    with pytest.raises(ValueError, match="limit must be at least 1"):
+        load_rows("x.jsonl", limit=0)

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from rlkit.data.prompts import prompt_messages, rl_prompts
+from rlkit.data.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+START, END, SYSTEM, USER, ASSISTANT, NL = 257, 258, 259, 260, 261, 10
+
+
+def question(text):
+    return [START, USER, NL, *text.encode(), END, NL, START, ASSISTANT, NL]
+
+
+def test_prompts_and_messages_are_rendered_and_keep_their_row():
+    rows = [
+        {"prompt": "394215", "answer": "123459"},
+        {"messages": [{"role": "user", "content": "b"}], "answer": "x"},
+        {"prompt": [{"role": "user", "content": "c"}], "messages": None},
+    ]
+    prompts, num_dropped = rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=99)
+    assert [p.ids for p in prompts] == [question("394215"), question("b"), question("c")]
+    assert [p.row for p in prompts] == rows
+    assert [p.index for p in prompts] == [0, 1, 2]
+    assert num_dropped == 0
+    assert len(prompts[0].ids) == 14
+
+
+def test_a_system_prompt_goes_before_conversations_without_one():
+    rows = [{"prompt": "a"}, {"messages": [{"role": "system", "content": "own"}, {"role": "user", "content": "a"}]}]
+    prompts, _ = rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=99, system_prompt="be")
+    assert prompts[0].ids == [START, SYSTEM, NL, *b"be", END, NL, *question("a")]
+    assert prompts[1].ids == [START, SYSTEM, NL, *b"own", END, NL, *question("a")]
+    assert rows[0] == {"prompt": "a"}
+    assert prompt_messages(rows[1], system_prompt="be") == rows[1]["messages"]
+
+
+def test_plain_text_is_taken_as_it_is_with_the_tokenizers_own_start():
+    rows = [{"prompt": "Q: 1+1\nA:"}]
+    prompts, _ = rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=99, apply_chat_template=False)
+    assert prompts[0].ids == list(b"Q: 1+1\nA:")
+    from tokenizers import processors
+
+    starts = tiny_tokenizer()
+    starts._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+    )
+    assert rl_prompts(rows, tokenizer=starts, max_prompt_tokens=99, apply_chat_template=False)[0][0].ids[:2] == [
+        256,
+        81,
+    ]
+    assert rl_prompts(rows, tokenizer=starts, max_prompt_tokens=99)[0][0].ids[:2] == [START, USER]
+    with pytest.raises(ValueError, match="system_prompt need the chat template"):
+        rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=9, apply_chat_template=False, system_prompt="be")
+
+
+def test_too_long_prompts_are_dropped_counted_and_logged_once(caplog):
+    rows = [{"prompt": "x" * n} for n in (3, 20, 2, 9, 30, 31, 32, 33, 34)]
+    with caplog.at_level(logging.WARNING, logger="rlkit"):
+        prompts, num_dropped = rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=8 + 9)
+    assert [p.index for p in prompts] == [0, 2, 3]
+    assert num_dropped == 6
+    assert [r.getMessage() for r in caplog.records] == [
+        "dropped 6 of 9 prompts longer than max_prompt_tokens=17: rows 1 (28 tokens), 4 (38 tokens), 5 (39 tokens), "
+        "6 (40 tokens), 7 (41 tokens), ..."
+    ]
+    caplog.clear()
+    rl_prompts(rows[:1], tokenizer=TOKENIZER, max_prompt_tokens=11)
+    assert not caplog.records
+    with pytest.raises(
+        ValueError, match=r"all 9 prompts are longer than max_prompt_tokens=9 tokens \(the shortest has 10\)"
+    ):
+        rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=9)
+
+
+def test_many_rows_keep_their_order():
+    rows = [{"prompt": str(i)} for i in range(2500)]
+    prompts, _ = rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=99)
+    assert [p.ids for p in prompts] == [question(str(i)) for i in range(2500)]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"question": "a", "answer": 1},
+            r"row 1: neither 'messages' nor 'prompt' is given; columns found: \['answer', 'q",
+        ),
+        ({"messages": []}, r"row 1: 'messages' must be a list of at least one message, got \[\]"),
+        ({"messages": "hi"}, r"row 1: 'messages' must be a list of at least one message, got 'hi'"),
+        ({"messages": ["hi"]}, r"row 1: messages\[0\] must be an object like .* got 'hi'"),
+        ({"prompt": [{"content": "a"}]}, r"row 1: prompt\[0\] must be an object like \{'role'"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "row 1: the conversation ends with an assistant message.*drop that message",
+        ),
+        ({"prompt": [{"role": "user", "content": 3}]}, "row 1: cannot be rendered: TemplateError: no text"),
+    ],
+)
+def test_a_bad_row_is_named(row, message):
+    tokenizer = tiny_tokenizer()
+    check = (
+        "{% for m in messages %}{% if m.content is not string %}{{ raise_exception('no text') }}{% endif %}{% endfor %}"
+    )
+    tokenizer.chat_template = check + tokenizer.chat_template
+    with pytest.raises(ValueError, match=message):
+        rl_prompts([{"prompt": "ok"}, row], tokenizer=tokenizer, max_prompt_tokens=99)
+
+
+def test_no_rows_and_no_room_are_errors():
+    with pytest.raises(ValueError, match="rows is empty"):
+        rl_prompts([], tokenizer=TOKENIZER, max_prompt_tokens=9)
+    with pytest.raises(ValueError, match="max_prompt_tokens must be at least 1, got 0"):
+        rl_prompts([{"prompt": "a"}], tokenizer=TOKENIZER, max_prompt_tokens=0)
+    with pytest.raises(ValueError, match="no column 'prompt'"):
+        rl_prompts([{"messages": []}], tokenizer=TOKENIZER, max_prompt_tokens=9, apply_chat_template=False)
