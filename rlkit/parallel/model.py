@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkit.kernels.linear_logp import linear_logp
 from rlkit.packing import join, microbatches, pack, with_streams
-from rlkit.parallel.attention import plan_batch, register
+from rlkit.parallel.attention import as_inference, plan_batch, register
 from rlkit.types import Batch, LogProbs, Trajectory
 
 if TYPE_CHECKING:
@@ -24,15 +24,25 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrainedModel:
-    """A causal LM from a local folder or a hub id, set up for packed attention and checked against its own logits.
+    """A causal LM from a local folder or a hub id, ready for `forward` (see `prepare`).
 
     The parameters are fp32, whatever the checkpoint holds: under bf16 compute they are the master weights.
     """
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     _check_path(path)
-    model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, attn_implementation=register())
-    model = model.to(device).eval()  # eval: no dropout; the same numbers in scoring and in training
+    model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+    return prepare(model.to(device))
+
+
+def prepare(model: PreTrainedModel) -> PreTrainedModel:
+    """Set a transformers causal LM up for packed attention, in place, and check it against its own logits.
+
+    Dropout is off: scoring and training must give the same numbers. A model whose packed log-probs are not its own
+    (softcapped attention, scaled logits, ...) is refused by name.
+    """
+    model.set_attn_implementation(register())
+    model.eval()
     _self_check(model)
     return model
 
@@ -116,11 +126,10 @@ def _self_check(model: PreTrainedModel) -> None:
     """Our log-probs must be the model's own, with and without a shared prompt; otherwise it is refused by name."""
     device, name = model.device, model.config.model_type
     ids = torch.arange(3, 11, device=device) % model.config.get_text_config().vocab_size
+    t = Trajectory(ids[:4].tolist(), ids[4:].tolist(), [True] * 4, [0.0] * 4, [0] * 4)
     try:
-        model.set_attn_implementation("eager")
-        logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
-        model.set_attn_implementation(register())
-        t = Trajectory(ids[:4].tolist(), ids[4:].tolist(), [True] * 4, [0.0] * 4, [0] * 4)
+        with as_inference(model):
+            logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
         ours = [forward(model, pack([[t, t]], share_prompts=share).to(device)) for share in (True, False)]
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"model type {name!r} cannot be trained packed: {error}") from error
