@@ -23,7 +23,7 @@ COLUMNS = (
     Column("entropy", ("entropy",), 7, ".3f"),
     Column("kl", ("kl/ref",), 8, ".5f"),
     Column("length", ("length/mean",), 7, ".1f"),
-    Column("clip%", ("ratio/clip_low", "ratio/clip_high"), 6, ".2f", 100.0),
+    Column("clip%", ("ratio/clip_low", "ratio/clip_high"), 7, ".2f", 100.0),
     Column("mismatch", ("mismatch/abs_mean",), 9, ".1e"),
     Column("grad", ("grad_norm",), 7, ".3f"),
     Column("s/step", ("time/step",), 7, ".2f"),

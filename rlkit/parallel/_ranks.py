@@ -31,7 +31,7 @@ def first(work: Callable[[], object]) -> None:
 
 
 def together(work: Callable[[], T]) -> list[T]:
-    """`work` on every rank, and all their results. What raised on one rank raises on all of them, so none waits forever."""
+    """`work` on every rank, and all their results. What raised on one rank raises on all, so none waits forever."""
     if not distributed():
         return [work()]
     result, error = None, None

@@ -1,0 +1,330 @@
+"""The run folder: complete, each step once, readable by a person, whatever interrupts the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit.data.tiny import tiny_tokenizer
+from rlkit.loops.run import drop_after, open_run, read_metrics, resume_command, stop_on_interrupt, trajectory_row
+from rlkit.types import Trajectory
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(script: str, *args: object, **kwargs) -> subprocess.Popen:
+    """A child process running `script`, with pipes."""
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, **kwargs)
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_is_on_the_file_when_log_returns(tmp_path):
+    with open_run(tmp_path / "run", steps=2) as run:
+        run.log(1, {"reward/mean": torch.tensor(0.1), "count": 3, "time/step": 0.25})
+        before = time.time()
+        (row,) = read_metrics(tmp_path / "run")
+        assert list(row) == ["step", "reward/mean", "count", "time/step", "time/unix"]
+        assert abs(row.pop("time/unix") - before) < 60
+        assert row == {"step": 1, "reward/mean": 0.10000000149011612, "count": 3, "time/step": 0.25}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(), min_size=1, max_size=5))
+def test_floats_come_back_bit_for_bit(tmp_path_factory, values):
+    folder = tmp_path_factory.mktemp("run") / "run"
+    with open_run(folder, steps=1) as run:
+        run.log(1, {str(i): x for i, x in enumerate(values)})
+    (row,) = read_metrics(folder)
+    for i, x in enumerate(values):
+        assert row[str(i)] == x or (math.isnan(row[str(i)]) and math.isnan(x))
+        assert math.copysign(1, row[str(i)]) == math.copysign(1, x) or math.isnan(x)
+
+
+def test_a_metric_that_is_no_number_is_named(tmp_path):
+    wrong = pytest.raises(TypeError, match="metric 'reward/mean' must be a number, got str: 'high'")
+    with open_run(tmp_path / "run", steps=1) as run, wrong:
+        run.log(1, {"reward/mean": "high"})
+
+
+def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
+    folder = tmp_path / "run"
+    with open_run(folder, steps=5) as run:
+        for step in range(5):
+            run.trajectories(step, [{"i": step}])
+            run.trajectories(step, [{"i": -step}], kind="eval")
+            run.log(step, {"x": 0.1 * step})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "x": 0.')  # the process died inside this line
+    first_lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:3]
+    with open_run(folder, steps=5, start=2, resume=True) as run:
+        assert (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True) == first_lines
+        run.log(3, {"x": 7})
+    assert [(r["step"], r["x"]) for r in read_metrics(folder)] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 7)]
+    dumps = sorted(p.name for p in (folder / "trajectories").iterdir())
+    assert dumps == [f"{kind}_{step:06d}.jsonl" for kind in ("eval", "train") for step in range(3)]
+    with open_run(folder, steps=5, start=-1, resume=True):  # no checkpoint had been written
+        assert read_metrics(folder) == []
+        assert not list((folder / "trajectories").iterdir())
+
+
+def test_a_broken_line_in_the_middle_is_named_and_dropped_on_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\0\0\0\n{"step": 2}\n{"step"')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is not JSON"):
+        read_metrics(tmp_path)
+    with pytest.warns(UserWarning, match="dropped a broken line"):
+        drop_after(tmp_path, 9)
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
+
+
+def test_dropping_lines_is_atomic(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {i}}}\n' for i in range(9)))
+    before = path.read_bytes()
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        drop_after(tmp_path, 3)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+RUN = """
+import os, random, sys
+from pathlib import Path
+from rlkit.loops.run import open_run
+folder, start, steps = Path(sys.argv[1]), int(sys.argv[2]), 40
+with open_run(folder, steps=steps, start=start, resume=True) as run:
+    for step in range(max(start, 0) + 1, steps + 1):
+        noise = random.Random(step)
+        for sample in range(3):
+            run.trajectories(step, [{"sample": sample, "reward": noise.random()}])
+        run.log(step, {"x": noise.random() / 3})
+        if step % 5 == 0:
+            run.sync()
+            (folder / "checkpoint").write_text(str(step))
+"""
+
+
+def test_killed_and_resumed_equals_uninterrupted(tmp_path):
+    """SIGKILL at moments spread over the run; everything but the clock is then as in the run that was left alone."""
+
+    def contents(folder: Path) -> list:
+        metrics = [{k: v for k, v in r.items() if not k.startswith("time/")} for r in read_metrics(folder)]
+        dumps = {p.name: p.read_text() for p in (folder / "trajectories").iterdir()}
+        return [metrics, dumps]
+
+    (tmp_path / "a").mkdir()
+    assert python(RUN, tmp_path / "a", -1).wait() == 0
+    (tmp_path / "b").mkdir()
+    metrics, checkpoint = tmp_path / "b" / "metrics.jsonl", tmp_path / "b" / "checkpoint"
+    for kill_at in (2, 13, 26, 33, None):
+        child = python(RUN, tmp_path / "b", int(checkpoint.read_text()) if checkpoint.exists() else -1)
+        while kill_at and child.poll() is None:
+            if metrics.exists() and f'"step": {kill_at},' in metrics.read_text():
+                child.kill()
+                break
+            time.sleep(0.0005)
+        child.communicate()
+    assert contents(tmp_path / "b") == contents(tmp_path / "a")
+    assert [r["step"] for r in read_metrics(tmp_path / "b")] == list(range(1, 41))
+
+
+def test_a_folder_with_a_run_is_refused_unless_resumed(tmp_path):
+    with open_run(tmp_path, steps=1) as run:
+        run.log(1, {})
+    with pytest.raises(FileExistsError, match="already holds a run: resume it"), open_run(tmp_path, steps=1):
+        pass
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(FileExistsError, match="already holds a run"), open_run(tmp_path, steps=1):
+        pass
+
+
+def test_one_process_at_a_time_and_the_lock_dies_with_it(tmp_path):
+    holder = """
+        import os, sys, time
+        from rlkit.loops.run import open_run
+        with open_run(sys.argv[1], steps=1) as run:
+            if os.fork() == 0:  # a reward worker that outlives a killed run must not hold the folder
+                os.close(1), os.close(2)
+                time.sleep(20)
+                os._exit(0)
+            run.say("open")
+            time.sleep(60)
+    """
+    child = python(holder, tmp_path / "run", start_new_session=True)
+    assert child.stdout.readline() == "open\n"
+    held = pytest.raises(BlockingIOError, match="another process writes to this run folder")
+    with held, open_run(tmp_path / "run", steps=1, resume=True):
+        pass
+    child.kill()
+    child.communicate()
+    with open_run(tmp_path / "run", steps=1, resume=True) as run:
+        run.log(1, {})
+    os.killpg(child.pid, signal.SIGKILL)
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
+    with open_run(tmp_path / "run", steps=3, active=False) as run:
+        run.log(1, {"x": 1.0})
+        run.trajectories(1, [{}])
+        run.status("x"), run.say("x"), run.sync()
+        assert run.plot() is None
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_sync_reaches_every_open_file(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    with open_run(tmp_path / "run", steps=3) as run:
+        run.log(1, {})
+        run.trajectories(2, [{}])
+        run.sync()
+    files = ("metrics.jsonl", "trajectories/train_000002.jsonl")
+    assert synced == [(tmp_path / "run" / name).stat().st_ino for name in files]
+
+
+def test_trajectories_tell_a_person_what_happened(tmp_path):
+    tokenizer = tiny_tokenizer()
+    chat = [{"role": "user", "content": "häh?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    answer = [*tokenizer.encode("12", add_special_tokens=False), tokenizer.eos_token_id]
+    trajectory = Trajectory(
+        prompt_ids=prompt, ids=answer, mask=[True, False, True], logp=[-0.5, 0.0, -0.25], versions=[0, -1, 0],
+        reward=float("nan"), score=1.0, info={"finish_reason": "stop", "tool": {"calls": 2}},
+    )  # fmt: skip
+    expected = {
+        "group": 4,
+        "prompt": "<|im_start|>user\nhäh?<|im_end|>\n<|im_start|>assistant\n",
+        "completion": "12<|im_end|>",
+        "score": 1.0,
+        "length": 2,
+        "finish_reason": "stop",
+        "info": {"tool": {"calls": 2}},
+    }
+    row = trajectory_row(trajectory, decode=tokenizer.decode, group=4, with_ids=True)
+    with open_run(tmp_path, steps=1) as run:
+        run.trajectories(12, [row])
+        run.trajectories(12, [row, row])
+        read = rows_of(tmp_path / "trajectories" / "train_000012.jsonl")  # before the run is closed
+    assert len(read) == 3
+    assert "häh?" in (tmp_path / "trajectories" / "train_000012.jsonl").read_text(), "texts stay readable"
+    assert math.isnan(read[0].pop("reward"))
+    assert read[0] == expected | {"prompt_ids": prompt, "ids": answer, "logp": [-0.5, 0.0, -0.25]}
+    cut = Trajectory(prompt_ids=[1], ids=[2], mask=[True], logp=[0.0], versions=[0], truncated=True)
+    assert trajectory_row(cut, decode=str)["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_asks_second_aborts(number, capfd):
+    before = signal.getsignal(number)
+    with stop_on_interrupt() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        assert "stopping after this step" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def test_outside_the_main_thread_nothing_is_caught():
+    seen = []
+
+    def work():
+        with stop_on_interrupt() as stop:
+            seen.append(stop.requested)
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+LOOP = """
+import asyncio, sys
+from rlkit.loops.run import open_run, resume_command, stop_on_interrupt
+async def main():
+    with open_run(sys.argv[1], steps=1000) as run, stop_on_interrupt() as stop:
+        for step in range(1, 1001):
+            await asyncio.sleep(float(sys.argv[2]))
+            run.log(step, {"x": 1.0})
+            if stop.requested:
+                run.say("saved; resume with " + resume_command("--resume"))
+                return
+asyncio.run(main())
+"""
+
+
+def test_interrupt_inside_asyncio_finishes_the_step(tmp_path):
+    """asyncio.run has its own SIGINT handler, which would cancel the step."""
+    child = python(LOOP, tmp_path / "run", 0.2)
+    child.stdout.readline(), child.stdout.readline()
+    time.sleep(0.05)  # into the second step
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=20)
+    assert child.returncode == 0, err
+    steps = [r["step"] for r in read_metrics(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert 2 <= len(steps) < 10
+    assert "\nsaved; resume with " in out
+    assert out.rstrip().endswith(f"{shlex.quote(str(tmp_path / 'run'))} 0.2 --resume")
+
+    child = python(LOOP, tmp_path / "other", 30)
+    while not (tmp_path / "other" / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    child.send_signal(signal.SIGINT)
+    assert "stopping after this step" in (child.stderr.readline() + child.stderr.readline())
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=10)
+    assert child.returncode != 0
+
+
+def test_the_printed_command_is_what_was_typed_and_the_flag(tmp_path):
+    script = tmp_path / "train me.py"
+    script.write_text(
+        "import sys, json; from rlkit.loops.run import resume_command\n"
+        "print(resume_command('--resume')); print(json.dumps(sys.argv[1:]))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = shlex.join([sys.executable, str(script), "--prompt", "it's $5"])
+    for expected in (["--prompt", "it's $5"], ["--prompt", "it's $5", "--resume"], ["--prompt", "it's $5", "--resume"]):
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=tmp_path, env=env, check=True)
+        command, argv = done.stdout.splitlines()
+        assert json.loads(argv) == expected
+
+
+def test_resume_command_of_this_process_has_its_own_arguments():
+    assert resume_command() == shlex.join(sys.orig_argv)
+
+
+def test_reading_runs_and_plots_needs_no_torch():
+    child = python("import sys, rlkit.plot; print({'torch', 'transformers', 'rich', 'matplotlib'} & set(sys.modules))")
+    out, err = child.communicate()
+    assert out == "set()\n", err

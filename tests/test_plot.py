@@ -1,0 +1,129 @@
+"""Plots: drawn from what a run left, readable on their own, and never a reason for a run to fail."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlkit.plot
+from rlkit.loops.run import open_run
+from rlkit.plot import main, plot_run, smooth
+
+
+def write_run(folder: Path, rows: list[dict]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def grpo_rows(scale: float = 1.0) -> list[dict]:
+    rows: list[dict] = [{"step": 0, "eval/sampled": 0.4, "eval/greedy": 0.6, "eval/kl": 0.0}]
+    for step in range(1, 31):
+        row = {"step": step, "reward/mean": scale * step / 30, "entropy": 1 / step, "length/mean": 7, "length/max": 9}
+        rows.append(row | ({"eval/sampled": 0.5, "eval/greedy": 0.7, "eval/kl": 0.1} if step % 10 == 0 else {}))
+    return rows
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures drawn during a test, kept open so that it can look at their axes."""
+    from matplotlib import pyplot
+
+    kept = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    yield kept
+    monkeypatch.undo()
+    for figure in kept:
+        pyplot.close(figure)
+
+
+def panels(figure) -> dict[str, list[str]]:
+    """Title -> labels in the legend, of the visible axes."""
+    shown = [a for a in figure.axes if a.get_visible()]
+    return {a.get_title(loc="left"): [t.get_text() for t in a.get_legend().get_texts()] for a in shown}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-1e3, 1e3) | st.just(math.nan), min_size=1, max_size=40), st.integers(0, 9))
+def test_smooth_is_the_mean_of_the_neighbours(values, window):
+    got = smooth(np.array(values), window=window)
+    for i in range(len(values)):
+        near = [x for x in values[max(0, i - window // 2) : i + window // 2 + 1] if not math.isnan(x)]
+        assert got[i] == pytest.approx(sum(near) / len(near), abs=1e-9) if near else math.isnan(got[i])
+
+
+def test_a_run_is_drawn_into_its_folder(tmp_path, figures):
+    folder = write_run(tmp_path / "sort-6", grpo_rows())
+    path = plot_run(folder)
+    assert path == folder / "metrics.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert panels(figures[0]) == {
+        "Reward": ["training, sampled", "evaluation, sampled", "evaluation, greedy"],
+        "Policy entropy": ["training samples"],
+        "Response length": ["mean", "max"],
+        "KL to the warm start": ["evaluation prompts"],
+    }
+    reward = figures[0].axes[0]
+    raw, _, sampled, greedy = reward.get_lines()
+    assert np.allclose(raw.get_xydata(), [(s, s / 30) for s in range(1, 31)])
+    assert np.allclose(sampled.get_xydata(), [(0, 0.4), (10, 0.5), (20, 0.5), (30, 0.5)])
+    assert np.allclose(greedy.get_ydata(), [0.6, 0.7, 0.7, 0.7])
+    for axis in figures[0].axes:
+        assert axis.get_xlabel() == "optimizer step"
+        assert axis.get_ylabel()
+    assert figures[0].get_suptitle() == "sort-6"
+
+
+def test_runs_are_compared_by_name(tmp_path, figures):
+    a, b = write_run(tmp_path / "x" / "run", grpo_rows()), write_run(tmp_path / "y" / "run", grpo_rows(0.5))
+    path = plot_run(a, b, out=tmp_path / "both.png")
+    assert path == tmp_path / "both.png"
+    assert not (a / "metrics.png").exists()
+    assert panels(figures[0])["Policy entropy"] == ["x/run, training samples", "y/run, training samples"]
+    first, second = (line for line in figures[0].axes[1].get_lines() if line.get_label().endswith("samples"))
+    assert first.get_color() != second.get_color()
+
+
+def test_sft_shows_its_loss_only(tmp_path, figures):
+    rows = [{"step": s, "loss": 1 / s, "time/step": 0.1} for s in range(1, 9)]
+    plot_run(write_run(tmp_path / "sft", [*rows, {"step": 9, "loss": math.nan}]))
+    assert panels(figures[0]) == {"Loss": ["training"]}
+
+
+def test_nothing_to_draw_and_no_run_are_said(tmp_path, capsys):
+    empty = write_run(tmp_path / "empty", [])
+    with pytest.raises(ValueError, match=r"no metric to draw in .*empty"):
+        plot_run(empty)
+    for arguments, message in (([tmp_path / "absent"], "holds no metrics.jsonl"), ([], "at least one run folder")):
+        with pytest.raises(SystemExit, match=message):
+            main(map(str, arguments))
+    run = write_run(tmp_path / "run", grpo_rows())
+    main([str(run), "--out", str(tmp_path / "a.png")])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_without_matplotlib_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with open_run(tmp_path / "run", steps=1) as run:
+        run.log(1, {"reward/mean": 1.0})
+        assert run.plot() is None
+        run.log(2, {"reward/mean": 1.0})
+    assert "no plot: plots need matplotlib: pip install 'rlkit-lm[plot]'" in capsys.readouterr().out
+    with pytest.raises(ModuleNotFoundError, match=r"rlkit-lm\[plot\]"):
+        plot_run(tmp_path / "run")
+
+
+def test_any_plot_error_is_one_line_of_the_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rlkit.plot, "PANELS", None)
+    with open_run(tmp_path / "run", steps=1) as run:
+        run.log(1, {"reward/mean": 1.0})
+        assert run.plot() is None
+    assert capsys.readouterr().out.splitlines()[-1].startswith("no plot: ")
