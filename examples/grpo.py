@@ -103,9 +103,9 @@ def main(args: Args) -> Path:
     from rlkit.data.load import load_rows
     from rlkit.data.prompts import rl_prompts
     from rlkit.loops.grpo import grpo
-    from rlkit.loops.verbs import scorer
     from rlkit.parallel.model import load_model
-    from rlkit.rewards.call import load_function
+    from rlkit.rewards.call import scorer
+    from rlkit.rewards.load import load_function
     from rlkit.rollout.local import LocalEngine
     from rlkit.types import SamplingParams
 
@@ -136,7 +136,7 @@ def main(args: Args) -> Path:
             tokenizer,
             engine,
             prompts,
-            score=scorer(reward, tokenizer, timeout_s=args.reward_timeout),
+            score=scorer(reward, tokenizer=tokenizer, timeout_s=args.reward_timeout),
             folder=args.output,
             steps=args.steps,
             params=SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature),
