@@ -1,0 +1,239 @@
+"""Several rewards: one number to train on, or a front to choose from. Larger is better in every objective.
+
+Scalarisations take rewards `[N, K]`, one column per objective, and give `[N]`. They are not scale-free (except
+`normalize_then_sum`, see `rlkit.advantages`): bring the columns to one unit first, by weights or otherwise. Fronts take
+points `[M, K]`, e.g. one evaluated checkpoint per row. NaN is an error on the CPU: it can neither win nor lose.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlkit._tensors import check_float, readable, upcast
+from rlkit.advantages import normalize_then_sum
+
+__all__ = [
+    "Archive",
+    "archive_init",
+    "archive_insert",
+    "dominates",
+    "hypervolume",
+    "normalize_then_sum",
+    "num_dominating",
+    "pareto_mask",
+    "smooth_tchebycheff",
+    "tchebycheff",
+    "weighted_sum",
+]
+
+
+def weighted_sum(rewards: Float[Tensor, "N K"], *, weights: Float[Tensor, "K"]) -> Float[Tensor, "N"]:
+    """The linear scalarisation.
+
+        s_i = sum_k w_k r_ik
+
+    Limits:   one weight 1 and the others 0 gives that reward. Its maximisers lie on the convex hull of the front: a
+              concave stretch of it is reached by no weights, see `tchebycheff`.
+    Differs:  from TRL (`reward_weights`), verl: nothing.
+    """
+    rewards, weights = _checked(rewards, weights=weights)
+    return rewards @ weights
+
+
+def tchebycheff(
+    rewards: Float[Tensor, "N K"],
+    *,
+    weights: Float[Tensor, "K"],
+    ideal: Float[Tensor, "K"],
+    slope: float = 0.0,
+) -> Float[Tensor, "N"]:
+    """Minus the largest weighted distance to the ideal point: the worst objective decides.
+
+        d_ik = w_k (ideal_k - r_ik)          s_i = -max_k d_ik - slope sum_k d_ik
+
+    `ideal` is at least as good as anything attainable in each objective (the best seen so far is common). Every Pareto
+    optimal point maximises s for some weights, on concave stretches too. A small `slope` (the augmented form) excludes
+    weakly dominated maximisers.
+
+    Limits:   at the ideal point s = 0; slope -> infinity, over slope, is `weighted_sum` up to a constant.
+    Reference: Steuer & Choo 1983, https://doi.org/10.1007/BF02591870; Miettinen, Nonlinear Multiobjective Optimization
+    """
+    if not slope >= 0:
+        raise ValueError(f"slope must be at least 0, got {slope}")
+    distance = _weighted_distance(rewards, weights, ideal)
+    return -distance.amax(1) - slope * distance.sum(1)
+
+
+def smooth_tchebycheff(
+    rewards: Float[Tensor, "N K"],
+    *,
+    weights: Float[Tensor, "K"],
+    ideal: Float[Tensor, "K"],
+    temperature: float,
+) -> Float[Tensor, "N"]:
+    """`tchebycheff` with a soft maximum: every objective keeps some pull, the worst one most.
+
+        s_i = -temperature logsumexp_k(w_k (ideal_k - r_ik) / temperature)
+
+    Limits:   temperature -> 0 is `tchebycheff`, from below by at most temperature log K; temperature -> infinity is the
+              weighted mean, up to constants.
+    Reference: Lin et al. 2024, https://arxiv.org/abs/2402.19078
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    return -temperature * torch.logsumexp(_weighted_distance(rewards, weights, ideal) / temperature, 1)
+
+
+def dominates(a: Float[Tensor, "*batch K"], b: Float[Tensor, "*batch K"]) -> Bool[Tensor, "*batch"]:
+    """Whether a is at least as good as b in every objective and better in one. The leading axes broadcast.
+
+    A point does not dominate itself or its equal.
+    """
+    return (a >= b).all(-1) & (a > b).any(-1)
+
+
+def num_dominating(points: Float[Tensor, "M K"]) -> Int[Tensor, "M"]:
+    """For each point how many of the others dominate it: 0 on the front. O(M^2 K) time, O(M^2) memory."""
+    (points,) = _checked(points, "points")
+    columns = points.unbind(1)
+    no_worse = torch.ones(points.shape[0], points.shape[0], dtype=torch.bool, device=points.device)
+    better = torch.zeros_like(no_worse)
+    for x in columns:
+        no_worse &= x[:, None] >= x
+        better |= x[:, None] > x
+    return (no_worse & better).sum(0)
+
+
+def pareto_mask(points: Float[Tensor, "M K"]) -> Bool[Tensor, "M"]:
+    """Which points no other one dominates: the Pareto front. Equal points are all in or all out."""
+    return num_dominating(points) == 0
+
+
+def hypervolume(points: Float[Tensor, "M K"], *, reference: Float[Tensor, "K"]) -> Float[Tensor, ""]:
+    """Volume of what the points dominate above `reference`: one number for how good a front is.
+
+        volume of the union of the boxes [reference, point]
+
+    A point that is not better than the reference in every objective adds nothing. Computed in fp64, exactly: two
+    objectives by one sweep; more by `moocore` (C, extra `pareto`) where it is installed, otherwise by slicing along the
+    last objective, O(M^(K-1)): fine for tens of points and up to five objectives.
+
+    Limits:   one point gives the product of its distances; a dominated point adds nothing; shifts of all cancel.
+    Reference: Zitzler & Thiele 1998, https://doi.org/10.1007/BFb0056872; slicing: While et al. 2006,
+               https://doi.org/10.1109/TEVC.2005.851275; https://github.com/multi-objective/moocore
+    """
+    points, reference = _checked(points, "points", reference=reference)
+    gains = (points - reference).double()
+    gains = gains[(gains > 0).all(1)]
+    if gains.shape[0] == 0:
+        return gains.new_zeros(())
+    if gains.shape[1] <= 2:
+        return _sweep(gains)
+    try:
+        import moocore
+    except ImportError:
+        return _slices(gains[pareto_mask(gains)])
+    volume = moocore.hypervolume(gains.cpu().numpy(), ref=[0.0] * gains.shape[1], maximise=True)
+    return torch.tensor(float(volume), dtype=torch.float64, device=gains.device)
+
+
+class Archive(NamedTuple):
+    """A Pareto front with what belongs to each point (a step, a path): plain data, sorted by the first objective."""
+
+    points: tuple[tuple[float, ...], ...]
+    items: tuple[Any, ...]
+
+
+def archive_init() -> Archive:
+    """An archive with nothing in it."""
+    return Archive((), ())
+
+
+def archive_insert(archive: Archive, point: tuple[float, ...], item: Any, *, max_size: int | None = None) -> Archive:
+    """A new archive with the point in it and without those it dominates; the same archive if the point is dominated.
+
+    A point equal to one that is there is dropped: the older item stays. Beyond `max_size` the point with the smallest
+    crowding distance leaves, never the best one of an objective: the front keeps its ends and its spread.
+
+    Reference: Deb et al. 2002 (NSGA-II), https://doi.org/10.1109/4235.996017, section III-B
+    """
+    point = tuple(float(x) for x in point)
+    if any(x != x for x in point):
+        raise ValueError(f"point must not contain NaN, got {point}")
+    if archive.points and len(point) != len(archive.points[0]):
+        raise ValueError(f"point must have {len(archive.points[0])} objectives like those before it, got {len(point)}")
+    if max_size is not None and max_size < 1:
+        raise ValueError(f"max_size must be at least 1, got {max_size}")
+    if any(_no_worse(old, point) for old in archive.points):
+        return archive
+    kept = [(p, i) for p, i in zip(archive.points, archive.items) if not _no_worse(point, p)]
+    kept = sorted([*kept, (point, item)], key=lambda entry: entry[0], reverse=True)
+    while max_size is not None and len(kept) > max_size:
+        crowding = _crowding([p for p, _ in kept])
+        kept.pop(min(range(len(kept)), key=crowding.__getitem__))
+    return Archive(tuple(p for p, _ in kept), tuple(i for _, i in kept))
+
+
+def _no_worse(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    return all(x >= y for x, y in zip(a, b))
+
+
+def _crowding(points: list[tuple[float, ...]]) -> list[float]:
+    """Sum over objectives of the gap between a point's two neighbours, in units of the range; infinite at the ends."""
+    distance = [0.0] * len(points)
+    for k in range(len(points[0])):
+        column = [p[k] for p in points]
+        order = sorted(range(len(points)), key=column.__getitem__)
+        spread = column[order[-1]] - column[order[0]]
+        for before, i, after in zip(order, order[1:], order[2:]):
+            distance[i] += (column[after] - column[before]) / spread if spread > 0 else 0.0
+        distance[order[0]] = distance[order[-1]] = float("inf")
+    return distance
+
+
+def _sweep(gains: Tensor) -> Tensor:
+    """Exact volume for one or two objectives: from the best in the first, only rises of the second add a strip."""
+    if gains.shape[1] == 1:
+        return gains.amax()
+    width, height = gains[gains[:, 0].argsort(descending=True)].unbind(1)
+    top = height.cummax(0).values
+    return (width * top.diff(prepend=top.new_zeros(1))).sum()
+
+
+def _slices(gains: Tensor) -> Tensor:
+    """Exact volume: between two neighbouring values of the last objective, the volume of the rest of those above."""
+    if gains.shape[1] <= 2:
+        return _sweep(gains)
+    gains = gains[gains[:, -1].argsort(descending=True)]
+    levels = gains[:, -1].tolist()
+    volume = gains.new_zeros(())
+    for i, (high, low) in enumerate(zip(levels, [*levels[1:], 0.0])):
+        if high > low:
+            volume = volume + (high - low) * _slices(gains[: i + 1, :-1])
+    return volume
+
+
+def _weighted_distance(rewards: Tensor, weights: Tensor, ideal: Tensor) -> Tensor:
+    rewards, weights, ideal = _checked(rewards, weights=weights, ideal=ideal)
+    return weights * (ideal - rewards)
+
+
+def _checked(points: Tensor, name: str = "rewards", **per_objective: Tensor) -> list[Tensor]:
+    """`[N, K]` and its `[K]` companions, checked and in one dtype."""
+    check_float(**{name: points}, **per_objective)
+    if points.ndim != 2 or points.shape[1] == 0:
+        raise ValueError(f"{name} must have shape [N, K], one column per objective, got {list(points.shape)}")
+    points = upcast(points)
+    for other, x in per_objective.items():
+        if x.shape != points.shape[1:]:
+            raise ValueError(
+                f"{other} must have one entry per objective, {list(points.shape[1:])}, got {list(x.shape)}"
+            )
+    for label, x in {name: points, **per_objective}.items():
+        if readable(x) and x.isnan().any():
+            raise ValueError(f"{label} must not contain NaN")
+    return [points, *(x.to(points.dtype) for x in per_objective.values())]
