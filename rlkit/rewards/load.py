@@ -1,0 +1,77 @@
+"""Find a reward function by name: in a file or in an installed module."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """The function named by `"my_rewards.py:score"` (a file) or `"package.module:score"` (an importable module).
+
+    A file is run as a module of its own, afresh at each call; its folder is appended to `sys.path`, so that it may
+    import files next to it. Errors name what was looked for: ValueError (the form of `spec`), FileNotFoundError,
+    ModuleNotFoundError, AttributeError (with the functions that are there), TypeError (not callable), and ImportError
+    with the traceback where the user's code fails while it is imported.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not (colon and place and name.isidentifier()):
+        raise ValueError(f"a function is named 'file.py:function' or 'package.module:function', got {spec!r}")
+    module = _from_file(Path(place).expanduser()) if place.endswith(".py") else _from_module(place)
+    if not hasattr(module, name):
+        there = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise AttributeError(f"{place} has no {name!r}; it has {there}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise TypeError(f"{spec} is not a function but {type(function).__name__} {repr(function)[:80]}")
+    return function
+
+
+def _from_file(path: Path) -> ModuleType:
+    path = path.absolute()
+    if not path.is_file():
+        near = sorted(p.name for p in path.parent.glob("*.py"))[:8] if path.parent.is_dir() else "no such folder"
+        raise FileNotFoundError(f"no file {path} (Python files in that folder: {near})")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    name = f"_rlkit_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # a .py file always has a loader
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        raise _import_error(str(path), error) from error
+    return module
+
+
+def _from_module(place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise _import_error(place, error) from error
+        hint = f"; the file is here: use '{place}.py:...'" if Path(f"{place}.py").is_file() else ""
+        raise ModuleNotFoundError(f"no module {error.name!r}{hint} (a file is given with its suffix .py)") from None
+    except Exception as error:
+        raise _import_error(place, error) from error
+
+
+def _import_error(place: str, error: BaseException) -> ImportError:
+    """The user's part of the traceback inside the message, without the machinery of importing."""
+    frames = error.__traceback__
+    while frames and (
+        frames.tb_frame.f_code.co_filename == __file__ or "importlib" in frames.tb_frame.f_code.co_filename
+    ):
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames, chain=False))
+    return ImportError(f"{place} failed while it was imported:\n{text}")

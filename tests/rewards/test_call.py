@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from rlkit.rewards import Reward, RewardError, Sample, score
+
+
+def samples(*texts, **extra):
+    return [Sample(t, {"answer": t.upper()}, 10 + i, {k: v[i] for k, v in extra.items()}) for i, t in enumerate(texts)]
+
+
+async def run(function, items, timeout_s=5.0):
+    return await score(function, items, timeout_s=timeout_s)
+
+
+def per_sample(completion, row):
+    return len(completion) + (row["answer"] == completion.upper()) / 4
+
+
+def batched(completions, rows):
+    return [per_sample(c, r) for c, r in zip(completions, rows, strict=True)]
+
+
+async def per_sample_async(completion, row):
+    await asyncio.sleep(0.02 / len(completion))  # later samples are done first
+    return per_sample(completion, row)
+
+
+async def batched_async(completions, rows):
+    await asyncio.sleep(0)
+    return tuple(batched(completions, rows))
+
+
+class Callable_:
+    def __call__(self, completion, row):
+        return per_sample(completion, row)
+
+
+class AsyncCallable:
+    async def __call__(self, completion, row):
+        return per_sample(completion, row)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        per_sample,
+        batched,
+        per_sample_async,
+        batched_async,
+        Callable_(),
+        AsyncCallable(),
+        lambda text, example: per_sample(text, example),
+        lambda *args: per_sample(*args),
+        partial(lambda scale, text, row: per_sample(text, row) * scale, 1.0),
+        lambda completions, rows: np.array(batched(completions, rows)),
+        lambda completions, rows: torch.tensor(batched(completions, rows)),
+    ],
+)
+async def test_every_form_gives_the_same_rewards_in_order(function):
+    got = await run(function, samples("a", "bb", "ccc", "dddd"))
+    assert got == [Reward(1.25), Reward(2.25), Reward(3.25), Reward(4.25)]
+    assert all(type(r.reward) is float for r in got)
+
+
+async def test_no_samples_call_nothing():
+    assert await run(lambda completion, row: 1 / 0, []) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (0.5, 0.5),
+        (np.float32(0.5), 0.5),
+        (np.bool_(True), 1.0),
+        (np.array(2), 2.0),
+        (np.int64(3), 3.0),
+        (torch.tensor(0.25), 0.25),
+    ],
+)
+async def test_scalars_of_all_libraries_are_numbers(value, number):
+    (got,) = await run(lambda completion, row: value, samples("a"))
+    assert got == Reward(number)
+    assert type(got.reward) is float
+
+
+async def test_a_dict_gives_reward_score_and_metrics():
+    (got,) = await run(lambda c, r: {"reward": 1, "score": np.float32(0.5), "format": True, "len": 3}, samples("a"))
+    assert got == Reward(1.0, 0.5, {"format": 1.0, "len": 3.0})
+
+
+async def test_further_parameters_are_filled_by_name():
+    items = samples("a", "b", truncated=[True, False], tag=["x", "y"])
+
+    def one(completion, row, tag, truncated=None, *, absent=7):
+        return {"reward": absent, "cut": truncated, "is_x": tag == "x"}
+
+    assert [r.metrics for r in await run(one, items)] == [{"cut": 1.0, "is_x": 1.0}, {"cut": 0.0, "is_x": 0.0}]
+
+    def everything(completion, row, **extra):
+        return sorted(extra) == ["tag", "truncated"]
+
+    assert [r.reward for r in await run(everything, items)] == [1.0, 1.0]
+
+    def lists(completions, rows, truncated):
+        return truncated
+
+    assert [r.reward for r in await run(lists, items)] == [1.0, 0.0]
+
+
+async def test_a_form_that_cannot_be_called_is_refused_before_any_call():
+    with pytest.raises(TypeError, match=r"must take \(completion, row\) or \(completions, rows\), got \(completion\)"):
+        await run(lambda completion: 1, samples("a"))
+    with pytest.raises(TypeError, match=r"asks for \['answer'\].* it may ask for \['truncated'\]; columns .* in `row`"):
+        await run(lambda completion, row, answer: 1, samples("a", truncated=[True]))
+    with pytest.raises(ValueError, match="timeout_s must be positive"):
+        await run(per_sample, samples("a"), timeout_s=0)
+
+
+def fails_at_b(value):
+    """Rewards 1 for all but the completion b."""
+
+    def function(completion, row):
+        if completion != "b":
+            return 1.0
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    return function
+
+
+BAD = [
+    (
+        ZeroDivisionError("by zero"),
+        r"ZeroDivisionError: by zero \(test_call\.py, line \d+\)",
+        "return what such an answer",
+    ),
+    (SystemExit(3), r"SystemExit: 3 \(test_call\.py", "return what such"),
+    (TimeoutError("mine"), r"TimeoutError: mine \(test_call\.py", "return what such"),
+    (None, "returned NoneType None", "without `return`"),
+    (float("nan"), "returned nan", "division or logarithm"),
+    (np.float32("inf"), "returned inf", "division or logarithm"),
+    ("0.5", "returned str '0.5'", "return a finite number"),
+    ([1.0], r"returned list \[1.0\]", "return a finite number"),
+    (np.ones(1), r"returned ndarray array\(\[1.\]\)", "return a finite number"),
+    (1j, "returned complex 1j", "return a finite number"),
+    ({"score": 1}, r"returned a dict without 'reward' \(keys: \['score'\]\)", "under 'reward'"),
+    ({"reward": None}, "returned NoneType None under 'reward'", "without `return`"),
+    ({"reward": 1, "acc": float("nan")}, "returned nan under 'acc'", "division or logarithm"),
+    ({"reward": 1, "why": "x"}, "returned str 'x' under 'why'", "dict of finite numbers"),
+]
+
+
+@pytest.mark.parametrize("form", ["sync", "async", "batched"])
+@pytest.mark.parametrize(("value", "cause", "fix"), BAD)
+async def test_whatever_goes_wrong_names_function_row_completion_cause_and_fix(value, cause, fix, form):
+    sync = fails_at_b(value)
+
+    async def asynchronous(completion, row):
+        return sync(completion, row)
+
+    def whole(completions, rows):
+        return [sync(c, r) for c, r in zip(completions, rows)]
+
+    function = {"sync": sync, "async": asynchronous, "batched": whole}[form]
+    if form == "async" and isinstance(value, SystemExit):
+        pytest.skip("asyncio itself ends the event loop on SystemExit")
+    with pytest.raises(RewardError, match=cause) as caught:
+        await run(function, samples("a", "b", "b"))
+    message = str(caught.value)
+    assert fix in message.split("\n  fix: ")[1]
+    assert "test_call.py:" in message.split(" failed on ")[0]
+    if form == "batched" and isinstance(value, BaseException):
+        assert caught.value.index is None
+        assert " failed on a batch: " in message
+    else:
+        assert caught.value.index == 11
+        assert " failed on row 11: " in message
+        assert "\n  completion (1 characters): 'b'\n" in message
+    if isinstance(value, BaseException):
+        assert caught.value.__cause__ is value
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        ([1.0], "returned 1 results for 2 completions"),
+        ([1.0] * 3, "returned 3 results for 2 completions"),
+        (1.0, "returned float 1.0 for a batch"),
+        (None, "returned NoneType None for a batch"),
+        ("ab", "returned str 'ab' for a batch"),
+        ({"reward": 1, "score": 2}, "returned dict"),
+        (torch.tensor(1.0), "returned Tensor"),
+    ],
+)
+async def test_a_batch_must_give_one_result_each(value, cause):
+    with pytest.raises(RewardError, match=cause) as caught:
+        await run(lambda completions, rows: value, samples("a", "b"))
+    assert "return a list of 2 numbers or dicts" in str(caught.value)
+
+
+async def test_a_coroutine_from_a_plain_function_is_explained():
+    with pytest.raises(
+        RewardError, match=r"returned coroutine .*\n.*\n  fix: declare the function itself with `async def`"
+    ):
+        await run(lambda completion, row: per_sample_async(completion, row), samples("a"))
+
+
+async def test_a_long_completion_is_shown_by_its_ends():
+    with pytest.raises(RewardError) as caught:
+        await run(lambda c, r: None, samples("x" * 500 + "tail"))
+    assert f"completion (504 characters): '{'x' * 120}' ... '{'x' * 116}tail'" in str(caught.value)
+
+
+async def test_an_alarm_off_the_main_thread_is_explained():
+    def alarmed(completion, row):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return 1.0
+
+    with pytest.raises(RewardError, match=r"signal only works in main thread.*\n.*\n  fix: switch its own alarm off"):
+        await run(alarmed, samples("a"))
+
+
+@pytest.mark.parametrize("form", ["sync", "async", "batched"])
+async def test_a_hanging_call_is_timed_out_alone(form):
+    release = threading.Event()
+    calls = []
+
+    def slow(completion, row):
+        calls.append(completion)
+        if completion == "hang":
+            release.wait(20)
+        time.sleep(0.05)  # three of these are longer than the timeout: it is per call
+        return 1.0
+
+    async def slow_async(completion, row):
+        await asyncio.sleep(20 if completion == "hang" else 0.05)
+        return 1.0
+
+    def whole(completions, rows):
+        return [slow(c, r) for c, r in zip(completions, rows)]
+
+    function = {"sync": slow, "async": slow_async, "batched": whole}[form]
+    start = time.monotonic()
+    try:
+        with pytest.raises(RewardError, match=r"no result after 0\.12 s") as caught:
+            await run(function, samples("a", "b", "c", "hang", "d"), timeout_s=0.12)
+    finally:
+        release.set()
+    assert time.monotonic() - start < 5
+    assert caught.value.index == (None if form == "batched" else 13)
+    assert ("goes on in its thread" in str(caught.value)) == (form != "async")
+    if form == "sync":
+        assert await run(slow, samples("a", "b"), timeout_s=2) == [Reward(1.0), Reward(1.0)]
+        assert "d" not in calls  # nothing more is called after the failure
+
+
+async def test_the_timeout_is_per_call_and_not_per_batch():
+    def slow(completion, row):
+        time.sleep(0.1)
+        return 1.0
+
+    assert len(await run(slow, samples(*"abcdefg"), timeout_s=0.4)) == 7
+
+
+async def test_sync_batches_take_turns_and_async_calls_run_together():
+    active, most = 0, 0
+
+    def sync(completion, row):
+        nonlocal active, most
+        active += 1
+        most = max(most, active)
+        time.sleep(0.002)
+        active -= 1
+        return len(completion)
+
+    batches = [samples(*("x" * (i + 1) for _ in range(3))) for i in range(4)]
+    results = await asyncio.gather(*(run(sync, b, timeout_s=0.5) for b in batches))
+    assert [[r.reward for r in rs] for rs in results] == [[i + 1.0] * 3 for i in range(4)]
+    assert most == 1
+
+    barrier = asyncio.Event()
+    waiting = 0
+
+    async def together(completion, row):
+        nonlocal waiting
+        waiting += 1
+        if waiting == 5:
+            barrier.set()
+        await barrier.wait()
+        return 1
+
+    assert len(await run(together, samples(*"abcde"), timeout_s=2)) == 5
+
+
+async def test_cancelling_stops_the_worker_and_frees_the_next():
+    calls = []
+
+    def slow(completion, row):
+        calls.append(completion)
+        time.sleep(0.03)
+        return 1.0
+
+    task = asyncio.create_task(run(slow, samples(*"abcdefghij")))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    seen = len(calls)
+    assert await run(lambda c, r: 2.0, samples("z")) == [Reward(2.0)]
+    await asyncio.sleep(0.1)
+    assert len(calls) <= seen + 1 < 10
+
+
+def test_one_function_serves_several_event_loops():
+    for _ in range(2):
+        assert asyncio.run(run(per_sample, samples("a"))) == [Reward(1.25)]
+
+
+def test_a_hanging_function_does_not_keep_the_process_alive():
+    code = """
+import asyncio, time
+from rlkit.rewards import RewardError, Sample, score
+try:
+    asyncio.run(score(lambda c, r: time.sleep(60), [Sample("a", {}, 0)], timeout_s=0.1))
+except RewardError as error:
+    print("timed out:", error.index)
+"""
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert (done.stdout, done.stderr) == ("timed out: 0\n", "")
+    assert time.monotonic() - start < 30
+
+
+async def test_64_cheap_calls_cost_less_than_3_ms():
+    async def asynchronous(completion, row):
+        return 1.0
+
+    items = samples(*(str(i) for i in range(64)), truncated=[False] * 64)
+    for function in (lambda c, r, truncated: 1.0, lambda completions, rows: [1.0] * len(rows), asynchronous):
+        times = []
+        for _ in range(30):
+            start = time.perf_counter()
+            await run(function, items)
+            times.append(time.perf_counter() - start)
+        assert min(times) < 0.003

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from rlkit.rewards import load_function
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_file_is_loaded_with_its_neighbours_and_afresh(folder):
+    write(folder / "sub" / "rlkit_test_neighbour.py", "WORTH = 3")
+    source = "from dataclasses import dataclass\nimport rlkit_test_neighbour as n\n@dataclass\nclass A:\n    x: int\n"
+    path = write(folder / "sub" / "my_rewards.py", source + "def score(completion, row): return A(n.WORTH).x")
+    assert load_function(f"{path}:score")("", {}) == 3
+    assert load_function("sub/my_rewards.py:score")("", {}) == 3
+    write(path, "def score(completion, row): return 4")
+    assert load_function("sub/my_rewards.py:score")("", {}) == 4
+
+
+def test_a_file_named_like_a_standard_module_shadows_nothing(folder):
+    write(folder / "math.py", "def score(completion, row): return 5")
+    assert load_function("math.py:score")("", {}) == 5
+    assert load_function("math:sqrt")(9) == 3
+    import math
+
+    assert math.sqrt(4) == 2
+
+
+def test_a_module_is_loaded_by_its_dotted_name(folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    write(folder / "rlkit_test_pkg" / "deep.py", "def score(completion, row): return 6")
+    assert load_function("rlkit_test_pkg.deep:score")("", {}) == 6
+
+
+@pytest.mark.parametrize("spec", ["my_rewards.py", ":score", "my_rewards.py:", "my_rewards.py:a b", ""])
+def test_the_form_of_the_name_is_checked(spec):
+    with pytest.raises(ValueError, match=r"'file\.py:function' or 'package\.module:function', got"):
+        load_function(spec)
+
+
+def test_what_is_missing_is_named_with_what_is_there(folder):
+    write(folder / "mine.py", "import os\nLIMIT = 3\ndef score(c, r): ...\ndef other(c, r): ...")
+    with pytest.raises(ModuleNotFoundError, match=r"no module 'mine'; the file is here: use 'mine\.py:\.\.\.'"):
+        load_function("mine:score")
+    with pytest.raises(FileNotFoundError, match=r"no file .*your\.py \(Python files in that folder: \['mine\.py'\]\)"):
+        load_function("your.py:score")
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        load_function("nowhere/your.py:score")
+    with pytest.raises(AttributeError, match=r"mine\.py has no 'scores'; it has \['other', 'score'\]"):
+        load_function("mine.py:scores")
+    with pytest.raises(TypeError, match=r"mine\.py:LIMIT is not a function but int 3"):
+        load_function("mine.py:LIMIT")
+    with pytest.raises(ModuleNotFoundError, match=r"no module 'rlkit\.nowhere' "):
+        load_function("rlkit.nowhere.deeper:score")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import json\ndef f():\n    return 1 / 0\nf()", r'broken\.py", line 3, in f\n.*\n(.*\n)?ZeroDivisionError'),
+        ("def f(:\n", r'broken\.py", line 1\n(.*\n)+SyntaxError'),
+        ("import rlkit_test_no_such_module", r'broken\.py", line 1.*\n(.*\n)*ModuleNotFoundError: No module named'),
+        ("raise SystemExit(2)", r"broken\.py\", line 1, in <module>\n.*\n(.*\n)?SystemExit: 2"),
+    ],
+)
+def test_code_that_fails_while_imported_shows_its_own_traceback(folder, source, message, monkeypatch):
+    write(folder / "broken.py", source)
+    monkeypatch.syspath_prepend(folder)
+    with pytest.raises(ImportError, match=message) as caught:
+        load_function("broken.py:score")
+    assert "failed while it was imported" in str(caught.value)
+    assert "importlib" not in str(caught.value)
+    assert not [name for name in sys.modules if name.startswith("_rlkit_broken")]
+    if "SystemExit" not in source:
+        with pytest.raises(ImportError, match=message):
+            load_function("broken:score")
