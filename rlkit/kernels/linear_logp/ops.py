@@ -1,8 +1,8 @@
-"""The operators behind `linear_logp`, as the dispatcher, autograd and torch.compile see them, and the exact removal of rows.
+"""The operators behind `linear_logp`, as autograd and torch.compile see them, and the exact removal of rows.
 
-Rows leave in two places: masked ones never enter the forward, and rows whose upstream gradients are all zero (clipped, no
-advantage) never enter the backward. Time goes with the rows that are left; both happen inside an operator, so that no compiler
-sees a shape that depends on data.
+Rows leave in two places: masked ones never enter the forward, and rows whose upstream gradients are all zero (clipped,
+no advantage) never enter the backward. Time goes with the rows that are left. Both happen inside an operator, so that
+no compiler sees a shape that depends on data.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from rlkit.kernels.linear_logp import chunked
-from rlkit.kernels.linear_logp.chunked import Head, Rows
+from rlkit.kernels.linear_logp import chunked, small
+from rlkit.kernels.linear_logp.chunked import Head, row_terms
 from rlkit.kernels.linear_logp.stats import LOWEST, Partials, finish, no_partials
+
+IMPLS: dict[str, Any] = {"chunked": chunked}  # modules with `partials` and `backward`
 
 
 @torch.library.custom_op("rlkit::linear_logp_partials", mutates_args=())
@@ -27,145 +30,179 @@ def partials_op(
     temperature: float,
     softcap: float | None,
     start: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
-    """Statistics `[4, T]` over this part of the vocabulary, and with `keep` the shifted logits of the rows that entered."""
+    impl: str,
+) -> Tensor:
+    """Statistics `[4, T]` over this part of the vocabulary, without a gradient."""
     dtype = chunked.compute_dtype(hidden, weight, bias)
-    head = Head(weight, _finite(bias, dtype), temperature, softcap, start)
-    rows = None if mask is None or bool(mask.all()) else mask.nonzero().squeeze(1)
-    h, t = (hidden, targets) if rows is None else (hidden[rows], targets[rows])
-    kept = hidden.new_empty(_kept_shape(hidden, weight, keep), dtype=dtype)
-    if rows is not None:
-        kept[h.shape[0] :] = 0.0
-    stats = chunked.partials(h, t.long(), head, kept=kept[: h.shape[0]] if keep else None)
+    head = Head(weight, finite(bias, dtype), temperature, softcap, start)
+    rows = present(mask)
     if rows is None:
-        return stats, kept
-    return no_partials(hidden.shape[0], dtype=dtype, device=hidden.device).index_copy_(1, rows, stats), kept
+        return IMPLS[impl].partials(hidden, targets.long(), head)
+    stats = IMPLS[impl].partials(hidden[rows], targets[rows].long(), head)
+    return no_partials(hidden.shape[0], dtype=dtype, device=hidden.device).index_copy_(1, rows, stats)
 
 
 @partials_op.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,  # noqa: ARG001
-    bias: Tensor | None,
-    mask: Tensor | None,  # noqa: ARG001
-    temperature: float,  # noqa: ARG001
-    softcap: float | None,  # noqa: ARG001
-    start: int,  # noqa: ARG001
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
-    dtype = chunked.compute_dtype(hidden, weight, bias)
-    return hidden.new_empty(4, hidden.shape[0], dtype=dtype), hidden.new_empty(
-        _kept_shape(hidden, weight, keep), dtype=dtype
-    )
+def _(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, *_: Any) -> Tensor:  # noqa: ARG001
+    return hidden.new_empty(4, hidden.shape[0], dtype=chunked.compute_dtype(hidden, weight, bias))
 
 
 @torch.library.custom_op("rlkit::linear_logp", mutates_args=())
 def logp_op(
-    hidden: Tensor,  # noqa: ARG001
-    weight: Tensor,  # noqa: ARG001
-    targets: Tensor,  # noqa: ARG001
-    stats: Tensor,
-    kept: Tensor,  # noqa: ARG001
-    bias: Tensor | None,  # noqa: ARG001
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
     mask: Tensor | None,
-    temperature: float,  # noqa: ARG001
-    softcap: float | None,  # noqa: ARG001
-    start: int,  # noqa: ARG001
-) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy from the statistics of the whole vocabulary; gradients for this part of it."""
-    out = finish(Partials(*stats))
-    if mask is None:
-        return out.logp, out.entropy
-    zero = stats.new_zeros(())
-    return torch.where(mask, out.logp, zero), torch.where(mask, out.entropy, zero)
+    temperature: float,
+    softcap: float | None,
+    keep: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """logp and entropy, and for the backward offset, sum, and with `keep` the log-probs of the rows that entered."""
+    if not keep:
+        stats = partials_op(hidden, weight, targets, bias, mask, temperature, softcap, 0, impl)
+        return *finish(Partials(*stats)), stats[0].clone(), stats[1].clone(), stats.new_empty(0, 0)
+    head = Head(weight, finite(bias, chunked.compute_dtype(hidden, weight, bias)), temperature, softcap)
+    rows, num_rows = present(mask), hidden.shape[0]
+    if rows is None:
+        logp, entropy, offset, kept = small.forward(hidden, targets.long(), head)
+    else:
+        *values, kept = small.forward(hidden[rows], targets[rows].long(), head)
+        logp, entropy, offset = (x.new_zeros(num_rows).index_copy_(0, rows, x) for x in values)
+        kept = pad(kept, (0, 0, 0, num_rows - rows.numel()))
+    return logp, entropy, offset, logp.new_empty(0), kept
 
 
 @logp_op.register_fake
-def _(hidden: Tensor, weight: Tensor, targets: Tensor, stats: Tensor, *_: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, bias, *_, keep, _ = rest
+    num_rows, dtype = hidden.shape[0], chunked.compute_dtype(hidden, weight, bias)
+    shapes = [(num_rows,)] * 3 + ([(0,), (num_rows, weight.shape[0])] if keep else [(num_rows,), (0, 0)])
+    return tuple(hidden.new_empty(shape, dtype=dtype) for shape in shapes)
+
+
+@torch.library.custom_op("rlkit::linear_logp_shard", mutates_args=())
+def shard_op(
+    hidden: Tensor,  # noqa: ARG001
+    weight: Tensor,  # noqa: ARG001
+    targets: Tensor,  # noqa: ARG001
+    bias: Tensor | None,  # noqa: ARG001
+    mask: Tensor | None,  # noqa: ARG001
+    temperature: float,  # noqa: ARG001
+    softcap: float | None,  # noqa: ARG001
+    start: int,  # noqa: ARG001
+    stats: Tensor,
+    impl: str,  # noqa: ARG001
+) -> tuple[Tensor, Tensor]:
+    """logp and entropy from the statistics `[4, T]` of the whole vocabulary, with gradients to this part of it."""
+    logp, entropy = finish(Partials(*stats))
+    return logp, entropy
+
+
+@shard_op.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    stats = args[8]
     return stats.new_empty(stats.shape[1]), stats.new_empty(stats.shape[1])
 
 
 @torch.library.custom_op("rlkit::linear_logp_backward", mutates_args=())
 def backward_op(
-    g_logp: Tensor,
-    g_entropy: Tensor,
+    g_logp: Tensor | None,
+    g_entropy: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    stats: Tensor,
-    logp: Tensor,
-    entropy: Tensor,
-    kept: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
+    saved: list[Tensor],
+    kept: Tensor | None,
     temperature: float,
     softcap: float | None,
     start: int,
+    impl: str,
     need: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias (`[0]` where not needed), from the rows with a non-zero upstream gradient."""
-    alive = (g_logp != 0) | (g_entropy != 0)
-    alive = alive if mask is None else alive & mask
-    entropy_grad = g_entropy if bool((g_entropy != 0).any()) else None
-    rows = Rows(targets.long(), stats[0], stats[1], logp, entropy, g_logp, entropy_grad)
-    index = None if bool(alive.all()) else alive.nonzero().squeeze(1)
-    used = kept if kept.numel() else None
-    if index is not None:
-        if used is not None:
-            used = used[index if mask is None else (mask.cumsum(0) - 1)[index]]
-        rows = Rows(*(None if x is None else x[index] for x in rows))  # type: ignore[arg-type]
-    head = Head(weight, _finite(bias, stats.dtype), temperature, softcap, start)
-    h = hidden if index is None else hidden[index]
-    out = chunked.backward(h, head, rows, need=(need[0], need[1], need[2]), kept=used)
-    d_hidden = out.hidden
-    if d_hidden is not None and index is not None:
-        d_hidden = torch.zeros_like(hidden).index_copy_(0, index, d_hidden)
+    """Gradients of hidden, weight and bias (`[0]` where not needed), from rows with a non-zero upstream gradient."""
+    g_entropy = None if g_entropy is None or not g_entropy.any() else g_entropy
+    g_logp = torch.zeros_like(saved[0]) if g_logp is None else g_logp
+    alive = g_logp != 0 if g_entropy is None else (g_logp != 0) | (g_entropy != 0)
+    rows = present(alive if mask is None else alive & mask)
+    head = Head(weight, finite(bias, g_logp.dtype), temperature, softcap, start)
+    h, t, g_l, g_h, logp, entropy, offset = (
+        _take(x, rows) for x in (hidden, targets.long(), g_logp, g_entropy, *saved[:3])
+    )
+    if kept is None:
+        terms = row_terms(t, offset, _take(saved[3], rows), logp, entropy, g_l, g_h)
+        d_hidden, d_weight, d_bias = IMPLS[impl].backward(h, head, terms, need=need)
+    else:  # its rows are those that entered the forward, in order
+        entered = rows if rows is None or mask is None else (mask.cumsum(0) - 1)[rows]
+        kept_rows = small.KeptRows(t, logp, entropy, offset, g_l, g_h)
+        d_hidden, d_weight, d_bias = small.backward(h, head, _take(kept, entered), kept_rows, need=need)
+    if d_hidden is not None and rows is not None:
+        d_hidden = torch.zeros_like(hidden).index_copy_(0, rows, d_hidden)
+    none = hidden.new_empty
     return (
-        hidden.new_empty(0) if d_hidden is None else d_hidden,
-        weight.new_empty(0) if out.weight is None else out.weight,
-        hidden.new_empty(0) if out.bias is None or bias is None else out.bias.to(bias.dtype),
+        none(0) if d_hidden is None else d_hidden,
+        none(0, dtype=weight.dtype) if d_weight is None else d_weight,
+        none(0) if d_bias is None or bias is None else d_bias.to(bias.dtype),
     )
 
 
 @backward_op.register_fake
-def _(
-    g_logp: Tensor,
-    g_entropy: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *rest: Any,  # noqa: ARG001
-) -> tuple[Tensor, Tensor, Tensor]:
-    bias, need = rest[4], rest[-1]
-    return (
-        torch.empty_like(hidden) if need[0] else hidden.new_empty(0),
-        torch.empty_like(weight) if need[1] else weight.new_empty(0),
-        torch.empty_like(bias) if need[2] else hidden.new_empty(0),
+def _(*args: Any) -> tuple[Tensor, ...]:
+    hidden, weight, _, bias = args[2:6]
+    wanted = zip((hidden, weight, hidden if bias is None else bias), args[-1], strict=True)
+    return tuple(torch.empty_like(x) if needed else x.new_empty(0) for x, needed in wanted)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, targets, bias, mask, temperature, softcap, _, impl = inputs
+    logp, entropy, offset, total, kept = output
+    ctx.mark_non_differentiable(offset, total, kept)
+    _save(
+        ctx,
+        (hidden, weight, targets, bias, mask),
+        (logp, entropy, offset, total),
+        kept,
+        (temperature, softcap, 0, impl),
     )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, weight, targets, stats, kept, bias, mask, *ctx.head = inputs
-    ctx.save_for_backward(hidden, weight, targets, stats, *output, kept, bias, mask)
+def _shard_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, temperature, softcap, start, stats, impl = inputs
+    _save(ctx, tensors, (*output, *stats[:2]), None, (temperature, softcap, start, impl))
 
 
-def _backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad
-    need = [needs[0], needs[1], needs[5]]
-    grads = backward_op(g_logp, g_entropy, *ctx.saved_tensors, *ctx.head, need)
-    d_hidden, d_weight, d_bias = (g if wanted else None for g, wanted in zip(grads, need, strict=True))
-    return d_hidden, d_weight, None, None, None, d_bias, None, None, None, None
+def _save(ctx: Any, inputs: Any, saved: Any, kept: Tensor | None, constants: tuple[Any, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, *saved, kept if kept is not None and kept.numel() else None)
+    ctx.constants = constants
+
+
+def _backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    *inputs, logp, entropy, offset, total, kept = ctx.saved_tensors
+    wanted = ctx.needs_input_grad
+    need = [wanted[0], wanted[1], wanted[3]]
+    saved = [logp, entropy, offset, total]
+    grads = backward_op(g_logp, g_entropy, *inputs, saved, kept, *ctx.constants, need)
+    d_hidden, d_weight, d_bias = (g if needed else None for g, needed in zip(grads, need, strict=True))
+    return d_hidden, d_weight, None, d_bias, *[None] * (len(wanted) - 4)
 
 
 logp_op.register_autograd(_backward, setup_context=_setup)
+shard_op.register_autograd(_backward, setup_context=_shard_setup)
 
 
-def _kept_shape(hidden: Tensor, weight: Tensor, keep: bool) -> tuple[int, ...]:
-    return (hidden.shape[0], weight.shape[0]) if keep else (0, 0)
+def present(mask: Tensor | None) -> Tensor | None:
+    """Indices of the True rows, or None when all of them are."""
+    return None if mask is None or bool(mask.all()) else mask.nonzero().squeeze(1)
 
 
-def _finite(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A bias of -inf (a banned entry) as a huge finite one: e^(z - max) * (z - max) is then 0 and not NaN."""
+def _take(x: Any, rows: Tensor | None) -> Any:
+    return x if x is None or rows is None else x[rows]
+
+
+def finite(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A bias of -inf (a banned entry) as a huge finite one: e^(z - max) (z - max) is then 0 and not NaN."""
     return None if bias is None else bias.to(dtype).clamp(min=LOWEST)

@@ -1,4 +1,4 @@
-"""The definition of `linear_logp` in plain torch: what every other implementation must equal. Runs in fp64 for truth."""
+"""The definition of `linear_logp` in plain torch, which every implementation must equal; in fp64 it is the truth."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def linear_logp(
     softcap: float | None = None,
     mask: Bool[Tensor, "T"] | None = None,
 ) -> LogProbs:
-    """Log-softmax of the logits, by rows, each chunk of rows computed again in the backward: memory is one chunk of logits."""
+    """Log-softmax of the logits by chunks of rows, each computed again in the backward: memory is one chunk."""
     double = torch.float64 in (hidden.dtype, weight.dtype)
     dtype = torch.float64 if double else torch.float32
     rows = torch.arange(hidden.shape[0], device=hidden.device) if mask is None else mask.nonzero().squeeze(1)

@@ -14,11 +14,13 @@ LOWEST = -1e30  # stands for "no logit": finite, so that a difference of two of 
 
 
 class Partials(NamedTuple):
-    """Statistics of logits z over any part of the vocabulary, one entry per row, fp32 (fp64 for fp64 inputs).
+    """Statistics of the logits z over any part of the vocabulary, one entry per row, fp32 (fp64 for fp64 inputs).
 
-        max = max_j z_j      sum = sum_j e^(z_j - max)      dot = sum_j e^(z_j - max) (z_j - max)      target = z_target
+        max = max_j z_j                            dot = sum_j e^(z_j - max) (z_j - max)
+        sum = sum_j e^(z_j - max)                  target = z_target
 
-    A part without the row's target has `target` = -1e30; an empty part is (-1e30, 0, 0, -1e30), the identity of `combine`.
+    A part without the row's target has `target` -1e30. An empty part, and a row that was masked out, has
+    (-1e30, 0, 0, -1e30): the identity of `combine`.
     """
 
     max: Float[Tensor, "T"]
@@ -30,11 +32,13 @@ class Partials(NamedTuple):
 def combine(a: Partials, b: Partials) -> Partials:
     """Statistics of the union of two disjoint parts of the vocabulary.
 
-        max = max(a.max, b.max)     sum = sum_i i.sum e^(d_i)     dot = sum_i e^(d_i) (i.dot + d_i i.sum)     d_i = i.max - max
+        max = max(a.max, b.max)       d_i = i.max - max       for i = a, b
+        sum = sum_i e^(d_i) i.sum
+        dot = sum_i e^(d_i) (i.dot + d_i i.sum)
 
-    Associative and commutative, with the empty part as identity: one rule for tiles, splits and vocabulary shards on several
-    ranks, even or not. Over ranks: all-gather `torch.stack(partials)` (`[4, T]`), then `functools.reduce(combine, ...)` in
-    rank order, so that every rank gets the same bits.
+    Associative and commutative, with the empty part as identity: one rule for tiles, splits, and vocabulary shards on
+    several ranks, even or not. Over ranks: all-gather `torch.stack(partials)`, `[4, T]`, then
+    `functools.reduce(combine, ...)` in rank order, so that every rank holds the same bits.
     """
     peak = torch.maximum(a.max, b.max)
     shift_a, shift_b = a.max - peak, b.max - peak
@@ -47,37 +51,36 @@ def combine(a: Partials, b: Partials) -> Partials:
 def finish(partials: Partials) -> LogProbs:
     """Log-probability and entropy from the statistics of the whole vocabulary.
 
-        logp = (target - max) - log sum      entropy = log sum - dot / sum
+        logp = (target - max) - log sum            entropy = log sum - dot / sum
 
-    The maximum is never added back, so a common offset of the logits costs no digits, and peaked rows keep theirs: at logits of
-    size 500 the error is 4e-6 where subtracting a logsumexp in the same precision has 3e-5. Rows without any logit give 0.
+    The maximum is never added back, so a common offset of the logits costs no digits and peaked rows keep theirs: with
+    logits near +500 the error is 4e-6, against 3e-5 for subtracting a logsumexp of the same precision. Rows without any
+    logit (masked out) give 0.
     """
     some = partials.sum > 0
-    total = torch.where(some, partials.sum, torch.ones_like(partials.sum))
+    total = torch.where(some, partials.sum, 1.0)
     log_sum = total.log()
-    logp = torch.where(some, (partials.target - partials.max) - log_sum, torch.zeros_like(total))
-    return LogProbs(logp, log_sum - partials.dot / total)
+    return LogProbs(torch.where(some, (partials.target - partials.max) - log_sum, 0.0), log_sum - partials.dot / total)
 
 
-def no_partials(num_rows: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The identity of `combine`, stacked: `[4, T]`."""
+def no_partials(num_rows: int, *, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "4 T"]:
+    """The identity of `combine`, stacked."""
     out = torch.empty(4, num_rows, dtype=dtype, device=device)
     out[0], out[1], out[2], out[3] = LOWEST, 0.0, 0.0, LOWEST
     return out
 
 
-def local_targets(targets: Tensor, *, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Target ids relative to the `size` columns from `start`: `[T, 1]` (clamped into range), and whether each is inside."""
-    local = targets - start
-    inside = (local >= 0) & (local < size)
-    return torch.where(inside, local, 0).unsqueeze(1), inside
+def local_targets(targets: Tensor, *, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """Target ids relative to the `width` columns from `first`, clamped into them, and which were inside: `[T, 1]`."""
+    local = targets.unsqueeze(1) - first
+    inside = (local >= 0) & (local < width)
+    return torch.where(inside, local, 0), inside
 
 
-def tile_partials(z: Tensor, targets: Tensor, *, start: int, scratch: Tensor) -> Partials:
-    """Statistics of one tile of logits whose first column is vocabulary entry `start`. Overwrites `z` by z - max."""
-    index, inside = local_targets(targets, start=start, size=z.shape[1])
+def tile_partials(z: Tensor, targets: Tensor, *, first: int, scratch: Tensor) -> Partials:
+    """Statistics of a tile of logits whose first column is vocabulary entry `first`. Overwrites `z` by z - max."""
+    index, inside = local_targets(targets, first=first, width=z.shape[1])
     peak = z.amax(1)
-    target = torch.where(inside, z.gather(1, index).squeeze(1), LOWEST)
-    z.sub_(peak.unsqueeze(1))
-    torch.exp(z, out=scratch)
+    target = torch.where(inside, z.gather(1, index), LOWEST).squeeze(1)
+    torch.exp(z.sub_(peak.unsqueeze(1)), out=scratch)
     return Partials(peak, scratch.sum(1), torch.linalg.vecdot(scratch, z), target)

@@ -1,0 +1,70 @@
+"""Problems whose logits take a few MB altogether: one tile, kept as log-probabilities, and few operations.
+
+With p = e^log_p, and upstream gradients g_l of logp and g_h of the entropy,
+
+    dz_j = g_l [j = target] - p_j (g_l + g_h (entropy + log_p_j))
+
+Next to computing the logits again this saves one matrix product of four, and most of the overhead of small operations.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkit.kernels.linear_logp.chunked import Grads, Head, compute_dtype, logits_into
+
+KEEP_BYTES = 16 << 20
+
+
+class KeptRows(NamedTuple):
+    """What the backward reads per row, all `[T]`: saved values and upstream gradients (`g_entropy` None: zero)."""
+
+    targets: Tensor
+    logp: Tensor
+    entropy: Tensor
+    lse: Tensor
+    g_logp: Tensor
+    g_entropy: Tensor | None
+
+
+def fits(num_rows: int, vocab: int, dtype: torch.dtype) -> bool:
+    """Whether all logits together are small enough to be kept for the backward."""
+    return num_rows * vocab * dtype.itemsize <= KEEP_BYTES
+
+
+def forward(hidden: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logp, entropy, logsumexp (0 without a softcap, which alone needs it), and the log-probabilities `[T, V]`."""
+    dtype = compute_dtype(hidden, head.weight, head.bias)
+    h, w, index = hidden.to(dtype), head.weight.to(dtype), targets.unsqueeze(1)
+    z = h.new_empty(h.shape[0], w.shape[0])
+    logits_into(z, h, w, head.bias, head)
+    log_p = z.log_softmax(1)
+    logp = log_p.gather(1, index).squeeze(1)
+    lse = torch.zeros_like(logp) if head.softcap is None else z.gather(1, index).squeeze(1) - logp
+    return logp, torch.linalg.vecdot(torch.exp(log_p, out=z), log_p).neg_(), lse, log_p
+
+
+def backward(hidden: Tensor, head: Head, log_p: Tensor, rows: KeptRows, *, need: list[bool]) -> Grads:
+    """Gradients of `hidden`, `weight` and `bias` as far as `need` asks for them."""
+    targets, logp, entropy, lse, g_logp, g_entropy = rows
+    scale = (g_logp / -head.temperature).unsqueeze(1)
+    d = log_p.exp()
+    if g_entropy is None:
+        d.mul_(scale)
+        at_target = logp.expm1().unsqueeze(1).mul_(scale)
+    else:
+        slope = (g_entropy / -head.temperature).unsqueeze(1)
+        d.mul_(torch.addcmul(torch.addcmul(scale, slope, entropy.unsqueeze(1)), slope, log_p))
+        logp, entropy = logp.unsqueeze(1), entropy.unsqueeze(1)
+        at_target = scale * logp.expm1() + slope * logp.exp() * (logp + entropy)
+    d.scatter_(1, targets.unsqueeze(1), at_target)
+    if head.softcap is not None:  # d softcap * tanh(x / softcap) / dx = 1 - (z temperature / softcap)^2
+        d.addcmul_(d, (log_p + lse.unsqueeze(1)).mul_(head.temperature / head.softcap).square_(), value=-1)
+    return Grads(
+        torch.mm(d, head.weight.to(d.dtype)).to(hidden.dtype) if need[0] else None,
+        torch.mm(d.t(), hidden.to(d.dtype)).to(head.weight.dtype) if need[1] else None,
+        d.sum(0) if need[2] else None,
+    )
