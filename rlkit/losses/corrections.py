@@ -15,9 +15,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp, check_mask, masked, upcast
+from rlkit._tensors import bounded_exp, check_float, check_mask, masked, upcast
 from rlkit.losses._inputs import check_alone, check_at_least, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio
+from rlkit.rollout.sampling import kept_support
 from rlkit.segments import broadcast_to_tokens, seq_sum
 
 
@@ -33,6 +34,8 @@ def tis(
     OpenRLHF and slime (`--tis-clip`) alike; RL2 takes the *current* log-probs over the rollout's and scales the KL too.
     Reference: https://fengyao.notion.site/off-policy-rl, verl PR#2953.
     """
+    check_positive(max_weight=max_weight)
+    check_positive(max_weight=max_weight)
     return clipped_is(log_ratio, low=0.0, high=max_weight, mask=mask)
 
 
@@ -48,7 +51,6 @@ def clipped_is(
     Reference: slime examples/train_infer_mismatch_helper/mis.py.
     """
     check_at_least(0, low=low)
-    check_positive(high=high)
     check_at_least(low, high=high)
     (log_ratio,) = prepared(mask, log_ratio=log_ratio.detach())
     return masked(bounded_exp(log_ratio).clamp(low, high), mask)
@@ -229,27 +231,28 @@ def log_kept_mass(
 
         S = sum of the kept probabilities              top_k = 0 and top_p = 1 are off: log S = 0
 
-    `logits` are temperature-scaled. Top-k keeps the k largest; top-p then keeps, of the renormalised rest, the smallest
-    set of largest probabilities whose sum reaches top_p, at least one. Among equal logits the lower index comes first.
-    Use: the engine reports the untruncated `rollout_logp`; what it sampled from is `truncated_logp(rollout_logp, log
-    S)`.
-    Differs: slime replays the engine's own keep mask; TRL#6789 and SkyRL PR#883 describe the bias and leave it.
+    `logits` are temperature-scaled. Kept is what `rlkit.rollout.sampling.kept_support` keeps: rank below top_k, and
+    less than top_p of the probability strictly before the token.
+    Use: the engine reports the untruncated `rollout_logp`; what it sampled from is
+    `truncated_logp(rollout_logp, log_kept_mass(logits, ...))`. Memory: several copies of [*shape, V], and a sort.
+    Differs: both conditions look at the full distribution, as in SGLang; HF `generate` and vLLM renormalise what top-k
+    left before top-p. slime replays the engine's own keep mask; TRL#6789 and SkyRL PR#883 describe the bias and leave
+    it.
     Reference: https://github.com/huggingface/trl/issues/6789
     """
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
     check_at_least(0, top_k=top_k)
-    check_mask(mask, logits=logits[..., 0])
+    check_float(logits=logits)
+    check_mask(mask, positions=logits[..., 0])
     logits = masked(upcast(logits.detach()), None if mask is None else mask.unsqueeze(-1))
-    logp = torch.sort(logits.log_softmax(-1), dim=-1, descending=True, stable=True).values
-    if top_k:
-        logp = logp[..., :top_k]
-    share = logp.softmax(-1)
-    before = share.cumsum(-1) - share
-    kept = (before < top_p) if top_p < 1 else torch.ones_like(share, dtype=torch.bool)
-    kept[..., 0] = True
-    full = kept.all(-1) & (logp.shape[-1] == logits.shape[-1])
-    return torch.where(full, 0, torch.where(kept, logp, -torch.inf).logsumexp(-1).clamp(max=0))
+    logp = logits.reshape(-1, logits.shape[-1]).log_softmax(-1)
+    if top_p == 1 and top_k == 0:
+        return logp.new_zeros(logits.shape[:-1])
+    rows = (logp.shape[0],)
+    kept = kept_support(logp.exp(), top_p=logp.new_full(rows, top_p), top_k=torch.full(rows, top_k).to(logp.device))
+    mass = torch.where(kept, logp, -torch.inf).logsumexp(-1).clamp(max=0).view(logits.shape[:-1])
+    return masked(torch.where(kept.all(-1).view_as(mass), 0, mass), mask)
 
 
 def truncated_logp(
