@@ -150,8 +150,8 @@ def sapo(
 
         loss = -A (4 / tau) sigmoid(tau (r - 1))          tau = tau_pos where A > 0, tau_neg where A <= 0
 
-    Coefficient: c = 4 p (1 - p) r with p = sigmoid(tau (r - 1)); it falls off smoothly on both sides of 1, whatever the
-    sign of A, and faster for a larger tau.
+    Coefficient: c = 4 p (1 - p) r with p = sigmoid(tau (r - 1)), whatever the sign of A: 1 at r = 1, at tau 1 at most
+    1.6 near r = 2, then towards 0, sooner for a larger tau. No hard clip.
     Limits: at r = 1 the gate is 2 / tau and its slope 1.
     Differs: TRL, verl, SkyRL and AReaL as here (verl bounds log_ratio at +-20). Not in OpenRLHF, slime.
     Reference: arXiv:2511.20347.
