@@ -92,11 +92,14 @@ def test_topk_is_the_divergence_of_k_tokens_and_the_tail(name: str, seed: int, k
 @topk
 def test_topk_of_the_whole_vocabulary_is_the_full_divergence(name: str) -> None:
     student, teacher = logits(6, 7)
-    got = TOPK[name](student.requires_grad_(), *top(teacher, 7), temperature=1.0)
-    want = FULL[name](student, teacher)
+    ids, teacher_logp = top(teacher / 0.6, 7)
+    teacher_logp.requires_grad_()
+    got = TOPK[name](student.requires_grad_(), ids, teacher_logp, temperature=0.6)
+    want = FULL[name](student, teacher, temperature=0.6)
     torch.testing.assert_close(got, want)
     grads = [torch.autograd.grad(x.sum(), student)[0] for x in (got, want)]
     torch.testing.assert_close(*grads)
+    assert torch.autograd.grad(got.sum(), teacher_logp, allow_unused=True) == (None,)
 
 
 def test_topk_keeps_a_tail_too_small_for_a_difference_from_one() -> None:

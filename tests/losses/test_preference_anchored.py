@@ -75,3 +75,5 @@ def test_nash_md_has_the_policy_gradient_of_its_objective() -> None:
     loss = nash_md(logp, ref_logp, win, beta=beta)
     (got,) = torch.autograd.grad((logp.exp().detach() * loss).sum(), theta)
     torch.testing.assert_close(got, want)
+    by_hand = [-x * (w - 0.5 - beta * (x - y)) for x, y, w in zip(logp.tolist(), ref_logp.tolist(), win.tolist())]
+    assert loss.tolist() == pytest.approx(by_hand)

@@ -99,3 +99,18 @@ def test_sft_rpo_and_xpo_add_their_term() -> None:
         rpo = L.rpo(c, r, logp, beta=BETA, sft_coef=0.5)[i].item()
         assert rpo == pytest.approx(pair + 0.5 * -logp[i].item())
         assert L.xpo(c, r, logp, beta=BETA, alpha=0.01)[i].item() == pytest.approx(pair + 0.01 * logp[i].item())
+
+
+@pytest.mark.parametrize(
+    ("score", "f"),
+    [
+        (L.forward_kl_score, lambda u: u - math.log(u)),  # -log u, and u for the constant: f'(1) = 0
+        (L.js_score, lambda u: u * math.log(u) - (u + 1) * math.log((u + 1) / 2)),
+        (partial(L.alpha_score, alpha=0.3), lambda u: (u ** (1 - 0.3) / (0.3 - 1) + u) / 0.3),
+        (partial(L.alpha_score, alpha=0.0), lambda u: u * math.log(u) - u),
+    ],
+)
+@pytest.mark.parametrize("u", [0.2, 1.0, 3.0])
+def test_scores_are_derivatives_of_the_divergences_generators(score, f, u: float) -> None:
+    slope = (f(u + 1e-5) - f(u - 1e-5)) / 2e-5
+    assert score(torch.tensor(math.log(u), dtype=torch.float64)).item() == pytest.approx(slope, abs=1e-8)
