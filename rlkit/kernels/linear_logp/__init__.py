@@ -8,11 +8,22 @@ from torch import Tensor
 from rlkit.kernels.linear_logp import chunked, ops, small
 from rlkit.kernels.linear_logp import reference as _reference
 from rlkit.kernels.linear_logp._checks import check_head, check_targets
+from rlkit.kernels.linear_logp.fused import FusedLoss, fused_loss
 from rlkit.kernels.linear_logp.shards import partials, shard_logp
 from rlkit.kernels.linear_logp.stats import Partials, combine, finish
 from rlkit.types import LogProbs
 
-__all__ = ["Partials", "combine", "finish", "linear_logp", "partials", "shard_logp", "which_impl"]
+__all__ = [
+    "FusedLoss",
+    "Partials",
+    "combine",
+    "finish",
+    "fused_loss",
+    "linear_logp",
+    "partials",
+    "shard_logp",
+    "which_impl",
+]
 
 
 def linear_logp(

@@ -168,9 +168,14 @@ def accumulator(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else torch.zeros_like(x, dtype=dtype)
 
 
+def tile_bytes(device: torch.device) -> int:
+    """The size of a tile of logits on this device."""
+    return CPU_TILE_BYTES if device.type == "cpu" else TILE_BYTES
+
+
 def tile_shape(h: Tensor, vocab: int) -> tuple[int, int]:
     """Rows and columns of a tile: at most the device's budget, and neither side needlessly short."""
-    budget = (CPU_TILE_BYTES if h.device.type == "cpu" else TILE_BYTES) // h.element_size()
+    budget = tile_bytes(h.device) // h.element_size()
     width = max(1, min(vocab, budget // max(1, min(h.shape[0], TILE_ROWS))))
     return max(1, min(h.shape[0], budget // width)), width
 

@@ -1,0 +1,298 @@
+"""A per-token loss and its gradients in one pass over the rows: three matrix products instead of four."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlkit._tensors import check_cu_seqlens, readable
+from rlkit.kernels.linear_logp import chunked
+from rlkit.kernels.linear_logp._checks import check_head, check_targets
+from rlkit.kernels.linear_logp.chunked import (
+    Head,
+    Rows,
+    blocks,
+    columns,
+    compute_dtype,
+    logits_into,
+    row_terms,
+    tile_gradient,
+)
+from rlkit.kernels.linear_logp.ops import finite, present
+from rlkit.kernels.linear_logp.stats import Partials, combine, finish, no_partials, tile_partials
+from rlkit.types import LogProbs
+
+CHUNK_BYTES = 64 << 20
+MIN_ROWS = 512  # fewer make the sum into the weight's gradient, read and written once per chunk, the slowest part
+
+
+class FusedLoss(NamedTuple):
+    """The summed loss, and the values it was made of, detached (0 where the mask is False)."""
+
+    loss: Float[Tensor, ""]
+    logp: Float[Tensor, "T"]
+    entropy: Float[Tensor, "T"]
+
+
+_Wanted = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of hidden, weight, bias
+
+
+class _Tile(NamedTuple):
+    """Logits of the vocabulary entries [first, last), less their row-wise maximum `peak`."""
+
+    first: int
+    last: int
+    u: Tensor
+    peak: Tensor
+
+
+class _Task(NamedTuple):
+    """Everything that is not differentiated: rows that enter, and what to do with them."""
+
+    targets: Tensor
+    rows: Tensor | None
+    row_data: tuple[Tensor, ...]
+    loss_fn: Callable[..., Tensor]
+    cu_seqlens: list[int] | None
+    temperature: float
+    softcap: float | None
+    need: list[bool]
+
+
+@torch.compiler.disable
+def fused_loss(
+    hidden: Float[Tensor, "T D"],
+    weight: Float[Tensor, "V D"],
+    targets: Int[Tensor, "T"],
+    *,
+    loss_fn: Callable[..., Float[Tensor, "R"]],
+    row_data: Sequence[Tensor] = (),
+    bias: Float[Tensor, "V"] | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Bool[Tensor, "T"] | None = None,
+    cu_seqlens: Int[Tensor, "N1"] | None = None,
+) -> FusedLoss:
+    """sum_t loss_fn(LogProbs_t, row_data_t), with all gradients computed on the way: faster, for a loss known up front.
+
+        loss = sum over chunks of rows of loss_fn(linear_logp(hidden, ...), *row_data).sum()
+
+    `loss_fn(out, *row_data)` gets `LogProbs` of R rows and the same R rows of each tensor in `row_data` (first axis T),
+    and returns R weighted losses. It is called once per chunk under autograd, on `[R]` tensors. Whatever it is (clipped
+    surrogate, KL, entropy bonus), three matrix products are enough, because a chunk's logits are still there when their
+    gradient is known. Memory: fp32 gradients and one chunk of logits (64 MB, or 512 rows where those take more). The
+    backward only scales by the upstream gradient, and works once. Gradients flow to `hidden`, `weight` and `bias`, not
+    to `row_data` or to tensors that `loss_fn` closes over.
+
+    `mask`: rows where it is False never enter; `loss_fn` does not see them. In a chunk, rows whose gradient is 0 skip
+    the gradient's products.
+
+    `cu_seqlens`: chunks then hold whole sequences, and `loss_fn(out, *row_data, cu_seqlens=...)` gets their bounds
+    among the rows that entered; a long sequence makes its chunk as long. Without it a loss must be one of each row by
+    itself: on the CPU half of the first chunk is evaluated alone as well, and a loss that changes (a sequence-level
+    ratio, a mean) is refused.
+
+    Example:
+        def loss_fn(out, old_logp, advantages, weights):
+            return weights * ppo_clip(out.logp - old_logp, advantages)
+        fused_loss(hidden, weight, targets, loss_fn=loss_fn, row_data=(old_logp, advantages, w)).loss.backward()
+
+    Limits:     equals `(loss_fn(linear_logp(hidden, weight, targets), *row_data)).sum()` and its gradients.
+    Differs:    from Liger's fused GRPO and DPO losses and from TRL's: any loss, not one kernel per algorithm.
+    Reference:  gradients in the forward: Liger kernel, arXiv:2410.10989, fused linear cross entropy.
+    """
+    check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
+    check_targets(targets, hidden.shape[0], weight.shape[0], mask)
+    for i, x in enumerate(row_data):
+        if x.shape[:1] != hidden.shape[:1]:
+            raise ValueError(f"row_data[{i}] must have first axis T = {hidden.shape[0]}, got {list(x.shape)}")
+    bounds = None
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, hidden.shape[0])
+        bounds = cu_seqlens if mask is None else torch.nn.functional.pad(mask.cumsum(0), (1, 0))[cu_seqlens.long()]
+    needs = torch.is_grad_enabled()
+    task = _Task(
+        targets,
+        present(mask),
+        tuple(x.detach() for x in row_data),
+        loss_fn,
+        None if bounds is None else bounds.tolist(),
+        temperature,
+        softcap,
+        [needs and x is not None and x.requires_grad for x in (hidden, weight, bias)],
+    )
+    return FusedLoss(*_Fused.apply(hidden, weight, bias, task))
+
+
+class _Fused(torch.autograd.Function):
+    """Computes the gradients in the forward and hands them out, scaled, in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tuple[Tensor, ...]:
+        loss, logp, entropy, grads = _run(hidden, weight, bias, task)
+        ctx.grads = grads
+        ctx.mark_non_differentiable(logp, entropy)
+        return loss, logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise RuntimeError(
+                "the gradients of fused_loss were handed out already; call it again for another backward"
+            )
+        grads, ctx.grads = ctx.grads, None
+        g = upstream[0]
+        if readable(g) and g == 1:
+            return *grads, None
+        return *(None if x is None else x.mul_(g) for x in grads), None
+
+
+def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tuple[Tensor, Tensor, Tensor, _Wanted]:
+    dtype, rows = compute_dtype(hidden, weight, bias), task.rows
+    head = Head(weight, finite(bias, dtype), task.temperature, task.softcap)
+    h, targets, *data = (x if rows is None else x[rows] for x in (hidden, task.targets.long(), *task.row_data))
+    d_hidden = torch.zeros_like(h) if task.need[0] else None
+    d_weight = torch.zeros_like(weight, dtype=dtype) if task.need[1] else None
+    d_bias = h.new_zeros(weight.shape[0], dtype=dtype) if task.need[2] else None
+    total, out = h.new_zeros((), dtype=dtype), h.new_zeros(2, h.shape[0], dtype=dtype)
+    chunks = _chunks(h, weight.shape[0], task.cu_seqlens)
+    buffer = h.new_empty(max((c.stop - c.start for c, _ in chunks), default=0) * weight.shape[0], dtype=dtype)
+    for chunk, bounds in chunks:
+        hc, part = h[chunk].to(dtype), [x[chunk] for x in data]
+        tiles, stats = _forward(hc, targets[chunk], head, buffer)
+        values = finish(stats)
+        if chunk.start == 0 and readable(h):
+            _check_rows(task.loss_fn, values, part, bounds)
+        losses, g_logp, g_entropy = _loss_and_slopes(task.loss_fn, values, part, bounds)
+        total += losses.sum()
+        out[:, chunk] = torch.stack(values)
+        if any(task.need):
+            terms = row_terms(targets[chunk], stats.max, stats.sum, *values, g_logp, g_entropy)
+            alive = present(g_logp != 0 if g_entropy is None else (g_logp != 0) | (g_entropy != 0))
+            _backward(hc, head, terms, tiles, alive, None if d_hidden is None else d_hidden[chunk], d_weight, d_bias)
+    if rows is not None:
+        out = out.new_zeros(2, hidden.shape[0]).index_copy_(1, rows, out)
+        d_hidden = None if d_hidden is None else torch.zeros_like(hidden).index_copy_(0, rows, d_hidden)
+    d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+    return (
+        total,
+        out[0],
+        out[1],
+        (d_hidden, d_weight, None if d_bias is None or bias is None else d_bias.to(bias.dtype)),
+    )
+
+
+def _forward(h: Tensor, targets: Tensor, head: Head, buffer: Tensor) -> tuple[list[_Tile], Partials]:
+    """The chunk's logits as tiles in `buffer`, each less its own maximum, and the statistics of its rows."""
+    num_rows, vocab = h.shape[0], head.weight.shape[0]
+    stats, tiles = Partials(*no_partials(num_rows, dtype=h.dtype, device=h.device)), []
+    width = _width(h, vocab)
+    scratch = h.new_empty(num_rows * width)
+    for first, last in blocks(vocab, width):
+        z = buffer[num_rows * first : num_rows * last].view(num_rows, last - first)
+        logits_into(z, h, *columns(head, first, last, h.dtype), head)
+        part = tile_partials(z, targets, first=first, scratch=scratch[: z.numel()].view_as(z))
+        tiles.append(_Tile(first, last, z, part.max))
+        stats = combine(stats, part)
+    return tiles, stats
+
+
+def _backward(
+    h: Tensor,
+    head: Head,
+    rows: Rows,
+    tiles: list[_Tile],
+    alive: Tensor | None,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+    d_bias: Tensor | None,
+) -> None:
+    """Adds the gradients of the chunk's `alive` rows (None: all) to `d_weight` and `d_bias`, and writes `d_hidden`."""
+    if alive is not None:
+        h, rows = h[alive], rows.take(alive)
+    scale = (rows.scale / head.temperature).unsqueeze(1)
+    scaled = h * scale
+    sums = torch.zeros_like(h)
+    buffers = h.new_empty(2, h.shape[0] * _width(h, head.weight.shape[0]))
+    for first, last, u, peak in tiles:
+        if alive is not None:
+            u, peak = u[alive], peak[alive]
+        out, spare = (x[: u.numel()].view_as(u) for x in buffers)
+        u.add_((peak - rows.offset).unsqueeze(1))
+        d = tile_gradient(u, rows, head, first=first, out=out, spare=spare)
+        if d_hidden is not None:
+            sums.addmm_(d, columns(head, first, last, h.dtype)[0])
+        if d_weight is not None:
+            d_weight[first:last].addmm_(d.t(), scaled)
+        if d_bias is not None:
+            d_bias[first:last].addmv_(d.t(), scale.squeeze(1))
+    if d_hidden is not None:
+        sums = sums.mul_(scale).to(d_hidden.dtype)
+        d_hidden.copy_(sums) if alive is None else d_hidden.index_copy_(0, alive, sums)
+
+
+def _loss_and_slopes(
+    loss_fn: Callable[..., Tensor], values: LogProbs, data: list[Tensor], bounds: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Losses of a chunk, and their gradients in logp and entropy (None where the loss does not use the entropy)."""
+    with torch.enable_grad():
+        leaves = LogProbs(*(x.detach().requires_grad_() for x in values))
+        losses = _call(loss_fn, leaves, data, bounds)
+        if losses.shape != values.logp.shape:
+            raise ValueError(
+                f"loss_fn must return one loss per row, {list(values.logp.shape)}, got {list(losses.shape)}; "
+                "leave the sum to fused_loss"
+            )
+        if not losses.requires_grad:
+            return losses, torch.zeros_like(values.logp), None
+        slopes: list[Tensor | None] = list(torch.autograd.grad(losses.sum(), leaves, allow_unused=True))
+    g_logp, g_entropy = slopes
+    used = g_entropy is not None and bool(g_entropy.any())
+    return losses.detach(), torch.zeros_like(values.logp) if g_logp is None else g_logp, g_entropy if used else None
+
+
+def _call(loss_fn: Callable[..., Tensor], out: LogProbs, data: list[Tensor], bounds: Tensor | None) -> Tensor:
+    return loss_fn(out, *data) if bounds is None else loss_fn(out, *data, cu_seqlens=bounds)
+
+
+def _check_rows(loss_fn: Callable[..., Tensor], values: LogProbs, data: list[Tensor], bounds: Tensor | None) -> None:
+    """Half of the rows (sequences) alone must have the losses that they have among the others."""
+    half = values.logp.shape[0] // 2 if bounds is None else int(bounds[(bounds.numel() - 1) // 2])
+    if half == 0:
+        return
+    with torch.no_grad():
+        whole = _call(loss_fn, values, data, bounds)
+        first = LogProbs(*(x[:half] for x in values))
+        some = None if bounds is None else bounds[: (bounds.numel() - 1) // 2 + 1]
+        alone = _call(loss_fn, first, [x[:half] for x in data], some)
+    if whole.ndim and alone.shape == (half,) and torch.allclose(whole[:half], alone, rtol=1e-3, equal_nan=True):
+        return
+    unit = "row" if bounds is None else "sequence"
+    raise ValueError(
+        f"loss_fn must return one loss per row, and that of a {unit} must not depend on the other {unit}s (it did; "
+        "or it returned another shape). For sequence-level ratios pass cu_seqlens; for losses that couple sequences "
+        "use linear_logp and your loss on its output"
+    )
+
+
+def _chunks(h: Tensor, vocab: int, cu_seqlens: list[int] | None) -> list[tuple[slice, Tensor | None]]:
+    """Row ranges of a chunk's size; with `cu_seqlens`, of whole sequences, with their bounds inside the range."""
+    size = max(MIN_ROWS, CHUNK_BYTES // (vocab * 4))
+    if cu_seqlens is None:
+        return [(slice(top, end), None) for top, end in blocks(h.shape[0], size)]
+    out: list[tuple[slice, Tensor | None]] = []
+    begin = 0
+    for i in range(1, len(cu_seqlens)):
+        if i + 1 == len(cu_seqlens) or cu_seqlens[i + 1] - cu_seqlens[begin] > size:
+            bounds = torch.tensor(cu_seqlens[begin : i + 1], device=h.device) - cu_seqlens[begin]
+            out.append((slice(cu_seqlens[begin], cu_seqlens[i]), bounds))
+            begin = i
+    return out
+
+
+def _width(h: Tensor, vocab: int) -> int:
+    return min(vocab, max(1, chunked.tile_bytes(h.device) // (h.element_size() * max(1, h.shape[0]))))

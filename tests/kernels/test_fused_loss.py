@@ -1,0 +1,251 @@
+"""fused_loss equals the same loss on linear_logp's output, in fewer products, for any per-token or sequence loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlkit.kernels.linear_logp import chunked, fused, fused_loss, linear_logp, small
+from rlkit.types import LogProbs
+
+
+def clipped(out: LogProbs, old_logp: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
+    ratio = (out.logp - old_logp).exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return weights * (-surrogate - 0.01 * out.entropy)
+
+
+def no_entropy(out: LogProbs, old_logp: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
+    return -weights * advantages * (out.logp - old_logp).exp()
+
+
+def only_entropy(out: LogProbs, old_logp: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
+    return weights * out.entropy.square()
+
+
+def constant(out: LogProbs, old_logp: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
+    return weights * old_logp
+
+
+def sequence_ratio(out: LogProbs, old_logp: Tensor, advantages: Tensor, weights: Tensor, cu_seqlens: Tensor) -> Tensor:
+    lens = cu_seqlens.diff()
+    total = torch.segment_reduce(out.logp - old_logp, "sum", offsets=cu_seqlens, initial=0)
+    ratio = (total / lens.clamp(min=1)).exp().repeat_interleave(lens)
+    return -weights * advantages * ratio
+
+
+def problem(
+    rows: int, vocab: int, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """[hidden, weight, bias], [old_logp, advantages, weights], targets."""
+    g = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in ((rows, 6), (vocab, 6), (vocab,))]
+    targets = torch.randint(vocab, (rows,), generator=g)
+    old = linear_logp(tensors[0], tensors[1], targets, bias=tensors[2]).logp + 0.3 * torch.randn(rows, generator=g)
+    return tensors, [old, torch.randn(rows, generator=g), torch.rand(rows, generator=g)], targets
+
+
+def both(
+    tensors: list[Tensor],
+    data: list[Tensor],
+    targets: Tensor,
+    loss_fn: Callable[..., Tensor],
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Loss, logp, entropy and gradients (upstream gradient 2.5): fused, and generic."""
+    results = []
+    for fuse in (True, False):
+        hidden, weight, bias = leaves = [x.detach().clone().requires_grad_() for x in tensors]
+        bounds = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+        if fuse:
+            loss, logp, entropy = fused_loss(
+                hidden, weight, targets, bias=bias, loss_fn=loss_fn, row_data=data, mask=mask, **bounds, **options
+            )
+        else:
+            out = linear_logp(hidden, weight, targets, bias=bias, mask=mask, **options)
+            keep = torch.ones(len(targets), dtype=torch.bool) if mask is None else mask
+            if bounds:
+                bounds = {"cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.long), keep.cumsum(0)])[cu_seqlens]}
+            loss = loss_fn(LogProbs(*(x[keep] for x in out)), *(x[keep] for x in data), **bounds).sum()
+            logp, entropy = out
+        grads = torch.autograd.grad(2.5 * loss, leaves, allow_unused=True) if loss.requires_grad else (None,) * 3
+        grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves)]
+        results.append([loss.detach(), logp.detach(), entropy.detach(), *grads])
+    return results[0], results[1]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "MIN_ROWS", 5)
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(chunked, "CPU_TILE_BYTES", 5 * 16 * 8)
+
+
+@pytest.mark.parametrize("loss_fn", [clipped, no_entropy, only_entropy, constant])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "temperature": 0.7}])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.usefixtures("small_chunks")
+def test_equals_the_generic_path(loss_fn: Callable[..., Tensor], options: dict[str, Any], masked: bool) -> None:
+    tensors, data, targets = problem(23, 37)
+    data[2][::6] = 0.0  # no gradient: these rows leave inside a chunk
+    mask = torch.arange(23) % 5 != 2 if masked else None
+    if mask is not None:
+        tensors[0][~mask] = math.nan
+        data[0][~mask] = math.nan
+    got, want = both(tensors, data, targets, loss_fn, mask, **options)
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(0, 20),
+    vocab=st.integers(1, 40),
+    chunk=st.integers(1, 9),
+    tile=st.integers(1, 50),
+    seed=st.integers(0, 99),
+)
+def test_any_shape(rows: int, vocab: int, chunk: int, tile: int, seed: int) -> None:
+    tensors, data, targets = problem(rows, vocab, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "MIN_ROWS", chunk)
+        patch.setattr(fused, "CHUNK_BYTES", 0)
+        patch.setattr(chunked, "CPU_TILE_BYTES", tile * 8)
+        got, want = both(tensors, data, targets, clipped)
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.usefixtures("small_chunks")
+def test_sequence_losses_with_whole_sequences(masked: bool) -> None:
+    """Chunks end where sequences end; one sequence longer than a chunk, two empty ones, and masked tokens."""
+    tensors, data, targets = problem(23, 37)
+    cu = torch.tensor([0, 3, 3, 12, 14, 15, 23, 23])
+    mask = torch.arange(23) % 5 != 2 if masked else None
+    got, want = both(tensors, data, targets, sequence_ratio, mask, cu)
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("small_chunks")
+def test_low_precision_sums_once(dtype: torch.dtype) -> None:
+    """The weight's gradient is rounded once, however many chunks it is summed over (Liger#1391)."""
+    tensors, data, targets = problem(200, 19, dtype=dtype)
+    got, _ = both(tensors, data, targets, clipped)
+    truth, _ = both([x.double() for x in tensors], data, targets, clipped)
+    eps = torch.finfo(dtype).eps
+    for x, y in zip(got, truth):
+        bound = (eps if x.dtype == dtype else 1e-6) * y.abs() + 3e-6 * y.abs().max() + 1e-6
+        assert ((x.double() - y).abs() <= bound).all()
+    assert [x.dtype for x in got] == [torch.float32] * 3 + [dtype] * 3
+
+
+class Products(TorchDispatchMode):
+    """Multiplications in matrix products, by hand: torch's own counter does not know the in-place ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().split("::")[1].split(".")[0].rstrip("_")
+        if name in ("mm", "addmm"):
+            left, right = args[-2:]
+            self.count += left.numel() * right.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+def products(run: Callable[[], Any]) -> int:
+    with Products() as counter:
+        run()
+    return counter.count
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_three_products_and_fewer_for_rows_that_leave() -> None:
+    (hidden, weight, _), data, targets = problem(40, 50, dtype=torch.float32)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    one = 40 * 50 * 6
+
+    def run(mask: Tensor | None = None, weights: Tensor = data[2]) -> int:
+        row_data = (data[0], data[1], weights)
+        return products(
+            lambda: fused_loss(
+                hidden, weight, targets, loss_fn=no_entropy, row_data=row_data, mask=mask
+            ).loss.backward()
+        )
+
+    half = torch.arange(40) % 2 == 0
+    assert run() == 3 * one
+    assert run(mask=half) == 3 * one // 2
+    assert run(weights=torch.where(half, data[2], 0.0)) == 2 * one
+
+
+def test_frozen_tensors_and_no_grad() -> None:
+    (hidden, weight, _), data, targets = problem(9, 12)
+    out = fused_loss(hidden, weight.requires_grad_(), targets, loss_fn=clipped, row_data=data)
+    out.loss.backward()
+    assert hidden.grad is None
+    assert weight.grad is not None
+    with torch.no_grad():
+        quiet = fused_loss(hidden, weight, targets, loss_fn=clipped, row_data=data)
+    assert torch.equal(quiet.loss, out.loss.detach())
+    assert not quiet.loss.requires_grad
+
+
+def test_gradients_are_handed_out_once() -> None:
+    (hidden, weight, _), data, targets = problem(9, 12)
+    loss = fused_loss(hidden, weight.requires_grad_(), targets, loss_fn=clipped, row_data=data).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="handed out already"):
+        loss.backward()
+
+
+def test_losses_that_couple_rows_are_refused() -> None:
+    (hidden, weight, _), data, targets = problem(10, 12)
+
+    def run(loss_fn: Callable[..., Tensor], **options: Any) -> Any:
+        return fused_loss(hidden, weight, targets, loss_fn=loss_fn, row_data=data, **options)
+
+    def ratio_of_all(out: LogProbs, old: Tensor, advantages: Tensor, w: Tensor) -> Tensor:
+        return -w * advantages * (out.logp - old).mean().exp()
+
+    def coupled_sequences(out: LogProbs, old: Tensor, advantages: Tensor, w: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return ratio_of_all(out, old, advantages, w)
+
+    with pytest.raises(ValueError, match="pass cu_seqlens"):
+        run(ratio_of_all)
+    with pytest.raises(ValueError, match="must not depend on the other sequences"):
+        run(coupled_sequences, cu_seqlens=torch.tensor([0, 4, 10]))
+    with pytest.raises(ValueError, match="one loss per row"):
+        run(lambda *a: clipped(*a).sum())
+
+
+def test_errors_name_the_argument() -> None:
+    (hidden, weight, _), data, targets = problem(10, 12)
+    with pytest.raises(ValueError, match=r"row_data\[1\] must have first axis T = 10"):
+        fused_loss(hidden, weight, targets, loss_fn=clipped, row_data=(data[0], data[1][:3], data[2]))
+    with pytest.raises(ValueError, match="cu_seqlens must end at the number of tokens"):
+        fused_loss(hidden, weight, targets, loss_fn=clipped, row_data=data, cu_seqlens=torch.tensor([0, 3]))
+
+
+def test_small_and_large_problems_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generic path keeps small problems; fused_loss must equal it in either regime."""
+    tensors, data, targets = problem(16, 30)
+    kept, _ = both(tensors, data, targets, clipped)
+    monkeypatch.setattr(small, "KEEP_BYTES", 0)
+    _, tiled = both(tensors, data, targets, clipped)
+    for x, y in zip(kept, tiled):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
