@@ -6,6 +6,7 @@ is drawn when some run has its metric.
 
 from __future__ import annotations
 
+import io
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 import tyro
 
 from rlkit.loops.run import read_metrics
+from rlkit.parallel._files import replace_file
 
 
 class Curve(NamedTuple):
@@ -81,8 +83,10 @@ def plot_run(*folders: Path | str, out: Path | str | None = None) -> Path:
         _draw(axis, panel, runs)
     figure.suptitle(", ".join(runs) if len(runs) < 4 else f"{len(runs)} runs")
     target = Path(out) if out is not None else Path(folders[0]) / "metrics.png"
-    figure.savefig(target, dpi=130)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=130)
     plt.close(figure)
+    replace_file(target, picture.getvalue())
     return target
 
 

@@ -24,10 +24,10 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from rlkit.loops.progress import Progress
-from rlkit.parallel._files import replace_file
+from rlkit.parallel._files import append_file, explain_full_disk, replace_file, sync
 
 if TYPE_CHECKING:  # reading a run folder needs no torch
     from rlkit.types import Trajectory
@@ -42,8 +42,7 @@ class Run:
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
         self._progress = progress
-        self._metrics: TextIO | None = None if progress is None else (folder / "metrics.jsonl").open("a")
-        self._dump: tuple[Path, TextIO] | None = None
+        self._unsynced: set[Path] = set()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl and print the same step for a person.
@@ -51,24 +50,16 @@ class Run:
         Values are numbers (or 0-dim tensors); floats are written with all their digits, so two runs can be compared bit
         for bit. NaN and infinities are written as NaN, Infinity, -Infinity, which Python's json reads.
         """
-        if self._metrics is None or self._progress is None:
+        if self._progress is None:
             return
         line = {"step": step, **{key: _number(key, value) for key, value in metrics.items()}, "time/unix": time.time()}
-        self._metrics.write(json.dumps(line) + "\n")
-        self._metrics.flush()
+        self._append(self.folder / "metrics.jsonl", [line])
         self._progress.step(step, line)
 
     def trajectories(self, step: int, rows: Iterable[Mapping[str, Any]], *, kind: str = "train") -> None:
         """Append rows (see `trajectory_row`) to `trajectories/{kind}_{step}.jsonl`; on return they are in the file."""
-        if self._progress is None:
-            return
-        path = self.folder / "trajectories" / f"{kind}_{step:06d}.jsonl"
-        if self._dump is None or self._dump[0] != path:
-            self._close_dump()
-            self._dump = path, path.open("a")
-        file = self._dump[1]
-        file.write("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
-        file.flush()
+        if self._progress is not None:
+            self._append(self.folder / "trajectories" / f"{kind}_{step:06d}.jsonl", rows)
 
     def status(self, text: str) -> None:
         """What is going on inside the step, shown beside the bar ("rollout 43/64"). Only on a terminal."""
@@ -82,9 +73,9 @@ class Run:
 
     def sync(self) -> None:
         """Put all that was logged on the disk: before a checkpoint, which must not know more than its run folder."""
-        for file in (self._metrics, self._dump and self._dump[1]):
-            if file is not None:
-                os.fsync(file.fileno())
+        for path in sorted(self._unsynced):
+            sync(path)
+        self._unsynced.clear()
 
     def plot(self) -> Path | None:
         """Draw metrics.png. A plot that cannot be drawn is said in one line and never ends a run."""
@@ -98,18 +89,12 @@ class Run:
             self.say(f"no plot: {error}")
             return None
 
-    def close(self) -> None:
-        """Close the files and take the bar off the screen."""
-        self._close_dump()
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._progress is not None:
-            self._progress.close()
-
-    def _close_dump(self) -> None:
-        if self._dump is not None:
-            self._dump[1].close()
-            self._dump = None
+    def _append(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+        data = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
+        fix = "Free space there and resume: all up to the last checkpoint is safe."
+        with explain_full_disk(path.name, self.folder, needed=len(data), fix=fix):
+            append_file(path, data)
+        self._unsynced.add(path)
 
 
 @contextmanager
@@ -134,11 +119,11 @@ def open_run(
     with _locked(folder):
         if resume:
             drop_after(folder, start)
-        run = Run(folder, Progress(steps=steps, start=start))
+        progress = Progress(steps=steps, start=start)
         try:
-            yield run
+            yield Run(folder, progress)
         finally:
-            run.close()
+            progress.close()
 
 
 def drop_after(folder: Path | str, step: int) -> None:

@@ -154,6 +154,15 @@ def plain(value: Any, where: str) -> Any:
     )
 
 
+def num_bytes(value: Any) -> int:
+    """About what the tensors in nested dicts, lists and tuples take on the disk: the whole ones, however sharded."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size() + 2048  # its record: name, type, shape
+    if isinstance(value, dict | list | tuple):
+        return sum(map(num_bytes, value.values() if isinstance(value, dict) else value))
+    return 0
+
+
 def _stored(path: Path) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
 

@@ -37,6 +37,18 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def append_file(path: Path, data: bytes) -> None:
+    """Append `data` whole or not at all, as far as this process can tell (a crash of the machine may still cut it)."""
+    with path.open("ab", buffering=0) as file:
+        start, rest = file.tell(), memoryview(data)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(start)
+            raise
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Put `data` at `path` so that a reader, or a crash at any moment, sees the old content or the new, never a mix."""
     temp = path.with_name(TEMP_PREFIX + path.name)
@@ -105,6 +117,16 @@ def explain_full_disk(what: str, folder: Path, *, needed: int, fix: str) -> Iter
         if code is None:
             raise
         raise _full(code, what, folder, needed, fix) from error
+
+
+@contextmanager
+def removed_on_error(folder: Path) -> Iterator[None]:
+    """Inside the block `folder` is being filled; it is deleted if that fails or is interrupted."""
+    try:
+        yield
+    except BaseException:
+        remove_folder(folder)
+        raise
 
 
 def _full(code: int, what: str, folder: Path, needed: int, fix: str) -> OSError:

@@ -14,11 +14,11 @@ process group there is one rank.
 
 from __future__ import annotations
 
-import io
 import json
+import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from rlkit.parallel._dcp import (
     full_weights,
     install_optimizer,
     model_tensors,
+    num_bytes,
     optimizer_options,
     optimizer_tensors,
     plain,
@@ -43,6 +44,7 @@ from rlkit.parallel._files import (
     crc32,
     explain_full_disk,
     remove_folder,
+    removed_on_error,
     replace_folder,
     require_room,
     write_file,
@@ -79,18 +81,14 @@ def save_checkpoint(
     if optimizer is not None:
         side["optimizer"] = optimizer_options(model, optimizer)
         tensors |= optimizer_tensors(model, optimizer)
-    needed = sum(x.numel() * x.element_size() + 2048 for x in tensors.values()) + (1 << 16)
+    needed = num_bytes(side) + num_bytes(tensors) + (1 << 16)
     what = f"the checkpoint of step {step}"
     first(lambda: _make_room(folder, temp, what, needed))
-    try:
-        with explain_full_disk(what, folder, needed=needed, fix=_SAVE_FIX):
-            write_tensors(tensors, temp)
-            files = together(lambda: _write_side(side, temp))
-            first(lambda: _publish(step, files, temp, final))
-    except BaseException:
-        if rank() == 0:
-            remove_folder(temp)
-        raise
+    cleanup = removed_on_error(temp) if rank() == 0 else nullcontext()
+    with explain_full_disk(what, folder, needed=needed, fix=_SAVE_FIX), cleanup:
+        write_tensors(tensors, temp)
+        files = together(lambda: _write_side(side, temp))
+        first(lambda: _publish(step, files, temp, final))
     first(lambda: _prune(folder, keep))
     return final
 
@@ -151,22 +149,18 @@ def _export(model: Any, tokenizer: Any, path: Path, weights: dict[str, Tensor], 
     temp = path.with_name(TEMP_PREFIX + path.name)
     remove_folder(temp)
     fix = "What was at the path is untouched. Free space there or give another path."
-    needed = sum(x.numel() * x.element_size() for x in weights.values())
+    needed = num_bytes(weights) + (1 << 16)
     require_room("the model", path.parent, needed=needed, fix=fix)
-    try:
-        with explain_full_disk("the model", path.parent, needed=needed, fix=fix):
-            with _no_bars():
-                model.save_pretrained(temp, state_dict=weights)
-            if dtype is not None:  # transformers writes the model's own
-                config = json.loads((temp / "config.json").read_text())
-                config["dtype"] = str(dtype).removeprefix("torch.")
-                (temp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            if tokenizer is not None:
-                tokenizer.save_pretrained(temp)
-            replace_folder(temp, path)
-    except BaseException:
-        remove_folder(temp)
-        raise
+    with explain_full_disk("the model", path.parent, needed=needed, fix=fix), removed_on_error(temp):
+        with _no_bars():
+            model.save_pretrained(temp, state_dict=weights)
+        if dtype is not None:  # transformers writes the model's own
+            config = json.loads((temp / "config.json").read_text())
+            config["dtype"] = str(dtype).removeprefix("torch.")
+            (temp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temp)
+        replace_folder(temp, path)
 
 
 @contextmanager
@@ -256,9 +250,10 @@ def _verified(path: Path) -> dict[str, Any]:
 
 
 def _save(value: Any, path: Path) -> None:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    write_file(path, buffer.getvalue())
+    with path.open("wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _random_states() -> dict[str, Any]:

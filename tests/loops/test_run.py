@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -238,6 +239,21 @@ def test_trajectories_tell_a_person_what_happened(tmp_path):
     assert trajectory_row(cut, decode=str)["finish_reason"] == "length"
 
 
+def test_a_full_disk_cuts_no_line_and_is_explained(tmp_path):
+    with open_run(tmp_path, steps=3) as run:
+        run.log(1, {"x": 0.5})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        try:
+            with pytest.raises(
+                OSError, match=r"cannot save metrics.jsonl, a file would pass .* Free space there and resu"
+            ):
+                run.log(2, {"y" * 50: 0.5})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        run.log(2, {"x": 0.25})
+    assert [r["x"] for r in read_metrics(tmp_path)] == [0.5, 0.25]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_first_signal_asks_second_aborts(number, capfd):
     before = signal.getsignal(number)
@@ -271,6 +287,7 @@ import asyncio, sys
 from rlkit.loops.run import open_run, resume_command, stop_on_interrupt
 async def main():
     with open_run(sys.argv[1], steps=1000) as run, stop_on_interrupt() as stop:
+        run.say("started")
         for step in range(1, 1001):
             await asyncio.sleep(float(sys.argv[2]))
             run.log(step, {"x": 1.0})
@@ -284,6 +301,7 @@ asyncio.run(main())
 def test_interrupt_inside_asyncio_finishes_the_step(tmp_path):
     """asyncio.run has its own SIGINT handler, which would cancel the step."""
     child = python(LOOP, tmp_path / "run", 0.2)
+    assert child.stdout.readline() == "started\n"
     child.stdout.readline(), child.stdout.readline()
     time.sleep(0.05)  # into the second step
     child.send_signal(signal.SIGINT)
@@ -296,9 +314,7 @@ def test_interrupt_inside_asyncio_finishes_the_step(tmp_path):
     assert out.rstrip().endswith(f"{shlex.quote(str(tmp_path / 'run'))} 0.2 --resume")
 
     child = python(LOOP, tmp_path / "other", 30)
-    while not (tmp_path / "other" / "metrics.jsonl").exists():
-        time.sleep(0.01)
-    time.sleep(0.3)
+    assert child.stdout.readline() == "started\n"
     child.send_signal(signal.SIGINT)
     assert "stopping after this step" in (child.stderr.readline() + child.stderr.readline())
     child.send_signal(signal.SIGINT)
