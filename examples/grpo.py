@@ -104,7 +104,7 @@ def main(args: Args) -> Path:
     from rlkit.data.prompts import rl_prompts
     from rlkit.loops.grpo import grpo
     from rlkit.parallel.model import load_model
-    from rlkit.rewards.call import scorer
+    from rlkit.rewards.adapters import scorer
     from rlkit.rewards.load import load_function
     from rlkit.rollout.local import LocalEngine
     from rlkit.types import SamplingParams
