@@ -123,6 +123,30 @@ def test_rewritten_history_gives_none():
     assert turn_tokens(tokenizer, earlier, [tool("8")], sampled_ids=[99, END])[:3] == [NL, START, TOOL]
 
 
+def test_a_change_of_equal_length_before_the_turn_gives_none():
+    marked = FORGETFUL.replace(
+        "{% else %}{{ m.content }}", "{% else %}{{ '*' if loop.index0 == ns.last else '-' }}{{ m.content }}"
+    )
+    tokenizer = with_template(marked)
+    assert turn_tokens(tokenizer, [user("q"), assistant("b")], [tool("7")], sampled_ids=[98, END]) is not None
+    assert turn_tokens(tokenizer, [user("q"), assistant("b")], [user("7")], sampled_ids=[98, END]) is None
+
+
+def test_a_turn_that_is_closed_in_another_way_gives_none():
+    tokenizer = with_template(
+        "{% for m in messages %}({{ m.content }})"
+        "{% if m.tool_calls %}<|endoftext|>{% else %}<|im_end|>{% endif %}{% endfor %}"
+    )
+    calls = {**assistant("b"), "tool_calls": [{"name": "f"}]}
+    assert turn_tokens(tokenizer, [user("q"), assistant("b")], [tool("7")], sampled_ids=[98]) == [
+        *b")",
+        END,
+        *b"(7)",
+        END,
+    ]
+    assert turn_tokens(tokenizer, [user("q"), calls], [tool("7")], sampled_ids=[98]) is None
+
+
 def test_a_template_that_drops_the_turns_own_reasoning_gives_none():
     tokenizer = with_template(DROPS_ALWAYS)
     assert turn_tokens(tokenizer, [user("q"), assistant("<think>a</think>b")], [tool("7")], sampled_ids=[97]) is None
