@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rlkit._tensors import check_cu_seqlens, check_float, check_mask, check_same_shape, masked, readable, upcast
 from rlkit.kernels.linear_scan import linear_scan
-from rlkit.segments import broadcast_to_tokens
 
 
 def prepared(mask: Tensor, cu_seqlens: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
@@ -67,11 +66,10 @@ def scan(a: Tensor, b: Tensor, *, mask: Tensor, cu_seqlens: Tensor, end: Tensor,
 def following(x: Tensor, *, cu_seqlens: Tensor, end: Tensor) -> Tensor:
     """The scan's value one token on: of the next action after t, or `end` after the last. `x` is a result of `scan`."""
     num_tokens = x.shape[0]
-    if num_tokens == 0:
-        return x
-    stop = broadcast_to_tokens(cu_seqlens[1:], cu_seqlens=cu_seqlens, num_tokens=num_tokens)
-    last = torch.arange(1, num_tokens + 1, device=x.device) == stop
-    return torch.where(last, broadcast_to_tokens(end, cu_seqlens=cu_seqlens, num_tokens=num_tokens), x.roll(-1))
+    last = torch.where(
+        cu_seqlens.diff() > 0, cu_seqlens[1:] - 1, num_tokens
+    ).long()  # an empty sequence's: a spare place
+    return torch.cat([x[1:], x.new_zeros(min(num_tokens, 1) + 1)]).index_copy(0, last, end)[:num_tokens]
 
 
 def next_action(x: Tensor, *, mask: Tensor, cu_seqlens: Tensor, end: Tensor) -> Tensor:

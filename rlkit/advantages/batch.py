@@ -36,8 +36,10 @@ def whiten(
     mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
     count = mask.sum()
     # Shifting by one of the entries first makes equal entries exact zeros, whatever the rounding of their mean.
-    shifted = masked(x - x.flatten()[mask.flatten().int().argmax()], mask) if x.numel() else x
-    centered = masked(shifted - shifted.sum() / count.clamp(min=1), mask)
+    if x.numel():
+        first = mask.flatten().int().argmax().reshape(1)
+        x = masked(x - x.flatten().index_select(0, first), mask)
+    centered = masked(x - x.sum() / count.clamp(min=1), mask)
     var = centered.square().sum() / (count - 1).clamp(min=1)
     std = torch.where(var > 0, var, torch.ones_like(var)).sqrt()
     return torch.where(var > 0, centered / (std + eps), torch.zeros_like(centered))

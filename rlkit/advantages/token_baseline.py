@@ -8,9 +8,8 @@ from torch import Tensor
 
 from rlkit._tensors import check_ids, masked
 from rlkit.advantages._recurrence import end_values, prepared, scan
-from rlkit.advantages.outcome import first_of_group
 from rlkit.kernels.linear_scan import linear_scan
-from rlkit.segments import group_sum, seq_ids
+from rlkit.segments import cumulative, seq_ids
 
 
 def optimal_token_baseline(
@@ -55,9 +54,28 @@ def optimal_token_baseline(
         energy = energy * rest[0].square()
     path = masked(linear_scan(one, masked(energy, mask), cu_seqlens=cu_seqlens, reverse=False), mask)
 
-    actions = linear_scan(one.double(), mask.double(), cu_seqlens=cu_seqlens, reverse=False).long()
-    where = group_ids[seq_ids(cu_seqlens, num_tokens=mask.shape[0])].long() * (mask.shape[0] + 1) + actions
-    path = torch.where(group_sum(path, group_ids=where) > 0, path, mask.to(path.dtype))
-    relative = masked(returns - returns[first_of_group(where)], mask)  # equal returns become exact zeros
-    total = group_sum(path, group_ids=where)
-    return masked(relative - group_sum(path * relative, group_ids=where) / torch.where(total > 0, total, 1), mask)
+    seqs = seq_ids(cu_seqlens, num_tokens=mask.shape[0])
+    count = cumulative(mask.long())
+    action = count[1:] - count[cu_seqlens[:-1]][seqs]
+    keys = group_ids[seqs].long() * count.numel() + action
+    return masked(_minus_weighted_mean(returns, path, keys, mask), mask)
+
+
+def _minus_weighted_mean(x: Tensor, weights: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+    """`x` minus its weighted mean over the (masked-in) tokens of one key; the plain mean where all weights are 0."""
+    order = torch.argsort(keys, stable=True)
+    keys, x, weights, mask = keys[order], x[order], weights[order], mask[order]
+    new = torch.cat([keys.new_ones(1, dtype=torch.bool), keys[1:] != keys[:-1]])
+    run = new.cumsum(0) - 1
+    places = torch.arange(keys.numel() + 1, device=keys.device)
+    bounds = torch.searchsorted(run, places)
+    first = torch.where(new, places[:-1], 0).cummax(0).values
+
+    def run_sum(y: Tensor) -> Tensor:
+        return torch.segment_reduce(y, "sum", offsets=bounds, initial=0, unsafe=True)[run]
+
+    weights = torch.where(run_sum(weights) > 0, weights, mask.to(x.dtype))
+    x = masked(x - x[first], mask)  # equal values become exact zeros
+    total = run_sum(weights)
+    mean = run_sum(weights * x) / torch.where(total > 0, total, 1)
+    return torch.empty_like(x).index_copy(0, order, x - mean)

@@ -186,3 +186,24 @@ def test_optimal_token_baseline_limits():
     k["group_ids"] = torch.zeros(4, dtype=torch.int64)
     tail = A.optimal_token_baseline(rewards, torch.full((14,), -1.0), torch.full((14,), 0.5), **k)[12:]
     assert torch.equal(tail, torch.zeros(2))
+
+
+def test_compile_and_int32():
+    b = token_baseline_batch(1)
+    rewards = torch.randn(7, generator=torch.Generator().manual_seed(0)).double()
+    k = {"mask": b["mask"], "cu_seqlens": b["cu_seqlens"]}
+    two = torch.stack([rewards, rewards.square()], 1)
+    ids = b["group_ids"]
+    steps = {"group_ids": ids, "step_seq_ids": torch.arange(7), "step_group_ids": ids}
+    for f in (
+        lambda k: call_otb(b | k),
+        lambda k: A.whiten(b["rewards"], mask=k["mask"]),
+        lambda k: A.reinforce_pp(b["rewards"], gamma=0.9, **k),
+        lambda k: A.reinforce_pp_baseline(rewards, group_ids=ids, **k),
+        lambda _: A.gdpo(two, group_ids=ids),
+        lambda _: A.gigpo(rewards, rewards, **steps),
+    ):
+        torch._dynamo.reset()
+        expected = f(k)
+        close(torch.compile(f, fullgraph=True, backend="aot_eager")(k), expected)
+        close(f(k | {"cu_seqlens": k["cu_seqlens"].int()}), expected)
