@@ -9,6 +9,7 @@ from rlkit.kernels.linear_logp import chunked, ops, small
 from rlkit.kernels.linear_logp import reference as _reference
 from rlkit.kernels.linear_logp._checks import check_head, check_targets
 from rlkit.kernels.linear_logp.fused import FusedLoss, fused_loss
+from rlkit.kernels.linear_logp.kept_mass import log_kept_mass
 from rlkit.kernels.linear_logp.shards import partials, shard_logp
 from rlkit.kernels.linear_logp.stats import Partials, combine, finish
 from rlkit.types import LogProbs
@@ -20,6 +21,7 @@ __all__ = [
     "finish",
     "fused_loss",
     "linear_logp",
+    "log_kept_mass",
     "partials",
     "shard_logp",
     "which_impl",

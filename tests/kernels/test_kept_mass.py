@@ -1,0 +1,85 @@
+"""log_kept_mass against a sampler written out: sort, walk, sum."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit.kernels.linear_logp import kept_mass, linear_logp, log_kept_mass
+
+
+def by_hand(p: list[float], top_p: float, top_k: int) -> float:
+    """Walk down the sorted probabilities until the nucleus is full or top_k are taken."""
+    kept, count = 0.0, 0
+    for x in sorted(p, reverse=True):
+        if (top_k and count == top_k) or (top_p < 1 and kept >= top_p):
+            break
+        kept, count = kept + x, count + 1
+    return math.log(min(kept, 1.0))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(0, 7),
+    vocab=st.integers(1, 60),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.013, 0.999]),
+    top_k=st.sampled_from([0, 1, 5, 59, 1000]),
+    scale=st.sampled_from([0.0, 1.0, 10.0]),
+    seed=st.integers(0, 99),
+)
+def test_equals_the_walk(rows: int, vocab: int, top_p: float, top_k: int, scale: float, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight, bias = (torch.randn(s, generator=g, dtype=torch.float64) for s in ((rows, 4), (vocab, 4), (vocab,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_mass, "FIRST_CANDIDATES", 2)
+        patch.setattr(kept_mass, "COLUMNS", 16)
+        patch.setattr(kept_mass, "CHUNK_BYTES", 2 * vocab * 8)
+        got = log_kept_mass(hidden * scale, weight, bias=bias, temperature=0.7, top_p=top_p, top_k=top_k)
+    p = ((hidden * scale @ weight.T + bias) / 0.7).softmax(1)
+    want = torch.tensor([by_hand(row, top_p, top_k) for row in p.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_known_mass() -> None:
+    """p = .5 .3 .15 .05: a nucleus of .5 is the first token alone, of .51 the first two."""
+    z = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64).log()
+    hidden, weight = torch.ones(1, 1, dtype=torch.float64), z[:, None]
+    for options, mass in (
+        ({"top_p": 0.49}, 0.5),
+        ({"top_p": 0.51}, 0.8),
+        ({"top_k": 3}, 0.95),
+        ({"top_k": 1, "top_p": 0.9}, 0.5),
+    ):
+        assert log_kept_mass(hidden, weight, **options).item() == pytest.approx(math.log(mass))
+
+
+def test_limits() -> None:
+    hidden, weight = torch.randn(5, 3), torch.randn(9, 3)
+    largest = (hidden @ weight.T).argmax(1)
+    top = linear_logp(hidden, weight, largest, softcap=1.5).logp
+    torch.testing.assert_close(log_kept_mass(hidden, weight, top_k=1, softcap=1.5), top)
+    assert torch.equal(log_kept_mass(hidden, weight, top_k=9), torch.zeros(5))
+    assert torch.equal(log_kept_mass(hidden, weight), torch.zeros(5))
+
+
+def test_masked_rows_are_not_read_and_nothing_is_trained() -> None:
+    hidden, weight = torch.randn(6, 3), torch.randn(9, 3, requires_grad=True)
+    mask = torch.arange(6) % 2 == 0
+    want = log_kept_mass(hidden, weight, top_p=0.6)
+    hidden[~mask] = math.nan
+    got = log_kept_mass(hidden, weight, top_p=0.6, mask=mask)
+    assert not got.requires_grad
+    assert (want < 0).all()
+    torch.testing.assert_close(got, torch.where(mask, want, 0.0))
+
+
+def test_errors_name_the_argument() -> None:
+    x = torch.randn(3, 3)
+    with pytest.raises(ValueError, match="top_p must be in"):
+        log_kept_mass(x, x, top_p=0.0)
+    with pytest.raises(ValueError, match="top_k must be >= 0"):
+        log_kept_mass(x, x, top_k=-1)
