@@ -11,6 +11,7 @@ from rlkit.kernels.linear_logp.chunked import Head, blocks, columns, compute_dty
 from rlkit.kernels.linear_logp.ops import finite, present
 
 CHUNK_BYTES = 32 << 20
+COLUMNS = 8192  # of the weight, brought to the compute dtype at a time
 FIRST_CANDIDATES = 128  # most nuclei are smaller; rows whose nucleus is not are looked at again with 8 times as many
 
 
