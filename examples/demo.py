@@ -32,7 +32,7 @@ class Args:
     """of the data, the weights and the sampling"""
 
 
-def make_data(folder: Path, *, seed: int, num_sft: int = 19200, num_train: int = 4096, num_eval: int = 256) -> None:
+def make_data(folder: Path, *, seed: int, num_sft: int = 9600, num_train: int = 4096, num_eval: int = 256) -> None:
     """sft.jsonl {prompt, response} by the noisy teacher; train.jsonl and eval.jsonl {prompt, answer}; nothing overlaps."""
     rng = random.Random(seed)
     questions = [f"{x:06d}" for x in rng.sample(range(10**6), num_sft + num_train + num_eval)]
