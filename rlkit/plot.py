@@ -54,7 +54,7 @@ PANELS = (
         ),
         from_zero=False,
     ),
-    Panel("Policy entropy", "nats per token", (Curve("entropy", "training samples"),)),
+    Panel("Policy entropy", "nats per token", (Curve("entropy", "training"),)),
     Panel("Response length", "tokens per answer", (Curve("length/mean", "mean"), Curve("length/max", "max", raw=True))),
     Panel("KL to the warm start", "nats per token", (Curve("eval/kl", "evaluation prompts", sparse=True),)),
 )
@@ -91,7 +91,7 @@ def plot_run(*folders: Path | str, out: Path | str | None = None) -> Path:
 
 
 def _draw(axis: Any, panel: Panel, runs: dict[str, list[dict[str, Any]]]) -> None:
-    several, low = len(runs) > 1, math.inf
+    several, low, high = len(runs) > 1, math.inf, -math.inf
     for i, (name, rows) in enumerate(runs.items()):
         for j, curve in enumerate(panel.curves):
             x, y = _series(rows, curve.key)
@@ -107,11 +107,11 @@ def _draw(axis: Any, panel: Panel, runs: dict[str, list[dict[str, Any]]]) -> Non
             else:
                 axis.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
                 axis.plot(x, smooth(y), linewidth=1.8, **style)
-            low = min(low, np.nanmin(y))
+            low, high = min(low, np.nanmin(y)), max(high, np.max(y, where=np.isfinite(y), initial=-math.inf))
     axis.set_title(panel.title, loc="left", fontweight="bold", fontsize=11)
     axis.set(xlabel="optimizer step", ylabel=panel.unit)
     if panel.from_zero and low >= 0:
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.08 * high or None)
     axis.grid(alpha=0.25, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8)

@@ -66,7 +66,7 @@ def test_a_run_is_drawn_into_its_folder(tmp_path, figures):
     assert path.read_bytes().startswith(b"\x89PNG")
     assert panels(figures[0]) == {
         "Reward": ["training, sampled", "evaluation, sampled", "evaluation, greedy"],
-        "Policy entropy": ["training samples"],
+        "Policy entropy": ["training"],
         "Response length": ["mean", "max"],
         "KL to the warm start": ["evaluation prompts"],
     }
@@ -79,6 +79,9 @@ def test_a_run_is_drawn_into_its_folder(tmp_path, figures):
         assert axis.get_xlabel() == "optimizer step"
         assert axis.get_ylabel()
     assert figures[0].get_suptitle() == "sort-6"
+    bottom, top = figures[0].axes[2].get_ylim()
+    assert bottom == 0
+    assert top > 9.5, "a constant maximum is not hidden by the frame"
 
 
 def test_runs_are_compared_by_name(tmp_path, figures):
@@ -86,8 +89,8 @@ def test_runs_are_compared_by_name(tmp_path, figures):
     path = plot_run(a, b, out=tmp_path / "both.png")
     assert path == tmp_path / "both.png"
     assert not (a / "metrics.png").exists()
-    assert panels(figures[0])["Policy entropy"] == ["x/run, training samples", "y/run, training samples"]
-    first, second = (line for line in figures[0].axes[1].get_lines() if line.get_label().endswith("samples"))
+    assert panels(figures[0])["Policy entropy"] == ["x/run, training", "y/run, training"]
+    first, second = (line for line in figures[0].axes[1].get_lines() if line.get_label().endswith("training"))
     assert first.get_color() != second.get_color()
 
 
