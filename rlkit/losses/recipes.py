@@ -300,7 +300,7 @@ def kimi15(logp: Float[Tensor, "T"], batch: Batch, *, num_seqs: Count | None = N
 
 
 def max_rl(logp: Float[Tensor, "T"], batch: Batch, *, num_seqs: Count | None = None) -> Loss:
-    """MaxRL (arXiv:2602.02710): rewards centred and divided by the group's mean, which follows the gradient of log(success rate).
+    """MaxRL (arXiv:2602.02710): rewards centred and divided by the group's mean, the gradient of log(success rate).
 
     1. strictly on-policy; put a clipped surrogate in place of `reinforce` for several updates
     """

@@ -10,8 +10,8 @@ import torch
 from rlkit.losses import kl_stats, mismatch_stats, policy_stats, ratio_stats, seq_kl_stats, weight_stats
 from rlkit.metrics import Metrics, finalize, merge
 
-X = torch.tensor([0.5, -0.5, 0.0, 0.5, -0.5, 99.0], dtype=torch.float64)
-A = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 1.0], dtype=torch.float64)
+X = torch.tensor([0.5, -0.5, 0.0, 0.4, -0.5, 99.0], dtype=torch.float64)
+A = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0], dtype=torch.float64)
 MASK = torch.tensor([True, True, True, True, True, False])
 
 
@@ -23,7 +23,7 @@ def test_ratio_stats_by_hand() -> None:
         "ratio_max": math.exp(0.5),
         "ratio_min": math.exp(-0.5),
         "ratio_is_one": 0.2,
-        "clip_low": 0.2,
+        "clip_low": 0.4,
         "clip_high": 0.2,
         "kl_old_k1": -sum(X[:5].tolist()) / 5,
         "kl_old_k3": sum(math.exp(x) - 1 - x for x in X[:5].tolist()) / 5,
@@ -95,7 +95,7 @@ def test_weight_kl_and_policy_stats_by_hand() -> None:
 
 def test_seq_kl_stats_count_sequences_with_a_trainable_token() -> None:
     got = finalize(seq_kl_stats(X, mask=MASK, cu_seqlens=torch.tensor([0, 1, 3, 5, 6])))
-    assert got == pytest.approx({"seq_log_ratio": 0.0, "seq_log_ratio_max": 0.5, "seq_log_ratio_min": -0.5})
+    assert got == pytest.approx({"seq_log_ratio": -0.1 / 3, "seq_log_ratio_max": 0.5, "seq_log_ratio_min": -0.5})
 
 
 def test_all_metrics_add_over_micro_batches() -> None:

@@ -62,6 +62,12 @@ def test_m2po_keeps_what_the_papers_loop_keeps(batch: list[tuple[float, float, b
     torch.testing.assert_close(grad, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-15)
 
 
+def test_m2_equal_values_go_together() -> None:
+    x, a = torch.tensor([0.1, 0.3, 0.3], dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    cutoff = m2_cutoff(x, a, max_m2=0.05 + 1e-12)  # one 0.3 would fit, two do not
+    assert (m2po(x, a, cutoff=cutoff) == 0).tolist() == [False, True, True]
+
+
 def test_m2_cutoff_says_when_nothing_need_go() -> None:
     x, a = torch.tensor([0.1, -0.1, 3.0]), torch.tensor([1.0, -1.0, -1.0])
     assert m2_cutoff(x, a) == torch.inf  # the third token moves back towards 1
@@ -100,6 +106,15 @@ def test_bapo_finds_the_range_of_the_papers_loop(batch: list[tuple[float, float,
     low, high = schedule_of_the_paper(batch, old, target + 1e-9)
     assert found.clip_low.item() == pytest.approx(1 - low, abs=1e-9)
     assert found.clip_high.item() == pytest.approx(high - 1, abs=1e-9)
+
+
+@pytest.mark.parametrize("old", [[0.0, 0.0], [-0.1, 0.0], [-0.4, 0.0], [-3.0, 0.0]])
+def test_bapo_weighs_tokens_by_the_old_policy(old: list[float]) -> None:
+    batch = [(1.0, 1.0, True), (0.0, -1.0, True)]
+    x, a, _ = columns(batch)
+    found = bapo_clip_range(x, a, old_logp=torch.tensor(old, dtype=torch.float64), target=0.601)
+    low, high = schedule_of_the_paper(batch, old, 0.601)
+    assert (1 - found.clip_low.item(), 1 + found.clip_high.item()) == pytest.approx((low, high))
 
 
 def test_bapo_range_goes_into_ppo_clip() -> None:
