@@ -5,9 +5,10 @@ teacher, both softmax(logits / temperature). The vocabulary axis is last; all ot
 0 and gradient 0, whatever they hold (NaN included). Only the student gets a gradient. Nothing is multiplied by
 temperature^2 (Hinton's convention; TRL's GKD neither).
 
-Memory. Rows are worked off in chunks, and each chunk is recomputed in the backward pass, so beside the two logits and
-the student's gradient the peak is about 8 fp32 copies of [chunk_size, V] instead of [rows, V]: at V = 152 000 and 256
-rows 1.2 GB, however many rows there are.
+Memory. Rows are worked off in chunks, and each chunk is recomputed in the backward pass, so nothing of the logits' size
+is kept in between. Beside the two logits the peak is the larger of twice the student's gradient (the chunks' pieces,
+then the whole) and the gradient plus 8 to 10 fp32 copies of [chunk_size, V]; unchunked it is 6 (KL) to 10 (JSD) fp32
+copies of [rows, V]. Logits that are not contiguous (a slice along a padded axis) are copied first.
 
 Log-probs are held at -1e9 from below, so that tokens excluded by -inf logits on both sides (a padded vocabulary) give
 0; a token that the student excludes and the teacher wants costs 1e9 times its probability.
