@@ -199,8 +199,8 @@ def batch_normalized(
     (weights,) = prepared(mask, weights=weights.detach())
     if mean is None:
         check_alone("mean")
-        count = torch.full((), weights.numel()) if mask is None else mask.sum()
-        mean = weights.sum() / count.to(weights.device).clamp(min=1)
+        count = torch.ones_like(weights).sum() if mask is None else mask.sum()
+        mean = weights.sum() / count.clamp(min=1)
     mean = torch.as_tensor(mean, dtype=weights.dtype, device=weights.device)
     return torch.where(mean > 0, weights / torch.where(mean > 0, mean, 1), 0)
 
@@ -249,8 +249,9 @@ def log_kept_mass(
     logp = logits.reshape(-1, logits.shape[-1]).log_softmax(-1)
     if top_p == 1 and top_k == 0:
         return logp.new_zeros(logits.shape[:-1])
-    rows = (logp.shape[0],)
-    kept = kept_support(logp.exp(), top_p=logp.new_full(rows, top_p), top_k=torch.full(rows, top_k).to(logp.device))
+    rows, device = logp.shape[:1], logp.device
+    options = {"top_p": logp.new_full(rows, top_p), "top_k": torch.full(rows, top_k, device=device)}
+    kept = kept_support(logp.exp(), **options)
     mass = torch.where(kept, logp, -torch.inf).logsumexp(-1).clamp(max=0).view(logits.shape[:-1])
     return masked(torch.where(kept.all(-1).view_as(mass), 0, mass), mask)
 

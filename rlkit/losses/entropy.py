@@ -63,7 +63,8 @@ def entropy_quantile(
     place = (1 - top) * (count - 1).clamp(min=0).double()
     below = place.floor().long()
     above = torch.minimum(below + 1, (count - 1).clamp(min=0))
-    value = torch.lerp(ranked[below].double(), ranked[above].double(), place - below)
+    ends = ranked.index_select(0, torch.stack([below, above])).double()
+    value = torch.lerp(ends[0], ends[1], place - below)
     return torch.where(count > 0, value, -torch.inf).to(entropy.dtype)
 
 

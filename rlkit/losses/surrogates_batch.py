@@ -113,8 +113,8 @@ def bapo_clip_range(
     loss = torch.cat([negative[:1].expand(len(highs)), negative[1:]])
     reached = gain >= target * (gain + loss)
     reached[-1] = True
-    chosen = ratio.new_tensor(schedule)[reached.int().argmax()].to(log_ratio.dtype)
-    return ClipRange(1 - chosen[0], chosen[1] - 1)
+    chosen = ratio.new_tensor(schedule).index_select(0, reached.int().argmax().view(1)).to(log_ratio.dtype)
+    return ClipRange(1 - chosen[0, 0], chosen[0, 1] - 1)
 
 
 def token_covariance(
@@ -236,4 +236,4 @@ def _smallest(keys: Tensor, *, allowed: Tensor, fraction: float, count: Tensor) 
         return allowed
     ranked = torch.where(allowed, keys, torch.inf).flatten().sort().values
     wanted = (count * fraction).long().clamp(min=1)
-    return allowed & (keys <= ranked[wanted.clamp(max=keys.numel()) - 1])
+    return allowed & (keys <= ranked.index_select(0, wanted.clamp(max=keys.numel()).view(1) - 1))
