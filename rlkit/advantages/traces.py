@@ -128,7 +128,7 @@ def gae(
     Reference: Schulman et al. 2015, https://arxiv.org/abs/1506.02438
     """
     values, advantages = _gae(rewards, values, mask, cu_seqlens, gamma, bootstrap, lam=lam)
-    return Gae(advantages, masked(advantages + values, mask))
+    return Gae(advantages, advantages + values)
 
 
 def gae_decoupled(
@@ -154,7 +154,7 @@ def gae_decoupled(
     """
     lams = {"lam_policy": lam_policy, "lam_value": lam_value}
     values, advantages, errors = _gae(rewards, values, mask, cu_seqlens, gamma, bootstrap, **lams)
-    return Gae(advantages, masked(errors + values, mask))
+    return Gae(advantages, errors + values)
 
 
 def _gae(
