@@ -113,7 +113,7 @@ def minillm_advantages(
     term, which has less variance than the sampled one) and trains with `ppo_clip`.
     Limits: gamma = 0 is `opd_advantages`.
     Differs: the paper's code divides by the number of tokens left, the same at gamma = 1, and whitens afterwards;
-    TRL's `MiniLLMTrainer` (releases before 1.0) without its length normalisation scales A_t by gamma^t.
+    TRL's former `MiniLLMTrainer` (gone in 1.16) scales A_t by gamma^t without its length normalisation.
     Reference: arXiv:2306.08543; LMOps minillm/losses.py.
     """
     gap = opd_advantages(logp, teacher_logp, mask=mask)

@@ -32,7 +32,7 @@ def xpo(
     One response of the pair is sampled from the policy, the other from the reference model; `reference_sample_logp` is
     the *policy's* log-prob of the latter, chosen or not. Making it less likely makes the policy explore.
     Limits: alpha = 0 is `dpo`. alpha is tiny (1e-5): the term is linear and unbounded below.
-    Differs: nothing (TRL `XPOTrainer`, in releases before 1.0).
+    Differs: nothing (TRL's former `XPOTrainer`, gone in 1.16).
     Reference: arXiv:2405.21046, algorithm 1; TRL xpo_trainer.py.
     """
     check_at_least(0, alpha=alpha)
