@@ -48,9 +48,11 @@ class Args:
     chat_template: bool = True
     """render with the model's chat template; off for base models"""
     lr: float = 1e-6
-    """learning rate after the warm-up"""
+    """highest learning rate"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """after the warm-up: stay, or fall to 0 at the last step"""
     warmup_steps: int = 0
-    """rollouts until the full learning rate"""
+    """rollouts until the highest learning rate"""
     weight_decay: float = 0.0
     """of AdamW, on matrices only"""
     max_norm: float = 1.0
@@ -65,6 +67,8 @@ class Args:
     """weight of the KL to the reference model in the loss; 0 does not load one"""
     reference: str | None = None
     """reference model; None: the initial weights of `model`"""
+    kl_target: float | None = None
+    """move kl_coef so that the KL (nats per token) stays near this; None: kl_coef stays"""
     ref_sync_steps: int = 0
     """copy the policy into the reference every so many rollouts; 0: never"""
     entropy_coef: float = 0.0
@@ -100,10 +104,12 @@ def main(args: Args) -> Path:
     from transformers import AutoTokenizer
 
     from rlkit.advantages import group_centered, group_zscore
+    from rlkit.controllers import fixed, kl_linear
     from rlkit.data.load import load_rows
     from rlkit.data.prompts import rl_prompts
     from rlkit.loops.grpo import grpo
     from rlkit.parallel.model import load_model
+    from rlkit.parallel.optim import schedule
     from rlkit.rewards.adapters import scorer
     from rlkit.rewards.load import load_function
     from rlkit.rollout.local import LocalEngine
@@ -148,11 +154,11 @@ def main(args: Args) -> Path:
             clip_low=args.clip_low,
             clip_high=args.clip_high,
             kl_coef=args.kl_coef,
+            kl_controller=fixed() if args.kl_target is None else kl_linear(target=args.kl_target, rate=args.kl_coef),
             reference=reference,
             ref_sync_steps=args.ref_sync_steps,
             entropy_coef=args.entropy_coef,
-            lr=args.lr,
-            warmup_steps=args.warmup_steps,
+            lr_at=schedule(args.lr_schedule, lr=args.lr, num_steps=args.steps, warmup_steps=args.warmup_steps),
             weight_decay=args.weight_decay,
             max_norm=args.max_norm,
             max_tokens=args.max_tokens,

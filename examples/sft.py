@@ -32,7 +32,9 @@ class Args:
     system_prompt: str | None = None
     """put before every conversation that has none"""
     lr: float = 1e-5
-    """highest learning rate; it falls linearly to 0"""
+    """highest learning rate"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """after the warm-up: stay, or fall to 0 at the last step"""
     warmup_steps: int = 20
     """steps until it is reached"""
     weight_decay: float = 0.0
@@ -65,6 +67,7 @@ def main(args: Args) -> Path:
     from rlkit.data.sft import sft_examples
     from rlkit.loops.sft import sft
     from rlkit.parallel.model import load_model
+    from rlkit.parallel.optim import schedule
 
     torch.manual_seed(args.seed)
     rows = load_rows(args.data)
@@ -83,8 +86,7 @@ def main(args: Args) -> Path:
         folder=args.output,
         steps=args.steps,
         batch_size=args.batch_size,
-        lr=args.lr,
-        warmup_steps=args.warmup_steps,
+        lr_at=schedule(args.lr_schedule, lr=args.lr, num_steps=args.steps, warmup_steps=args.warmup_steps),
         weight_decay=args.weight_decay,
         max_norm=args.max_norm,
         max_tokens=args.max_tokens,

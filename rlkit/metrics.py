@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,14 +83,14 @@ def all_reduce(metrics: Metrics, *, group: torch.distributed.ProcessGroup | None
         return metrics
     out = dict(metrics)
     op = torch.distributed.ReduceOp
-    for kind, how in ((Mean, op.SUM), (Max, op.MAX), (Min, op.MIN)):
+    kinds: list[tuple[Any, Any]] = [(Mean, op.SUM), (Max, op.MAX), (Min, op.MIN)]
+    for kind, how in kinds:
         keys = sorted(k for k, m in metrics.items() if isinstance(m, kind))
-        if not keys:
-            continue
-        flat = torch.stack([part for k in keys for part in metrics[k]])
-        torch.distributed.all_reduce(flat, op=how, group=group)
-        parts = flat.view(len(keys), -1).unbind()
-        out.update({k: kind(*p.unbind()) for k, p in zip(keys, parts, strict=True)})  # type: ignore[call-arg]
+        if keys:
+            flat = torch.stack([part for k in keys for part in metrics[k]])
+            torch.distributed.all_reduce(flat, op=how, group=group)
+            parts = flat.view(len(keys), -1).unbind()
+            out.update({k: kind._make(part.unbind()) for k, part in zip(keys, parts, strict=True)})
     return out
 
 

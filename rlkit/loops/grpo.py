@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rlkit.advantages import group_centered
+from rlkit.controllers import fixed
 from rlkit.data.load import batches
 from rlkit.loops import verbs
 from rlkit.loops.run import open_run, resume_command, stop_on_interrupt
@@ -17,11 +18,11 @@ from rlkit.losses import k3, ppo_clip, tis, token_mean
 from rlkit.metrics import finalize, merge
 from rlkit.packing import microbatches, pack, split, with_streams
 from rlkit.parallel.model import forward, with_old_logp, with_ref_logp
-from rlkit.parallel.optim import adamw, constant_lr, optimizer_step, set_lr
+from rlkit.parallel.optim import adamw, optimizer_step, set_lr
 from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.rollout import Env, Prompt, Score, mix, rollout, single_turn
 from rlkit.segments import broadcast_to_tokens
-from rlkit.types import SamplingParams
+from rlkit.types import Controller, SamplingParams
 
 
 async def grpo(
@@ -34,6 +35,7 @@ async def grpo(
     folder: Path,
     steps: int,
     params: SamplingParams,
+    lr_at: Callable[[int], float],
     env: Env = single_turn,
     prompts_per_step: int = 8,
     group_size: int = 8,
@@ -44,11 +46,10 @@ async def grpo(
     clip_high: float = 0.28,
     max_is_weight: float = 2.0,
     kl_coef: float = 0.0,
+    kl_controller: Controller = fixed(),
     reference: Any = None,
     ref_sync_steps: int = 0,
     entropy_coef: float = 0.0,
-    lr: float = 1e-6,
-    warmup_steps: int = 0,
     weight_decay: float = 0.0,
     max_norm: float = 1.0,
     max_tokens: int = 16384,
@@ -64,20 +65,23 @@ async def grpo(
 
     Every step samples `group_size` answers to each of `prompts_per_step` prompts, takes `baseline(rewards)` as the
     advantage of all their tokens, and takes `num_minibatches * num_epochs` optimizer steps on the clipped surrogate,
-    averaged over all tokens of an optimizer step. With one update per rollout no old-log-prob forward is run.
+    averaged over all tokens of an optimizer step, at the learning rate `lr_at(step)`. With one update per rollout no
+    old-log-prob forward is run.
 
     Differs from the GRPO paper (arXiv:2402.03300):
     1. advantages are not divided by the group's standard deviation (arXiv:2503.20783); pass `group_zscore` to do so
     2. token mean instead of the mean of sequence means, and `clip_high` 0.28 (both arXiv:2503.14476)
-    3. no KL term unless `kl_coef` > 0; then k3 against `reference`, scaled by the ratio so that its gradient is that of
-       KL(policy || reference) also off policy
+    3. no KL term unless `kl_coef` > 0 (`kl_controller` may then move it); then k3 against `reference`, scaled by the
+       ratio so that its gradient is that of KL(policy || reference) also off policy
     4. tokens are weighted by min(pi_old / pi_rollout, `max_is_weight`) for what the engine computes differently
     """
-    _check(params, kl_coef, reference)
+    _check(params, kl_coef, ref_sync_steps, reference)
     policy = partial(forward, model, temperature=params.temperature, dtype=dtype)
     ref_policy = partial(forward, reference, temperature=params.temperature, dtype=dtype) if reference else None
-    optimizer = adamw(model, lr=lr, weight_decay=weight_decay)
-    start = verbs.restore(folder, model=model, optimizer=optimizer, reference=reference) if resume else -1
+    optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
+    state = verbs.restore(folder, model=model, optimizer=optimizer, reference=reference) if resume else {}
+    start, kl_state = state.get("step", -1), kl_controller.init(kl_coef)
+    kl_state = type(kl_state)(*state.get("kl", kl_state))
     save = partial(
         verbs.save, model=model, optimizer=optimizer, reference=reference if ref_sync_steps else None, keep=keep
     )
@@ -89,8 +93,9 @@ async def grpo(
         if start < 0:
             await engine.update_weights(stream_weights(model), version=0)
             if eval_prompts and eval_steps:
-                run.log(0, await evaluate(on_group=verbs.dump_to(run, 0, tokenizer, kind="eval")))
+                run.log(0, await evaluate(dump=verbs.dump_to(run, 0, tokenizer)))
         order = batches(len(prompts), batch_size=prompts_per_step, seed=seed, start_step=max(start, 0))
+        signal = True
         for step, rows in zip(range(max(start, 0), steps), order):
             clock = verbs.Clock()
             groups = await rollout(
@@ -107,8 +112,8 @@ async def grpo(
                 batch = with_old_logp(policy, batch, max_tokens=max_tokens)
             clock.lap("score")
 
-            metrics = verbs.rollout_metrics(batch)
-            set_lr(optimizer, constant_lr(step, lr=lr, warmup_steps=warmup_steps))
+            metrics = verbs.rollout_metrics(batch, groups)
+            set_lr(optimizer, lr_at(step))
             for mini in split(batch, num_minibatches, epochs=num_epochs, seed=mix(seed, step)):
                 weights = token_mean(mini.mask, num_tokens=verbs.global_count(mini.mask))
                 for micro, *rest in microbatches((mini, weights), max_tokens=max_tokens):
@@ -119,7 +124,7 @@ async def grpo(
                     w_policy = w * tis(old_logp - micro.rollout_logp, max_weight=max_is_weight)
                     loss = w_policy * ppo_clip(log_ratio, micro.advantages, clip_low=clip_low, clip_high=clip_high)
                     if kl_coef:
-                        loss = loss + kl_coef * w * log_ratio.exp() * k3(out.logp, micro.ref_logp)
+                        loss = loss + kl_state.coef * w * log_ratio.exp() * k3(out.logp, micro.ref_logp)
                     if entropy_coef:
                         loss = loss - entropy_coef * w * out.entropy
                     loss.sum().backward()
@@ -132,15 +137,17 @@ async def grpo(
             await engine.update_weights(stream_weights(model), version=done)
             if ref_sync_steps and done % ref_sync_steps == 0:
                 reference.load_state_dict(model.state_dict())
-            line = finalize(metrics) | {"lr": optimizer.param_groups[0]["lr"]}
+            line = finalize(metrics) | {"lr": lr_at(step)}
+            if kl_coef:
+                line["kl/coef"] = kl_state.coef
+                kl_state = kl_controller.update(kl_state, line["kl/ref"])
             if eval_prompts and eval_steps and (done % eval_steps == 0 or done == steps):
-                line |= await evaluate(on_group=verbs.dump_to(run, done, tokenizer, kind="eval"))
+                line |= await evaluate(dump=verbs.dump_to(run, done, tokenizer))
                 clock.lap("eval")
             run.log(done, line | clock.times(num_tokens=batch.num_tokens))
-            if message := verbs.no_signal(batch):
-                run.say(message)
+            signal = verbs.say_if_no_signal(run, batch, before=signal)
             if stop.requested or done == steps or (save_steps and done % save_steps == 0):
-                save(run, done)
+                save(run, done, state={"kl": tuple(kl_state)}, must=stop.requested or done == steps)
             if stop.requested:
                 run.say(f"saved after step {done}; go on with: {resume_command('--resume')}")
                 break
@@ -148,9 +155,9 @@ async def grpo(
         return verbs.export(run, model, tokenizer)
 
 
-def _check(params: SamplingParams, kl_coef: float, reference: Any) -> None:
-    if kl_coef and reference is None:
-        raise ValueError(f"kl_coef={kl_coef} needs a reference model")
+def _check(params: SamplingParams, kl_coef: float, ref_sync_steps: int, reference: Any) -> None:
+    if (kl_coef or ref_sync_steps) and reference is None:
+        raise ValueError(f"{kl_coef=}, {ref_sync_steps=}: these need a reference model")
     if params.temperature == 0:
         raise ValueError("params.temperature is 0: greedy samples of a group are all alike; use e.g. 1.0")
     if params.top_p < 1 or params.top_k:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from rlkit.losses import token_mean
 from rlkit.metrics import Metrics, finalize, mean, merge
 from rlkit.packing import microbatches, pack
 from rlkit.parallel.model import forward, score
-from rlkit.parallel.optim import adamw, linear_lr, optimizer_step, set_lr
+from rlkit.parallel.optim import adamw, optimizer_step, set_lr
 from rlkit.types import Batch, Trajectory
 
 
@@ -49,9 +49,8 @@ def sft(
     *,
     folder: Path,
     steps: int,
+    lr_at: Callable[[int], float],
     batch_size: int = 64,
-    lr: float = 1e-5,
-    warmup_steps: int = 0,
     weight_decay: float = 0.0,
     max_norm: float = 1.0,
     max_tokens: int = 16384,
@@ -66,11 +65,12 @@ def sft(
     """Train `model` in place on the masked-in tokens of the examples; returns the folder of the exported model.
 
     The loss is the mean negative log-likelihood over all trained tokens of an optimizer step, whatever the
-    micro-batches; the learning rate falls linearly to 0 after the warm-up.
+    micro-batches.
     """
     policy = partial(forward, model, dtype=dtype)
-    optimizer = adamw(model, lr=lr, weight_decay=weight_decay)
-    start = verbs.restore(folder, model=model, optimizer=optimizer, reference=None) if resume else -1
+    optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
+    state = verbs.restore(folder, model=model, optimizer=optimizer, reference=None) if resume else {}
+    start = state.get("step", -1)
     save = partial(verbs.save, model=model, optimizer=optimizer, reference=None, keep=keep)
     with open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop:
         order = batches(len(examples), batch_size=batch_size, seed=seed, start_step=max(start, 0))
@@ -86,18 +86,18 @@ def sft(
                 loss.backward()
                 new = {"loss": mean(-out.logp, mask=micro.mask), "entropy": mean(out.entropy, mask=micro.mask)}
                 metrics = merge(metrics, new)
-            set_lr(optimizer, linear_lr(step, lr=lr, num_steps=steps, warmup_steps=warmup_steps))
+            set_lr(optimizer, lr_at(step))
             metrics = merge(metrics, optimizer_step(optimizer, max_norm=max_norm))
 
             done = step + 1
-            line = finalize(metrics) | {"lr": optimizer.param_groups[0]["lr"]}
+            line = finalize(metrics) | {"lr": lr_at(step)}
             if eval_examples and eval_steps and (done % eval_steps == 0 or done == steps):
                 held_out = pack_examples(eval_examples)
                 logp = score(policy, held_out, max_tokens=max_tokens)
                 line |= finalize({"eval/loss": mean(-logp, mask=held_out.mask)})
             run.log(done, line | clock.times(num_tokens=batch.num_tokens))
             if stop.requested or done == steps or (save_steps and done % save_steps == 0):
-                save(run, done)
+                save(run, done, state={}, must=stop.requested or done == steps)
             if stop.requested:
                 run.say(f"saved after step {done}; go on with: {resume_command('--resume')}")
                 break

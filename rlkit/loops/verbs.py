@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from rlkit.loops.run import Run, trajectory_row
 from rlkit.losses import k3, ratio_stats
-from rlkit.metrics import Metrics, largest, mean
+from rlkit.metrics import Metrics, largest, mean, merge
 from rlkit.packing import pack
 from rlkit.parallel.model import Policy, with_old_logp, with_ref_logp
 from rlkit.rollout.rollout import Env, Prompt, Score, mix, rollout, single_turn
@@ -46,10 +47,13 @@ class Clock:
         return {**self._laps, "time/step": step, "time/tokens_per_s": num_tokens / step}
 
 
-def rollout_metrics(batch: Batch) -> Metrics:
-    """What was sampled: rewards, lengths, truncations."""
+def rollout_metrics(batch: Batch, groups: Sequence[Sequence[Trajectory]]) -> Metrics:
+    """What was sampled: rewards (with whatever else the reward function reported), lengths, truncations."""
     lengths = seq_count(batch.mask, cu_seqlens=batch.cu_seqlens)
-    return {
+    samples = [t for group in groups for t in group]
+    reported = [(f"reward/{k}", v) for t in samples for k, v in t.info.get("metrics", {}).items()]
+    scores = [("score/mean", t.score) for t in samples if t.score is not None]
+    return merge(*({name: mean(value)} for name, value in [*scores, *reported])) | {
         "reward/mean": mean(batch.rewards),
         "reward/std": mean(batch.rewards.std(correction=0) if batch.num_seqs else torch.zeros(())),
         "length/mean": mean(lengths),
@@ -64,7 +68,7 @@ def policy_metrics(out: LogProbs, old_logp: Float[Tensor, "T"], batch: Batch, **
     mismatch/k3 and mismatch/abs_mean compare old_logp with rollout_logp: 0 up to rounding where the engine is right.
     """
     logp, mask = out.logp.detach(), batch.mask
-    stats = ratio_stats(logp - old_logp, mask=mask, advantages=batch.advantages, **clip)  # type: ignore[arg-type]
+    stats = ratio_stats(logp - old_logp, mask=mask, advantages=batch.advantages, **clip)
     gap = old_logp - batch.rollout_logp
     metrics: Metrics = {f"ratio/{name}": value for name, value in stats.items()}
     metrics |= {
@@ -83,12 +87,17 @@ def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def dump_to(run: Run, step: int, tokenizer: Any, *, kind: str = "train") -> Callable[[Prompt, list[Trajectory]], None]:
-    """An `on_group` for `rollout` that writes each group into the run folder as it completes."""
+def dump_to(run: Run, step: int, tokenizer: Any) -> Callable[..., None]:
+    """An `on_group` for `rollout` that writes each group into the run folder as it completes.
+
+    Its keyword `kind` names the file: `train` (default), `eval_sampled`, `eval_greedy`.
+    """
     decode = decoder(tokenizer)
-    return lambda prompt, group: run.trajectories(
-        step, [trajectory_row(t, decode=decode, group=prompt.index) for t in group], kind=kind
-    )
+
+    def dump(prompt: Prompt, group: Sequence[Trajectory], kind: str = "train") -> None:
+        run.trajectories(step, [trajectory_row(t, decode=decode, group=prompt.index) for t in group], kind=kind)
+
+    return dump
 
 
 async def evaluate(
@@ -102,7 +111,7 @@ async def evaluate(
     policy: Policy | None = None,
     reference: Policy | None = None,
     max_tokens: int = 16384,
-    on_group: Callable[[Prompt, list[Trajectory]], None] | None = None,
+    dump: Callable[..., None] | None = None,
 ) -> dict[str, float]:
     """Mean score (the reward, where a reward function gives no score) on held-out prompts, sampled once and greedy.
 
@@ -118,50 +127,71 @@ async def evaluate(
             seed=mix(seed),
             env=env,
             score=score,
-            on_group=on_group,
+            on_group=None if dump is None else partial(dump, kind=f"eval_{name}"),
         )
         scores = [t.reward if t.score is None else t.score for (t,) in groups]
         out[f"eval/{name}"] = sum(scores) / max(1, len(scores))
         if name == "sampled" and policy is not None and reference is not None:
             batch = with_old_logp(policy, pack(groups), max_tokens=max_tokens)
             batch = with_ref_logp(reference, batch, max_tokens=max_tokens)
-            kl = mean(k3(batch.old_logp, batch.ref_logp), mask=batch.mask)  # type: ignore[arg-type]
+            kl = mean(k3(batch.old_logp, batch.ref_logp), mask=batch.mask)
             out["eval/kl"] = float(kl.total / kl.count)
     return out
 
 
-def no_signal(batch: Batch) -> str | None:
-    """A sentence when every advantage is 0, so that the policy term has no gradient this step; else None."""
-    if batch.advantages is None or bool((batch.advantages != 0).any()):
-        return None
-    rewards = sorted(set(batch.rewards.tolist()))
-    shown = f"all {rewards[0]:g}" if len(rewards) == 1 else f"between {rewards[0]:g} and {rewards[-1]:g}"
-    return (
-        f"all rewards are equal in every group ({shown}): no learning signal in this step. Easier, harder or more "
-        "varied prompts, a larger group_size or a finer reward would give one"
-    )
+def say_if_no_signal(run: Run, batch: Batch, *, before: bool) -> bool:
+    """Whether any advantage differs from 0. Where none does though some did in the step `before`, say so."""
+    signal = bool((batch.advantages != 0).any())
+    if before and not signal:
+        rewards = sorted(set(batch.rewards.tolist()))
+        shown = f"all {rewards[0]:g}" if len(rewards) == 1 else f"between {rewards[0]:g} and {rewards[-1]:g}"
+        run.say(
+            f"all rewards are equal in every group ({shown}): no learning signal in this step. Training goes on; "
+            "easier, harder or more varied prompts, a larger group_size or a finer reward would help"
+        )
+    return signal
 
 
-def save(run: Run, step: int, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any, keep: int) -> None:
-    """A complete checkpoint of the run at `step`, after its log is on the disk. A full disk ends no run: it is said."""
+def save(
+    run: Run,
+    step: int,
+    *,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    reference: Any,
+    state: dict[str, Any],
+    keep: int,
+    must: bool,
+) -> None:
+    """A complete checkpoint of the run at `step`, after its log is on the disk.
+
+    A disk that is full does not end the run unless the checkpoint is its last (`must`): the older one stays, the
+    error is said, and training goes on.
+    """
     from rlkit.parallel.checkpoint import save_checkpoint
 
-    run.sync()
-    state = {} if reference is None else {"reference": reference.state_dict()}
-    save_checkpoint(run.checkpoints, step=step, model=model, optimizer=optimizer, state=state, keep=keep)
+    if reference is not None:
+        state = {**state, "reference": reference.state_dict()}
+    try:
+        run.sync()
+        save_checkpoint(run.checkpoints, step=step, model=model, optimizer=optimizer, state=state, keep=keep)
+    except OSError as error:
+        if must:
+            raise
+        run.say(f"step {step} is not saved, training goes on: {error}")
 
 
-def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any) -> int:
-    """Load the newest checkpoint of the run; its step, or -1 where there is none yet (the run then starts over)."""
+def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any) -> dict[str, Any]:
+    """Load the newest checkpoint of the run and return its state, "step" among it; {} where there is none yet."""
     from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint
 
     path = latest_checkpoint(folder / "checkpoints")
     if path is None:
-        return -1
+        return {}
     state = load_checkpoint(path, model=model, optimizer=optimizer)
     if reference is not None and "reference" in state:
         reference.load_state_dict(state["reference"])
-    return int(state["step"])
+    return state
 
 
 def export(run: Run, model: Any, tokenizer: Any) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -73,3 +75,13 @@ def cosine_lr(step: int, *, lr: float, num_steps: int, warmup_steps: int = 0, fl
     done = min(1.0, max(0.0, (step - warmup_steps) / max(1, num_steps - warmup_steps)))
     cosine = lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
     return min(constant_lr(step, lr=lr, warmup_steps=warmup_steps), cosine)
+
+
+def schedule(name: str, *, lr: float, num_steps: int, warmup_steps: int = 0) -> Callable[[int], float]:
+    """The schedule called `constant`, `linear` or `cosine`, as a function of the step: what a command line needs."""
+    if name == "constant":
+        return partial(constant_lr, lr=lr, warmup_steps=warmup_steps)
+    falling = {"linear": linear_lr, "cosine": cosine_lr}
+    if name not in falling:
+        raise ValueError(f"schedule {name!r} is unknown: choose constant, linear or cosine")
+    return partial(falling[name], lr=lr, num_steps=num_steps, warmup_steps=warmup_steps)

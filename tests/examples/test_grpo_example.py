@@ -162,7 +162,9 @@ def test_a_bad_reward_function_ends_the_run_with_its_cause(task, tmp_path, kind)
 
 def test_equal_rewards_are_said_and_training_goes_on(task, tmp_path):
     (task / "equal.py").write_text("def score(completion, row):\n    return 0.5\n")
-    result = run(task, tmp_path / "run", "--kl-coef", "0", "--eval-steps", "0", reward="equal.py:score")
+    result = run(
+        task, tmp_path / "run", "--kl-coef", "0", "--ref-sync-steps", "0", "--eval-steps", "0", reward="equal.py:score"
+    )
     assert result.returncode == 0, result.stderr
     assert "all rewards are equal in every group (all 0.5)" in result.stdout
     assert num_lines(tmp_path / "run") == 9
