@@ -17,6 +17,11 @@ from rlkit.kernels.linear_logp import chunked, fused, fused_loss, linear_logp, s
 from rlkit.types import LogProbs
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 def clipped(out: LogProbs, old_logp: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
     ratio = (out.logp - old_logp).exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)

@@ -12,6 +12,11 @@ from hypothesis import strategies as st
 from rlkit.kernels.linear_logp import kept_mass, linear_logp, log_kept_mass
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 def by_hand(p: list[float], top_p: float, top_k: int) -> float:
     """Walk down the sorted probabilities until the nucleus is full or top_k are taken."""
     kept, count = 0.0, 0

@@ -23,6 +23,11 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 def use_tiles(patch: pytest.MonkeyPatch, rows: int = 5, columns: int = 16) -> None:
     """Nothing kept, and many small tiles."""
     patch.setattr(small, "KEEP_BYTES", 0)

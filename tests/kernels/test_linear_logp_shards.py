@@ -17,6 +17,11 @@ from rlkit.kernels.linear_logp.stats import no_partials
 SPLITS = [[20, 13], [1, 32], [7, 25, 1], [33, 0], [0, 11, 22], [33]]
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
     hidden, weight, bias = (

@@ -13,6 +13,11 @@ from torch import Tensor
 from rlkit.kernels.linear_scan import blocked, linear_scan, ops, which_impl
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 def by_hand(a: Tensor, b: Tensor, lens: list[int], x_end: Tensor | None, reverse: bool) -> list[float]:
     """Segment by segment, token by token."""
     out: list[float] = []

@@ -27,6 +27,11 @@ def check_head(
         raise ValueError(f"bias must have shape [{weight.shape[0]}], got {list(bias.shape)}")
     if mask is not None:
         check_mask(mask, rows_of_hidden=hidden[:, 0])
+    check_scaling(temperature, softcap)
+
+
+def check_scaling(temperature: float, softcap: float | None) -> None:
+    """Both positive, where given."""
     if not temperature > 0:
         raise ValueError(f"temperature must be > 0, got {temperature}; score greedy decoding at temperature 1")
     if softcap is not None and not softcap > 0:

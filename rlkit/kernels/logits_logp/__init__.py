@@ -1,0 +1,107 @@
+"""Log-probability of the taken action and entropy from logits that already exist."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlkit._tensors import check_float, check_mask
+from rlkit.kernels.linear_logp import Partials
+from rlkit.kernels.linear_logp._checks import check_scaling, check_targets
+from rlkit.kernels.logits_logp import ops
+from rlkit.kernels.logits_logp import reference as _reference
+from rlkit.types import LogProbs
+
+__all__ = ["logits_logp", "partials", "shard_logp"]
+
+
+def logits_logp(
+    logits: Float[Tensor, "T V"],
+    targets: Int[Tensor, "T"],
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Bool[Tensor, "T"] | None = None,
+    inplace_backward: bool = False,
+    impl: str | None = None,
+) -> LogProbs:
+    """Log-probability of each target and entropy of its distribution, in nats, from logits.
+
+        z = softcap * tanh(logits / softcap) / temperature
+        logp_t = log softmax(z_t)[targets_t]             entropy_t = - sum_v softmax(z_t)[v] log softmax(z_t)[v]
+
+    For models that return logits. Where the hidden states can be had, `linear_logp` saves the logits themselves. Both
+    outputs are differentiable; beyond the logits and their gradient nothing of size `[T, V]` exists, and fp32 values
+    only for a few rows at a time. Rows where `mask` is False are not read: 0, and gradient 0. Rows whose upstream
+    gradients are 0 are skipped in the backward.
+
+    Precision:  fp32 statistics relative to the row's maximum whatever the logits' dtype (fp64 for fp64); the gradient
+                is rounded once. A logit of -inf counts as -1e30.
+    Args:       inplace_backward: the gradient overwrites the logits, which saves its `[T, V]`; for logits that nobody
+                reads afterwards (the output of a matrix product). A second backward then raises. Not under
+                torch.compile, where it is ignored.
+                impl: "reference" (materialised log-softmax) or "chunked"; None is "chunked".
+    Differs:    from `log_softmax` and a gather (TRL `selective_log_softmax`): two more `[T, V]` tensors there. From
+                FlashAttention's cross entropy (verl): the entropy has its gradient too.
+    Reference:  the shifted statistics of `rlkit.kernels.linear_logp.finish`.
+    """
+    _check(logits, targets, mask, logits.shape[-1], temperature, softcap)
+    if impl == "reference":
+        return _reference.logits_logp(logits, targets, temperature=temperature, softcap=softcap, mask=mask)
+    if impl not in (None, "chunked"):
+        raise ValueError(f'impl must be "reference" or "chunked", got {impl!r}')
+    if inplace_backward and logits.is_leaf and logits.requires_grad:
+        raise ValueError("inplace_backward would overwrite logits, which are a leaf; leave it off")
+    stats = ops.partials_op(logits.detach(), targets, mask, temperature, softcap, 0)
+    inplace = inplace_backward and not torch.compiler.is_compiling()
+    return LogProbs(*ops.logp_op(logits, targets, stats, mask, temperature, softcap, 0, inplace))
+
+
+def partials(
+    logits: Float[Tensor, "T V"],
+    targets: Int[Tensor, "T"],
+    *,
+    vocab_start: int = 0,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Bool[Tensor, "T"] | None = None,
+) -> Partials:
+    """Softmax statistics of one vocabulary shard of the logits, whose first column is entry `vocab_start`.
+
+    Merge those of all shards with `rlkit.kernels.linear_logp.combine`. Carries no gradient: see `shard_logp`.
+    """
+    _check(logits, targets, mask, None, temperature, softcap)
+    return Partials(*ops.partials_op(logits.detach(), targets, mask, temperature, softcap, vocab_start))
+
+
+def shard_logp(
+    logits: Float[Tensor, "T V"],
+    targets: Int[Tensor, "T"],
+    *,
+    combined: Partials,
+    vocab_start: int = 0,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Bool[Tensor, "T"] | None = None,
+) -> LogProbs:
+    """Log-probability and entropy over the whole vocabulary, differentiable in this shard's logits.
+
+    The same contract as `rlkit.kernels.linear_logp.shard_logp`: values are `finish(combined)` on every rank, and the
+    gradient of this shard's columns is complete when all ranks send back the same upstream gradients.
+    """
+    _check(logits, targets, mask, None, temperature, softcap)
+    stats = torch.stack(combined).detach()
+    return LogProbs(*ops.logp_op(logits, targets, stats, mask, temperature, softcap, vocab_start, False))
+
+
+def _check(
+    logits: Tensor, targets: Tensor, mask: Tensor | None, vocab: int | None, temperature: float, softcap: float | None
+) -> None:
+    check_float(logits=logits)
+    if logits.ndim != 2:
+        raise ValueError(f"logits must be [T, V], got {list(logits.shape)}; flatten with logits.flatten(0, -2)")
+    if mask is not None:
+        check_mask(mask, rows_of_logits=logits[:, 0])
+    check_targets(targets, logits.shape[0], vocab, mask)
+    check_scaling(temperature, softcap)

@@ -1,0 +1,31 @@
+"""The definition of `logits_logp` in plain torch; in fp64 it is the truth."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlkit._tensors import upcast
+from rlkit.types import LogProbs
+
+
+def logits_logp(
+    logits: Float[Tensor, "T V"],
+    targets: Int[Tensor, "T"],
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Bool[Tensor, "T"] | None = None,
+) -> LogProbs:
+    """Log-softmax of the logits in fp32 (fp64 for fp64), at the targets, and its entropy."""
+    rows = torch.arange(logits.shape[0], device=logits.device) if mask is None else mask.nonzero().squeeze(1)
+    z = upcast(logits[rows])
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    log_p = torch.log_softmax(z / temperature, dim=-1)
+    p = log_p.exp()
+    entropy = -torch.where(p > 0, p * log_p, torch.zeros_like(p)).sum(-1)
+    logp = log_p.gather(1, targets[rows].long().unsqueeze(1)).squeeze(1)
+    zeros = z.new_zeros(logits.shape[0])
+    return LogProbs(zeros.index_copy(0, rows, logp), zeros.index_copy(0, rows, entropy))
