@@ -71,9 +71,10 @@ def merge(*many: Mapping[str, Metric]) -> Metrics:
                 raise TypeError(f"metric {key!r} is a {type(old).__name__} here and a {type(new).__name__} there")
             elif isinstance(old, Mean) and isinstance(new, Mean):
                 out[key] = Mean(old.total + new.total, old.count + new.count)
+            elif isinstance(old, Max):
+                out[key] = Max(torch.maximum(old.value, new[0]))
             else:
-                pick = torch.maximum if isinstance(old, Max) else torch.minimum
-                out[key] = type(old)(pick(old[0], new[0]))
+                out[key] = Min(torch.minimum(old[0], new[0]))
     return out
 
 
