@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -12,29 +10,31 @@ from torch.nn.functional import pad
 from rlkit.kernels.linear_scan import reference
 
 BLOCK = 16
+COLUMNS = 16_384  # longer streams get longer blocks: a row of this size stays in the cache, and on one thread
 LOOP_TOKENS = 1024  # up to here the Python loop is faster than a level of blocks (measured on two CPU cores)
 
 
 def scan(a: Float[Tensor, "T"], b: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
     """x_t = a_t x_{t+1} + b_t from x_T = 0, for |a| <= 1.
 
-    Blocks of `BLOCK` tokens are the columns of a [BLOCK, T / BLOCK] matrix, so each of the few steps is one operation
-    on a contiguous row: first every block from a zero carry, with the running products of a beside it; then the
-    carries, by the same rule on a stream `BLOCK` times shorter; then x += product * carry. Where |a| > 1 those products
-    can overflow although x does not: on the CPU the loop is taken instead, elsewhere |a| <= 1 is the caller's promise.
+    Blocks of L tokens are the columns of a [L, T / L] matrix, so each of the few steps is one operation on a contiguous
+    row: first every block from a zero carry, with the running products of a beside it; then the carries, by the same
+    rule on a stream L times shorter; then x += product * carry. Where |a| > 1 those products can overflow although x
+    does not: on the CPU the loop is taken instead, elsewhere |a| <= 1 is the caller's promise.
     """
     if a.device.type != "cpu":
         return _scan(a, b, finite=False)
-    if a.numel() <= LOOP_TOKENS or not bool(torch.linalg.vector_norm(a, math.inf) <= 1):
+    if a.numel() <= LOOP_TOKENS or not _largest(a) <= 1:
         return reference.scan(a, b)
-    return _scan(a, b, finite=bool(torch.linalg.vector_norm(b, 1).isfinite()))
+    return _scan(a, b, finite=_largest(b) * b.numel() < torch.finfo(b.dtype).max)
 
 
 def _scan(a: Tensor, b: Tensor, *, finite: bool) -> Tensor:
     if a.device.type == "cpu" and a.numel() <= LOOP_TOKENS:
         return reference.scan(a, b)
-    product, x = _in_blocks(a), _in_blocks(b)
-    for j in range(BLOCK - 2, -1, -1):
+    length = max(BLOCK, -(-a.numel() // COLUMNS))
+    product, x = _in_blocks(a, length), _in_blocks(b, length)
+    for j in range(length - 2, -1, -1):
         _add_product(x[j], product[j], x[j + 1], finite=finite)
         product[j].mul_(product[j + 1])
     if x.shape[1] > 1:
@@ -43,9 +43,15 @@ def _scan(a: Tensor, b: Tensor, *, finite: bool) -> Tensor:
     return x.t().reshape(-1)[: a.numel()]
 
 
-def _in_blocks(x: Tensor) -> Tensor:
-    rest = -x.numel() % BLOCK
-    return (pad(x, (0, rest)) if rest else x).view(-1, BLOCK).t().contiguous()
+def _largest(x: Tensor) -> float:
+    """max |x|; NaN if there is one."""
+    low, high = x.aminmax()
+    return max(-low.item(), high.item())
+
+
+def _in_blocks(x: Tensor, length: int) -> Tensor:
+    rest = -x.numel() % length
+    return (pad(x, (0, rest)) if rest else x).reshape(-1, length).t().contiguous()
 
 
 def _add_product(x: Tensor, a: Tensor, y: Tensor, *, finite: bool) -> None:

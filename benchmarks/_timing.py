@@ -1,0 +1,107 @@
+"""Interleaved timing of several variants in one process, peak memory of each in its own, and what machine it was."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import platform
+import resource
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Variants = dict[str, Callable[[], Any]]
+
+
+def interleaved(variants: Variants, *, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each repeat of each variant: one untimed round, then round by round, so that drift hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(repeats + 1):
+        for name, run in variants.items():
+            start = time.perf_counter()
+            run()
+            if number:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def peak_megabytes(make: Callable[[], Variants], name: str) -> float:
+    """Growth of the resident set while one variant runs once, in a fresh process that has made its inputs."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_measure, args=(make, name, sender))
+    child.start()
+    result = receiver.recv()
+    child.join()
+    return result
+
+
+def _measure(make: Callable[[], Variants], name: str, sender: Any) -> None:
+    run = make()[name]
+    before = _peak_kilobytes(reset=True)
+    run()
+    sender.send((_peak_kilobytes() - before) / 1024)
+
+
+def _peak_kilobytes(*, reset: bool = False) -> float:
+    """The peak resident set, on Linux since the last reset."""
+    clear = Path("/proc/self/clear_refs")
+    if reset and clear.exists():
+        clear.write_text("5")
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+        return float(line.split()[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if platform.system() == "Darwin" else 1)
+
+
+def machine() -> dict[str, Any]:
+    """Processor, versions and commit, for the record."""
+    info = Path("/proc/cpuinfo")
+    names = (
+        [x.split(":")[1].strip() for x in info.read_text().splitlines() if x.startswith("model name")]
+        if info.exists()
+        else []
+    )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": torch.multiprocessing.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+    }
+
+
+def report(
+    times: dict[str, list[float]], *, baseline: str, sizes: dict[str, Any], memory: dict[str, float], out: Path | None
+) -> None:
+    """Print a table (median, spread, ratio to the baseline of the same round) and write it as JSON."""
+    rows = []
+    for name, seconds in times.items():
+        ratios = [x / y for x, y in zip(seconds, times[baseline], strict=True)]
+        row = {
+            "name": name,
+            "median_ms": 1e3 * statistics.median(seconds),
+            "fastest_ms": 1e3 * min(seconds),
+            "slowest_ms": 1e3 * max(seconds),
+            "ratio": statistics.median(ratios),
+        }
+        if name in memory:
+            row["peak_mb"] = memory[name]
+        rows.append(row)
+    print(f"{'':44}{'median ms':>11}{'fastest':>10}{'slowest':>10}{'ratio':>8}{'peak MB':>9}")
+    for row in rows:
+        peak = f"{row['peak_mb']:9.0f}" if "peak_mb" in row else ""
+        cells = f"{row['median_ms']:11.2f}{row['fastest_ms']:10.2f}{row['slowest_ms']:10.2f}{row['ratio']:8.2f}{peak}"
+        print(f"{row['name']:44}{cells}")
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        result = {"machine": machine(), "sizes": sizes, "baseline": baseline, "rows": rows}
+        out.write_text(json.dumps(result, indent=1) + "\n")
