@@ -29,8 +29,8 @@ bench: $(VENV)/.ready-dev
 bench-trl: $(VENV)/.ready-dev
 	$(RUN) benchmarks/peers/compare_trl.py
 
-gpu: $(VENV)/.ready-dev
-	$(RUN) -m pytest -m gpu
+gpu:  # on the machine with the device: its own Python, nothing is installed
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests/test_gpu.py
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
