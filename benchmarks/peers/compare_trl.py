@@ -1,0 +1,147 @@
+"""GRPO side by side with TRL: the same task, model, batch, lengths, learning rate, algorithm and threads, in turns.
+
+    make bench-trl        (python benchmarks/peers/compare_trl.py --steps 60 --rounds 3)
+
+The task is the demo's: sort six digits, from an SFT warm start on a noisy teacher. TRL lives in its own environment,
+made on first use with the project's version of torch. Both train in fp32 with TRL's default algorithm: rewards centred
+and divided by their group's standard deviation, token mean, no KL, AdamW, gradient norm clipped to 1. Neither
+evaluates or saves during the run; both save the model at its end. trl_grpo.py says how TRL is set up; rlkit_grpo.py is
+examples/grpo.py with one more timer. What is measured, each in a fresh process:
+
+    first update   seconds from starting the command until the first step's line is logged
+    step           seconds between the lines of two steps; medians over the steps after the third, also of its parts:
+      rollout        prompts in, rewards and advantages out (nearly all of it generation)
+      log-probs      forward over the samples; there is no second one: with one update per rollout, old = new
+      training       the rest: loss, backward, optimizer, metrics, logging
+    tokens/s       sampled: tokens of completions over rollout time; trained: tokens of all samples, each with its
+                   prompt, over log-probs and training
+    peak RSS       of the process, from wait4
+    to reward      seconds from the command (and steps) until the mean reward of the last 10 steps reaches `--reward`,
+                   or where some run does not, the highest multiple of 0.05 that every run reaches
+
+"better by" is TRL / rlkit for times and memory, rlkit / TRL for tokens/s, taken within a round. Every cell is the
+median of the rounds (lowest-highest); a round has its own seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import tyro
+from trl_setup import ROOT, TRL_ENV, make_task, make_trl_environment
+from trl_table import Run, common_level, measure, show, tabulate
+
+PROMPTS, GROUP = 8, 8
+
+
+@dataclass
+class Args:
+    steps: int = 60
+    """optimizer steps of each run"""
+    rounds: int = 3
+    """runs of each, in turns"""
+    reward: float = 0.80
+    """training reward to time"""
+    threads: int = 2
+    """of each process"""
+    lr: float = 1e-4
+    """constant learning rate"""
+    sft_steps: int = 300
+    """of the warm start"""
+    trl: str = "1.16.0"
+    """version of TRL"""
+    work: Path = ROOT / "runs" / "bench-trl"
+    """where the task is kept between calls, and the runs"""
+    out: Path = ROOT / "benchmarks" / "results" / "trl_cpu.json"
+    """where the result goes"""
+
+
+def command(side: str, args: Args, task: dict[str, Any], *, steps: int, seed: int, output: Path) -> list[str]:
+    """The command line of one run."""
+    script = [TRL_ENV / "bin" / "python"] if side == "trl" else [sys.executable]
+    common = [
+        *("--model", task["model"], "--data", task["data"], "--output", output, "--steps", steps, "--lr", args.lr),
+        *("--reward", f"{ROOT / 'examples' / 'sorting_reward.py'}:score"),
+        *("--prompts-per-step", PROMPTS, "--group-size", GROUP, "--max-new-tokens", 8, "--seed", seed),
+    ]
+    own = ["--max-prompt-tokens", 32, "--scale-by-std", "--eval-steps", 0, "--save-steps", 0] if side == "rlkit" else []
+    return [str(part) for part in (*script, Path(__file__).with_name(f"{side}_grpo.py"), *common, *own)]
+
+
+def train(line: list[str], output: Path, *, threads: int) -> Run:
+    """Run a command in a fresh process to its end: its metric lines, when it started, its peak memory."""
+    shutil.rmtree(output, ignore_errors=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    log = output.with_suffix(".log")
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    with log.open("w") as file:
+        started = time.time()
+        process = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, env=env, cwd=ROOT)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(line)}\nfailed, see {log}:\n" + "\n".join(log.read_text().splitlines()[-15:]))
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, KiB on Linux
+    return {"started": started, "lines": lines, "rss_mb": usage.ru_maxrss / unit}
+
+
+def in_turns(args: Args, task: dict[str, Any]) -> dict[str, list[Run]]:
+    """All runs. Round 0 fills file and bytecode caches and does not count."""
+    runs: dict[str, list[Run]] = {"trl": [], "rlkit": []}
+    for number in range(args.rounds + 1):
+        for side, done in runs.items():
+            output = args.work.absolute() / f"round-{number}" / side
+            line = command(side, args, task, steps=args.steps if number else 2, seed=number, output=output)
+            run = train(line, output, threads=args.threads)
+            print(f"round {number}/{args.rounds} {side:6}{time.time() - run['started']:7.1f} s", flush=True)
+            if number:
+                done.append(run)
+    return runs
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on, besides versions."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+    }
+
+
+def main(args: Args) -> None:
+    if args.steps < 5 or args.rounds < 1:
+        raise SystemExit("--steps must be at least 5 (the first 3 are not timed) and --rounds at least 1")
+    versions = {"trl": make_trl_environment(args.trl)}
+    versions["rlkit"] = {name: version(name) for name in ("torch", "transformers")}
+    task = make_task(args.work.absolute() / "task", args.sft_steps)
+    runs = in_turns(args, task)
+    level = common_level([*runs["trl"], *runs["rlkit"]], args.reward)
+    fixed = {"level": level, "prompt_tokens": task["prompt_tokens"], "samples": PROMPTS * GROUP}
+    figures = {side: [measure(run, **fixed) for run in done] for side, done in runs.items()}
+    rows = tabulate(figures)
+    show(rows)
+    settings = {key: value for key, value in asdict(args).items() if not isinstance(value, Path)}
+    result = {"args": settings, "machine": machine(), "versions": versions, "table": rows, "rounds": figures}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{args.out}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,48 @@
+"""examples/grpo.py as a user starts it, with one more timer: `time/forward` in metrics.jsonl.
+
+    .venv/bin/python benchmarks/peers/rlkit_grpo.py --model M --data train.jsonl --reward FILE.py:NAME --output RUN ...
+
+The loop times its rollout and its training; this also takes the log-prob forward inside the training apart from the
+backward pass, as trl_grpo.py does for TRL. Arguments are those of examples/grpo.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import grpo
+
+from rlkit.loops import grpo as loop
+from rlkit.loops import verbs
+
+
+def add_forward_timer() -> None:
+    """Time every call of the policy's forward, and report the sum with the other times of the step."""
+    forward, times = loop.forward, verbs.Clock.times
+    spent = 0.0
+
+    def timed_forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal spent
+        start = time.perf_counter()
+        out = forward(*args, **kwargs)
+        spent += time.perf_counter() - start
+        return out
+
+    def with_forward(self: verbs.Clock, *, num_tokens: int) -> dict[str, float]:
+        nonlocal spent
+        line = {**times(self, num_tokens=num_tokens), "time/forward": spent}
+        spent = 0.0
+        return line
+
+    loop.forward, verbs.Clock.times = timed_forward, with_forward  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    add_forward_timer()
+    grpo.main(tyro.cli(grpo.Args))

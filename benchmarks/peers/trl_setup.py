@@ -1,0 +1,74 @@
+"""What compare_trl.py needs before it can measure: TRL's environment, and a warm-started model with its data."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TRL_ENV = ROOT / ".venv-trl"
+ASK_VERSIONS = (
+    "import json; from importlib.metadata import version as v; "
+    "print(json.dumps({n: v(n) for n in ('torch', 'transformers', 'trl')}))"
+)
+
+
+def make_trl_environment(trl: str) -> dict[str, str]:
+    """An environment with the project's torch, and TRL on top, made where it is missing; returns its versions."""
+    torch = version("torch")
+    wanted = f"torch {torch}, trl {trl}\n"
+    python, ready = TRL_ENV / "bin" / "python", TRL_ENV / ".ready"
+    if not ready.exists() or ready.read_text() != wanted:
+        print(f"making {TRL_ENV.name}: {wanted}", end="", flush=True)
+        pin = f"torch=={torch.split('+')[0]}"
+        subprocess.run([sys.executable, "-m", "venv", "--clear", TRL_ENV], check=True)
+        constraints = TRL_ENV / "constraints.txt"
+        constraints.write_text(pin + "\n")
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", constraints]
+        subprocess.run([*pip, pin], check=True)
+        subprocess.run([*pip, f"trl=={trl}"], check=True)
+        ready.write_text(wanted)
+    found = json.loads(subprocess.run([python, "-c", ASK_VERSIONS], check=True, capture_output=True).stdout)
+    if found["torch"] != torch:
+        raise SystemExit(f"{TRL_ENV} has torch {found['torch']}, the project {torch}: delete it and start again")
+    return found
+
+
+def make_task(folder: Path, sft_steps: int) -> dict[str, Any]:
+    """The demo's data and its model after SFT, made once per `folder`: {model, data, prompt_tokens}."""
+    path = folder / "task.json"
+    if not path.exists() or json.loads(path.read_text())["sft_steps"] != sft_steps:
+        # a process of its own: a child's peak memory starts at its parent's, which must stay small
+        process = multiprocessing.get_context("spawn").Process(target=_make_task, args=(folder, sft_steps))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit("the task could not be made, see above")
+    return json.loads(path.read_text())
+
+
+def _make_task(folder: Path, sft_steps: int) -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    import demo
+    import sft
+
+    from rlkit.data.tiny import tiny_model, tiny_tokenizer
+    from rlkit.parallel.checkpoint import export_hf
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    demo.make_data(folder, seed=0)
+    tokenizer = tiny_tokenizer()
+    random = export_hf(tiny_model(tokenizer, seed=0), tokenizer, folder / "random")
+    data = str(folder / "sft.jsonl")
+    model = sft.main(sft.Args(model=str(random), data=data, output=folder / "sft", steps=sft_steps, lr=1e-3, seed=0))
+    turn = [{"role": "user", "content": "000000"}]
+    prompt = tokenizer.apply_chat_template(turn, tokenize=True, add_generation_prompt=True, return_dict=False)
+    task = {"model": str(model), "data": str(folder / "train.jsonl"), "prompt_tokens": len(prompt)}
+    (folder / "task.json").write_text(json.dumps({**task, "sft_steps": sft_steps}))
