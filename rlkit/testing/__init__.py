@@ -1,0 +1,30 @@
+"""The laws that prove rlkit's functions, to run on your own: one call prints which hold and what breaks the others.
+
+    from rlkit.testing import check_loss
+    check_loss(my_loss)
+
+Needs the extra `testing` (hypothesis). The laws by themselves are in `rlkit.testing.laws`, the strategies for packed
+batches in `rlkit.testing.strategies`.
+"""
+
+from rlkit.testing import laws, strategies
+from rlkit.testing.cases import Case, Stream, Vocab
+from rlkit.testing.check import Report, Result, check_estimator, check_kl, check_loss, examine, failures
+from rlkit.testing.subject import Subject, subject
+
+__all__ = [
+    "Case",
+    "Report",
+    "Result",
+    "Stream",
+    "Subject",
+    "Vocab",
+    "check_estimator",
+    "check_kl",
+    "check_loss",
+    "examine",
+    "failures",
+    "laws",
+    "strategies",
+    "subject",
+]

@@ -1,0 +1,195 @@
+"""One call per new function: which laws hold, and the smallest counterexample of each that does not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TextIO
+
+from torch import Tensor
+
+from rlkit.testing import laws_estimators as estimators
+from rlkit.testing import laws_kl as kl
+from rlkit.testing import laws_numerics as numerics
+from rlkit.testing import laws_policy as policy
+from rlkit.testing import laws_structure as structure
+from rlkit.testing.cases import Case
+from rlkit.testing.law import Law, report, sample
+from rlkit.testing.subject import Subject, subject
+
+PACKED = (
+    structure.shape,
+    structure.mask_isolation,
+    structure.permutation,
+    structure.segment_isolation,
+    structure.group_isolation,
+    structure.group_labels,
+    structure.padded_is_packed,
+    structure.additive,
+    structure.nothing_to_train_on,
+    numerics.dtypes,
+    numerics.pure,
+    numerics.finite,
+)
+LOSS = (*PACKED, numerics.differentiable, numerics.gradcheck)
+SURROGATE = (*LOSS, policy.on_policy, policy.descends, policy.no_advantage_no_gradient)
+WEIGHT = (*PACKED, numerics.detached)
+ESTIMATOR = (*PACKED, numerics.gradcheck)
+GROUP_BASELINE = (*ESTIMATOR, structure.singleton_is_zero, estimators.shift_invariant)
+
+
+class Result(NamedTuple):
+    """What became of one law: `outcome` is "holds", "fails", "skipped" or "does not apply"; `note` says how or why."""
+
+    law: str
+    outcome: str
+    note: str
+    statement: str
+
+
+Report = list[Result]
+
+
+def check_loss(
+    fn: Callable[..., Any],
+    *,
+    coefficient: Callable[[Case], Tensor] | None = None,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    laws: Sequence[Law] = (),
+    skip: Mapping[str, str] | None = None,
+    compile: bool = False,
+    max_examples: int = 40,
+    out: TextIO | None = None,
+    **how: Any,
+) -> Report:
+    """Check a loss per token (or per pair of responses), print the verdicts to `out` (stdout) and return them.
+
+    `fn` takes tensors by name: `log_ratio` (or `logp`, `old_logp`), `advantages`, `ref_logp`, `chosen_log_ratio`, ..,
+    `mask`, `cu_seqlens`; wrap it in a lambda if it calls them otherwise. It returns one loss per token, not their mean.
+
+    Example:  check_loss(my_loss, options={"clip_high": 0.28}, clip_low=0.2, clip_high=0.28)
+
+    Args:     coefficient: c(case) of each token, e.g. `lambda case: case.ratio.clamp(max=5)`: adds the law that the
+              gradient is -c * A * dlogp.  clip_low, clip_high: distances from 1 (both): add the law of PPO's clip.
+              laws: further laws.  skip: law name -> why it need not hold, e.g. {"gradcheck": "detached ratio"}.
+              compile: also `torch.compile(fullgraph=True)` (some seconds).
+              how: what `rlkit.testing.subject` takes: `options`, `streams`, `statistics`, `name`.
+    """
+    s = subject(fn, **how)
+    wanted: list[Law] = list(SURROGATE if s.takes("advantages") else LOSS)
+    if coefficient is not None:
+        wanted.append(policy.coefficient(coefficient))
+    if clip_low is not None and clip_high is not None:
+        wanted.append(policy.clipped(clip_low=clip_low, clip_high=clip_high))
+    return _check("check_loss", s, [*wanted, *laws], skip, compile, max_examples, out)
+
+
+def check_estimator(
+    fn: Callable[..., Any],
+    *,
+    loop: Callable[..., Any] | None = None,
+    laws: Sequence[Law] = (),
+    skip: Mapping[str, str] | None = None,
+    compile: bool = False,
+    max_examples: int = 40,
+    out: TextIO | None = None,
+    **how: Any,
+) -> Report:
+    """Check an advantage estimator, print the verdicts to `out` (stdout) and return them.
+
+    `fn` takes `rewards`, `values`, `bootstrap`, `gamma`, `lam`, `mask`, `cu_seqlens` over tokens, or `rewards` and
+    `group_ids` over sequences. `gamma` and `lam` without a jaxtyping annotation are drawn as per-token tensors only
+    where they have no default: give `options={"gamma": 0.9}`, or a decay over gaps goes unseen.
+
+    Args:     loop: the definition for one sequence (or one group) over Python lists, see `laws.equals_loop`.
+              The others: as in `check_loss`.
+    """
+    s = subject(fn, **how)
+    grouped = s.takes("group_ids") and not s.takes("mask")
+    wanted = [*(GROUP_BASELINE if grouped else ESTIMATOR), *([] if loop is None else [estimators.equals_loop(loop)])]
+    return _check("check_estimator", s, [*wanted, *laws], skip, compile, max_examples, out)
+
+
+def check_kl(
+    fn: Callable[..., Any],
+    *,
+    value: kl.Divergence = kl.forward,
+    gradient: kl.Divergence = kl.forward,
+    laws: Sequence[Law] = (),
+    skip: Mapping[str, str] | None = None,
+    compile: bool = False,
+    max_examples: int = 40,
+    out: TextIO | None = None,
+    **how: Any,
+) -> Report:
+    """Check a KL estimator of sampled tokens, print the verdicts to `out` (stdout) and return them.
+
+    `fn` takes `logp`, `ref_logp`, perhaps `old_logp` (then samples are drawn from it) and `mask`.
+
+    Args:     value, gradient: the divergence of (policy logits, reference logits) that the value's and the gradient's
+              expectations must equal: `laws.forward` (KL(policy || ref)), `laws.backward`, `laws.nothing` (0).
+              The others: as in `check_loss`; an estimator of either sign skips "non_negative".
+    """
+    s = subject(fn, **how)
+    wanted = [*LOSS, kl.non_negative, kl.expectation(value), kl.gradient_expectation(gradient)]
+    return _check("check_kl", s, [*wanted, *laws], skip, compile, max_examples, out)
+
+
+def examine(
+    s: Any, laws: Sequence[Law], *, skip: Mapping[str, str] | None = None, max_examples: int = 40, shrink: bool = True
+) -> Report:
+    """The verdict of each law on a subject, without printing. Laws share their cases; only a broken one searches."""
+    unknown = set(skip or {}) - {law.name for law in laws}
+    if unknown:
+        raise ValueError(f"skip must name laws of this check, got {sorted(unknown)}; they are {[x.name for x in laws]}")
+    drawn: dict[Any, list[Any]] = {}
+    results = []
+    for x in laws:
+        reason = x.why_not(s)
+        if reason is not None:
+            results.append(Result(x.name, "does not apply", reason, x.statement))
+        elif x.name in (skip or {}):
+            results.append(Result(x.name, "skipped", (skip or {})[x.name], x.statement))
+        else:
+            if x.draw not in drawn:
+                drawn[x.draw] = sample(x.cases(s), max_examples)
+            found = next((c for c in (x.broken_by(s, case) for case in drawn[x.draw]) if c is not None), None)
+            if found is not None and shrink:
+                found = x.search(s, max_examples=max_examples) or found
+            note = "" if found is None else report(s, found)
+            results.append(Result(x.name, "holds" if found is None else "fails", note, x.statement))
+    return results
+
+
+def failures(results: Report) -> Report:
+    """The laws that do not hold: `assert not failures(check_loss(my_loss))`."""
+    return [r for r in results if r.outcome == "fails"]
+
+
+def text(title: str, results: Report) -> str:
+    """The verdicts as lines."""
+    lines = [title]
+    for r in results:
+        if r.outcome == "fails":
+            lines += [f"FAILS    {r.law}: {r.statement}", *(f"       {line}" for line in r.note.splitlines())]
+        else:
+            lines.append(f"{r.outcome:8} {r.law}" + (f" ({r.note})" if r.note else ""))
+    counts = [f"{sum(r.outcome == o for r in results)} {w}" for o, w in (("holds", "hold"), ("fails", "fail"))]
+    return "\n".join([*lines, ", ".join([*counts, f"{sum(r.outcome == 'skipped' for r in results)} skipped"])])
+
+
+def _check(
+    title: str,
+    s: Subject,
+    laws: Sequence[Law],
+    skip: Mapping[str, str] | None,
+    compile: bool,
+    max_examples: int,
+    out: TextIO | None,
+) -> Report:
+    wanted = [*laws, numerics.compiles()] if compile else list(laws)
+    results = examine(s, wanted, skip=skip, max_examples=max_examples)
+    shown = [r for r in results if r.outcome != "does not apply"]
+    (sys.stdout if out is None else out).write(text(f"{title}({s.name})", shown) + "\n")
+    return results

@@ -1,0 +1,148 @@
+"""A law: a sentence, a check of one case, and the search for the smallest case that breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+from hypothesis.errors import HypothesisException
+from hypothesis.strategies import SearchStrategy
+from torch import Tensor
+
+from rlkit.testing.cases import describe, short
+from rlkit.testing.strategies import cases
+from rlkit.testing.subject import Subject, subject
+
+
+class Counterexample(NamedTuple):
+    """A case that breaks a law, and how."""
+
+    case: Any
+    problem: str
+
+
+def _own_cases(s: Subject) -> SearchStrategy:
+    return cases(s.streams)
+
+
+@dataclass(frozen=True)
+class Law:
+    """What must hold for a function: `law(fn)` raises AssertionError with the smallest counterexample, or returns.
+
+    `check(subject, case)` raises AssertionError where one case breaks it. `needs` are the arguments without which the
+    law says nothing about a function; `draw` is the strategy of its cases, or makes it from the subject.
+    """
+
+    name: str
+    statement: str
+    check: Callable[[Any, Any], None]
+    needs: tuple[str, ...] = ()
+    draw: SearchStrategy | Callable[[Any], SearchStrategy] = _own_cases
+
+    def __call__(self, fn: Callable[..., Any] | Subject, *, max_examples: int = 25, **how: Any) -> None:
+        """Raise AssertionError with the smallest counterexample. `how` is what `subject` takes."""
+        s = subject(fn, **how) if callable(fn) else fn
+        found = self.search(s, max_examples=max_examples)
+        if found is not None:
+            raise AssertionError(f"{s.name} breaks {self.name}: {self.statement}\n{report(s, found)}")
+
+    def why_not(self, s: Any) -> str | None:
+        """Why the law says nothing about this function; None where it does."""
+        missing = [name for name in self.needs if not s.takes(name)]
+        return f"takes no {' and no '.join(missing)}" if missing else None
+
+    def search(self, s: Any, *, max_examples: int = 25) -> Counterexample | None:
+        """The smallest counterexample that the search finds, or None. The same cases are drawn every time."""
+        found: list[Counterexample] = []
+
+        @_settings(max_examples, [Phase.generate, Phase.shrink])
+        @given(self.cases(s))
+        def attempt(case: Any) -> None:
+            broken = self.broken_by(s, case)
+            if broken is not None:
+                found.append(broken)
+                raise AssertionError(broken.problem)
+
+        try:
+            attempt()
+        except (AssertionError, HypothesisException):
+            return found[-1]
+        return None
+
+    def broken_by(self, s: Any, case: Any) -> Counterexample | None:
+        """How one case breaks the law, by whatever exception; None where it does not."""
+        try:
+            self.check(s, case)
+        except AssertionError as problem:
+            return Counterexample(case, str(problem) or "assertion failed")
+        except Exception as error:  # whatever the function under test raises is its failure
+            first = str(error).splitlines()[:1] or [""]
+            return Counterexample(case, f"raised {type(error).__name__}: {first[0]}")
+        return None
+
+    def cases(self, s: Any) -> SearchStrategy:
+        """The strategy of this law's cases for this subject."""
+        return self.draw(s) if callable(self.draw) else self.draw
+
+
+def law(
+    *, needs: tuple[str, ...] = (), draw: SearchStrategy | Callable[[Any], SearchStrategy] = _own_cases
+) -> Callable[[Callable[[Any, Any], None]], Law]:
+    """Makes a law of a check: its name is the function's, its statement the first paragraph of the docstring."""
+
+    def make(check: Callable[[Any, Any], None]) -> Law:
+        statement = " ".join((check.__doc__ or "").split("\n\n")[0].split())
+        return Law(check.__name__, statement, check, needs, draw)
+
+    return make
+
+
+def sample(strategy: SearchStrategy, num: int) -> list[Any]:
+    """`num` cases, the same every time."""
+    out: list[Any] = []
+
+    @_settings(num, [Phase.generate])
+    @given(strategy)
+    def collect(case: Any) -> None:
+        out.append(case)
+
+    collect()
+    return out
+
+
+def report(s: Any, found: Counterexample) -> str:
+    """The problem and the case, line by line."""
+    return f"  {found.problem}\n  smallest counterexample:\n{describe(found.case, hide=s.hidden)}"
+
+
+def same(got: Tensor, want: Tensor, what: str, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """`got` equals `want`, to the last bit by default, NaN to NaN; the error names the first place that differs."""
+    if got.shape != want.shape:
+        raise AssertionError(f"{what} has shape {list(got.shape)}, expected {list(want.shape)}")
+    a, b = got.detach().to(torch.float64), want.detach().to(torch.float64)
+    equal = torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
+    if not equal.all():
+        place = (~equal).nonzero()[0].tolist()
+        at = f" at [{', '.join(map(str, place))}]" if place else ""
+        raise AssertionError(f"{what}{at} is {short(a[tuple(place)])}, expected {short(b[tuple(place)])}")
+
+
+def near(got: Tensor, want: Tensor, what: str) -> None:
+    """`got` equals `want` up to the rounding of fp64 sums."""
+    same(got, want, what, rtol=1e-9, atol=1e-9)
+
+
+def _settings(max_examples: int, phases: list[Phase]) -> settings:
+    return settings(
+        max_examples=max_examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        report_multiple_bugs=False,
+        verbosity=Verbosity.quiet,
+        suppress_health_check=list(HealthCheck),
+        phases=phases,
+    )

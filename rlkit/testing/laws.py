@@ -1,0 +1,90 @@
+"""Every law in one place: `laws.mask_isolation(my_loss)` raises with the smallest counterexample, or returns.
+
+Laws with a parameter are made first: `laws.coefficient(lambda case: case.ratio)(my_loss)`.
+"""
+
+from rlkit.testing.law import Law, law, near, same
+from rlkit.testing.laws_controllers import (
+    Rule,
+    feedback,
+    refuses_nan,
+    state_is_plain,
+    update_is_pure,
+    within_bounds,
+)
+from rlkit.testing.laws_estimators import centred, equals_loop, limit, scales, shift_invariant
+from rlkit.testing.laws_kl import (
+    backward,
+    expectation,
+    forward,
+    gradient_expectation,
+    non_negative,
+    nothing,
+    zero_at_equality,
+)
+from rlkit.testing.laws_logp import normalised, temperature_is_scale
+from rlkit.testing.laws_numerics import compiles, detached, differentiable, dtypes, finite, gradcheck, pure
+from rlkit.testing.laws_objectives import monotone
+from rlkit.testing.laws_policy import clipped, coefficient, descends, no_advantage_no_gradient, on_policy
+from rlkit.testing.laws_structure import (
+    additive,
+    group_isolation,
+    group_labels,
+    mask_isolation,
+    nothing_to_train_on,
+    padded_is_packed,
+    permutation,
+    segment_isolation,
+    shape,
+    singleton_is_zero,
+)
+
+__all__ = [
+    "Law",
+    "Rule",
+    "additive",
+    "backward",
+    "centred",
+    "clipped",
+    "coefficient",
+    "compiles",
+    "descends",
+    "detached",
+    "differentiable",
+    "dtypes",
+    "equals_loop",
+    "expectation",
+    "feedback",
+    "finite",
+    "forward",
+    "gradcheck",
+    "gradient_expectation",
+    "group_isolation",
+    "group_labels",
+    "law",
+    "limit",
+    "mask_isolation",
+    "monotone",
+    "near",
+    "no_advantage_no_gradient",
+    "non_negative",
+    "normalised",
+    "nothing",
+    "nothing_to_train_on",
+    "on_policy",
+    "padded_is_packed",
+    "permutation",
+    "pure",
+    "refuses_nan",
+    "same",
+    "scales",
+    "segment_isolation",
+    "shape",
+    "shift_invariant",
+    "singleton_is_zero",
+    "state_is_plain",
+    "temperature_is_scale",
+    "update_is_pure",
+    "within_bounds",
+    "zero_at_equality",
+]

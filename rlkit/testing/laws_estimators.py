@@ -1,0 +1,105 @@
+"""Laws of advantage estimators: their definition as a loop, their symmetries, and their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit.testing.cases import Case, replaced, tokens_of
+from rlkit.testing.law import Law, law, near
+from rlkit.testing.subject import Subject, tensors
+
+
+def equals_loop(loop: Callable[..., Any]) -> Law:
+    """The law that the function is `loop`, written for one sequence (or one group) in Python floats.
+
+    `loop` gets by name a list for each token stream, masked tokens left out, a float for each sequence's value, and the
+    subject's options; for a function without `cu_seqlens` a list per group. It returns a list, or one list per output.
+    """
+
+    @law()
+    def equals_loop(s: Subject, case: Case) -> None:
+        """The vectorised function equals its definition, a loop over one sequence or group in Python floats."""
+        got = tensors(s(case))
+        want = [torch.zeros_like(x, dtype=torch.float64) for x in got]
+        for places, given in _units(s, case):
+            result = loop(**given, **s.options)
+            lists = result if isinstance(result, tuple) else (result,)
+            for out, values in zip(want, lists, strict=True):
+                out[places] = torch.tensor(values, dtype=torch.float64)
+        for x, y in zip(got, want, strict=True):
+            near(x, y, "the result")
+
+    return equals_loop
+
+
+def limit(other: Callable[..., Any], *, note: str, given: Mapping[str, Any] | None = None) -> Law:
+    """The law that, with the options `given`, the function equals `other` (called by name with what it takes)."""
+
+    def check(s: Subject, case: Case) -> None:
+        special = replace(
+            s,
+            options={**s.options, **(given or {})},
+            streams={k: v for k, v in s.streams.items() if k not in (given or {})},
+        )
+        streams = {k: v for k, v in case.streams.items() if k in special.streams}
+        kept = case._replace(
+            tokens={k: v for k, v in case.tokens.items() if k in streams},
+            seqs={k: v for k, v in case.seqs.items() if k in streams},
+        )
+        for x, y in zip(tensors(special(kept)), tensors(other(case)), strict=True):
+            near(x, y, f"the limit: {note}")
+
+    return Law(name=f"limit: {note}", statement=f"In the limit: {note}.", check=check)
+
+
+@law(needs=("group_ids",))
+def shift_invariant(s: Subject, case: Case) -> None:
+    """Another zero of a group's rewards changes nothing."""
+    shift = torch.randint(-8, 9, (case.num_seqs,), generator=case.random()).double()[case.group_ids]
+    rewards = case.seqs["rewards"]
+    moved = replaced(case, rewards=rewards + shift.reshape(-1, *[1] * (rewards.ndim - 1)))
+    for x, y in zip(tensors(s(moved)), tensors(s(case)), strict=True):
+        near(x, y, "the result with each group's rewards shifted")
+
+
+def scales(*, degree: int, names: Sequence[str] = ("rewards",)) -> Law:
+    """The law that another unit of the named streams scales the result by its `degree`-th power."""
+
+    @law()
+    def scales(s: Subject, case: Case) -> None:
+        """Another unit of the rewards (and values) scales the result by the stated power of it."""
+        factor = 3.0
+        scaled = replaced(case, **{k: factor * x for k, x in case.streams.items() if k in names})
+        for x, y in zip(tensors(s(scaled)), tensors(s(case)), strict=True):
+            near(x, factor**degree * y, f"the result with {' and '.join(names)} times {factor:g}")
+
+    return scales
+
+
+@law(needs=("group_ids",))
+def centred(s: Subject, case: Case) -> None:
+    """The advantages of each group sum to 0."""
+    (got,) = tensors(s(case))
+    for group in case.group_ids.unique():
+        near(got[case.group_ids == group].sum(), torch.zeros((), dtype=torch.float64), "the sum over a group")
+
+
+def _units(s: Subject, case: Case) -> list[tuple[Tensor, dict[str, Any]]]:
+    """For each sequence, or each group: the places of its results, and its values by name in plain Python."""
+    out = []
+    if s.takes("cu_seqlens"):
+        for i in range(case.num_seqs):
+            places = tokens_of(case, torch.tensor([i]))
+            places = places[case.mask[places]] if s.takes("mask") else places
+            given = {k: x[places].tolist() for k, x in case.tokens.items()}
+            out.append((places, given | {k: x[i].item() for k, x in case.seqs.items()}))
+        return out
+    for group in case.group_ids.unique():
+        members = (case.group_ids == group).nonzero().squeeze(1)
+        out.append((members, {k: x[members].tolist() for k, x in case.seqs.items()}))
+    return out

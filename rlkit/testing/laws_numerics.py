@@ -1,0 +1,170 @@
+"""Laws of numbers: precision, finiteness, derivatives, purity, compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis.strategies import SearchStrategy, just
+from torch import Tensor
+
+from rlkit.testing.cases import Case, cast, replaced
+from rlkit.testing.law import Law, law, near, same
+from rlkit.testing.strategies import cases
+from rlkit.testing.subject import Subject, random_upstream, run, tensors
+
+
+def _extreme_cases(s: Subject) -> SearchStrategy[Case]:
+    return cases(s.streams, max_seqs=3, max_len=3, extreme=True)
+
+
+@law()
+def dtypes(s: Subject, case: Case) -> None:
+    """bf16 and fp16 are computed and returned in fp32, fp64 stays; int32 and int64 bounds give the same."""
+    has_floats = any(x.is_floating_point() for x in case.streams.values())
+    for given in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        want = torch.float64 if given == torch.float64 else torch.float32
+        low, wide = cast(case, given), cast(cast(case, given), want)
+        for x, y in zip(tensors(s(low)), tensors(s(wide)), strict=True):
+            if has_floats and s.axis != "metrics" and x.is_floating_point() and x.dtype != want:
+                raise AssertionError(f"{_name(given)} inputs give a {_name(x.dtype)} result, expected {_name(want)}")
+            same(x, y, f"the result for {_name(given)} inputs")
+    other = torch.int32 if case.cu_seqlens.dtype == torch.int64 else torch.int64
+    for x, y in zip(tensors(s(case._replace(cu_seqlens=case.cu_seqlens.to(other)))), tensors(s(case)), strict=True):
+        same(x, y, f"the result for {_name(other)} cu_seqlens")
+
+
+@law()
+def pure(s: Subject, case: Case) -> None:
+    """The same arguments give the same bits, are left as they were, and the global random state is not touched."""
+    before = {k: x.clone() for k, x in case.streams.items()}
+    mask, state = case.mask.clone(), torch.get_rng_state()
+    first, second = run(s, case), run(s, case)
+    for x, y in zip(second.outputs, first.outputs, strict=True):
+        same(x, y, "the result of the second call")
+    for name, g in first.grads.items():
+        same(second.grads[name], g, f"the gradient by {name} of the second call")
+    for name, x in before.items():
+        same(case.streams[name], x, f"the argument {name} after the call")
+    same(case.mask, mask, "the argument mask after the call")
+    if not torch.equal(torch.get_rng_state(), state):
+        raise AssertionError("the call drew from the global random state")
+
+
+@law(draw=_extreme_cases)
+def finite(s: Subject, case: Case) -> None:
+    """Huge, tiny and zero inputs give finite results and gradients in fp32."""
+    out = run(s, cast(case, torch.float32))
+    for x in out.outputs if s.axis != "metrics" else []:
+        if not x.isfinite().all():
+            raise AssertionError(f"the result is {_worst(x)}")
+    for name, g in out.grads.items():
+        if not g.isfinite().all():
+            raise AssertionError(f"the gradient by {name} is {_worst(g)}")
+
+
+@law()
+def gradcheck(s: Subject, case: Case) -> None:
+    """In fp64 autograd's gradient is the slope of the function, along a random direction of each argument."""
+    case = _off_the_grid(s, case)
+    grads = run(s, case).grads
+    random = case.random()
+    for name, g in grads.items():
+        if not g.any() and not _attached(s, case, name):
+            continue
+        direction = torch.rand(g.shape, generator=random, dtype=torch.float64) - 0.5
+        step = 1e-5
+        high, low = (_weighted_sum(s, case, name, direction * h) for h in (step, -step))
+        slope, found = (high - low) / (2 * step), (g * direction).sum()
+        same(found, slope, f"the derivative along {name}", rtol=1e-5, atol=1e-6)
+
+
+@law()
+def differentiable(s: Subject, case: Case) -> None:
+    """The result carries a gradient: something in it can be trained."""
+    if not any(_attached(s, case, name) for name, x in case.streams.items() if x.is_floating_point()):
+        raise AssertionError("no argument gets a gradient")
+
+
+@law()
+def detached(s: Subject, case: Case) -> None:
+    """The result carries no gradient, whatever its inputs do: it is a weight, a target or a measurement."""
+    for name, x in case.streams.items():
+        if x.is_floating_point() and _attached(s, case, name):
+            raise AssertionError(f"the result carries a gradient by {name}")
+
+
+def compiles(*, backend: str = "aot_eager") -> Law:
+    """The law that `torch.compile(fullgraph=True)` gives the same results and gradients."""
+
+    @law(draw=lambda s: just(fixed_case(s)))
+    def compiles(s: Subject, case: Case) -> None:
+        """It compiles as one graph, with the same results and gradients."""
+        torch.compiler.reset()
+        fn: Callable[..., Any] = torch.compile(s.fn, fullgraph=True, backend=backend)
+        eager, compiled = run(s, case), run(replace(s, fn=fn), case)
+        for x, y in zip(compiled.outputs, eager.outputs, strict=True):
+            near(x, y, "the compiled result")
+        for name, g in eager.grads.items():
+            near(compiled.grads[name], g, f"the compiled gradient by {name}")
+
+    return compiles
+
+
+def fixed_case(s: Subject, *, lens: tuple[int, ...] = (3, 0, 1, 4), seed: int = 0) -> Case:
+    """One case without search: sequences of `lens`, a third of the tokens masked, random values on the grid."""
+    random = torch.Generator().manual_seed(seed)
+    total, num = sum(lens), len(lens)
+    rows = {"T": total, "N": num}
+
+    def draw(stream: Any) -> Tensor:
+        shape = (rows[stream.axis], *stream.size)
+        if stream.dtype == torch.bool:
+            return torch.rand(shape, generator=random) < 0.5
+        steps = torch.randint(0, int((stream.high - stream.low) / stream.step) + 1, shape, generator=random)
+        return (stream.low + steps * stream.step).to(stream.dtype)
+
+    drawn = {name: draw(stream) for name, stream in s.streams.items()}
+    return Case(
+        tokens={k: x for k, x in drawn.items() if s.streams[k].axis == "T"},
+        seqs={k: x for k, x in drawn.items() if s.streams[k].axis == "N"},
+        mask=torch.arange(total) % 3 != 1,
+        cu_seqlens=torch.tensor([0, *lens]).cumsum(0),
+        group_ids=torch.arange(num) % 2,
+        seed=seed,
+    )
+
+
+def _off_the_grid(s: Subject, case: Case) -> Case:
+    """The case moved a little into each stream's range: away from kinks, and from the ends of the range."""
+    random = case.random()
+
+    def move(name: str, x: Tensor) -> Tensor:
+        stream = s.streams[name]
+        inside = stream.low + (stream.high - stream.low) * torch.rand(x.shape, generator=random, dtype=torch.float64)
+        return 0.97 * x + 0.03 * inside
+
+    return replaced(case, **{k: move(k, x) for k, x in case.streams.items() if x.is_floating_point()})
+
+
+def _weighted_sum(s: Subject, case: Case, name: str, change: Tensor) -> Tensor:
+    moved = replaced(case, **{name: case.streams[name] + change})
+    outputs = tensors(s(moved, whole=case))
+    parts = [(x * g).sum().double() for x, g in zip(outputs, random_upstream(case, outputs)) if x.is_floating_point()]
+    return torch.stack(parts).sum()
+
+
+def _attached(s: Subject, case: Case, name: str) -> bool:
+    """Whether the result depends on this argument as far as autograd knows."""
+    leaf = case.streams[name].clone().requires_grad_()
+    return any(x.requires_grad for x in tensors(s(replaced(case, **{name: leaf}), whole=case)))
+
+
+def _worst(x: Tensor) -> str:
+    return str(x[~x.isfinite()][0].item())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

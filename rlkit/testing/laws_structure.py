@@ -1,0 +1,173 @@
+"""Laws of packed batches, for losses and estimators alike: masks, segments, groups, order, padding, splits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkit.metrics import merge
+from rlkit.packing import from_padded
+from rlkit.segments import seq_ids
+from rlkit.testing.cases import (
+    Case,
+    flattened,
+    padded,
+    partition,
+    poisoned,
+    replaced,
+    short,
+    shuffled,
+    take_seqs,
+    take_tokens,
+    tokens_of,
+)
+from rlkit.testing.law import law, near, same
+from rlkit.testing.subject import Outcome, Subject, random_upstream, run, tensors
+
+
+@law()
+def shape(s: Subject, case: Case) -> None:
+    """There is one result per token (per sequence, where the function speaks of sequences)."""
+    if s.axis not in ("T", "N"):
+        return
+    rows = case.num_tokens if s.axis == "T" else case.num_seqs
+    for x in tensors(s(case)):
+        if x.ndim == 0 or x.shape[0] != rows:
+            raise AssertionError(f"the result has shape {list(x.shape)}, expected [{rows}]: do not reduce inside")
+
+
+@law(needs=("mask",))
+def mask_isolation(s: Subject, case: Case) -> None:
+    """NaN and infinities at masked places change neither value nor gradient; both are 0 there."""
+    clean, dirty = run(s, case), run(s, poisoned(case, list(case.tokens), tokens=~case.mask))
+    _same_outcome(dirty, clean, "with NaN and inf at masked places")
+    for x in clean.outputs if s.axis == "T" else []:
+        same(x[~case.mask], torch.zeros_like(x[~case.mask]), "the result at masked places")
+    for name, g in clean.grads.items():
+        if name in case.tokens:
+            same(g[~case.mask], torch.zeros_like(g[~case.mask]), f"the gradient by {name} at masked places")
+
+
+@law()
+def permutation(s: Subject, case: Case) -> None:
+    """Another order of the sequences (tokens, for an elementwise function) changes nothing but the order."""
+    order = shuffled(case, case.num_tokens if s.elementwise else case.num_seqs)
+    moved = take_tokens(case, order) if s.elementwise else take_seqs(case, order)
+    places = order if s.elementwise else tokens_of(case, order)
+    index = {"T": places, "N": order}.get(s.axis, slice(None))
+    for got, want in zip(tensors(s(moved)), tensors(s(case)), strict=True):
+        near(got, want[index] if want.ndim else want, "the result in another order")
+
+
+@law(needs=("cu_seqlens",))
+def segment_isolation(s: Subject, case: Case) -> None:
+    """A sequence does not see its neighbours: their values, NaN included, change nothing."""
+    mine = shuffled(case, case.num_seqs)[:1]
+    _isolated(s, case, torch.isin(torch.arange(case.num_seqs), mine), "of a sequence beside NaN")
+
+
+@law(needs=("group_ids",))
+def group_isolation(s: Subject, case: Case) -> None:
+    """A group does not see other groups: their values, NaN included, change nothing."""
+    mine = case.group_ids == case.group_ids[shuffled(case, case.num_seqs)[0]]
+    _isolated(s, case, mine, "of a group beside NaN")
+
+
+@law(needs=("group_ids",))
+def group_labels(s: Subject, case: Case) -> None:
+    """Only which sequences share a group matters, not how the groups are numbered."""
+    relabelled = shuffled(case, case.num_seqs)[case.group_ids]
+    for got, want in zip(tensors(s(case._replace(group_ids=relabelled))), tensors(s(case)), strict=True):
+        near(got, want, "the result with groups renumbered")
+
+
+@law(needs=("mask",))
+def padded_is_packed(s: Subject, case: Case) -> None:
+    """Padding (masked tokens) before, between and after the tokens changes nothing: gaps neither decay nor leak."""
+    rows, is_real = padded(case)
+    views = [flattened(rows), rows] if s.elementwise else [flattened(rows)]
+    for view in views:
+        for x, y in zip(tensors(s(view, whole=case)), tensors(s(case)), strict=True):
+            if s.axis == "T":
+                x = from_padded(x.reshape(*is_real.shape, *x.shape[view.mask.ndim :]), padding_mask=is_real)[0][0]
+            near(x, y, "the result with padding")
+
+
+@law()
+def additive(s: Subject, case: Case) -> None:
+    """Any split into micro-batches and ranks gives the same results, sums and gradients, to rounding in fp64."""
+    ids = case.group_ids if s.takes("group_ids") else torch.arange(case.num_tokens if s.elementwise else case.num_seqs)
+    parts = partition(case, ids)
+    pieces = [take_tokens(case, part) if s.elementwise else take_seqs(case, part) for part in parts]
+    if s.axis == "metrics":
+        merged = tensors(merge(*[s(piece, whole=case) for piece in pieces]))
+        for got, want in zip(merged, tensors(s(case)), strict=True):
+            near(got, want, "a metric merged over micro-batches")
+        return
+    upstream = random_upstream(case, tensors(s(case)))
+    whole, totals = run(s, case, upstream=upstream), [torch.zeros((), dtype=torch.float64) for _ in upstream]
+    for part, piece in zip(parts, pieces):
+        places = part if s.elementwise else tokens_of(case, part)
+        index = {"T": places, "N": part}.get(s.axis, slice(None))
+        share = [g[index] if g.ndim else g for g in upstream]
+        out = run(s, piece, whole=case, upstream=share)
+        totals = [t + _total(x, g) for t, x, g in zip(totals, out.outputs, share, strict=True)]
+        for x, y in zip(out.outputs, whole.outputs, strict=True):
+            if s.axis in ("T", "N") and y.ndim:
+                near(x, y[index], "the result of a micro-batch")
+        for name, g in out.grads.items():
+            want = whole.grads[name][places if name in case.tokens else part]
+            near(g, want, f"the gradient by {name} of a micro-batch")
+    for total, x, g in zip(totals, whole.outputs, upstream):
+        near(total, _total(x, g), "the sum over micro-batches")
+
+
+@law()
+def nothing_to_train_on(s: Subject, case: Case) -> None:
+    """Without a trainable token the results are 0 (no NaN), with gradient 0; an empty batch is legal."""
+    none = torch.zeros(0, dtype=torch.int64)
+    for x in tensors(s(take_tokens(case, none) if s.elementwise else take_seqs(case, none))):
+        if s.axis in ("T", "N") and (x.ndim == 0 or x.shape[0] != 0):
+            raise AssertionError(f"the result of an empty batch has shape {list(x.shape)}, expected [0]")
+    if not s.takes("mask"):
+        return
+    out = run(s, case._replace(mask=torch.zeros_like(case.mask)))
+    for x in out.outputs:
+        if x.isnan().any() or (s.axis == "T" and x.any()):
+            raise AssertionError(f"the result of a fully masked batch is {short(x)}, expected 0")
+    for name, g in out.grads.items():
+        same(g, torch.zeros_like(g), f"the gradient by {name} of a fully masked batch")
+
+
+@law(needs=("group_ids",))
+def singleton_is_zero(s: Subject, case: Case) -> None:
+    """A group of one, and a group whose rewards are all equal, has advantage exactly 0."""
+    alone = case._replace(group_ids=torch.arange(case.num_seqs))
+    rewards = case.streams["rewards"]
+    first = torch.stack([(case.group_ids == g).int().argmax() for g in case.group_ids])
+    for given, what in ((alone, "a singleton group"), (replaced(case, rewards=rewards[first]), "a group of equals")):
+        for x in tensors(s(given)):
+            same(x, torch.zeros_like(x), f"the advantage of {what}")
+
+
+def _isolated(s: Subject, case: Case, mine: Tensor, what: str) -> None:
+    """The results of sequences `mine` with every free value of the others poisoned."""
+    on_tokens = mine[seq_ids(case.cu_seqlens, num_tokens=case.num_tokens)]
+    free = [name for name, stream in s.streams.items() if stream.hard_low != 0]
+    dirty = poisoned(case, free, tokens=~on_tokens, seqs=~mine)
+    where = {"T": on_tokens, "N": mine}.get(s.axis)
+    if where is None:
+        return
+    for x, y in zip(tensors(s(dirty, whole=case)), tensors(s(case)), strict=True):
+        near(x[where], y[where], f"the result {what}")
+
+
+def _same_outcome(got: Outcome, want: Outcome, what: str) -> None:
+    for x, y in zip(got.outputs, want.outputs, strict=True):
+        same(x, y, f"the result {what}")
+    for name, g in want.grads.items():
+        same(got.grads[name], g, f"the gradient by {name} {what}")
+
+
+def _total(x: Tensor, weights: Tensor) -> Tensor:
+    return (x.double() * weights).sum()

@@ -1,0 +1,99 @@
+"""Hypothesis strategies for packed batches: plain functions, each saying what it minimises to.
+
+Numbers are multiples of a power of two in a small range, so that counterexamples are short and exact in bf16;
+`extremes` has the values at which naive code overflows, underflows or divides by 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+from torch import Tensor
+
+from rlkit.segments import cumulative
+from rlkit.testing.cases import Case, Stream, Vocab
+
+EXTREMES = (0.0, 1e-30, -1e-30, 1.0, -1.0, 20.5, -20.5, 100.0, -100.0, 1e6, -1e6)
+
+
+def numbers(low: float, high: float, *, step: float = 0.125) -> SearchStrategy[float]:
+    """Multiples of `step` in [low, high]. Minimises to 0, or to the end nearer to it."""
+    return st.integers(math.ceil(low / step), math.floor(high / step)).map(lambda i: i * step)
+
+
+def extremes(low: float = -math.inf, high: float = math.inf) -> SearchStrategy[float]:
+    """Huge, tiny and plain numbers of [low, high]. Minimises to 0, or to the first of `EXTREMES` in the range."""
+    return st.sampled_from([x for x in EXTREMES if low <= x <= high])
+
+
+def lengths(*, max_seqs: int = 4, max_len: int = 4) -> SearchStrategy[list[int]]:
+    """Lengths of 1 to `max_seqs` sequences, empty ones among them. Minimises to one sequence of one token."""
+    return st.lists(st.sampled_from([*range(1, max_len + 1), 0]), min_size=1, max_size=max_seqs)
+
+
+@st.composite
+def cu_seqlens(draw: DrawFn, *, max_seqs: int = 4, max_len: int = 4) -> Tensor:
+    """Bounds `[N+1]` of packed sequences, int64 or int32. Minimises to [0, 1] in int64."""
+    dtype = draw(st.sampled_from([torch.int64, torch.int32]))
+    return cumulative(torch.tensor(draw(lengths(max_seqs=max_seqs, max_len=max_len)), dtype=dtype))
+
+
+def masks(num_tokens: int) -> SearchStrategy[Tensor]:
+    """Masks `[T]` with gaps anywhere, also empty ones. Minimises to all True."""
+    bits = st.lists(st.sampled_from([True, False]), min_size=num_tokens, max_size=num_tokens)
+    return bits.map(lambda x: torch.tensor(x, dtype=torch.bool))
+
+
+def group_ids(num_seqs: int) -> SearchStrategy[Tensor]:
+    """Dense ids `[N]` of ragged groups in any order, singletons among them. Minimises to one group."""
+    labels = st.lists(st.integers(0, max(num_seqs - 1, 0)), min_size=num_seqs, max_size=num_seqs)
+    return labels.map(lambda x: torch.tensor(x, dtype=torch.int64).unique(return_inverse=True)[1])
+
+
+def values(stream: Stream, num: int, *, extreme: bool = False) -> SearchStrategy[Tensor]:
+    """A stream's tensor of `num` rows: fp64, int64 or bool. Minimises to zeros (False), or the end nearer to 0."""
+    shape = (num, *stream.size)
+    if stream.dtype == torch.bool:
+        one: SearchStrategy = st.booleans()
+    elif extreme and stream.dtype.is_floating_point:
+        one = extremes(stream.hard_low, stream.hard_high)
+    else:
+        one = numbers(stream.low, stream.high, step=stream.step)
+    flat = st.lists(one, min_size=math.prod(shape), max_size=math.prod(shape))
+    return flat.map(lambda x: torch.tensor(x, dtype=stream.dtype).reshape(shape))
+
+
+@st.composite
+def cases(
+    draw: DrawFn, streams: Mapping[str, Stream], *, max_seqs: int = 4, max_len: int = 4, extreme: bool = False
+) -> Case:
+    """A packed batch that holds `streams`: any lengths, masks, gaps and groups; with `extreme`, any magnitude.
+
+    Minimises to one token, or to as few short sequences as a failure needs, unmasked, with values 0.
+    """
+    cu = draw(cu_seqlens(max_seqs=max_seqs, max_len=max_len))
+    sizes = {"T": int(cu[-1]), "N": cu.numel() - 1}
+    drawn = {name: draw(values(s, sizes[s.axis], extreme=extreme)) for name, s in streams.items()}
+    return Case(
+        tokens={name: x for name, x in drawn.items() if streams[name].axis == "T"},
+        seqs={name: x for name, x in drawn.items() if streams[name].axis == "N"},
+        mask=draw(masks(sizes["T"])),
+        cu_seqlens=cu,
+        group_ids=draw(group_ids(sizes["N"])),
+        seed=draw(st.integers(0, 7)),
+    )
+
+
+def vocabularies(*, size: int = 4) -> SearchStrategy[Vocab]:
+    """Logits `[size]` of a policy, a reference and a sampling policy. Minimises to three uniform distributions."""
+    logits = values(Stream(low=-3.0, high=3.0), size)
+    return st.builds(Vocab, policy=logits, ref=logits, old=logits)
+
+
+def measurements(*, low: float = 0.0, high: float = 4.0, max_size: int = 6) -> SearchStrategy[list[float]]:
+    """What a controller is told, update by update. Minimises to a single 0."""
+    return st.lists(numbers(low, high), min_size=1, max_size=max_size)
