@@ -48,7 +48,7 @@ def greedily_kept(batch: list[tuple[float, float, bool]], budget: float) -> set[
 
 
 @settings(max_examples=60, deadline=None)
-@given(tokens, st.sampled_from([0.0, 0.04, 0.3, 1.0]))
+@given(tokens, st.sampled_from([0.0, 0.0413, 0.3017, 1.0019]))
 def test_m2po_keeps_what_the_papers_loop_keeps(batch: list[tuple[float, float, bool]], budget: float) -> None:
     x, a, mask = columns(batch)
     x.requires_grad_()
