@@ -59,10 +59,10 @@ def logp_op(
     keep: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """logp and entropy, and for the backward offset, sum, and with `keep` the log-probs of the rows that entered."""
+    """logp and entropy, and for the backward offset, sum, and what `small` keeps of the rows that entered."""
     if not keep:
         stats = partials_op(hidden, weight, targets, bias, mask, temperature, softcap, 0, impl)
-        return *finish(Partials(*stats)), stats[0].clone(), stats[1].clone(), stats.new_empty(0, 0)
+        return *finish(Partials(*stats)), stats[0].clone(), stats[1].clone(), stats.new_empty(0)
     head = Head(weight, finite(bias, chunked.compute_dtype(hidden, weight, bias)), temperature, softcap)
     rows, num_rows = present(mask), hidden.shape[0]
     if rows is None:
@@ -78,7 +78,7 @@ def logp_op(
 def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     _, bias, *_, keep, _ = rest
     num_rows, dtype = hidden.shape[0], chunked.compute_dtype(hidden, weight, bias)
-    shapes = [(num_rows,)] * 3 + ([(0,), (num_rows, weight.shape[0])] if keep else [(num_rows,), (0, 0)])
+    shapes = [(num_rows,)] * 3 + ([(0,), (2, num_rows, weight.shape[0])] if keep else [(num_rows,), (0,)])
     return tuple(hidden.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
@@ -138,7 +138,8 @@ def backward_op(
     else:  # its rows are those that entered the forward, in order
         entered = rows if rows is None or mask is None else (mask.cumsum(0) - 1)[rows]
         kept_rows = small.KeptRows(t, logp, entropy, offset, g_l, g_h)
-        d_hidden, d_weight, d_bias = small.backward(h, head, _take(kept, entered), kept_rows, need=need)
+        kept = kept if entered is None else kept[:, entered]
+        d_hidden, d_weight, d_bias = small.backward(h, head, kept, kept_rows, need=need)
     if d_hidden is not None and rows is not None:
         d_hidden = torch.zeros_like(hidden).index_copy_(0, rows, d_hidden)
     none = hidden.new_empty

@@ -1,10 +1,10 @@
-"""Problems whose logits take a few MB altogether: one tile, kept as log-probabilities, and few operations.
+"""Problems whose logits take a few MB altogether: one tile, its probabilities kept, and few operations.
 
 With p = e^log_p, and upstream gradients g_l of logp and g_h of the entropy,
 
     dz_j = g_l [j = target] - p_j (g_l + g_h (entropy + log_p_j))
 
-Next to computing the logits again this saves one matrix product of four, and most of the overhead of small operations.
+Next to computing the logits again this saves one matrix product of four, an exponential, and most of the overhead.
 """
 
 from __future__ import annotations
@@ -31,33 +31,34 @@ class KeptRows(NamedTuple):
 
 
 def fits(num_rows: int, vocab: int, dtype: torch.dtype) -> bool:
-    """Whether all logits together are small enough to be kept for the backward."""
-    return num_rows * vocab * dtype.itemsize <= KEEP_BYTES
+    """Whether all log-probabilities and probabilities together are small enough to be kept for the backward."""
+    return 2 * num_rows * vocab * dtype.itemsize <= KEEP_BYTES
 
 
 def forward(hidden: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logp, entropy, logsumexp (0 without a softcap, which alone needs it), and the log-probabilities `[T, V]`."""
+    """logp, entropy, logsumexp (0 without a softcap, which alone needs it), and log_p and p, stacked: `[2, T, V]`."""
     dtype = compute_dtype(hidden, head.weight, head.bias)
     h, w, index = hidden.to(dtype), head.weight.to(dtype), targets.unsqueeze(1)
-    z = h.new_empty(h.shape[0], w.shape[0])
+    kept = h.new_empty(2, h.shape[0], w.shape[0])
+    log_p, z = kept
     logits_into(z, h, w, head.bias, head)
-    log_p = z.log_softmax(1)
+    torch.log_softmax(z, 1, out=log_p)
     logp = log_p.gather(1, index).squeeze(1)
     lse = torch.zeros_like(logp) if head.softcap is None else z.gather(1, index).squeeze(1) - logp
-    return logp, torch.linalg.vecdot(torch.exp(log_p, out=z), log_p).neg_(), lse, log_p
+    return logp, torch.linalg.vecdot(torch.exp(log_p, out=z), log_p).neg_(), lse, kept
 
 
-def backward(hidden: Tensor, head: Head, log_p: Tensor, rows: KeptRows, *, need: list[bool]) -> Grads:
+def backward(hidden: Tensor, head: Head, kept: Tensor, rows: KeptRows, *, need: list[bool]) -> Grads:
     """Gradients of `hidden`, `weight` and `bias` as far as `need` asks for them."""
     targets, logp, entropy, lse, g_logp, g_entropy = rows
     scale = (g_logp / -head.temperature).unsqueeze(1)
-    d = log_p.exp()
+    log_p, p = kept
     if g_entropy is None:
-        d.mul_(scale)
+        d = p * scale
         at_target = logp.expm1().unsqueeze(1).mul_(scale)
     else:
         slope = (g_entropy / -head.temperature).unsqueeze(1)
-        d.mul_(torch.addcmul(torch.addcmul(scale, slope, entropy.unsqueeze(1)), slope, log_p))
+        d = torch.addcmul(torch.addcmul(scale, slope, entropy.unsqueeze(1)), slope, log_p).mul_(p)
         logp, entropy = logp.unsqueeze(1), entropy.unsqueeze(1)
         at_target = scale * logp.expm1() + slope * logp.exp() * (logp + entropy)
     d.scatter_(1, targets.unsqueeze(1), at_target)
