@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_same_shape
+from rlkit._tensors import check_same_shape, masked, upcast
 from rlkit.segments import broadcast_to_tokens, seq_mean, seq_sum
 
 
@@ -51,6 +51,7 @@ def token_gradient(value: Float[Tensor, "*shape"], log_ratio: Float[Tensor, "*sh
     `topr(token_gradient(seq_log_ratio_sum(x, mask=mask, cu_seqlens=cu), x), advantages, mask=mask)`.
     """
     check_same_shape(value=value, log_ratio=log_ratio)
+    value, log_ratio = upcast(value), upcast(log_ratio)
     return value.detach() + (log_ratio - log_ratio.detach())
 
 
@@ -65,4 +66,4 @@ def gspo_token_log_ratio(
     Differs: verl `gspo` and TRL's experimental GSPO-token as here, except that they clamp the sum at 10 from above.
     Reference: arXiv:2507.18071, equations 14 and 15.
     """
-    return token_gradient(seq_log_ratio(log_ratio, mask=mask, cu_seqlens=cu_seqlens), log_ratio)
+    return token_gradient(seq_log_ratio(log_ratio, mask=mask, cu_seqlens=cu_seqlens), masked(log_ratio, mask))

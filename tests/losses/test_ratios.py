@@ -60,7 +60,7 @@ def test_gspo_token_has_the_sequences_value_and_the_tokens_gradient() -> None:
     s = gspo_token_log_ratio(x, mask=MASK, cu_seqlens=CU)
     torch.testing.assert_close(s, torch.tensor(looped("mean", MASK), dtype=torch.float64))
     weights = torch.arange(10, dtype=torch.float64)
-    assert torch.equal(torch.autograd.grad((s * weights).sum(), x)[0], weights)
+    assert torch.equal(torch.autograd.grad((s * weights).sum(), x)[0], weights * MASK)
 
 
 def test_gspo_token_equals_gspo_for_one_advantage_per_sequence() -> None:
