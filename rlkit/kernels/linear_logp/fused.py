@@ -26,8 +26,10 @@ from rlkit.kernels.linear_logp.ops import finite, present
 from rlkit.kernels.linear_logp.stats import Partials, combine, finish, no_partials, tile_partials
 from rlkit.types import LogProbs
 
-CHUNK_BYTES = 64 << 20
-MIN_ROWS = 512  # fewer make the sum into the weight's gradient, read and written once per chunk, the slowest part
+CPU_CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 256 << 20
+CPU_MIN_ROWS = 256  # fewer, and the sum into the weight's gradient, read and written once per chunk, shows
+MIN_ROWS = 2048
 
 
 class FusedLoss(NamedTuple):
@@ -84,9 +86,9 @@ def fused_loss(
     `loss_fn(out, *row_data)` gets `LogProbs` of R rows and the same R rows of each tensor in `row_data` (first axis T),
     and returns R weighted losses. It is called once per chunk under autograd, on `[R]` tensors. Whatever it is (clipped
     surrogate, KL, entropy bonus), three matrix products are enough, because a chunk's logits are still there when their
-    gradient is known. Memory: fp32 gradients and one chunk of logits (64 MB, or 512 rows where those take more). The
-    backward only scales by the upstream gradient, and works once. Gradients flow to `hidden`, `weight` and `bias`, not
-    to `row_data` or to tensors that `loss_fn` closes over.
+    gradient is known. Memory: fp32 gradients and one chunk of logits (on a CPU 32 MB, or 256 rows where those take
+    more). The backward only scales by the upstream gradient, and works once. Gradients flow to `hidden`, `weight` and
+    `bias`, not to `row_data` or to tensors that `loss_fn` closes over.
 
     `mask`: rows where it is False never enter; `loss_fn` does not see them. In a chunk, rows whose gradient is 0 skip
     the gradient's products.
@@ -281,7 +283,8 @@ def _check_rows(loss_fn: Callable[..., Tensor], values: LogProbs, data: list[Ten
 
 def _chunks(h: Tensor, vocab: int, cu_seqlens: list[int] | None) -> list[tuple[slice, Tensor | None]]:
     """Row ranges of a chunk's size; with `cu_seqlens`, of whole sequences, with their bounds inside the range."""
-    size = max(MIN_ROWS, CHUNK_BYTES // (vocab * 4))
+    on_cpu = h.device.type == "cpu"
+    size = max(CPU_MIN_ROWS if on_cpu else MIN_ROWS, (CPU_CHUNK_BYTES if on_cpu else CHUNK_BYTES) // (vocab * 4))
     if cu_seqlens is None:
         return [(slice(top, end), None) for top, end in blocks(h.shape[0], size)]
     out: list[tuple[slice, Tensor | None]] = []

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkit.kernels.linear_logp.chunked import Grads, Head, compute_dtype, logits_into
+from rlkit.kernels.linear_logp.stats import exp_into
 
 KEEP_BYTES = 16 << 20
 
@@ -45,7 +46,7 @@ def forward(hidden: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor
     torch.log_softmax(z, 1, out=log_p)
     logp = log_p.gather(1, index).squeeze(1)
     lse = torch.zeros_like(logp) if head.softcap is None else z.gather(1, index).squeeze(1) - logp
-    return logp, torch.linalg.vecdot(torch.exp(log_p, out=z), log_p).neg_(), lse, kept
+    return logp, torch.linalg.vecdot(exp_into(log_p, out=z), log_p).neg_(), lse, kept
 
 
 def backward(hidden: Tensor, head: Head, kept: Tensor, rows: KeptRows, *, need: list[bool]) -> Grads:
@@ -58,7 +59,7 @@ def backward(hidden: Tensor, head: Head, kept: Tensor, rows: KeptRows, *, need: 
         at_target = logp.expm1().unsqueeze(1).mul_(scale)
     else:
         slope = (g_entropy / -head.temperature).unsqueeze(1)
-        d = torch.addcmul(torch.addcmul(scale, slope, entropy.unsqueeze(1)), slope, log_p).mul_(p)
+        d = (log_p * slope).add_(torch.addcmul(scale, slope, entropy.unsqueeze(1))).mul_(p)
         logp, entropy = logp.unsqueeze(1), entropy.unsqueeze(1)
         at_target = scale * logp.expm1() + slope * logp.exp() * (logp + entropy)
     d.scatter_(1, targets.unsqueeze(1), at_target)
