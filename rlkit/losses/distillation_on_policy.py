@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlkit._tensors import check_float, check_mask, check_same_shape, masked, upcast
 from rlkit.advantages.traces import discounted_returns
+from rlkit.kernels.linear_scan import linear_scan
 from rlkit.losses._inputs import check_at_least, prepared
 from rlkit.losses.distillation import bounded_log_softmax
 from rlkit.segments import broadcast_to_tokens, seq_sum
@@ -90,10 +91,9 @@ def iw_opd_weights(
     advantages = masked(upcast(advantages.detach()), mask)
     gap = advantages.abs().double()
     total = seq_sum(gap, cu_seqlens=cu_seqlens)
-    before = torch.cat([gap.new_zeros(1), gap.cumsum(0)])
-    starts = broadcast_to_tokens(before[cu_seqlens[:-1]], cu_seqlens=cu_seqlens, num_tokens=gap.numel())
+    before = linear_scan(torch.ones_like(gap), gap, cu_seqlens=cu_seqlens, reverse=False) - gap
     total = broadcast_to_tokens(total, cu_seqlens=cu_seqlens, num_tokens=gap.numel())
-    drift = torch.where(total > 0, (before[:-1] - starts) / total, 0.0)
+    drift = torch.where(total > 0, before / total, 0.0)
     return masked((1 + gamma * (1 - drift)).to(advantages.dtype), mask)
 
 
@@ -159,6 +159,6 @@ def teacher_product(
 def _log_weights(teacher_logits: Tensor, weights: Tensor) -> Tensor:
     """log of the normalised weights, shaped to broadcast over [M, *rows, V]."""
     check_float(teacher_logits=teacher_logits, weights=weights)
-    check_same_shape(teacher_logits=teacher_logits.flatten(1)[:, 0], weights=weights)
+    check_same_shape(teacher_logits=teacher_logits.new_empty(teacher_logits.shape[:1]), weights=weights)
     weights = upcast(weights.detach())
     return (weights / weights.sum()).log().reshape(-1, *[1] * (teacher_logits.ndim - 1))
