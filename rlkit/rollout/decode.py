@@ -1,13 +1,14 @@
 """Prefill and one-token decoding with a slotted key-value cache, over the weights of a Hugging Face model as they are.
 
 Covers the dense Llama family (`SUPPORTED`): RMS norms before attention and MLP, rotary positions, grouped queries,
-gated MLP. Nothing is copied from the model but tiny rotary tables: every step reads its parameters, so an optimizer
-step is seen by the next token. What makes it faster than the model's own forward is fewer and better-shaped
-operators for one new token per row.
+gated MLP. Nothing is copied from the model but its rotary table: every step reads its parameters, so an optimizer step
+is seen by the next token. What makes it faster than the model's own forward is fewer operators, and better-shaped ones
+for one new token per row.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +17,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from rlkit._tensors import upcast
+
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class Layer(NamedTuple):
-    """The parameters of one decoder layer (views, never copies); biases and q/k norms are None where there are none."""
+    """The parameters of one decoder layer (no copies); biases and q/k norms are None where there are none."""
 
     norm: Tensor
     q: Tensor
@@ -37,6 +40,13 @@ class Layer(NamedTuple):
     gate: Tensor
     up: Tensor
     down: Tensor
+
+
+class Rotary(NamedTuple):
+    """cos, and sin with the sign of its half, for each token: [T, 1, head_dim]."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 def plain(p: Any) -> Any:
@@ -60,30 +70,43 @@ def why_unsupported(model: Any, max_len: int) -> str | None:
         return f"its rotary frequencies depend on the length ({rope})"
     if config.hidden_act not in ("silu", "swish"):
         return f"its activation is {config.hidden_act!r}"
-    linears = [m for layer in model.model.layers for name, m in layer.named_modules() if name.endswith("_proj")]
-    if any(type(m) is not nn.Linear for m in linears):
-        return "a projection is not a plain nn.Linear"
+    projections = [(n, m) for n, m in model.model.layers.named_modules() if n.endswith("_proj")]
+    if any(type(m) is not nn.Linear or (".mlp." in n and m.bias is not None) for n, m in projections):
+        return "a projection is not a plain nn.Linear, or the MLP has biases"
     return None
 
 
 class Decoder:
     """Keys and values of up to `max_batch` sequences, and the two forwards that fill and use them.
 
-    `prefill` writes keys and values of whole prompts into slots, `copy` those of a shared prompt into further slots,
-    and `decode` reads one token per row 0..B-1 (row = slot) and gives the logits of the next. The cache grows with
-    the longest sequence, to at most `max_len`.
+    `reserve` makes room, `prefill` writes keys and values of whole prompts into slots, `copy` those of a shared prompt
+    into further slots, and `decode` reads one token per row 0..B-1 (row = slot) and gives the logits of the next; B is
+    one of `sizes`.
+
+    With `compile` everything between two attentions is one compiled region. Its shapes are those of `sizes` alone,
+    which then are five; each is compiled when it is first met.
     """
 
-    def __init__(self, model: Any, *, max_batch: int, max_len: int) -> None:
+    def __init__(self, model: Any, *, max_batch: int, max_len: int, compile: bool = False) -> None:
         self._model, self._max_batch, self._max_len = model, max_batch, max_len
         config = model.config
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._kv_heads, self._eps = config.num_key_value_heads, config.rms_norm_eps
-        self._cache: Tensor | None = None
+        self._kv_heads = config.num_key_value_heads
+        self._cache: Any = None
         self.refresh()
+        self._arena = self._embed.new_zeros(0)
+        self._range = torch.arange(0)
+        self._zero, self._ban = self._embed.new_zeros(()), self._embed.new_full((), -torch.inf)
+        self._eps = torch.tensor(config.rms_norm_eps, dtype=model.dtype, device=model.device)
+        if compile:
+            self.sizes = sorted({-(-max_batch // 2**i) for i in range(5)})
+            self._between, self._last = torch.compile(_between, dynamic=False), torch.compile(_last, dynamic=False)
+        else:
+            self.sizes = sorted({*(n for n in (1, 2, 4) if n < max_batch), *range(8, max_batch, 8), max_batch})
+            self._between, self._last = _between, _last
 
     def refresh(self) -> None:
-        """Look the parameters up again: needed after they were replaced (sharded, assigned), not after in-place steps."""
+        """Look the parameters up again: needed after they were replaced (sharded, assigned), not after steps."""
         body = self._model.model
         self._layers = [_layer(layer) for layer in body.layers]
         self._embed = plain(body.embed_tokens.weight)
@@ -91,90 +114,140 @@ class Decoder:
         self._head = plain(self._model.lm_head.weight)
 
     def release(self) -> None:
-        """Free the cache."""
+        """Forget what is cached and free its memory, unless it is small (64 MiB): page faults cost 5% of a short batch."""
         self._cache = None
+        if self._arena.nbytes > 2**26:
+            self._arena = self._arena.new_zeros(0)
+
+    @torch.inference_mode()
+    def reserve(self, rows: int, length: int, *, keep: int) -> None:
+        """Make room for `length` positions in slots 0..rows-1; slots below `keep` keep what they hold.
+
+        The cache [layers, 2, slots, kv heads, capacity, head_dim] is laid out anew, in place, each time it grows by a
+        step, so that what attention reads lies densely: on the CPU the same products over half-empty lanes take up to
+        twice as long. Places that were never written hold finite numbers: a masked one weighs 0, but 0 * nan is nan.
+        """
+        old, had = self._cache, 0
+        if old is not None:
+            if old.shape[2] >= rows and old.shape[4] >= length:
+                return
+            had = old.shape[4]
+        capacity = had if had >= length else max(length, min(-(-max(length, had * 5 // 4) // 16) * 16, self._max_len))
+        shape = (len(self._layers), 2, rows, self._kv_heads, capacity, self._head_dim)
+        if self._arena.numel() < math.prod(shape):
+            self._arena = self._embed.new_zeros(math.prod(shape))
+        self._cache = self._arena[: math.prod(shape)].view(shape)
+        if old is not None and keep:
+            _move(old.flatten(0, 1), self._cache.flatten(0, 1), keep)
+        lanes = torch.arange(rows * self._kv_heads, device=self._embed.device).view(rows, -1, 1)
+        self._lanes = lanes * capacity * self._head_dim + torch.arange(self._head_dim, device=self._embed.device)
+        if self._range.numel() < capacity:
+            self._range = torch.arange(min(2 * capacity, self._max_len), device=self._embed.device)
+            cos, sin = self._model.model.rotary_emb(self._embed[:1, None], self._range[None])
+            half = self._head_dim // 2
+            self._table = Rotary(cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1))
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
         """Write the keys and values of each prompt into its slot."""
         longest = max(map(len, prompts))
-        cache = self._reserve(longest)
-        padded = [list(p) + [0] * (longest - len(p)) for p in prompts]
-        tokens = torch.tensor(padded, device=self._embed.device)
+        tokens = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=self._embed.device)
         rows = torch.tensor(slots, device=self._embed.device)
         x = F.embedding(tokens.flatten(), self._embed)
-        cos, sin = (t[:longest].repeat(len(prompts), 1)[:, None] for t in self._tables)
-        for i, layer in enumerate(self._layers):
-            q, k, v = (_heads(t, len(prompts)) for t in self._project(layer, x, cos, sin))
-            cache[i, 0, rows, :, :longest] = k
-            cache[i, 1, rows, :, :longest] = v
-            if i + 1 < len(self._layers):  # the last layer's output is not needed: the last prompt token is decoded
+        rotary = Rotary(*(t[:longest].repeat(len(prompts), 1, 1) for t in self._table))
+        for layer, (keys, values) in zip(self._layers, self._cache, strict=True):
+            q, k, v = _project(x, layer, rotary, self._eps)
+            q, k, v = (t.unflatten(0, (len(prompts), -1)).transpose(1, 2) for t in (q, k, v))
+            keys[rows, :, :longest], values[rows, :, :longest] = k, v
+            if layer is not self._layers[-1]:  # whose output is not needed: the last prompt token is decoded
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-                x = self._finish(layer, x, out.transpose(1, 2).reshape(x.shape[0], -1))
+                x = _finish(x, out.transpose(1, 2).reshape(x.shape[0], -1), layer, self._eps)
 
     @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """The first `length` positions of each source slot, into its target slot."""
-        cache = self._reserve(length)
-        cache[:, :, torch.tensor(targets), :, :length] = cache[:, :, torch.tensor(sources), :, :length]
+        source, target = (torch.tensor(slots, device=self._embed.device) for slots in (sources, targets))
+        for block in self._cache[:, :, :, :, :length].flatten(0, 1).unbind(0):
+            block.index_copy_(0, target, block.index_select(0, source))
 
     @torch.inference_mode()
     def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"], longest: int) -> Float[Tensor, "B V"]:
         """Logits after reading `tokens[i]` at `positions[i]` of slot i; `longest` bounds the positions from above."""
-        cache = self._reserve(longest)
-        rows, kv_heads, capacity = tokens.shape[0], self._kv_heads, cache.shape[4]
-        cos, sin = (t[positions][:, None] for t in self._tables)
-        lanes = torch.arange(rows * kv_heads, device=tokens.device)
-        index = lanes * capacity + positions.repeat_interleave(kv_heads)
-        bias = torch.where(torch.arange(longest, device=tokens.device) <= positions[:, None], 0.0, -torch.inf)
-        bias = bias.to(self._embed.dtype).repeat_interleave(kv_heads, 0)[:, None]
-        x = F.embedding(tokens, self._embed)
-        for layer, kv in zip(self._layers, cache, strict=True):
-            q, k, v = self._project(layer, x, cos, sin)
-            keys, values = kv.view(2, -1, self._head_dim)
-            keys.index_copy_(0, index, k.reshape(-1, self._head_dim))
-            values.index_copy_(0, index, v.reshape(-1, self._head_dim))
-            keys, values = kv[:, :rows, :, :].flatten(1, 2)[:, :, :longest]
-            q = q.reshape(rows * kv_heads, -1, self._head_dim)
-            scores = torch.baddbmm(bias.expand(-1, q.shape[1], -1), q, keys.transpose(1, 2), alpha=self._head_dim**-0.5)
-            out = torch.bmm(scores.softmax(-1), values)
-            x = self._finish(layer, x, out.reshape(rows, -1))
-        return F.linear(F.rms_norm(x, self._norm.shape, self._norm, self._eps), self._head).float()
+        rows = tokens.shape[0]
+        index = (self._lanes[:rows] + (positions * self._head_dim)[:, None, None]).flatten()
+        bias = torch.where(self._range[:longest] <= positions[:, None], self._zero, self._ban)[:, None]
+        x, rotary = F.embedding(tokens, self._embed), Rotary(*(t.index_select(0, positions) for t in self._table))
+        q, k, v = _project(x, self._layers[0], rotary, self._eps)
+        for i, (keys, values) in enumerate(self._cache.unbind(0)):
+            keys.view(-1).scatter_(0, index, k.flatten())
+            values.view(-1).scatter_(0, index, v.flatten())
+            attended = _attend(q, keys[:rows, :, :longest], values[:rows, :, :longest], bias)
+            if i + 1 < len(self._layers):
+                x, q, k, v = self._between(x, attended, self._layers[i], self._layers[i + 1], rotary, self._eps)
+        return self._last(x, attended, self._layers[-1], self._norm, self._head, self._eps)
 
-    def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h = F.rms_norm(x, layer.norm.shape, layer.norm, self._eps)
-        q = F.linear(h, layer.q, layer.q_bias).unflatten(-1, (-1, self._head_dim))
-        k = F.linear(h, layer.k, layer.k_bias).unflatten(-1, (-1, self._head_dim))
-        v = F.linear(h, layer.v, layer.v_bias).unflatten(-1, (-1, self._head_dim))
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = F.rms_norm(q, layer.q_norm.shape, layer.q_norm, self._eps)
-            k = F.rms_norm(k, layer.k_norm.shape, layer.k_norm, self._eps)
-        heads = q.shape[1]
-        qk = torch.cat([q, k], 1)
-        qk = qk * cos + qk.roll(self._head_dim // 2, -1) * sin
-        return qk[:, :heads], qk[:, heads:], v
 
-    def _finish(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + F.linear(attended, layer.o, layer.o_bias)
-        h = F.rms_norm(x, layer.mlp_norm.shape, layer.mlp_norm, self._eps)
-        return x + F.linear(F.silu(F.linear(h, layer.gate)) * F.linear(h, layer.up), layer.down)
+def _move(old: Tensor, new: Tensor, keep: int) -> None:
+    """Copy the first `keep` rows of each block [rows, heads, length, dim] from one layout of an arena to another.
 
-    def _reserve(self, length: int) -> Tensor:
-        """The cache [layers, 2, slots, kv heads, capacity, head_dim], grown so that `length` positions fit."""
-        old = self._cache
-        if old is None or old.shape[4] < length:
-            capacity = min(self._max_len, max(128, 2 * old.shape[4] if old is not None else 0, -(-length // 64) * 64))
-            capacity = max(capacity, length)
-            shape = (len(self._layers), 2, self._max_batch, self._kv_heads, capacity, self._head_dim)
-            self._cache = self._embed.new_zeros(shape)
-            if old is not None:
-                self._cache[:, :, :, :, : old.shape[4]] = old
-            position_ids = torch.arange(capacity, device=self._embed.device)[None]
-            cos, sin = self._model.model.rotary_emb(self._embed[:1, None], position_ids)
-            half = self._head_dim // 2
-            self._tables = cos[0].clone(), torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
-        assert self._cache is not None
-        return self._cache
+    Blocks that move up are moved last block first, so that none is overwritten before it was read.
+    """
+    blocks = range(len(old)) if new[0].numel() <= old[0].numel() else reversed(range(len(old)))
+    for i in blocks:
+        new[i][:keep, :, : old.shape[3]] = old[i][:keep].clone()
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+    """One query [B, heads, head_dim] per row over keys and values [B, kv heads, L, head_dim], bias [B, 1, L]."""
+    rows, kv_heads, longest, head_dim = keys.shape
+    if q.dtype in (torch.bfloat16, torch.float16):  # which must not round the scores
+        grouped = q.reshape(rows, kv_heads, -1, head_dim)
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias[:, None]).reshape(rows, -1)
+    scores = torch.bmm(q.reshape(rows * kv_heads, -1, head_dim), keys.flatten(0, 1).transpose(1, 2))
+    probs = torch.add(bias, scores.view(rows, -1, longest), alpha=head_dim**-0.5).softmax(-1)
+    return torch.bmm(probs.view(scores.shape), values.flatten(0, 1)).view(rows, -1)
+
+
+def _project(x: Tensor, layer: Layer, rotary: Rotary, eps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [T, heads, head_dim] of one layer."""
+    h, head_dim = _rms_norm(x, layer.norm, eps), rotary.cos.shape[-1]
+    q = F.linear(h, layer.q, layer.q_bias).view(x.shape[0], -1, head_dim)
+    k = F.linear(h, layer.k, layer.k_bias).view(x.shape[0], -1, head_dim)
+    v = F.linear(h, layer.v, layer.v_bias).view(x.shape[0], -1, head_dim)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = _rms_norm(q, layer.q_norm, eps), _rms_norm(k, layer.k_norm, eps)
+    return _rotate(q, rotary), _rotate(k, rotary), v
+
+
+def _finish(x: Tensor, attended: Tensor, layer: Layer, eps: Tensor) -> Tensor:
+    """The rest of a layer: output projection, gated MLP, residuals."""
+    x = F.linear(attended, layer.o, layer.o_bias).add_(x)
+    h = _rms_norm(x, layer.mlp_norm, eps)
+    h = F.silu(F.linear(h, layer.gate), inplace=True).mul_(F.linear(h, layer.up))
+    return F.linear(h, layer.down).add_(x)
+
+
+def _between(
+    x: Tensor, attended: Tensor, layer: Layer, following: Layer, rotary: Rotary, eps: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = _finish(x, attended, layer, eps)
+    return x, *_project(x, following, rotary, eps)
+
+
+def _last(x: Tensor, attended: Tensor, layer: Layer, norm: Tensor, head: Tensor, eps: Tensor) -> Tensor:
+    return upcast(F.linear(_rms_norm(_finish(x, attended, layer, eps), norm, eps), head))
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight; on the CPU in fewer operators than F.rms_norm is made of there."""
+    if x.dtype != torch.float32 or x.device.type != "cpu":
+        return F.rms_norm(x, weight.shape, weight, eps.item())
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x * torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
+
+
+def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    return (x * rotary.cos).addcmul_(x.roll(x.shape[-1] // 2, -1), rotary.sin)
 
 
 def _layer(layer: Any) -> Layer:
@@ -197,8 +270,3 @@ def _layer(layer: Any) -> Layer:
         up=plain(mlp.up_proj.weight),
         down=plain(mlp.down_proj.weight),
     )
-
-
-def _heads(t: Tensor, batch: int) -> Tensor:
-    """[B * L, heads, head_dim] -> [B, heads, L, head_dim]."""
-    return t.unflatten(0, (batch, -1)).transpose(1, 2)

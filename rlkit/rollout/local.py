@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
@@ -56,6 +57,7 @@ class LocalEngine:
         eos_token_ids: these end every request, besides its own `stop_token_ids`; `()` for none; by default the
             `eos_token_id` of the model's generation config.
         seed: of the seeds that requests without one are given.
+        compile: compile what lies between two attentions, for five batch sizes; some seconds each when first met.
 
     Memory: the cache takes 2 * layers * max_batch * kv_heads * head_dim * (longest sequence so far) elements.
     """
@@ -69,6 +71,7 @@ class LocalEngine:
         max_len: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
         seed: int = 0,
+        compile: bool = False,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
@@ -84,7 +87,7 @@ class LocalEngine:
         self.version = 0
         self._eos = _eos(model) if eos_token_ids is None else tuple(eos_token_ids)
         self._device, self._tokenizer = model.device, tokenizer
-        self._decoder = pick_decoder(model, max_batch=max_batch, max_len=self.max_len)
+        self._decoder = pick_decoder(model, max_batch=max_batch, max_len=self.max_len, compile=compile)
         self._seeds = random.Random(seed)
         self._rows, self._waiting = Rows(max_batch), deque[Request]()
         self._rids: dict[str, Request] = {}
@@ -207,6 +210,7 @@ class LocalEngine:
             while self._waiting or len(self._rows):
                 self._step()
                 await asyncio.sleep(0)
+            self._decoder.release()
         except asyncio.CancelledError:
             for request in self._forget():
                 request.future.cancel()
@@ -229,14 +233,15 @@ class LocalEngine:
     def _step(self) -> None:
         self._admit()
         rows, n = self._rows, len(self._rows)
-        batch = _bucket(n, self.max_batch)
+        batch = self._decoder.sizes[bisect_left(self._decoder.sizes, n)]
         longest = min(-(-(int(rows.position[:n].max()) + 1) // 16) * 16, self.max_len)
+        self._decoder.reserve(batch, longest, keep=n)
         logits = self._decoder.decode(self._to(rows.token[:batch]), self._to(rows.position[:batch]), longest)[:n]
         with torch.inference_mode():
             ids, logp = sample(
                 logits,
                 self._to(uniforms(rows.seed[:n], rows.position[:n] + 1)),
-                temperature=self._to(rows.temperature[:n]),
+                temperature=self._to(rows.temperature[:n]) if (rows.temperature[:n] != 1).any() else None,
                 top_p=self._to(rows.top_p[:n]) if (rows.top_p[:n] < 1).any() else None,
                 top_k=self._to(rows.top_k[:n]) if rows.top_k[:n].any() else None,
             )
@@ -250,6 +255,7 @@ class LocalEngine:
         free = self.max_batch - len(self._rows)
         if not self._waiting or (len(self._rows) and free < min(len(self._waiting), -(-self.max_batch // 8))):
             return
+        running = len(self._rows)
         cached = {r.key: r for r in self._rows.requests if r.epoch == self._epoch}
         new: list[Request] = []
         copies: list[tuple[Request, Request]] = []
@@ -262,6 +268,7 @@ class LocalEngine:
                 copies.append((source, request))
             elif len(request.prompt) > 1:
                 new.append(request)
+        self._decoder.reserve(len(self._rows), max(len(r.prompt) for r in self._rows.requests), keep=running)
         for chunk in _chunks(sorted(new, key=lambda r: len(r.prompt))):
             self._decoder.prefill([r.prompt[:-1] for r in chunk], [r.slot for r in chunk])
         if copies:
@@ -279,11 +286,6 @@ class LocalEngine:
 
     def _to(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-def _bucket(n: int, max_batch: int) -> int:
-    """1, 2, 4, then multiples of 8: few shapes, so that a row's rounding depends little on its neighbours."""
-    return min(max_batch, 1 << (n - 1).bit_length() if n <= 4 else -(-n // 8) * 8)
 
 
 def _chunks(requests: list[Request], max_tokens: int = 8192) -> list[list[Request]]:

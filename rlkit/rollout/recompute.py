@@ -18,14 +18,22 @@ class Recompute:
     asked of it."""
 
     def __init__(self, model: Any, *, max_batch: int, max_len: int) -> None:
-        self._model = model
-        self._ids = torch.zeros(max_batch, max_len, dtype=torch.long, device=model.device)
+        self._model, self._max_len = model, max_len
+        self.sizes = list(range(1, max_batch + 1))
+        self._ids = torch.zeros(0, 0, dtype=torch.long, device=model.device)
 
     def refresh(self) -> None:
         """Nothing is derived from the weights."""
 
     def release(self) -> None:
         """Nothing worth freeing."""
+
+    def reserve(self, rows: int, length: int, *, keep: int) -> None:
+        """Make room for `length` tokens in slots 0..rows-1; slots below `keep` keep theirs."""
+        old = self._ids
+        if rows > old.shape[0] or length > old.shape[1]:
+            self._ids = old.new_zeros(max(rows, old.shape[0]), max(length, min(self._max_len, 2 * old.shape[1])))
+            self._ids[:keep, : old.shape[1]] = old[:keep]
 
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
         """Note each prompt in its slot."""

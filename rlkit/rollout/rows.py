@@ -97,7 +97,7 @@ class Rows:
         return int(self.position[slot] + 1 - self._start[slot])
 
     def retire(self, finished: Sequence[tuple[int, FinishReason]]) -> tuple[list[int], list[int]]:
-        """Complete these requests and close the gaps: rows `sources` moved to slots `targets`; their cache must follow."""
+        """Complete these requests and close the gaps: rows `sources` move to slots `targets`, as must their cache."""
         for slot, reason in finished:
             n = self.num_generated(slot)
             self.requests[slot].finish(self._ids[slot, :n].tolist(), self._logp[slot, :n].tolist(), reason)

@@ -38,7 +38,7 @@ def sample(
     logits: Float[Tensor, "B V"],
     u: Float[Tensor, "B"],
     *,
-    temperature: Float[Tensor, "B"],
+    temperature: Float[Tensor, "B"] | None = None,
     top_p: Float[Tensor, "B"] | None = None,
     top_k: Int[Tensor, "B"] | None = None,
 ) -> Sampled:
@@ -54,15 +54,16 @@ def sample(
     Differs from HF `generate`, which applies top-p to what top-k left, renormalised; here (as in SGLang) both look
     at p.
     """
-    greedy = temperature == 0
-    logp = (upcast(logits) / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
-    p = logp.exp()
-    if top_p is not None or top_k is not None:
-        p = p * kept_support(p, top_p=top_p, top_k=top_k)
-    cdf = p.cumsum(-1, dtype=torch.float64)
-    ids = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
-    ids = torch.where(greedy, logits.argmax(-1), ids)
-    return Sampled(ids, logp.gather(-1, ids[:, None])[:, 0])
+    z = upcast(logits)
+    if temperature is not None:
+        z = z / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    p = z.softmax(-1)
+    kept = p if top_p is None and top_k is None else p * kept_support(p, top_p=top_p, top_k=top_k)
+    cdf = kept.cumsum(-1, dtype=torch.float64)
+    ids = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
+    if temperature is not None:
+        ids = torch.where(temperature[:, None] == 0, logits.argmax(-1, keepdim=True), ids)
+    return Sampled(ids[:, 0], p.gather(-1, ids)[:, 0].log_())
 
 
 def kept_support(
