@@ -218,21 +218,25 @@ def plan_microbatches(batch: Batch, *, max_tokens: int) -> Plan:
 
 
 def microbatches(
-    streams: tuple[Batch, *tuple[Tensor, ...]], *, max_tokens: int
+    streams: tuple[Batch, *tuple[Tensor, ...]], *, max_tokens: int, apart: Bool[Tensor, "N"] | None = None
 ) -> Iterator[tuple[Batch, *tuple[Tensor, ...]]]:
     """Cut a batch and any `[T]` tensors beside it, e.g. `(batch, weights)`, into balanced micro-batches of one budget.
 
     Nothing is lost or repeated: every token of the batch is in exactly one micro-batch. See `plan_microbatches`.
+    Sequences flagged `apart` never share a micro-batch with the others: those that need no gradient, say.
     """
     batch, *tensors = streams
-    plan = plan_microbatches(batch, max_tokens=max_tokens)
-    for members in plan.bins:
-        if len(plan.bins) == 1:
-            yield streams
-            return
-        index = torch.tensor(members)
-        rows, _ = _rows(batch.cu_seqlens, index)
-        yield (select(batch, index), *(x[rows] for x in tensors))
+    everything = torch.arange(batch.num_seqs)
+    parts = [everything] if apart is None else [everything[~apart], everything[apart]]
+    for part in parts:
+        own = batch if part.numel() == batch.num_seqs else select(batch, part)
+        for members in plan_microbatches(own, max_tokens=max_tokens).bins:
+            if len(members) == batch.num_seqs:
+                yield streams
+                return
+            index = part[torch.tensor(members)]
+            rows, _ = _rows(batch.cu_seqlens, index)
+            yield (select(batch, index), *(x[rows] for x in tensors))
 
 
 def join(batch: Batch) -> tuple[Int[Tensor, "PT"], Int[Tensor, "PT"]]:

@@ -113,6 +113,21 @@ def test_microbatches_lose_nothing_and_keep_the_budget(groups, max_tokens, share
     assert sorted(i for b in plan.bins for i in b) == list(range(batch.num_seqs))
 
 
+@settings(deadline=None)
+@given(group_lists(), st.integers(16, 60), st.data())
+def test_sequences_apart_never_meet_the_others(groups, max_tokens, data):
+    batch = pack(groups)
+    apart = torch.tensor([data.draw(st.booleans()) for _ in range(batch.num_seqs)], dtype=torch.bool)
+    flag = apart.repeat_interleave(batch.cu_seqlens.diff())
+    rows = torch.arange(batch.num_tokens)
+    seen = [rows[:0]]
+    for micro, places in microbatches((batch, rows), max_tokens=max_tokens, apart=apart):
+        assert torch.equal(micro.targets, batch.targets[places])
+        assert flag[places].unique().numel() <= 1
+        seen.append(places)
+    assert torch.cat(seen).sort().values.equal(rows)
+
+
 def test_groups_stay_whole_where_they_fit():
     def group(n):
         return [Trajectory([1] * 4, [2] * n, [True] * n, [0.0] * n, [0] * n)] * 3

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlkit.advantages import group_centered
@@ -21,7 +22,7 @@ from rlkit.parallel.model import forward, with_old_logp, with_ref_logp
 from rlkit.parallel.optim import adamw, optimizer_step, set_lr
 from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.rollout import Env, Prompt, Score, mix, rollout, single_turn
-from rlkit.segments import broadcast_to_tokens
+from rlkit.segments import broadcast_to_tokens, seq_sum
 from rlkit.types import Controller, SamplingParams
 
 
@@ -116,9 +117,12 @@ async def grpo(
             set_lr(optimizer, lr_at(step))
             for mini in split(batch, num_minibatches, epochs=num_epochs, seed=mix(seed, step)):
                 weights = token_mean(mini.mask, num_tokens=verbs.global_count(mini.mask))
-                for micro, *rest in microbatches((mini, weights), max_tokens=max_tokens):
+                flat = seq_sum(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
+                for micro, *rest in microbatches((mini, weights), max_tokens=max_tokens, apart=flat):
                     micro, w = micro.to(model.device), rest[0].to(model.device)
-                    out = policy(micro)
+                    learning = bool(kl_coef or entropy_coef or micro.advantages.any())
+                    with torch.set_grad_enabled(learning):  # where every advantage is 0, so is the gradient
+                        out = policy(micro)
                     old_logp = out.logp.detach() if micro.old_logp is None else micro.old_logp
                     log_ratio = out.logp - old_logp
                     w_policy = w * tis(old_logp - micro.rollout_logp, max_weight=max_is_weight)
@@ -127,7 +131,8 @@ async def grpo(
                         loss = loss + kl_state.coef * w * log_ratio.exp() * k3(out.logp, micro.ref_logp)
                     if entropy_coef:
                         loss = loss - entropy_coef * w * out.entropy
-                    loss.sum().backward()
+                    if learning:
+                        loss.sum().backward()
                     new = verbs.policy_metrics(out, old_logp, micro, clip_low=clip_low, clip_high=clip_high)
                     metrics = merge(metrics, new)
                 metrics = merge(metrics, optimizer_step(optimizer, max_norm=max_norm))
