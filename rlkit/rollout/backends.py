@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkit.parallel.attention import as_inference
 from rlkit.rollout.decode import Decoder, why_unsupported
-from rlkit.rollout.recompute import Recompute
+from rlkit.rollout.fallback import CachedForward, Recompute
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +42,11 @@ class Backend(Protocol):
         """Free what is cached: nothing runs."""
 
 
-def pick_decoder(model: Any, *, max_batch: int, max_len: int, compile: bool) -> Backend:
-    """The fast decoder if it supports the model and its logits equal those of the model on a probe; else the slow one.
+def pick_decoder(model: Any, *, max_batch: int, max_len: int, compile: bool = False) -> Backend:
+    """The first of `Decoder`, `CachedForward` and `Recompute` that supports the model and agrees with it on a probe.
 
-    The probe prefills two short prompts of different lengths and decodes four tokens of each. The reason for the
-    slow one is logged in one line.
+    The probe prefills two short prompts of different lengths and decodes four tokens of each. Why it is not the first
+    is logged in one line. `compile` is for `Decoder`, and ignored by the others.
     """
     reason = why_unsupported(model, max_len)
     if reason is None:
@@ -54,8 +54,30 @@ def pick_decoder(model: Any, *, max_batch: int, max_len: int, compile: bool) -> 
         reason = disagreement(decoder, model, max_len=max_len)
         if reason is None:
             return decoder
-    logger.warning("LocalEngine decodes %s through the model's own forward: %s", type(model).__name__, reason)
+    name = type(model).__name__
+    cached = CachedForward(model, max_batch=max_batch, max_len=max_len)
+    why_not = _why_not_cached(cached, model, max_len)
+    if why_not is None:
+        logger.warning("LocalEngine decodes %s through the model's own forward: %s", name, reason)
+        return cached
+    logger.warning("LocalEngine forwards whole sequences of %s for every token: %s; %s", name, reason, why_not)
     return Recompute(model, max_batch=max_batch, max_len=max_len)
+
+
+def _why_not_cached(cached: CachedForward, model: Any, max_len: int) -> str | None:
+    """Why the attention function does not serve this model; windows, longer than the probe, must have reached it."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention", "sliding_attention"])
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        return f"its layer types are {sorted(kinds)}"
+    try:
+        reason = disagreement(cached, model, max_len=max_len)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in kinds and window is not None and window < max_len and window not in cached.windows:
+        return f"its sliding window {window} does not reach the attention function"
+    return reason
 
 
 @torch.no_grad()

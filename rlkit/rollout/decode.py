@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rlkit._tensors import upcast
 
+KEEP_BYTES = 64 << 20
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -114,9 +115,9 @@ class Decoder:
         self._head = plain(self._model.lm_head.weight)
 
     def release(self) -> None:
-        """Forget what is cached and free its memory, unless it is small (64 MiB): page faults cost 5% of a short batch."""
+        """Forget what is cached and free its memory, unless it is small: page faults cost 5% of a short batch."""
         self._cache = None
-        if self._arena.nbytes > 2**26:
+        if self._arena.nbytes > KEEP_BYTES:
             self._arena = self._arena.new_zeros(0)
 
     @torch.inference_mode()

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from rlkit.rollout.backends import pick_decoder
-from rlkit.rollout.rows import Request, Rows
+from rlkit.rollout.rows import Request, Rows, runs
 from rlkit.rollout.sampling import sample, uniforms
 from rlkit.rollout.stopping import StopStrings
 from rlkit.types import Completion, SamplingParams
@@ -269,7 +269,7 @@ class LocalEngine:
             elif len(request.prompt) > 1:
                 new.append(request)
         self._decoder.reserve(len(self._rows), max(len(r.prompt) for r in self._rows.requests), keep=running)
-        for chunk in _chunks(sorted(new, key=lambda r: len(r.prompt))):
+        for chunk in runs(new):
             self._decoder.prefill([r.prompt[:-1] for r in chunk], [r.slot for r in chunk])
         if copies:
             length = max(len(r.prompt) for _, r in copies) - 1
@@ -286,21 +286,6 @@ class LocalEngine:
 
     def _to(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-def _chunks(requests: list[Request], max_tokens: int = 8192) -> list[list[Request]]:
-    """Runs of similar length: padded to the longest, a chunk stays below `max_tokens` and wastes at most a third."""
-    chunks: list[list[Request]] = []
-    total = 0
-    for request in requests:
-        length = len(request.prompt)
-        total += length
-        if chunks and length * (len(chunks[-1]) + 1) <= min(max_tokens, 1.5 * total):
-            chunks[-1].append(request)
-        else:
-            chunks.append([request])
-            total = length
-    return chunks
 
 
 def _eos(model: Any) -> tuple[int, ...]:

@@ -119,6 +119,22 @@ class Rows:
         return (self.token, self.position, *sampling, self._start, self._end, self._stops, self._ids, self._logp)
 
 
+def runs(requests: Sequence[Request], *, max_tokens: int = 8192) -> list[list[Request]]:
+    """Cut into runs of similar prompt length to prefill together: padded to its longest, a run stays below `max_tokens`
+    and wastes at most a third."""
+    out: list[list[Request]] = []
+    total = 0
+    for request in sorted(requests, key=lambda r: len(r.prompt)):
+        length = len(request.prompt)
+        total += length
+        if out and length * (len(out[-1]) + 1) <= min(max_tokens, 1.5 * total):
+            out[-1].append(request)
+        else:
+            out.append([request])
+            total = length
+    return out
+
+
 def _widened(array: np.ndarray, width: int, fill: int) -> np.ndarray:
     if width <= array.shape[1]:
         return array
