@@ -10,6 +10,7 @@ from rlkit.kernels.linear_logp import reference as _reference
 from rlkit.kernels.linear_logp._checks import check_head, check_targets
 from rlkit.kernels.linear_logp.fused import FusedLoss, fused_loss
 from rlkit.kernels.linear_logp.kept_mass import log_kept_mass
+from rlkit.kernels.linear_logp.ops import which_impl
 from rlkit.kernels.linear_logp.shards import partials, shard_logp
 from rlkit.kernels.linear_logp.stats import Partials, combine, finish
 from rlkit.types import LogProbs
@@ -66,18 +67,11 @@ def linear_logp(
     """
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
     check_targets(targets, hidden.shape[0], weight.shape[0], mask)
-    chosen = which_impl(hidden, weight) if impl is None else impl
-    if chosen == "reference":
+    if impl == "reference":
         return _reference.linear_logp(
             hidden, weight, targets, bias=bias, temperature=temperature, softcap=softcap, mask=mask
         )
-    if chosen not in ops.IMPLS:
-        raise ValueError(f"impl must be one of {['reference', *ops.IMPLS]}, got {chosen!r}")
-    keep = small.fits(hidden.shape[0], weight.shape[0], chunked.compute_dtype(hidden, weight, bias))
+    chosen, dtype = ops.check_impl(impl, hidden, weight), chunked.compute_dtype(hidden, weight, bias)
+    keep = chosen == "chunked" and small.fits(hidden.shape[0], weight.shape[0], dtype)
     out = ops.logp_op(hidden, weight, targets, bias, mask, temperature, softcap, keep, chosen)
     return LogProbs(out[0], out[1])
-
-
-def which_impl(hidden: Float[Tensor, "T D"], weight: Float[Tensor, "V D"]) -> str:  # noqa: ARG001
-    """The implementation that `linear_logp` picks for these tensors: "chunked"."""
-    return "chunked"

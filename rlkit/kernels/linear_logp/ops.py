@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -193,6 +194,18 @@ def _backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: Non
 
 logp_op.register_autograd(_backward, setup_context=_setup)
 shard_op.register_autograd(_backward, setup_context=_shard_setup)
+
+
+def which_impl(hidden: Float[Tensor, "T D"], weight: Float[Tensor, "V D"]) -> str:  # noqa: ARG001
+    """The implementation that the functions of this package pick for these tensors: "chunked"."""
+    return "chunked"
+
+
+def check_impl(impl: str | None, hidden: Tensor, weight: Tensor) -> str:
+    """The implementation asked for, or the one picked."""
+    if impl is not None and impl not in IMPLS:
+        raise ValueError(f"impl must be one of {['reference', *IMPLS]}, got {impl!r}")
+    return which_impl(hidden, weight) if impl is None else impl
 
 
 def present(mask: Tensor | None) -> Tensor | None:

@@ -22,6 +22,7 @@ def partials(
     temperature: float = 1.0,
     softcap: float | None = None,
     mask: Bool[Tensor, "T"] | None = None,
+    impl: str | None = None,
 ) -> Partials:
     """Softmax statistics of one vocabulary shard, to be merged with those of the other shards by `combine`.
 
@@ -33,12 +34,13 @@ def partials(
         everyone = [Partials(*x) for x in all_gather(torch.stack(mine))]
         out = shard_logp(hidden, shard, targets, combined=reduce(combine, everyone), vocab_start=start)
 
-    Without gradients `finish(reduce(combine, everyone))` is enough. Rows where `mask` is False are not read.
+    Without gradients `finish(reduce(combine, everyone))` is enough. Rows where `mask` is False are not read. `impl` as
+    in `linear_logp`, less its reference.
     """
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
     check_targets(targets, hidden.shape[0], None, mask)
-    b = None if bias is None else bias.detach()
-    args = (hidden.detach(), weight.detach(), targets, b, mask, temperature, softcap, vocab_start, "chunked")
+    chosen, b = ops.check_impl(impl, hidden, weight), None if bias is None else bias.detach()
+    args = (hidden.detach(), weight.detach(), targets, b, mask, temperature, softcap, vocab_start, chosen)
     return Partials(*ops.partials_op(*args))
 
 
@@ -53,6 +55,7 @@ def shard_logp(
     temperature: float = 1.0,
     softcap: float | None = None,
     mask: Bool[Tensor, "T"] | None = None,
+    impl: str | None = None,
 ) -> LogProbs:
     """Log-probability and entropy over the whole vocabulary, differentiable in this shard of it.
 
@@ -67,6 +70,6 @@ def shard_logp(
     """
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
     check_targets(targets, hidden.shape[0], None, mask)
-    stats = torch.stack(combined).detach()
-    args = (hidden, weight, targets, bias, mask, temperature, softcap, vocab_start, stats, "chunked")
+    stats, chosen = torch.stack(combined).detach(), ops.check_impl(impl, hidden, weight)
+    args = (hidden, weight, targets, bias, mask, temperature, softcap, vocab_start, stats, chosen)
     return LogProbs(*ops.shard_op(*args))
