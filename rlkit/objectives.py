@@ -118,7 +118,7 @@ def hypervolume(points: Float[Tensor, "M K"], *, reference: Float[Tensor, "K"]) 
 
         volume of the union of the boxes [reference, point]
 
-    A point that is not better than the reference in every objective adds nothing. Computed in fp64, exactly: two
+    A point that is not better than the reference in every objective adds nothing. Detached. Computed in fp64, exactly: two
     objectives by one sweep; more by `moocore` (C, extra `pareto`) where it is installed, otherwise by slicing along the
     last objective, O(M^(K-1)): fine for tens of points and up to five objectives.
 
@@ -127,7 +127,7 @@ def hypervolume(points: Float[Tensor, "M K"], *, reference: Float[Tensor, "K"]) 
                https://doi.org/10.1109/TEVC.2005.851275; https://github.com/multi-objective/moocore
     """
     points, reference = _checked(points, "points", reference=reference)
-    gains = (points - reference).double()
+    gains = (points - reference).detach().double()
     gains = gains[(gains > 0).all(1)]
     if gains.shape[0] == 0:
         return gains.new_zeros(())
