@@ -109,7 +109,7 @@ def _draw(axis: Any, panel: Panel, runs: dict[str, list[dict[str, Any]]]) -> Non
                 axis.plot(x, smooth(y), linewidth=1.8, **style)
             low, high = min(low, np.nanmin(y)), max(high, np.max(y, where=np.isfinite(y), initial=-math.inf))
     axis.set_title(panel.title, loc="left", fontweight="bold", fontsize=11)
-    axis.set(xlabel="optimizer step", ylabel=panel.unit)
+    axis.set(xlabel="step", ylabel=panel.unit)
     if panel.from_zero and low >= 0:
         axis.set_ylim(0, 1.08 * high or None)
     axis.grid(alpha=0.25, linewidth=0.6)

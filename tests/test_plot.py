@@ -76,7 +76,7 @@ def test_a_run_is_drawn_into_its_folder(tmp_path, figures):
     assert np.allclose(sampled.get_xydata(), [(0, 0.4), (10, 0.5), (20, 0.5), (30, 0.5)])
     assert np.allclose(greedy.get_ydata(), [0.6, 0.7, 0.7, 0.7])
     for axis in figures[0].axes:
-        assert axis.get_xlabel() == "optimizer step"
+        assert axis.get_xlabel() == "step"
         assert axis.get_ylabel()
     assert figures[0].get_suptitle() == "sort-6"
     bottom, top = figures[0].axes[2].get_ylim()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -90,11 +91,14 @@ def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
 def dump_to(run: Run, step: int, tokenizer: Any) -> Callable[..., None]:
     """An `on_group` for `rollout` that writes each group into the run folder as it completes.
 
-    Its keyword `kind` names the file: `train` (default), `eval_sampled`, `eval_greedy`.
+    Its keyword `kind` names the file: `train` (default), `eval_sampled`, `eval_greedy`. Beside the bar it counts.
     """
     decode = decoder(tokenizer)
+    num_done: Counter[str] = Counter()
 
     def dump(prompt: Prompt, group: Sequence[Trajectory], kind: str = "train") -> None:
+        num_done[kind] += 1
+        run.status(f"{kind}: {num_done[kind]} groups sampled")
         run.trajectories(step, [trajectory_row(t, decode=decode, group=prompt.index) for t in group], kind=kind)
 
     return dump
