@@ -12,6 +12,7 @@ from rlkit.testing import laws_estimators as estimators
 from rlkit.testing import laws_kl as kl
 from rlkit.testing import laws_numerics as numerics
 from rlkit.testing import laws_policy as policy
+from rlkit.testing import laws_preference as preference
 from rlkit.testing import laws_structure as structure
 from rlkit.testing.cases import Case
 from rlkit.testing.law import Law, report, sample
@@ -20,6 +21,7 @@ from rlkit.testing.subject import Subject, subject
 PACKED = (
     structure.shape,
     structure.mask_isolation,
+    structure.masked_is_zero,
     structure.permutation,
     structure.segment_isolation,
     structure.group_isolation,
@@ -72,12 +74,15 @@ def check_loss(
 
     Args:     coefficient: c(case) of each token, e.g. `lambda case: case.ratio.clamp(max=5)`: adds the law that the
               gradient is -c * A * dlogp.  clip_low, clip_high: distances from 1 (both): add the law of PPO's clip.
-              laws: further laws.  skip: law name -> why it need not hold, e.g. {"gradcheck": "detached ratio"}.
+              laws: further laws, e.g. `laws.margin_only` of a loss of pairs.
+              skip: law name -> why it need not hold, e.g. {"gradcheck": "detached ratio"}.
               compile: also `torch.compile(fullgraph=True)` (some seconds).
               how: what `rlkit.testing.subject` takes: `options`, `streams`, `statistics`, `name`.
     """
     s = subject(fn, **how)
     wanted: list[Law] = list(SURROGATE if s.takes("advantages") else LOSS)
+    if any(name.startswith("chosen_") for name in s.streams):
+        wanted.append(preference.prefers_chosen)
     if coefficient is not None:
         wanted.append(policy.coefficient(coefficient))
     if clip_low is not None and clip_high is not None:

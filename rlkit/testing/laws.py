@@ -23,20 +23,32 @@ from rlkit.testing.laws_kl import (
     zero_at_equality,
 )
 from rlkit.testing.laws_logp import normalised, temperature_is_scale
-from rlkit.testing.laws_numerics import compiles, detached, differentiable, dtypes, finite, gradcheck, pure
+from rlkit.testing.laws_numerics import (
+    compiles,
+    detached,
+    differentiable,
+    dtypes,
+    finite,
+    gradcheck,
+    no_gradient_by,
+    pure,
+)
 from rlkit.testing.laws_objectives import monotone
 from rlkit.testing.laws_policy import clipped, coefficient, descends, no_advantage_no_gradient, on_policy
+from rlkit.testing.laws_preference import margin_only, prefers_chosen
 from rlkit.testing.laws_structure import (
     additive,
     group_isolation,
     group_labels,
     mask_isolation,
+    masked_is_zero,
     nothing_to_train_on,
     padded_is_packed,
     permutation,
     segment_isolation,
     shape,
     singleton_is_zero,
+    sums_to_one,
 )
 
 __all__ = [
@@ -63,10 +75,13 @@ __all__ = [
     "group_labels",
     "law",
     "limit",
+    "margin_only",
     "mask_isolation",
+    "masked_is_zero",
     "monotone",
     "near",
     "no_advantage_no_gradient",
+    "no_gradient_by",
     "non_negative",
     "normalised",
     "nothing",
@@ -74,6 +89,7 @@ __all__ = [
     "on_policy",
     "padded_is_packed",
     "permutation",
+    "prefers_chosen",
     "pure",
     "refuses_nan",
     "same",
@@ -83,6 +99,7 @@ __all__ = [
     "shift_invariant",
     "singleton_is_zero",
     "state_is_plain",
+    "sums_to_one",
     "temperature_is_scale",
     "update_is_pure",
     "within_bounds",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,8 @@ def equals_loop(loop: Callable[..., Any]) -> Law:
     """The law that the function is `loop`, written for one sequence (or one group) in Python floats.
 
     `loop` gets by name a list for each token stream, masked tokens left out, a float for each sequence's value, and the
-    subject's options; for a function without `cu_seqlens` a list per group. It returns a list, or one list per output.
+    subject's options. Of a function without `cu_seqlens` it gets a list per group, or of all tokens. It returns a list,
+    or one list per output.
     """
 
     @law()
@@ -37,24 +38,24 @@ def equals_loop(loop: Callable[..., Any]) -> Law:
     return equals_loop
 
 
-def limit(other: Callable[..., Any], *, note: str, given: Mapping[str, Any] | None = None) -> Law:
-    """The law that, with the options `given`, the function equals `other` (called by name with what it takes)."""
+def limit(other: Callable[[Case], Any], *, note: str, **given: Any) -> Law:
+    """The law that, with the arguments `given`, the function equals `other(case)`.
+
+    What is given is a constant or a function of the case: `limit(.., lam=1.0, log_ratio=lambda case: ..)`.
+    """
 
     def check(s: Subject, case: Case) -> None:
-        special = replace(
-            s,
-            options={**s.options, **(given or {})},
-            streams={k: v for k, v in s.streams.items() if k not in (given or {})},
+        fixed = {k: x(case) if callable(x) else x for k, x in given.items()}
+        streams = {k: stream for k, stream in s.streams.items() if k not in fixed}
+        special = replace(s, options={**s.options, **fixed}, streams=streams)
+        rest = case._replace(
+            tokens={k: x for k, x in case.tokens.items() if k in streams},
+            seqs={k: x for k, x in case.seqs.items() if k in streams},
         )
-        streams = {k: v for k, v in case.streams.items() if k in special.streams}
-        kept = case._replace(
-            tokens={k: v for k, v in case.tokens.items() if k in streams},
-            seqs={k: v for k, v in case.seqs.items() if k in streams},
-        )
-        for x, y in zip(tensors(special(kept)), tensors(other(case)), strict=True):
-            near(x, y, f"the limit: {note}")
+        for x, y in zip(tensors(special(rest, whole=case)), tensors(other(case)), strict=True):
+            near(x, y, f"the result in the limit ({note})")
 
-    return Law(name=f"limit: {note}", statement=f"In the limit: {note}.", check=check)
+    return Law(name=f"limit: {note}", statement=f"In the limit, {note}.", check=check)
 
 
 @law(needs=("group_ids",))
@@ -90,7 +91,7 @@ def centred(s: Subject, case: Case) -> None:
 
 
 def _units(s: Subject, case: Case) -> list[tuple[Tensor, dict[str, Any]]]:
-    """For each sequence, or each group: the places of its results, and its values by name in plain Python."""
+    """For each sequence or group (all tokens, of an elementwise function) its places, and its values by name."""
     out = []
     if s.takes("cu_seqlens"):
         for i in range(case.num_seqs):
@@ -99,6 +100,9 @@ def _units(s: Subject, case: Case) -> list[tuple[Tensor, dict[str, Any]]]:
             given = {k: x[places].tolist() for k, x in case.tokens.items()}
             out.append((places, given | {k: x[i].item() for k, x in case.seqs.items()}))
         return out
+    if not s.takes("group_ids"):
+        places = case.mask.nonzero().squeeze(1) if s.takes("mask") else torch.arange(case.num_tokens)
+        return [(places, {k: x[places].tolist() for k, x in case.tokens.items()})]
     for group in case.group_ids.unique():
         members = (case.group_ids == group).nonzero().squeeze(1)
         out.append((members, {k: x[members].tolist() for k, x in case.seqs.items()}))

@@ -96,6 +96,19 @@ def detached(s: Subject, case: Case) -> None:
             raise AssertionError(f"the result carries a gradient by {name}")
 
 
+def no_gradient_by(*names: str) -> Law:
+    """The law that the named arguments are targets: they get no gradient."""
+
+    @law()
+    def no_gradient_by(s: Subject, case: Case) -> None:
+        """Targets and detached weights get no gradient."""
+        for name in names:
+            if _attached(s, case, name):
+                raise AssertionError(f"the result carries a gradient by {name}")
+
+    return no_gradient_by
+
+
 def compiles(*, backend: str = "aot_eager") -> Law:
     """The law that `torch.compile(fullgraph=True)` gives the same results and gradients."""
 

@@ -38,14 +38,19 @@ def shape(s: Subject, case: Case) -> None:
 
 @law(needs=("mask",))
 def mask_isolation(s: Subject, case: Case) -> None:
-    """NaN and infinities at masked places change neither value nor gradient; both are 0 there."""
+    """NaN and infinities at masked places change neither value nor gradient, and get no gradient."""
     clean, dirty = run(s, case), run(s, poisoned(case, list(case.tokens), tokens=~case.mask))
     _same_outcome(dirty, clean, "with NaN and inf at masked places")
-    for x in clean.outputs if s.axis == "T" else []:
-        same(x[~case.mask], torch.zeros_like(x[~case.mask]), "the result at masked places")
     for name, g in clean.grads.items():
         if name in case.tokens:
             same(g[~case.mask], torch.zeros_like(g[~case.mask]), f"the gradient by {name} at masked places")
+
+
+@law(needs=("mask",))
+def masked_is_zero(s: Subject, case: Case) -> None:
+    """The result of a token is 0 where the mask is False."""
+    for x in tensors(s(case)) if s.axis == "T" else []:
+        same(x[~case.mask], torch.zeros_like(x[~case.mask]), "the result at masked places")
 
 
 @law()
@@ -137,6 +142,13 @@ def nothing_to_train_on(s: Subject, case: Case) -> None:
             raise AssertionError(f"the result of a fully masked batch is {short(x)}, expected 0")
     for name, g in out.grads.items():
         same(g, torch.zeros_like(g), f"the gradient by {name} of a fully masked batch")
+
+
+@law(needs=("mask",))
+def sums_to_one(s: Subject, case: Case) -> None:
+    """The weights of a whole batch sum to 1; to 0 where nothing is trainable."""
+    (weights,) = tensors(s(case))
+    near(weights.sum().double(), case.mask.any().double(), "the sum of the weights", tolerance=1e-6)
 
 
 @law(needs=("group_ids",))

@@ -20,7 +20,7 @@ from torch import Tensor
 from rlkit.testing.cases import Case, Stream
 
 LAYOUT = ("mask", "cu_seqlens", "group_ids")
-SIZES = {"V": 5, "U": 4, "B": 6, "K": 3}
+SIZES = {"V": 5, "U": 4, "B": 6, "K": 3, "D": 3}
 UNIT = Stream(low=0.0, high=1.0, hard_low=0.0, hard_high=1.0)
 POSITIVE = Stream(low=0.0, hard_low=0.0)
 LOG_RATIO = Stream(low=-3.0, high=3.0)
@@ -140,7 +140,7 @@ def recognised(name: str, annotation: Any, *, default_axis: str = "T") -> Stream
     if axes is None:
         plain = annotation is inspect.Parameter.empty or annotation is Tensor
         return kind._replace(axis=default_axis) if plain and kind is not None else None
-    if axes.dims[0] in ("", "K", "S", "M"):
+    if axes.dims[0] not in ("T", "N") and not axes.dims[0].startswith("*"):
         return None
     axis = "N" if axes.dims[0] == "N" else "T"
     size = tuple(SIZES[d] for d in axes.dims[1:])

@@ -1,0 +1,60 @@
+"""Every public function obeys the laws of its row, and no exception stands there without need."""
+
+from __future__ import annotations
+
+import pytest
+from row import Row
+from table import ROWS, public
+
+from rlkit.testing import examine, failures, laws
+from rlkit.testing.subject import Subject
+
+EXAMPLES = 10
+NAMES = [row.name for row in ROWS]
+COMPILED = ("losses.ppo_clip", "losses.gspo", "losses.k3", "losses.token_mean", "losses.dpo", "advantages.gae")
+COMPILABLE = [r for r in ROWS if isinstance(r.subject, Subject)]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=NAMES)
+def test_the_laws_hold(row: Row) -> None:
+    broken = failures(examine(row.subject, row.laws, skip=row.skip, max_examples=EXAMPLES))
+    assert not broken, "\n".join(f"{row.name} breaks {r.law}: {r.statement}\n{r.note}" for r in broken)
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.skip], ids=[r.name for r in ROWS if r.skip])
+def test_an_exception_is_one(row: Row) -> None:
+    """Each law that a row lists as not applying does not hold there, and its reason is a sentence."""
+    skipped = [law for law in row.laws if law.name in row.skip]
+    results = examine(row.subject, skipped, max_examples=60, shrink=False)
+    assert [r.law for r in results if r.outcome != "fails"] == []
+    assert {law.name for law in skipped} == set(row.skip)
+    assert all(len(reason.split()) > 4 for reason in row.skip.values())
+
+
+def test_every_public_function_has_a_row() -> None:
+    rows = {id(row.fn) for row in ROWS}
+    missing = sorted(name for name, f in public().items() if id(f) not in rows)
+    assert not missing, f"add a row to tests/laws for {missing}"
+    assert len(public()) > 170
+
+
+def test_names_are_unique() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_it_compiles(name: str) -> None:
+    laws.compiles()(next(r for r in ROWS if r.name == name).subject)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=NAMES)
+def test_the_laws_hold_on_many_cases(row: Row) -> None:
+    broken = failures(examine(row.subject, row.laws, skip=row.skip, max_examples=150))
+    assert not broken, "\n".join(f"{row.name} breaks {r.law}: {r.statement}\n{r.note}" for r in broken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", COMPILABLE, ids=[r.name for r in COMPILABLE])
+def test_every_row_compiles(row: Row) -> None:
+    laws.compiles()(row.subject)
