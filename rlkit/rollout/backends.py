@@ -84,22 +84,41 @@ def _why_not_cached(cached: CachedForward, model: Any, max_len: int) -> str | No
 def disagreement(decoder: Backend, model: Any, *, max_len: int) -> str | None:
     """How the decoder's logits differ from the model's on a probe, in words; None if they are equal up to rounding."""
     vocab = model.get_input_embeddings().weight.shape[0]
-    lens = [min(n, max_len - 4) for n in (9, 6)]
+    lens = [min(n, max_len - 4) for n in (9, 6)][: decoder.sizes[-1]]
     if min(lens) < 1:
         return f"max_len {max_len} is too short to check it"
-    ids = (torch.arange(2 * (max(lens) + 4), device=model.device) * 7919 % vocab).view(2, -1)
+    count = len(lens)
+    ids = (torch.arange(count * (max(lens) + 4), device=model.device) * 7919 % vocab).view(count, -1)
     with as_inference(model):
         truth = model(input_ids=ids, use_cache=False).logits.float()
-    rows = torch.arange(decoder.sizes[bisect_left(decoder.sizes, 2)], device=model.device)
+    rows = torch.arange(decoder.sizes[bisect_left(decoder.sizes, count)], device=model.device)
     decoder.reserve(len(rows), max(lens) + 4, keep=0)
-    decoder.prefill([row[: n - 1] for row, n in zip(ids.tolist(), lens, strict=True) if n > 1], [0, 1])
+    decoder.prefill([row[: n - 1] for row, n in zip(ids.tolist(), lens, strict=True) if n > 1], range(count))
     worst = torch.zeros((), device=model.device)
     for step in range(4):
         positions = torch.zeros_like(rows)
-        positions[:2] = torch.tensor([n - 1 + step for n in lens])
-        tokens = ids[rows % 2, positions]
+        positions[:count] = torch.tensor([n - 1 + step for n in lens])
+        tokens = ids[rows % count, positions]
         logits = decoder.decode(tokens, positions, int(positions.max()) + 1)
-        worst = torch.maximum(worst, (logits[:2] - truth[rows[:2], positions[:2]]).abs().max())
+        worst = torch.maximum(worst, (logits[:count] - truth[rows[:count], positions[:count]]).abs().max())
     decoder.release()
     tolerance = max(1e-4, 8 * torch.finfo(model.dtype).eps) * max(1.0, float(truth.abs().max()))
     return None if float(worst) <= tolerance else f"its logits differ by {float(worst):.1e} on a probe"
+
+
+def context_limit(model: Any, max_len: int | None) -> int:
+    """`max_len` if the model can serve it; None: all that the model can."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    max_len = limit if max_len is None else max_len
+    if max_len is None:
+        raise ValueError("max_len must be given: the model's config has no max_position_embeddings")
+    if max_len < 2 or (limit is not None and max_len > limit):
+        raise ValueError(f"max_len must be in [2, {limit}] (the model's max_position_embeddings), got {max_len}")
+    return max_len
+
+
+def model_eos(model: Any) -> tuple[int, ...]:
+    """The model's end-of-sequence tokens, as its generation config has them."""
+    config = getattr(model, "generation_config", None) or model.config
+    eos = getattr(config, "eos_token_id", None)
+    return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import random
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -25,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlkit.rollout.backends import pick_decoder
-from rlkit.rollout.rows import Request, Rows, runs
+from rlkit.rollout.backends import context_limit, model_eos, pick_decoder
+from rlkit.rollout.rows import Queue, Request, Rows, heirs, runs
 from rlkit.rollout.sampling import sample, uniforms
 from rlkit.rollout.stopping import StopStrings
 from rlkit.types import Completion, SamplingParams
@@ -75,22 +74,13 @@ class LocalEngine:
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
-        limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        max_len = limit if max_len is None else max_len
-        if max_len is None:
-            raise ValueError("max_len must be given: the model's config has no max_position_embeddings")
-        self.max_batch, self.max_len = max_batch, max_len
-        if self.max_len < 2 or (limit is not None and self.max_len > limit):
-            raise ValueError(
-                f"max_len must be in [2, {limit}] (the model's max_position_embeddings), got {self.max_len}"
-            )
+        self.max_batch, self.max_len = max_batch, context_limit(model, max_len)
         self.version = 0
-        self._eos = _eos(model) if eos_token_ids is None else tuple(eos_token_ids)
+        self._eos = model_eos(model) if eos_token_ids is None else tuple(eos_token_ids)
         self._device, self._tokenizer = model.device, tokenizer
         self._decoder = pick_decoder(model, max_batch=max_batch, max_len=self.max_len, compile=compile)
         self._seeds = random.Random(seed)
-        self._rows, self._waiting = Rows(max_batch), deque[Request]()
-        self._rids: dict[str, Request] = {}
+        self._clear()
         self._num_calls = self._num_tokens = self._epoch = 0
         self._driver: asyncio.Task[None] | None = None
         self._closed = False
@@ -122,11 +112,12 @@ class LocalEngine:
         request = self._request(prompt_ids, params, rid)
         self._ensure_driver()
         self._rids[request.rid] = request
-        self._waiting.append(request)
+        self._waiting.push(request)
         try:
             return await request.future
         except asyncio.CancelledError:
-            self._drop(request)
+            if self._rids.get(request.rid) is request:
+                self.abort(request.rid)
             raise
 
     def abort(self, rid: str | None = None) -> int:
@@ -211,24 +202,24 @@ class LocalEngine:
                 self._step()
                 await asyncio.sleep(0)
             self._decoder.release()
-        except asyncio.CancelledError:
-            for request in self._forget():
-                request.future.cancel()
-            raise
         except Exception as error:
             for request in self._forget():
                 if not request.future.done():
                     request.future.set_exception(error)
+        except BaseException:  # cancelled with its event loop, or interrupted
+            for request in self._forget():
+                request.future.cancel()
+            raise
+
+    def _clear(self) -> None:
+        self._rows, self._waiting = Rows(self.max_batch), Queue()
+        self._rids: dict[str, Request] = {}
+        self._decoder.release()
 
     def _forget(self) -> list[Request]:
         requests = [*self._rows.requests, *self._waiting]
-        self._rows, self._waiting, self._rids = Rows(self.max_batch), deque(), {}
-        self._decoder.release()
+        self._clear()
         return requests
-
-    def _drop(self, request: Request) -> None:
-        if self._rids.get(request.rid) is request:
-            self.abort(request.rid)
 
     def _step(self) -> None:
         self._admit()
@@ -260,9 +251,8 @@ class LocalEngine:
         new: list[Request] = []
         copies: list[tuple[Request, Request]] = []
         for _ in range(min(free, len(self._waiting))):
-            request = self._waiting.popleft()
-            request.epoch, request.versions = self._epoch, [(0, self.version)]
-            self._rows.add(request)
+            request = self._waiting.pop()
+            self._start(request, len(self._rows))
             source = cached.setdefault(request.key, request)
             if source is not request:
                 copies.append((source, request))
@@ -278,18 +268,20 @@ class LocalEngine:
     def _retire(self, finished: Sequence[tuple[int, Any]]) -> None:
         if not finished:
             return
-        for slot, _ in finished:
+        taken_over = heirs(self._rows, self._waiting, [slot for slot, _ in finished], epoch=self._epoch)
+        for slot, reason in finished:
             self._rids.pop(self._rows.requests[slot].rid, None)
-        sources, targets = self._rows.retire(finished)
+            self._rows.complete(slot, reason)
+        for slot, heir in taken_over.items():
+            self._waiting.remove(heir)
+            self._start(heir, slot)
+        sources, targets = self._rows.remove([slot for slot, _ in finished if slot not in taken_over])
         if sources:
             self._decoder.copy(sources, targets, int(self._rows.position[targets].max()))
 
+    def _start(self, request: Request, slot: int) -> None:
+        request.epoch, request.versions = self._epoch, [(0, self.version)]
+        self._rows.put(request, slot)
+
     def _to(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-def _eos(model: Any) -> tuple[int, ...]:
-    """The model's end-of-sequence tokens, as its generation config has them."""
-    config = getattr(model, "generation_config", None) or model.config
-    eos = getattr(config, "eos_token_id", None)
-    return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)

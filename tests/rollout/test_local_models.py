@@ -1,0 +1,228 @@
+"""The engine's log-probs are those of the model's own forward, whatever the model, the mix of lengths and the order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+import torch
+import transformers as hf
+
+from rlkit.rollout.decode import Decoder
+from rlkit.rollout.fallback import CachedForward, Recompute
+from rlkit.rollout.local import LocalEngine
+from rlkit.types import SamplingParams
+
+VOCAB = 67
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "initializer_range": 0.25,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+HEAD = {"head_dim": 12}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GEMMA2 = {
+    "sliding_window": 8,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "query_pre_attn_scalar": 9,
+}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "initializer_range": 0.25}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.25}
+
+CASES = {
+    "qwen3": (hf.Qwen3Config(**SIZES, **HEAD), Decoder),
+    "qwen3, tied": (hf.Qwen3Config(**SIZES, **HEAD, tie_word_embeddings=True), Decoder),
+    "qwen2 with qkv bias": (hf.Qwen2Config(**SIZES), Decoder),
+    "llama": (hf.LlamaConfig(**SIZES), Decoder),
+    "llama, all biases, multi-query": (
+        hf.LlamaConfig(**SIZES | {"num_key_value_heads": 1}, attention_bias=True),
+        Decoder,
+    ),
+    "llama, every head its own keys": (hf.LlamaConfig(**SIZES | {"num_key_value_heads": 4}), Decoder),
+    "llama, yarn": (hf.LlamaConfig(**SIZES, rope_parameters=YARN), Decoder),
+    "llama 3 rope": (hf.LlamaConfig(**SIZES, rope_parameters=LLAMA3), Decoder),
+    "mistral": (hf.MistralConfig(**SIZES, sliding_window=None), Decoder),
+    "mistral, window longer than max_len": (hf.MistralConfig(**SIZES, sliding_window=96), Decoder),
+    "mistral, sliding": (hf.MistralConfig(**SIZES, sliding_window=8), CachedForward),
+    "qwen3, sliding": (
+        hf.Qwen3Config(**SIZES, **HEAD, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        CachedForward,
+    ),
+    "llama, biased mlp": (hf.LlamaConfig(**SIZES, mlp_bias=True), CachedForward),
+    "gemma2": (hf.Gemma2Config(**SIZES, **HEAD, **GEMMA2), CachedForward),
+    "gemma3": (hf.Gemma3TextConfig(**SIZES, **HEAD, sliding_window=8), CachedForward),
+    "gpt2": (hf.GPT2Config(**GPT2, bos_token_id=None, eos_token_id=None), CachedForward),
+    "mixtral": (hf.MixtralConfig(**SIZES, **MIXTRAL, sliding_window=None), CachedForward),
+    "bloom": (hf.BloomConfig(**BLOOM, bos_token_id=None, eos_token_id=None, pad_token_id=None), Recompute),
+}
+
+
+def build(config: hf.PretrainedConfig, *, seed: int = 0) -> hf.PreTrainedModel:
+    """A random model; norms and biases are random too, so that none is left out unnoticed."""
+    torch.manual_seed(seed)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    for name, p in model.named_parameters():
+        if p.ndim == 1:
+            torch.nn.init.normal_(p, 0.0 if "bias" in name else 1.0, 0.3)
+    return model
+
+
+def true_logp(model: hf.PreTrainedModel, prompt: list[int], ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of `ids` after `prompt`, by the model's own forward over the whole sequence."""
+    training = model.training
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    model.train(training)
+    return (logits.float() / temperature).log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+
+
+async def busy(engine: LocalEngine, *, temperature: float) -> list:
+    """14 requests of mixed lengths on few slots, arriving at different times; some share a prompt."""
+    g = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, VOCAB, (n,), generator=g).tolist() for n in (1, 2, 3, 5, 8, 13, 21, 30, 4, 17)]
+    prompts += [prompts[6], prompts[6], prompts[3], prompts[0]]
+
+    async def one(i: int, prompt: list[int]):
+        for _ in range(i % 4 * 3):
+            await asyncio.sleep(0)
+        params = SamplingParams(max_new_tokens=2 + i * 5 % 23, temperature=temperature, seed=i)
+        return prompt, await engine.generate(prompt, params=params)
+
+    return await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logp_equals_the_models_own_forward(case):
+    config, decoder = CASES[case]
+    model = build(config)
+    engine = LocalEngine(model, max_batch=5, max_len=96, eos_token_ids=())
+    assert type(engine._decoder) is decoder
+    out = asyncio.run(busy(engine, temperature=0.8))
+    assert model.training  # left as it was
+    for prompt, completion in out:
+        truth = true_logp(model, prompt, completion.ids, 0.8)
+        assert (torch.tensor(completion.logp) - truth).abs().max() < 1e-4
+    assert torch.cat([torch.tensor(c.logp) for _, c in out]).std() > 0.5  # not a uniform model
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2 with qkv bias", "gemma2", "gpt2"])
+def test_greedy_is_hf_greedy(name):
+    model = build(CASES[name][0]).eval()
+    engine = LocalEngine(model, max_batch=3, max_len=96, eos_token_ids=())
+    prompts = [[5, 9, 2, 44], [7], list(range(20)), [5, 9, 2, 44]]
+    params = SamplingParams(max_new_tokens=20, temperature=0.0)
+
+    async def ours() -> list:
+        return await asyncio.gather(*(engine.generate(p, params=params) for p in prompts))
+
+    for prompt, completion in zip(prompts, asyncio.run(ours()), strict=True):
+        ids = torch.tensor([prompt])
+        truth = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        assert completion.ids == truth[0, len(prompt) :].tolist()
+        assert (torch.tensor(completion.logp) - true_logp(model, prompt, completion.ids)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_bf16_is_as_close_to_fp32_as_the_models_own_bf16(name):
+    model = build(CASES[name][0])
+    exact = build(CASES[name][0])
+    model.bfloat16()
+    exact.load_state_dict(model.state_dict())  # the same rounded weights, computed in fp32
+    engine = LocalEngine(model, max_batch=5, max_len=96, eos_token_ids=())
+    assert type(engine._decoder) is CASES[name][1]
+    ours, theirs = [], []
+    for prompt, completion in asyncio.run(busy(engine, temperature=1.0)):
+        truth = true_logp(exact, prompt, completion.ids)
+        ours.append(torch.tensor(completion.logp) - truth)
+        theirs.append(true_logp(model, prompt, completion.ids) - truth)
+    assert torch.cat(ours).square().mean().sqrt() < 1.25 * torch.cat(theirs).square().mean().sqrt()
+
+
+def test_a_model_that_only_looks_supported_fails_the_probe_and_is_decoded_by_its_own_forward(caplog):
+    class Scaled(hf.Qwen3ForCausalLM):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            return type(out)(logits=2 * out.logits)
+
+    torch.manual_seed(0)
+    model = Scaled(CASES["qwen3"][0])
+    with caplog.at_level(logging.WARNING):
+        engine = LocalEngine(model, max_batch=5, eos_token_ids=())
+    assert type(engine._decoder) is CachedForward
+    assert len(caplog.records) == 1
+    assert "differ by" in caplog.text
+    for prompt, completion in asyncio.run(busy(engine, temperature=1.0)):
+        assert (torch.tensor(completion.logp) - true_logp(model, prompt, completion.ids)).abs().max() < 1e-4
+
+
+def test_a_layer_that_is_not_a_plain_linear_is_not_decoded_behind_its_back():
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = build(CASES["llama"][0])
+    up = model.model.layers[1].mlp.up_proj
+    model.model.layers[1].mlp.up_proj = Doubled(up.in_features, up.out_features, bias=False)
+    assert type(LocalEngine(model, max_batch=2)._decoder) is CachedForward
+    dynamic = hf.LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    assert type(LocalEngine(build(dynamic), max_batch=2)._decoder) is not Decoder
+
+
+def test_an_optimizer_step_in_place_is_seen_by_the_next_token():
+    model = build(CASES["qwen3, tied"][0])
+    engine = LocalEngine(model, max_batch=5, max_len=96, eos_token_ids=())
+    before = asyncio.run(busy(engine, temperature=1.0))
+    addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    model(input_ids=torch.arange(20)[None]).logits.square().mean().backward()
+    optimizer.step()
+    asyncio.run(engine.update_weights(version=1))
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == addresses
+    after = asyncio.run(busy(engine, temperature=1.0))
+    worst = 0.0
+    for (prompt, old), (_, new) in zip(before, after, strict=True):
+        assert set(old.versions) == {0}
+        assert set(new.versions) == {1}
+        assert (torch.tensor(new.logp) - true_logp(model, prompt, new.ids)).abs().max() < 1e-4
+        worst = max(worst, (torch.tensor(old.logp) - true_logp(model, prompt, old.ids)).abs().max().item())
+    assert worst > 0.1  # the step did change the model
+
+
+def test_parameters_that_were_replaced_are_found_by_update_weights():
+    model, other = build(CASES["llama"][0]), build(CASES["llama"][0], seed=1)
+    engine = LocalEngine(model, max_batch=5, max_len=96, eos_token_ids=())
+    model.load_state_dict(other.state_dict(), assign=True)
+    asyncio.run(engine.update_weights(version=1))
+    for prompt, completion in asyncio.run(busy(engine, temperature=1.0)):
+        assert (torch.tensor(completion.logp) - true_logp(other, prompt, completion.ids)).abs().max() < 1e-4
+
+
+def test_the_engine_leaves_no_trace_in_the_model(tmp_path):
+    model = build(CASES["qwen3"][0])
+    keys = list(model.state_dict())
+    asyncio.run(busy(LocalEngine(model, max_batch=5, eos_token_ids=()), temperature=1.0))
+    assert list(model.state_dict()) == keys
+    assert all(p.requires_grad and p.grad is None and not p.is_inference() for p in model.parameters())
+    model.save_pretrained(tmp_path)
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    model(input_ids=torch.arange(9)[None]).logits.sum().backward()
