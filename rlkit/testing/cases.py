@@ -18,6 +18,7 @@ class Stream(NamedTuple):
     """What one tensor argument holds: numbers in [low, high], legal in [hard_low, hard_high], one row per axis entry.
 
     `axis` is "T" (tokens, or any elementwise shape) or "N" (sequences); `size` are further axes, e.g. the vocabulary.
+    Half of the numbers are drawn from [-focus, focus], where something happens, in steps eight times finer.
     """
 
     low: float = -4.0
@@ -25,6 +26,7 @@ class Stream(NamedTuple):
     hard_low: float = -math.inf
     hard_high: float = math.inf
     step: float = 0.125
+    focus: float = 0.0
     axis: str = "T"
     size: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float64

@@ -141,9 +141,7 @@ def check_kl(
     return _check("check_kl", s, [*wanted, *laws], skip, compile, max_examples, out)
 
 
-def examine(
-    s: Any, laws: Sequence[Law], *, skip: Mapping[str, str] | None = None, max_examples: int = 40, shrink: bool = True
-) -> Report:
+def examine(s: Any, laws: Sequence[Law], *, skip: Mapping[str, str] | None = None, max_examples: int = 40) -> Report:
     """The verdict of each law on a subject, without printing. Laws share their cases; only a broken one searches."""
     unknown = set(skip or {}) - {law.name for law in laws}
     if unknown:
@@ -160,7 +158,7 @@ def examine(
             if x.draw not in drawn:
                 drawn[x.draw] = sample(x.cases(s), max_examples)
             found = next((c for c in (x.broken_by(s, case) for case in drawn[x.draw]) if c is not None), None)
-            if found is not None and shrink:
+            if found is not None:
                 found = x.search(s, max_examples=max_examples) or found
             note = "" if found is None else report(s, found)
             results.append(Result(x.name, "holds" if found is None else "fails", note, x.statement))

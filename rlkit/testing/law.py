@@ -54,11 +54,11 @@ class Law:
         missing = [name for name in self.needs if not s.takes(name)]
         return f"takes no {' and no '.join(missing)}" if missing else None
 
-    def search(self, s: Any, *, max_examples: int = 25) -> Counterexample | None:
-        """The smallest counterexample that the search finds, or None. The same cases are drawn every time."""
+    def search(self, s: Any, *, max_examples: int = 25, shrink: bool = True) -> Counterexample | None:
+        """The smallest counterexample that is found (without `shrink` the first), or None; the same every time."""
         found: list[Counterexample] = []
 
-        @_settings(max_examples, [Phase.generate, Phase.shrink])
+        @_settings(max_examples, [Phase.generate, Phase.shrink] if shrink else [Phase.generate])
         @given(self.cases(s))
         def attempt(case: Any) -> None:
             broken = self.broken_by(s, case)

@@ -75,7 +75,7 @@ def descends(s: Subject, case: Case) -> None:
 def no_advantage_no_gradient(s: Subject, case: Case) -> None:
     """Where A = 0 for all tokens nothing is learned: the gradient is 0."""
     case = replaced(case, advantages=torch.zeros_like(case.tokens["advantages"]))
-    near(run(s, case).grads[_driver(s)], torch.zeros(case.num_tokens).double(), "the gradient without advantages")
+    near(run(s, case).grads[s.trained], torch.zeros(case.num_tokens).double(), "the gradient without advantages")
 
 
 def _gradient_is(s: Subject, case: Case, c: Callable[[Case], Tensor], what: str) -> None:
@@ -84,7 +84,7 @@ def _gradient_is(s: Subject, case: Case, c: Callable[[Case], Tensor], what: str)
         weights = constant_in_seqs(weights, case)
     case, got = _gradient(s, case, weights)
     want = -c(case) * case.tokens["advantages"] * weights
-    near(got, torch.where(_trainable(s, case), want, 0), f"the gradient by {_driver(s)} {what}")
+    near(got, torch.where(_trainable(s, case), want, 0), f"the gradient by {s.trained} {what}")
 
 
 def _gradient(s: Subject, case: Case, weights: Tensor | None = None) -> tuple[Case, Tensor]:
@@ -93,11 +93,7 @@ def _gradient(s: Subject, case: Case, weights: Tensor | None = None) -> tuple[Ca
         case = replaced(case, advantages=constant_in_seqs(case.tokens["advantages"], case))
     weights = torch.ones(case.num_tokens, dtype=torch.float64) if weights is None else weights
     upstream: Any = [weights if s.axis == "T" else torch.ones((), dtype=torch.float64)]
-    return case, run(s, case, upstream=upstream).grads[_driver(s)]
-
-
-def _driver(s: Subject) -> str:
-    return "log_ratio" if "log_ratio" in s.streams else "logp"
+    return case, run(s, case, upstream=upstream).grads[s.trained]
 
 
 def _trainable(s: Subject, case: Case) -> Tensor:

@@ -63,6 +63,7 @@ def values(stream: Stream, num: int, *, extreme: bool = False) -> SearchStrategy
         one = extremes(stream.hard_low, stream.hard_high)
     else:
         one = numbers(stream.low, stream.high, step=stream.step)
+        one = numbers(-stream.focus, stream.focus, step=stream.step / 8) | one if stream.focus else one
     flat = st.lists(one, min_size=math.prod(shape), max_size=math.prod(shape))
     return flat.map(lambda x: torch.tensor(x, dtype=stream.dtype).reshape(shape))
 

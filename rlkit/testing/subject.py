@@ -23,7 +23,7 @@ LAYOUT = ("mask", "cu_seqlens", "group_ids")
 SIZES = {"V": 5, "U": 4, "B": 6, "K": 3, "D": 3}
 UNIT = Stream(low=0.0, high=1.0, hard_low=0.0, hard_high=1.0)
 POSITIVE = Stream(low=0.0, hard_low=0.0)
-LOG_RATIO = Stream(low=-3.0, high=3.0)
+LOG_RATIO = Stream(low=-3.0, high=3.0, focus=0.5)
 LOGP = Stream(low=-6.0, high=-0.125, hard_high=0.0)
 LENGTH = Stream(low=0.0, high=5.0, hard_low=0.0, step=1.0, dtype=torch.int64)
 
@@ -68,6 +68,13 @@ class Subject:
     def axes(self) -> set[str]:
         """The axes of the streams that it reads."""
         return {s.axis for s in self.streams.values()}
+
+    @property
+    def trained(self) -> str:
+        """The argument that the gradient is for: `log_ratio` or `logp`, otherwise the first stream of floats."""
+        named = [name for name in ("log_ratio", "logp") if name in self.streams]
+        ordered = [name for name in self.params if name in self.streams and self.streams[name].dtype.is_floating_point]
+        return [*named, *ordered][0]
 
     @property
     def hidden(self) -> list[str]:
