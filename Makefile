@@ -10,7 +10,7 @@ demo: $(VENV)/.ready
 	$(RUN) examples/demo.py --output $(DEMO)
 
 test: $(VENV)/.ready-dev lint
-	$(RUN) -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not slow and not gpu"
 
 lint: $(VENV)/.ready-dev
 	$(VENV)/bin/ruff check .
@@ -19,7 +19,7 @@ lint: $(VENV)/.ready-dev
 	$(VENV)/bin/vulture
 
 nightly: $(VENV)/.ready-dev
-	$(RUN) -m pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not gpu"
 
 bench: $(VENV)/.ready-dev
 	$(RUN) benchmarks/generation.py
