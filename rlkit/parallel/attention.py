@@ -43,7 +43,7 @@ class AttentionPlan(NamedTuple):
     buckets: tuple[Bucket, ...]
 
 
-def plan_batch(batch: Batch) -> AttentionPlan:
+def plan_batch(batch: Batch, *, device: torch.device | str) -> AttentionPlan:
     """The plan for `[prefixes, sequences]` as `rlkit.packing.join` lays them out: one sees its prefix and itself."""
     prefix_lens = seq_lens(batch.prefix_cu).tolist()
     lens, prefix_ids = seq_lens(batch.cu_seqlens).tolist(), batch.prefix_ids.tolist()
@@ -54,7 +54,7 @@ def plan_batch(batch: Batch) -> AttentionPlan:
     for start, n, p in zip(starts, lens, prefix_ids):
         q_ranges.append((base + start, n))
         keys.append([(prefix_starts[p], prefix_lens[p]), (base + start, n)])
-    return plan(q_ranges, keys, device=batch.tokens.device)
+    return plan(q_ranges, keys, device=device)
 
 
 def plan(

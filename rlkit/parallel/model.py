@@ -48,7 +48,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, dtype: str = "fp32") -> LogProbs:
-    """Log-prob of each target and entropy at its place, both 0 where the mask is False.
+    """Log-prob of each target and entropy at its place, both 0 where the mask is False, on the model's device.
 
     A shared prompt is forwarded once. The log-probs are of the temperature-scaled, untruncated distribution, in fp32.
     dtype: "fp32", or "bf16": matrix products in bf16 (autocast) over fp32 master weights. "fp16" is refused.
@@ -62,11 +62,11 @@ def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, d
     return linear_logp(
         hidden,
         head.weight.to(DTYPES[dtype]),
-        batch.targets,
+        batch.targets.to(model.device),
         bias=getattr(head, "bias", None),
         temperature=temperature,
         softcap=getattr(model.config.get_text_config(), "final_logit_softcapping", None),
-        mask=batch.mask,
+        mask=batch.mask.to(model.device),
     )
 
 
@@ -79,10 +79,10 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
         return hidden_states(model, _dummy(batch.tokens.device))[:0]
     tokens, positions = join(batch)
     out = model.base_model(
-        input_ids=tokens[None],
-        position_ids=positions[None],
+        input_ids=tokens[None].to(model.device),
+        position_ids=positions[None].to(model.device),
         use_cache=False,
-        attention_plan=plan_batch(batch),
+        attention_plan=plan_batch(batch, device=model.device),
     )
     return out.last_hidden_state[0, batch.prefix_tokens.numel() :]
 
@@ -103,7 +103,7 @@ def score(policy: Policy, batch: Batch, *, max_tokens: int) -> Float[Tensor, "T"
     out = torch.zeros(batch.num_tokens, device=batch.tokens.device)
     rows = torch.arange(batch.num_tokens, device=batch.tokens.device)
     for micro, *places in microbatches((batch, rows), max_tokens=max_tokens):
-        out[places[0]] = policy(micro).logp.float()
+        out[places[0]] = policy(micro).logp.to(out)
     return out
 
 
