@@ -118,9 +118,9 @@ def hypervolume(points: Float[Tensor, "M K"], *, reference: Float[Tensor, "K"]) 
 
         volume of the union of the boxes [reference, point]
 
-    A point that is not better than the reference in every objective adds nothing. Detached. Computed in fp64, exactly: two
-    objectives by one sweep; more by `moocore` (C, extra `pareto`) where it is installed, otherwise by slicing along the
-    last objective, O(M^(K-1)): fine for tens of points and up to five objectives.
+    A point that is not better than the reference in every objective adds nothing. Detached. Computed in fp64, exactly:
+    two objectives by one sweep; more by `moocore` (C, extra `pareto`) where it is installed, otherwise by slicing along
+    the last objective, O(M^(K-1)): fine for tens of points and up to five objectives.
 
     Limits:   one point gives the product of its distances; a dominated point adds nothing; shifts of all cancel.
     Reference: Zitzler & Thiele 1998, https://doi.org/10.1007/BFb0056872; slicing: While et al. 2006,
