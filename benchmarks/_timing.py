@@ -19,14 +19,18 @@ Variants = dict[str, Callable[[], Any]]
 
 
 def interleaved(variants: Variants, *, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each repeat of each variant: one untimed round, then round by round, so that drift hits all alike."""
+    """Seconds of each repeat of each variant: one untimed round, then round by round, so that drift hits all alike.
+
+    On one thread it is processor time, which other processes disturb less; otherwise wall time.
+    """
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(repeats + 1):
         for name, run in variants.items():
-            start = time.perf_counter()
+            start = clock()
             run()
             if number:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return times
 
 
@@ -73,6 +77,7 @@ def machine() -> dict[str, Any]:
         "cpu": names[0] if names else platform.processor(),
         "cores": torch.multiprocessing.cpu_count(),
         "threads": torch.get_num_threads(),
+        "time": "processor" if torch.get_num_threads() == 1 else "wall",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit.stdout.strip(),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlkit.kernels.linear_logp.stats import Partials, combine, exp_into, local_targets, no_partials, tile_partials
 
-CPU_TILE_BYTES = 2 << 20  # with its neighbours inside the shared cache; 1 to 8 MB took the same time
+CPU_TILE_BYTES = 4 << 20  # with its neighbours inside the shared cache; 1 to 8 MB took the same time
 TILE_BYTES = 256 << 20
 TILE_ROWS = 1024
 

@@ -298,4 +298,4 @@ def _chunks(h: Tensor, vocab: int, cu_seqlens: list[int] | None) -> list[tuple[s
 
 
 def _width(h: Tensor, vocab: int) -> int:
-    return min(vocab, max(1, chunked.tile_bytes(h.device) // (h.element_size() * max(1, h.shape[0]))))
+    return min(vocab, max(1, chunked.tile_bytes(h.device) // (2 * h.element_size() * max(1, h.shape[0]))))
