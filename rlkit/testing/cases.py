@@ -195,5 +195,5 @@ def describe(case: Any, *, hide: Collection[str] = ()) -> str:
 def short(x: Tensor) -> str:
     """A tensor's values, six digits each."""
     if x.ndim == 0:
-        return f"{x.item():.6g}"
+        return f"{x.item() + 0.0:.6g}"  # no -0
     return "[" + ", ".join(short(row) for row in x) + "]"

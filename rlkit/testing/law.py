@@ -127,7 +127,7 @@ def same(got: Tensor, want: Tensor, what: str, *, rtol: float = 0.0, atol: float
     if not equal.all():
         place = (~equal).nonzero()[0].tolist()
         at = f" at [{', '.join(map(str, place))}]" if place else ""
-        raise AssertionError(f"{what}{at} is {short(a[tuple(place)])}, expected {short(b[tuple(place)])}")
+        raise AssertionError(f"{what} is {short(a[tuple(place)])}{at}, expected {short(b[tuple(place)])}")
 
 
 def near(got: Tensor, want: Tensor, what: str, *, tolerance: float = 1e-9) -> None:

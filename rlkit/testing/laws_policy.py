@@ -80,6 +80,8 @@ def no_advantage_no_gradient(s: Subject, case: Case) -> None:
 
 def _gradient_is(s: Subject, case: Case, c: Callable[[Case], Tensor], what: str) -> None:
     weights = torch.rand(case.num_tokens, generator=case.random(), dtype=torch.float64) + 0.5
+    if s.axis != "T":  # one number, already summed
+        weights = torch.ones_like(weights)
     if s.takes("cu_seqlens"):
         weights = constant_in_seqs(weights, case)
     case, got = _gradient(s, case, weights)

@@ -33,7 +33,7 @@ def shape(s: Subject, case: Case) -> None:
     rows = case.num_tokens if s.axis == "T" else case.num_seqs
     for x in tensors(s(case)):
         if x.ndim == 0 or x.shape[0] != rows:
-            raise AssertionError(f"the result has shape {list(x.shape)}, expected [{rows}]: do not reduce inside")
+            raise AssertionError(f"the result has shape {list(x.shape)}, expected [{rows}]: leave sums to the weights")
 
 
 @law(needs=("mask",))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -54,9 +56,8 @@ def group_ids(num_seqs: int) -> SearchStrategy[Tensor]:
     return labels.map(lambda x: torch.tensor(x, dtype=torch.int64).unique(return_inverse=True)[1])
 
 
-def values(stream: Stream, num: int, *, extreme: bool = False) -> SearchStrategy[Tensor]:
-    """A stream's tensor of `num` rows: fp64, int64 or bool. Minimises to zeros (False), or the end nearer to 0."""
-    shape = (num, *stream.size)
+def values(stream: Stream, *, extreme: bool = False) -> SearchStrategy[Any]:
+    """One row of a stream: a number, a bool, or a list of them. Minimises to 0 (False), or to the end nearer to it."""
     if stream.dtype == torch.bool:
         one: SearchStrategy = st.booleans()
     elif extreme and stream.dtype.is_floating_point:
@@ -64,34 +65,50 @@ def values(stream: Stream, num: int, *, extreme: bool = False) -> SearchStrategy
     else:
         one = numbers(stream.low, stream.high, step=stream.step)
         one = numbers(-stream.focus, stream.focus, step=stream.step / 8) | one if stream.focus else one
-    flat = st.lists(one, min_size=math.prod(shape), max_size=math.prod(shape))
-    return flat.map(lambda x: torch.tensor(x, dtype=stream.dtype).reshape(shape))
+    num = math.prod(stream.size)
+    return st.lists(one, min_size=num, max_size=num) if stream.size else one
 
 
-@st.composite
 def cases(
-    draw: DrawFn, streams: Mapping[str, Stream], *, max_seqs: int = 4, max_len: int = 4, extreme: bool = False
-) -> Case:
-    """A packed batch that holds `streams`: any lengths, masks, gaps and groups; with `extreme`, any magnitude.
+    streams: Mapping[str, Stream], *, max_seqs: int = 4, max_len: int = 4, extreme: bool = False
+) -> SearchStrategy[Case]:
+    """Packed batches that hold `streams`: any lengths, masks, gaps and groups; with `extreme`, any magnitude.
 
-    Minimises to one token, or to as few short sequences as a failure needs, unmasked, with values 0.
+    Minimises to one token, or to as few and short sequences as a failure needs, unmasked, in one group, with values 0.
     """
-    cu = draw(cu_seqlens(max_seqs=max_seqs, max_len=max_len))
-    sizes = {"T": int(cu[-1]), "N": cu.numel() - 1}
-    drawn = {name: draw(values(s, sizes[s.axis], extreme=extreme)) for name, s in streams.items()}
+    names = {axis: [k for k, s in streams.items() if s.axis == axis] for axis in ("T", "N")}
+    rows = {k: values(s, extreme=extreme) for k, s in streams.items()}
+    token = st.tuples(st.sampled_from([True, False]), *(rows[k] for k in names["T"]))
+    tokens: SearchStrategy = st.lists(token, min_size=1, max_size=max_len) | st.just([])
+    seqs = st.lists(
+        st.tuples(tokens, st.integers(0, max_seqs // 2), *(rows[k] for k in names["N"])), min_size=1, max_size=max_seqs
+    )
+    ints = st.sampled_from([torch.int64, torch.int32])
+    return st.builds(partial(_case, streams, names), seqs, ints, st.integers(0, 7))
+
+
+def _case(
+    streams: Mapping[str, Stream], names: Mapping[str, list[str]], seqs: list[tuple], ints: torch.dtype, seed: int
+) -> Case:
+    """The tensors of drawn sequences: each is its tokens, its group and its values, in the order of `names`."""
+    tokens = [token for seq in seqs for token in seq[0]]
+
+    def column(name: str, values: list[Any]) -> Tensor:
+        return torch.tensor(values, dtype=streams[name].dtype).reshape(len(values), *streams[name].size)
+
     return Case(
-        tokens={name: x for name, x in drawn.items() if streams[name].axis == "T"},
-        seqs={name: x for name, x in drawn.items() if streams[name].axis == "N"},
-        mask=draw(masks(sizes["T"])),
-        cu_seqlens=cu,
-        group_ids=draw(group_ids(sizes["N"])),
-        seed=draw(st.integers(0, 7)),
+        tokens={name: column(name, [x[i] for x in tokens]) for i, name in enumerate(names["T"], start=1)},
+        seqs={name: column(name, [x[i] for x in seqs]) for i, name in enumerate(names["N"], start=2)},
+        mask=torch.tensor([x[0] for x in tokens], dtype=torch.bool),
+        cu_seqlens=cumulative(torch.tensor([len(x[0]) for x in seqs], dtype=ints)),
+        group_ids=torch.tensor([x[1] for x in seqs]).unique(return_inverse=True)[1],
+        seed=seed,
     )
 
 
 def vocabularies(*, size: int = 4) -> SearchStrategy[Vocab]:
     """Logits `[size]` of a policy, a reference and a sampling policy. Minimises to three uniform distributions."""
-    logits = values(Stream(low=-3.0, high=3.0), size)
+    logits = values(Stream(low=-3.0, high=3.0, size=(size,))).map(lambda x: torch.tensor(x, dtype=torch.float64))
     return st.builds(Vocab, policy=logits, ref=logits, old=logits)
 
 
