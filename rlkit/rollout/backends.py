@@ -32,8 +32,8 @@ class Backend(Protocol):
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """The first `length` positions of each source slot, into its target slot."""
 
-    def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"], longest: int) -> Float[Tensor, "B V"]:
-        """Read `tokens[i]` at `positions[i] < longest` of slot i; the logits of what follows."""
+    def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+        """Read `tokens[i]` at `positions[i]` of slot i: the logits of what follows. Room for B rows is reserved."""
 
     def refresh(self) -> None:
         """The model's parameters may be other tensors now."""
@@ -99,7 +99,7 @@ def disagreement(decoder: Backend, model: Any, *, max_len: int) -> str | None:
         positions = torch.zeros_like(rows)
         positions[:count] = torch.tensor([n - 1 + step for n in lens])
         tokens = ids[rows % count, positions]
-        logits = decoder.decode(tokens, positions, int(positions.max()) + 1)
+        logits = decoder.decode(tokens, positions)
         worst = torch.maximum(worst, (logits[:count] - truth[rows[:count], positions[:count]]).abs().max())
     decoder.release()
     tolerance = max(1e-4, 8 * torch.finfo(model.dtype).eps) * max(1.0, float(truth.abs().max()))

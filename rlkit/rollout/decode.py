@@ -77,6 +77,15 @@ def why_unsupported(model: Any, max_len: int) -> str | None:
     return None
 
 
+class Weights(NamedTuple):
+    """All parameters of a model."""
+
+    embed: Tensor
+    layers: list[Layer]
+    norm: Tensor
+    head: Tensor
+
+
 class Decoder:
     """Keys and values of up to `max_batch` sequences, and the two forwards that fill and use them.
 
@@ -84,128 +93,151 @@ class Decoder:
     into further slots, and `decode` reads one token per row 0..B-1 (row = slot) and gives the logits of the next; B is
     one of `sizes`.
 
-    With `compile` everything between two attentions is one compiled region. Its shapes are those of `sizes` alone,
-    which then are five; each is compiled when it is first met.
+    With `compile` a decoding step is one compiled graph for all lengths and batch sizes, made in ten to twenty seconds.
     """
 
     def __init__(self, model: Any, *, max_batch: int, max_len: int, compile: bool = False) -> None:
-        self._model, self._max_batch, self._max_len = model, max_batch, max_len
-        config = model.config
+        self._model, self._max_len, self._compiled = model, max_len, compile
+        config, device = model.config, model.device
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
-        self._cache: Any = None
+        smallest = (2, 4) if compile else (1, 2, 4)  # a compiler takes 1 for a constant
+        self.sizes = sorted({*(n for n in smallest if n < max_batch), *range(8, max_batch, 8), max_batch})
+        # one call of C++ per step on the CPU, where the Python around short operators counts
+        self._step = torch.compile(step, options={"cpp_wrapper": device.type == "cpu"}) if compile else step
         self.refresh()
-        self._arena = self._embed.new_zeros(0)
-        self._range = torch.arange(0)
-        self._zero, self._ban = self._embed.new_zeros(()), self._embed.new_full((), -torch.inf)
-        self._eps = torch.tensor(config.rms_norm_eps, dtype=model.dtype, device=model.device)
-        if compile:
-            self.sizes = sorted({-(-max_batch // 2**i) for i in range(5)})
-            self._between, self._last = torch.compile(_between, dynamic=False), torch.compile(_last, dynamic=False)
-        else:
-            self.sizes = sorted({*(n for n in (1, 2, 4) if n < max_batch), *range(8, max_batch, 8), max_batch})
-            self._between, self._last = _between, _last
+        self._eps = torch.tensor(config.rms_norm_eps, dtype=model.dtype, device=device)
+        self._arenas = [self._weights.embed.new_zeros(0) for _ in range(2 * config.num_hidden_layers)]
+        self._cache: list[tuple[Tensor, Tensor]] = []
+        self._table = Rotary(self._arenas[0], self._arenas[0])
 
     def refresh(self) -> None:
         """Look the parameters up again: needed after they were replaced (sharded, assigned), not after steps."""
         body = self._model.model
-        self._layers = [_layer(layer) for layer in body.layers]
-        self._embed = plain(body.embed_tokens.weight)
-        self._norm = plain(body.norm.weight)
-        self._head = plain(self._model.lm_head.weight)
+        self._weights = Weights(
+            embed=plain(body.embed_tokens.weight),
+            layers=[_layer(layer) for layer in body.layers],
+            norm=plain(body.norm.weight),
+            head=plain(self._model.lm_head.weight),
+        )
 
     def release(self) -> None:
         """Forget what is cached and free its memory, unless it is small: page faults cost 5% of a short batch."""
-        self._cache = None
-        if self._arena.nbytes > KEEP_BYTES:
-            self._arena = self._arena.new_zeros(0)
+        self._cache = []
+        if sum(arena.nbytes for arena in self._arenas) > KEEP_BYTES:
+            self._arenas = [arena.new_zeros(0) for arena in self._arenas]
 
     @torch.inference_mode()
     def reserve(self, rows: int, length: int, *, keep: int) -> None:
         """Make room for `length` positions in slots 0..rows-1; slots below `keep` keep what they hold.
 
-        The cache [layers, 2, slots, kv heads, capacity, head_dim] is laid out anew, in place, each time it grows by a
-        step, so that what attention reads lies densely: on the CPU the same products over half-empty lanes take up to
-        twice as long. Places that were never written hold finite numbers: a masked one weighs 0, but 0 * nan is nan.
+        The keys and values of a layer, [slots, kv heads, capacity, head_dim] each, are laid out anew in their arenas
+        when the capacity grows by a step or is no longer used, so that what attention reads lies densely: on the CPU
+        the same products over half-empty lanes take up to twice as long. Places that were never written hold finite
+        numbers: a masked one weighs 0, but 0 * nan is nan.
         """
-        old, had = self._cache, 0
-        if old is not None:
-            if old.shape[2] >= rows and old.shape[4] >= length:
-                return
-            had = old.shape[4]
-        capacity = had if had >= length else max(length, min(-(-max(length, had * 5 // 4) // 16) * 16, self._max_len))
-        shape = (len(self._layers), 2, rows, self._kv_heads, capacity, self._head_dim)
-        if self._arena.numel() < math.prod(shape):
-            self._arena = self._embed.new_zeros(math.prod(shape))
-        self._cache = self._arena[: math.prod(shape)].view(shape)
-        if old is not None and keep:
-            _move(old.flatten(0, 1), self._cache.flatten(0, 1), keep)
-        lanes = torch.arange(rows * self._kv_heads, device=self._embed.device).view(rows, -1, 1)
-        self._lanes = lanes * capacity * self._head_dim + torch.arange(self._head_dim, device=self._embed.device)
-        if self._range.numel() < capacity:
-            self._range = torch.arange(min(2 * capacity, self._max_len), device=self._embed.device)
-            cos, sin = self._model.model.rotary_emb(self._embed[:1, None], self._range[None])
+        slots, had = (self._cache[0][0].shape[0], self._cache[0][0].shape[2]) if self._cache else (0, 0)
+        if slots >= rows and length <= had < 2 * length + 32:
+            return
+        capacity = had
+        if not length <= had < 2 * length + 32:
+            capacity = max(length, min(-(-max(length, 9 * length // 8 - 16) // 16) * 16, self._max_len))
+        shape = (rows, self._kv_heads, capacity, self._head_dim)
+        blocks = []
+        for i, arena in enumerate(self._arenas):
+            old = self._cache[i // 2][i % 2][:keep, :, :capacity].clone() if keep else None
+            if arena.numel() < math.prod(shape):
+                self._arenas[i] = arena = arena.new_zeros(math.prod(shape))
+            block = arena[: math.prod(shape)].view(shape)
+            if old is not None:
+                block[:keep, :, : old.shape[2]] = old
+            blocks.append(block)
+        self._cache = list(zip(blocks[::2], blocks[1::2], strict=True))
+        self._tabulate(rows, capacity)
+
+    def _tabulate(self, rows: int, capacity: int) -> None:
+        """What depends on the layout alone: the place of each element of position 0, and the rotary table."""
+        device = self._weights.embed.device
+        lanes = torch.arange(rows * self._kv_heads, device=device).view(rows, -1, 1)
+        self._lanes = lanes * capacity * self._head_dim + torch.arange(self._head_dim, device=device)
+        self._range = torch.arange(capacity, device=device)
+        if self._table.cos.shape[0] < capacity:
+            positions = torch.arange(min(2 * capacity, self._max_len), device=device)
+            cos, sin = self._model.model.rotary_emb(self._weights.embed[:1, None], positions[None])
             half = self._head_dim // 2
             self._table = Rotary(cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1))
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
         """Write the keys and values of each prompt into its slot."""
-        longest = max(map(len, prompts))
-        tokens = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=self._embed.device)
-        rows = torch.tensor(slots, device=self._embed.device)
-        x = F.embedding(tokens.flatten(), self._embed)
+        longest, layers = max(map(len, prompts)), self._weights.layers
+        tokens = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=self._weights.embed.device)
+        rows = torch.tensor(slots, device=tokens.device)
+        x = F.embedding(tokens.flatten(), self._weights.embed)
         rotary = Rotary(*(t[:longest].repeat(len(prompts), 1, 1) for t in self._table))
-        for layer, (keys, values) in zip(self._layers, self._cache, strict=True):
+        for layer, (keys, values) in zip(layers, self._cache, strict=True):
             q, k, v = _project(x, layer, rotary, self._eps)
             q, k, v = (t.unflatten(0, (len(prompts), -1)).transpose(1, 2) for t in (q, k, v))
             keys[rows, :, :longest], values[rows, :, :longest] = k, v
-            if layer is not self._layers[-1]:  # whose output is not needed: the last prompt token is decoded
+            if layer is not layers[-1]:  # whose output is not needed: the last prompt token is decoded
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
                 x = _finish(x, out.transpose(1, 2).reshape(x.shape[0], -1), layer, self._eps)
 
     @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """The first `length` positions of each source slot, into its target slot."""
-        source, target = (torch.tensor(slots, device=self._embed.device) for slots in (sources, targets))
-        for block in self._cache[:, :, :, :, :length].flatten(0, 1).unbind(0):
+        source, target = (torch.tensor(slots, device=self._weights.embed.device) for slots in (sources, targets))
+        for block in (t[:, :, :length] for kv in self._cache for t in kv):
             block.index_copy_(0, target, block.index_select(0, source))
 
     @torch.inference_mode()
-    def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"], longest: int) -> Float[Tensor, "B V"]:
-        """Logits after reading `tokens[i]` at `positions[i]` of slot i; `longest` bounds the positions from above."""
+    def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+        """Logits after reading `tokens[i]` at `positions[i]` of slot i."""
         rows = tokens.shape[0]
-        index = (self._lanes[:rows] + (positions * self._head_dim)[:, None, None]).flatten()
-        bias = torch.where(self._range[:longest] <= positions[:, None], self._zero, self._ban)[:, None]
-        x, rotary = F.embedding(tokens, self._embed), Rotary(*(t.index_select(0, positions) for t in self._table))
-        q, k, v = _project(x, self._layers[0], rotary, self._eps)
-        for i, (keys, values) in enumerate(self._cache.unbind(0)):
+        cache = [(keys[:rows], values[:rows]) for keys, values in self._cache]
+        lanes = self._lanes[:rows]
+        if self._compiled:
+            for t in (tokens, positions, lanes, self._range, *self._table):
+                torch._dynamo.maybe_mark_dynamic(t, 0)
+            for t in (t for layer in cache for t in layer):
+                torch._dynamo.maybe_mark_dynamic(t, (0, 2))
+        return self._step(tokens, positions, self._weights, cache, self._table, lanes, self._range, self._eps)
+
+
+def step(
+    tokens: Tensor,
+    positions: Tensor,
+    weights: Weights,
+    cache: list[tuple[Tensor, Tensor]],
+    table: Rotary,
+    lanes: Tensor,
+    places: Tensor,
+    eps: Tensor,
+) -> Tensor:
+    """One token of each row through the model: keys and values into the cache, logits out."""
+    rows = torch.arange(tokens.shape[0], device=tokens.device)
+    index = (lanes + (positions * lanes.shape[2])[:, None, None]).flatten()
+    bias = torch.where(places <= positions[:, None], 0.0, -torch.inf).to(weights.embed.dtype)[:, None]
+    x, rotary = F.embedding(tokens, weights.embed), Rotary(*(t.index_select(0, positions) for t in table))
+    for layer, (keys, values) in zip(weights.layers, cache, strict=True):
+        q, k, v = _project(x, layer, rotary, eps)
+        if torch.compiler.is_compiling():  # which would copy the whole cache to scatter into a view of it
+            keys[rows, :, positions], values[rows, :, positions] = k, v
+        else:
             keys.view(-1).scatter_(0, index, k.flatten())
             values.view(-1).scatter_(0, index, v.flatten())
-            attended = _attend(q, keys[:rows, :, :longest], values[:rows, :, :longest], bias)
-            if i + 1 < len(self._layers):
-                x, q, k, v = self._between(x, attended, self._layers[i], self._layers[i + 1], rotary, self._eps)
-        return self._last(x, attended, self._layers[-1], self._norm, self._head, self._eps)
-
-
-def _move(old: Tensor, new: Tensor, keep: int) -> None:
-    """Copy the first `keep` rows of each block [rows, heads, length, dim] from one layout of an arena to another.
-
-    Blocks that move up are moved last block first, so that none is overwritten before it was read.
-    """
-    blocks = range(len(old)) if new[0].numel() <= old[0].numel() else reversed(range(len(old)))
-    for i in blocks:
-        new[i][:keep, :, : old.shape[3]] = old[i][:keep].clone()
+        x = _finish(x, _attend(q, keys, values, bias), layer, eps)
+    return upcast(F.linear(_rms_norm(x, weights.norm, eps), weights.head))
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
     """One query [B, heads, head_dim] per row over keys and values [B, kv heads, L, head_dim], bias [B, 1, L]."""
-    rows, kv_heads, longest, head_dim = keys.shape
+    rows, kv_heads, length, head_dim = keys.shape
     if q.dtype in (torch.bfloat16, torch.float16):  # which must not round the scores
-        grouped = q.reshape(rows, kv_heads, -1, head_dim)
+        grouped = q.view(rows, kv_heads, -1, head_dim)
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias[:, None]).reshape(rows, -1)
-    scores = torch.bmm(q.reshape(rows * kv_heads, -1, head_dim), keys.flatten(0, 1).transpose(1, 2))
-    probs = torch.add(bias, scores.view(rows, -1, longest), alpha=head_dim**-0.5).softmax(-1)
+    scores = torch.bmm(q.view(rows * kv_heads, -1, head_dim), keys.flatten(0, 1).transpose(1, 2))
+    probs = torch.add(bias, scores.view(rows, -1, length), alpha=head_dim**-0.5).softmax(-1)
     return torch.bmm(probs.view(scores.shape), values.flatten(0, 1)).view(rows, -1)
 
 
@@ -226,17 +258,6 @@ def _finish(x: Tensor, attended: Tensor, layer: Layer, eps: Tensor) -> Tensor:
     h = _rms_norm(x, layer.mlp_norm, eps)
     h = F.silu(F.linear(h, layer.gate), inplace=True).mul_(F.linear(h, layer.up))
     return F.linear(h, layer.down).add_(x)
-
-
-def _between(
-    x: Tensor, attended: Tensor, layer: Layer, following: Layer, rotary: Rotary, eps: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x = _finish(x, attended, layer, eps)
-    return x, *_project(x, following, rotary, eps)
-
-
-def _last(x: Tensor, attended: Tensor, layer: Layer, norm: Tensor, head: Tensor, eps: Tensor) -> Tensor:
-    return upcast(F.linear(_rms_norm(_finish(x, attended, layer, eps), norm, eps), head))
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:

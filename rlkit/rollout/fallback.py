@@ -51,6 +51,7 @@ class CachedForward:
     @torch.no_grad()
     def reserve(self, rows: int, length: int, *, keep: int) -> None:
         """Make room for `length` positions in slots 0..rows-1; slots below `keep` keep what they hold."""
+        self._longest = length
         had_rows, had = self._shape
         if had_rows >= rows and had >= length:
             return
@@ -68,7 +69,7 @@ class CachedForward:
         device, longest = self._model.device, max(map(len, prompts))
         ids = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
         positions = torch.arange(longest, device=device).expand(len(prompts), -1)
-        with self._attending(torch.tensor(slots, device=device), positions, longest):
+        with self._attending(torch.tensor(slots, device=device), positions):
             self._model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
 
     @torch.no_grad()
@@ -79,21 +80,21 @@ class CachedForward:
                 block[torch.tensor(targets), :, :length] = block[torch.tensor(sources), :, :length]
 
     @torch.no_grad()
-    def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"], longest: int) -> Float[Tensor, "B V"]:
-        """Logits after reading `tokens[i]` at `positions[i]` of slot i; `longest` bounds the positions from above."""
+    def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+        """Logits after reading `tokens[i]` at `positions[i]` of slot i."""
         rows = torch.arange(tokens.shape[0], device=tokens.device)
-        with self._attending(rows, positions[:, None], longest):
+        with self._attending(rows, positions[:, None]):
             out = self._model(input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False)
         return upcast(out.logits[:, -1])
 
     @contextmanager
-    def _attending(self, rows: Tensor, positions: Tensor, longest: int) -> Iterator[None]:
+    def _attending(self, rows: Tensor, positions: Tensor) -> Iterator[None]:
         global _active
         config = self._model.config.get_text_config()
         with as_inference(self._model):
             implementation = config._attn_implementation
             config._attn_implementation = IMPLEMENTATION
-            self._rows, self._positions, self._longest = rows, positions, longest
+            self._rows, self._positions = rows, positions
             _active = self
             try:
                 yield
@@ -170,7 +171,7 @@ class Recompute:
 
     def reserve(self, rows: int, length: int, *, keep: int) -> None:
         """Make room for `length` tokens in slots 0..rows-1; slots below `keep` keep theirs."""
-        old = self._ids
+        self._longest, old = length, self._ids
         if rows > old.shape[0] or length > old.shape[1]:
             self._ids = old.new_zeros(max(rows, old.shape[0]), max(length, min(self._max_len, 2 * old.shape[1])))
             self._ids[:keep, : old.shape[1]] = old[:keep]
@@ -185,12 +186,12 @@ class Recompute:
         self._ids[torch.tensor(targets), :length] = self._ids[torch.tensor(sources), :length]
 
     @torch.no_grad()
-    def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"], longest: int) -> Float[Tensor, "B V"]:
-        """Logits after reading `tokens[i]` at `positions[i]` of slot i; `longest` bounds the positions from above."""
+    def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+        """Logits after reading `tokens[i]` at `positions[i]` of slot i."""
         rows = torch.arange(tokens.shape[0], device=tokens.device)
         self._ids[rows, positions] = tokens
-        mask = torch.arange(longest, device=tokens.device) <= positions[:, None]
+        mask = torch.arange(self._longest, device=tokens.device) <= positions[:, None]
         with as_inference(self._model):
-            ids = self._ids[: tokens.shape[0], :longest]
+            ids = self._ids[: tokens.shape[0], : self._longest]
             logits = self._model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
         return upcast(logits[rows, positions])
