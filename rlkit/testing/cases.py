@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +105,17 @@ def take_seqs(case: Case, index: Int[Tensor, "M"]) -> Case:
         cu_seqlens=cumulative(seq_lens(case.cu_seqlens)[index]),
         group_ids=case.group_ids[index].unique(return_inverse=True)[1],
     )
+
+
+def smaller(case: Any) -> Iterator[Any]:
+    """The case without one of its sequences, and without one of its tokens; nothing for other kinds of cases."""
+    if not isinstance(case, Case):
+        return
+    for i in range(case.num_seqs if case.num_seqs > 1 else 0):
+        yield take_seqs(case, torch.tensor([j for j in range(case.num_seqs) if j != i], dtype=torch.int64))
+    for t in range(case.num_tokens if case.num_tokens > 1 else 0):
+        rest = torch.tensor([u for u in range(case.num_tokens) if u != t], dtype=torch.int64)
+        yield take_tokens(case, rest)._replace(cu_seqlens=case.cu_seqlens - (case.cu_seqlens > t).to(case.cu_seqlens))
 
 
 def shuffled(case: Case, num: int) -> Int[Tensor, "num"]:

@@ -62,7 +62,7 @@ def check_loss(
     laws: Sequence[Law] = (),
     skip: Mapping[str, str] | None = None,
     compile: bool = False,
-    max_examples: int = 40,
+    max_examples: int = 60,
     out: TextIO | None = None,
     **how: Any,
 ) -> Report:
@@ -98,7 +98,7 @@ def check_estimator(
     laws: Sequence[Law] = (),
     skip: Mapping[str, str] | None = None,
     compile: bool = False,
-    max_examples: int = 40,
+    max_examples: int = 60,
     out: TextIO | None = None,
     **how: Any,
 ) -> Report:
@@ -125,7 +125,7 @@ def check_kl(
     laws: Sequence[Law] = (),
     skip: Mapping[str, str] | None = None,
     compile: bool = False,
-    max_examples: int = 40,
+    max_examples: int = 60,
     out: TextIO | None = None,
     **how: Any,
 ) -> Report:
@@ -142,7 +142,7 @@ def check_kl(
     return _check("check_kl", s, [*wanted, *laws], skip, compile, max_examples, out)
 
 
-def examine(s: Any, laws: Sequence[Law], *, skip: Mapping[str, str] | None = None, max_examples: int = 40) -> Report:
+def examine(s: Any, laws: Sequence[Law], *, skip: Mapping[str, str] | None = None, max_examples: int = 60) -> Report:
     """The verdict of each law on a subject, without printing. Laws share their cases; only a broken one searches."""
     unknown = set(skip or {}) - {law.name for law in laws}
     if unknown:

@@ -12,7 +12,7 @@ from hypothesis.errors import HypothesisException
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
-from rlkit.testing.cases import describe, short
+from rlkit.testing.cases import describe, short, smaller
 from rlkit.testing.strategies import cases
 from rlkit.testing.subject import Subject, subject
 
@@ -69,8 +69,16 @@ class Law:
         try:
             attempt()
         except (AssertionError, HypothesisException):
-            return found[-1]
+            return self.without_needless(s, found[-1]) if shrink else found[-1]
         return None
+
+    def without_needless(self, s: Any, found: Counterexample) -> Counterexample:
+        """The counterexample without the sequences and tokens that it does not need: Hypothesis leaves some."""
+        for case in smaller(found.case):
+            broken = self.broken_by(s, case)
+            if broken is not None:
+                return self.without_needless(s, broken)
+        return found
 
     def broken_by(self, s: Any, case: Any) -> Counterexample | None:
         """How one case breaks the law, by whatever exception; None where it does not."""

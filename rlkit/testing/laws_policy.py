@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlkit.testing.cases import Case, constant_in_seqs, replaced
 from rlkit.testing.law import Law, law, near
+from rlkit.testing.strategies import cases
 from rlkit.testing.subject import Subject, run
 
 
@@ -43,8 +44,17 @@ def coefficient(c: Callable[[Case], Float[Tensor, "T"]]) -> Law:
 
 def clipped(*, clip_low: float, clip_high: float, max_ratio: float = math.inf) -> Law:
     """The law of PPO's clip at 1 - clip_low and 1 + clip_high; with A < 0, ratios above `max_ratio` are not judged."""
+    edges = [x for x in (1 - clip_low, 1 + clip_high) if 0 < x < math.inf]
+    points = [math.log(x) + d for x in edges for d in (-0.01, 0.01)] or [0.0]
 
-    @law(needs=("advantages",))
+    def at_the_edges(case: Case) -> Case:
+        """Half of the cases have their ratios just inside and just outside the clip."""
+        if case.seed % 2 == 0:
+            return case
+        x = torch.tensor(points).double()[(torch.arange(case.num_tokens) + case.seed // 2) % len(points)]
+        return replaced(case, log_ratio=x, logp=case.tokens.get("old_logp", x) + x)
+
+    @law(needs=("advantages",), draw=lambda s: cases(s.streams).map(at_the_edges))
     def clipped(s: Subject, case: Case) -> None:
         """Beyond the clip the gradient is 0, but only where a step would lead further away; elsewhere it is not 0."""
         case, g = _gradient(s, case)

@@ -110,21 +110,22 @@ def additive(s: Subject, case: Case) -> None:
             near(got, want, "a metric merged over micro-batches")
         return
     upstream = random_upstream(case, tensors(s(case)))
-    whole, totals = run(s, case, upstream=upstream), [torch.zeros((), dtype=torch.float64) for _ in upstream]
+    whole, totals, pairs = run(s, case, upstream=upstream), [torch.zeros((), dtype=torch.float64) for _ in upstream], []
     for part, piece in zip(parts, pieces):
         places = part if s.elementwise else tokens_of(case, part)
         index = {"T": places, "N": part}.get(s.axis, slice(None))
         share = [g[index] if g.ndim else g for g in upstream]
         out = run(s, piece, whole=case, upstream=share)
         totals = [t + _total(x, g) for t, x, g in zip(totals, out.outputs, share, strict=True)]
-        for x, y in zip(out.outputs, whole.outputs, strict=True):
-            if s.axis in ("T", "N") and y.ndim:
-                near(x, y[index], "the result of a micro-batch")
+        if s.axis in ("T", "N"):
+            pairs += [(x, y[index], "the result of a micro-batch") for x, y in zip(out.outputs, whole.outputs)]
         for name, g in out.grads.items():
             want = whole.grads[name][places if name in case.tokens else part]
-            near(g, want, f"the gradient by {name} of a micro-batch")
+            pairs.append((g, want, f"the gradient by {name} of a micro-batch"))
     for total, x, g in zip(totals, whole.outputs, upstream):
-        near(total, _total(x, g), "the sum over micro-batches")
+        near(total, _total(x, g), "the weighted sum over micro-batches")
+    for got, want, what in pairs:
+        near(got, want, what)
 
 
 @law()

@@ -79,12 +79,13 @@ def cases(
     names = {axis: [k for k, s in streams.items() if s.axis == axis] for axis in ("T", "N")}
     rows = {k: values(s, extreme=extreme) for k, s in streams.items()}
     token = st.tuples(st.sampled_from([True, False]), *(rows[k] for k in names["T"]))
-    tokens: SearchStrategy = st.lists(token, min_size=1, max_size=max_len) | st.just([])
-    seqs = st.lists(
-        st.tuples(tokens, st.integers(0, max_seqs // 2), *(rows[k] for k in names["N"])), min_size=1, max_size=max_seqs
+    tokens = st.tuples(st.lists(token, min_size=1, max_size=max_len), st.sampled_from([True] * 5 + [False]))
+    seq = st.tuples(
+        tokens.map(lambda x: x[0] if x[1] else []), st.integers(0, max_seqs // 2), *(rows[k] for k in names["N"])
     )
+    seqs = st.lists(seq, min_size=1, max_size=max_seqs)
     ints = st.sampled_from([torch.int64, torch.int32])
-    return st.builds(partial(_case, streams, names), seqs, ints, st.integers(0, 7))
+    return st.builds(partial(_case, streams, names), seqs, ints, st.integers(0, 255))
 
 
 def _case(

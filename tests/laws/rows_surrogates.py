@@ -9,10 +9,11 @@ import torch
 from row import STATISTIC, STOP_GRADIENT, SURROGATE, WEIGHT, WHOLE_BATCH, Case, masked_mean, row
 
 from rlkit import losses as L
-from rlkit.testing import Stream, laws
+from rlkit.testing import laws
 
 PULL = "a pull towards the old policy is part of the loss: the gradient is no multiple of A"
-BOOL = Stream(dtype=torch.bool)
+PULLED = {"coefficient": PULL, "descends": PULL, "no_advantage_no_gradient": PULL}
+PENALTY = "a penalty on moving the selected tokens is part of the loss: the gradient is no multiple of A"
 
 
 def per_token(f: Callable[..., float], *names: str) -> Callable[[Case], torch.Tensor]:
@@ -160,12 +161,7 @@ ROWS = [
     surrogate(L.sapo, per_token(sapo)),
     surrogate(L.dppo, per_token(dppo, "old_logp"), options={"max_weight": 4.0}, skip=STOP_GRADIENT),
     surrogate(L.dppo_kl, per_token(dppo_kl, "old_logp"), options={"max_weight": 4.0}, skip=STOP_GRADIENT),
-    row(
-        L.dro,
-        family=SURROGATE,
-        options={"beta": 0.5},
-        skip={"descends": PULL, "no_advantage_no_gradient": PULL},
-    ),
+    row(L.dro, one, family=SURROGATE, options={"beta": 0.5}, skip=PULLED),
     row(L.nll),
     surrogate(L.gspo, per_seq(gspo), options={"clip_low": 0.1, "clip_high": 0.3}),
     surrogate(
@@ -180,12 +176,7 @@ ROWS = [
         per_seq(vespo),
         skip={"gradcheck": "the weight phi(W) is detached by design; the coefficient is checked instead"},
     ),
-    row(
-        L.kimi15,
-        family=SURROGATE,
-        options={"tau": 0.5},
-        skip={"descends": PULL, "no_advantage_no_gradient": PULL},
-    ),
+    row(L.kimi15, one, family=SURROGATE, options={"tau": 0.5}, skip=PULLED),
     surrogate(
         L.m2po,
         lambda case: per_token(lambda r, a: m2_dropped(r, a, 0.3))(case),
@@ -201,14 +192,7 @@ ROWS = [
         per_token(lambda r, a, selected: 0.0 if selected else ppo(r, a), "selected"),
         skip={"on_policy": "selected tokens get no gradient, on-policy too"},
     ),
-    row(
-        L.kl_cov,
-        family=SURROGATE,
-        skip={
-            "descends": "a penalty on moving the selected tokens is part of the loss",
-            "no_advantage_no_gradient": "a penalty on moving the selected tokens is part of the loss",
-        },
-    ),
+    row(L.kl_cov, plain_ratio, family=SURROGATE, skip=dict.fromkeys(PULLED, PENALTY)),
     row(
         L.m2_cutoff,
         family=STATISTIC,

@@ -35,6 +35,15 @@ SECTIONS = {
     "Segments and packing": rows_other.SEGMENTS,
     "Kernels": rows_other.KERNELS,
 }
+NOT_COMPILED = {
+    "losses.select_between": "a random generator cannot enter a graph",
+    "objectives.hypervolume": "it loops over the points' values, or calls a C library",
+    "objectives.archive_insert": "its points are Python floats",
+    "objectives.archive_init (see archive_insert)": "its points are Python floats",
+    "packing.from_padded": "the length of its result depends on the mask's values",
+    "packing.to_padded": "it reads from the mask how many tokens there must be",
+    "kernels.linear_logp (reference)": "it takes rows by the mask's values; the other implementation is an operator",
+}
 ROWS: list[Row] = [row for rows in SECTIONS.values() for row in rows]
 
 

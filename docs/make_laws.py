@@ -1,0 +1,177 @@
+"""Writes docs/laws.md from the table of laws and the mutants, and the outputs of docs/tutorial-new-loss.md.
+
+Run `python docs/make_laws.py` after changing a row, a law or a mutant; a test says when it is due.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent / "tests" / "laws"))
+
+import mutants_losses  # noqa: E402
+import mutants_other  # noqa: E402
+from table import NOT_COMPILED, ROWS, SECTIONS  # noqa: E402
+
+from rlkit.testing import Result, laws  # noqa: E402
+from rlkit.testing.check import ESTIMATOR, GROUP_BASELINE, LOSS, PACKED, SURROGATE, WEIGHT  # noqa: E402
+
+MUTANTS = [*mutants_losses.MUTANTS, *mutants_other.MUTANTS]
+FAMILIES = {
+    "every function of a packed batch": PACKED,
+    "losses": LOSS,
+    "policy surrogates": SURROGATE,
+    "weights, corrections, measurements": WEIGHT,
+    "estimators": ESTIMATOR,
+    "group baselines": GROUP_BASELINE,
+}
+PAGE = """# Laws
+
+`rlkit.testing` holds the laws by which rlkit's own functions are proved, and runs them on yours:
+
+```python
+from rlkit.testing import check_loss
+
+check_loss(my_loss)                    # prints which laws hold, and the smallest counterexample of each that does not
+```
+
+`check_estimator` and `check_kl` do the same for advantage estimators and KL estimators;
+[the tutorial](tutorial-new-loss.md) writes a wrong loss and mends it. A single law raises with its smallest
+counterexample, or returns: `laws.additive(my_loss)`, `laws.coefficient(lambda case: case.ratio)(my_loss)`. Cases are
+packed batches drawn by Hypothesis (`rlkit.testing.strategies`): sequences of any length, empty ones too, masks with
+gaps, singleton groups, values on a grid that bf16 holds exactly, and for some laws huge and tiny ones. The same cases
+are drawn every time.
+
+This page is written by `docs/make_laws.py` from `tests/laws`, where every public loss, estimator, controller and
+objective is a row ({num_rows} rows, {num_checks} checks). A law that does not hold for a row stands there with its
+reason, and a test shows that it really does not hold. {num_mutants} wrong variants show that the laws bite.
+
+## The laws
+
+{statements}
+
+Which laws a row must obey is its family's list, plus what its own line below names. A law that needs an argument the
+function has not (`mask`, `cu_seqlens`, `group_ids`) says nothing about it.
+
+{families}
+
+## The table
+
+{table}
+
+## What does not apply, and why
+
+{exceptions}
+
+Not compiled as one graph by `torch.compile(fullgraph=True)`; every other row is (in the nightly tests):
+
+{not_compiled}
+
+## Mutants
+
+Each wrong variant is caught by the law beside it, which holds for the original.
+
+{mutants}
+"""
+
+
+def statements() -> Iterator[str]:
+    """One line per law, in the order in which rows name them."""
+    seen: dict[str, str] = {}
+    for law in [*(x for row in ROWS for x in row.laws), laws.compiles()]:
+        name = "limit" if law.name.startswith("limit: ") else law.name
+        seen.setdefault(name, law.statement if name == law.name else "In a stated limit it equals another function.")
+    for name, statement in seen.items():
+        yield f"- `{name}`: {statement}"
+
+
+def families() -> Iterator[str]:
+    """The laws of each family, those of a smaller family by its name."""
+    named = {id(laws): name for name, laws in FAMILIES.items()}
+    for name, members in FAMILIES.items():
+        base = PACKED if members is not PACKED else ()
+        own = ", ".join(f"`{x.name}`" for x in members if x not in base)
+        yield f"- {name}: {f'those of {named[id(PACKED)]}, ' if base else ''}{own}"
+
+
+def table() -> Iterator[str]:
+    """A table per section: each row's laws beyond the family, and the names of those that do not apply."""
+    for section, rows in SECTIONS.items():
+        yield f"### {section}\n"
+        yield "| function | laws | of its own | does not apply |\n|---|---|---|---|"
+        for row in rows:
+            checked = [x for x in row.laws if x.name not in row.skip and x.why_not(row.subject) is None]
+            common = {x.name for members in FAMILIES.values() for x in members}
+            own = [x.name for x in checked if x.name not in common]
+            cells = [f"`{row.name}`", str(len(checked)), ", ".join(own), ", ".join(row.skip)]
+            yield f"| {' | '.join(cells)} |"
+        yield ""
+
+
+def exceptions() -> Iterator[str]:
+    """Every listed exception with its reason, functions of one reason together."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for row in ROWS:
+        for law, reason in row.skip.items():
+            by_reason.setdefault((law, reason), []).append(row.name)
+    yield "| law | functions | reason |\n|---|---|---|"
+    for (law, reason), names in sorted(by_reason.items()):
+        yield f"| {law} | {', '.join(f'`{n}`' for n in names)} | {reason} |"
+
+
+def mutants() -> Iterator[str]:
+    """One line per wrong variant."""
+    yield "| function | mistake | caught by |\n|---|---|---|"
+    for m in MUTANTS:
+        yield f"| `{m.original}` | {m.mistake} | {m.law} |"
+
+
+def page() -> str:
+    """docs/laws.md."""
+    checked = [x for row in ROWS for x in row.laws if x.name not in row.skip and x.why_not(row.subject) is None]
+    return PAGE.format(
+        num_rows=len(ROWS),
+        num_checks=len(checked),
+        num_mutants=len(MUTANTS),
+        statements="\n".join(statements()),
+        families="\n".join(families()),
+        table="\n".join(table()).rstrip(),
+        exceptions="\n".join(exceptions()),
+        not_compiled="\n".join(f"- `{name}`: {reason}" for name, reason in NOT_COMPILED.items()),
+        mutants="\n".join(mutants()),
+    )
+
+
+def tutorial(text: str) -> tuple[str, list[list[Result]]]:
+    """The tutorial with what its code blocks print in the `text` blocks after them, and the reports they made."""
+    namespace: dict[str, Any] = {"__name__": "tutorial"}
+    reports = []
+
+    def run(match: re.Match[str]) -> str:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(match["code"], namespace)
+        if "report" in namespace:
+            reports.append(namespace.pop("report"))
+        shown = f"\n```text\n{printed.getvalue()}```\n" if match["shown"] else ""
+        return f"```python\n{match['code']}```\n{shown}"
+
+    return re.sub(r"```python\n(?P<code>.*?)```\n(?P<shown>\n```text\n.*?```\n)?", run, text, flags=re.S), reports
+
+
+def main() -> None:
+    """Write both pages."""
+    (DOCS / "laws.md").write_text(page())
+    path = DOCS / "tutorial-new-loss.md"
+    path.write_text(tutorial(path.read_text())[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Recognising arguments, running laws, and what is printed and returned."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlkit import advantages, losses
+from rlkit.testing import Stream, check_estimator, check_kl, check_loss, examine, failures, laws, subject
+
+
+def quiet() -> io.StringIO:
+    return io.StringIO()
+
+
+def outcomes(report) -> dict[str, str]:
+    return {r.law: r.outcome for r in report}
+
+
+def test_arguments_are_recognised_by_annotation_and_name() -> None:
+    def f(
+        log_ratio: Float[Tensor, "*shape"],
+        logits: Float[Tensor, "*shape V"],
+        chosen: Bool[Tensor, "*shape"],
+        greedy_rewards: Float[Tensor, "N"],
+        lengths: Int[Tensor, "N"],
+        bootstrap: Float[Tensor, "N"] | None = None,
+        coef: float | Float[Tensor, ""] = 1.0,
+        *,
+        mask: Bool[Tensor, "*shape"] | None = None,
+    ) -> Float[Tensor, "*shape"]:
+        return log_ratio
+
+    s = subject(f)
+    assert list(s.streams) == ["log_ratio", "logits", "chosen", "greedy_rewards", "lengths", "bootstrap"]
+    assert s.streams["logits"].size == (5,)
+    assert s.streams["chosen"].dtype == torch.bool
+    assert s.streams["lengths"].axis == s.streams["bootstrap"].axis == "N"
+    assert s.axis == "T"
+    assert s.takes("mask")
+    assert s.hidden == ["cu_seqlens", "group_ids"]
+
+
+def test_names_alone_do_too() -> None:
+    s = subject(lambda logp, old_logp, advantages, mask: logp)
+    assert set(s.streams) == {"logp", "old_logp", "advantages"}
+    assert subject(lambda rewards, group_ids: rewards).streams["rewards"].axis == "N"
+    assert subject(lambda rewards, group_ids: rewards).axis == "N"
+
+
+def test_an_unknown_argument_is_named() -> None:
+    with pytest.raises(TypeError, match="argument foo is not known"):
+        subject(lambda log_ratio, foo: log_ratio)
+    assert "foo" in subject(lambda log_ratio, foo: log_ratio, streams={"foo": Stream()}).streams
+
+
+def test_a_law_raises_with_the_smallest_counterexample() -> None:
+    def leaks(log_ratio, advantages, mask):
+        return -log_ratio.exp() * advantages * mask
+
+    laws.additive(leaks)
+    with pytest.raises(AssertionError, match=r"leaks breaks mask_isolation: NaN(.|\n)*mask +(= )?\[0\]") as error:
+        laws.mask_isolation(leaks)
+    assert "log_ratio  = [0]" in str(error.value)
+
+
+def test_a_counterexample_has_only_the_token_that_breaks_the_law() -> None:
+    @laws.law()
+    def small(s, case) -> None:
+        """No masked log-ratio is above 1."""
+        assert not (case.tokens["log_ratio"][~case.mask] > 1).any()
+
+    found = small.search(subject(lambda log_ratio, advantages, rewards, cu_seqlens, mask: log_ratio), max_examples=100)
+    assert found.case.mask.tolist() == [False]
+    assert found.case.cu_seqlens.tolist() == [0, 1]
+    assert found.case.tokens["log_ratio"].tolist() == [1.125]
+
+
+def test_a_report_is_printed_and_returned() -> None:
+    out = quiet()
+    report = check_loss(lambda log_ratio, advantages: log_ratio * advantages, name="upside_down", out=out)
+    assert outcomes(report)["on_policy"] == "fails"
+    assert outcomes(report)["mask_isolation"] == "does not apply"
+    assert [r.law for r in failures(report)] == ["dtypes", "on_policy", "descends"]
+    text = out.getvalue()
+    assert text.startswith("check_loss(upside_down)")
+    assert "FAILS    on_policy" in text
+    assert "advantages = [0.125]" in text
+    assert "mask_isolation" not in text
+    assert "9 hold, 3 fail, 0 skipped" in text
+
+
+def test_a_skip_needs_a_law_and_keeps_its_reason() -> None:
+    report = check_loss(losses.cispo, skip={"gradcheck": "detached"}, out=quiet())
+    assert not failures(report)
+    assert next(r.note for r in report if r.outcome == "skipped") == "detached"
+    with pytest.raises(ValueError, match="skip must name laws of this check"):
+        check_loss(losses.cispo, skip={"gradchek": "a typo"}, out=quiet())
+
+
+def test_a_loss_that_raises_fails_with_its_error() -> None:
+    def broken(log_ratio, advantages):
+        raise RuntimeError("no")
+
+    assert {r.outcome for r in check_loss(broken, out=quiet())} == {"fails", "does not apply"}
+    (result,) = examine(subject(broken), [laws.shape])
+    assert "raised RuntimeError: no" in result.note
+
+
+def test_the_clip_and_the_coefficient_are_checked_where_they_are_given() -> None:
+    report = check_loss(
+        losses.ppo_clip,
+        options={"clip_high": 0.3},
+        clip_low=0.2,
+        clip_high=0.3,
+        coefficient=lambda c: c.ratio,
+        out=quiet(),
+    )
+    assert [r.law for r in failures(report)] == ["coefficient"]
+    assert outcomes(check_loss(losses.ppo_clip, clip_low=0.2, clip_high=0.3, out=quiet()))["clipped"] == "fails"
+
+
+def test_pairs_are_checked_for_their_preference() -> None:
+    swapped = lambda chosen_logp, rejected_logp: torch.relu(1 + chosen_logp.double() - rejected_logp.double())
+    assert outcomes(check_loss(swapped, out=quiet()))["prefers_chosen"] == "fails"
+    assert not failures(check_loss(losses.dpo, options={"beta": 0.1}, laws=[laws.margin_only], out=quiet()))
+
+
+def test_estimators_and_kls() -> None:
+    few = {"max_examples": 15, "out": quiet()}
+    assert not failures(check_estimator(advantages.gae, **few))
+    assert not failures(check_estimator(advantages.group_centered, **few))
+    loop = lambda rewards: [2 * r for r in rewards]
+    assert outcomes(check_estimator(advantages.group_centered, loop=loop, **few))["equals_loop"] == "fails"
+    assert not failures(check_kl(losses.k3, gradient=laws.backward, **few))
+    assert [r.law for r in failures(check_kl(losses.k2, **few))] == ["expectation"]
+
+
+@pytest.mark.slow
+def test_compile_is_one_more_law() -> None:
+    report = check_loss(losses.ppo_clip, compile=True, out=quiet())
+    assert outcomes(report)["compiles"] == "holds"
