@@ -79,7 +79,8 @@ class Subject:
     @property
     def hidden(self) -> list[str]:
         """What of a case the function does not see."""
-        return [name for name in LAYOUT if not self.takes(name)]
+        unseen = [name for name in LAYOUT if not self.takes(name)]
+        return unseen if self.takes("old_logp") else [*unseen, "old"]
 
     def __call__(self, case: Case, *, whole: Case | None = None) -> Any:
         """The function's result on `case`, with the statistics of `whole` (default: of `case`)."""

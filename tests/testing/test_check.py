@@ -42,7 +42,7 @@ def test_arguments_are_recognised_by_annotation_and_name() -> None:
     assert s.streams["lengths"].axis == s.streams["bootstrap"].axis == "N"
     assert s.axis == "T"
     assert s.takes("mask")
-    assert s.hidden == ["cu_seqlens", "group_ids"]
+    assert s.hidden == ["cu_seqlens", "group_ids", "old"]
 
 
 def test_names_alone_do_too() -> None:
@@ -54,8 +54,8 @@ def test_names_alone_do_too() -> None:
 
 def test_an_unknown_argument_is_named() -> None:
     with pytest.raises(TypeError, match="argument foo is not known"):
-        subject(lambda log_ratio, foo: log_ratio)
-    assert "foo" in subject(lambda log_ratio, foo: log_ratio, streams={"foo": Stream()}).streams
+        subject(lambda log_ratio, foo: log_ratio + foo)
+    assert "foo" in subject(lambda log_ratio, foo: log_ratio + foo, streams={"foo": Stream()}).streams
 
 
 def test_a_law_raises_with_the_smallest_counterexample() -> None:
