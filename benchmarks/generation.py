@@ -25,10 +25,10 @@ from _timing import machine
 from rlkit.rollout.local import LocalEngine
 from rlkit.types import SamplingParams
 
-SHAPES = {
-    "nano": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 32, "intermediate_size": 512},
-    "micro": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "head_dim": 64, "intermediate_size": 1024},
-}  # fmt: skip
+SHAPES = {  # hidden size, layers, heads, head size, MLP size
+    "nano": (128, 4, 4, 32, 512),
+    "micro": (384, 6, 6, 64, 1024),
+}
 
 
 @dataclass
@@ -48,8 +48,17 @@ class Args:
 def build(name: str) -> Any:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
+    hidden, layers, heads, head_dim, mlp = SHAPES[name]
     config = Qwen3Config(
-        vocab_size=263, num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True, **SHAPES[name]
+        vocab_size=263,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        intermediate_size=mlp,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
     )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
