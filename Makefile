@@ -25,6 +25,7 @@ bench: $(VENV)/.ready-dev
 	$(RUN) benchmarks/generation.py
 	$(RUN) benchmarks/linear_logp_cpu.py
 	$(RUN) benchmarks/linear_scan_cpu.py
+	$(RUN) benchmarks/advantages.py
 
 bench-trl: $(VENV)/.ready-dev
 	$(RUN) benchmarks/peers/compare_trl.py
