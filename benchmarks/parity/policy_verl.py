@@ -111,11 +111,10 @@ def policy(draw: Draw) -> Iterator[Row]:
     )
     theirs = verl_policy(draw, "dro", per_token, policy_loss={"dro_beta": 0.3})
     yield row("dro", theirs, token * L.dro(x, adv, beta=0.3, **mask), value=False)
-    delta = {"delta_low": 0.05, "delta_high": 0.03, "max_weight": 1.5}
-    settings = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.03, "clip_ratio_c": 1.5}
-    for name, loss in (("dppo_tv", L.dppo), ("dppo_kl", L.dppo_kl)):
-        ours = token * loss(x, adv, old_logp=old, **delta, **mask)
-        yield row(name, verl_policy(draw, name, per_token, **settings), ours, value=False)
+    for name, loss, low, high in (("dppo_tv", L.dppo, 0.05, 0.03), ("dppo_kl", L.dppo_kl, 0.008, 0.004)):
+        theirs = verl_policy(draw, name, per_token, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=1.5)
+        ours = token * loss(x, adv, old_logp=old, delta_low=low, delta_high=high, max_weight=1.5, **mask)
+        yield row(name, theirs, ours, value=False)
 
     rejecting = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.7_1.4"}
     kept = L.keep_ratio(x, low=1 / 1.4, high=1 / 0.7, **mask)
