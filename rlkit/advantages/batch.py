@@ -61,7 +61,7 @@ def reinforce_pp(
     r_t = [t is last] R - kl_coef (log pi - log pi_ref).
 
     Limits:   without KL and at gamma = 1, every token of a sequence gets its reward, whitened over *tokens*.
-    Differs:  from verl and SkyRL: a masked token's reward does not count. From slime and miles: gamma is not spent on
+    Differs:  from SkyRL: a masked token's reward does not count. From slime and miles: gamma is not spent on
               masked gaps (mask [1, 0, 0, 1], kl 1, gamma .9: -1.9 here, -1.729 there, -3.439 where the gap leaks).
     Reference: Hu et al. 2025, https://arxiv.org/abs/2501.03262
     """

@@ -70,7 +70,7 @@ def discounted_returns(
         G_t = r_t + gamma_t G'          G' after the last action: bootstrap
 
     Limits:   gamma = 0 gives the rewards; gamma = 1 the sum of what is left (reward-to-go).
-    Differs:  from verl, SkyRL (`reinforce_plus_plus`: a masked token's reward counts, and cuts what comes before it)
+    Differs:  from SkyRL (`reinforce_plus_plus`: a masked token's reward counts, and cuts what comes before it)
               and slime, miles (a gap of k tokens costs gamma^k): here a gap costs nothing.
     Reference: Sutton & Barto, Reinforcement Learning, eq. 3.8; http://incompleteideas.net/book/the-book.html
     """

@@ -35,7 +35,6 @@ def tis(
     Reference: https://fengyao.notion.site/off-policy-rl, verl PR#2953.
     """
     check_positive(max_weight=max_weight)
-    check_positive(max_weight=max_weight)
     return clipped_is(log_ratio, low=0.0, high=max_weight, mask=mask)
 
 
