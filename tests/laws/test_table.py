@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from row import Row
 from table import NOT_COMPILED, ROWS, public
@@ -45,6 +47,13 @@ def test_names_are_unique() -> None:
 @pytest.mark.parametrize("name", COMPILED)
 def test_it_compiles(name: str) -> None:
     laws.compiles()(next(r for r in ROWS if r.name == name).subject)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("name", COMPILED)
+def test_it_compiles_with_inductor(name: str) -> None:
+    laws.compiles(backend="inductor")(next(r for r in ROWS if r.name == name).subject)
 
 
 @pytest.mark.slow
