@@ -153,19 +153,15 @@ class Decoder:
                 block[:keep, :, : old.shape[2]] = old
             blocks.append(block)
         self._cache = list(zip(blocks[::2], blocks[1::2], strict=True))
-        self._tabulate(rows, capacity)
-
-    def _tabulate(self, rows: int, capacity: int) -> None:
-        """What depends on the layout alone: the place of each element of position 0, and the rotary table."""
-        device = self._weights.embed.device
-        lanes = torch.arange(rows * self._kv_heads, device=device).view(rows, -1, 1)
-        self._lanes = lanes * capacity * self._head_dim + torch.arange(self._head_dim, device=device)
-        self._range = torch.arange(capacity, device=device)
+        self._lanes = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self._cache]
+        self._range = torch.arange(capacity, device=self._weights.embed.device)
         if self._table.cos.shape[0] < capacity:
-            positions = torch.arange(min(2 * capacity, self._max_len), device=device)
-            cos, sin = self._model.model.rotary_emb(self._weights.embed[:1, None], positions[None])
-            half = self._head_dim // 2
-            self._table = Rotary(cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1))
+            self._table = self._rotary(min(2 * capacity, self._max_len))
+
+    def _rotary(self, length: int) -> Rotary:
+        embed, half = self._weights.embed, self._head_dim // 2
+        cos, sin = self._model.model.rotary_emb(embed[:1, None], torch.arange(length, device=embed.device)[None])
+        return Rotary(cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1))
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
@@ -193,15 +189,14 @@ class Decoder:
     @torch.inference_mode()
     def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
         """Logits after reading `tokens[i]` at `positions[i]` of slot i."""
-        rows = tokens.shape[0]
-        cache = [(keys[:rows], values[:rows]) for keys, values in self._cache]
-        lanes = self._lanes[:rows]
+        if self._lanes[0][0].shape[0] != tokens.shape[0] * self._kv_heads:
+            self._lanes = [(k[: len(tokens)].flatten(0, 1), v[: len(tokens)].flatten(0, 1)) for k, v in self._cache]
         if self._compiled:
-            for t in (tokens, positions, lanes, self._range, *self._table):
+            for t in (tokens, positions, self._range, *self._table):
                 torch._dynamo.maybe_mark_dynamic(t, 0)
-            for t in (t for layer in cache for t in layer):
-                torch._dynamo.maybe_mark_dynamic(t, (0, 2))
-        return self._step(tokens, positions, self._weights, cache, self._table, lanes, self._range, self._eps)
+            for t in (t for layer in self._lanes for t in layer):
+                torch._dynamo.maybe_mark_dynamic(t, (0, 1))
+        return self._step(tokens, positions, self._weights, self._lanes, self._table, self._range, self._eps)
 
 
 def step(
@@ -210,35 +205,40 @@ def step(
     weights: Weights,
     cache: list[tuple[Tensor, Tensor]],
     table: Rotary,
-    lanes: Tensor,
     places: Tensor,
     eps: Tensor,
 ) -> Tensor:
-    """One token of each row through the model: keys and values into the cache, logits out."""
-    rows = torch.arange(tokens.shape[0], device=tokens.device)
-    index = (lanes + (positions * lanes.shape[2])[:, None, None]).flatten()
+    """One token of each row through the model: keys and values into the cache, logits out.
+
+    A layer's cache is its keys and its values, [B * kv heads, length, head_dim]; `places` is arange(length).
+    """
+    lanes, length, head_dim = cache[0][0].shape
+    lane = torch.arange(lanes, device=tokens.device)
+    place = positions.repeat_interleave(lanes // tokens.shape[0], output_size=lanes)
+    index = lane * length + place
     bias = torch.where(places <= positions[:, None], 0.0, -torch.inf).to(weights.embed.dtype)[:, None]
     x, rotary = F.embedding(tokens, weights.embed), Rotary(*(t.index_select(0, positions) for t in table))
     for layer, (keys, values) in zip(weights.layers, cache, strict=True):
         q, k, v = _project(x, layer, rotary, eps)
-        if torch.compiler.is_compiling():  # which would copy the whole cache to scatter into a view of it
-            keys[rows, :, positions], values[rows, :, positions] = k, v
+        if torch.compiler.is_compiling():  # it would copy the whole cache to write into a view of it
+            keys[lane, place], values[lane, place] = k.view(lanes, -1), v.view(lanes, -1)
         else:
-            keys.view(-1).scatter_(0, index, k.flatten())
-            values.view(-1).scatter_(0, index, v.flatten())
+            keys.view(-1, head_dim).index_copy_(0, index, k.view(lanes, -1))
+            values.view(-1, head_dim).index_copy_(0, index, v.view(lanes, -1))
         x = _finish(x, _attend(q, keys, values, bias), layer, eps)
     return upcast(F.linear(_rms_norm(x, weights.norm, eps), weights.head))
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-    """One query [B, heads, head_dim] per row over keys and values [B, kv heads, L, head_dim], bias [B, 1, L]."""
-    rows, kv_heads, length, head_dim = keys.shape
+    """One query [B, heads, head_dim] per row over keys and values [B * kv heads, L, head_dim], with bias [B, 1, L]."""
+    rows, (lanes, length, head_dim) = q.shape[0], keys.shape
+    q = q.view(lanes, -1, head_dim)
     if q.dtype in (torch.bfloat16, torch.float16):  # which must not round the scores
-        grouped = q.view(rows, kv_heads, -1, head_dim)
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias[:, None]).reshape(rows, -1)
-    scores = torch.bmm(q.view(rows * kv_heads, -1, head_dim), keys.flatten(0, 1).transpose(1, 2))
-    probs = torch.add(bias, scores.view(rows, -1, length), alpha=head_dim**-0.5).softmax(-1)
-    return torch.bmm(probs.view(scores.shape), values.flatten(0, 1)).view(rows, -1)
+        q, k, v = (t.view(rows, -1, *t.shape[1:]) for t in (q, keys, values))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, None]).reshape(rows, -1)
+    scores = torch.bmm(q, keys.transpose(1, 2)).view(rows, -1, length)
+    probs = torch.add(bias, scores, alpha=head_dim**-0.5).softmax(-1)
+    return torch.bmm(probs.view(lanes, -1, length), values).view(rows, -1)
 
 
 def _project(x: Tensor, layer: Layer, rotary: Rotary, eps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
