@@ -76,7 +76,7 @@ def gradcheck(s: Subject, case: Case) -> None:
         if not g.any() and not _attached(s, case, name):
             continue
         direction = torch.rand(g.shape, generator=random, dtype=torch.float64) - 0.5
-        step = 1e-5
+        step = 1e-6
         high, low = (_weighted_sum(s, case, name, direction * h) for h in (step, -step))
         slope, found = (high - low) / (2 * step), (g * direction).sum()
         same(found, slope, f"the derivative along {name}", rtol=1e-5, atol=1e-6)
