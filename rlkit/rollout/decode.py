@@ -51,8 +51,14 @@ class Rotary(NamedTuple):
 
 
 def plain(p: Any) -> Any:
-    """A parameter as a plain tensor: a DTensor is gathered (no copy on a mesh of size 1), None stays None."""
-    return p.full_tensor() if hasattr(p, "full_tensor") else p
+    """A parameter as a plain tensor; None stays None.
+
+    A DTensor gives its own memory on a mesh of size 1, and else a gathered copy (a collective), which follows the
+    parameter only from one `refresh` to the next.
+    """
+    if not hasattr(p, "full_tensor"):
+        return p
+    return p.to_local() if p.device_mesh.size() == 1 else p.full_tensor()
 
 
 def why_unsupported(model: Any, max_len: int) -> str | None:
@@ -106,13 +112,18 @@ class Decoder:
         # one call of C++ per step on the CPU, where the Python around short operators counts
         self._step = torch.compile(step, options={"cpp_wrapper": device.type == "cpu"}) if compile else step
         self.refresh()
-        self._eps = torch.tensor(config.rms_norm_eps, dtype=model.dtype, device=device)
+        self._eps = config.rms_norm_eps
+        if device.type == "cpu" and model.dtype == torch.float32:
+            self._eps = torch.tensor(config.rms_norm_eps)
         self._arenas = [self._weights.embed.new_zeros(0) for _ in range(2 * config.num_hidden_layers)]
         self._cache: list[tuple[Tensor, Tensor]] = []
         self._table = Rotary(self._arenas[0], self._arenas[0])
 
     def refresh(self) -> None:
         """Look the parameters up again: needed after they were replaced (sharded, assigned), not after steps."""
+        for module in self._model.modules():
+            if hasattr(module, "reshard"):  # FSDP2: what a forward has gathered is freed later
+                module.reshard()
         body = self._model.model
         self._weights = Weights(
             embed=plain(body.embed_tokens.weight),
@@ -206,7 +217,7 @@ def step(
     cache: list[tuple[Tensor, Tensor]],
     table: Rotary,
     places: Tensor,
-    eps: Tensor,
+    eps: Tensor | float,
 ) -> Tensor:
     """One token of each row through the model: keys and values into the cache, logits out.
 
@@ -241,7 +252,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
     return torch.bmm(probs.view(lanes, -1, length), values).view(rows, -1)
 
 
-def _project(x: Tensor, layer: Layer, rotary: Rotary, eps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _project(x: Tensor, layer: Layer, rotary: Rotary, eps: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [T, heads, head_dim] of one layer."""
     h, head_dim = _rms_norm(x, layer.norm, eps), rotary.cos.shape[-1]
     q = F.linear(h, layer.q, layer.q_bias).view(x.shape[0], -1, head_dim)
@@ -252,7 +263,7 @@ def _project(x: Tensor, layer: Layer, rotary: Rotary, eps: Tensor) -> tuple[Tens
     return _rotate(q, rotary), _rotate(k, rotary), v
 
 
-def _finish(x: Tensor, attended: Tensor, layer: Layer, eps: Tensor) -> Tensor:
+def _finish(x: Tensor, attended: Tensor, layer: Layer, eps: Tensor | float) -> Tensor:
     """The rest of a layer: output projection, gated MLP, residuals."""
     x = F.linear(attended, layer.o, layer.o_bias).add_(x)
     h = _rms_norm(x, layer.mlp_norm, eps)
@@ -260,10 +271,10 @@ def _finish(x: Tensor, attended: Tensor, layer: Layer, eps: Tensor) -> Tensor:
     return F.linear(h, layer.down).add_(x)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight; on the CPU in fewer operators than F.rms_norm is made of there."""
-    if x.dtype != torch.float32 or x.device.type != "cpu":
-        return F.rms_norm(x, weight.shape, weight, eps.item())
+def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor | float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight; with eps as a tensor in fewer operators than F.rms_norm has on the CPU."""
+    if not isinstance(eps, Tensor):
+        return F.rms_norm(x, weight.shape, weight, eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x * torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
 

@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 import transformers as hf
+from torch.distributed.fsdp import fully_shard
 
 from rlkit.rollout.decode import Decoder
 from rlkit.rollout.fallback import CachedForward, Recompute
@@ -205,6 +206,47 @@ def test_an_optimizer_step_in_place_is_seen_by_the_next_token():
         assert (torch.tensor(new.logp) - true_logp(model, prompt, new.ids)).abs().max() < 1e-4
         worst = max(worst, (torch.tensor(old.logp) - true_logp(model, prompt, old.ids)).abs().max().item())
     assert worst > 0.1  # the step did change the model
+
+
+def test_a_model_sharded_over_one_rank_is_read_in_place():
+    """FSDP2 replaces parameters by DTensors, and frees what a forward has gathered."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = build(CASES["qwen3, tied"][0])
+        engine = LocalEngine(model, max_batch=5, max_len=96, eos_token_ids=())
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        for layer in (*model.model.layers, model):
+            fully_shard(layer, mesh=mesh)
+        true_logp(model, [1], [2])  # leaves the root gathered
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        for version in (1, 2):
+            asyncio.run(engine.update_weights(version=version))
+            for prompt, completion in asyncio.run(busy(engine, temperature=1.0)):
+                truth = true_logp(model, prompt, completion.ids)
+                assert (torch.tensor(completion.logp) - truth).abs().max() < 1e-4
+            model(input_ids=torch.arange(20)[None]).logits.square().mean().backward()
+            optimizer.step()
+        assert type(LocalEngine(model, max_batch=5)._decoder) is Decoder  # the probe of a sharded model
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3, tied", "llama, all biases, multi-query"])
+def test_the_compiled_step_is_one_graph_and_the_same_function(case):
+    torch._dynamo.reset()
+    model = build(CASES[case][0])
+    plain = asyncio.run(busy(LocalEngine(model, max_batch=5, max_len=96, eos_token_ids=()), temperature=0.8))
+    engine = LocalEngine(model, max_batch=5, max_len=96, eos_token_ids=(), compile=True)
+    torch._dynamo.utils.counters.clear()
+    for (prompt, expected), (_, completion) in zip(plain, asyncio.run(busy(engine, temperature=0.8)), strict=True):
+        assert completion.ids == expected.ids
+        assert (torch.tensor(completion.logp) - true_logp(model, prompt, completion.ids, 0.8)).abs().max() < 1e-4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0  # none but the probe's
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    for prompt, completion in asyncio.run(busy(engine, temperature=0.8)):
+        assert (torch.tensor(completion.logp) - true_logp(model, prompt, completion.ids, 0.8)).abs().max() < 1e-4
 
 
 def test_parameters_that_were_replaced_are_found_by_update_weights():
