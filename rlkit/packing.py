@@ -10,7 +10,6 @@ True
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,12 +21,14 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from rlkit._tensors import check_mask, masked
+from rlkit.balancing import plan_microbatches
 from rlkit.segments import cumulative, seq_lens
 from rlkit.types import Batch, Trajectory
 
 _FLOATS = ("token_rewards", "rollout_logp", "old_logp", "ref_logp", "advantages", "values", "returns")
 _PER_TOKEN = ("tokens", "targets", "mask", "versions", *_FLOATS)
-_PER_SEQ = ("group_ids", "rewards", "truncated")
+_PER_SEQ = ("rewards", "truncated")
+_IDS = ("group_ids", "episode_ids")
 
 
 def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) -> Batch:
@@ -37,13 +38,17 @@ def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) 
     `[last prompt token, s_1 .. s_{n-1}]`. Without, each sequence carries its whole prompt (mask False) and the prefixes
     are empty: the reference that sharing must equal. A truncated trajectory keeps one more place, mask False, for its
     bootstrap value. The terminal reward is put on the last action; float streams are 0 where the mask is False.
+    Pieces of one episode (`Trajectory.continues`) share an entry of `episode_ids`; each ends with the episode's reward.
 
     Errors: an empty prompt, streams of different lengths, a non-finite log-prob or reward at a trained token, a
-    trajectory without tokens that is not marked truncated. Each names the group and the sample.
+    trajectory without tokens that is not marked truncated, a piece that continues nothing or has another reward than
+    the piece before it. Each names the group and the sample.
     """
     for g, group in enumerate(groups):
         for i, t in enumerate(group):
             _check(t, f"groups[{g}][{i}]")
+            if t.continues:
+                _check_continues(t, group[i - 1] if i else None, f"groups[{g}][{i}]")
     samples = [t for group in groups for t in group]
     group_ids = [g for g, group in enumerate(groups) for _ in group]
     prefixes: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -76,6 +81,7 @@ def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) 
         prefix_cu=cumulative(torch.tensor([len(p) for _, p in prefixes], dtype=torch.long)),
         prefix_ids=torch.tensor(prefix_ids, dtype=torch.long),
         group_ids=torch.tensor(group_ids, dtype=torch.long),
+        episode_ids=torch.tensor([not t.continues for t in samples], dtype=torch.long).cumsum(0) - 1,
         rewards=torch.tensor([t.reward for t in samples], dtype=torch.float32),
         truncated=torch.tensor([t.truncated for t in samples], dtype=torch.bool),
         token_rewards=stream(_token_rewards, torch.float32),
@@ -87,6 +93,7 @@ def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) 
 def unpack(batch: Batch) -> list[list[Trajectory]]:
     """The trajectories `pack` was given, in their groups; floats as fp32 holds them, `score` and `info` left empty.
 
+    Pieces of one episode that `select` kept apart from each other are episodes of their own afterwards.
     Of an unshared batch, which no longer knows where its prompts end, the first token of each counts as the prompt and
     the rest of it as masked tokens.
     """
@@ -97,12 +104,16 @@ def unpack(batch: Batch) -> list[list[Trajectory]]:
         for x in (batch.tokens, batch.targets, batch.mask, batch.rollout_logp, batch.versions, batch.token_rewards)
     ]
     groups: list[list[Trajectory]] = [[] for _ in range(int(batch.group_ids.max()) + 1 if lens else 0)]
+    last_episode = [-1] * len(groups)
     for i, (tokens, targets, mask, logp, versions, token_rewards) in enumerate(zip(*streams, strict=True)):
         truncated, reward = bool(batch.truncated[i]), float(batch.rewards[i])
         n = len(tokens) - truncated
         if True in mask:
             token_rewards[_last_true(mask)] -= reward
-        groups[int(batch.group_ids[i])].append(
+        group, episode = int(batch.group_ids[i]), int(batch.episode_ids[i])
+        continues = last_episode[group] == episode
+        last_episode[group] = episode
+        groups[group].append(
             Trajectory(
                 prompt_ids=[*prefixes[int(batch.prefix_ids[i])], tokens[0]],
                 ids=targets[:n],
@@ -112,6 +123,7 @@ def unpack(batch: Batch) -> list[list[Trajectory]]:
                 reward=reward,
                 token_rewards=token_rewards[:n] if any(token_rewards) else None,
                 truncated=truncated,
+                continues=continues,
             )
         )
     return groups
@@ -147,7 +159,7 @@ def to_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"], fill: float =
 
 
 def select(batch: Batch, index: Int[Tensor, "M"] | Sequence[int]) -> Batch:
-    """The sequences `index`, in that order, with the prefixes they need; group and prefix ids become dense again."""
+    """The sequences `index`, in that order, with the prefixes they need; all ids become dense again."""
     index = torch.as_tensor(index, dtype=torch.long, device=batch.tokens.device)
     tokens, cu_seqlens = _rows(batch.cu_seqlens, index)
     used, prefix_ids = batch.prefix_ids[index].unique(return_inverse=True)
@@ -155,8 +167,8 @@ def select(batch: Batch, index: Int[Tensor, "M"] | Sequence[int]) -> Batch:
     per_token = {k: x[tokens] for k in _PER_TOKEN if (x := getattr(batch, k)) is not None}
     return Batch(
         **per_token,
-        **{k: getattr(batch, k)[index] for k in _PER_SEQ if k != "group_ids"},
-        group_ids=batch.group_ids[index].unique(return_inverse=True)[1],
+        **{k: getattr(batch, k)[index] for k in _PER_SEQ},
+        **{k: getattr(batch, k)[index].unique(return_inverse=True)[1] for k in _IDS},
         cu_seqlens=cu_seqlens,
         prefix_tokens=batch.prefix_tokens[prefix_tokens],
         prefix_cu=prefix_cu,
@@ -179,42 +191,6 @@ def split(batch: Batch, num_minibatches: int, *, epochs: int = 1, seed: int = 0)
         order = torch.randperm(group_ids.numel(), generator=generator)
         for chosen in order.tensor_split(num_minibatches):
             yield select(batch, torch.isin(batch.group_ids, group_ids[chosen]).nonzero().flatten())
-
-
-class Plan(NamedTuple):
-    """How sequences were put into micro-batches: `bins` of sequence indices, the fullest one's tokens (`makespan`), and
-    the `bound` that no partition into as many bins can beat (the mean load, or the largest indivisible piece)."""
-
-    bins: list[list[int]]
-    makespan: int
-    bound: int
-
-
-def plan_microbatches(batch: Batch, *, max_tokens: int) -> Plan:
-    """Balanced micro-batches of at most `max_tokens` tokens, a shared prefix counted once in each.
-
-    Groups stay whole where they fit, and are cut into as few pieces as fit where they do not. Pieces go, longest first,
-    to the least loaded bin (longest processing time first: makespan <= 4/3 of the optimum, Graham 1969), over the
-    fewest bins that keep the budget.
-
-    Errors: ValueError when one sequence with its prompt exceeds `max_tokens`.
-    """
-    pieces = _pieces(batch, max_tokens)
-    if not pieces:
-        return Plan([], 0, 0)
-    pieces.sort(key=lambda piece: (-piece[0], piece[1]))
-    total = sum(cost for cost, _ in pieces)
-    for num_bins in range(max(1, math.ceil(total / max_tokens)), len(pieces) + 1):
-        heap: list[tuple[int, int, list[int]]] = [(0, b, []) for b in range(num_bins)]
-        for cost, members in pieces:
-            load, b, held = heap[0]
-            held.extend(members)
-            heapq.heapreplace(heap, (load + cost, b, held))
-        makespan = max(load for load, _, _ in heap)
-        if makespan <= max_tokens:
-            break
-    bins = [sorted(held) for _, _, held in sorted(heap, key=lambda entry: entry[1])]
-    return Plan(bins, makespan, max(pieces[0][0], math.ceil(total / num_bins)))
 
 
 def microbatches(
@@ -258,36 +234,22 @@ def with_streams(batch: Batch, **streams: Tensor) -> Batch:
     return replace(batch, **{k: masked(x, batch.mask) for k, x in streams.items()})
 
 
-def _pieces(batch: Batch, max_tokens: int) -> list[tuple[int, list[int]]]:
-    """(tokens, sequences) of each group, cut where it does not fit."""
-    lens = seq_lens(batch.cu_seqlens).tolist()
-    prefix_lens = seq_lens(batch.prefix_cu).tolist()
-    prefix_ids, group_ids = batch.prefix_ids.tolist(), batch.group_ids.tolist()
-    pieces: list[tuple[int, list[int]]] = []
-    cost, members, prefixes, group = 0, [], set(), None  # type: ignore[var-annotated]
-    for i in sorted(range(len(lens)), key=lambda i: (group_ids[i], i)):
-        if lens[i] + prefix_lens[prefix_ids[i]] > max_tokens:
-            raise ValueError(
-                f"max_tokens={max_tokens} is less than sequence {i} with its prompt: "
-                f"{lens[i]} + {prefix_lens[prefix_ids[i]]} tokens; raise max_tokens or lower the length limits"
-            )
-        extra = lens[i] + (0 if prefix_ids[i] in prefixes else prefix_lens[prefix_ids[i]])
-        if members and (group_ids[i] != group or cost + extra > max_tokens):
-            pieces.append((cost, members))
-            cost, members, prefixes = 0, [], set()
-            extra = lens[i] + prefix_lens[prefix_ids[i]]
-        group = group_ids[i]
-        prefixes.add(prefix_ids[i])
-        cost, members = cost + extra, [*members, i]
-    return [*pieces, (cost, members)] if members else pieces
-
-
 def _rows(cu: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Token indices of the segments `index`, in order, and their own cu."""
     lens = seq_lens(cu)[index]
     new_cu = cumulative(lens)
     offset = (cu[index] - new_cu[:-1]).repeat_interleave(lens)
     return torch.arange(offset.numel(), device=cu.device) + offset, new_cu
+
+
+def _check_continues(t: Trajectory, before: Trajectory | None, where: str) -> None:
+    if before is None:
+        raise ValueError(f"{where}: continues is True, but nothing stands before it in its group")
+    if t.reward != before.reward:
+        raise ValueError(
+            f"{where}: continues an episode of reward {before.reward}, but has reward {t.reward}; the pieces of an "
+            "episode share one reward (token_rewards are for what differs between them)"
+        )
 
 
 def _token_rewards(t: Trajectory) -> list[float]:

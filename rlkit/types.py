@@ -2,7 +2,7 @@
 
 Axes
     T   trainable stream: all tokens of all sequences of a batch, packed end to end
-    N   sequences
+    N   sequences: one for each episode, or several where an episode came in pieces (see `Trajectory.continues`)
     G   groups (the samples of one prompt)
     P   prefix tokens: prompts, each stored once however many sequences share it
     D   hidden size
@@ -98,6 +98,10 @@ class Trajectory:
     mask False, logp 0 and version -1. `reward` is the terminal reward that trains; `token_rewards`, where given, is
     added on top, one per token of `ids`. `score` is only logged. `truncated` says that the episode was cut by a length
     limit and did not end by itself. `info` is free and goes to the trajectory dump, not into training.
+
+    `continues`: this is a further piece of the episode of the trajectory before it in the group. An episode has several
+    pieces where a chat template rewrote history between two turns, so that the second turn was sampled from another
+    context than the first one left. Its pieces share `reward` and `truncated`, which speak of the whole episode.
     """
 
     prompt_ids: list[int]
@@ -110,6 +114,7 @@ class Trajectory:
     truncated: bool = False
     score: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
+    continues: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,9 @@ class Batch:
     the prefix `prefix_ids[i]`, which gives keys and values only. A truncated sequence ends with one more token, `s_n`,
     whose mask is False: its place holds the bootstrap value. Unshared packing is the same type with empty prefixes.
 
-    The last five streams are None until something fills them in.
+    `episode_ids` are equal for the pieces of one episode; left out, every sequence is an episode of its own. Where they
+    matter (baselines, means over sequences) see `rlkit.episodes`. The five streams after `versions` are None until
+    something fills them in.
     """
 
     tokens: Int[Tensor, "T"]
@@ -141,6 +148,12 @@ class Batch:
     advantages: Float[Tensor, "T"] = None  # type: ignore[assignment]
     values: Float[Tensor, "T"] = None  # type: ignore[assignment]
     returns: Float[Tensor, "T"] = None  # type: ignore[assignment]
+    episode_ids: Int[Tensor, "N"] = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.episode_ids is None:
+            own = torch.arange(self.num_seqs, device=self.cu_seqlens.device)
+            object.__setattr__(self, "episode_ids", own)
 
     @property
     def num_tokens(self) -> int:
