@@ -161,7 +161,8 @@ def test_operators_and_compilation() -> None:
     a, b, x_end = (x.requires_grad_() for x in problem([6, 0, 9], 7))
     cu = cumulative([6, 0, 9])
     for impl in ("reference", "blocked"):
-        torch.library.opcheck(ops.scan_op, (a, b, cu, x_end, impl))
+        torch.library.opcheck(ops.scan_op, (a, b, cu, x_end, True, impl))
+        torch.library.opcheck(ops.scan_op, (a, b, cu, None, True, impl))
     compiled = torch.compile(
         lambda a, b, e: linear_scan(a, b, cu_seqlens=cu, x_end=e, reverse=False), backend="aot_eager", fullgraph=True
     )

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlkit._tensors import check_cu_seqlens, check_float, check_same_shape, upcast
+from rlkit.kernels import _triton
 from rlkit.kernels.linear_scan import blocked, ops
 
 __all__ = ["linear_scan", "which_impl"]
@@ -34,12 +35,12 @@ def linear_scan(
     is read nowhere. (a, b) = (1, 0) passes the value on unchanged.
 
     Limits:     a = 1 gives reverse cumulative sums; a = 0 gives b.
-    Requires:   |a| <= 1 for the blocked implementation, whose running products of a could overflow otherwise. On the
-                CPU larger ones are noticed and go to the loop (about 0.2 s for a million tokens); on other devices they
-                are not looked at.
+    Requires:   |a| <= 1, except for the reference: running products of a could overflow otherwise. On the CPU larger
+                ones are noticed and go to the loop (about 0.2 s for a million tokens); on other devices they are not
+                looked at.
     Precision:  bf16 and fp16 are computed and returned in fp32; fp64 stays fp64. The same bits every run.
     Args:       cu_seqlens: segment bounds `[N+1]`; None is one segment.  x_end: one value per segment, `[N]`.
-                impl: "reference" (a loop) or "blocked"; None picks, see `which_impl`.
+                impl: "reference" (a loop), "blocked" (torch operations) or "triton"; None picks, see `which_impl`.
     Differs:    from a Python loop over padded `[B, L]` (TRL, verl, OpenRLHF): no padding, and time does not go with the
                 longest row. From torch's `associative_scan`: segments, no NaN across packed neighbours, and 1 M tokens
                 on two CPU cores in about 10 ms instead of 200.
@@ -57,16 +58,25 @@ def linear_scan(
         raise ValueError(f"x_end must have one entry per segment, [{num_seqs}], got {list(x_end.shape)}")
     dtype = torch.promote_types(upcast(a).dtype, upcast(b).dtype)
     a, b = a.to(dtype), b.to(dtype)
-    end = a.new_zeros(num_seqs) if x_end is None else x_end.to(dtype)
+    end = None if x_end is None else x_end.to(dtype)
     chosen = which_impl(a) if impl is None else impl
-    if chosen not in ops.SCANS:
-        raise ValueError(f"impl must be one of {sorted(ops.SCANS)}, got {chosen!r}")
-    if reverse:
-        return ops.scan_op(a, b, cu_seqlens, end, chosen)
+    if chosen not in ops.IMPLS:
+        raise ValueError(f"impl must be one of {sorted(ops.IMPLS)}, got {chosen!r}")
+    if chosen == "triton":
+        _triton.require(a, b, cu_seqlens)
+    if reverse or chosen == "triton":
+        return ops.scan_op(a, b, cu_seqlens, end, reverse, chosen)
     mirrored = a.numel() - cu_seqlens.flip(0)
-    return ops.scan_op(a.flip(0), b.flip(0), mirrored, end.flip(0), chosen).flip(0)
+    end = None if end is None else end.flip(0)
+    return ops.scan_op(a.flip(0), b.flip(0), mirrored, end, True, chosen).flip(0)
 
 
 def which_impl(a: Float[Tensor, "T"]) -> str:
-    """The implementation that `linear_scan` picks: "reference" up to 1024 tokens on the CPU, otherwise "blocked"."""
+    """The implementation that `linear_scan` picks.
+
+    "triton" for fp32, bf16 and fp16 on CUDA where Triton is installed; "reference" up to 1024 tokens on the CPU;
+    otherwise "blocked".
+    """
+    if _triton.preferred(a):
+        return "triton"
     return "reference" if a.device.type == "cpu" and a.numel() <= blocked.LOOP_TOKENS else "blocked"

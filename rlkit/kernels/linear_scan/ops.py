@@ -7,63 +7,94 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkit.kernels import _triton
 from rlkit.kernels.linear_scan import blocked, reference
 
 SCANS = {"blocked": blocked.scan, "reference": reference.scan}
+IMPLS = (*SCANS, "triton")
 
 
 @torch.library.custom_op("rlkit::linear_scan", mutates_args=())
-def scan_op(a: Tensor, b: Tensor, cu_seqlens: Tensor, x_end: Tensor, impl: str) -> Tensor:
-    """x_t = a_t x_{t+1} + b_t inside each segment, whose last token reads x_end."""
+def scan_op(a: Tensor, b: Tensor, cu_seqlens: Tensor, x_end: Tensor | None, reverse: bool, impl: str) -> Tensor:
+    """x_t = a_t x' + b_t inside each segment, which x_end enters; only "triton" also takes reverse=False."""
     if a.numel() == 0:
         return torch.empty_like(b)
-    edges, some = _last_tokens(cu_seqlens, a.numel())
-    carried = torch.where(some & (a[edges] != 0), a[edges] * x_end, 0.0)
-    return SCANS[impl](a.index_fill(0, edges, 0.0), b.index_add(0, edges, carried))
+    if x_end is None and impl == "triton":
+        return _by_triton(a, b, cu_seqlens, reverse)
+    edges, some = _entries(cu_seqlens, a.numel(), reverse)
+    if x_end is not None:
+        b = b.index_add(0, edges, torch.where(some & (a[edges] != 0), a[edges] * x_end, 0.0))
+    if impl == "triton":
+        return _by_triton(a, b, cu_seqlens, reverse)
+    return SCANS[impl](a.index_fill(0, edges, 0.0), b)
 
 
 @scan_op.register_fake
-def _(a: Tensor, b: Tensor, cu_seqlens: Tensor, x_end: Tensor, impl: str) -> Tensor:  # noqa: ARG001
+def _(a: Tensor, b: Tensor, *_: Any) -> Tensor:  # noqa: ARG001
     return torch.empty_like(b)
 
 
 @torch.library.custom_op("rlkit::linear_scan_backward", mutates_args=())
 def backward_op(
-    g: Tensor, a: Tensor, x: Tensor, cu_seqlens: Tensor, x_end: Tensor, impl: str
+    g: Tensor, a: Tensor, x: Tensor, cu_seqlens: Tensor, x_end: Tensor | None, reverse: bool, impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a, b and x_end: d_b_t = g_t + a_{t-1} d_b_{t-1}, d_a_t = d_b_t x_{t+1}."""
+    """Gradients of a, b and x_end (`[0]` without one): d_b_t = g_t + a_{t-1} d_b_{t-1}, d_a_t = d_b_t x_{t+1}."""
     if a.numel() == 0:
-        return torch.empty_like(a), torch.empty_like(a), torch.zeros_like(x_end)
-    edges, some = _last_tokens(cu_seqlens, a.numel())
-    inner = a.index_fill(0, edges, 0.0)  # its last entry is 0, so rolling it by one starts the scan from nothing
-    d_b = SCANS[impl](inner.roll(1).flip(0), g.flip(0)).flip(0)
-    following = x.roll(-1).index_fill_(0, edges, 0.0).index_add_(0, edges, torch.where(some, x_end, 0.0))
-    unread = (a == 0) & following.isnan()
-    d_end = torch.where(some, a[edges] * d_b[edges], 0.0)
-    return torch.where(unread, 0.0, d_b * following), d_b, d_end
+        return torch.empty_like(a), torch.empty_like(a), g.new_zeros(0) if x_end is None else torch.zeros_like(x_end)
+    edges, some = _entries(cu_seqlens, a.numel(), reverse)
+    if impl == "triton":
+        d_a, d_b = _gradients_by_triton(g.contiguous(), a, x, cu_seqlens, reverse)
+    else:
+        inner = a.index_fill(0, edges, 0.0)  # its last entry is 0, so rolling it by one starts the scan from nothing
+        d_b = SCANS[impl](inner.roll(1).flip(0), g.flip(0)).flip(0)
+        following = x.roll(-1).index_fill_(0, edges, 0.0)
+        d_a = torch.where((a == 0) & following.isnan(), 0.0, d_b * following)
+    if x_end is None:
+        return d_a, d_b, g.new_zeros(0)
+    read = some & ((a[edges] != 0) | ~x_end.isnan())
+    d_a.index_add_(0, edges, torch.where(read, d_b[edges] * x_end, 0.0))
+    return d_a, d_b, torch.where(some, a[edges] * d_b[edges], 0.0)
 
 
 @backward_op.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, a, _, _, x_end, _ = args
-    return torch.empty_like(a), torch.empty_like(a), torch.empty_like(x_end)
+    g, a, _, _, x_end, _, _ = args
+    return torch.empty_like(a), torch.empty_like(a), g.new_empty(0 if x_end is None else x_end.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, _, cu_seqlens, x_end, ctx.impl = inputs
+    a, _, cu_seqlens, x_end, ctx.reverse, ctx.impl = inputs
     ctx.save_for_backward(a, output, cu_seqlens, x_end)
 
 
 def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    d_a, d_b, d_end = backward_op(g, *ctx.saved_tensors, ctx.impl)
+    d_a, d_b, d_end = backward_op(g, *ctx.saved_tensors, ctx.reverse, ctx.impl)
     wanted = ctx.needs_input_grad
-    return d_a if wanted[0] else None, d_b, None, d_end if wanted[3] else None, None
+    return d_a if wanted[0] else None, d_b, None, d_end if wanted[3] else None, None, None
 
 
 scan_op.register_autograd(_backward, setup_context=_setup)
 
 
-def _last_tokens(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Each segment's last token, and whether it has one; an empty segment points at the last token of all."""
+def _entries(cu_seqlens: Tensor, num_tokens: int, reverse: bool) -> tuple[Tensor, Tensor]:
+    """The token where a scan enters each segment, and whether it has one; an empty segment points at the last token."""
     some = cu_seqlens.diff() > 0
-    return torch.where(some, cu_seqlens[1:] - 1, num_tokens - 1).long(), some
+    entry = cu_seqlens[1:] - 1 if reverse else cu_seqlens[:-1]
+    return torch.where(some, entry, num_tokens - 1).long(), some
+
+
+def _by_triton(a: Tensor, b: Tensor, cu_seqlens: Tensor, reverse: bool) -> Tensor:
+    _triton.require(a)
+    from rlkit.kernels.linear_scan import triton
+
+    with torch.cuda.device_of(a):
+        last = triton.last_tokens(cu_seqlens, a.numel())
+        return triton.scan(a.contiguous(), b.contiguous(), last, triton.Direction(reverse))
+
+
+def _gradients_by_triton(g: Tensor, a: Tensor, x: Tensor, cu_seqlens: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
+    from rlkit.kernels.linear_scan import triton
+
+    with torch.cuda.device_of(a):
+        last = triton.last_tokens(cu_seqlens, a.numel())
+        return triton.gradients(g, a.contiguous(), x, last, reverse=reverse)

@@ -1,0 +1,35 @@
+"""Where Triton kernels run. Nothing here imports Triton: it is optional, and its import takes time."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+INSTALLED = find_spec("triton") is not None  # torch's CUDA wheels bring it
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton decides it once, when kernels are first imported
+
+
+def preferred(*tensors: Tensor | None) -> bool:
+    """Whether the Triton implementation is the one to pick for these tensors: CUDA, not fp64, and it is installed."""
+    given = [x for x in tensors if x is not None]
+    return INSTALLED and all(x.is_cuda and x.dtype in DTYPES for x in given)
+
+
+def require(*tensors: Tensor | None) -> None:
+    """Refuse to run Triton kernels where they cannot, instead of running something else."""
+    if not INSTALLED:
+        raise ImportError("impl='triton' needs the package triton: pip install triton")
+    for x in tensors:
+        if x is not None and x.is_floating_point() and x.dtype not in DTYPES:
+            raise TypeError(f"impl='triton' takes fp32, bf16 and fp16, got {x.dtype}; use impl=None")
+        if x is not None and not x.is_cuda and not (INTERPRETED and x.device.type == "cpu"):
+            raise ValueError(
+                f"impl='triton' needs CUDA tensors, got one on {x.device}; use impl=None, or set TRITON_INTERPRET=1 "
+                "before the first import to run its kernels in Triton's interpreter on the CPU"
+            )
