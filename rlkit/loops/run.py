@@ -1,7 +1,9 @@
 """The run folder: what a run leaves for a person to read, each step written once, whatever interrupts it.
 
     metrics.jsonl                      one line a step; fields that depend on the clock are named time/...
-    trajectories/train_000010.jsonl    what was sampled for step 10, one line a sample; eval_000010.jsonl likewise
+    trajectories/train_000010.jsonl    what was sampled for step 10, one line a sample; eval_000010.jsonl likewise,
+                                       and dropped_000010.jsonl what dynamic sampling refused
+    completions/                       of runs that can be killed and keep what they sampled: rlkit.rollout.journal
     metrics.png                        the curves (`python -m rlkit.plot FOLDER` draws them again, or compares runs)
     checkpoints/                       see rlkit.parallel.checkpoint
 
@@ -162,7 +164,8 @@ def trajectory_row(
 ) -> dict[str, Any]:
     """What a person wants to see of one sample, as JSON: texts with their special tokens, reward, length, why it ended.
 
-    `length` is the number of tokens the policy sampled. `with_ids` adds the token ids and their log-probs.
+    `length` is the number of tokens the policy sampled, `versions` are the weights that did. `with_ids` adds the token
+    ids and their log-probs. A further piece of the episode of the row before it says `continues`.
     """
     row = {
         "group": group,
@@ -171,9 +174,12 @@ def trajectory_row(
         "reward": trajectory.reward,
         "score": trajectory.score,
         "length": sum(trajectory.mask),
+        "versions": sorted({v for v, m in zip(trajectory.versions, trajectory.mask, strict=True) if m}),
         "finish_reason": trajectory.info.get("finish_reason", "length" if trajectory.truncated else "stop"),
         "info": {key: value for key, value in trajectory.info.items() if key != "finish_reason"},
     }
+    if trajectory.continues:
+        row["continues"] = True
     if with_ids:
         row |= {"prompt_ids": trajectory.prompt_ids, "ids": trajectory.ids, "logp": trajectory.logp}
     return row

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,13 +13,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlkit.loops.run import Run, trajectory_row
+from rlkit.data.load import batch_indices
+from rlkit.loops.run import Run
 from rlkit.losses import k3, ratio_stats
 from rlkit.metrics import Metrics, largest, mean, merge
 from rlkit.packing import pack
 from rlkit.parallel.model import Policy, with_old_logp, with_ref_logp
-from rlkit.rollout.rollout import Env, Prompt, Score, mix, rollout, single_turn
-from rlkit.segments import seq_count
+from rlkit.rollout.limits import success
+from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, rollout, single_turn
 from rlkit.types import Batch, Generate, LogProbs, SamplingParams, Trajectory
 
 
@@ -48,18 +48,26 @@ class Clock:
         return {**self._laps, "time/step": step, "time/tokens_per_s": num_tokens / step}
 
 
-def rollout_metrics(batch: Batch, groups: Sequence[Sequence[Trajectory]]) -> Metrics:
-    """What was sampled: rewards (with whatever else the reward function reported), lengths, truncations."""
-    lengths = seq_count(batch.mask, cu_seqlens=batch.cu_seqlens)
+def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> Metrics:
+    """What was sampled: rewards (with whatever else the reward function reported), lengths, truncations, by episode.
+
+    `staleness/` is how many steps older than `version`, the weights now, those were that sampled a token.
+    """
     samples = [t for group in groups for t in group]
-    reported = [(f"reward/{k}", v) for t in samples for k, v in t.info.get("metrics", {}).items()]
-    scores = [("score/mean", t.score) for t in samples if t.score is not None]
+    ends = [t for group in groups for t in last_pieces(group)]
+    reported = [(f"reward/{k}", v) for t in ends for k, v in t.info.get("metrics", {}).items()]
+    scores = [("score/mean", t.score) for t in ends if t.score is not None]
+    rewards = torch.tensor([t.reward for t in ends])
+    lengths = torch.tensor([sum(t.mask) for t in samples])
+    ages = torch.tensor([version - v for t in samples for v, m in zip(t.versions, t.mask, strict=True) if m])
     return merge(*({name: mean(value)} for name, value in [*scores, *reported])) | {
-        "reward/mean": mean(batch.rewards),
-        "reward/std": mean(batch.rewards.std(correction=0) if batch.num_seqs else torch.zeros(())),
+        "reward/mean": mean(rewards),
+        "reward/std": mean(rewards.std(correction=0) if ends else torch.zeros(())),
         "length/mean": mean(lengths),
         "length/max": largest(lengths),
-        "truncated": mean(batch.truncated),
+        "truncated": mean(torch.tensor([t.truncated for t in ends])),
+        "staleness/mean": mean(ages),
+        "staleness/max": largest(ages),
     }
 
 
@@ -83,25 +91,22 @@ def policy_metrics(out: LogProbs, old_logp: Float[Tensor, "T"], batch: Batch, **
     return metrics
 
 
-def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    """ids -> text with special tokens, as a person wants to see it in a dump."""
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+def prompt_order(prompts: Sequence[Prompt], *, seed: int) -> Callable[[int], Prompt]:
+    """The prompt of every place of an endless stream: all of them in a new order each epoch, a pure function."""
+    return lambda place: prompts[batch_indices(len(prompts), batch_size=1, seed=seed, step=place)[0]]
 
 
-def dump_to(run: Run, step: int, tokenizer: Any) -> Callable[..., None]:
-    """An `on_group` for `rollout` that writes each group into the run folder as it completes.
-
-    Its keyword `kind` names the file: `train` (default), `eval_sampled`, `eval_greedy`. Beside the bar it counts.
-    """
-    decode = decoder(tokenizer)
-    num_done: Counter[str] = Counter()
-
-    def dump(prompt: Prompt, group: Sequence[Trajectory], kind: str = "train") -> None:
-        num_done[kind] += 1
-        run.status(f"{kind}: {num_done[kind]} groups sampled")
-        run.trajectories(step, [trajectory_row(t, decode=decode, group=prompt.index) for t in group], kind=kind)
-
-    return dump
+def check_sampling(params: SamplingParams, *, needs_reference: bool, reference: Any) -> None:
+    """Refuses, before anything runs, what would bias every ratio of the loss or make all samples of a group alike."""
+    if needs_reference and reference is None:
+        raise ValueError("kl_coef and ref_sync_steps need a reference model")
+    if params.temperature == 0:
+        raise ValueError("params.temperature is 0: greedy samples of a group are all alike; use e.g. 1.0")
+    if params.top_p < 1 or params.top_k:
+        raise ValueError(
+            f"params.top_p={params.top_p}, params.top_k={params.top_k}: log-probs are of the untruncated distribution, "
+            "so truncated sampling would bias every ratio by the mass it keeps; use top_p=1.0 and top_k=0"
+        )
 
 
 async def evaluate(
@@ -115,7 +120,7 @@ async def evaluate(
     policy: Policy | None = None,
     reference: Policy | None = None,
     max_tokens: int = 16384,
-    dump: Callable[..., None] | None = None,
+    on_group: Callable[..., None] | None = None,
 ) -> dict[str, float]:
     """Mean score (the reward, where a reward function gives no score) on held-out prompts, sampled once and greedy.
 
@@ -131,10 +136,9 @@ async def evaluate(
             seed=mix(seed),
             env=env,
             score=score,
-            on_group=None if dump is None else partial(dump, kind=f"eval_{name}"),
+            on_group=None if on_group is None else partial(on_group, kind=f"eval_{name}"),
         )
-        scores = [t.reward if t.score is None else t.score for (t,) in groups]
-        out[f"eval/{name}"] = sum(scores) / max(1, len(scores))
+        out[f"eval/{name}"] = sum(map(success, groups)) / max(1, len(groups))
         if name == "sampled" and policy is not None and reference is not None:
             batch = with_old_logp(policy, pack(groups), max_tokens=max_tokens)
             batch = with_ref_logp(reference, batch, max_tokens=max_tokens)

@@ -31,9 +31,17 @@ class Prompt(Protocol):
         ...
 
 
-Sample = Callable[[list[int]], Awaitable[Completion]]
-Env = Callable[[Prompt, Sample], Coroutine[Any, Any, Trajectory]]
+class Sample(Protocol):
+    """What an environment continues a context with: one turn of the policy."""
+
+    async def __call__(self, prompt_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+        """`max_new_tokens` may lower the limit of `SamplingParams` for this turn."""
+        ...
+
+
+Env = Callable[[Prompt, Sample], Coroutine[Any, Any, Trajectory | list[Trajectory]]]
 Score = Callable[[Prompt, list[Trajectory]], Awaitable[list[Trajectory]]]
+Group = list[Trajectory]
 
 
 async def single_turn(prompt: Prompt, sample: Sample) -> Trajectory:
@@ -59,27 +67,66 @@ async def rollout(
     seed: int,
     env: Env = single_turn,
     score: Score | None = None,
-    on_group: Callable[[Prompt, list[Trajectory]], None] | None = None,
-) -> list[list[Trajectory]]:
-    """`group_size` trajectories for every prompt, all sampled at once; groups come back in the prompts' order.
+    on_group: Callable[[Prompt, Group], None] | None = None,
+) -> list[Group]:
+    """`group_size` episodes for every prompt, all sampled at once; groups come back in the prompts' order.
 
-    `score` sees a group when its last sample is done and returns it with rewards; `on_group` is called right after
-    (to write it down). The noise of each sample is a function of `seed`, the prompt's place, the sample's number and
-    its turn, so that the same call samples the same trajectories. The first error cancels all the rest and is raised.
+    See `sample_group`. `on_group` is called when a group has its rewards (to write it down). The noise of each sample
+    is a function of `seed`, the prompt's place, the sample's number and its turn, so that the same call samples the
+    same trajectories. The first error cancels all the rest and is raised.
     """
-    if group_size < 1:
-        raise ValueError(f"group_size must be at least 1, got {group_size}")
 
-    async def one_group(place: int, prompt: Prompt) -> list[Trajectory]:
-        samplers = [_sampler(generate, params, (seed, place, i)) for i in range(group_size)]
-        group = await all_or_cancel([env(prompt, sample) for sample in samplers])
-        if score is not None:
-            group = await score(prompt, group)
+    async def one_group(place: int, prompt: Prompt) -> Group:
+        samplers = [sampler(generate, params, (seed, place, i)) for i in range(group_size)]
+        group = await sample_group(prompt, samplers, env=env, score=score)
         if on_group is not None:
             on_group(prompt, group)
         return group
 
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, got {group_size}")
     return await all_or_cancel([one_group(place, prompt) for place, prompt in enumerate(prompts)])
+
+
+async def sample_group(
+    prompt: Prompt, samplers: Sequence[Sample], *, env: Env = single_turn, score: Score | None = None
+) -> Group:
+    """One episode of `prompt` with each sampler, concurrently; then their rewards.
+
+    An environment may return an episode in pieces (a list; see `Trajectory.continues`): they follow each other in the
+    group. `score` sees the last piece of each episode and returns them with rewards; an episode's reward goes to all
+    its pieces, whether `score` or the environment set it.
+    """
+    episodes = await all_or_cancel([_episode(env, prompt, sample) for sample in samplers])
+    last = [pieces[-1] for pieces in episodes]
+    if score is not None:
+        scored = await score(prompt, last)
+        if len(scored) != len(last):
+            raise ValueError(f"score returned {len(scored)} trajectories for {len(last)}: return one for each")
+        last = scored
+    group: Group = []
+    for pieces, end in zip(episodes, last, strict=True):
+        group += [*(replace(piece, reward=end.reward) for piece in pieces[:-1]), end]
+    return group
+
+
+def last_pieces(group: Sequence[Trajectory]) -> Group:
+    """One trajectory per episode, its last piece: the one that carries `score`, `info` and `truncated`."""
+    following = [*(t.continues for t in group[1:]), False]
+    return [t for t, continued in zip(group, following, strict=False) if not continued]
+
+
+def sampler(generate: Generate, params: SamplingParams, key: tuple[int, ...]) -> Sample:
+    """What an environment samples with: `generate`, each turn under a seed of its own made from `key`."""
+    turn = 0
+
+    async def sample(prompt_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+        nonlocal turn
+        turn += 1
+        limit = min(params.max_new_tokens, max_new_tokens or params.max_new_tokens)
+        return await generate(prompt_ids, params=replace(params, seed=mix(*key, turn), max_new_tokens=limit))
+
+    return sample
 
 
 async def all_or_cancel(coroutines: Sequence[Coroutine[Any, Any, X]]) -> list[X]:
@@ -107,12 +154,11 @@ def mix(*parts: int) -> int:
 _MASK = (1 << 64) - 1
 
 
-def _sampler(generate: Generate, params: SamplingParams, key: tuple[int, ...]) -> Sample:
-    turn = 0
-
-    async def sample(prompt_ids: list[int]) -> Completion:
-        nonlocal turn
-        turn += 1
-        return await generate(prompt_ids, params=replace(params, seed=mix(*key, turn)))
-
-    return sample
+async def _episode(env: Env, prompt: Prompt, sample: Sample) -> Group:
+    """The pieces of one episode, marked as such."""
+    out = await env(prompt, sample)
+    if isinstance(out, Trajectory):
+        return [out]
+    if not out:
+        raise ValueError(f"the environment returned no trajectory for prompt {prompt.index}: return at least one piece")
+    return [t if t.continues == bool(i) else replace(t, continues=bool(i)) for i, t in enumerate(out)]

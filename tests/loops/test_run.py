@@ -223,6 +223,7 @@ def test_trajectories_tell_a_person_what_happened(tmp_path):
         "completion": "12<|im_end|>",
         "score": 1.0,
         "length": 2,
+        "versions": [0],
         "finish_reason": "stop",
         "info": {"tool": {"calls": 2}},
     }

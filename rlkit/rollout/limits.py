@@ -1,0 +1,89 @@
+"""What of the samples is kept, what of it is trained on, and how far an episode may go: plain functions to compose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlkit.rollout.rollout import Env, Group, Prompt, Sample, last_pieces
+from rlkit.types import Completion, Trajectory
+
+
+def success(group: Sequence[Trajectory]) -> float:
+    """Mean over the group's episodes of `score`, or of the reward where there is no score."""
+    ends = last_pieces(group)
+    return sum(t.reward if t.score is None else t.score for t in ends) / max(1, len(ends))
+
+
+def success_between(low: float, high: float) -> Callable[[Sequence[Trajectory]], bool]:
+    """A filter for dynamic sampling: keep the groups with `low <= success(group) <= high`.
+
+    Groups whose answers are all right or all wrong have advantages of 0 and teach nothing; (0.01, 0.99) drops them
+    where rewards are 0 or 1 (for groups of less than 100).
+    Differs: DAPO and verl `filter_groups` keep what has any spread of the metric; ColossalAI's `filter_range` is this.
+    Reference: arXiv:2503.14476, section 3.2.
+    """
+    if not low <= high:
+        raise ValueError(f"low must not be above high, got low={low}, high={high}")
+    return lambda group: low <= success(group) <= high
+
+
+def mask_truncated(groups: Sequence[Sequence[Trajectory]]) -> list[Group]:
+    """Episodes that a length limit cut contribute no token to the loss; their rewards still count in the baseline.
+
+    Differs: DAPO's over-long filtering and TRL `mask_truncated_completions`: as here. To judge them by their length
+    instead, see the soft over-long penalty of `rlkit.rewards`.
+    Reference: arXiv:2503.14476, section 3.4.
+    """
+
+    def masked(group: Sequence[Trajectory]) -> Group:
+        out: Group = []
+        cut = False
+        for t in reversed(group):  # an episode is cut where its last piece is
+            if not (out and out[-1].continues):
+                cut = t.truncated
+            out.append(replace(t, mask=[False] * len(t.mask), token_rewards=None) if cut else t)
+        return out[::-1]
+
+    return [masked(group) for group in groups]
+
+
+def mask_off_policy(groups: Sequence[Sequence[Trajectory]], *, version: int) -> list[Group]:
+    """Only tokens that the weights of `version` sampled are trained on; those of earlier ones stay as context.
+
+    Differs: slime `--mask-offpolicy-in-partial-rollout` as here. Without it, `tis` corrects for the difference.
+    """
+
+    def masked(t: Trajectory) -> Trajectory:
+        keep = [m and v == version for m, v in zip(t.mask, t.versions, strict=True)]
+        if keep == t.mask:
+            return t
+        rewards = t.token_rewards and [r * k for r, k in zip(t.token_rewards, keep, strict=True)]
+        return replace(t, mask=keep, token_rewards=rewards)
+
+    return [[masked(t) for t in group] for group in groups]
+
+
+def limited(env: Env, *, max_turns: int | None = None, max_total_tokens: int | None = None) -> Env:
+    """The environment with bounds on an episode: turns, and tokens in the context of a turn (what it reads and writes).
+
+    `SamplingParams.max_new_tokens` bounds each turn by itself. A turn that would pass a bound is not sampled, or is cut
+    short at it: the environment gets what there is, with finish_reason "length", and ends as after any truncated turn.
+    """
+
+    async def bounded(prompt: Prompt, sample: Sample) -> Any:
+        turns = 0
+
+        async def one(prompt_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+            nonlocal turns
+            turns += 1
+            room = None if max_total_tokens is None else max_total_tokens - len(prompt_ids)
+            if (max_turns is not None and turns > max_turns) or (room is not None and room < 1):
+                return Completion([], [], [], "length")
+            given = [n for n in (room, max_new_tokens) if n is not None]
+            return await sample(prompt_ids, max_new_tokens=min(given) if given else None)
+
+        return await env(prompt, one)
+
+    return bounded

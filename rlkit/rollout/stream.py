@@ -1,0 +1,245 @@
+"""A stream of groups for training: refilled where groups are dropped, bounded in how old it may get, interruptible.
+
+One object serves the synchronous loop (staleness 0), partial rollout (a fraction more groups than a step needs are
+started, the stragglers paused and continued) and asynchronous training (sampling goes on while the trainer works).
+
+The bound. Say the trainer takes n groups at a time and calls `advance(version=t)` when the engine has the weights of
+step t. A group started at version v is trained on at a step t <= v + ceil(staleness). Two rules make this a fact:
+
+    admission   groups in flight or ready <= n (v + 1 + staleness) - (groups taken so far)      (backpressure)
+    order       `take` gives the n oldest groups that are ready, and waits where those left over, taken n at a time in
+                order of age, would come too late
+
+With both, waiting for the n oldest always suffices (earliest deadline first), so nothing is ever thrown away for its
+age. Staleness is that of a group's oldest token; tokens sampled later, from newer weights, are younger.
+
+Differs: AReaL `max_head_offpolicyness` has the admission rule, and takes groups in the order of completion, which
+bounds the age on average only; prime-rl and OpenRLHF discard what is too old; verl `staleness_threshold` counts like
+the fraction here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from rlkit.rollout.journal import Journal
+from rlkit.rollout.limits import success
+from rlkit.rollout.pausable import Pausable
+from rlkit.rollout.rollout import Env, Group, Prompt, Score, sample_group, sampler, single_turn
+from rlkit.types import Generate, SamplingParams
+
+
+class Progress(NamedTuple):
+    """Groups being sampled, and ready to be taken; requests in flight; tokens sampled since the stream was made."""
+
+    running: int
+    ready: int
+    num_requests: int
+    num_tokens: int
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A group that was started at weights `version` and not taken yet. `written`: an earlier process dumped it."""
+
+    place: int
+    version: int
+    written: bool
+    task: asyncio.Task[None] | None = None
+    group: Group | None = None
+
+
+class GroupStream:
+    """Samples groups for the prompts `prompt_at(0), prompt_at(1), ...` in tasks of its own; `take` gives them out.
+
+        async with GroupStream(prompt_at, generate=engine.generate, abort=engine.abort, ...) as stream:
+            for step in range(start, steps):
+                stream.advance(version=step)
+                groups = await stream.take()
+                ...
+                await engine.update_weights(..., version=step + 1)
+
+    Dynamic sampling: a group that `keep` refuses is dropped, and the next prompt started in its place at once. So with
+    staleness 0 what `take` returns does not depend on time: it is the first `groups_per_step` groups that are kept, in
+    the order of the prompts, and not one prompt more was sampled than needed to find them.
+
+    Args:
+        prompt_at: the prompt of a place, a pure function.
+        generate, abort: of the engine; see `rlkit.types.Generate` and `rlkit.rollout.pausable`.
+        groups_per_step: what `take` returns.
+        seed: with place, sample and turn it fixes the noise of each request.
+        staleness: steps a group may be older than the weights it trains. 0: sampled and trained by turns. A fraction f
+            starts f more groups than a step needs.
+        keep: whether to train on a group; see `rlkit.rollout.limits.success_between`.
+        max_dropped: more groups than this dropped for one step are an error.
+        on_group: called with (prompt, group, step, kept) when a group has its rewards: `step` is the next one that
+            will be trained.
+        journal: folder where every completion is written as it is made; see `rlkit.rollout.journal`.
+        version: of the weights the engine has now, which is also the number of steps taken so far.
+        state: what `state` returned at this version, to go on from there.
+
+    The first error of a group is raised by `take`; the others are cancelled. Leaving the `async with` pauses what is in
+    flight, so that what was sampled reaches the journal, and leaves no task behind.
+    """
+
+    def __init__(
+        self,
+        prompt_at: Callable[[int], Prompt],
+        *,
+        generate: Generate,
+        abort: Callable[..., Any],
+        params: SamplingParams,
+        group_size: int,
+        groups_per_step: int,
+        seed: int,
+        staleness: float = 0.0,
+        env: Env = single_turn,
+        score: Score | None = None,
+        keep: Callable[[Group], bool] | None = None,
+        max_dropped: int = 1000,
+        on_group: Callable[..., None] | None = None,
+        journal: Path | None = None,
+        version: int = 0,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        if group_size < 1 or groups_per_step < 1 or not 0 <= staleness < math.inf:
+            raise ValueError(f"{group_size=}, {groups_per_step=} must be at least 1 and {staleness=} at least 0")
+        self._journal = None if journal is None else Journal(journal, generate, version=version)
+        self._pausable = Pausable(generate if self._journal is None else self._journal.generate, abort)
+        self._prompt_at, self._params = prompt_at, params
+        self._group_size, self._num, self._seed, self._staleness = group_size, groups_per_step, seed, staleness
+        self._env, self._score, self._keep, self._on_group = env, score, keep, on_group
+        self._max_dropped, self._dropped, self.num_dropped = max_dropped, list[float](), 0
+        self._taken = self._version = version
+        state = state or {"next": version * groups_per_step, "waiting": []}
+        self._next: int = state["next"]
+        self._entries = [_Entry(*waiting) for waiting in state["waiting"]]
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> GroupStream:
+        for entry in self._entries:
+            self._start(entry)
+        return self
+
+    async def __aexit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        try:
+            with suppress(Exception):  # of an engine that has died or hangs nothing can be saved
+                await asyncio.wait_for(self._pausable.pause(), timeout=10)
+        finally:
+            tasks = [entry.task for entry in self._entries if entry.task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs, as JSON: the next place, and (place, version, written) of what was not taken yet."""
+        waiting = [[e.place, e.version, e.written or e.group is not None] for e in self._entries]
+        return {"next": self._next, "waiting": waiting}
+
+    @property
+    def progress(self) -> Progress:
+        """Counts of this moment, for people."""
+        ready = sum(e.group is not None for e in self._entries)
+        running = len(self._entries) - ready
+        return Progress(running, ready, self._pausable.num_running, self._pausable.num_tokens)
+
+    async def take(self) -> list[Group]:
+        """The next `groups_per_step` groups, in the order they were started. A cancelled call loses none.
+
+        `num_dropped` is then the number of groups that were dropped since the last call.
+        """
+        while (chosen := self._choice()) is None:
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
+        self._entries = [e for e in self._entries if e not in chosen]
+        self._taken += 1
+        self.num_dropped = len(self._dropped)
+        self._dropped.clear()
+        return [e.group for e in chosen if e.group is not None]
+
+    async def pause(self) -> None:
+        """Stop sampling and keep every token; `advance` lets it go on. Environments' own work is not interrupted."""
+        await self._pausable.pause()
+
+    def advance(self, *, version: int) -> None:
+        """The engine has the weights of `version` now: start what they leave room for, and end a pause."""
+        self._version = version
+        self._pausable.resume()
+        self._admit()
+
+    def saved(self) -> None:
+        """`state` is in a checkpoint: delete what the journal no longer needs to go on from there."""
+        if self._journal is not None:
+            self._journal.forget(before=min((e.version for e in self._entries), default=self._taken))
+
+    def _choice(self) -> list[_Entry] | None:
+        """The oldest ready groups, if there are enough and those passed over are then still in time."""
+        chosen = [e for e in self._entries if e.group is not None][: self._num]
+        if len(chosen) < self._num:
+            return None
+        if chosen == self._entries[: self._num]:
+            return chosen
+        left = [e for e in self._entries if e not in chosen]
+        in_time = (
+            self._taken + 1 + i // self._num <= e.version + math.ceil(self._staleness) for i, e in enumerate(left)
+        )
+        return chosen if all(in_time) else None
+
+    def _admit(self) -> None:
+        room = math.floor((self._version + 1 + self._staleness) * self._num + 1e-9) - self._taken * self._num
+        while not self._closed and self._error is None and len(self._entries) < room:
+            entry = _Entry(self._next, self._version, written=False)
+            self._entries.append(entry)
+            self._next += 1
+            self._start(entry)
+
+    def _start(self, entry: _Entry) -> None:
+        entry.task = asyncio.get_running_loop().create_task(self._run(entry), name=f"rlkit-group-{entry.place}")
+
+    async def _run(self, entry: _Entry) -> None:
+        try:
+            prompt = self._prompt_at(entry.place)
+            keys = [(self._seed, entry.place, i) for i in range(self._group_size)]
+            samplers = [sampler(self._pausable.generate, self._params, key) for key in keys]
+            group = await sample_group(prompt, samplers, env=self._env, score=self._score)
+            self._finish(entry, prompt, group)
+        except Exception as error:
+            self._error = self._error or error
+        self._changed.set()
+
+    def _finish(self, entry: _Entry, prompt: Prompt, group: Group) -> None:
+        kept = self._keep is None or self._keep(group)
+        if self._on_group is not None and not entry.written:
+            self._on_group(prompt, group, step=self._version + 1, kept=kept)
+        if kept:
+            entry.group = group
+            return
+        self._entries.remove(entry)
+        self._dropped.append(success(group))
+        if len(self._dropped) > self._max_dropped:
+            raise RuntimeError(self._explain())
+        self._admit()
+
+    def _explain(self) -> str:
+        low, high = min(self._dropped), max(self._dropped)
+        mean = sum(self._dropped) / len(self._dropped)
+        return (
+            f"{len(self._dropped)} groups were dropped while sampling one step of {self._num} (max_dropped="
+            f"{self._max_dropped}): their success rates are between {low:g} and {high:g}, {mean:.3g} on average; give "
+            "prompts that are neither too hard nor too easy, more samples in a group, a wider range or a higher limit"
+        )
