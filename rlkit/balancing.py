@@ -19,21 +19,26 @@ class Plan(NamedTuple):
     bound: int
 
 
-def plan_microbatches(batch: Batch, *, max_tokens: int) -> Plan:
+def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1) -> Plan:
     """Balanced micro-batches of at most `max_tokens` tokens, a shared prefix counted once in each.
 
     Groups stay whole where they fit, and are cut into as few pieces as fit where they do not. Pieces go, longest first,
     to the least loaded bin (longest processing time first: makespan <= 4/3 of the optimum, Graham 1969), over the
-    fewest bins that keep the budget.
+    fewest bins that keep the budget. With several data parallel `ranks` the number of bins is a multiple of theirs, some
+    possibly empty, and no piece is larger than a rank's share unless a single sequence is.
 
     Errors: ValueError when one sequence with its prompt exceeds `max_tokens`.
     """
     pieces = _pieces(batch, max_tokens)
     if not pieces:
         return Plan([], 0, 0)
+    if ranks > 1:
+        share = math.ceil(sum(cost for cost, _ in pieces) / ranks)
+        pieces = _pieces(batch, min(max_tokens, max(share, _longest(batch))))
     pieces.sort(key=lambda piece: (-piece[0], piece[1]))
     total = sum(cost for cost, _ in pieces)
-    for num_bins in range(max(1, math.ceil(total / max_tokens)), len(pieces) + 1):
+    fewest = math.ceil(total / (max_tokens * ranks))
+    for num_bins in range(fewest * ranks, (math.ceil(len(pieces) / ranks) + 1) * ranks, ranks):
         heap: list[tuple[int, int, list[int]]] = [(0, b, []) for b in range(num_bins)]
         for cost, members in pieces:
             load, b, held = heap[0]
@@ -44,6 +49,11 @@ def plan_microbatches(batch: Batch, *, max_tokens: int) -> Plan:
             break
     bins = [sorted(held) for _, _, held in sorted(heap, key=lambda entry: entry[1])]
     return Plan(bins, makespan, max(pieces[0][0], math.ceil(total / num_bins)))
+
+
+def _longest(batch: Batch) -> int:
+    """Tokens of the longest sequence with its prompt."""
+    return int((seq_lens(batch.cu_seqlens) + seq_lens(batch.prefix_cu)[batch.prefix_ids]).max())
 
 
 def _pieces(batch: Batch, max_tokens: int) -> list[tuple[int, list[int]]]:

@@ -194,23 +194,29 @@ def split(batch: Batch, num_minibatches: int, *, epochs: int = 1, seed: int = 0)
 
 
 def microbatches(
-    streams: tuple[Batch, *tuple[Tensor, ...]], *, max_tokens: int, apart: Bool[Tensor, "N"] | None = None
+    streams: tuple[Batch, *tuple[Tensor, ...]],
+    *,
+    max_tokens: int,
+    apart: Bool[Tensor, "N"] | None = None,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Iterator[tuple[Batch, *tuple[Tensor, ...]]]:
     """Cut a batch and any `[T]` tensors beside it, e.g. `(batch, weights)`, into balanced micro-batches of one budget.
 
     Nothing is lost or repeated: every token of the batch is in exactly one micro-batch. See `plan_microbatches`.
-    Sequences flagged `apart` never share a micro-batch with the others: those that need no gradient, say.
+    Sequences flagged `apart` never share a micro-batch with the others: those that need no gradient, say. Data parallel
+    rank `rank` of `ranks` gets its share; every rank gets as many micro-batches, some of them possibly empty.
     """
     batch, *tensors = streams
     everything = torch.arange(batch.num_seqs)
     parts = [everything] if apart is None else [everything[~apart], everything[apart]]
     for part in parts:
         own = batch if part.numel() == batch.num_seqs else select(batch, part)
-        for members in plan_microbatches(own, max_tokens=max_tokens).bins:
+        for members in plan_microbatches(own, max_tokens=max_tokens, ranks=ranks).bins[rank::ranks]:
             if len(members) == batch.num_seqs:
                 yield streams
-                return
-            index = part[torch.tensor(members)]
+                continue
+            index = part[torch.tensor(members, dtype=torch.long)]
             rows, _ = _rows(batch.cu_seqlens, index)
             yield (select(batch, index), *(x[rows] for x in tensors))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,17 @@ from torch import Tensor
 
 from rlkit.kernels.linear_logp import linear_logp
 from rlkit.packing import join, microbatches, pack, with_streams
-from rlkit.parallel.attention import as_inference, plan_batch, register
+from rlkit.parallel.attention import as_inference, has_flash, register
+from rlkit.parallel.context import plan_layout
+from rlkit.parallel.parallelize import inside, mesh_of
+from rlkit.parallel.vocab import is_sharded, sharded_linear_logp
 from rlkit.types import Batch, LogProbs, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Policy = Callable[[Batch], LogProbs]  # `partial(forward, model, temperature=...)`
+Head = Callable[[Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, ...]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -52,39 +57,68 @@ def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, d
 
     A shared prompt is forwarded once. The log-probs are of the temperature-scaled, untruncated distribution, in fp32.
     dtype: "fp32", or "bf16": matrix products in bf16 (autocast) over fp32 master weights. "fp16" is refused.
+
+    On a model cut by `parallelize` all ranks call it together. Ranks of one data parallel place give the same batch and
+    get the same log-probs, all of them; each must then backward the same loss. `dtype` was given to `parallelize` there,
+    and "fp32" leaves it at that.
     """
     if dtype not in DTYPES:
         why = "fp16 gradients underflow without loss scaling; use bf16" if dtype == "fp16" else "choose fp32 or bf16"
         raise ValueError(f"dtype {dtype!r} is not supported: {why}")
-    with torch.autocast(model.device.type, DTYPES[dtype], enabled=dtype != "fp32"):
-        hidden = hidden_states(model, batch).to(DTYPES[dtype])
-    head = model.get_output_embeddings()
-    return linear_logp(
-        hidden,
-        head.weight.to(DTYPES[dtype]),
-        batch.targets.to(model.device),
-        bias=getattr(head, "bias", None),
-        temperature=temperature,
-        softcap=getattr(model.config.get_text_config(), "final_logit_softcapping", None),
-        mask=batch.mask.to(model.device),
-    )
+    head = partial(_log_probs, model, batch=batch, temperature=temperature, dtype=DTYPES[dtype])
+    return LogProbs(*token_outputs(model, batch, head, dtype=DTYPES[dtype]))
 
 
-def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Last hidden states `[T, D]` of the batch's own tokens (the prefixes' are dropped).
+def token_outputs(
+    model: PreTrainedModel, batch: Batch, head: Head, *, dtype: torch.dtype = torch.float32
+) -> tuple[Float[Tensor, "T"], ...]:
+    """`head(hidden, spread)` for every token of the batch, where `hidden` are the model's last hidden states.
 
-    An empty batch still runs the model, on one token that is dropped: under sharding every rank takes part.
+    `head` sees rows of this rank: `hidden [R, D]`, and `spread` brings a `[T]` stream of the batch to the same rows (0
+    where a row is none of its tokens). It returns tensors `[R]`; what comes back is `[T]`, whole on every rank. The
+    parameters of a head must be the model's, so that they are sharded and their gradients summed with it.
     """
-    if batch.num_tokens == 0:
-        return hidden_states(model, _dummy(batch.tokens.device))[:0]
-    tokens, positions = join(batch)
-    out = model.base_model(
-        input_ids=tokens[None].to(model.device),
-        position_ids=positions[None].to(model.device),
-        use_cache=False,
-        attention_plan=plan_batch(batch, device=model.device),
-    )
-    return out.last_hidden_state[0, batch.prefix_tokens.numel() :]
+    return inside(model, _token_outputs, batch, head, dtype)
+
+
+def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """An empty batch still runs the model, on one token that is dropped: under sharding every rank takes part."""
+    mesh = mesh_of(model)
+    device = model.device if mesh is None else mesh.device
+    some = batch if batch.num_tokens else _dummy(batch.tokens.device)
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype))
+        tokens, positions = (layout.local(x.to(device))[None] for x in join(some))
+        out = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, attention_plan=layout.plan)
+    layout = layout if batch.num_tokens else layout.empty()
+    hidden = layout.head_rows(out.last_hidden_state[0])
+    found = head(hidden, lambda x: layout.spread(x.to(device)))
+    return tuple(layout.collect(x).to(model.device) for x in found)
+
+
+def _flash(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    dtype = getattr(model, "rlkit_dtype", model.dtype) if dtype == torch.float32 else dtype
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    return has_flash(device, dtype, softcap=softcap is not None)
+
+
+def _log_probs(
+    model: Any,
+    hidden: Tensor,
+    spread: Callable[[Tensor], Tensor],
+    *,
+    batch: Batch,
+    temperature: float,
+    dtype: torch.dtype,
+) -> LogProbs:
+    head = model.get_output_embeddings()
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if dtype != torch.float32:
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    options: dict[str, Any] = {"bias": bias, "temperature": temperature, "mask": spread(batch.mask)}
+    options["softcap"] = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    compute = sharded_linear_logp if is_sharded(weight) else linear_logp
+    return compute(hidden, weight, spread(batch.targets), **options)
 
 
 def with_old_logp(policy: Policy, batch: Batch, *, max_tokens: int) -> Batch:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from rlkit.metrics import Metrics, mean
+from rlkit.parallel._ranks import distributed
 
 
 def adamw(
@@ -45,18 +48,52 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Metrics:
     """Clip the accumulated gradients to a global L2 norm, step, and drop them.
 
-    A non-finite norm skips the step, leaves parameters and states as they were, and counts in `skipped_step`.
+    A non-finite norm skips the step, leaves parameters and states as they were, and counts in `skipped_step`. On many
+    ranks all use the same bits of the norm, and skip together.
     Returns `grad_norm` (before clipping) and `skipped_step`.
     """
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    grads = [p.grad for p in params if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = global_norm(grads)
     finite = bool(norm.isfinite())
     if finite and grads:
-        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        local = [_local(g) for g in grads]
+        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(local[0].device))
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {"grad_norm": mean(norm), "skipped_step": mean(0.0 if finite else 1.0)}
+
+
+def global_norm(grads: Sequence[Tensor]) -> Tensor:
+    """The L2 norm over all gradients, each counted once however it is cut or copied; one number, alike on all ranks.
+
+    Differs: `clip_grad_norm_` fails where some gradients are plain and some DTensors, or on several meshes (tensor
+    parallel with FSDP, expert parallel). Here the squares are summed per (mesh, placements), over the ranks that hold
+    different parts.
+    """
+    kinds: dict[Any, list[Tensor]] = {}
+    for g in grads:
+        kinds.setdefault((getattr(g, "device_mesh", None), getattr(g, "placements", ())), []).append(_local(g))
+    total = torch.zeros((), device=_device(grads))
+    for (mesh, placements), parts in kinds.items():
+        square = torch.nn.utils.get_total_norm(parts).square().to(total)
+        for dim, placement in enumerate(placements):
+            if not placement.is_replicate():
+                dist.all_reduce(square, group=mesh.get_group(dim))
+        total += square
+    if not distributed():
+        return total.sqrt()
+    agreed = torch.stack([total.nan_to_num(nan=torch.inf, posinf=torch.inf)])
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    return agreed[0].sqrt()
+
+
+def _local(x: Any) -> Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _device(grads: Sequence[Tensor]) -> torch.device:
+    """Where the norm is summed: beside the gradients, or on the GPU where they are offloaded but ranks speak NCCL."""
+    return grads[0].device if grads else torch.device("cpu")
 
 
 def constant_lr(step: int, *, lr: float, warmup_steps: int = 0) -> float:

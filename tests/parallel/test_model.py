@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.packing import microbatches, pack, select
-from rlkit.parallel.attention import attend, plan, register
+from rlkit.parallel.attention import Segment, attend, plan, register
 from rlkit.parallel.model import forward, load_model, with_old_logp
 from rlkit.types import Trajectory
 
@@ -141,7 +141,8 @@ def test_attention_against_a_double_loop():
     q, k, v = torch.randn(9, 4, 8).double(), torch.randn(12, 2, 8).double(), torch.randn(12, 2, 8).double()
     k_ranges = [[(0, 3)], [(0, 3), (5, 4)], [(9, 2)], [(3, 1), (0, 1)]]
     q_ranges = [(0, 3), (3, 3), (6, 2), (8, 1)]
-    out = attend(q, k, v, plan(q_ranges, k_ranges), scale=0.3)
+    spans = [Segment(*a, b) for a, b in zip(q_ranges, k_ranges, strict=True)]
+    out = attend(q, k, v, plan(spans), scale=0.3)
     for (start, n), ranges in zip(q_ranges, k_ranges, strict=True):
         rows = [r for s, m in ranges for r in range(s, s + m)]
         for i in range(n):
@@ -152,8 +153,8 @@ def test_attention_against_a_double_loop():
 
 
 def test_fewer_keys_than_queries_is_refused():
-    with pytest.raises(ValueError, match=r"k_ranges\[0\] holds 1 keys for 2 queries"):
-        plan([(0, 2)], [[(0, 1)]])
+    with pytest.raises(ValueError, match="segment 0 has 1 keys for 2 queries"):
+        plan([Segment(0, 2, [(0, 1)])])
 
 
 def test_an_empty_batch_runs_and_is_connected(model):
@@ -200,8 +201,4 @@ def test_families_are_right_or_refused_by_name(family, tmp_path):
     getattr(transformers, f"{family}ForCausalLM" if family != "GPT2" else "GPT2LMHeadModel")(config).save_pretrained(
         tmp_path
     )
-    if family == "Gemma2":
-        with pytest.raises(ValueError, match=r"gemma2.*softcap"):
-            load_model(tmp_path)
-    else:
-        load_model(tmp_path)
+    load_model(tmp_path)

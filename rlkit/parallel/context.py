@@ -1,0 +1,198 @@
+"""Context parallelism: the tokens of a packed stream spread over ranks, with every segment still seeing all its keys.
+
+The stream is cut into 2 * cp chunks of one size, and rank r holds chunks r and 2 cp - 1 - r. Early chunks see few keys
+and late ones many, so each rank has about the same work on one long sequence, and exactly the same number of tokens. Only
+attention looks across ranks, in one of two ways:
+
+    gather_keys   all-gather keys and values, each rank computes its own queries: any head count, O(stream) memory for
+                  one layer's keys
+    ulysses       all-to-all from tokens to heads and back: each rank computes all tokens of its heads; the volume falls
+                  as 1 / cp, and cp must divide the heads (arXiv:2309.14509)
+
+Everything after the log-probs is as without it: they are gathered (4 bytes a token), every rank computes the same loss
+on all of them, and takes the gradient of its own tokens back. Losses that couple the tokens of a sequence need nothing
+special.
+
+Differs: ring attention (RL2, OpenRLHF, prime-rl) sends keys around in cp steps, which pays only where one layer's keys
+do not fit; verl and AReaL have Ulysses alone, and cut the log-probs before the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rlkit.parallel.attention import AttentionPlan, Exchange, Segment, plan, segments
+from rlkit.parallel.mesh import Mesh
+from rlkit.types import Batch
+
+
+class Layout(NamedTuple):
+    """Where the tokens of a batch are. Without context parallelism `rows` is None and all are here.
+
+    `[S]` is the joined stream of prefixes and sequences, `[R]` the rows of this rank, `[T]` the batch's own tokens, which
+    start at row `start` of the stream.
+    """
+
+    plan: AttentionPlan
+    start: int
+    rows: Int[Tensor, "R"] | None = None
+    place: Int[Tensor, "T"] | None = None  # of each token in the rows of all ranks, one rank after the other
+    size: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def local(self, stream: Tensor) -> Tensor:
+        """`[S]` to `[R]`; rows past the end repeat the last token, and only they see it."""
+        return stream if self.rows is None else stream[self.rows.clamp(max=stream.shape[0] - 1)]
+
+    def head_rows(self, hidden: Float[Tensor, "R D"]) -> Tensor:
+        """The rows that a head must look at."""
+        return hidden[self.start :] if self.rows is None else hidden
+
+    def spread(self, x: Tensor) -> Tensor:
+        """A `[T]` stream at the head's rows, 0 (False) where they are no token of the batch."""
+        if self.rows is None:
+            return x
+        whole = x.new_zeros(self.size)
+        whole[self.start : self.start + x.shape[0]] = x
+        return whole[self.rows]
+
+    def collect(self, x: Tensor) -> Tensor:
+        """What the head says about its rows, as `[T]` on every rank."""
+        return x if self.rows is None else _Gathered.apply(x, self.group)[self.place]
+
+    def empty(self) -> Layout:
+        """The same rows with no token among them."""
+        if self.place is None:
+            return self._replace(start=2**62)
+        return self._replace(start=self.size, place=self.place[:0])
+
+
+def plan_layout(batch: Batch, mesh: Mesh | None, *, device: torch.device, flash: bool = False) -> Layout:
+    """The rows of this rank and the attention plan over them."""
+    spans = segments(batch)
+    prefix, num_rows = batch.prefix_tokens.numel(), batch.prefix_tokens.numel() + batch.num_tokens
+    if mesh is None or mesh.sizes.cp == 1:
+        return Layout(plan(spans, device=device, flash=flash), prefix)
+    cp, rank, group = mesh.sizes.cp, mesh.cp_rank, mesh.group("cp")
+    chunk = -(-num_rows // (2 * cp))
+    size = 2 * cp * chunk
+    spans = [*spans, Segment(num_rows, size - num_rows, [(num_rows, size - num_rows)])]
+    order = torch.cat([_rows_of(r, cp, chunk) for r in range(cp)])
+    place = torch.empty_like(order)
+    place[order] = torch.arange(size)
+    if mesh.sizes.ulysses:
+        whole = plan(spans, device="cpu", flash=flash)
+        made = whole._replace(
+            q_index=place[whole.q_index], k_index=place[whole.k_index], out_index=whole.out_index[order]
+        )
+        exchange = Exchange(ulysses, group)
+    else:
+        made = plan(_mine(spans, rank, cp, chunk), device="cpu", flash=flash)
+        made = made._replace(k_index=place[made.k_index])
+        exchange = Exchange(gather_keys, group)
+    rows, place = _rows_of(rank, cp, chunk).to(device), place[prefix:num_rows].to(device)
+    return Layout(made.to(device)._replace(exchange=exchange), prefix, rows, place, size, group)
+
+
+def gather_keys(
+    q: Float[Tensor, "R H D"],
+    k: Float[Tensor, "R Hk D"],
+    v: Float[Tensor, "R Hk D"],
+    group: dist.ProcessGroup,
+    attend: Any,
+) -> Float[Tensor, "R H D"]:
+    """This rank's queries over the keys of all ranks. Backward: one reduce-scatter."""
+    both = _GatheredSum.apply(torch.stack((k, v), 1), group)
+    return attend(q, both[:, 0], both[:, 1])
+
+
+def ulysses(
+    q: Float[Tensor, "R H D"],
+    k: Float[Tensor, "R Hk D"],
+    v: Float[Tensor, "R Hk D"],
+    group: dist.ProcessGroup,
+    attend: Any,
+) -> Float[Tensor, "R H D"]:
+    """The tokens of all ranks, for this rank's share of the heads. Backward: the same exchanges the other way."""
+    out = attend(*(_heads_for_rows(x, group) for x in (q, k, v)))
+    parts = _Exchanged.apply(out.unflatten(0, (dist.get_world_size(group), -1)), group)
+    return parts.transpose(0, 1).flatten(1, 2)
+
+
+def _heads_for_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)
+    return _Exchanged.apply(parts, group).flatten(0, 1)
+
+
+def _rows_of(rank: int, cp: int, chunk: int) -> Tensor:
+    return torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in (rank, 2 * cp - 1 - rank)])
+
+
+def _mine(spans: Sequence[Segment], rank: int, cp: int, chunk: int) -> list[Segment]:
+    """The parts of the segments in this rank's two chunks, each with the keys up to its own last row."""
+    found = []
+    for base, c in ((0, rank), (chunk, 2 * cp - 1 - rank)):
+        first, last = c * chunk, (c + 1) * chunk
+        for start, n, keys in spans:
+            a, b = max(start, first), min(start + n, last)
+            if a < b:
+                found.append(Segment(base + a - first, b - a, [*keys[:-1], (start, b - start)]))
+    return found
+
+
+class _GatheredSum(torch.autograd.Function):
+    """All ranks' rows; every rank uses them for a part of the result, so the gradient is a sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        out = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
+        dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
+        return out, None
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' rows; every rank computes the same from them, so a rank's gradient is its own slice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.rows = group, x.shape[0]
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        first = dist.get_rank(ctx.group) * ctx.rows
+        return grad[first : first + ctx.rows], None
+
+
+class _Exchanged(torch.autograd.Function):
+    """Entry i of the first axis goes to rank i, and entry i of the result came from it: its own inverse and adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        x = x.contiguous()  # empty_like of a permuted tensor keeps its strides and would scramble the result
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Exchanged.apply(grad, ctx.group), None
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x, group=group)
+    return out

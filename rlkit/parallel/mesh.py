@@ -1,0 +1,145 @@
+"""Who holds what: the ranks as a grid of copies, shards, context and tensor parallel ranks.
+
+The ranks are numbered with `tp` innermost, so that its traffic, the largest, stays inside a node:
+
+    rank = (((pp_rank * replicate + replicate_rank) * shard + shard_rank) * cp + cp_rank) * tp + tp_rank
+
+Parameters are cut over (replicate, shard * cp, tp): context parallel ranks hold different tokens of the same sequences,
+so for the parameters they are further data parallel ranks. Data are cut over (dp = replicate * shard, cp, tp): all ranks
+of one `dp` rank work on the same sequences.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Sizes of the grid; their product is the number of ranks."""
+
+    replicate: int = 1
+    """full copies of the sharded model (HSDP: shards inside a node, copies across nodes)"""
+    shard: int = 0
+    """ranks that share one copy of parameters, gradients and optimizer states (ZeRO-3); 0: all that are left"""
+    cp: int = 1
+    """ranks that share the tokens of a sequence"""
+    tp: int = 1
+    """ranks that share every matrix"""
+    pp: int = 1
+    """pipeline stages"""
+    ep: int = 1
+    """ranks that share the experts of a MoE layer, taken out of shard * cp"""
+    ulysses: bool = False
+    """context parallel by exchanging heads for tokens instead of gathering keys"""
+
+
+class Mesh:
+    """The grid of one process: its sizes, its places and its groups. Made by `make_mesh`."""
+
+    def __init__(self, sizes: Parallel, parameters: DeviceMesh, data: DeviceMesh) -> None:
+        self.sizes = sizes
+        self.parameters = parameters
+        self.data = data
+        self.device = torch.device(parameters.device_type, *_device_index(parameters.device_type))
+        self.dp = sizes.replicate * sizes.shard
+        self.dp_rank: int = data.get_local_rank("dp")
+        self.cp_rank: int = data.get_local_rank("cp")
+        self.tp_rank: int = data.get_local_rank("tp")
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one only in their `dp`, `cp` or `tp` place."""
+        return self.data.get_group(name)
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """What `fully_shard` cuts over: (shard * cp), or (replicate, shard * cp) with more than one copy."""
+        return self.parameters["replicate", "shard"] if self.sizes.replicate > 1 else self.parameters["shard"]
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """What `parallelize_module` cuts over."""
+        return self.parameters["tp"]
+
+
+def start(*, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> None:
+    """Join the process group that `torchrun` describes, or make one of this process alone. A second call does nothing.
+
+    A collective that waits longer than `timeout_s` for another rank raises (gloo) or ends the process (NCCL). CUDA
+    ranks take the device of their LOCAL_RANK, and get a gloo group beside NCCL for tensors on the CPU.
+    """
+    if dist.is_initialized():
+        return
+    backend = "gloo"
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def make_mesh(sizes: Parallel, *, device: str = "cpu") -> Mesh:
+    """The grid of `sizes` over all ranks of the process group (see `start`). Every rank must call it.
+
+    Errors: ValueError where the sizes do not multiply to the number of ranks, naming sizes that do.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sizes = resolve(sizes, world_size=dist.get_world_size())
+    kind, dp = torch.device(device).type, sizes.replicate * sizes.shard
+    inner = (sizes.replicate, sizes.shard * sizes.cp, sizes.tp)
+    parameters: Any = init_device_mesh(kind, (sizes.pp, *inner), mesh_dim_names=("pp", "replicate", "shard", "tp"))
+    data = init_device_mesh(kind, (sizes.pp, dp, sizes.cp, sizes.tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
+    if sizes.pp == 1:
+        parameters = parameters["replicate", "shard", "tp"]
+    return Mesh(sizes, parameters, data)
+
+
+def resolve(sizes: Parallel, *, world_size: int) -> Parallel:
+    """The sizes with `shard` filled in, checked against the number of ranks."""
+    named = {k: getattr(sizes, k) for k in ("pp", "replicate", "shard", "cp", "tp", "ep")}
+    if bad := {k: v for k, v in named.items() if v < (k != "shard")}:
+        raise ValueError(f"sizes must be at least 1 (shard may be 0: all ranks that are left), got {bad}")
+    fixed = math.prod(v for k, v in named.items() if k not in ("shard", "ep"))
+    shard, rest = sizes.shard or max(1, world_size // fixed), world_size // fixed
+    if fixed * shard != world_size:
+        given = " * ".join(f"{k} {v}" for k, v in named.items() if v > 1 and k != "ep") or "1"
+        if world_size % fixed == 0:
+            fix = f"use shard={rest}"
+        else:
+            fix = "; ".join(f"{k}={v}" for k, v in _fitting(named, world_size).items()) or "change the number of ranks"
+            fix = f"with shard=0 each of these alone would fit: {fix}"
+        raise ValueError(f"{given} = {fixed * shard} ranks, but there are {world_size}; {fix}")
+    if (shard * sizes.cp) % sizes.ep:
+        raise ValueError(f"ep={sizes.ep} must divide shard * cp = {shard} * {sizes.cp}")
+    return replace(sizes, shard=shard)
+
+
+def _fitting(named: dict[str, int], world_size: int) -> dict[str, int]:
+    """For each size the nearest one that, with `shard` free and the others as they are, divides the world."""
+    out = {}
+    for name in ("tp", "cp", "replicate", "pp"):
+        others = math.prod(v for k, v in named.items() if k not in (name, "shard", "ep"))
+        fits = [n for n in range(1, world_size + 1) if world_size % (others * n) == 0]
+        if fits and named[name] > 1:
+            out[name] = min(fits, key=lambda n: abs(n - named[name]))
+    return out
+
+
+def _device_index(kind: str) -> tuple[int, ...]:
+    return (torch.cuda.current_device(),) if kind == "cuda" else ()

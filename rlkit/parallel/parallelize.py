@@ -1,0 +1,197 @@
+"""One transformers model over many ranks: tensor parallel, activation checkpointing, compilation, then FSDP2.
+
+    start(device="cuda")
+    mesh = make_mesh(Parallel(shard=4, tp=2), device="cuda")
+    model = load_parallel("Qwen/Qwen3-8B", mesh, dtype=torch.bfloat16, activation_checkpointing=True)
+
+The result is used like a model in one process: `rlkit.parallel.model.forward`, `adamw`, `optimizer_step`. FSDP2 is there
+even for one rank, so that parameters, optimizer states and checkpoints take one path. Gradients are sums over ranks and
+micro-batches: the weights of the loss already hold the denominator of the whole batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from rlkit.parallel.attention import register
+from rlkit.parallel.mesh import Mesh
+from rlkit.parallel.plans import DENSE, check_model, tensor_plan
+
+
+def parallelize(
+    model: Any,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype = torch.float32,
+    activation_checkpointing: bool = False,
+    offload: bool = False,
+    compile: bool = False,
+) -> Any:
+    """Cut `model`, which every rank holds whole (or on the meta device), over the mesh, in place, and return it.
+
+    Args:
+        dtype: of the forward and backward. The parameters that the optimizer sees are fp32 shards: the master weights.
+        reduce_dtype: in which gradients are summed over ranks.
+        activation_checkpointing: keep only each layer's input, and compute the rest again in the backward.
+        offload: parameters, gradients and optimizer states live in CPU memory; a layer's are copied as it runs.
+        compile: compile each layer (attention outside).
+
+    Errors: ValueError for a model that is not covered, or whose heads the sizes do not divide.
+    """
+    sizes = mesh.sizes
+    if max(sizes.tp, sizes.cp) > 1 or model.config.model_type in DENSE:
+        check_model(model.config, tp=sizes.tp, cp=sizes.cp, ulysses=sizes.ulysses)
+    model.to(torch.float32)
+    model.set_attn_implementation(register())
+    model.eval()  # dropout off: scoring and training must give the same numbers
+    if sizes.tp > 1:
+        split_tensors(model, mesh)
+    for layer in model.base_model.layers:
+        if activation_checkpointing:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        if compile:
+            layer.forward = torch.compile(layer.forward)
+    shard(model, mesh, dtype=dtype, reduce_dtype=reduce_dtype, offload=offload)
+    model.rlkit_mesh, model.rlkit_dtype = mesh, dtype
+    return model
+
+
+def split_tensors(model: Any, mesh: Mesh) -> None:
+    """Tensor parallel by the model's plan. Ties that DTensor breaks are tied again."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    parallelize_module(model, mesh.tensor, tensor_plan(model))
+    if is_tied(model):
+        model.tie_weights()
+
+
+def shard(model: Any, mesh: Mesh, *, dtype: torch.dtype, reduce_dtype: torch.dtype, offload: bool) -> None:
+    """FSDP2: each layer is a unit, and what is outside the layers (embedding, last norm, head) is gathered once."""
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
+    options: dict[str, Any] = {
+        "mesh": mesh.fsdp,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else OffloadPolicy(),
+    }
+    for layer in model.base_model.layers:
+        fully_shard(layer, **options)
+    if not is_tied(model):
+        fully_shard(model.base_model.embed_tokens, **options)
+    fully_shard(model, **options)
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    model.rlkit_inside = MethodType(_call, model)
+    register_fsdp_forward_method(model, "rlkit_inside")
+
+
+def inside(model: Any, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`work(model, ...)` as the model's forward: what is outside the layers (norm, head) is whole meanwhile.
+
+    Gradients flow through the tensors that `work` returns. Of a model that is not sharded it is just the call.
+    """
+    if not hasattr(model, "rlkit_inside"):
+        return work(model, *args, **kwargs)
+    out = model.rlkit_inside(work, *args, **kwargs)
+    if not torch.is_grad_enabled():
+        model.reshard()  # no backward will come and do it
+    return out
+
+
+def mesh_of(model: Any) -> Mesh | None:
+    """The mesh that `parallelize` cut the model over; None for a plain model."""
+    return getattr(model, "rlkit_mesh", None)
+
+
+def sync_gradients(model: Any, on: bool) -> None:
+    """Whether the next backwards sum gradients over the ranks (default), or keep whole ones until one does.
+
+    Off for all micro-batches but the last of a step trades memory (a whole gradient per rank) for communication.
+    """
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(on)
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the head's weight is the embedding's."""
+    return bool(model.config.get_text_config().tie_word_embeddings)
+
+
+def load_parallel(path: str | os.PathLike[str], mesh: Mesh, **options: Any) -> Any:
+    """A causal LM from a folder or hub id, cut over the mesh; no rank ever holds all of it.
+
+    It is built on the meta device, cut, and then each rank reads its shards from the safetensors files. The options are
+    those of `parallelize`. A hub id is downloaded once per node.
+
+    Errors: those of `parallelize`; FileNotFoundError for a folder without config or weights; RuntimeError naming weights
+    that the files lack.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    folder = local_folder(path)
+    config = AutoConfig.from_pretrained(folder)
+    check_model(config)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    parallelize(model, mesh, **options)
+    read_weights(model, folder, device="cpu" if options.get("offload") else mesh.device)
+    return model
+
+
+@torch.no_grad()
+def read_weights(model: Any, folder: Path, *, device: torch.device | str) -> None:
+    """Give a model on the meta device its memory, its constants and its weights, whatever their dtype in the files."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model.to_empty(device=device)
+    if is_tied(model):
+        model.tie_weights()
+    for module in model.modules():
+        if module._non_persistent_buffers_set:  # rotary frequencies, embedding scales: not in the files
+            model._init_weights(module)
+    weights = get_model_state_dict(model)
+    if is_tied(model):
+        weights.pop("lm_head.weight", None)
+    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+
+
+def local_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder of a model: the path itself, or where the hub's files are after one rank per node has fetched them."""
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+            raise FileNotFoundError(f"{folder} has no config.json or no *.safetensors; save it by save_pretrained")
+        return folder
+    if os.path.isabs(path) or str(path).startswith((".", "~")) or str(path).count("/") != 1:
+        raise FileNotFoundError(f"{path}: no such folder; give one saved by save_pretrained, or a hub id a/b")
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        snapshot_download(str(path), allow_patterns=wanted)
+    dist.barrier()
+    return Path(snapshot_download(str(path), allow_patterns=wanted))
+
+
+def _call(model: Any, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return work(model, *args, **kwargs)

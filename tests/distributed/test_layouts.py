@@ -1,0 +1,157 @@
+"""Every layout computes what one process computes: loss, each gradient, the norm, and three optimizer steps.
+
+The truth is a plain model in this process, which no mesh, DTensor or hook has touched. On four ranks the same model is cut
+up, trained on the same batch, and gathered again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.metrics import finalize, largest, mean, merge
+from rlkit.packing import microbatches, pack
+from rlkit.parallel.data import rank_microbatches, reduce_metrics, summed
+from rlkit.parallel.mesh import Parallel, make_mesh
+from rlkit.parallel.model import forward, prepare, score
+from rlkit.parallel.optim import adamw, optimizer_step
+from rlkit.parallel.parallelize import parallelize, sync_gradients
+from rlkit.types import Trajectory
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and how it is trained."""
+
+    sizes: dict
+    options: dict = field(default_factory=dict)
+    tied: bool = False
+    max_tokens: int = 4096
+    late_sync: bool = False
+
+
+CASES = {
+    "one copy each": Case({"replicate": 4, "shard": 1}),
+    "shard": Case({"shard": 4}),
+    "shard tied accumulate": Case({"shard": 4}, tied=True, max_tokens=30),
+    "replicate x shard": Case({"replicate": 2, "shard": 2}, max_tokens=30),
+    "tp2 x shard2": Case({"tp": 2}),
+    "tp2 x shard2 tied accumulate": Case({"tp": 2}, tied=True, max_tokens=40),
+    "tp2 x replicate2 late sync": Case({"tp": 2, "replicate": 2}, max_tokens=40, late_sync=True),
+    "tp4": Case({"tp": 4}, {}, max_tokens=60),
+    "tp4 tied": Case({"tp": 4}, tied=True),
+    "cp4": Case({"cp": 4}),
+    "cp4 ulysses": Case({"cp": 4, "ulysses": True}, max_tokens=60),
+    "cp2 x shard2 accumulate": Case({"cp": 2}, max_tokens=40),
+    "cp2 x replicate2 tied": Case({"cp": 2, "replicate": 2}, tied=True),
+    "cp2 ulysses x shard2": Case({"cp": 2, "ulysses": True}, max_tokens=40),
+    "cp2 x tp2": Case({"cp": 2, "tp": 2}, max_tokens=60),
+    "cp2 ulysses x tp2 tied": Case({"cp": 2, "tp": 2, "ulysses": True}, tied=True),
+    "shard checkpointing": Case({"shard": 4}, {"activation_checkpointing": True}),
+    "cp2 x tp2 checkpointing": Case({"cp": 2, "tp": 2}, {"activation_checkpointing": True}, max_tokens=60),
+    "shard offload": Case({"shard": 4}, {"offload": True}, tied=True),
+    "tp2 x shard2 offload checkpointing accumulate late": Case(
+        {"tp": 2}, {"offload": True, "activation_checkpointing": True}, max_tokens=40, late_sync=True
+    ),
+}
+
+
+def model(tied: bool):
+    """Four key-value heads, a vocabulary (263) and hidden units that no layout divides evenly."""
+    sizes = {"hidden": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head_dim": 8, "intermediate": 44}
+    made = tiny_model(tiny_tokenizer(), **sizes, tie_word_embeddings=tied)
+    with torch.no_grad():
+        for i, p in enumerate(made.parameters()):  # norms that are not all 1, so that theirs count
+            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+    return made
+
+
+def data():
+    """Groups that share prompts, truncated samples, tool tokens in between; lengths that nothing divides."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randint(0, 263, (n,), generator=generator).tolist()
+    groups = []
+    for prompt_len, lens in [(9, [5, 7, 3]), (1, [4]), (14, [12, 1]), (3, [9, 9, 2])]:
+        prompt = draw(prompt_len)
+        masks = [(torch.rand(n, generator=generator) < 0.8).tolist() for n in lens]
+        groups.append(
+            [Trajectory(prompt, draw(n), m, [-1.0] * n, [0] * n, truncated=n % 3 == 0) for n, m in zip(lens, masks)]
+        )
+    batch = pack(groups)
+    weights = torch.sin(torch.arange(batch.num_tokens) + 1.0) * batch.mask / batch.mask.sum()
+    return batch, weights
+
+
+def train(trained, cut, reduce, *, late_sync: bool = False) -> dict:
+    """Losses, gradients, norms and metrics of STEPS steps, and the parameters after them."""
+    optimizer = adamw(trained, lr=1e-2, weight_decay=0.1, eps=1e-4)  # 1e-8 would blow up rounding where g is near 0
+    out = {"loss": [], "norm": [], "grads": {}, "metrics": []}
+    streams = data()
+    for step in range(STEPS):
+        parts, total, metrics = list(cut(streams)), torch.zeros(()), {}
+        for i, (micro, w) in enumerate(parts):
+            sync_gradients(trained, not late_sync or i == len(parts) - 1)
+            found = forward(trained, micro, temperature=0.7)
+            loss = (w * (found.logp - 0.1 * found.entropy)).sum()
+            loss.backward()
+            total += loss.detach()
+            new = {"logp": mean(found.logp, mask=micro.mask), "entropy": largest(found.entropy, mask=micro.mask)}
+            metrics = merge(metrics, new)
+        total, metrics = reduce(total, metrics)
+        out["loss"].append(float(total))
+        if step == 0:
+            out["grads"] = {n: whole(p.grad) for n, p in trained.named_parameters()}
+        stepped = optimizer_step(optimizer, max_norm=0.5)
+        out["norm"].append(finalize(stepped)["grad_norm"])
+        out["metrics"].append(finalize(metrics))
+    policy = partial(forward, trained, temperature=0.7)
+    out["score"] = score(policy, streams[0], max_tokens=40)
+    out["params"] = {n: whole(p) for n, p in trained.named_parameters()}
+    return out
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """What one process computes, without and with tied weights, in one micro-batch."""
+    alone = lambda streams: microbatches(streams, max_tokens=4096)
+    return [train(prepare(model(tied)), alone, lambda *x: x) for tied in (False, True)]
+
+
+def on_rank(rank, world, case, truth):
+    """The largest error of each kind on this rank, relative to the largest entry of the true tensor."""
+    mesh = make_mesh(Parallel(**case.sizes))
+    cut_up = parallelize(model(case.tied), mesh, **case.options)
+    cut = partial(rank_microbatches, mesh=mesh, max_tokens=case.max_tokens)
+    reduce = lambda total, metrics: (summed(total, mesh=mesh), reduce_metrics(metrics, mesh=mesh))
+    found = train(cut_up, cut, reduce, late_sync=case.late_sync)
+    errors = {}
+    for kind in ("grads", "params"):
+        assert found[kind].keys() == truth[kind].keys()
+        errors[kind] = max((error(found[kind][n], truth[kind][n]), n) for n in truth[kind])
+    for kind in ("loss", "norm", "score"):
+        errors[kind] = error(torch.as_tensor(found[kind]), torch.as_tensor(truth[kind])), kind
+    for a, b in zip(found["metrics"], truth["metrics"], strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+    return errors
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layout_equals_one_process(ranks, truth, name):
+    case = CASES[name]
+    for rank, errors in enumerate(ranks.run(on_rank, case, truth[case.tied])):
+        assert all(e < 1e-5 for e, _ in errors.values()), f"rank {rank}: {errors}"
