@@ -31,15 +31,6 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {f"model/{name}": x for name, x in weights.items() if name not in tied}
 
 
-def full_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Whole weights by name (on rank 0, when there are ranks), floating-point ones as `dtype`."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    options = StateDictOptions(full_state_dict=distributed(), cpu_offload=distributed())
-    weights: dict[str, Any] = get_model_state_dict(model, options=options)
-    return {k: x.to(dtype) if dtype is not None and x.is_floating_point() else x for k, x in weights.items()}
-
-
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """The live optimizer state. A parameter that was never updated has none, and gets none by being saved."""
     names = _names(model, optimizer)

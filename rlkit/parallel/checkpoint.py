@@ -17,19 +17,17 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from rlkit.parallel._dcp import (
     empty_optimizer_tensors,
-    full_weights,
     install_optimizer,
     model_tensors,
     num_bytes,
@@ -50,6 +48,7 @@ from rlkit.parallel._files import (
     write_file,
 )
 from rlkit.parallel._ranks import first, rank, together, world_size
+from rlkit.parallel.weights import export_hf as export_hf
 
 _MANIFEST = "manifest.json"
 _SAVE_FIX = "Earlier checkpoints are untouched. Free space there, keep fewer or save to another disk, then resume."
@@ -126,55 +125,6 @@ def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer 
         if own.exists():
             _set_random_states(torch.load(own, map_location="cpu", weights_only=True))
     return {**side["state"], "step": manifest["step"]}
-
-
-def export_hf(model: Any, tokenizer: Any, path: Path | str, *, dtype: torch.dtype | None = None) -> Path:
-    """Write a folder that `transformers.from_pretrained` loads: config, safetensors, tokenizer and chat template.
-
-    Atomic: the folder is complete or absent. An earlier export at `path` is replaced; any other folder is refused.
-    `dtype` casts the weights (for example fp32 master weights to bf16); None keeps them.
-
-    Errors: FileExistsError where `path` is a folder that holds something else; OSError as in `save_checkpoint`.
-    """
-    path = Path(path).absolute()
-    if path.exists() and any(path.iterdir()) and not (path / "config.json").exists():
-        raise FileExistsError(f"{path} exists and is not a Hugging Face model folder; give another path or delete it")
-    weights = full_weights(model, dtype)
-    first(lambda: _export(model, tokenizer, path, weights, dtype))
-    return path
-
-
-def _export(model: Any, tokenizer: Any, path: Path, weights: dict[str, Tensor], dtype: torch.dtype | None) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temp = path.with_name(TEMP_PREFIX + path.name)
-    remove_folder(temp)
-    fix = "What was at the path is untouched. Free space there or give another path."
-    needed = num_bytes(weights) + (1 << 16)
-    require_room("the model", path.parent, needed=needed, fix=fix)
-    with explain_full_disk("the model", path.parent, needed=needed, fix=fix), removed_on_error(temp):
-        with _no_bars():
-            model.save_pretrained(temp, state_dict=weights)
-        if dtype is not None:  # transformers writes the model's own
-            config = json.loads((temp / "config.json").read_text())
-            config["dtype"] = str(dtype).removeprefix("torch.")
-            (temp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temp)
-        replace_folder(temp, path)
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Without transformers' bars, which would break into the run's own."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _make_room(folder: Path, temp: Path, what: str, needed: int) -> None:
