@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,13 +78,13 @@ class AttentionPlan(NamedTuple):
         """The same plan with its tensors on `device`."""
         buckets = tuple(b._replace(mask=None if b.mask is None else b.mask.to(device)) for b in self.buckets)
         v = self.varlen
-        index = [x.to(device) for x in (self.q_index, self.k_index, self.out_index)]
         varlen = None if v is None else v._replace(cu_q=v.cu_q.to(device), cu_k=v.cu_k.to(device))
-        return AttentionPlan(*index, buckets, varlen, self.exchange)
+        q, k, out = (x.to(device) for x in self[:3])
+        return AttentionPlan(q, k, out, buckets, varlen, self.exchange)
 
 
 def segments(batch: Batch) -> list[Segment]:
-    """What sees what in `[prefixes, sequences]`, as `rlkit.packing.join` lays them out: one sees its prefix and itself."""
+    """What sees what in `[prefixes, sequences]` (see `rlkit.packing.join`): a sequence sees its prefix and itself."""
     prefix_lens = seq_lens(batch.prefix_cu).tolist()
     lens, prefix_ids = seq_lens(batch.cu_seqlens).tolist(), batch.prefix_ids.tolist()
     prefix_starts, base = batch.prefix_cu.tolist(), int(batch.prefix_cu[-1])
@@ -202,10 +203,11 @@ def flash(
         return flash_attn_varlen_func(
             q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=True, window_size=sees, softcap=softcap
         )
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen as kernels
 
-    gqa = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=sees, **gqa)
+    attn: Callable[..., Tensor] = kernels.varlen_attn  # type: ignore[assignment]
+    grouped = {"enable_gqa": True} if "enable_gqa" in signature(attn).parameters else {}  # torch 2.11 needs no flag
+    return attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=sees, **grouped)
 
 
 def has_flash(device: torch.device, dtype: torch.dtype, *, softcap: bool) -> bool:

@@ -1,7 +1,7 @@
 """Context parallelism: the tokens of a packed stream spread over ranks, with every segment still seeing all its keys.
 
 The stream is cut into 2 * cp chunks of one size, and rank r holds chunks r and 2 cp - 1 - r. Early chunks see few keys
-and late ones many, so each rank has about the same work on one long sequence, and exactly the same number of tokens. Only
+and late ones many, so each rank has about the same work on one long sequence, and exactly as many tokens. Only
 attention looks across ranks, in one of two ways:
 
     gather_keys   all-gather keys and values, each rank computes its own queries: any head count, O(stream) memory for
@@ -35,8 +35,8 @@ from rlkit.types import Batch
 class Layout(NamedTuple):
     """Where the tokens of a batch are. Without context parallelism `rows` is None and all are here.
 
-    `[S]` is the joined stream of prefixes and sequences, `[R]` the rows of this rank, `[T]` the batch's own tokens, which
-    start at row `start` of the stream.
+    `[S]` is the joined stream of prefixes and sequences, `[R]` the rows of this rank, `[T]` the batch's own tokens:
+    they start at row `start` of the stream.
     """
 
     plan: AttentionPlan

@@ -1,8 +1,8 @@
 """The data side of a loop on many ranks: who computes what, and how the ranks agree.
 
-Every rank holds the whole batch of a step, packed alike from the same trajectories. So weights, advantages and counts are
-computed without talking to anybody; only the forward and backward are split, over the data parallel ranks. Everything
-here works without ranks (`mesh` None) and is then the plain function.
+Every rank holds the whole batch of a step, packed alike from the same trajectories. So weights, advantages and counts
+are computed without talking to anybody; only the forward and backward are split, over the data parallel ranks.
+Everything here works without ranks (`mesh` None) and is then the plain function.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def reduce_metrics(metrics: Metrics, *, mesh: Mesh | None) -> Metrics:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether `flag` is set on any rank: decisions after which the ranks must do the same (stop, skip, need a gradient)."""
+    """Whether `flag` is set on any rank: for decisions after which all must do the same (stop, need a gradient)."""
     if not distributed() or dist.get_world_size() == 1:
         return flag
     x = torch.tensor(float(flag), device=_device())

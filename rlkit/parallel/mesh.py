@@ -5,8 +5,8 @@ The ranks are numbered with `tp` innermost, so that its traffic, the largest, st
     rank = (((pp_rank * replicate + replicate_rank) * shard + shard_rank) * cp + cp_rank) * tp + tp_rank
 
 Parameters are cut over (replicate, shard * cp, tp): context parallel ranks hold different tokens of the same sequences,
-so for the parameters they are further data parallel ranks. Data are cut over (dp = replicate * shard, cp, tp): all ranks
-of one `dp` rank work on the same sequences.
+so for the parameters they are further data parallel ranks. Data are cut over (dp = replicate * shard, cp, tp): all
+ranks of one `dp` place work on the same sequences.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, d
     dtype: "fp32", or "bf16": matrix products in bf16 (autocast) over fp32 master weights. "fp16" is refused.
 
     On a model cut by `parallelize` all ranks call it together. Ranks of one data parallel place give the same batch and
-    get the same log-probs, all of them; each must then backward the same loss. `dtype` was given to `parallelize` there,
-    and "fp32" leaves it at that.
+    get the same log-probs, all of them; each must then backward the same loss. There `dtype` was given to
+    `parallelize`, and "fp32" leaves it at that.
     """
     if dtype not in DTYPES:
         why = "fp16 gradients underflow without loss scaling; use bf16" if dtype == "fp16" else "choose fp32 or bf16"

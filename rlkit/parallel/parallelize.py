@@ -4,9 +4,9 @@
     mesh = make_mesh(Parallel(shard=4, tp=2), device="cuda")
     model = load_parallel("Qwen/Qwen3-8B", mesh, dtype=torch.bfloat16, activation_checkpointing=True)
 
-The result is used like a model in one process: `rlkit.parallel.model.forward`, `adamw`, `optimizer_step`. FSDP2 is there
-even for one rank, so that parameters, optimizer states and checkpoints take one path. Gradients are sums over ranks and
-micro-batches: the weights of the loss already hold the denominator of the whole batch.
+The result is used like a model in one process: `rlkit.parallel.model.forward`, `adamw`, `optimizer_step`. FSDP2 is
+there even for one rank, so that parameters, optimizer states and checkpoints take one path. Gradients are sums over
+ranks and micro-batches: the weights of the loss already hold the denominator of the whole batch.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def load_parallel(path: str | os.PathLike[str], mesh: Mesh, **options: Any) -> A
     It is built on the meta device, cut, and then each rank reads its shards from the safetensors files. The options are
     those of `parallelize`. A hub id is downloaded once per node.
 
-    Errors: those of `parallelize`; FileNotFoundError for a folder without config or weights; RuntimeError naming weights
-    that the files lack.
+    Errors: those of `parallelize`; FileNotFoundError for a folder without config or weights; ValueError naming weights
+    that the files lack or hold in another shape.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM

@@ -25,8 +25,8 @@ def check_model(config: Any, *, tp: int = 1, cp: int = 1, ulysses: bool = False)
     kind, text = config.model_type, config.get_text_config()
     if kind not in DENSE:
         raise ValueError(
-            f"model type {kind!r} is not covered in parallel: covered are {', '.join(sorted(DENSE))}. Another one needs "
-            "its tensor parallel plan and its attention checked against the single process first"
+            f"model type {kind!r} is not covered in parallel, only {', '.join(sorted(DENSE))}. Another one needs "
+            "its tensor parallel plan and its attention checked against a single process first"
         )
     if getattr(text, "use_bidirectional_attention", False):
         raise ValueError(f"model type {kind!r} with use_bidirectional_attention is no causal model")

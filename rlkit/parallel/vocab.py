@@ -1,4 +1,4 @@
-"""Log-probabilities from a head that is cut along the vocabulary: the logits are never gathered, only `[4, T]` per rank."""
+"""Log-probabilities from a head that is cut along the vocabulary: no logits are gathered, only `[4, T]` per rank."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def sharded_linear_logp(
 ) -> LogProbs:
     """`linear_logp` where `weight` (and `bias`) is a DTensor cut along the vocabulary.
 
-    `hidden` and `targets` are the same on every rank of its mesh. The statistics of all shards are merged in the order of
-    the ranks, so every rank gets the same bits. The gradient of `hidden` is complete on every rank, that of `weight` is
-    of its own rows; both hold when all ranks compute the same loss.
+    `hidden` and `targets` are the same on every rank of its mesh. The statistics of all shards are merged in the order
+    of the ranks, so every rank gets the same bits. The gradient of `hidden` is complete on every rank, that of `weight`
+    is of its own rows; both hold when all ranks compute the same loss.
 
     Differs: from the vocabulary-parallel cross entropies of Megatron-style systems (verl, slime, NeMo), which store
     `[T, V / tp]` logits and all-reduce three times; here there is one all-gather of four numbers per token.

@@ -1,13 +1,13 @@
-"""Tests on several ranks: `ranks.run(function, *args)` calls a test module's function on all ranks of one process group.
+"""Tests on several ranks: `ranks.run(function, *args)` calls a function of a test module on all ranks of one group.
 
     def on_rank(rank, world, a): ...            # top level; arguments and results are pickled
 
     def test_it(ranks):                         # four gloo ranks, shared by all tests of the session
         assert ranks.run(on_rank, 3) == [...]   # one result per rank
 
-A function that raises on any rank, or takes longer than `timeout`, fails the test with that rank's traceback; the ranks
-are then started anew for the next test. `pool(2)` gives another number of ranks. Processes are forked from a server that
-has imported torch and transformers once.
+A function that raises on any rank, or takes longer than `timeout`, fails the test with that rank's traceback; the
+ranks are then started anew for the next test. `pool(2)` gives another number of ranks. Processes are forked from a
+server that has imported torch and transformers once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every layout computes what one process computes: loss, each gradient, the norm, and three optimizer steps.
 
-The truth is a plain model in this process, which no mesh, DTensor or hook has touched. On four ranks the same model is cut
-up, trained on the same batch, and gathered again.
+The truth is a plain model in this process, which no mesh, DTensor or hook has touched. On four ranks the same model is
+cut up, trained on the same batch, and gathered again.
 """
 
 from __future__ import annotations
