@@ -1,0 +1,165 @@
+"""An episode of several turns in messages, joined token by token under the model's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlkit.data.chat import Message, render, turn_tokens
+from rlkit.data.prompts import prompt_messages
+from rlkit.rollout.rollout import Prompt, Sample
+from rlkit.rollout.turns import Turns
+from rlkit.types import FinishReason, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Turn(NamedTuple):
+    """What the policy said: its text without the token that ended it, its tokens as sampled, and why it ended."""
+
+    text: str
+    ids: list[int]
+    finish_reason: FinishReason
+
+
+class Chat:
+    """One episode in messages. `async for turn in chat` samples turn after turn, with `chat.add(...)` between them.
+
+    The conversation starts from the prompt's row (then its tokens are the prompt's own, and must be what this template,
+    `tools` and `system_prompt` write) or from `messages`. After a turn, `turn_tokens` joins the new messages to what
+    was sampled; where the template rewrites history, the conversation is rendered anew and the episode gets a further
+    piece. Within a piece every token was sampled, or written by the template, exactly where it stands.
+
+    The assistant's messages hold the text as sampled, reasoning and tool calls included, which is what templates with
+    inline markup expect (ChatML, Qwen, Hermes, Llama 3). An environment may rewrite the last one (say, into
+    `reasoning_content` and `tool_calls`) with `chat.messages[-1] = ...` before it adds to it.
+
+    Iteration ends when a turn was cut or a bound leaves no room for another; `end` then returns what there is.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        sample: Sample,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: Sequence[Message] | None = None,
+        system_prompt: str | None = None,
+        tools: Sequence[Any] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        refuse_vision(tokenizer)
+        self._tokenizer, self._tools, self._template_args = tokenizer, tools, template_args
+        start = {"messages": list(messages)} if messages is not None else prompt.row
+        self.messages: list[dict[str, Any]] = prompt_messages(start, system_prompt=system_prompt, index=prompt.index)
+        _check_text(self.messages)
+        ids = self._render()
+        if messages is None and ids != list(prompt.ids):
+            raise ValueError(
+                f"prompt {prompt.index} has {len(prompt.ids)} tokens, but its row renders to {len(ids)} others here: "
+                "give rl_prompts and the environment the same tokenizer, tools, system_prompt and template_args"
+            )
+        self.turns = Turns(ids, sample)
+        self._last: tuple[int, list[int]] | None = None  # place of the last sampled message, and its tokens
+
+    async def turn(self) -> Turn | None:
+        """Sample the next turn; None where there is no room for one."""
+        if self.turns.truncated:
+            return None
+        if self._last is not None:
+            self._join(*self._last)
+        out = await self.turns.sample()
+        if not out.ids:
+            return None
+        text = turn_text(self._tokenizer, out.ids)
+        self.messages.append({"role": "assistant", "content": text})
+        self._last = len(self.messages), out.ids
+        return Turn(text, out.ids, out.finish_reason)
+
+    def __aiter__(self) -> Chat:
+        return self
+
+    async def __anext__(self) -> Turn:
+        turn = await self.turn()
+        if turn is None:
+            raise StopAsyncIteration
+        return turn
+
+    def add(self, *messages: str | Message) -> None:
+        """What the environment says; a string is a user's message."""
+        new = [{"role": "user", "content": m} if isinstance(m, str) else dict(m) for m in messages]
+        _check_text(new)
+        self.messages += new
+
+    def end(
+        self,
+        *,
+        reward: float = 0.0,
+        turn_rewards: Sequence[float] | None = None,
+        score: float | None = None,
+        truncated: bool | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> list[Trajectory]:
+        """The episode as `Turns.pieces` gives it, with the conversation in `info["messages"]`."""
+        about = {"messages": list(self.messages), **(info or {})}
+        return self.turns.pieces(reward=reward, turn_rewards=turn_rewards, score=score, truncated=truncated, info=about)
+
+    def _join(self, place: int, sampled_ids: list[int]) -> None:
+        so_far, new = self.messages[:place], self.messages[place:]
+        if not new:
+            raise ValueError("nothing was said since the last turn: call chat.add(...) or end the episode")
+        added = turn_tokens(
+            self._tokenizer,
+            so_far,
+            new,
+            sampled_ids=sampled_ids,
+            tools=self._tools,
+            template_args=self._template_args,
+        )
+        if added is None:
+            self.turns.restart(self._render())
+        else:
+            self.turns.append(added)
+
+    def _render(self) -> list[int]:
+        return render(
+            self._tokenizer,
+            self.messages,
+            add_generation_prompt=True,
+            tools=self._tools,
+            template_args=self._template_args,
+        )
+
+
+def refuse_vision(*parts: Any) -> None:
+    """Raise ValueError, naming it, for a processor or model that reads images, audio or video."""
+    for part in parts:
+        config = getattr(part, "config", part)
+        found = [name for name in _MEDIA if getattr(part, name, None) or getattr(config, name, None)]
+        if found:
+            raise ValueError(
+                f"{type(part).__name__} is of a vision or audio model (it has {found[0]}): rlkit trains on text only; "
+                "use a text model, and of a processor its tokenizer"
+            )
+
+
+_MEDIA = ("image_processor", "video_processor", "feature_extractor", "vision_config", "audio_config")
+
+
+def turn_text(tokenizer: Any, ids: list[int]) -> str:
+    """The text of a turn, without the special token that ended it; those inside stay visible."""
+    special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+    end = len(ids)
+    while end and ids[end - 1] in special:
+        end -= 1
+    return tokenizer.decode(ids[:end], skip_special_tokens=False)
+
+
+def _check_text(messages: Sequence[Message]) -> None:
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list | tuple) else []
+        media = [p.get("type") for p in parts if isinstance(p, Mapping) and p.get("type") != "text"]
+        if media:
+            raise ValueError(f"a message of role {message.get('role')!r} holds {media[0]!r}: rlkit reads text only")

@@ -1,0 +1,106 @@
+"""An episode of several turns in tokens: what was read, what was sampled, and where one context ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlkit.rollout.rollout import Sample
+from rlkit.types import Completion, FinishReason, Trajectory
+
+
+class Turns:
+    """One episode in tokens: alternately `sample()`, and `append(ids)` or `restart(prompt_ids)`; at the end `pieces()`.
+
+    `append` is what the environment says next. `restart` starts a new piece whose context is all of `prompt_ids`:
+    for environments that do not continue what was sampled (a summary of history, a template that rewrites it).
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], sample: Sample) -> None:
+        self._sample = sample
+        self._done: list[Trajectory] = []
+        self._now = _empty(prompt_ids)
+        self._said: list[int] = []  # what the environment said since the last turn: dropped if no turn follows
+        self._ends: list[tuple[int, int]] = []  # (piece, position) of the last token of each turn
+        self._reason: FinishReason | None = None
+
+    @property
+    def context(self) -> list[int]:
+        """What the next turn will continue."""
+        return [*self._now.prompt_ids, *self._now.ids, *self._said]
+
+    @property
+    def num_turns(self) -> int:
+        """Turns sampled so far."""
+        return len(self._ends)
+
+    @property
+    def truncated(self) -> bool:
+        """The last turn did not end by itself, so that none should follow."""
+        return self._reason not in (None, "stop")
+
+    async def sample(self) -> Completion:
+        """The policy's next turn. Without tokens where a bound leaves no room for one: then nothing is recorded."""
+        out = await self._sample(self.context)
+        self._reason = out.finish_reason
+        if out.ids:
+            now, said = self._now, self._said
+            self._now = replace(
+                now,
+                ids=[*now.ids, *said, *out.ids],
+                mask=[*now.mask, *[False] * len(said), *[True] * len(out.ids)],
+                logp=[*now.logp, *[0.0] * len(said), *out.logp],
+                versions=[*now.versions, *[-1] * len(said), *out.versions],
+            )
+            self._said = []
+            self._ends.append((len(self._done), len(self._now.ids) - 1))
+        return out
+
+    def append(self, ids: Sequence[int]) -> None:
+        """Tokens that the policy reads next and did not sample."""
+        self._said = [*self._said, *ids]
+
+    def restart(self, prompt_ids: Sequence[int]) -> None:
+        """Go on from another context; the tokens so far stay as a piece of the episode."""
+        if self._now.ids:
+            self._done.append(self._now)
+        self._now, self._said = _empty(prompt_ids), []
+
+    def pieces(
+        self,
+        *,
+        reward: float = 0.0,
+        turn_rewards: Sequence[float] | None = None,
+        score: float | None = None,
+        truncated: bool | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> list[Trajectory]:
+        """The episode as trajectories; they end with the last sampled token.
+
+        Every piece has `reward` and `truncated` (by default: whether the last turn was cut); the last one has `score`
+        and `info` with `num_turns` and `finish_reason`. `turn_rewards` go to `token_rewards`, at the end of each turn.
+        """
+        if self._reason is None:
+            raise ValueError("the episode ends before its first turn was sampled")
+        pieces = [*self._done, self._now] if self._now.ids or not self._done else self._done
+        if turn_rewards is not None:
+            pieces = self._with_rewards(pieces, turn_rewards)
+        cut = self.truncated if truncated is None else truncated
+        pieces = [
+            replace(t, reward=float(reward), truncated=cut or not t.ids, continues=i > 0) for i, t in enumerate(pieces)
+        ]
+        about = {"finish_reason": self._reason, "num_turns": self.num_turns, **(info or {})}
+        return [*pieces[:-1], replace(pieces[-1], score=score, info=about)]
+
+    def _with_rewards(self, pieces: list[Trajectory], turn_rewards: Sequence[float]) -> list[Trajectory]:
+        if len(turn_rewards) != self.num_turns:
+            raise ValueError(f"turn_rewards must have one entry per turn, {self.num_turns}, got {len(turn_rewards)}")
+        rewards = [[0.0] * len(t.ids) for t in pieces]
+        for (piece, position), reward in zip(self._ends, turn_rewards, strict=True):
+            rewards[piece][position] = float(reward)
+        return [replace(t, token_rewards=r) for t, r in zip(pieces, rewards, strict=True)]
+
+
+def _empty(prompt_ids: Sequence[int]) -> Trajectory:
+    return Trajectory(list(prompt_ids), [], [], [], [])

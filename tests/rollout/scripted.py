@@ -1,0 +1,80 @@
+"""A policy that says what it is told, and the law that an episode's trajectories must obey."""
+
+from functools import cache
+from pathlib import Path
+
+from rlkit.data.prompts import rl_prompts
+from rlkit.data.tiny import tiny_tokenizer
+from rlkit.types import Completion
+
+SPECIAL = {
+    "chatml": [],
+    "qwen3": [],
+    "llama3": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>", "<|begin_of_text|>"],
+    "mistral": ["[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "</s>", "<s>"],
+}
+END = {"chatml": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>"}
+
+
+@cache
+def tokenizer_with(name):
+    """The tiny tokenizer under a template of `templates/`, with that family's special tokens."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (Path(__file__).parent / "templates" / f"{name}.jinja").read_text()
+    if SPECIAL[name]:
+        tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[name]})
+        tokenizer.bos_token, tokenizer.eos_token = SPECIAL[name][-1], END[name]
+    return tokenizer
+
+
+def prompt_of(tokenizer, text="question", **kwargs):
+    """A prompt as the data loader makes it, its row with an answer."""
+    return rl_prompts([{"prompt": text, "answer": "42"}], tokenizer=tokenizer, max_prompt_tokens=9999, **kwargs)[0][0]
+
+
+class Script:
+    """`sample` for an environment: gives the completions it is told, in order, and remembers each context.
+
+    Texts end with the template's end of turn; ids are given as they are; a completion too. Log-probs and versions are
+    different for every token of an episode.
+    """
+
+    def __init__(self, tokenizer, *turns, end="<|im_end|>"):
+        self.tokenizer, self.turns, self.end, self.calls = tokenizer, list(turns), end, []
+
+    async def __call__(self, prompt_ids, *, max_new_tokens=None):
+        out = self.turns.pop(0)
+        if isinstance(out, str):
+            out = self.tokenizer.encode(out + self.end, add_special_tokens=False)
+        if isinstance(out, list):
+            start = 1000 * len(self.calls)
+            numbers = range(start, start + len(out))
+            out = Completion(out, [-1.0 - i for i in numbers], [i + 7 for i in numbers], "stop")
+        self.calls.append((list(prompt_ids), out))
+        return out
+
+
+def check_exact(pieces, calls):
+    """Each turn stands in one piece behind exactly the context it was sampled in; nothing else is trained on."""
+    streams = []
+    for piece in pieces:
+        n = len(piece.prompt_ids)
+        whole = piece.prompt_ids + piece.ids
+        assert len(piece.mask) == len(piece.logp) == len(piece.versions) == len(piece.ids)
+        streams.append((whole, n, [(False, 0.0, -1)] * len(piece.ids)))
+    at = 0
+    for context, out in calls:
+        if not out.ids:
+            continue
+        start = len(context)
+        while streams[at][0][: start + len(out.ids)] != context + out.ids:
+            at += 1  # turns are in order: once a piece is left, no later turn is in it
+        _, n, expected = streams[at]
+        expected[start - n : start - n + len(out.ids)] = [
+            (True, logp, version) for logp, version in zip(out.logp, out.versions, strict=True)
+        ]
+    for piece, (_, _, expected) in zip(pieces, streams, strict=True):
+        assert list(zip(piece.mask, piece.logp, piece.versions, strict=True)) == expected
+        assert expected == [] or expected[-1][0], "what nobody sampled after is not kept"
+    assert [p.continues for p in pieces] == [i > 0 for i in range(len(pieces))]
+    assert len({p.reward for p in pieces}) == len({p.truncated for p in pieces}) == 1

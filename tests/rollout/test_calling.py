@@ -1,0 +1,71 @@
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from contextvars import ContextVar
+from functools import partial
+
+import pytest
+
+from rlkit.rollout.calling import call
+
+
+class Adder:
+    async def __call__(self, a, *, b):
+        await asyncio.sleep(0)
+        return a + b
+
+
+async def later(x):
+    return x
+
+
+async def test_sync_async_objects_and_functions_that_return_a_coroutine():
+    assert await call(lambda a, b: (a, b), 1, b=2) == (1, 2)
+    assert await call(Adder(), 1, b=2) == 3
+    assert await call(later, 5) == 5
+    assert await call(partial(later, 5)) == 5
+    assert await call(lambda: later(6)) == 6
+
+
+async def test_sync_functions_leave_the_event_loop_and_see_its_context():
+    value = ContextVar("value")
+    value.set(3)
+    thread, seen = await call(lambda: (threading.current_thread(), value.get()))
+    assert (thread is threading.main_thread(), seen) == (False, 3)
+    barrier = threading.Barrier(20, timeout=60)  # all at once, or nobody passes
+    await asyncio.gather(*(call(barrier.wait) for _ in range(20)))
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), SystemExit(3), StopIteration(4)])
+async def test_what_it_raises_is_raised(error):
+    def fails():
+        raise error
+
+    expected = RuntimeError if isinstance(error, StopIteration) else type(error)
+    with pytest.raises(expected):
+        await call(fails)
+
+
+async def test_a_deadline_for_both_kinds():
+    release = threading.Event()
+    with pytest.raises(TimeoutError):
+        await call(release.wait, timeout_s=0.05)
+    release.set()
+    with pytest.raises(TimeoutError):
+        await call(asyncio.sleep, 60, timeout_s=0.05)
+    assert await call(time.sleep, 0, timeout_s=60) is None
+
+
+def test_a_hanging_function_does_not_keep_the_process():
+    code = """
+import asyncio, time
+from rlkit.rollout.calling import call
+try:
+    asyncio.run(call(time.sleep, 1000, timeout_s=0.1))
+except TimeoutError:
+    print("late")
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert (out.stdout, out.stderr) == ("late\n", "")
