@@ -1,0 +1,101 @@
+"""Every covered architecture, with what makes it special, against transformers' own eager forward and under tp x cp."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from rlkit.packing import pack
+from rlkit.parallel.mesh import Parallel, make_mesh
+from rlkit.parallel.model import forward, prepare
+from rlkit.parallel.parallelize import parallelize
+from rlkit.types import Trajectory
+
+COMMON = dict(
+    vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    intermediate_size=44, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.2,
+)  # fmt: skip
+WINDOW = ["sliding_attention", "full_attention"]
+FAMILIES = {
+    "Llama": dict(attention_bias=True, mlp_bias=True),
+    "Mistral": dict(sliding_window=5),
+    "Qwen2": dict(use_sliding_window=True, sliding_window=4, layer_types=WINDOW, tie_word_embeddings=True),
+    "Qwen3": dict(use_sliding_window=True, sliding_window=6, layer_types=WINDOW),
+    "Gemma2": dict(sliding_window=5, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, query_pre_attn_scalar=17),
+    "Gemma3": dict(sliding_window=5, layer_types=WINDOW, query_pre_attn_scalar=9),
+}
+LAYOUTS = [dict(tp=2, cp=2), dict(tp=2), dict(cp=2, ulysses=True)]
+
+
+def build(family: str):
+    config = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config(**COMMON, **FAMILIES[family])).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    return model
+
+
+def groups():
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda n: torch.randint(3, 67, (n,), generator=generator).tolist()
+    out = []
+    for prompt_len, lens in [(9, [14, 3]), (1, [11]), (4, [2, 6])]:
+        prompt = draw(prompt_len)
+        out.append([Trajectory(prompt, draw(n), [True] * n, [0.0] * n, [0] * n) for n in lens])
+    return out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_eager_per_sequence(family):
+    model, samples = build(family), groups()
+    model.set_attn_implementation("eager")
+    true = []
+    for t in (t for g in samples for t in g):
+        ids = torch.tensor([t.prompt_ids + t.ids])
+        logp = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)[len(t.prompt_ids) - 1 : -1]
+        true.append(logp.gather(1, torch.tensor(t.ids)[:, None])[:, 0])
+    prepare(model)
+    for share in (True, False):
+        out = forward(model, batch := pack(samples, share_prompts=share))
+        torch.testing.assert_close(out.logp[batch.mask], torch.cat(true), atol=2e-5, rtol=1e-5)
+
+
+def on_rank(rank, world, family):
+    """Largest errors of log-probs and gradients per layout, relative to the largest entry."""
+    batch = pack(groups())
+    weights = torch.sin(torch.arange(batch.num_tokens) + 1.0) * batch.mask
+
+    def run(model, share):
+        out = forward(model, batch, temperature=0.8)
+        (share * weights * (out.logp - 0.1 * out.entropy)).sum().backward()
+        return out.logp.detach(), {n: whole(p.grad) for n, p in model.named_parameters()}
+
+    logp, grads = run(prepare(build(family)), 1.0)
+    errors = {}
+    for sizes in LAYOUTS:
+        mesh = make_mesh(Parallel(**sizes))
+        found, found_grads = run(parallelize(build(family), mesh), 1 / mesh.dp)
+        name = " ".join(sizes)
+        errors[f"{name} logp"] = error(found, logp)
+        assert found_grads.keys() == grads.keys()
+        for n in grads:
+            errors[f"{name} {n}"] = error(found_grads[n], grads[n])
+    return errors
+
+
+def whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def error(a, b):
+    return float((a - b).abs().max() / b.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensor_and_context_parallel_equal_one_process(ranks, family):
+    for errors in ranks.run(on_rank, family):
+        worst = max(errors, key=errors.get)
+        assert errors[worst] < 1e-5, (worst, errors[worst])

@@ -1,0 +1,116 @@
+"""The attention primitive: windows, softcaps, and the plan for flash kernels, against loops over single queries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit.parallel import attention
+from rlkit.parallel.attention import Segment, attend, has_flash, plan
+
+
+def loop(q, k, v, spans, *, scale, window=None, softcap=None):
+    """One query at a time, in fp64."""
+    out = torch.zeros_like(q)
+    for start, n, ranges in spans:
+        rows = [r for s, m in ranges for r in range(s, s + m)]
+        for i in range(n):
+            seen = rows[: len(rows) - (n - 1 - i)][-(window or len(rows)) :]
+            for head in range(q.shape[1]):
+                kv = head // (q.shape[1] // k.shape[1])
+                z = scale * k[seen, kv] @ q[start + i, head]
+                z = z if softcap is None else softcap * torch.tanh(z / softcap)
+                out[start + i, head] = z.softmax(0) @ v[seen, kv]
+    return out
+
+
+def varlen_kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """What the documentation says of torch's flash kernel, with a loop inside."""
+    left, right = window_size
+    assert right == 0
+    assert enable_gqa
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert (int(cu_q.diff().max()), int(cu_k.diff().max())) == (max_q, max_k)
+    spans = [
+        Segment(int(a), int(b - a), [(int(c), int(d - c))]) for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:])
+    ]
+    return loop(q, k, v, spans, scale=scale, window=None if left < 0 else left + 1)
+
+
+@st.composite
+def layouts(draw):
+    """Segments with one or two ranges of keys each, at least as many keys as queries."""
+    spans, start, num_keys = [], 0, 14
+    for _ in range(draw(st.integers(1, 5))):
+        n = draw(st.integers(1, 6))
+        before = draw(st.integers(0, 5))
+        spans.append(Segment(start, n, [(draw(st.integers(0, 8)), before), (draw(st.integers(0, num_keys - n)), n)]))
+        start += n
+    return spans, start, num_keys
+
+
+@settings(max_examples=25, deadline=None)
+@given(layouts(), st.sampled_from([None, 1, 3, 50]), st.sampled_from([None, 0.7]))
+def test_windows_and_softcaps_against_loops(layout, window, softcap):
+    spans, num_q, num_k = layout
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, h, 4, generator=generator).double() for n, h in ((num_q, 4), (num_k, 2), (num_k, 2)))
+    out = attend(q, k, v, plan(spans), scale=0.5, window=window, softcap=softcap)
+    torch.testing.assert_close(out, loop(q, k, v, spans, scale=0.5, window=window, softcap=softcap))
+
+
+@settings(max_examples=25, deadline=None)
+@given(layouts(), st.sampled_from([None, 3]))
+def test_the_flash_plan_gives_a_varlen_kernel_the_same_segments(layout, window):
+    spans, num_q, num_k = layout
+    spans = spans[::-1]  # not in the order of the stream
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, h, 4, generator=generator).double() for n, h in ((num_q, 4), (num_k, 2), (num_k, 2)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_kernel)
+        out = attend(q, k, v, plan(spans, flash=True), scale=0.5, window=window)
+    torch.testing.assert_close(out, loop(q, k, v, spans, scale=0.5, window=window))
+
+
+def test_gradients_of_a_windowed_bucket_are_finite_and_right():
+    torch.manual_seed(0)
+    spans = [Segment(0, 5, [(0, 5)]), Segment(5, 3, [(0, 2), (5, 3)]), Segment(8, 4, [(8, 4)])]
+    q, k, v = (torch.randn(12, 2, 4, dtype=torch.double, requires_grad=True) for _ in range(3))
+    weights = torch.randn(12, 2, 4, dtype=torch.double)
+    for options in ({"window": 2}, {"softcap": 0.5}, {"window": 3, "softcap": 0.5}):
+        a = torch.autograd.grad((weights * attend(q, k, v, plan(spans), scale=0.5, **options)).sum(), (q, k, v))
+        true = torch.autograd.grad((weights * differentiable_loop(q, k, v, spans, **options)).sum(), (q, k, v))
+        for x, y in zip(a, true, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def differentiable_loop(q, k, v, spans, *, window=None, softcap=None):
+    rows = {}
+    for start, n, ranges in spans:
+        keys = [r for s, m in ranges for r in range(s, s + m)]
+        for i in range(n):
+            seen = keys[: len(keys) - (n - 1 - i)][-(window or len(keys)) :]
+            z = 0.5 * torch.einsum("shd,hd->sh", k[seen], q[start + i])
+            z = z if softcap is None else softcap * torch.tanh(z / softcap)
+            rows[start + i] = torch.einsum("sh,shd->hd", z.softmax(0), v[seen])
+    return torch.stack([rows[i] for i in range(q.shape[0])])
+
+
+def test_flash_is_for_half_precision_on_cuda():
+    assert not has_flash(torch.device("cpu"), torch.bfloat16, softcap=False)
+    assert not has_flash(torch.device("cuda"), torch.float32, softcap=False)
+
+
+def test_flash_casts_to_the_values_dtype(monkeypatch):
+    seen = {}
+
+    def kernel(q, k, v, *_, **__):
+        seen.update(q=q.dtype, k=k.dtype)
+        return q
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    q = torch.zeros(2, 1, 4)
+    attention.attend(q, q, q.bfloat16(), plan([Segment(0, 2, [(0, 2)])], flash=True), scale=1.0)
+    assert seen == {"q": torch.bfloat16, "k": torch.bfloat16}
