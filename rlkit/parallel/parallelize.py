@@ -49,6 +49,8 @@ def parallelize(
     Errors: ValueError for a model that is not covered, or whose heads the sizes do not divide.
     """
     sizes = mesh.sizes
+    if not hasattr(model.base_model, "layers") or not hasattr(model.base_model, "embed_tokens"):
+        raise ValueError(f"model type {model.config.model_type!r} has no `layers` and `embed_tokens` to cut over ranks")
     if max(sizes.tp, sizes.cp) > 1 or model.config.model_type in DENSE:
         check_model(model.config, tp=sizes.tp, cp=sizes.cp, ulysses=sizes.ulysses)
     model.to(torch.float32)
@@ -172,7 +174,17 @@ def read_weights(model: Any, folder: Path, *, device: torch.device | str) -> Non
     weights = get_model_state_dict(model)
     if is_tied(model):
         weights.pop("lm_head.weight", None)
-    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    stored = reader.read_metadata().state_dict_metadata
+    wrong = [f"{name} is missing" for name in weights if name not in stored]
+    wrong += [
+        f"{name} is {list(stored[name].size)} there and {list(x.shape)} in the model"
+        for name, x in weights.items()
+        if name in stored and stored[name].size != x.shape
+    ]
+    if wrong:
+        raise ValueError(f"{folder} does not hold this model: {'; '.join(wrong[:4])} ({len(wrong)} differences in all)")
+    dcp.load(weights, storage_reader=reader)
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:

@@ -1,0 +1,33 @@
+import pytest
+
+from rlkit.parallel.mesh import Parallel, resolve
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "shard"),
+    [
+        ({}, 1, 1),
+        ({}, 8, 8),
+        ({"tp": 2}, 8, 4),
+        ({"tp": 2, "cp": 2, "replicate": 2}, 16, 2),
+        ({"shard": 4, "tp": 2}, 8, 4),
+        ({"pp": 2, "ep": 4}, 8, 4),
+    ],
+)
+def test_the_shard_size_is_what_is_left(sizes, world, shard):
+    assert resolve(Parallel(**sizes), world_size=world).shard == shard
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "message"),
+    [
+        ({"shard": 2, "tp": 2}, 8, r"shard 2 \* tp 2 = 4 ranks, but there are 8; use shard=4"),
+        ({"tp": 3}, 8, r"tp 3 = 6 ranks, but there are 8; with shard=0 each of these alone would fit: tp=2"),
+        ({"tp": 8, "cp": 2}, 8, r"cp 2 \* tp 8 = 16 ranks, but there are 8; .* tp=4; cp=1"),
+        ({"tp": 0}, 8, r"sizes must be at least 1 .* got \{'tp': 0\}"),
+        ({"ep": 3}, 8, r"ep=3 must divide shard \* cp = 8 \* 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_told_what_would(sizes, world, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(Parallel(**sizes), world_size=world)
