@@ -13,9 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlkit.kernels.linear_logp import linear_logp
-from rlkit.packing import join, microbatches, pack, with_streams
+from rlkit.packing import join, pack, with_streams
 from rlkit.parallel.attention import as_inference, has_flash, register
 from rlkit.parallel.context import plan_layout
+from rlkit.parallel.data import rank_microbatches, summed
+from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.parallelize import inside, mesh_of
 from rlkit.parallel.vocab import is_sharded, sharded_linear_logp
 from rlkit.types import Batch, LogProbs, Trajectory
@@ -121,24 +123,30 @@ def _log_probs(
     return compute(hidden, weight, spread(batch.targets), **options)
 
 
-def with_old_logp(policy: Policy, batch: Batch, *, max_tokens: int) -> Batch:
+def with_old_logp(policy: Policy, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
     """The batch with `old_logp`: the policy's log-probs at the weights it has now."""
-    return with_streams(batch, old_logp=score(policy, batch, max_tokens=max_tokens))
+    return with_streams(batch, old_logp=score(policy, batch, max_tokens=max_tokens, mesh=mesh))
 
 
-def with_ref_logp(reference: Policy | None, batch: Batch, *, max_tokens: int) -> Batch:
+def with_ref_logp(reference: Policy | None, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
     """The batch with `ref_logp` of a frozen second policy; unchanged when there is none (`kl_coef` 0)."""
-    return batch if reference is None else with_streams(batch, ref_logp=score(reference, batch, max_tokens=max_tokens))
+    if reference is None:
+        return batch
+    return with_streams(batch, ref_logp=score(reference, batch, max_tokens=max_tokens, mesh=mesh))
 
 
 @torch.no_grad()
-def score(policy: Policy, batch: Batch, *, max_tokens: int) -> Float[Tensor, "T"]:
-    """The policy's log-probs over the whole batch, micro-batch by micro-batch, in the batch's own order."""
+def score(policy: Policy, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Float[Tensor, "T"]:
+    """The policy's log-probs over the whole batch, micro-batch by micro-batch, in the batch's own order.
+
+    With a `mesh` (that of a sharded policy) each data parallel rank computes its share, and every rank gets all of
+    them.
+    """
     out = torch.zeros(batch.num_tokens, device=batch.tokens.device)
     rows = torch.arange(batch.num_tokens, device=batch.tokens.device)
-    for micro, *places in microbatches((batch, rows), max_tokens=max_tokens):
+    for micro, *places in rank_microbatches((batch, rows), mesh=mesh, max_tokens=max_tokens):
         out[places[0]] = policy(micro).logp.to(out)
-    return out
+    return summed(out, mesh=mesh)
 
 
 def _dummy(device: torch.device) -> Batch:

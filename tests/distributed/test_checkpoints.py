@@ -158,8 +158,12 @@ def saver_on_rank(rank, world, folder):
         with pytest.raises(OSError, match="the checkpoint of step 5"), BackgroundSaver(folder, keep=2) as saver:
             saver.save(step=5, model=model, optimizer=optimizer, state={})
         with pytest.raises(ZeroDivisionError), BackgroundSaver(folder, keep=2) as saver:
-            saver.save(step=1 // (saver.save(step=6, model=model, optimizer=optimizer, state={}) is not None),
-                       model=model, optimizer=optimizer, state={})
+            saver.save(
+                step=1 // (saver.save(step=6, model=model, optimizer=optimizer, state={}) is not None),
+                model=model,
+                optimizer=optimizer,
+                state={},
+            )
     finally:
         checkpoint._write_files = real
     with pytest.raises(TypeError, match=r"state\['reference'\]\['lm_head.weight'\] is sharded"):

@@ -1,0 +1,235 @@
+"""What ranks must agree on: skipped steps, norms, flags, metrics, who samples; precision and compilation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.metrics import finalize, largest, mean
+from rlkit.packing import microbatches, pack, select
+from rlkit.parallel.data import any_rank, rank_microbatches, reduce_metrics, spread_rollout, summed
+from rlkit.parallel.mesh import Parallel, make_mesh
+from rlkit.parallel.model import forward, prepare, score, token_outputs
+from rlkit.parallel.optim import adamw, global_norm, optimizer_step
+from rlkit.parallel.parallelize import parallelize
+from rlkit.types import Trajectory
+
+
+def model(**options):
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 44}
+    return tiny_model(tiny_tokenizer(), **{**sizes, **options})
+
+
+def batch(lens=(7, 4, 9, 2, 12, 5)):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randint(0, 263, (n,), generator=generator).tolist()
+    return pack([[Trajectory(draw(3), draw(n), [True] * n, [-1.0] * n, [0] * n)] for n in lens])
+
+
+def nan_on_rank(rank, world, sizes):
+    """One rank's loss is not finite: nobody steps, everybody counts it; the next step works."""
+    mesh = make_mesh(Parallel(**sizes))
+    trained = parallelize(model(), mesh)
+    optimizer = adamw(trained, lr=1e-2)
+    before = [p.to_local().clone() for p in trained.parameters()]
+    out = []
+    for poison in (mesh.dp_rank == mesh.dp - 1, False):
+        (forward(trained, batch()).logp.sum() * (torch.nan if poison else 1.0)).backward()
+        out.append(finalize(optimizer_step(optimizer, max_norm=1.0)))
+        same = all(torch.equal(a, p.to_local()) for a, p in zip(before, trained.parameters(), strict=True))
+        assert same == (len(out) == 1)
+        assert all(p.grad is None for p in trained.parameters())
+        assert bool(optimizer.state) == (len(out) == 2)
+    return [m["skipped_step"] for m in out], out[1]["grad_norm"]
+
+
+@pytest.mark.parametrize("sizes", [{"replicate": 4, "shard": 1}, {"shard": 4}, {"tp": 2}])
+def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(ranks, sizes):
+    found = ranks.run(nan_on_rank, sizes)
+    assert all(skipped == [1.0, 0.0] for skipped, _ in found)
+    assert len({norm for _, norm in found}) == 1, "all ranks clip by the same bits"
+
+
+def norm_on_rank(rank, world):
+    """Plain tensors and DTensors of two meshes, cut and copied."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    x = [torch.randn(5, 3) for _ in range(5)]
+    flat = init_device_mesh("cpu", (4,))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    grads = [
+        x[0],
+        distribute_tensor(x[1], flat, [Shard(0)]),
+        distribute_tensor(x[2], grid, [Shard(0), Shard(1)]),
+        distribute_tensor(x[3], grid, [Replicate(), Shard(0)]),
+        distribute_tensor(x[4], grid["b"], [Replicate()]),
+    ]
+    return float(global_norm(grads)), float(torch.cat([t.flatten() for t in x]).norm())
+
+
+def test_the_norm_counts_every_entry_once_over_mixed_meshes(ranks):
+    for found, true in ranks.run(norm_on_rank):
+        assert found == pytest.approx(true, rel=1e-6)
+
+
+def microbatches_on_rank(rank, world, sizes, max_tokens):
+    mesh = make_mesh(Parallel(**sizes))
+    whole = batch()
+    rows = torch.arange(whole.num_tokens)
+    flat = torch.tensor([False, True, False, True, True, False])
+    parts = list(rank_microbatches((whole, rows), mesh=mesh, max_tokens=max_tokens, apart=flat))
+    return mesh.dp_rank, [x.tolist() for _, x in parts]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"cp": 2, "tp": 2}])
+@pytest.mark.parametrize("max_tokens", [16, 100])
+def test_ranks_get_as_many_microbatches_and_together_the_batch(ranks, sizes, max_tokens):
+    found = ranks.run(microbatches_on_rank, sizes, max_tokens)
+    assert len({len(parts) for _, parts in found}) == 1
+    places = dict(found)  # ranks of one data parallel place get the same
+    assert all(places[place] == parts for place, parts in found)
+    assert sorted(x for parts in places.values() for part in parts for x in part) == list(range(batch().num_tokens))
+
+
+def test_balance_over_ranks_is_near_the_bound():
+    from rlkit.balancing import plan_microbatches
+
+    generator = torch.Generator().manual_seed(0)
+    lens = torch.randn(256, generator=generator).exp().mul(60).clamp(4, 960).long().tolist()
+    for ranks in (2, 4, 8):
+        plan = plan_microbatches(batch(lens), max_tokens=4096, ranks=ranks)
+        assert len(plan.bins) % ranks == 0
+        assert plan.makespan <= 1.05 * plan.bound
+
+
+def agree_on_rank(rank, world):
+    mesh = make_mesh(Parallel(tp=2))
+    x = torch.full((3,), float(mesh.dp_rank + 1))
+    metrics = {"a": mean(x), "b": largest(x)}
+    policy = lambda b: forward(trained, b)
+    trained = parallelize(model(), mesh)
+    whole = batch()
+    scored = score(policy, whole, max_tokens=20, mesh=mesh)
+    empty = forward(trained, select(whole, [])).logp
+    return {
+        "any": (any_rank(rank == 3), any_rank(False)),
+        "sum": summed(x, mesh=mesh).tolist(),
+        "metrics": finalize(reduce_metrics(metrics, mesh=mesh)),
+        "score": scored.tolist(),
+        "empty": list(empty.shape),
+    }
+
+
+def test_agreement(ranks):
+    with torch.no_grad():
+        true = forward(prepare(model()), batch()).logp.tolist()
+    for found in ranks.run(agree_on_rank):
+        assert found["any"] == (True, False)
+        assert found["sum"] == [3.0] * 3
+        assert found["metrics"] == {"a": 1.5, "b": 2.0}
+        assert found["score"] == pytest.approx(true, rel=1e-5, abs=1e-5)
+        assert found["empty"] == [0]
+
+
+def rollout_on_rank(rank, world, fail):
+    mesh = make_mesh(Parallel(tp=2))
+    asked = []
+
+    async def work(places):
+        asked.extend(places)
+        if fail and rank == 2:
+            raise ValueError("the engine is gone")
+        return [(place, rank) for place in places]
+
+    try:
+        items = asyncio.run(spread_rollout("abcde", work, mesh=mesh))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return asked, items
+
+
+def test_each_data_parallel_place_samples_its_share_once(ranks):
+    found = ranks.run(rollout_on_rank, False)
+    assert [asked for asked, _ in found] == [[0, 2, 4], [], [1, 3], []]
+    assert all(items == [(0, 0), (1, 2), (2, 0), (3, 2), (4, 0)] for _, items in found)
+
+
+def test_an_engine_that_fails_on_one_rank_fails_on_all(ranks):
+    found = ranks.run(rollout_on_rank, True)
+    assert found[2] == "ValueError: the engine is gone"
+    assert all("rank 2: ValueError('the engine is gone')" in found[r] for r in (0, 1, 3))
+
+
+def bf16_on_rank(rank, world, sizes):
+    trained = parallelize(model(), make_mesh(Parallel(**sizes)), dtype=torch.bfloat16)
+    out = forward(trained, batch())
+    out.logp.sum().backward()
+    assert out.logp.dtype == torch.float32
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in trained.parameters())
+    return out.logp.tolist()
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2, "cp": 2}])
+def test_bf16_compute_over_fp32_masters(ranks, sizes):
+    with torch.no_grad():
+        true = forward(prepare(model()), batch()).logp
+    for logp in ranks.run(bf16_on_rank, sizes):
+        assert 1e-4 < (torch.tensor(logp) - true).abs().max() < 0.1
+
+
+def head_on_rank(rank, world, sizes, truth):
+    """A head of one's own: its values come back whole, and its gradient is right."""
+    made = model()
+    made.value = torch.nn.Linear(32, 1, bias=False)
+    torch.nn.init.constant_(made.value.weight, 0.1)
+    trained = parallelize(made, mesh := make_mesh(Parallel(**sizes)))
+    whole = batch()
+    (values,) = token_outputs(trained, whole, lambda hidden, _: (trained.value(hidden)[:, 0],))
+    (values.square().sum() / mesh.dp).backward()
+    values_true, grad_true = truth
+    torch.testing.assert_close(values, values_true, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(trained.value.weight.grad.full_tensor(), grad_true, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"cp": 4}, {"tp": 2, "cp": 2}])
+def test_a_head_of_ones_own(ranks, sizes):
+    made = prepare(model())
+    made.value = torch.nn.Linear(32, 1, bias=False)
+    torch.nn.init.constant_(made.value.weight, 0.1)
+    (values,) = token_outputs(made, batch(), lambda hidden, _: (made.value(hidden)[:, 0],))
+    values.square().sum().backward()
+    ranks.run(head_on_rank, sizes, (values.detach(), made.value.weight.grad))
+
+
+def compile_on_rank(rank, world, options):
+    import torch._dynamo
+
+    torch._dynamo.config.suppress_errors = False
+    trained = parallelize(model(), make_mesh(Parallel(tp=2)), compile=True, **options)
+    parts = microbatches((batch(),), max_tokens=30)
+    losses = []
+    for (micro,) in parts:
+        loss = forward(trained, micro).logp.sum()
+        loss.backward()
+        losses.append(float(loss))
+    return losses, float(global_norm([p.grad for p in trained.parameters()]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}])
+def test_compiled_layers_compute_the_same(pool, options):
+    made = prepare(model())
+    losses = []
+    for (micro,) in microbatches((batch(),), max_tokens=30):
+        loss = 2 * forward(made, micro).logp.sum()  # two data parallel ranks with the same data
+        loss.backward()
+        losses.append(float(loss) / 2)
+    norm = float(global_norm([p.grad for p in made.parameters()]))
+    for found, found_norm in pool(4).run(compile_on_rank, options, timeout=500):
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert found_norm == pytest.approx(norm, rel=1e-5)
