@@ -212,6 +212,13 @@ def test_rows_without_upstream_gradient_leave_before_the_backward(mode: str) -> 
     assert (got["hidden"][dead] == 0).all()
 
 
+def test_a_nan_in_a_live_row_is_seen(mode: str) -> None:
+    tensors, targets = problem(12, 40, 8, dtype=torch.float32)
+    tensors[0][4] = math.nan
+    for x in linear_logp(*tensors, targets):
+        assert x.isnan().nonzero().tolist() == [[4]]
+
+
 def test_no_gradient_at_all(mode: str) -> None:
     tensors, targets = problem(4, 9, 3)
     got = with_grads(ours(targets), tensors, torch.float64, torch.zeros(4), torch.zeros(4))
@@ -279,6 +286,34 @@ def test_frozen_tensors_get_no_gradient(mode: str) -> None:
                 assert torch.equal(x.grad, both[name])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_into_the_weights_own_gradient(mode: str, dtype: torch.dtype) -> None:
+    """Two backwards add up there, beside what autograd adds from elsewhere (tied embeddings)."""
+    tensors, targets = problem(9, 33, 4, dtype=dtype)
+    g_logp, g_entropy = torch.randn(2, 9)
+    plain = with_grads(ours(targets), tensors, dtype, g_logp, g_entropy)
+    hidden, weight = (x.clone().requires_grad_() for x in tensors)
+    for _ in range(2):
+        out = linear_logp(hidden, weight, targets, into_grad=True)
+        ((g_logp * out.logp).sum() + (g_entropy * out.entropy).sum() + weight.sum()).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(hidden.grad, 2 * plain["hidden"])
+    torch.testing.assert_close(weight.grad, 2 * plain["weight"] + 2, rtol=4 * eps, atol=8 * eps)
+
+
+def test_into_grad_is_refused_where_it_would_go_wrong() -> None:
+    (hidden, weight), targets = problem(3, 7, 4)
+    linear_logp(hidden, weight, targets, into_grad=True)  # frozen: nothing to write
+    leaf = weight.requires_grad_()
+    with pytest.raises(ValueError, match="needs a leaf"):
+        linear_logp(hidden, leaf * 1, targets, into_grad=True)
+    leaf.register_hook(lambda g: g)
+    with pytest.raises(ValueError, match="bypass the hooks"):
+        linear_logp(hidden, leaf, targets, into_grad=True)
+
+
 class Largest(TorchDispatchMode):
     """Number of elements of the largest new tensor that any operation made, inside our operators too."""
 
@@ -329,7 +364,7 @@ def test_operators_pass_opcheck(mode: str) -> None:
         mask = torch.tensor([1, 0, 1, 1, 0, 1]).bool() if options else None
         softcap = 2.0 if options else None
         args = (*leaves[:2], targets, bias, mask, 0.9, softcap)
-        torch.library.opcheck(ops.logp_op, (*args, mode == "kept", "chunked"))
+        torch.library.opcheck(ops.logp_op, (*args, mode == "kept", "chunked", False))
         detached = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
         torch.library.opcheck(ops.partials_op, (*detached, 0, "chunked"))
         stats = ops.partials_op(*detached, 0, "chunked")

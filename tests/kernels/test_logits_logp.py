@@ -180,10 +180,10 @@ def test_inplace_backward_reuses_the_logits() -> None:
 def test_operators_and_compilation() -> None:
     logits, targets = problem(6, 11)
     mask = torch.arange(6) != 2
-    torch.library.opcheck(ops.partials_op, (logits, targets, mask, 0.9, 2.0, 0))
-    stats = ops.partials_op(logits, targets, mask, 0.9, 2.0, 0)
+    torch.library.opcheck(ops.partials_op, (logits, targets, mask, 0.9, 2.0, 0, "chunked"))
+    stats = ops.partials_op(logits, targets, mask, 0.9, 2.0, 0, "chunked")
     leaf = logits.clone().requires_grad_()
-    torch.library.opcheck(ops.logp_op, (leaf, targets, stats, mask, 0.9, 2.0, 0, False))
+    torch.library.opcheck(ops.logp_op, (leaf, targets, stats, mask, 0.9, 2.0, 0, False, "chunked"))
     run = lambda x: logits_logp(x, targets, mask=mask, softcap=2.0, inplace_backward=True)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     g = torch.randn(2, 6, dtype=torch.float64)

@@ -103,20 +103,20 @@ def row_terms(
     return Rows(targets, offset, -1 / total, at_target, base, g_entropy)
 
 
-def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool]) -> Grads:
-    """Gradients of `hidden`, `weight` and `bias` as far as `need` asks for them."""
+def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool], d_weight: Tensor | None = None) -> Grads:
+    """Gradients as far as `need` asks for them; a given `d_weight` is added to, in its own dtype."""
     weight, dtype = head.weight, compute_dtype(hidden, head.weight, head.bias)
     h, vocab = hidden.to(dtype), head.weight.shape[0]
     scale = (rows.scale / head.temperature).unsqueeze(1)
     d_hidden = torch.zeros_like(h) if need[0] else None
-    d_weight = torch.zeros_like(weight) if need[1] else None
+    d_weight = torch.zeros_like(weight) if need[1] and d_weight is None else d_weight
     d_bias = torch.zeros(vocab, dtype=dtype, device=h.device) if need[2] else None
     scaled = h * scale if need[1] else h
     height, width = tile_shape(h, vocab)
     buffers = h.new_empty(3, height * width)
     for first, last in blocks(vocab, width):
         w, bias = columns(head, first, last, dtype)
-        d_w = None if d_weight is None else accumulator(d_weight[first:last], dtype)
+        d_w = None if d_weight is None or not need[1] else accumulator(d_weight[first:last], dtype)
         for top, end in blocks(h.shape[0], height):
             u, out, spare = tiles(buffers, end - top, last - first)
             part = rows.take(slice(top, end))
@@ -130,7 +130,7 @@ def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool]) -> Gra
             if d_bias is not None:
                 d_bias[first:last].addmv_(d.t(), scale[top:end, 0])
         if d_weight is not None and d_w is not None and d_w.dtype != weight.dtype:
-            d_weight[first:last] = d_w
+            d_weight[first:last] += d_w
     return Grads(None if d_hidden is None else d_hidden.mul_(scale).to(hidden.dtype), d_weight, d_bias)
 
 
@@ -164,7 +164,7 @@ def columns(head: Head, first: int, last: int, dtype: torch.dtype) -> tuple[Tens
 
 
 def accumulator(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where to sum what ends in `x`, which holds zeros: `x` itself if precise enough, or else a new tensor."""
+    """Where to sum what is added to `x`: `x` itself if precise enough, or else a new tensor."""
     return x if x.dtype == dtype else torch.zeros_like(x, dtype=dtype)
 
 

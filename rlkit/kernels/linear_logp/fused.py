@@ -10,26 +10,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import check_cu_seqlens, readable
-from rlkit.kernels.linear_logp import chunked
+from rlkit.kernels.linear_logp import fused_chunked
 from rlkit.kernels.linear_logp._checks import check_head, check_targets
-from rlkit.kernels.linear_logp.chunked import (
-    Head,
-    Rows,
-    blocks,
-    columns,
-    compute_dtype,
-    logits_into,
-    row_terms,
-    tile_gradient,
-)
-from rlkit.kernels.linear_logp.ops import finite, present
-from rlkit.kernels.linear_logp.stats import Partials, combine, finish, no_partials, tile_partials
+from rlkit.kernels.linear_logp.chunked import Head, blocks, compute_dtype, row_terms
+from rlkit.kernels.linear_logp.ops import check_impl, finite, present
+from rlkit.kernels.linear_logp.stats import finish
 from rlkit.types import LogProbs
-
-CPU_CHUNK_BYTES = 32 << 20
-CHUNK_BYTES = 256 << 20
-CPU_MIN_ROWS = 256  # fewer, and the sum into the weight's gradient, read and written once per chunk, shows
-MIN_ROWS = 2048
 
 
 class FusedLoss(NamedTuple):
@@ -43,15 +29,6 @@ class FusedLoss(NamedTuple):
 _Wanted = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of hidden, weight, bias
 
 
-class _Tile(NamedTuple):
-    """Logits of the vocabulary entries [first, last), less their row-wise maximum `peak`."""
-
-    first: int
-    last: int
-    u: Tensor
-    peak: Tensor
-
-
 class _Task(NamedTuple):
     """Everything that is not differentiated: rows that enter, and what to do with them."""
 
@@ -63,6 +40,7 @@ class _Task(NamedTuple):
     temperature: float
     softcap: float | None
     need: list[bool]
+    impl: str
 
 
 @torch.compiler.disable
@@ -78,6 +56,7 @@ def fused_loss(
     softcap: float | None = None,
     mask: Bool[Tensor, "T"] | None = None,
     cu_seqlens: Int[Tensor, "N1"] | None = None,
+    impl: str | None = None,
 ) -> FusedLoss:
     """sum_t loss_fn(LogProbs_t, row_data_t), with all gradients computed on the way: faster, for a loss known up front.
 
@@ -86,9 +65,10 @@ def fused_loss(
     `loss_fn(out, *row_data)` gets `LogProbs` of R rows and the same R rows of each tensor in `row_data` (first axis T),
     and returns R weighted losses. It is called once per chunk under autograd, on `[R]` tensors. Whatever it is (clipped
     surrogate, KL, entropy bonus), three matrix products are enough, because a chunk's logits are still there when their
-    gradient is known. Memory: fp32 gradients and one chunk of logits (on a CPU 32 MB, or 256 rows where those take
-    more). The backward only scales by the upstream gradient, and works once. Gradients flow to `hidden`, `weight` and
-    `bias`, not to `row_data` or to tensors that `loss_fn` closes over.
+    gradient is known. Memory: an fp32 gradient of the weight and one chunk of logits (on a CPU 32 MB, or 256 rows where
+    those take more; by Triton up to 4 GB). The backward only scales by the upstream gradient, and works once. Gradients
+    flow to `hidden`, `weight` and `bias`, not to `row_data` or to tensors that `loss_fn` closes over. `impl`:
+    "chunked" or "triton"; None picks, see `which_impl`.
 
     `mask`: rows where it is False never enter; `loss_fn` does not see them. In a chunk, rows whose gradient is 0 skip
     the gradient's products.
@@ -126,6 +106,7 @@ def fused_loss(
         temperature,
         softcap,
         [needs and x is not None and x.requires_grad for x in (hidden, weight, bias)],
+        check_impl(impl, hidden, weight, bias),
     )
     return FusedLoss(*_Fused.apply(hidden, weight, bias, task))
 
@@ -154,18 +135,18 @@ class _Fused(torch.autograd.Function):
 
 
 def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tuple[Tensor, Tensor, Tensor, _Wanted]:
-    dtype, rows = compute_dtype(hidden, weight, bias), task.rows
+    dtype, rows, engine = compute_dtype(hidden, weight, bias), task.rows, _engine(task.impl)
     head = Head(weight, finite(bias, dtype), task.temperature, task.softcap)
     h, targets, *data = (x if rows is None else x[rows] for x in (hidden, task.targets.long(), *task.row_data))
+    chunks = _chunks(h, engine.chunk_rows(h.device, max(1, weight.shape[0])), task.cu_seqlens)
     d_hidden = torch.zeros_like(h) if task.need[0] else None
     d_weight = torch.zeros_like(weight, dtype=dtype) if task.need[1] else None
     d_bias = h.new_zeros(weight.shape[0], dtype=dtype) if task.need[2] else None
     total, out = h.new_zeros((), dtype=dtype), h.new_zeros(2, h.shape[0], dtype=dtype)
-    chunks = _chunks(h, weight.shape[0], task.cu_seqlens)
-    buffer = h.new_empty(max((c.stop - c.start for c, _ in chunks), default=0) * weight.shape[0], dtype=dtype)
+    buffer = engine.workspace(max((c.stop - c.start for c, _ in chunks), default=0), weight, dtype)
     for chunk, bounds in chunks:
-        hc, part = h[chunk].to(dtype), [x[chunk] for x in data]
-        tiles, stats = _forward(hc, targets[chunk], head, buffer)
+        hc, part = h[chunk], [x[chunk] for x in data]
+        kept, stats = engine.forward(hc, targets[chunk], head, buffer)
         values = finish(stats)
         if chunk.start == 0 and readable(h):
             _check_rows(task.loss_fn, values, part, bounds)
@@ -175,66 +156,23 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tu
         if any(task.need):
             terms = row_terms(targets[chunk], stats.max, stats.sum, *values, g_logp, g_entropy)
             alive = present(g_logp != 0 if g_entropy is None else (g_logp != 0) | (g_entropy != 0))
-            _backward(hc, head, terms, tiles, alive, None if d_hidden is None else d_hidden[chunk], d_weight, d_bias)
+            d_hc = None if d_hidden is None else d_hidden[chunk]
+            engine.backward(hc, head, terms, kept, alive, d_hc, d_weight, d_bias)
     if rows is not None:
         out = out.new_zeros(2, hidden.shape[0]).index_copy_(1, rows, out)
         d_hidden = None if d_hidden is None else torch.zeros_like(hidden).index_copy_(0, rows, d_hidden)
     d_weight = None if d_weight is None else d_weight.to(weight.dtype)
-    return (
-        total,
-        out[0],
-        out[1],
-        (d_hidden, d_weight, None if d_bias is None or bias is None else d_bias.to(bias.dtype)),
-    )
+    d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
+    return total, out[0], out[1], (d_hidden, d_weight, d_bias)
 
 
-def _forward(h: Tensor, targets: Tensor, head: Head, buffer: Tensor) -> tuple[list[_Tile], Partials]:
-    """The chunk's logits as tiles in `buffer`, each less its own maximum, and the statistics of its rows."""
-    num_rows, vocab = h.shape[0], head.weight.shape[0]
-    stats, tiles = Partials(*no_partials(num_rows, dtype=h.dtype, device=h.device)), []
-    width = _width(h, vocab)
-    scratch = h.new_empty(num_rows * width)
-    for first, last in blocks(vocab, width):
-        z = buffer[num_rows * first : num_rows * last].view(num_rows, last - first)
-        logits_into(z, h, *columns(head, first, last, h.dtype), head)
-        part = tile_partials(z, targets, first=first, scratch=scratch[: z.numel()].view_as(z))
-        tiles.append(_Tile(first, last, z, part.max))
-        stats = combine(stats, part)
-    return tiles, stats
+def _engine(impl: str) -> Any:
+    """The module with `forward` and `backward` of a chunk."""
+    if impl == "chunked":
+        return fused_chunked
+    from rlkit.kernels.linear_logp import fused_triton
 
-
-def _backward(
-    h: Tensor,
-    head: Head,
-    rows: Rows,
-    tiles: list[_Tile],
-    alive: Tensor | None,
-    d_hidden: Tensor | None,
-    d_weight: Tensor | None,
-    d_bias: Tensor | None,
-) -> None:
-    """Adds the gradients of the chunk's `alive` rows (None: all) to `d_weight` and `d_bias`, and writes `d_hidden`."""
-    if alive is not None:
-        h, rows = h[alive], rows.take(alive)
-    scale = (rows.scale / head.temperature).unsqueeze(1)
-    scaled = h * scale
-    sums = torch.zeros_like(h)
-    buffers = h.new_empty(2, h.shape[0] * _width(h, head.weight.shape[0]))
-    for first, last, u, peak in tiles:
-        if alive is not None:
-            u, peak = u[alive], peak[alive]
-        out, spare = (x[: u.numel()].view_as(u) for x in buffers)
-        u.add_((peak - rows.offset).unsqueeze(1))
-        d = tile_gradient(u, rows, head, first=first, out=out, spare=spare)
-        if d_hidden is not None:
-            sums.addmm_(d, columns(head, first, last, h.dtype)[0])
-        if d_weight is not None:
-            d_weight[first:last].addmm_(d.t(), scaled)
-        if d_bias is not None:
-            d_bias[first:last].addmv_(d.t(), scale.squeeze(1))
-    if d_hidden is not None:
-        sums = sums.mul_(scale).to(d_hidden.dtype)
-        d_hidden.copy_(sums) if alive is None else d_hidden.index_copy_(0, alive, sums)
+    return fused_triton
 
 
 def _loss_and_slopes(
@@ -281,10 +219,8 @@ def _check_rows(loss_fn: Callable[..., Tensor], values: LogProbs, data: list[Ten
     )
 
 
-def _chunks(h: Tensor, vocab: int, cu_seqlens: list[int] | None) -> list[tuple[slice, Tensor | None]]:
-    """Row ranges of a chunk's size; with `cu_seqlens`, of whole sequences, with their bounds inside the range."""
-    on_cpu = h.device.type == "cpu"
-    size = max(CPU_MIN_ROWS if on_cpu else MIN_ROWS, (CPU_CHUNK_BYTES if on_cpu else CHUNK_BYTES) // (vocab * 4))
+def _chunks(h: Tensor, size: int, cu_seqlens: list[int] | None) -> list[tuple[slice, Tensor | None]]:
+    """Row ranges of at most `size`; with `cu_seqlens`, of whole sequences, with their bounds inside the range."""
     if cu_seqlens is None:
         return [(slice(top, end), None) for top, end in blocks(h.shape[0], size)]
     out: list[tuple[slice, Tensor | None]] = []
@@ -295,7 +231,3 @@ def _chunks(h: Tensor, vocab: int, cu_seqlens: list[int] | None) -> list[tuple[s
             out.append((slice(cu_seqlens[begin], cu_seqlens[i]), bounds))
             begin = i
     return out
-
-
-def _width(h: Tensor, vocab: int) -> int:
-    return min(vocab, max(1, chunked.tile_bytes(h.device) // (2 * h.element_size() * max(1, h.shape[0]))))

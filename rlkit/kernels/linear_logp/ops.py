@@ -14,11 +14,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlkit.kernels import _triton
 from rlkit.kernels.linear_logp import chunked, small
 from rlkit.kernels.linear_logp.chunked import Head, row_terms
 from rlkit.kernels.linear_logp.stats import LOWEST, Partials, finish, no_partials
 
-IMPLS: dict[str, Any] = {"chunked": chunked}  # modules with `partials` and `backward`
+IMPLS = ("chunked", "triton")
 
 
 @torch.library.custom_op("rlkit::linear_logp_partials", mutates_args=())
@@ -38,8 +39,8 @@ def partials_op(
     head = Head(weight, finite(bias, dtype), temperature, softcap, start)
     rows = present(mask)
     if rows is None:
-        return IMPLS[impl].partials(hidden, targets.long(), head)
-    stats = IMPLS[impl].partials(hidden[rows], targets[rows].long(), head)
+        return module(impl).partials(hidden, targets.long(), head)
+    stats = module(impl).partials(hidden[rows], targets[rows].long(), head)
     return no_partials(hidden.shape[0], dtype=dtype, device=hidden.device).index_copy_(1, rows, stats)
 
 
@@ -59,6 +60,7 @@ def logp_op(
     softcap: float | None,
     keep: bool,
     impl: str,
+    into_grad: bool,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """logp and entropy, and for the backward offset, sum, and what `small` keeps of the rows that entered."""
     if not keep:
@@ -77,7 +79,7 @@ def logp_op(
 
 @logp_op.register_fake
 def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _, bias, *_, keep, _ = rest
+    _, bias, *_, keep, _, _ = rest
     num_rows, dtype = hidden.shape[0], chunked.compute_dtype(hidden, weight, bias)
     shapes = [(num_rows,)] * 3 + ([(0,), (2, num_rows, weight.shape[0])] if keep else [(num_rows,), (0,)])
     return tuple(hidden.new_empty(shape, dtype=dtype) for shape in shapes)
@@ -125,24 +127,9 @@ def backward_op(
     need: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias (`[0]` where not needed), from rows with a non-zero upstream gradient."""
-    g_entropy = None if g_entropy is None or not g_entropy.any() else g_entropy
-    g_logp = torch.zeros_like(saved[0]) if g_logp is None else g_logp
-    alive = g_logp != 0 if g_entropy is None else (g_logp != 0) | (g_entropy != 0)
-    rows = present(alive if mask is None else alive & mask)
-    head = Head(weight, finite(bias, g_logp.dtype), temperature, softcap, start)
-    h, t, g_l, g_h, logp, entropy, offset = (
-        _take(x, rows) for x in (hidden, targets.long(), g_logp, g_entropy, *saved[:3])
-    )
-    if kept is None:
-        terms = row_terms(t, offset, _take(saved[3], rows), logp, entropy, g_l, g_h)
-        d_hidden, d_weight, d_bias = IMPLS[impl].backward(h, head, terms, need=need)
-    else:  # its rows are those that entered the forward, in order
-        entered = rows if rows is None or mask is None else (mask.cumsum(0) - 1)[rows]
-        kept_rows = small.KeptRows(t, logp, entropy, offset, g_l, g_h)
-        kept = kept if entered is None else kept[:, entered]
-        d_hidden, d_weight, d_bias = small.backward(h, head, kept, kept_rows, need=need)
-    if d_hidden is not None and rows is not None:
-        d_hidden = torch.zeros_like(hidden).index_copy_(0, rows, d_hidden)
+    head = Head(weight, finite(bias, saved[0].dtype), temperature, softcap, start)
+    upstream = (g_logp, g_entropy)
+    d_hidden, d_weight, d_bias = _gradients(upstream, hidden, targets, mask, head, saved, kept, impl, need, None)
     none = hidden.new_empty
     return (
         none(0) if d_hidden is None else d_hidden,
@@ -158,8 +145,67 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x) if needed else x.new_empty(0) for x, needed in wanted)
 
 
+@torch.library.custom_op("rlkit::linear_logp_backward_", mutates_args=("d_weight",))
+def backward_op_(
+    g_logp: Tensor | None,
+    g_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    saved: list[Tensor],
+    kept: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    start: int,
+    impl: str,
+    need: list[bool],
+    d_weight: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The same, with the weight's gradient added to `d_weight`."""
+    head = Head(weight, finite(bias, saved[0].dtype), temperature, softcap, start)
+    upstream = (g_logp, g_entropy)
+    d_hidden, _, d_bias = _gradients(upstream, hidden, targets, mask, head, saved, kept, impl, need, d_weight)
+    none = hidden.new_empty(0)
+    return none if d_hidden is None else d_hidden, none if d_bias is None or bias is None else d_bias.to(bias.dtype)
+
+
+def _gradients(
+    upstream: tuple[Tensor | None, Tensor | None],
+    hidden: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    head: Head,
+    saved: list[Tensor],
+    kept: Tensor | None,
+    impl: str,
+    need: list[bool],
+    d_weight: Tensor | None,
+) -> chunked.Grads:
+    g_logp, g_entropy = upstream
+    g_entropy = None if g_entropy is None or not g_entropy.any() else g_entropy
+    g_logp = torch.zeros_like(saved[0]) if g_logp is None else g_logp
+    alive = g_logp != 0 if g_entropy is None else (g_logp != 0) | (g_entropy != 0)
+    rows = present(alive if mask is None else alive & mask)
+    h, t, g_l, g_h, logp, entropy, offset = (
+        _take(x, rows) for x in (hidden, targets.long(), g_logp, g_entropy, *saved[:3])
+    )
+    if kept is None:
+        terms = row_terms(t, offset, _take(saved[3], rows), logp, entropy, g_l, g_h)
+        grads = module(impl).backward(h, head, terms, need=need, d_weight=d_weight)
+    else:  # its rows are those that entered the forward, in order
+        entered = rows if rows is None or mask is None else (mask.cumsum(0) - 1)[rows]
+        kept_rows = small.KeptRows(t, logp, entropy, offset, g_l, g_h)
+        kept = kept if entered is None else kept[:, entered]
+        grads = small.backward(h, head, kept, kept_rows, need=need, d_weight=d_weight)
+    if grads.hidden is not None and rows is not None:
+        grads = grads._replace(hidden=torch.zeros_like(hidden).index_copy_(0, rows, grads.hidden))
+    return grads
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, targets, bias, mask, temperature, softcap, _, impl = inputs
+    hidden, weight, targets, bias, mask, temperature, softcap, _, impl, ctx.into_grad = inputs
     logp, entropy, offset, total, kept = output
     ctx.mark_non_differentiable(offset, total, kept)
     _save(
@@ -173,6 +219,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _shard_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, temperature, softcap, start, stats, impl = inputs
+    ctx.into_grad = False
     _save(ctx, tensors, (*output, *stats[:2]), None, (temperature, softcap, start, impl))
 
 
@@ -187,25 +234,61 @@ def _backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: Non
     wanted = ctx.needs_input_grad
     need = [wanted[0], wanted[1], wanted[3]]
     saved = [logp, entropy, offset, total]
-    grads = backward_op(g_logp, g_entropy, *inputs, saved, kept, *ctx.constants, need)
-    d_hidden, d_weight, d_bias = (g if needed else None for g, needed in zip(grads, need, strict=True))
-    return d_hidden, d_weight, None, d_bias, *[None] * (len(wanted) - 4)
+    rest = [None] * (len(wanted) - 4)
+    args = (g_logp, g_entropy, *inputs, saved, kept, *ctx.constants, need)
+    if ctx.into_grad and need[1]:
+        weight = inputs[1]
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        d_hidden, d_bias = backward_op_(*args, weight.grad)
+        return d_hidden if need[0] else None, None, None, d_bias if need[2] else None, *rest
+    d_hidden, d_weight, d_bias = (g if needed else None for g, needed in zip(backward_op(*args), need, strict=True))
+    return d_hidden, d_weight, None, d_bias, *rest
 
 
 logp_op.register_autograd(_backward, setup_context=_setup)
 shard_op.register_autograd(_backward, setup_context=_shard_setup)
 
 
-def which_impl(hidden: Float[Tensor, "T D"], weight: Float[Tensor, "V D"]) -> str:  # noqa: ARG001
-    """The implementation that the functions of this package pick for these tensors: "chunked"."""
-    return "chunked"
+def which_impl(hidden: Float[Tensor, "T D"], weight: Float[Tensor, "V D"], bias: Tensor | None = None) -> str:
+    """The implementation that the functions of this package pick for these tensors.
+
+    "triton" for fp32, bf16 and fp16 on CUDA where Triton is installed, otherwise "chunked". Neither stores `[T, V]`.
+    """
+    return "triton" if _triton.preferred(hidden, weight, bias) else "chunked"
 
 
-def check_impl(impl: str | None, hidden: Tensor, weight: Tensor) -> str:
+def check_impl(impl: str | None, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     """The implementation asked for, or the one picked."""
     if impl is not None and impl not in IMPLS:
         raise ValueError(f"impl must be one of {['reference', *IMPLS]}, got {impl!r}")
-    return which_impl(hidden, weight) if impl is None else impl
+    if impl == "triton":
+        _triton.require(hidden, weight, bias)
+    return which_impl(hidden, weight, bias) if impl is None else impl
+
+
+def check_into_grad(weight: Tensor) -> None:
+    """The weight's gradient can be written where autograd would put it."""
+    if not weight.requires_grad:
+        return
+    if type(weight) not in (Tensor, torch.nn.Parameter):
+        raise TypeError(
+            f"into_grad needs a plain tensor as weight, got {type(weight).__name__}; call linear_logp inside the FSDP "
+            "module's forward, where the parameter is whole, or leave it off"
+        )
+    if not weight.is_leaf:
+        raise ValueError("into_grad needs a leaf as weight (a parameter), got the result of an operation; leave it off")
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        raise ValueError("into_grad would bypass the hooks on weight's gradient; remove them, or leave it off")
+
+
+def module(impl: str) -> Any:
+    """The module with `partials` and `backward`; Triton is imported when it is first needed."""
+    if impl == "chunked":
+        return chunked
+    from rlkit.kernels.linear_logp import triton
+
+    return triton
 
 
 def present(mask: Tensor | None) -> Tensor | None:

@@ -39,7 +39,7 @@ def partials(
     """
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
     check_targets(targets, hidden.shape[0], None, mask)
-    chosen, b = ops.check_impl(impl, hidden, weight), None if bias is None else bias.detach()
+    chosen, b = ops.check_impl(impl, hidden, weight, bias), None if bias is None else bias.detach()
     args = (hidden.detach(), weight.detach(), targets, b, mask, temperature, softcap, vocab_start, chosen)
     return Partials(*ops.partials_op(*args))
 
@@ -70,6 +70,6 @@ def shard_logp(
     """
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
     check_targets(targets, hidden.shape[0], None, mask)
-    stats, chosen = torch.stack(combined).detach(), ops.check_impl(impl, hidden, weight)
+    stats, chosen = torch.stack(combined).detach(), ops.check_impl(impl, hidden, weight, bias)
     args = (hidden, weight, targets, bias, mask, temperature, softcap, vocab_start, stats, chosen)
     return LogProbs(*ops.shard_op(*args))

@@ -49,8 +49,10 @@ def forward(hidden: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor
     return logp, torch.linalg.vecdot(exp_into(log_p, out=z), log_p).neg_(), lse, kept
 
 
-def backward(hidden: Tensor, head: Head, kept: Tensor, rows: KeptRows, *, need: list[bool]) -> Grads:
-    """Gradients of `hidden`, `weight` and `bias` as far as `need` asks for them."""
+def backward(
+    hidden: Tensor, head: Head, kept: Tensor, rows: KeptRows, *, need: list[bool], d_weight: Tensor | None = None
+) -> Grads:
+    """Gradients as far as `need` asks for them; a given `d_weight` is added to, in its own dtype."""
     targets, logp, entropy, lse, g_logp, g_entropy = rows
     scale = (g_logp / -head.temperature).unsqueeze(1)
     log_p, p = kept
@@ -65,8 +67,11 @@ def backward(hidden: Tensor, head: Head, kept: Tensor, rows: KeptRows, *, need: 
     d.scatter_(1, targets.unsqueeze(1), at_target)
     if head.softcap is not None:  # d softcap * tanh(x / softcap) / dx = 1 - (z temperature / softcap)^2
         d.addcmul_(d, (log_p + lse.unsqueeze(1)).mul_(head.temperature / head.softcap).square_(), value=-1)
+    if need[1]:
+        product = torch.mm(d.t(), hidden.to(d.dtype))
+        d_weight = product.to(head.weight.dtype) if d_weight is None else d_weight.add_(product)
     return Grads(
         torch.mm(d, head.weight.to(d.dtype)).to(hidden.dtype) if need[0] else None,
-        torch.mm(d.t(), hidden.to(d.dtype)).to(head.weight.dtype) if need[1] else None,
+        d_weight,
         d.sum(0) if need[2] else None,
     )

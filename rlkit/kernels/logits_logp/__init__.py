@@ -7,13 +7,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import check_float, check_mask
+from rlkit.kernels import _triton
 from rlkit.kernels.linear_logp import Partials
 from rlkit.kernels.linear_logp._checks import check_scaling, check_targets
 from rlkit.kernels.logits_logp import ops
 from rlkit.kernels.logits_logp import reference as _reference
 from rlkit.types import LogProbs
 
-__all__ = ["logits_logp", "partials", "shard_logp"]
+__all__ = ["logits_logp", "partials", "shard_logp", "which_impl"]
 
 
 def logits_logp(
@@ -41,7 +42,8 @@ def logits_logp(
     Args:       inplace_backward: the gradient overwrites the logits, which saves its `[T, V]`; for logits that nobody
                 reads afterwards (the output of a matrix product). A second backward then raises. Not under
                 torch.compile, where it is ignored.
-                impl: "reference" (materialised log-softmax) or "chunked"; None is "chunked".
+                impl: "reference" (materialised log-softmax), "chunked" (torch, some rows at a time) or "triton" (one
+                read forward, one read and one write backward, no device sync); None picks, see `which_impl`.
     Differs:    from `log_softmax` and a gather (TRL `selective_log_softmax`): two more `[T, V]` tensors there. From
                 FlashAttention's cross entropy (verl): the entropy has its gradient too.
     Reference:  the shifted statistics of `rlkit.kernels.linear_logp.finish`.
@@ -49,13 +51,17 @@ def logits_logp(
     _check(logits, targets, mask, logits.shape[-1], temperature, softcap)
     if impl == "reference":
         return _reference.logits_logp(logits, targets, temperature=temperature, softcap=softcap, mask=mask)
-    if impl not in (None, "chunked"):
-        raise ValueError(f'impl must be "reference" or "chunked", got {impl!r}')
+    chosen = _check_impl(impl, logits)
     if inplace_backward and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace_backward would overwrite logits, which are a leaf; leave it off")
-    stats = ops.partials_op(logits.detach(), targets, mask, temperature, softcap, 0)
+    stats = ops.partials_op(logits.detach(), targets, mask, temperature, softcap, 0, chosen)
     inplace = inplace_backward and not torch.compiler.is_compiling()
-    return LogProbs(*ops.logp_op(logits, targets, stats, mask, temperature, softcap, 0, inplace))
+    return LogProbs(*ops.logp_op(logits, targets, stats, mask, temperature, softcap, 0, inplace, chosen))
+
+
+def which_impl(logits: Float[Tensor, "T V"]) -> str:
+    """The implementation that is picked: "triton" for fp32, bf16 and fp16 on CUDA with Triton, otherwise "chunked"."""
+    return "triton" if _triton.preferred(logits) else "chunked"
 
 
 def partials(
@@ -66,13 +72,15 @@ def partials(
     temperature: float = 1.0,
     softcap: float | None = None,
     mask: Bool[Tensor, "T"] | None = None,
+    impl: str | None = None,
 ) -> Partials:
     """Softmax statistics of one vocabulary shard of the logits, whose first column is entry `vocab_start`.
 
     Merge those of all shards with `rlkit.kernels.linear_logp.combine`. Carries no gradient: see `shard_logp`.
     """
     _check(logits, targets, mask, None, temperature, softcap)
-    return Partials(*ops.partials_op(logits.detach(), targets, mask, temperature, softcap, vocab_start))
+    chosen = _check_impl(impl, logits)
+    return Partials(*ops.partials_op(logits.detach(), targets, mask, temperature, softcap, vocab_start, chosen))
 
 
 def shard_logp(
@@ -84,6 +92,7 @@ def shard_logp(
     temperature: float = 1.0,
     softcap: float | None = None,
     mask: Bool[Tensor, "T"] | None = None,
+    impl: str | None = None,
 ) -> LogProbs:
     """Log-probability and entropy over the whole vocabulary, differentiable in this shard's logits.
 
@@ -91,8 +100,16 @@ def shard_logp(
     gradient of this shard's columns is complete when all ranks send back the same upstream gradients.
     """
     _check(logits, targets, mask, None, temperature, softcap)
-    stats = torch.stack(combined).detach()
-    return LogProbs(*ops.logp_op(logits, targets, stats, mask, temperature, softcap, vocab_start, False))
+    stats, chosen = torch.stack(combined).detach(), _check_impl(impl, logits)
+    return LogProbs(*ops.logp_op(logits, targets, stats, mask, temperature, softcap, vocab_start, False, chosen))
+
+
+def _check_impl(impl: str | None, logits: Tensor) -> str:
+    if impl not in (None, "chunked", "triton"):
+        raise ValueError(f'impl must be "reference", "chunked" or "triton", got {impl!r}')
+    if impl == "triton":
+        _triton.require(logits)
+    return which_impl(logits) if impl is None else impl
 
 
 def _check(

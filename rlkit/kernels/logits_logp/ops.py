@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.kernels.linear_logp.chunked import Head, Rows, row_terms
+from rlkit.kernels.linear_logp.chunked import Head, row_terms
 from rlkit.kernels.linear_logp.ops import present
 from rlkit.kernels.linear_logp.stats import Partials, finish
 from rlkit.kernels.logits_logp import chunked
@@ -15,10 +15,21 @@ from rlkit.kernels.logits_logp import chunked
 
 @torch.library.custom_op("rlkit::logits_logp_partials", mutates_args=())
 def partials_op(
-    logits: Tensor, targets: Tensor, mask: Tensor | None, temperature: float, softcap: float | None, start: int
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    start: int,
+    impl: str,
 ) -> Tensor:
     """Statistics `[4, T]` over these columns of the vocabulary, without a gradient."""
-    return chunked.partials(logits, targets.long(), _head(logits, temperature, softcap, start), present(mask))
+    head = _head(logits, temperature, softcap, start)
+    if impl == "chunked":
+        return chunked.partials(logits, targets.long(), head, present(mask))
+    from rlkit.kernels.logits_logp import triton
+
+    return triton.partials(logits, targets, head, mask)
 
 
 @partials_op.register_fake
@@ -36,6 +47,7 @@ def logp_op(
     softcap: float | None,  # noqa: ARG001
     start: int,  # noqa: ARG001
     inplace: bool,  # noqa: ARG001
+    impl: str,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
     """logp and entropy from the statistics `[4, T]` of the whole vocabulary, with gradients to these columns."""
     logp, entropy = finish(Partials(*stats))
@@ -58,17 +70,18 @@ def backward_op(
     temperature: float,
     softcap: float | None,
     start: int,
+    impl: str,
 ) -> Tensor:
     """Gradient of the logits, as a new tensor."""
-    terms, rows = _terms(g_logp, g_entropy, targets, saved, mask)
-    out = torch.empty_like(logits)
-    chunked.backward(logits, _head(logits, temperature, softcap, start), terms, rows, out=out)
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    head = _head(logits, temperature, softcap, start)
+    _write(out, logits, head, (g_logp, g_entropy), targets, saved, mask, impl)
     return out
 
 
 @backward_op.register_fake
 def _(logits: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(logits)
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("rlkit::logits_logp_backward_", mutates_args=("logits",))
@@ -82,14 +95,16 @@ def backward_op_(
     temperature: float,
     softcap: float | None,
     start: int,
+    impl: str,
 ) -> None:
     """The same, written over the logits."""
-    terms, rows = _terms(g_logp, g_entropy, targets, saved, mask)
-    chunked.backward(logits, _head(logits, temperature, softcap, start), terms, rows, out=logits)
+    head = _head(logits, temperature, softcap, start)
+    _write(logits, logits, head, (g_logp, g_entropy), targets, saved, mask, impl)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, targets, stats, mask, *ctx.constants, ctx.inplace = inputs
+    logits, targets, stats, mask, *constants, ctx.inplace, impl = inputs
+    ctx.constants = (*constants, impl)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, targets, *output, stats[0], stats[1], mask)
 
@@ -102,22 +117,36 @@ def _backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None) -> tupl
         backward_op_(d_logits, *args)
     else:
         d_logits = backward_op(logits, *args)
-    return d_logits, *[None] * 7
+    return d_logits, *[None] * 8
 
 
 logp_op.register_autograd(_backward, setup_context=_setup)
 
 
-def _terms(
-    g_logp: Tensor | None, g_entropy: Tensor | None, targets: Tensor, saved: list[Tensor], mask: Tensor | None
-) -> tuple[Rows, Tensor | None]:
-    """The gradient's terms per row, and the rows where one is not 0 (None: all)."""
+def _write(
+    out: Tensor,
+    logits: Tensor,
+    head: Head,
+    upstream: tuple[Tensor | None, Tensor | None],
+    targets: Tensor,
+    saved: list[Tensor],
+    mask: Tensor | None,
+    impl: str,
+) -> None:
+    """out <- gradient; rows that are masked, or whose upstream gradients are all 0, are not read."""
     logp, entropy, offset, total = saved
-    g_entropy = None if g_entropy is None or not g_entropy.any() else g_entropy
+    g_logp, g_entropy = upstream
+    if impl == "chunked" and g_entropy is not None and not g_entropy.any():
+        g_entropy = None
     g_logp = torch.zeros_like(logp) if g_logp is None else g_logp
     alive = g_logp != 0 if g_entropy is None else (g_logp != 0) | (g_entropy != 0)
+    alive = alive if mask is None else alive & mask
     terms = row_terms(targets.long(), offset, total, logp, entropy, g_logp, g_entropy)
-    return terms, present(alive if mask is None else alive & mask)
+    if impl == "chunked":
+        return chunked.backward(logits, head, terms, present(alive), out=out)
+    from rlkit.kernels.logits_logp import triton
+
+    return triton.backward(logits, head, terms, alive, out=out)
 
 
 def _head(logits: Tensor, temperature: float, softcap: float | None, start: int) -> Head:
