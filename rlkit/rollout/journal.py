@@ -9,7 +9,7 @@ from array import array
 from dataclasses import asdict
 from pathlib import Path
 
-from rlkit.parallel._files import append_file
+from rlkit.parallel._files import append_file, replace_file
 from rlkit.rollout.pausable import NOTHING, continued, joined, resumable
 from rlkit.types import Completion, Generate, SamplingParams
 
@@ -65,11 +65,15 @@ class Journal:
         append_file(self._folder / f"{max(out.versions)}.jsonl", line.encode())
 
     def _read(self, path: Path) -> None:
-        """A last line that was cut by a crash of the machine is left out."""
-        for line in path.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                row = json.loads(line)
-                self._known[tuple(row.pop("key"))] = Completion(**row)
+        """A last line that was cut by a crash is cut off, so that the next one starts on a line of its own."""
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            replace_file(path, whole)
+        for line in whole.splitlines():
+            row = json.loads(line)
+            key = tuple(row.pop("key"))
+            self._known[key] = Completion(**row)
 
 
 def _key(seed: int | None, prompt_ids: list[int], done: Completion) -> Key:

@@ -223,6 +223,8 @@ class GroupStream:
         self._changed.set()
 
     def _finish(self, entry: _Entry, prompt: Prompt, group: Group) -> None:
+        if self._closed:  # the last checkpoint says that it waits
+            return
         kept = self._keep is None or self._keep(group)
         if self._on_group is not None and not entry.written:
             self._on_group(prompt, group, step=self._version + 1, kept=kept)

@@ -1,0 +1,180 @@
+"""Interrupted or read back from a journal, a completion is the one that would have been sampled in one go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ticking import Ticking
+
+from rlkit.rollout.journal import Journal
+from rlkit.rollout.pausable import Pausable
+from rlkit.types import SamplingParams
+
+STOPS = st.lists(st.sampled_from(["cd", "efg", "nopq", "vwab"]), max_size=2, unique=True)
+
+
+def params(seed, stop=(), limit=18):
+    return SamplingParams(max_new_tokens=limit, seed=seed, stop=tuple(stop))
+
+
+async def interrupted(pausable, calls, ticks, *, between=lambda: None):
+    """Await `calls` while pausing after every so many turns of the event loop."""
+    work = asyncio.gather(*calls)
+    for n in ticks:
+        for _ in range(n):
+            await asyncio.sleep(0)
+        await pausable.pause()
+        assert pausable.num_running == 0
+        between()
+        pausable.resume()
+    return await work
+
+
+@settings(max_examples=60, deadline=None)
+@given(ticks=st.lists(st.integers(0, 7), max_size=6), stop=STOPS, limit=st.integers(1, 18))
+def test_pauses_change_nothing(ticks, stop, limit):
+    """Also not where a stop string is cut in two by a pause, which an engine alone would miss."""
+
+    def go(ticks):
+        engine = Ticking(length=lambda prompt, seed: 20)
+        pausable = Pausable(engine.generate, engine.abort)
+        calls = [pausable.generate([1] * n, params=params(n, stop, limit)) for n in range(1, 5)]
+        return asyncio.run(interrupted(pausable, calls, ticks))
+
+    assert go(ticks) == go([])
+
+
+@settings(max_examples=30, deadline=None)
+@given(ticks=st.lists(st.integers(1, 5), min_size=1, max_size=5))
+def test_versions_say_which_weights_made_each_token(ticks):
+    async def go():
+        engine = Ticking(length=lambda prompt, seed: 20)
+        pausable = Pausable(engine.generate, engine.abort)
+        made = []
+
+        def next_version():
+            made.append(engine.num_tokens)
+            engine.version += 1
+
+        (out,) = await interrupted(pausable, [pausable.generate([1], params=params(3))], ticks, between=next_version)
+        return engine, made, out
+
+    engine, made, out = asyncio.run(go())
+    assert out.versions == [sum(i >= m for m in made) for i in range(len(out.ids))]
+    assert engine.num_tokens == len(out.ids), "no token is sampled twice"
+
+
+def test_an_abort_by_somebody_else_is_handed_on():
+    async def go():
+        engine = Ticking(length=lambda prompt, seed: 20)
+        pausable = Pausable(engine.generate, engine.abort)
+        call = asyncio.create_task(pausable.generate([1], params=params(3)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        engine.abort()
+        return await call
+
+    out = asyncio.run(go())
+    assert out.finish_reason == "abort"
+    assert 0 < len(out.ids) < 18
+
+
+def test_a_pause_reaches_requests_that_are_still_on_their_way():
+    """A server does not know yet what was just sent to it: the abort is repeated until nothing is left."""
+
+    async def go():
+        engine = Ticking(length=lambda prompt, seed: 10**6)
+
+        async def late(prompt_ids, *, params, rid=None):
+            await asyncio.sleep(0.05)
+            return await engine.generate(prompt_ids, params=params, rid=rid)
+
+        pausable = Pausable(late, engine.abort)
+        call = asyncio.create_task(pausable.generate([1], params=params(3, limit=10**6)))
+        await asyncio.sleep(0)
+        await pausable.pause()
+        assert engine.running == 0
+        call.cancel()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+@settings(max_examples=40, deadline=None)
+@given(ticks=st.integers(0, 40), stop=STOPS)
+def test_what_was_sampled_before_a_crash_is_read_back(tmp_path_factory, ticks, stop):
+    folder = tmp_path_factory.mktemp("journal")
+    shape = {"length": lambda prompt, seed: 20, "delay": lambda prompt: len(prompt) * 4}
+
+    async def all_of(generate):
+        return await asyncio.gather(*(generate([1] * n, params=params(n, stop)) for n in range(1, 5)))
+
+    async def crash():
+        engine = Ticking(**shape)
+        journal = Journal(folder, engine.generate)
+        pausable = Pausable(journal.generate, engine.abort)
+        call = asyncio.create_task(all_of(pausable.generate))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        await pausable.pause()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        return engine.num_tokens
+
+    expected = asyncio.run(all_of(Ticking(**shape).generate))
+    before = asyncio.run(crash())
+    engine = Ticking(**shape)
+    assert asyncio.run(all_of(Journal(folder, engine.generate).generate)) == expected
+    given_back = 4 * max((len(s) - 1 for s in stop), default=0)
+    assert before + engine.num_tokens <= sum(len(c.ids) for c in expected) + given_back
+    again = Ticking(**shape)
+    assert asyncio.run(all_of(Journal(folder, again.generate).generate)) == expected
+    assert again.calls == [], "now everything is in the journal"
+
+
+def test_a_journal_answers_only_the_same_question(tmp_path):
+    def ask(prompt, seed):
+        engine = Ticking(length=lambda prompt, seed: 9)
+        out = asyncio.run(Journal(tmp_path, engine.generate).generate(prompt, params=params(seed)))
+        return out, bool(engine.calls)
+
+    first, asked = ask([1, 2], 5)
+    assert asked
+    assert ask([1, 2], 5) == (first, False)
+    assert ask([2, 1], 5)[1]
+    assert ask([1, 2], 6)[1]
+    with pytest.raises(ValueError, match=r"params\.seed"):
+        ask([1], None)
+
+
+def test_completions_of_weights_that_are_gone_are_forgotten(tmp_path):
+    engine = Ticking(length=lambda prompt, seed: 9)
+    journal = Journal(tmp_path, engine.generate)
+    for engine.version in range(4):
+        asyncio.run(journal.generate([engine.version], params=params(1)))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0.jsonl", "1.jsonl", "2.jsonl", "3.jsonl"]
+    engine.calls.clear()
+    journal = Journal(tmp_path, engine.generate, version=2)
+    journal.forget(before=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1.jsonl", "2.jsonl"]
+    for version in range(4):
+        asyncio.run(journal.generate([version], params=params(1)))
+    assert [c[0] for c in engine.calls] == [(3,)], "0 had been read before it was deleted"
+
+
+def test_a_line_that_was_cut_is_left_out(tmp_path):
+    engine = Ticking(length=lambda prompt, seed: 9)
+    journal = Journal(tmp_path, engine.generate)
+    for seed in (1, 2):
+        asyncio.run(journal.generate([7], params=params(seed)))
+    path = tmp_path / "0.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    engine.calls.clear()
+    journal = Journal(tmp_path, engine.generate)
+    for seed in (1, 2):
+        asyncio.run(journal.generate([7], params=params(seed)))
+    assert [seed for _, seed, _ in engine.calls] == [2]
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 2

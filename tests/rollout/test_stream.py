@@ -1,0 +1,357 @@
+"""The stream of groups: nothing lost, nothing too old, nothing left behind, whatever takes how long."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ticking import Ticking, prompt_at, small_model
+
+from rlkit.rollout.limits import success_between
+from rlkit.rollout.local import LocalEngine
+from rlkit.rollout.rollout import rollout, single_turn
+from rlkit.rollout.stream import GroupStream
+from rlkit.types import SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=30)
+DELAYS = st.lists(st.integers(0, 12), min_size=1, max_size=8)
+
+
+def stream_of(engine, prompts, **changes):
+    options = {
+        "generate": engine.generate, "abort": engine.abort, "params": PARAMS, "group_size": 2, "groups_per_step": 3,
+        "seed": 0,
+    }  # fmt: skip
+    return GroupStream(prompts, **options | changes)
+
+
+def place(group):
+    return group[0].prompt_ids[0]
+
+
+async def judged_by_place(prompt, group):
+    """Right where the place is a multiple of 3, else wrong; half right where it is also even."""
+    right = [prompt.index % 3 == 0] * len(group)
+    if prompt.index % 6 == 0:
+        right[0] = False
+    return [replace(t, reward=float(r)) for t, r in zip(group, right, strict=True)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(delays=DELAYS, need=st.integers(1, 4), steps=st.integers(1, 3))
+def test_filtered_groups_are_the_first_that_pass_and_no_prompt_more(delays, need, steps):
+    """Sampled = kept + dropped, each written once, whatever order they complete in; and twice the same."""
+
+    async def run(delay):
+        engine, written = Ticking(delay=delay), []
+        stream = stream_of(
+            engine, prompt_at, groups_per_step=need, score=judged_by_place, keep=success_between(0.01, 0.99),
+            on_group=lambda p, g, *, step, kept: written.append((p.index, step, kept)),
+        )  # fmt: skip
+        taken, dropped = [], []
+        async with stream:
+            for step in range(steps):
+                stream.advance(version=step)
+                taken.append([place(g) for g in await stream.take()])
+                dropped.append(stream.num_dropped)
+        return engine, written, taken, dropped
+
+    engine, written, taken, dropped = asyncio.run(run(lambda prompt: delays[prompt[0] % len(delays)]))
+    good = [p for p in range(200) if p % 6 == 0]
+    assert taken == [good[i * need : (i + 1) * need] for i in range(steps)]
+    last = taken[-1][-1]
+    assert sorted(p for p, *_ in written) == list(range(last + 1)), "all that was sampled is written, once"
+    assert {p for p, _, kept in written if kept} == {p for places in taken for p in places}
+    assert {c[0][0] for c in engine.calls} == set(range(last + 1)), "and not a prompt more was sampled"
+    assert [sum(s == i + 1 and not kept for _, s, kept in written) for i in range(steps)] == dropped
+    assert asyncio.run(run(lambda prompt: 0))[2] == taken
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    delays=DELAYS, staleness=st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 3.0]), need=st.integers(1, 4), data=st.data()
+)
+def test_staleness_never_exceeds_its_budget_and_nothing_is_lost(delays, staleness, need, data):
+    """Training and sampling at once, at random paces: the age of every token, the backpressure, and the accounts."""
+    train = data.draw(st.lists(st.integers(0, 15), min_size=1, max_size=6))
+    kept_from = data.draw(st.sampled_from([0, 2]))  # drop every second group, or none
+
+    async def run():
+        engine, dropped = Ticking(delay=lambda prompt: delays[prompt[0] % len(delays)]), []
+        stream = stream_of(
+            engine, prompt_at, groups_per_step=need, staleness=staleness,
+            keep=lambda group: not kept_from or place(group) % kept_from == 0,
+            on_group=lambda p, g, *, step, kept: None if kept else dropped.append(p.index),
+        )  # fmt: skip
+        ages, taken = [], []
+        async with stream:
+            for step in range(8):
+                stream.advance(version=step)
+                groups = await stream.take()
+                assert len(groups) == need
+                taken += [place(g) for g in groups]
+                ages += [step - v for g in groups for t in g for v in t.versions]
+                for _ in range(train[step % len(train)]):
+                    await asyncio.sleep(0)
+                assert stream.progress.running + stream.progress.ready <= math.floor(staleness * need + 1e-9)
+                engine.version = step + 1
+            state = stream.state
+        return engine, state, ages, taken, dropped
+
+    engine, state, ages, taken, dropped = asyncio.run(run())
+    assert max(ages) <= math.ceil(staleness)
+    assert min(ages) >= 0
+    accounted = sorted([*taken, *dropped, *(p for p, *_ in state["waiting"])])
+    assert accounted == list(range(state["next"])), "every group is taken, dropped or waiting, and exactly one of them"
+    assert engine.most <= 2 * need * (1 + staleness), "backpressure"
+    if staleness == 0:
+        assert taken == sorted(taken)
+        assert set(ages) == {0}
+
+
+def test_stragglers_wait_only_as_long_as_the_budget_allows():
+    """With a budget of 2 steps the slowest group of the first step is trained on at step 2, not earlier, not later."""
+
+    async def run():
+        engine = Ticking(delay=lambda prompt: 10**9 if prompt[0] == 1 and engine.version < 2 else 0)
+        stream = stream_of(engine, prompt_at, groups_per_step=2, staleness=2.0)
+        seen = []
+        async with stream:
+            for step in range(4):
+                stream.advance(version=step)
+                seen.append([place(g) for g in await stream.take()])
+                await stream.pause()
+                engine.version = step + 1
+        return seen
+
+    seen = asyncio.run(asyncio.wait_for(run(), 60))
+    assert [1 in places for places in seen] == [False, False, True, False]
+
+
+async def unequal(prompt, sample):
+    """Answers of 4, 13 or 22 tokens, by the prompt."""
+    return await single_turn(prompt, lambda ids: sample(ids, max_new_tokens=4 + 9 * (prompt.index % 3)))
+
+
+@pytest.mark.parametrize("staleness", [0.5, 1.0])
+def test_partial_rollout_equals_sampling_in_one_go(staleness):
+    """Greedy, under the same weights: interrupted at every step, the tokens are those of an uninterrupted rollout."""
+
+    async def run():
+        greedy = replace(PARAMS, temperature=0.0)
+        async with LocalEngine(small_model(), max_batch=64, eos_token_ids=()) as engine:
+            whole = await rollout(
+                [prompt_at(p) for p in range(12)], generate=engine.generate, params=greedy, group_size=1, seed=0,
+                env=unequal,
+            )  # fmt: skip
+            got, interrupted = {}, 0
+            stream = stream_of(engine, prompt_at, params=greedy, group_size=1, staleness=staleness, env=unequal)
+            async with stream:
+                for step in range(4):
+                    stream.advance(version=step)
+                    for group in await stream.take():
+                        got[place(group)] = group
+                    await stream.pause()
+                    assert engine.progress[:2] == (0, 0)
+                    interrupted += stream.progress.running
+                    await engine.update_weights(version=step + 1)
+        return whole, got, interrupted
+
+    whole, got, interrupted = asyncio.run(run())
+    assert interrupted >= 3
+    assert len(got) == 12
+    spanning = 0
+    for p, (t,) in got.items():
+        if p < 12:
+            (expected,) = whole[p]
+            assert t.ids == expected.ids
+            assert t.logp == pytest.approx(expected.logp, abs=1e-4)
+            spanning += len(set(t.versions)) > 1
+    assert spanning >= 1, "some went on in a later step"
+
+
+def test_log_probs_are_those_of_the_version_that_made_each_token():
+    model = copy.deepcopy(small_model())
+    weights = []
+
+    async def run():
+        groups = []
+        async with LocalEngine(model, max_batch=64, eos_token_ids=()) as engine:
+            stream = stream_of(engine, prompt_at, staleness=1.0, env=unequal)
+            async with stream:
+                for step in range(4):
+                    weights.append(copy.deepcopy(model.state_dict()))
+                    stream.advance(version=step)
+                    groups += await stream.take()
+                    await stream.pause()
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(step)))
+                    await engine.update_weights(version=step + 1)
+        return groups
+
+    groups = asyncio.run(run())
+    truth = copy.deepcopy(small_model())
+    spanning = 0
+    for t in (t for group in groups for t in group):
+        spanning += len(set(t.versions)) > 1
+        assert t.versions == sorted(t.versions)
+        for version in set(t.versions):
+            truth.load_state_dict(weights[version])
+            with torch.no_grad():
+                logits = truth(input_ids=torch.tensor([[*t.prompt_ids, *t.ids]])).logits[0, 1:-1]
+            logp = logits.log_softmax(-1).gather(1, torch.tensor(t.ids)[:, None])[:, 0].tolist()
+            made = [i for i, v in enumerate(t.versions) if v == version]
+            assert [t.logp[i] for i in made] == pytest.approx([logp[i] for i in made], abs=1e-4)
+    assert spanning >= 2
+
+
+@cache
+def shared_engine():
+    return LocalEngine(small_model(), max_batch=4)
+
+
+def journal_tokens(folder):
+    return [json.loads(line) for path in folder.iterdir() for line in path.read_text().splitlines()]
+
+
+@settings(max_examples=25, deadline=None)
+@given(ticks=st.integers(0, 60), staleness=st.sampled_from([0.0, 1.0]))
+def test_cancelled_at_any_await_leaves_no_task_and_nothing_unwritten(tmp_path_factory, ticks, staleness):
+    folder, engine = tmp_path_factory.mktemp("journal"), shared_engine()
+
+    async def score(prompt, group):
+        await asyncio.sleep(0)
+        return [replace(t, reward=float(len(t.ids))) for t in group]
+
+    async def train(engine, stream):
+        async with stream:
+            for step in range(50):
+                stream.advance(version=step)
+                await stream.take()
+                await stream.pause()
+                await engine.update_weights(version=step + 1)
+
+    async def run():
+        await engine.update_weights(version=0)
+        before = engine.progress.num_tokens
+        stream = stream_of(engine, prompt_at, score=score, staleness=staleness, journal=folder)
+        task = asyncio.create_task(train(engine, stream))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() <= {asyncio.current_task(), engine._driver}
+        assert engine.progress[:2] == (0, 0)
+        written = journal_tokens(folder)
+        assert sum(len(row["ids"]) for row in written) == engine.progress.num_tokens - before
+
+    asyncio.run(run())
+
+
+def test_an_error_in_an_environment_reaches_take_and_ends_the_rest():
+    async def train(stream):
+        async with stream:
+            for step in range(3):
+                stream.advance(version=step)
+                await stream.take()
+
+    async def env(prompt, sample):
+        if prompt.index == 4:
+            raise ZeroDivisionError("no luck")
+        return await single_turn(prompt, sample)
+
+    async def run():
+        engine = Ticking(length=lambda prompt, seed: 25)
+        with pytest.raises(ZeroDivisionError):
+            await train(stream_of(engine, prompt_at, env=env, staleness=1.0))
+        assert engine.running == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+def test_too_many_dropped_groups_are_an_error_that_says_why():
+    async def run():
+        stream = stream_of(
+            Ticking(),
+            prompt_at,
+            score=judged_by_place,
+            keep=success_between(0.3, 0.4),
+            max_dropped=9,
+            groups_per_step=1,
+        )
+        async with stream:
+            stream.advance(version=0)
+            await stream.take()
+
+    with pytest.raises(RuntimeError, match=r"10 groups were dropped .* between 0 and 1, 0\.\d+ on average"):
+        asyncio.run(run())
+
+
+def test_a_dead_engine_does_not_hold_the_exit_up():
+    async def generate(prompt_ids, *, params, rid=None):
+        raise ConnectionError("refused")
+
+    async def abort(rid=None):
+        raise ConnectionError("refused")
+
+    async def run():
+        async with GroupStream(
+            prompt_at, generate=generate, abort=abort, params=PARAMS, group_size=2, groups_per_step=2, seed=0
+        ) as stream:
+            stream.advance(version=0)
+            await stream.take()
+
+    with pytest.raises(ConnectionError, match="refused"):
+        asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@settings(max_examples=25, deadline=None)
+@given(delays=DELAYS, stop_at=st.integers(1, 5), staleness=st.sampled_from([0.0, 0.5, 2.0]))
+def test_resumed_from_its_state_a_stream_goes_on_where_it_was(tmp_path_factory, delays, stop_at, staleness):
+    """A checkpoint after every step, then killed: all groups are trained on once, and none is sampled twice."""
+    folder = tmp_path_factory.mktemp("journal")
+
+    async def run(engine, first, last, state):
+        written, taken = [], []
+        stream = stream_of(
+            engine, prompt_at, staleness=staleness, journal=folder, version=first, state=state,
+            on_group=lambda p, g, *, step, kept: written.append(p.index),
+        )  # fmt: skip
+        async with stream:
+            for step in range(first, last):
+                stream.advance(version=step)
+                taken += [(place(g), g) for g in await stream.take()]
+                await stream.pause()
+                engine.version = step + 1
+            state = json.loads(json.dumps(stream.state))
+            stream.saved()
+        return written, taken, state
+
+    delay = lambda prompt: delays[prompt[0] % len(delays)]
+    length = lambda prompt, seed: 5 + prompt[0] % 7
+    engine = Ticking(delay=delay, length=length)
+    wrote, taken, state = asyncio.run(run(engine, 0, stop_at, None))
+    tokens = engine.num_tokens
+    wrote_more, taken_more, _ = asyncio.run(run(engine, stop_at, 8, state))
+    places = [p for p, _ in taken + taken_more]
+    assert len(set(places)) == len(places) == 24
+    assert len(set(wrote + wrote_more)) == len(wrote + wrote_more), "no group is written twice"
+    kept = sum(len(t.ids) for _, g in taken + taken_more for t in g)
+    unused = engine.num_tokens - kept
+    assert tokens > 0
+    assert unused <= 2 * 3 * (1 + staleness) * 12, "what was sampled before is not sampled again"
+    for _, group in taken + taken_more:
+        for t in group:
+            assert len(t.ids) == 5 + t.prompt_ids[0] % 7 - 2
