@@ -13,37 +13,19 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from rlkit.parallel.flags import Parallel
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-TIMEOUT_S = 1800.0
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """Sizes of the grid; their product is the number of ranks."""
-
-    replicate: int = 1
-    """full copies of the sharded model (HSDP: shards inside a node, copies across nodes)"""
-    shard: int = 0
-    """ranks that share one copy of parameters, gradients and optimizer states (ZeRO-3); 0: all that are left"""
-    cp: int = 1
-    """ranks that share the tokens of a sequence"""
-    tp: int = 1
-    """ranks that share every matrix"""
-    pp: int = 1
-    """pipeline stages"""
-    ep: int = 1
-    """ranks that share the experts of a MoE layer, taken out of shard * cp"""
-    ulysses: bool = False
-    """context parallel by exchanging heads for tokens instead of gathering keys"""
+__all__ = ["Mesh", "Parallel", "make_mesh", "resolve", "start"]
 
 
 class Mesh:
@@ -74,7 +56,7 @@ class Mesh:
         return self.parameters["tp"]
 
 
-def start(*, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> None:
+def start(*, device: str = "cpu", timeout_s: float = 1800.0) -> None:
     """Join the process group that `torchrun` describes, or make one of this process alone. A second call does nothing.
 
     A collective that waits longer than `timeout_s` for another rank raises (gloo) or ends the process (NCCL). CUDA

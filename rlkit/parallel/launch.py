@@ -1,0 +1,64 @@
+"""From the flags of a script to a model on many ranks.
+
+    torchrun --nproc-per-node 8 examples/grpo.py --parallel.tp 2 --parallel.cp 2 ...
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT examples/grpo.py ...
+
+`python examples/grpo.py ...` is one process, and without parallel flags a plain model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from rlkit.parallel.flags import ParallelArgs
+from rlkit.parallel.mesh import Mesh, make_mesh, start
+from rlkit.parallel.model import DTYPES, load_model
+from rlkit.parallel.parallelize import load_parallel
+
+X = TypeVar("X")
+
+
+def load_policy(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
+    """The model of a script's flags: cut over the ranks by `load_parallel`, or in a plain process by `load_model`."""
+    mesh = open_mesh(args, device=device)
+    if mesh is None:
+        return load_model(path, device=device)
+    return load_parallel(
+        path,
+        mesh,
+        dtype=DTYPES[dtype],
+        activation_checkpointing=args.activation_checkpointing,
+        offload=args.offload,
+        compile=args.compile,
+    )
+
+
+@cache
+def open_mesh(args: ParallelArgs, *, device: str) -> Mesh | None:
+    """The mesh of these flags, the same one for every model; None in a plain process that asks for nothing parallel."""
+    if "RANK" not in os.environ and args == ParallelArgs(timeout_s=args.timeout_s):
+        return None
+    start(device=device, timeout_s=args.timeout_s)
+    return make_mesh(args, device=device)
+
+
+def main_on_ranks(main: Callable[..., X], *args: Any) -> X:
+    """`main(*args)` as a script's last line: the ranks leave together, or a failed one ends the job.
+
+    A rank that raises leaves at once; the others may be waiting for it in a collective. torchrun then ends them, and
+    names the first rank that failed, with its traceback, as the cause.
+    """
+    if "RANK" not in os.environ:
+        return main(*args)
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    result: X = record(main)(*args)  # type: ignore[assignment]
+    if dist.is_initialized():
+        dist.barrier()  # the store lives in rank 0, and others may still need it
+        dist.destroy_process_group()
+    return result
