@@ -26,6 +26,7 @@ from rlkit.types import Batch
 IMPLEMENTATION = "rlkit_packed"  # the name under which transformers knows `packed_attention`
 _SLACK = 1.25  # a bucket may hold this many times the query-key pairs of its segments,
 _FREE_PAIRS = 8192  # or this many more: what one more call costs
+_FEW_QUERIES = 16  # up to which plain matrix products beat the CPU's fused attention: 2.7x at 7 queries over 25 keys
 
 
 class Segment(NamedTuple):
@@ -125,7 +126,7 @@ def _varlen_plan(spans: Sequence[Segment]) -> AttentionPlan:
 
 def _bucket_plan(spans: Sequence[Segment]) -> AttentionPlan:
     q_lens, k_lens = [s.length for s in spans], [_num_keys(s) for s in spans]
-    order = sorted(range(len(spans)), key=lambda i: (k_lens[i], q_lens[i]))
+    order = sorted(range(len(spans)), key=lambda i: (q_lens[i] > _FEW_QUERIES, k_lens[i], q_lens[i]))
     q_rows, k_rows = [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)]
     buckets: list[Bucket] = []
     place = torch.empty(sum(q_lens), dtype=torch.long)
@@ -161,11 +162,11 @@ def attend(
     scaled scores.
     """
     if plan.varlen is not None:
-        qs, ks, vs = q[plan.q_index], k[plan.k_index], v[plan.k_index]
+        qs, ks, vs = rows(q, plan.q_index), rows(k, plan.k_index), rows(v, plan.k_index)
         return flash(qs, ks, vs, plan.varlen, scale=scale, window=window, softcap=softcap)[plan.out_index]
     sizes = [b.size * b.q_len for b in plan.buckets], [b.size * b.k_len for b in plan.buckets]
-    queries = q[plan.q_index].split(sizes[0])
-    keys, values = k[plan.k_index].split(sizes[1]), v[plan.k_index].split(sizes[1])
+    queries = rows(q, plan.q_index).split(sizes[0])
+    keys, values = rows(k, plan.k_index).split(sizes[1]), rows(v, plan.k_index).split(sizes[1])
     out = [
         _bucket_attention(
             qb.view(bucket.size, bucket.q_len, *q.shape[1:]).transpose(1, 2),
@@ -177,7 +178,12 @@ def attend(
         )
         for bucket, qb, kb, vb in zip(plan.buckets, queries, keys, values)
     ]
-    return torch.cat([x.transpose(1, 2).flatten(0, 1) for x in out])[plan.out_index] if out else q
+    return rows(torch.cat([x.transpose(1, 2).flatten(0, 1) for x in out]), plan.out_index) if out else q
+
+
+def rows(x: Float[Tensor, "T *rest"], index: Int[Tensor, "R"]) -> Float[Tensor, "R *rest"]:
+    """`x[index]`, on the CPU by `index_select`, whose backward is 3 to 6 times faster (with atomics on CUDA)."""
+    return x.index_select(0, index) if x.device.type == "cpu" else x[index]
 
 
 def flash(
@@ -272,13 +278,14 @@ def as_inference(model: Any) -> Iterator[None]:
 
 
 def _bucketed(order: list[int], q_lens: list[int], k_lens: list[int]) -> list[list[int]]:
-    """Cut the sorted segments into runs whose padding stays inside the slack."""
+    """Cut the sorted segments into runs whose padding stays inside the slack; few queries and many stay apart."""
     runs: list[list[int]] = []
     pairs = widest = 0
     for i in order:
         pairs, widest = pairs + q_lens[i] * k_lens[i], max(widest, q_lens[i])
         padded = (len(runs[-1]) + 1 if runs else 1) * widest * k_lens[i]
-        if runs and padded <= max(_SLACK * pairs, pairs + _FREE_PAIRS):
+        alike = bool(runs) and (q_lens[runs[-1][0]] <= _FEW_QUERIES) == (q_lens[i] <= _FEW_QUERIES)
+        if alike and padded <= max(_SLACK * pairs, pairs + _FREE_PAIRS):
             runs[-1].append(i)
         else:
             runs.append([i])
@@ -314,9 +321,22 @@ def _windowed(bucket: Bucket, window: int | None, device: torch.device) -> Tenso
     return near if bucket.mask is None else bucket.mask & (near | (j == bucket.k_len - 1))
 
 
+def _few_queries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
+    (n, heads, a, d), (kv_heads, b) = q.shape, k.shape[1:3]
+    seen = torch.ones(a, b, dtype=torch.bool).tril() if mask is None else mask
+    bias = torch.zeros(seen.shape, dtype=torch.promote_types(q.dtype, torch.float32)).masked_fill_(~seen, -torch.inf)
+    lanes, grouped = n * kv_heads, (n, kv_heads, heads // kv_heads, a, b)
+    bias = bias.view(-1, 1, 1, a, b).expand(grouped).reshape(lanes, -1, b)
+    q, k, v = q.reshape(lanes, -1, d), k.reshape(lanes, b, d), v.reshape(lanes, b, d)
+    probs = torch.baddbmm(bias, q.to(bias), k.mT.to(bias), alpha=scale).softmax(-1)
+    return (probs.to(v.dtype) @ v).view(n, heads, a, d)
+
+
 def _bucket_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None
 ) -> Tensor:
+    if softcap is None and q.shape[2] <= _FEW_QUERIES and q.device.type == "cpu":
+        return _few_queries(q, k, v, mask, scale=scale)
     if softcap is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
