@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -90,18 +91,35 @@ def install_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: O
         group.update({key: x for key, x in stored.items() if key != "params"})
 
 
-def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+def copied(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as they are now, in CPU memory (pinned, where they come from a GPU). `buffers` are used again."""
+    from torch.distributed.tensor import DTensor
+
+    out: dict[str, Tensor] = {}
+    for name, x in tensors.items():
+        local = x.to_local().detach() if isinstance(x, DTensor) else x.detach()
+        old = buffers.get(name)
+        if old is None or (old.shape, old.dtype) != (local.shape, local.dtype):
+            buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+        copy = buffers[name].copy_(local, non_blocking=True)
+        out[name] = DTensor(copy, x._spec, requires_grad=False) if isinstance(x, DTensor) else copy
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return out
+
+
+def write_tensors(tensors: dict[str, Tensor], folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
     """Write this rank's share of `tensors` and sync it; RuntimeError on every rank if one of them failed."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, sync_files=True), no_dist=not distributed())
-        except CheckpointException as error:  # a BaseException, which an `except Exception` in a loop would miss
-            causes = "; ".join(f"rank {rank}: {cause!r}" for rank, (cause, _) in error.failures.items())
-            raise RuntimeError(f"writing the tensors failed: {causes}") from error
+    _quiet()
+    try:
+        writer = dcp.FileSystemWriter(folder, sync_files=True)
+        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=not distributed())
+    except CheckpointException as error:  # a BaseException, which an `except Exception` in a loop would miss
+        causes = "; ".join(f"rank {rank}: {cause!r}" for rank, (cause, _) in error.failures.items())
+        raise RuntimeError(f"writing the tensors failed: {causes}") from error
 
 
 def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -118,13 +136,14 @@ def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     ]
     if wrong:
         raise ValueError(f"{path} holds another model: {'; '.join(wrong[:4])} ({len(wrong)} differences in all)")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=not distributed())
+    _quiet()
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=not distributed())
 
 
 def plain(value: Any, where: str) -> Any:
     """`value` rebuilt from types that `torch.load(weights_only=True)` reads; TypeError names what cannot be."""
+    if isinstance(value, Tensor) and hasattr(value, "placements"):
+        raise TypeError(f"{where} is sharded: give the model it belongs to as part of `model`, an nn.ModuleDict")
     if value is None or isinstance(value, Tensor):
         return value
     if isinstance(value, np.generic):
@@ -152,6 +171,11 @@ def num_bytes(value: Any) -> int:
     if isinstance(value, dict | list | tuple):
         return sum(map(num_bytes, value.values() if isinstance(value, dict) else value))
     return 0
+
+
+def _quiet() -> None:
+    """One process alone is what is meant. (Not `catch_warnings`: it is no thing for threads.)"""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def _stored(path: Path) -> dict[str, Any]:

@@ -25,13 +25,16 @@ def world_size() -> int:
     return dist.get_world_size() if distributed() else 1
 
 
-def first(work: Callable[[], object]) -> None:
+def first(work: Callable[[], object], *, group: dist.ProcessGroup | None = None) -> None:
     """`work` on rank 0. Every rank waits for it, and raises if it raised."""
-    together(lambda: work() if rank() == 0 else None)
+    together(lambda: work() if rank() == 0 else None, group=group)
 
 
-def together(work: Callable[[], T]) -> list[T]:
-    """`work` on every rank, and all their results. What raised on one rank raises on all, so none waits forever."""
+def together(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
+    """`work` on every rank, and all their results. What raised on one rank raises on all, so none waits forever.
+
+    `group`: all ranks again, in a group of its own, for a thread that must not mix with what the others talk about.
+    """
     if not distributed():
         return [work()]
     result, error = None, None
@@ -40,7 +43,7 @@ def together(work: Callable[[], T]) -> list[T]:
     except Exception as e:
         error = e if isinstance(e, OSError) else RuntimeError(f"rank {rank()}: {e!r}")
     outcomes: list[Any] = [None] * world_size()
-    dist.all_gather_object(outcomes, (result, error))
+    dist.all_gather_object(outcomes, (result, error), group=group)
     for _, failed in outcomes:
         if failed is not None:
             raise failed

@@ -14,16 +14,17 @@ process group there is one rank.
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import random
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlkit.parallel._dcp import (
@@ -69,27 +70,10 @@ def save_checkpoint(
 
     Differs: TRL, verl and OpenRLHF write into the final folder and find the newest by its name or a pointer file.
     torch's `get_optimizer_state_dict` takes an optimizer step with zero gradients where the state is still empty, so
-    saving at step 0 would change the run; here an empty state is stored as empty.
+    saving at step 0 would change the run; here an empty state is stored as empty. `BackgroundSaver` does the same
+    without holding up the run.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1 (the checkpoint just written), got {keep}")
-    folder = Path(folder)
-    final = folder / f"step_{step:08d}"
-    temp = folder / (TEMP_PREFIX + final.name)
-    side, tensors = {"state": plain(state, "state"), "optimizer": None}, model_tensors(model)
-    if optimizer is not None:
-        side["optimizer"] = optimizer_options(model, optimizer)
-        tensors |= optimizer_tensors(model, optimizer)
-    needed = num_bytes(side) + num_bytes(tensors) + (1 << 16)
-    what = f"the checkpoint of step {step}"
-    first(lambda: _make_room(folder, temp, what, needed))
-    cleanup = removed_on_error(temp) if rank() == 0 else nullcontext()
-    with explain_full_disk(what, folder, needed=needed, fix=_SAVE_FIX), cleanup:
-        write_tensors(tensors, temp)
-        files = together(lambda: _write_side(side, temp))
-        first(lambda: _publish(step, files, temp, final))
-    first(lambda: _prune(folder, keep))
-    return final
+    return write_job(make_job(folder, step=step, model=model, optimizer=optimizer, state=state, keep=keep))
 
 
 def latest_checkpoint(folder: Path | str) -> Path | None:
@@ -127,6 +111,49 @@ def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer 
     return {**side["state"], "step": manifest["step"]}
 
 
+class Job(NamedTuple):
+    """A checkpoint that is to be written: everything but the tensors is serialized already."""
+
+    folder: Path
+    step: int
+    keep: int
+    tensors: dict[str, Tensor]
+    files: dict[str, bytes]
+
+
+def make_job(
+    folder: Path | str, *, step: int, model: nn.Module, optimizer: Optimizer | None, state: dict[str, Any], keep: int
+) -> Job:
+    """What `save_checkpoint` writes. The tensors are the live ones."""
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1 (the checkpoint just written), got {keep}")
+    side, tensors = {"state": plain(state, "state"), "optimizer": None}, model_tensors(model)
+    if optimizer is not None:
+        side["optimizer"] = optimizer_options(model, optimizer)
+        tensors |= optimizer_tensors(model, optimizer)
+    files = {_rank_file(): _serialized(_random_states())}
+    if rank() == 0:
+        files["state.pt"] = _serialized(side)
+    return Job(Path(folder), step, keep, tensors, files)
+
+
+def write_job(job: Job, *, group: dist.ProcessGroup | None = None) -> Path:
+    """Write a checkpoint, publish it and delete old ones. `group`: all ranks, in a group that nobody else uses now."""
+    final = job.folder / f"step_{job.step:08d}"
+    temp = job.folder / (TEMP_PREFIX + final.name)
+    own = len(job.files[_rank_file()])
+    needed = num_bytes(job.tensors) + sum(map(len, job.files.values())) + (world_size() - 1) * own + (1 << 16)
+    what = f"the checkpoint of step {job.step}"
+    first(lambda: _make_room(job.folder, temp, what, needed), group=group)
+    cleanup = removed_on_error(temp) if rank() == 0 else nullcontext()
+    with explain_full_disk(what, job.folder, needed=needed, fix=_SAVE_FIX), cleanup:
+        write_tensors(job.tensors, temp, group=group)
+        files = together(lambda: _write_files(job.files, temp), group=group)
+        first(lambda: _publish(job.step, files, temp, final), group=group)
+    first(lambda: _prune(job.folder, job.keep), group=group)
+    return final
+
+
 def _make_room(folder: Path, temp: Path, what: str, needed: int) -> None:
     """Delete what crashed saves left, refuse early where the disk is too full, and make the temporary folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,14 +163,13 @@ def _make_room(folder: Path, temp: Path, what: str, needed: int) -> None:
     temp.mkdir()
 
 
-def _write_side(side: dict[str, Any], temp: Path) -> dict[str, dict[str, int]]:
+def _write_files(files: dict[str, bytes], temp: Path) -> dict[str, dict[str, int]]:
     """Write this rank's other files; name, size and checksum of every file that this rank wrote."""
-    _save(_random_states(), temp / _rank_file())
+    for name, data in files.items():
+        write_file(temp / name, data)
+    own = [temp / name for name in files] + [f for f in temp.iterdir() if f.name.startswith(f"__{rank()}_")]
     if rank() == 0:
-        _save(side, temp / "state.pt")
-    own = [f for f in temp.iterdir() if f.name == _rank_file() or f.name.startswith(f"__{rank()}_")]
-    if rank() == 0:
-        own += [temp / "state.pt", temp / ".metadata"]
+        own.append(temp / ".metadata")
     return {f.name: {"size": f.stat().st_size, "crc32": crc32(f)} for f in own}
 
 
@@ -199,11 +225,10 @@ def _verified(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _save(value: Any, path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())
+def _serialized(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def _random_states() -> dict[str, Any]:

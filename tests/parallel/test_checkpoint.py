@@ -588,8 +588,8 @@ def work(rank, world, folder):
         assert torch.equal(a.to_local(), b.to_local())
     torch.save([losses, [whole(p.detach()) for p in net.parameters()]], folder / f"after_{rank}.pt")
 
-    real = checkpoint._save
-    checkpoint._save = lambda *a: (_ for _ in ()).throw(OSError(28, "full")) if rank == 1 else real(*a)
+    real = checkpoint._write_files
+    checkpoint._write_files = lambda *a: (_ for _ in ()).throw(OSError(28, "full")) if rank == 1 else real(*a)
     try:
         save_checkpoint(folder / "c", step=3, model=net, optimizer=optimizer, state={}, keep=1)
     except OSError as error:
