@@ -4,13 +4,19 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 DEMO   ?= runs/demo
 
-.PHONY: demo test lint bench bench-trl gpu nightly clean
+.PHONY: demo test sglang-cpu test-sglang lint bench bench-trl gpu nightly clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/demo.py --output $(DEMO)
 
 test: $(VENV)/.ready-dev lint
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not slow and not gpu and not sglang"
+
+sglang-cpu: $(VENV)/.ready-dev  # a CPU-only SGLang in a cache folder outside the clone; prints its Python
+	@$(RUN) tools/sglang_cpu/install.py
+
+test-sglang: sglang-cpu
+	OMP_NUM_THREADS=1 RLKIT_SGLANG_PYTHON=$$($(RUN) tools/sglang_cpu/install.py) $(RUN) -m pytest -m sglang tests/sglang
 
 lint: $(VENV)/.ready-dev
 	$(VENV)/bin/ruff check .
@@ -19,7 +25,7 @@ lint: $(VENV)/.ready-dev
 	$(VENV)/bin/vulture
 
 nightly: $(VENV)/.ready-dev
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not gpu"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not gpu and not sglang"
 
 bench: $(VENV)/.ready-dev
 	$(RUN) benchmarks/generation.py

@@ -1,0 +1,142 @@
+"""Weights over a process group: NCCL between machines, gloo on CPUs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
+
+from rlkit.rollout._sglang_weights import NamedTensors, Target, buckets, with_last
+
+
+class FromGroup:
+    """Broadcast from this process to all ranks of all servers, in flat buckets.
+
+    The group is made at the first update, and again when the set of servers has changed. It is not part of the
+    trainer's own process group: only the process that holds the engine is in it, as rank 0.
+
+    Args:
+        backend: "nccl", or "gloo" for servers on CPUs.
+        host, port: where the ranks meet: an address of this machine that the servers can reach, and 0 for a free port.
+        device: of the buckets; by default the current CUDA device for NCCL, the CPU for gloo.
+        bucket_bytes: size of the flat buffers.
+        dtype: send floating-point tensors in this dtype.
+        timeout: seconds for the ranks to meet, and for each bucket.
+
+    Buckets are gathered and sent in turn, never at once: a sharded model's collectives and this group's would wait for
+    each other on one GPU (seen in TRL, issue 7103).
+    """
+
+    sessions = True
+
+    def __init__(
+        self,
+        *,
+        backend: str = "nccl",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        device: torch.device | str | None = None,
+        bucket_bytes: int = 512 << 20,
+        dtype: torch.dtype | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        self._backend, self._host, self._port = backend, host, port
+        default = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._device = default if device is None else torch.device(device)
+        self._bucket_bytes, self._dtype, self._timeout = bucket_bytes, dtype, timeout
+        self._group: dist.ProcessGroup | None = None
+        self._members: tuple[Target, ...] = ()
+        self._name = ""
+
+    async def send(self, targets: Sequence[Target], named_tensors: NamedTensors, *, version: int) -> None:
+        """See `Transport`."""
+        if self._group is None or {t.url for t in targets} != {t.url for t in self._members}:
+            await self.close()
+            await self._meet(targets)
+        for bucket, last in with_last(buckets(named_tensors, max_bytes=self._bucket_bytes, dtype=self._dtype)):
+            body = {
+                "names": [place.name for place in bucket.metadata],
+                "dtypes": [str(place.dtype).removeprefix("torch.") for place in bucket.metadata],
+                "shapes": [list(place.shape) for place in bucket.metadata],
+                "group_name": self._name,
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+                **({"weight_version": str(version)} if last else {}),
+            }
+            flat = bucket.flat.to(self._device)
+            posts = [target.post("/update_weights_from_distributed", body) for target in targets]
+            await self._with_ours(posts, flat)
+
+    async def close(self) -> None:
+        """Leave the group; the servers are asked to leave as well, as far as they are still there."""
+        if self._group is None:
+            return
+        group, members, self._group, self._members = self._group, self._members, None, ()
+        body = {"group_name": self._name}
+        await asyncio.gather(*(t.post("/destroy_weights_update_group", body) for t in members), return_exceptions=True)
+        await asyncio.to_thread(dist.destroy_process_group, group)
+
+    async def _meet(self, targets: Sequence[Target]) -> None:
+        limit = timedelta(seconds=self._timeout)
+        self._name = f"rlkit-{uuid4().hex[:8]}"
+        size = 1 + sum(t.num_ranks for t in targets)
+        store = dist.TCPStore(self._host, self._port, size, is_master=True, timeout=limit, wait_for_workers=False)
+        body = {
+            "master_address": self._host,
+            "master_port": store.port,
+            "world_size": size,
+            "group_name": self._name,
+            "backend": self._backend,
+        }
+        offsets = [1 + sum(t.num_ranks for t in targets[:i]) for i in range(len(targets))]
+        posts = [
+            target.post("/init_weights_update_group", {**body, "rank_offset": offset})
+            for target, offset in zip(targets, offsets, strict=True)
+        ]
+        # the same nesting of prefixes as in SGLang's init_custom_process_group, or the ranks would not find each other
+        ours = asyncio.to_thread(
+            _new_process_group_helper,
+            size,
+            0,
+            [],
+            Backend(self._backend),
+            dist.PrefixStore(self._name, store),
+            group_name=GroupName(self._name),
+            timeout=limit,
+        )
+        (group, _), *_ = await asyncio.gather(ours, *posts)
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # destroy_process_group looks it up
+        self._group, self._members = group, tuple(targets)
+
+    async def _with_ours(self, posts: Sequence[Awaitable[Any]], flat: Tensor) -> None:
+        """A broadcast blocks until everybody has come: where a server refuses, ours is torn down, not waited for."""
+        theirs: asyncio.Future[Any] = asyncio.gather(*posts)
+        ours: asyncio.Future[Any] = asyncio.ensure_future(asyncio.to_thread(self._broadcast, flat))
+        await asyncio.wait({theirs, ours}, return_when=asyncio.FIRST_EXCEPTION)
+        if (theirs.done() and theirs.exception()) or (ours.done() and ours.exception()):
+            group, self._group, self._members = self._group, None, ()
+            await asyncio.to_thread(_tear_down, group)
+            await asyncio.gather(theirs, ours, return_exceptions=True)
+        await asyncio.gather(theirs, ours)
+
+    def _broadcast(self, flat: Tensor) -> None:
+        assert self._group is not None
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = timedelta(seconds=self._timeout)
+        self._group.broadcast([flat], options).wait()
+        if flat.is_cuda:
+            torch.cuda.synchronize(flat.device)
+
+
+def _tear_down(group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        group.abort()
+        dist.destroy_process_group(group)

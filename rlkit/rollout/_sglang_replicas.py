@@ -1,0 +1,186 @@
+"""Which servers there are, which of them is up, and whose turn it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rlkit.rollout._http import Http, Refused, ReplicaError
+from rlkit.rollout._sglang_wire import Limits, parse_version
+
+
+class Replica:
+    """One server: its outstanding requests, and why it is `down` (None: it is up)."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.outstanding = 0
+        self.down: str | None = None
+        self.paused = False
+        self.num_ranks = 1
+        self.has_sessions = True
+        self.last_reply = 0.0
+        self.question: asyncio.Task[None] | None = None
+
+
+class Replicas:
+    """Servers of one model behind one client. A server that died is out until an update of the weights includes it."""
+
+    def __init__(self, http: Http, urls: Sequence[str], *, stall: float) -> None:
+        self.all = [Replica(url) for url in urls]
+        self.limits: Limits | None = None
+        self.version = 0
+        self._http, self._stall = http, stall
+        self._turn = 0
+
+    def up(self) -> list[Replica]:
+        """Those not known to be down."""
+        return [r for r in self.all if r.down is None]
+
+    async def learn(self) -> Limits:
+        """Ask every server what it serves; `limits` are those of the smallest."""
+        answers = await asyncio.gather(*(self._learn(r) for r in self.up()))
+        if not self.up():
+            raise self._none_left()
+        lengths = [a.max_len for a in answers if a is not None and a.max_len is not None]
+        sizes = [a.vocab_size for a in answers if a is not None and a.vocab_size is not None]
+        self.limits = Limits(min(lengths, default=None), min(sizes, default=None))
+        return self.limits
+
+    async def pick(self) -> Replica:
+        """The server with the fewest outstanding requests, in turn among equals.
+
+        Raises:
+            ReplicaError: all are down.
+        """
+        candidates = self.up()
+        if not candidates:
+            await asyncio.gather(*(self._readmit(r) for r in self.all))
+            candidates = self.up()
+            if not candidates:
+                raise self._none_left()
+        self._turn += 1
+        turn = self._turn % len(candidates)
+        return min(candidates[turn:] + candidates[:turn], key=lambda r: r.outstanding)
+
+    async def request(self, replica: Replica, path: str, body: Any, *, timeout: float) -> Any:
+        """POST, watched: when the server has not answered anything for `stall` seconds it is asked for its health."""
+        if not replica.outstanding:
+            replica.last_reply = time.monotonic()
+        replica.outstanding += 1
+        task = asyncio.ensure_future(self._http.request(replica.url + path, body, timeout=timeout))
+        try:
+            while not (await asyncio.wait({task}, timeout=self._stall))[0]:
+                await self._still_there(replica)
+            replica.last_reply = time.monotonic()
+            return task.result()
+        finally:
+            replica.outstanding -= 1
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+    async def suspect(self, replica: Replica) -> bool:
+        """After a failed request: whether the server is gone. Many callers ask once."""
+        if replica.down is None:
+            await self._ask(replica, self._is_gone(replica))
+        return replica.down is not None
+
+    async def revive(self) -> list[Replica]:
+        """The servers that new weights go to: those that are up, and those that have come back."""
+        for replica in self.all:
+            if replica.down is not None and await self._answers(replica, "/model_info") is None:
+                replica.down = None
+                await self._learn(replica)
+        if not self.up():
+            raise self._none_left()
+        return self.up()
+
+    async def session(self, servers: Sequence[Replica], edge: Literal["begin", "end"]) -> None:
+        """Open or close SGLang's weight-update session; a server that knows none needs none."""
+        for server in servers:
+            try:
+                if server.has_sessions:
+                    await self._http.request(f"{server.url}/{edge}_weight_update", {}, timeout=600.0)
+            except Refused as error:
+                if error.status != 404:
+                    raise
+                server.has_sessions = False
+
+    async def _learn(self, replica: Replica) -> Limits | None:
+        try:
+            info = await self._get(replica, "/server_info")
+            replica.num_ranks = int(info.get("tp_size") or 1)
+            models = await self._get(replica, "/v1/models")
+            max_len = models["data"][0].get("max_model_len") if models.get("data") else None
+            return Limits(max_len, _vocab_size(info.get("model_path")))
+        except (ReplicaError, TimeoutError) as error:
+            replica.down = str(error)
+            return None
+
+    async def _readmit(self, replica: Replica) -> None:
+        try:
+            info = await self._get(replica, "/model_info")
+        except (ReplicaError, TimeoutError) as error:
+            replica.down = str(error)
+            return
+        served = parse_version(info.get("weight_version"), 0)
+        if served == self.version:
+            replica.down = None
+        else:
+            replica.down = f"it was restarted and serves version {served}, not {self.version}: call update_weights"
+
+    async def _still_there(self, replica: Replica) -> None:
+        if not replica.paused and time.monotonic() - replica.last_reply >= self._stall:
+            await self._ask(replica, self._hangs(replica))
+        if replica.down is not None:
+            raise ReplicaError(f"{replica.url}: {replica.down}")
+
+    async def _ask(self, replica: Replica, question: Any) -> None:
+        if replica.question is None or replica.question.done():
+            replica.question = asyncio.ensure_future(question)
+        else:
+            question.close()
+        await asyncio.shield(replica.question)
+
+    async def _is_gone(self, replica: Replica) -> None:
+        replica.down = await self._answers(replica, "/model_info")
+
+    async def _hangs(self, replica: Replica) -> None:
+        for _ in range(3):
+            error = await self._answers(replica, "/health")
+            if error is None:
+                replica.last_reply = time.monotonic()
+                return
+        replica.down = f"it hangs: nothing for {self._stall} s, and it does not answer /health ({error})"
+
+    async def _answers(self, replica: Replica, path: str) -> str | None:
+        try:
+            await self._get(replica, path)
+        except (ReplicaError, TimeoutError) as error:
+            return str(error)
+        return None
+
+    async def _get(self, replica: Replica, path: str) -> dict[str, Any]:
+        """{} where the server does not have the page."""
+        try:
+            limit = max(1.0, self._stall / 4)
+            return await self._http.request(replica.url + path, method="GET", timeout=limit) or {}
+        except Refused:
+            return {}
+
+    def _none_left(self) -> ReplicaError:
+        reasons = "\n".join(f"  {r.url}: {r.down}" for r in self.all)
+        return ReplicaError(f"no SGLang server is up; restart one and resume the run:\n{reasons}")
+
+
+def _vocab_size(model_path: str | None) -> int | None:
+    try:
+        config = json.loads((Path(str(model_path)) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")

@@ -1,0 +1,165 @@
+"""Start an SGLang server, wait until it is healthy, and make sure that it goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+CPU_ARGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-cuda-graph", "--sleep-on-idle", "--grammar-backend", "none"),
+)
+CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Server:
+    """A server process that `launch` started: `url`, `log`, `pid` (of its process group), `wait` and `close`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+        self.url, self.log, self.pid = url, log, process.pid
+        self._process = process
+        self._stop = weakref.finalize(self, _stop, process, os.getpid())
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there. A server that hangs is alive."""
+        return self._process.poll() is None
+
+    def wait(self, timeout: float = 900.0) -> Server:
+        """Return when the server answers requests.
+
+        Raises:
+            RuntimeError: it exited. TimeoutError: `timeout` seconds have passed; it was stopped. Both show the end of
+            the log.
+        """
+        end = time.monotonic() + timeout
+        while not _healthy(self.url):
+            if not self.alive:
+                raise RuntimeError(
+                    f"the SGLang server exited while it started; its log {self.log} ends:\n{self._tail()}"
+                )
+            if time.monotonic() > end:
+                self.close()
+                raise TimeoutError(f"no SGLang server at {self.url} after {timeout} s; its log ends:\n{self._tail()}")
+            time.sleep(0.25)
+        return self
+
+    def close(self) -> None:
+        """End the server's process group; may be repeated."""
+        self._stop()
+
+    def _tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+
+
+def launch(
+    model_path: str | os.PathLike[str],
+    *,
+    device: str = "cuda",
+    dtype: str | None = None,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    python: str | None = None,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    log: str | os.PathLike[str] | None = None,
+    wait: bool = True,
+) -> Server:
+    """Start an SGLang server in a process group of its own.
+
+        with launch("Qwen/Qwen3-4B", args=["--tp", "2"]) as server, ...
+
+    The group ends with `close`, with the `with` block, at exit, and when this process dies in any way.
+    Initial weights have version 0. SGLang heeds the seed of a request only where it is started with
+    `args=["--enable-deterministic-inference"]`, which it refuses on a CPU.
+
+    Args:
+        model_path: of a checkpoint in Hugging Face's layout, or its name on the hub.
+        device: "cuda", or "cpu" for a server without a GPU (see `make sglang-cpu`).
+        dtype: of weights and activations; by default the one in a local checkpoint's config.json, else SGLang's choice
+            (which turns a float32 checkpoint into float16).
+        args: more command-line arguments of `sglang.launch_server`; later ones win.
+        env: more environment variables.
+        python: the interpreter that has SGLang; by default $RLKIT_SGLANG_PYTHON, else the running one.
+        host, port: where to listen; by default on this machine only, at a free port.
+        log: file for the server's output; by default a new one in the temporary folder.
+        wait: whether to return only when the server is healthy (half a minute and more). To start several at once,
+            pass False and call `Server.wait`.
+
+    Raises:
+        RuntimeError, TimeoutError: see `Server.wait`.
+    """
+    port = _free_port(host) if port is None else port
+    dtype = _own_dtype(Path(model_path)) if dtype is None else dtype
+    python = python or os.environ.get("RLKIT_SGLANG_PYTHON") or sys.executable
+    command = [python, "-m", "sglang.launch_server", "--model-path", str(model_path), "--host", host]
+    command += ["--port", str(port), "--weight-version", "0"]
+    command += [*(CPU_ARGS if device == "cpu" else ()), *(("--dtype", dtype) if dtype else ()), *args]
+    path = Path(log) if log is not None else Path(tempfile.mkstemp(prefix=f"rlkit-sglang-{port}-", suffix=".log")[1])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-E", str(Path(__file__).with_name("_guard.py")), str(os.getpid()), *command],
+            env={**os.environ, **(CPU_ENV if device == "cpu" else {}), **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    server = Server(process, f"http://{host}:{port}", path)
+    return server.wait() if wait else server
+
+
+def _stop(process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:  # a forked worker that inherited the object
+        return
+    for number, patience in ((signal.SIGTERM, 15.0), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            if process.poll() is None:
+                (os.kill if number == signal.SIGTERM else os.killpg)(process.pid, number)  # the guard ends the rest
+            process.wait(patience)
+            return
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with _DIRECT.open(f"{url}/health", timeout=60) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):  # refused, reset, 503 while it starts
+        return False
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _own_dtype(model_path: Path) -> str | None:
+    try:
+        config = json.loads((model_path / "config.json").read_text())
+    except OSError:
+        return None
+    return config.get("dtype") or config.get("torch_dtype")

@@ -1,0 +1,67 @@
+"""One real SGLang server for the whole run, on the CPU. Where its environment cannot be made, the tests fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.rollout.sglang import Server, launch
+
+INSTALL = Path(__file__).parents[2] / "tools" / "sglang_cpu" / "install.py"
+ARGS = ["--max-total-tokens", "16384"]
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> str:
+    given = os.environ.get("RLKIT_SGLANG_PYTHON")
+    if given:
+        return given
+    made = subprocess.run([sys.executable, str(INSTALL)], check=True, stdout=subprocess.PIPE, text=True)
+    return made.stdout.strip()
+
+
+def make_checkpoint(folder: Path, *, seed: int) -> Path:
+    """A tiny model whose distributions are far from uniform, so that a wrong weight shows."""
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tokenizer, hidden=64, layers=2, intermediate=128, seed=seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Checkpoints of three versions: 0 is served at the start, 1 and 2 are what training makes of it."""
+    return [make_checkpoint(tmp_path_factory.mktemp("model") / str(i), seed=i) for i in range(3)]
+
+
+@pytest.fixture(scope="session")
+def server(sglang_python: str, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    with launch(checkpoints[0], device="cpu", python=sglang_python, args=ARGS, log=log) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def pair(
+    sglang_python: str, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Server]]:
+    """Two servers that tests may kill."""
+    log = tmp_path_factory.mktemp("pair")
+    servers = [launch(checkpoints[0], device="cpu", python=sglang_python, args=ARGS, wait=False) for _ in range(2)]
+    try:
+        yield [server.wait() for server in servers]
+    finally:
+        for running in servers:
+            running.close()
