@@ -20,7 +20,7 @@ LOWEST = tl.constexpr(-1e30)  # as in `stats`
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 ROWS = 1  # per program; more only in the interpreter, where a program costs milliseconds
-STATS = {"BLOCK": 4096, "num_warps": 8, "STAGES": 3}
+STATS = {"BLOCK": 4096, "num_warps": 8, "STAGES": 2}
 GRADIENT = {"BLOCK": 4096, "num_warps": 8}
 
 

@@ -1,0 +1,150 @@
+"""Compiles every shipped kernel configuration for NVIDIA GPUs without having one, and checks what came out.
+
+    python tests/kernels/compile_kernels.py 90          # a table; the exit status is the number of failures
+
+A configuration fails if registers spill (a stack frame, or local memory), if it needs more shared memory than a block
+can have, or if a kernel with a matrix product has lost the architecture's own instruction for it (HGMMA on sm_90).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rlkit.kernels.linear_logp import row_kernels
+from rlkit.kernels.linear_scan import triton as scan
+
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of one block
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+ALIGNED = ("num_columns", "x_stride", "stats_stride", "out_stride", "terms_stride", "num_tokens")
+
+
+def configurations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """(name, kernel, types of the run-time arguments, constants, options) of all that the package launches.
+
+    A name that ends in "odd" is of rows whose length no power of two divides.
+    """
+    rows = [*statistics(), *gradients()]
+    odd = [(f"{name} odd", *rest) for name, *rest in rows if name in ("stats bf16 False", "gradient fp32 bf16 False")]
+    return [*rows, *odd, *scans()]
+
+
+def statistics() -> list[Any]:
+    out = []
+    for dtype, full in product(("fp32", "bf16", "fp16"), (False, True)):
+        types = {
+            "x_ptr": f"*{dtype}",
+            "bias_ptr": "*fp32",
+            "targets_ptr": "*i64",
+            "mask_ptr": "*i1",
+            "stats_ptr": "*fp32",
+            "scale": "fp32",
+            "softcap": "fp32",
+        }
+        constants = {"HAS_BIAS": full, "HAS_MASK": full, "HAS_SOFTCAP": full, "ROWS": row_kernels.ROWS}
+        constants |= {} if full else {"bias_ptr": None, "mask_ptr": None}
+        out.append(
+            _with_options(f"stats {dtype} {full}", row_kernels.stats_kernel, types, constants, row_kernels.STATS)
+        )
+    return out
+
+
+def gradients() -> list[Any]:
+    out = []
+    pairs = [("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "bf16"), ("fp16", "fp16")]
+    for (source, target), full in product(pairs, (False, True)):
+        types = {
+            "x_ptr": f"*{source}",
+            "bias_ptr": "*fp32",
+            "targets_ptr": "*i64",
+            "alive_ptr": "*i1",
+            "rows_ptr": "*i64",
+            "terms_ptr": "*fp32",
+            "out_ptr": f"*{target}",
+            "scale": "fp32",
+            "softcap": "fp32",
+        }
+        flags = ("HAS_BIAS", "HAS_ALIVE", "HAS_ROWS", "HAS_SOFTCAP", "HAS_ENTROPY")
+        constants = dict.fromkeys(flags, full) | {"ROWS": row_kernels.ROWS}
+        constants |= {} if full else {"bias_ptr": None, "alive_ptr": None, "rows_ptr": None}
+        name = f"gradient {source} {target} {full}"
+        out.append(_with_options(name, row_kernels.gradient_kernel, types, constants, row_kernels.GRADIENT))
+    return out
+
+
+def scans() -> list[Any]:
+    pointers = ("a_ptr", "b_ptr", "ends_ptr", "carry_ptr", "out_ptr", "x_ptr", "d_a_ptr")
+    types = dict.fromkeys(pointers, "*fp32") | {"last_ptr": "*i8", "cu_ptr": "*i64"}
+    options = {"num_warps": scan.NUM_WARPS}
+    out = [("mark", scan.mark_kernel, types, {"BOUNDS": scan.BOUNDS}, {})]
+    for reverse in (True, False):
+        constants = {"REVERSE": reverse, "CARRIES": scan.CARRIES}
+        out.append((f"carry {reverse}", scan.carry_kernel, types, constants, options))
+        for gradient in (True, False):
+            constants = {"REVERSE": reverse, "SHIFTED": gradient, "BLOCK": scan.BLOCK}
+            out.append((f"reduce {reverse} {gradient}", scan.reduce_kernel, types, constants, options))
+            last = {"GRADIENT": gradient} | ({} if gradient else {"x_ptr": None, "d_a_ptr": None})
+            out.append((f"apply {reverse} {gradient}", scan.apply_kernel, types, constants | last, options))
+    return out
+
+
+def _with_options(name: str, kernel: Any, types: Any, constants: dict[str, Any], config: dict[str, int]) -> Any:
+    """A configuration whose upper-case entries are constants, the others options of the compiler."""
+    upper = {k: v for k, v in config.items() if k.isupper()}
+    return name, kernel, types, constants | upper, {k: v for k, v in config.items() if not k.isupper()}
+
+
+def compiled(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int], arch: int, *, odd: bool
+) -> Any:
+    """The kernel as it is launched on tensors that start at, and unless `odd` have rows of, multiples of 16."""
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    aligned = [n not in constants and (signature[n].startswith("*") or (n in ALIGNED and not odd)) for n in names]
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(k),): v for k, v in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, yes in enumerate(aligned) if yes},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def faults(binary: Any, arch: int) -> tuple[list[str], str]:
+    """What is wrong with a compiled kernel, and its resources in words."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        text = subprocess.run([TOOL, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", text.stdout)}
+    shared = binary.metadata.shared
+    wrong = [f"{k} {found[k]}" for k in ("STACK", "LOCAL") if found[k]]
+    wrong += [f"shared memory {shared} > {SHARED_BYTES[arch]}"] if shared > SHARED_BYTES[arch] else []
+    if "tt.dot" in binary.asm["ttir"] and arch == 90 and "wgmma" not in binary.asm["ptx"]:
+        wrong.append("no HGMMA")
+    return wrong, f"{found['REG']:4} registers, {shared:7} bytes shared"
+
+
+def main() -> None:
+    failures = 0
+    for arch in (int(x) for x in sys.argv[1:]):
+        for name, kernel, types, constants, options in configurations():
+            binary = compiled(kernel, types, constants, options, arch, odd=name.endswith(" odd"))
+            wrong, resources = faults(binary, arch)
+            failures += bool(wrong)
+            print(f"sm_{arch:<4}{name:28}{resources}  {'; '.join(wrong) or 'ok'}", flush=True)
+    print(f"{failures} failures")
+    sys.exit(min(failures, 100))
+
+
+if __name__ == "__main__":
+    main()
