@@ -7,26 +7,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlkit.advantages import group_centered
 from rlkit.controllers import fixed
-from rlkit.episodes import episode_advantages
 from rlkit.loops import verbs
 from rlkit.loops.dump import dump_to
 from rlkit.loops.run import open_run, resume_command, stop_on_interrupt
-from rlkit.losses import k3, ppo_clip, tis, token_mean
-from rlkit.metrics import Metrics, finalize, merge
-from rlkit.packing import microbatches, pack, split, with_streams
-from rlkit.parallel.model import Policy, forward, with_old_logp, with_ref_logp
-from rlkit.parallel.optim import adamw, optimizer_step, set_lr
+from rlkit.loops.updates import grpo_update, pack_with_advantages
+from rlkit.losses import tis
+from rlkit.metrics import finalize, merge
+from rlkit.parallel.model import forward, with_old_logp, with_ref_logp
+from rlkit.parallel.optim import adamw, set_lr
 from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, mix, single_turn
 from rlkit.rollout.stream import GroupStream
-from rlkit.segments import broadcast_to_tokens, seq_sum
-from rlkit.types import Batch, Controller, SamplingParams
+from rlkit.types import Controller, SamplingParams
 
 
 async def grpo(
@@ -132,9 +129,7 @@ async def grpo(
                 metrics = verbs.rollout_metrics(groups, version=step)
                 groups = mask_truncated(groups) if drop_truncated else groups
                 groups = mask_off_policy(groups, version=step) if drop_off_policy else groups
-                batch = pack(groups)
-                advantages = episode_advantages(baseline, batch)
-                batch = with_streams(batch, advantages=broadcast_to_tokens(advantages, cu_seqlens=batch.cu_seqlens))
+                batch = pack_with_advantages(groups, baseline=baseline)
                 batch = with_ref_logp(ref_policy if kl_coef else None, batch, max_tokens=max_tokens)
                 if num_minibatches * num_epochs > 1:
                     batch = with_old_logp(policy, batch, max_tokens=max_tokens)
@@ -167,51 +162,3 @@ async def grpo(
                     break
         run.plot()
         return verbs.export(run, model, tokenizer)
-
-
-def grpo_update(
-    batch: Batch,
-    *,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    num_minibatches: int,
-    num_epochs: int,
-    clip_low: float,
-    clip_high: float,
-    correction: Callable[..., Tensor],
-    kl_coef: float,
-    entropy_coef: float,
-    max_norm: float,
-    max_tokens: int,
-    device: torch.device | str,
-    seed: int,
-) -> Metrics:
-    """`num_minibatches * num_epochs` optimizer steps on one batch: the clipped surrogate, averaged over all tokens of a
-    step, plus `kl_coef` * KL to the reference and minus `entropy_coef` * entropy.
-
-    `correction(old_logp - rollout_logp)` weighs the surrogate's tokens. Without `old_logp` in the batch (one update per
-    rollout) it is the current log-prob, and no forward was spent on it.
-    """
-    metrics: Metrics = {}
-    for mini in split(batch, num_minibatches, epochs=num_epochs, seed=seed):
-        weights = token_mean(mini.mask, num_tokens=verbs.global_count(mini.mask))
-        flat = seq_sum(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
-        for micro, *rest in microbatches((mini, weights), max_tokens=max_tokens, apart=flat):
-            micro, w = micro.to(device), rest[0].to(device)
-            learning = bool(kl_coef or entropy_coef or micro.advantages.any())
-            with torch.set_grad_enabled(learning):  # where every advantage is 0, so is the gradient
-                out = policy(micro)
-            old_logp = out.logp.detach() if micro.old_logp is None else micro.old_logp
-            log_ratio = out.logp - old_logp
-            w_policy = w * correction(old_logp - micro.rollout_logp)
-            loss = w_policy * ppo_clip(log_ratio, micro.advantages, clip_low=clip_low, clip_high=clip_high)
-            if kl_coef:
-                loss = loss + kl_coef * w * log_ratio.exp() * k3(out.logp, micro.ref_logp)
-            if entropy_coef:
-                loss = loss - entropy_coef * w * out.entropy
-            if learning:
-                loss.sum().backward()
-            new = verbs.policy_metrics(out, old_logp, micro, clip_low=clip_low, clip_high=clip_high)
-            metrics = merge(metrics, new)
-        metrics = merge(metrics, optimizer_step(optimizer, max_norm=max_norm))
-    return metrics

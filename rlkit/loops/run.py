@@ -115,7 +115,7 @@ def open_run(
     if not active:
         yield Run(folder, None)
         return
-    if not resume and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+    if not resume and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "completions")):
         raise FileExistsError(f"{folder} already holds a run: resume it (--resume), delete it or take another folder")
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     with _locked(folder):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,6 +23,8 @@ from rlkit.parallel.model import Policy, with_old_logp, with_ref_logp
 from rlkit.rollout.limits import success
 from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, rollout, single_turn
 from rlkit.types import Batch, Generate, LogProbs, SamplingParams, Trajectory
+
+X = TypeVar("X")
 
 
 def global_count(mask: Bool[Tensor, "T"]) -> int:
@@ -107,6 +110,19 @@ def check_sampling(params: SamplingParams, *, needs_reference: bool, reference: 
             f"params.top_p={params.top_p}, params.top_k={params.top_k}: log-probs are of the untruncated distribution, "
             "so truncated sampling would bias every ratio by the mass it keeps; use top_p=1.0 and top_k=0"
         )
+
+
+async def in_thread(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:
+    """Call it beside the event loop, which goes on sampling and scoring meanwhile.
+
+    A cancelled call ends when the function does: nobody may look at a model in the middle of an optimizer step.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
 
 
 async def evaluate(

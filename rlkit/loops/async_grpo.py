@@ -1,0 +1,140 @@
+"""Group-relative policy optimization, sampling and training at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlkit.advantages import group_centered
+from rlkit.loops import verbs
+from rlkit.loops.dump import dump_to
+from rlkit.loops.run import open_run, resume_command, stop_on_interrupt
+from rlkit.loops.updates import grpo_update, pack_with_advantages
+from rlkit.losses import tis
+from rlkit.metrics import finalize, merge
+from rlkit.parallel.model import forward, with_old_logp
+from rlkit.parallel.optim import adamw, set_lr
+from rlkit.parallel.weights import stream_weights
+from rlkit.rollout.limits import mask_truncated
+from rlkit.rollout.rollout import Env, Group, Prompt, Score, mix, single_turn
+from rlkit.rollout.stream import GroupStream
+from rlkit.types import SamplingParams
+
+
+async def async_grpo(
+    model: Any,
+    tokenizer: Any,
+    engine: Any,
+    prompts: Sequence[Prompt],
+    *,
+    score: Score,
+    folder: Path,
+    steps: int,
+    params: SamplingParams,
+    lr_at: Callable[[int], float],
+    env: Env = single_turn,
+    prompts_per_step: int = 8,
+    group_size: int = 8,
+    staleness: float = 1.0,
+    keep_group: Callable[[Group], bool] | None = None,
+    drop_truncated: bool = False,
+    baseline: Callable[..., Tensor] = group_centered,
+    num_minibatches: int = 1,
+    num_epochs: int = 1,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    correction: Callable[..., Tensor] = partial(tis, max_weight=2.0),
+    entropy_coef: float = 0.0,
+    weight_decay: float = 0.0,
+    max_norm: float = 1.0,
+    max_tokens: int = 16384,
+    dtype: str = "fp32",
+    eval_prompts: Sequence[Prompt] = (),
+    eval_steps: int = 0,
+    save_steps: int = 0,
+    keep: int = 2,
+    seed: int = 0,
+    resume: bool = False,
+) -> Path:
+    """`rlkit.loops.grpo` with an engine that never waits: while a step is trained on, it samples for the next ones.
+
+    `engine` has weights of its own (`rlkit.rollout.process`, `rlkit.rollout.sglang`). They are replaced after every
+    step without draining it: what is in flight goes on, and each token is stamped with the weights that made it. A
+    group is trained on at most `staleness` steps (rounded up) after it was started; see `rlkit.rollout.stream`. With 1
+    the engine samples one batch while the trainer works on the one before.
+
+    The loss is decoupled PPO: clipped against the policy at the start of the step (`old_logp`), its tokens weighted by
+    `correction(old_logp - rollout_logp)`, detached: `tis` truncates the weight of what older weights sampled, `icepop`
+    drops what they would hardly sample now. With one update per step no forward is spent on `old_logp`.
+
+    Every completion is on disk when it is made (`completions/`), so a run that is killed loses nothing but what was in
+    the middle of a request, and `resume` goes on from the last checkpoint with it. Which groups make up a step depends
+    on timing, so two runs are equal in distribution, not in bits.
+
+    Differs: AReaL and verl's fully asynchronous recipe bound the age on average or discard what is too old, see
+    `GroupStream`; TRL samples one step ahead in a thread.
+    Reference: arXiv:2505.24298 (AReaL); arXiv:2110.00641 (decoupled PPO).
+    """
+    verbs.check_sampling(params, needs_reference=False, reference=None)
+    policy = partial(forward, model, temperature=params.temperature, dtype=dtype)
+    optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
+    update = partial(
+        grpo_update, policy=policy, optimizer=optimizer, num_minibatches=num_minibatches, num_epochs=num_epochs,
+        clip_low=clip_low, clip_high=clip_high, correction=correction, kl_coef=0.0, entropy_coef=entropy_coef,
+        max_norm=max_norm, max_tokens=max_tokens, device=model.device,
+    )  # fmt: skip
+    state = verbs.restore(folder, model=model, optimizer=optimizer, reference=None) if resume else {}
+    start, first = state.get("step", -1), max(state.get("step", -1), 0)
+    with open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop:
+        dump = dump_to(run, tokenizer, engine=engine)
+        evaluate = partial(
+            verbs.evaluate, eval_prompts, generate=engine.generate, params=params, env=env, score=score, seed=seed
+        )
+        await engine.update_weights(stream_weights(model), version=first)
+        if start < 0 and eval_prompts and eval_steps:
+            run.log(0, await evaluate(on_group=partial(dump, step=0)))
+        stream = GroupStream(
+            verbs.prompt_order(prompts, seed=seed), generate=engine.generate, abort=engine.abort, params=params,
+            group_size=group_size, groups_per_step=prompts_per_step, staleness=staleness, seed=seed, env=env,
+            score=score, keep=keep_group, on_group=dump, journal=folder / "completions", version=first,
+            state=state.get("stream"),
+        )  # fmt: skip
+        async with stream:
+            for step in range(first, steps):
+                clock = verbs.Clock()
+                stream.advance(version=step)
+                groups = await stream.take()
+                metrics = verbs.rollout_metrics(groups, version=step)
+                clock.lap("wait")
+
+                groups = mask_truncated(groups) if drop_truncated else groups
+                batch = pack_with_advantages(groups, baseline=baseline)
+                if num_minibatches * num_epochs > 1:
+                    batch = await verbs.in_thread(with_old_logp, policy, batch, max_tokens=max_tokens)
+                set_lr(optimizer, lr_at(step))
+                metrics = merge(metrics, await verbs.in_thread(update, batch, seed=mix(seed, step)))
+                clock.lap("train")
+
+                done = step + 1
+                await engine.update_weights(stream_weights(model), version=done)
+                line = finalize(metrics) | {"lr": lr_at(step), "groups/dropped": stream.num_dropped}
+                line["groups/ready"] = stream.progress.ready
+                clock.lap("sync")
+                if eval_prompts and eval_steps and (done % eval_steps == 0 or done == steps):
+                    line |= await evaluate(on_group=partial(dump, step=done))
+                    clock.lap("eval")
+                run.log(done, line | clock.times(num_tokens=batch.num_tokens))
+                last = stop.requested or done == steps
+                if last or (save_steps and done % save_steps == 0):
+                    verbs.save(run, done, model=model, optimizer=optimizer, reference=None, keep=keep, must=last,
+                               state={"stream": stream.state})  # fmt: skip
+                    stream.saved()
+                if stop.requested:
+                    run.say(f"saved after step {done}; go on with: {resume_command('--resume')}")
+                    break
+        run.plot()
+        return verbs.export(run, model, tokenizer)

@@ -1,0 +1,74 @@
+"""One step's updates on a batch, shared by the loops: where the loss is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rlkit.episodes import episode_advantages
+from rlkit.loops import verbs
+from rlkit.losses import k3, ppo_clip, token_mean
+from rlkit.metrics import Metrics, merge
+from rlkit.packing import microbatches, pack, split, with_streams
+from rlkit.parallel.model import Policy
+from rlkit.parallel.optim import optimizer_step
+from rlkit.rollout.rollout import Group
+from rlkit.segments import broadcast_to_tokens, seq_sum
+from rlkit.types import Batch
+
+
+def pack_with_advantages(groups: list[Group], *, baseline: Callable[..., Tensor]) -> Batch:
+    """The groups as one batch, every token with the advantage of its episode."""
+    batch = pack(groups)
+    advantages = episode_advantages(baseline, batch)
+    return with_streams(batch, advantages=broadcast_to_tokens(advantages, cu_seqlens=batch.cu_seqlens))
+
+
+def grpo_update(
+    batch: Batch,
+    *,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    num_minibatches: int,
+    num_epochs: int,
+    clip_low: float,
+    clip_high: float,
+    correction: Callable[..., Tensor],
+    kl_coef: float,
+    entropy_coef: float,
+    max_norm: float,
+    max_tokens: int,
+    device: torch.device | str,
+    seed: int,
+) -> Metrics:
+    """`num_minibatches * num_epochs` optimizer steps on one batch: the clipped surrogate, averaged over all tokens of a
+    step, plus `kl_coef` * KL to the reference and minus `entropy_coef` * entropy.
+
+    `correction(old_logp - rollout_logp)` weighs the surrogate's tokens. Without `old_logp` in the batch (one update per
+    rollout) it is the current log-prob, and no forward was spent on it.
+    """
+    metrics: Metrics = {}
+    for mini in split(batch, num_minibatches, epochs=num_epochs, seed=seed):
+        weights = token_mean(mini.mask, num_tokens=verbs.global_count(mini.mask))
+        flat = seq_sum(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
+        for micro, *rest in microbatches((mini, weights), max_tokens=max_tokens, apart=flat):
+            micro, w = micro.to(device), rest[0].to(device)
+            learning = bool(kl_coef or entropy_coef or micro.advantages.any())
+            with torch.set_grad_enabled(learning):  # where every advantage is 0, so is the gradient
+                out = policy(micro)
+            old_logp = out.logp.detach() if micro.old_logp is None else micro.old_logp
+            log_ratio = out.logp - old_logp
+            w_policy = w * correction(old_logp - micro.rollout_logp)
+            loss = w_policy * ppo_clip(log_ratio, micro.advantages, clip_low=clip_low, clip_high=clip_high)
+            if kl_coef:
+                loss = loss + kl_coef * w * log_ratio.exp() * k3(out.logp, micro.ref_logp)
+            if entropy_coef:
+                loss = loss - entropy_coef * w * out.entropy
+            if learning:
+                loss.sum().backward()
+            new = verbs.policy_metrics(out, old_logp, micro, clip_low=clip_low, clip_high=clip_high)
+            metrics = merge(metrics, new)
+        metrics = merge(metrics, optimizer_step(optimizer, max_norm=max_norm))
+    return metrics
