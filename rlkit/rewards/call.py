@@ -27,17 +27,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class Reward:
-    """What a reward function said of one sample: `reward` trains, `score` and `metrics` are only logged."""
+    """What a reward function said of one sample: `reward` trains, `score`, `metrics` and `notes` are only logged."""
 
     reward: float
     score: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 class RewardError(RuntimeError):
     """A reward function gave no usable reward. `index` is the row's index (None: the whole batch), `cause` says why."""
 
-    def __init__(self, message: str, *, index: int | None, cause: str) -> None:
+    def __init__(self, message: str, *, index: int | None = None, cause: str = "") -> None:
         super().__init__(message)
         self.index = index
         self.cause = cause
@@ -51,37 +52,61 @@ async def score(function: Callable[..., Any], samples: Sequence[Sample], *, time
         def score(completion, row): ...             one sample per call
         def score(completions, rows): ...           a first parameter of this name: all samples in one call, a list back
         async def score(completion, row): ...       all calls (or the one for all samples) run concurrently
-        def score(completion, row, truncated): ...  further parameters are filled by name from `Sample.extra`
-                                                    (as lists in the batched form; one with a default may be absent)
+        def score(completion, row, truncated): ...  further parameters are filled by name from `Sample.extra`, `index`
+                                                    from `Sample.index` (as lists in the batched form); one with a
+                                                    default may be absent
+
+    Its options are keyword parameters, set by `functools.partial(score, option=...)`.
 
     A result is a finite number (bool, int, float, or a numpy or torch scalar), or a dict with `reward`, optionally
-    `score`, and further numbers to log. An exception, a timeout, None, NaN, infinity, another type or a wrong number
-    of results raises `RewardError`, which names the function, the row, the completion, the cause and a fix: there is
-    no default reward. What a failed answer is worth is decided inside the function.
+    `score`, further numbers to log, and texts that go to the trajectory dump (`reason`). In the batched form an
+    exception may stand in the list, for the sample that failed. An exception, a timeout, None, NaN, infinity, another
+    type or a wrong number of results raises `RewardError`, which names the function, the row, the completion, the cause
+    and a fix: there is no default reward. What a failed answer is worth is decided inside the function.
 
     `timeout_s` bounds each call. Sync calls run one after another in one thread, and of all batches of an event loop
     only one at a time, so that a function need not be thread-safe and time spent waiting does not count; write slow
     calls (a judge behind HTTP) as `async def`. A thread cannot be stopped: after a timeout the hanging call goes on in
     its daemon thread, which does not keep the process alive. An async function that blocks the event loop cannot be
-    timed out.
+    timed out. Nor does the time count that an async reward of this package waits for a free worker or connection.
 
     Differs: verl and TRL turn failures of common verifiers into reward 0 (verl issue 3407, TRL pull request 5281).
     """
+    results = await _results(function, samples, timeout_s, go_on=False)
+    for result in results:
+        if isinstance(result, RewardError):
+            raise result from result.__cause__
+    return [result for result in results if isinstance(result, Reward)]
+
+
+async def score_each(
+    function: Callable[..., Any], samples: Sequence[Sample], *, timeout_s: float
+) -> list[Reward | RewardError]:
+    """`score`, but a sample that could not be judged has its `RewardError` in its place, and the others are judged.
+
+    A sync function is called for every sample even if each call times out: the whole may take `timeout_s` per sample.
+    """
+    return await _results(function, samples, timeout_s, go_on=True)
+
+
+async def _results(
+    function: Callable[..., Any], samples: Sequence[Sample], timeout_s: float, *, go_on: bool
+) -> list[Reward | RewardError]:
     if not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s}")
     if not samples:
         return []
     form = _form(function, samples)
     calls = _calls(function, form, samples)
-    run = run_async if form.is_async else run_in_thread
-    values, failure = await run(calls, timeout_s)
-    if failure is not None:
-        position, error = failure
-        cause, fix = _explain(error, timeout_s, form.is_async)
-        raise _error(function, cause, fix, None if form.batched else samples[position]) from error
+    values = await (run_async(calls, timeout_s) if form.is_async else run_in_thread(calls, timeout_s, go_on=go_on))
     if form.batched:
-        values = _one_each(function, values[0], len(samples))
-    return [_reward(function, value, sample) for value, sample in zip(values, samples, strict=True)]
+        values = _one_each(function, values[0], samples, timeout_s, form.is_async)
+    return [
+        _failed(function, value, sample, timeout_s, form.is_async)
+        if isinstance(value, BaseException)
+        else _reward(function, value, sample)
+        for value, sample in zip(values, samples)
+    ]
 
 
 class _Form(NamedTuple):
@@ -102,7 +127,7 @@ def _form(function: Callable[..., Any], samples: Sequence[Sample]) -> _Form:
         raise TypeError(
             f"{_name(function)} must take (completion, row) or (completions, rows), got {inspect.signature(function)}"
         )
-    available = set(samples[0].extra).intersection(*(s.extra for s in samples))
+    available = {"index"}.union(set(samples[0].extra).intersection(*(s.extra for s in samples)))
     further = [p for p in parameters if p not in leading and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     missing = [p.name for p in further if p.name not in available and p.default is p.empty]
     if missing:
@@ -111,36 +136,63 @@ def _form(function: Callable[..., Any], samples: Sequence[Sample]) -> _Form:
             f"for {sorted(available)}; columns of the data are in `row`"
         )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    extra = sorted(available) if takes_all else [p.name for p in further if p.name in available]
+    extra = [p.name for p in further if p.name in available]
+    if takes_all:
+        extra = sorted({*extra, *available} - ({"index"} - set(extra)))
     return _Form(bool(leading) and leading[0].name == "completions", is_async, tuple(extra))
 
 
 def _calls(function: Callable[..., Any], form: _Form, samples: Sequence[Sample]) -> list[Callable[[], Any]]:
     if form.batched:
-        extra = {name: [s.extra[name] for s in samples] for name in form.extra}
+        extra = {name: [_extra(s, name) for s in samples] for name in form.extra}
         return [partial(function, [s.completion for s in samples], [s.row for s in samples], **extra)]
-    return [partial(function, s.completion, s.row, **{name: s.extra[name] for name in form.extra}) for s in samples]
+    return [partial(function, s.completion, s.row, **{name: _extra(s, name) for name in form.extra}) for s in samples]
 
 
-def _one_each(function: Callable[..., Any], values: Any, num: int) -> list[Any]:
-    """The results of a batched call, as many as there are samples."""
+def _extra(sample: Sample, name: str) -> Any:
+    return sample.extra.get(name, sample.index)
+
+
+def _one_each(
+    function: Callable[..., Any], values: Any, samples: Sequence[Sample], timeout_s: float, is_async: bool
+) -> list[Any]:
+    """The results of a batched call, as many as there are samples; what concerns the whole batch, for each."""
+    num = len(samples)
     fix = f"return a list of {num} numbers or dicts, one for each completion, in their order"
+    if isinstance(values, BaseException):
+        return [_failed(function, values, None, timeout_s, is_async)] * num
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__") or getattr(values, "shape", None) == ():
-        raise _error(function, f"returned {_show(values)} for a batch", fix, None)
+        return [_error(function, f"returned {_show(values)} for a batch", fix, None)] * num
     if len(values) != num:
-        raise _error(function, f"returned {len(values)} results for {num} completions", fix, None)
+        return [_error(function, f"returned {len(values)} results for {num} completions", fix, None)] * num
     return list(values)
 
 
-def _reward(function: Callable[..., Any], value: Any, sample: Sample) -> Reward:
+def _failed(
+    function: Callable[..., Any], error: BaseException, sample: Sample | None, timeout_s: float, is_async: bool
+) -> RewardError:
+    if isinstance(error, RewardError):
+        return error
+    cause, fix = _explain(error, timeout_s, is_async)
+    failed = _error(function, cause, fix, sample)
+    failed.__cause__ = error
+    return failed
+
+
+def _reward(function: Callable[..., Any], value: Any, sample: Sample) -> Reward | RewardError:
     """A result as a `Reward`, or an error that names the sample."""
-    if not isinstance(value, dict):
-        return Reward(_number(function, value, sample, ""))
-    if "reward" not in value:
-        fix = "put the number that trains under 'reward'"
-        raise _error(function, f"returned a dict without 'reward' (keys: {sorted(map(str, value))})", fix, sample)
-    numbers = {str(key): _number(function, number, sample, f" under {key!r}") for key, number in value.items()}
-    return Reward(numbers.pop("reward"), numbers.pop("score", None), numbers)
+    try:
+        if not isinstance(value, dict):
+            return Reward(_number(function, value, sample, ""))
+        if "reward" not in value:
+            fix = "put the number that trains under 'reward'"
+            cause = f"returned a dict without 'reward' (keys: {sorted(map(str, value))})"
+            raise _error(function, cause, fix, sample)
+        notes = {str(k): v for k, v in value.items() if isinstance(v, str) and k not in ("reward", "score")}
+        numbers = {str(k): _number(function, v, sample, f" under {k!r}") for k, v in value.items() if k not in notes}
+    except RewardError as error:
+        return error
+    return Reward(numbers.pop("reward"), numbers.pop("score", None), numbers, notes)
 
 
 def _number(function: Callable[..., Any], value: Any, sample: Sample, place: str) -> float:

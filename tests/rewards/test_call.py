@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlkit.rewards import Reward, RewardError, Sample, score
+from rlkit.rewards import Reward, RewardError, Sample, score, score_each
 
 
 def samples(*texts, **extra):
@@ -123,7 +123,7 @@ async def test_further_parameters_are_filled_by_name():
 async def test_a_form_that_cannot_be_called_is_refused_before_any_call():
     with pytest.raises(TypeError, match=r"must take \(completion, row\) or \(completions, rows\), got \(completion\)"):
         await run(lambda completion: 1, samples("a"))
-    with pytest.raises(TypeError, match=r"asks for \['answer'\].* it may ask for \['truncated'\]; columns .* in `row`"):
+    with pytest.raises(TypeError, match=r"asks for \['answer'\].* may ask for \['index', 'truncated'\]; columns"):
         await run(lambda completion, row, answer: 1, samples("a", truncated=[True]))
     with pytest.raises(ValueError, match="timeout_s must be positive"):
         await run(per_sample, samples("a"), timeout_s=0)
@@ -160,7 +160,7 @@ BAD = [
     ({"score": 1}, r"returned a dict without 'reward' \(keys: \['score'\]\)", "under 'reward'"),
     ({"reward": None}, "returned NoneType None under 'reward'", "without `return`"),
     ({"reward": 1, "acc": float("nan")}, "returned nan under 'acc'", "division or logarithm"),
-    ({"reward": 1, "why": "x"}, "returned str 'x' under 'why'", "dict of finite numbers"),
+    ({"reward": 1, "why": ["x"]}, r"returned list \['x'\] under 'why'", "dict of finite numbers"),
 ]
 
 
@@ -357,3 +357,72 @@ async def test_64_cheap_calls_cost_less_than_3_ms():
             await run(function, items)
             times.append(time.perf_counter() - start)
         assert min(times) < 0.003
+
+
+async def test_texts_are_notes_and_never_numbers():
+    (reward,) = await run(lambda completion, row: {"reward": 0, "score": 1, "n": 2, "reason": "late"}, samples("a"))
+    assert (reward.reward, reward.score, reward.metrics, reward.notes) == (0.0, 1.0, {"n": 2.0}, {"reason": "late"})
+    for key in ("reward", "score"):
+        with pytest.raises(RewardError, match=f"returned str '1' under '{key}'"):
+            await run(lambda completion, row, key=key: {"reward": 1, "score": 1, key: "1"}, samples("a"))
+
+
+async def test_the_index_of_the_row_may_be_asked_for():
+    items = [Sample("a", {}, 7), Sample("b", {}, 9)]
+    assert [r.reward for r in await run(lambda completion, row, index: index, items)] == [7.0, 9.0]
+    assert [r.reward for r in await run(lambda completions, rows, index: index, items)] == [7.0, 9.0]
+
+
+@pytest.mark.parametrize("form", ["sync", "async", "batched"])
+async def test_each_sample_has_its_own_reward_or_error(form):
+    def one(completion, row):
+        if completion == "b":
+            raise KeyError("lost")
+        return None if completion == "d" else 1.0
+
+    async def asynchronous(completion, row):
+        return one(completion, row)
+
+    def whole(completions, rows):
+        results = []
+        for completion, row in zip(completions, rows):
+            try:
+                results.append(one(completion, row))
+            except KeyError as error:
+                results.append(error)
+        return results
+
+    function = {"sync": one, "async": asynchronous, "batched": whole}[form]
+    results = await score_each(function, samples("a", "b", "c", "d"), timeout_s=60)
+    assert [getattr(r, "reward", None) for r in results] == [1.0, None, 1.0, None]
+    assert [r.index for r in results[1::2]] == [samples("a", "b")[1].index, samples(*"abcd")[3].index]
+    assert "KeyError: 'lost'" in results[1].cause
+    assert isinstance(results[1].__cause__, KeyError)
+    assert "NoneType" in results[3].cause
+
+
+async def test_after_a_hanging_sync_call_the_others_are_still_judged():
+    gate = threading.Event()
+
+    def hangs_at_b(completion, row):
+        if completion == "b":
+            gate.wait(60)
+        return 1.0
+
+    results = await score_each(hangs_at_b, samples("a", "b", "c"), timeout_s=0.3)
+    gate.set()
+    assert [isinstance(r, RewardError) for r in results] == [False, True, False]
+    assert "no result after 0.3 s" in results[1].cause
+
+
+async def test_the_wait_for_a_turn_is_off_the_clock():
+    from rlkit.rewards._run import off_the_clock
+
+    async def waits(completion, row):
+        async with off_the_clock():
+            await asyncio.sleep(0.4)
+        await asyncio.sleep(float(completion))
+        return 1.0
+
+    results = await score_each(waits, samples("0", "60"), timeout_s=0.2)
+    assert [isinstance(r, RewardError) for r in results] == [False, True]

@@ -1,0 +1,98 @@
+"""The client of `_worker/forkd.py`: a server per kind and process, started on first use, restarted when it is gone."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_FOLDER = Path(__file__).parent
+_RUN = (  # not as a script: files next to it must not hide modules of the standard library
+    "import sys; sys.path.insert(0, {folder!r}); import _worker; del sys.path[0]; from _worker import {module}; "
+    "{module}.main()"
+)
+
+
+class ServerError(RuntimeError):
+    """A server could not be started, could not start a child, or is gone. It says nothing about what was to be run."""
+
+
+class Server:
+    """A server module of `_worker`. Thread-safe; a forked process starts a server of its own."""
+
+    def __init__(self, module: str, *, flags: tuple[str, ...], environment: dict[str, str]) -> None:
+        self._name = module
+        self._command = [sys.executable, *flags, "-c", _RUN.format(folder=str(_FOLDER), module=module)]
+        self._environment = environment
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._owner = 0
+        atexit.register(self.close)
+
+    def begin(self, request: dict[str, Any], fds: list[int]) -> socket.socket:
+        """Start a child. The socket that comes back reports its end; closing it kills the child."""
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        message = json.dumps(request).encode()
+        try:
+            with self._lock:
+                for attempt in (1, 2):  # it may have died since the last request
+                    try:
+                        socket.send_fds(self._connected(), [message], [theirs.fileno(), *fds])
+                        break
+                    except (BrokenPipeError, ConnectionResetError) as error:
+                        self._forget()
+                        if attempt == 2:
+                            raise ServerError(f"the server {self._name} dies as soon as it starts") from error
+        except BaseException:
+            mine.close()
+            raise
+        finally:
+            theirs.close()
+        return mine
+
+    def close(self) -> None:
+        """End the server and all its children. The next request starts it again."""
+        with self._lock:
+            if self._owner == os.getpid() and self._process is not None:
+                self._forget()
+
+    def _connected(self) -> socket.socket:
+        if self._socket is None or self._owner != os.getpid():
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._process = subprocess.Popen(
+                self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=self._environment, cwd="/",
+                start_new_session=True,  # Ctrl-C is for this process; the server ends when this one has ended
+            )  # fmt: skip
+            self._owner = os.getpid()
+            theirs.close()
+        return self._socket
+
+    def _forget(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=10)
+        self._socket = self._process = None
+
+
+def end_of(control: socket.socket, timeout_s: float | None = None) -> dict[str, Any]:
+    """How a child ended, as its server tells; a `ServerError` where it could not begin or the server is gone."""
+    if not select.select([control], [], [], timeout_s)[0]:
+        raise ServerError("the server does not say how the child ended")
+    message = control.recv(1 << 16)
+    if not message:
+        raise ServerError("the server died while the child was running")
+    end: dict[str, Any] = json.loads(message)
+    if "error" in end:
+        raise ServerError(end["error"])
+    return end

@@ -1,0 +1,211 @@
+"""Namespaces, a file system with almost nothing in it, limits, no privileges, and a system call filter.
+
+`enter` is a fork whose child has user, mount, pid, network, IPC, UTS and cgroup namespaces of its own and is process 1
+there: when it ends, the kernel ends whatever it left behind. It sees the Python standard library (read only, without
+site-packages), /dev/null, /dev/zero, /dev/urandom and an empty scratch folder; no /proc, no /sys, no network device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import signal
+import sysconfig
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from . import syscalls
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_gil_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter lock: for a call that returns twice
+_NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x20000 | 0x08000000 | 0x04000000 | 0x02000000
+_RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_LOCKABLE = _NOSUID | _NODEV | 8 | 1024 | 2048  # and noexec, noatime, nodiratime
+_DETACH = 2
+_PDEATHSIG, _KEEPCAPS, _SECCOMP, _NO_NEW_PRIVS = 1, 8, 22, 38
+_INSIDE = 1000  # the only user and group id inside
+_NOBODY = 65534  # what they are outside, if the server is root: of root, the kernel does not count the processes
+_THREADS = 16
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+SCRATCH = "/scratch"
+
+
+def enter(child: Callable[[], None], fds: list[int], limits: dict[str, Any], failed: Callable[[str], None]) -> int:
+    """The pid of a new isolated process that runs `child` with `fds` as its fds 0, 1, 2, ... and nothing else open.
+
+    Where the isolation fails, `failed` is called with the explanation in that process, and `child` is not.
+    """
+    ready, go = os.pipe()
+    pid = _gil_libc.syscall(ctypes.c_long(syscalls.CLONE), ctypes.c_ulong(_NAMESPACES | signal.SIGCHLD), 0, 0, 0, 0)
+    if pid < 0:
+        os.close(ready)
+        os.close(go)
+        raise _error("creating namespaces")
+    if pid == 0:
+        code = 1
+        try:
+            ctypes.pythonapi.PyOS_AfterFork_Child()
+            _isolate(ready, fds, limits)
+        except BaseException as error:
+            failed(str(error))
+            os._exit(1)
+        try:
+            child()
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(ready)
+    try:
+        _map_ids(pid)
+        os.write(go, b"1")
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+    finally:
+        os.close(go)
+    return pid
+
+
+def _map_ids(pid: int) -> None:
+    """Give the child its one user id: nobody if this is root, otherwise the user's own."""
+    proc = f"/proc/{pid}"
+    for outside_uid, outside_gid in [(_NOBODY, _NOBODY), (os.geteuid(), os.getegid())]:
+        try:
+            if outside_uid != _NOBODY or os.geteuid() != 0:
+                Path(proc, "setgroups").write_text("deny")
+            Path(proc, "gid_map").write_text(f"{_INSIDE} {outside_gid} 1")
+            Path(proc, "uid_map").write_text(f"{_INSIDE} {outside_uid} 1")
+            return
+        except PermissionError as error:
+            refused = error
+    raise refused
+
+
+def _isolate(ready: int, fds: list[int], limits: dict[str, Any]) -> None:
+    _check(_libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "asking to die with the server")
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if os.read(ready, 1) != b"1":
+        raise OSError("the server could not map user ids")
+    os.setsid()
+    stdlib = _standard_library()
+    sources = [(path, os.open(path, os.O_PATH)) for path in (*stdlib, *_DEVICES)]  # while root may still look in /root
+    _check(_libc.prctl(_KEEPCAPS, 1, 0, 0, 0), "keeping capabilities for the set-up")
+    with suppress(PermissionError):  # an ordinary user may not drop groups; there is nothing to use them on
+        os.setgroups([])
+    os.setresgid(_INSIDE, _INSIDE, _INSIDE)
+    os.setresuid(_INSIDE, _INSIDE, _INSIDE)
+    _check(_libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "asking to die with the server")
+    _new_root(sources, limits["scratch_bytes"])
+    _only_these(fds)
+    _set_limits(limits)
+    _drop_capabilities()
+    _check(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up new privileges")
+    _filter(forks=limits["processes"] > 0)
+
+
+def _standard_library() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple(dict.fromkeys(os.path.realpath(paths[name]) for name in ("stdlib", "platstdlib")))
+
+
+def _new_root(sources: list[tuple[str, int]], scratch_bytes: int) -> None:
+    """Make a new root from the opened sources, and leave the old one for ever."""
+    base = next(path for path in ("/tmp", "/mnt", "/var") if os.path.isdir(path))
+    _mount(None, "/", None, _REC | _PRIVATE)
+    _mount("tmpfs", base, "tmpfs", _NOSUID | _NODEV, "size=1m,nr_inodes=1024,mode=0755")
+    for path, fd in sources:
+        target = base + path
+        if path in _DEVICES:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+            _mount(f"/proc/self/fd/{fd}", target, None, _BIND)
+        else:
+            os.makedirs(target)
+            _mount(f"/proc/self/fd/{fd}", target, None, _BIND | _REC)
+            _mount(None, target, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+            for name in ("site-packages", "dist-packages"):
+                if os.path.isdir(f"{target}/{name}"):
+                    _mount("tmpfs", f"{target}/{name}", "tmpfs", _RDONLY | _NOSUID | _NODEV, "size=4k")
+        os.close(fd)
+    os.mkdir(base + SCRATCH)
+    _mount("tmpfs", base + SCRATCH, "tmpfs", _NOSUID | _NODEV, f"size={scratch_bytes},nr_inodes=4096,mode=0700")
+    os.chdir(base)
+    _check(_libc.syscall(syscalls.PIVOT_ROOT, b".", b"."), "pivot_root")
+    _check(_libc.umount2(b".", _DETACH), "leaving the old root")
+    _mount(None, "/", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+    os.chdir(SCRATCH)
+
+
+def _only_these(fds: list[int]) -> None:
+    """Make `fds` the fds 0, 1, 2, ... and close every other one."""
+    high = max(fds) + len(fds) + 1
+    for i, fd in enumerate(fds):  # out of the way first: they may lie on each other's places
+        os.dup2(fd, high + i)
+    for i in range(len(fds)):
+        os.dup2(high + i, i)
+    os.closerange(len(fds), 1 << 20)
+
+
+def _set_limits(limits: dict[str, Any]) -> None:
+    pages = int(limits["base_pages"])
+    cpu_s = max(1, int(limits["cpu_s"] + 0.999))
+    for which, value in {
+        resource.RLIMIT_AS: limits["memory_bytes"] + pages * resource.getpagesize(),
+        resource.RLIMIT_CPU: cpu_s,
+        resource.RLIMIT_FSIZE: limits["scratch_bytes"],
+        resource.RLIMIT_NPROC: _THREADS + limits["processes"],
+        resource.RLIMIT_NOFILE: limits["open_files"],
+        resource.RLIMIT_STACK: min(limits["memory_bytes"], 64 << 20),
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }.items():
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (value, value))
+
+
+def _drop_capabilities() -> None:
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    _check(_libc.syscall(syscalls.CAPSET, header, (ctypes.c_uint32 * 6)()), "dropping capabilities")
+
+
+def _filter(*, forks: bool) -> None:
+    program = syscalls.deny_filter(forks=forks)
+    code = ctypes.create_string_buffer(program, len(program))
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_void_p))
+
+    argument = Program(len(program) // 8, ctypes.addressof(code))
+    _check(_libc.prctl(_SECCOMP, 2, ctypes.byref(argument), 0, 0), "installing the system call filter")
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    if flags & _REMOUNT:  # flags that an outer namespace has locked must be kept
+        flags |= os.statvfs(target).f_flag & _LOCKABLE
+    arguments = [None if x is None else os.fsencode(x) for x in (source, target, kind)]
+    text = None if data is None else data.encode()
+    _check(_libc.mount(*arguments, ctypes.c_ulong(flags), text), f"mounting {kind or source or target} ({flags:#x})")
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        raise _error(what)
+
+
+def _error(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{what}: {errno.errorcode.get(number, number)} {os.strerror(number)}")
+
+
+def supported() -> bool:
+    """Whether system call numbers are known for this machine."""
+    return platform.machine() in syscalls.MACHINES

@@ -1,0 +1,230 @@
+"""Two processes that call each other's functions over a socket, with values copied and other objects left at home.
+
+Values of the built-in types and of some of the standard library are copied. Anything else becomes a `Proxy` on the
+other side. What a proxy's operators tell its owner is limited on purpose: a tested object must never see the value that
+it is compared with, or it could agree with every one.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from . import codec
+
+_MAX_BYTES = 64 << 20
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "len": len, "iter": iter, "next": next, "str": str, "repr": repr, "float": float, "int": int, "bool": bool,
+    "abs": abs, "neg": lambda a: -a, "getitem": lambda a, k: a[k], "setitem": lambda a, k, v: a.__setitem__(k, v),
+    "delitem": lambda a, k: a.__delitem__(k), "eq": lambda a, b: a == b, "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b, "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "truediv": lambda a, b: a / b,
+    "isinstance": lambda a, b: isinstance(b, a), "enter": lambda a: a.__enter__(),
+    "exit": lambda a: a.__exit__(None, None, None),
+}  # fmt: skip
+
+
+class Gone(BaseException):
+    """The other process ended."""
+
+
+class Remote(Exception):
+    """An exception of the other side that is not a built-in one."""
+
+
+class Peer:
+    """One end. `may(obj, attribute)` says which attributes of its own objects the other end may use."""
+
+    def __init__(self, end: socket.socket, may: Callable[[Any, str], bool]) -> None:
+        self._socket = end
+        self._may = may
+        self.mine: dict[int, Any] = {}
+        self._exceptions: dict[int, type[BaseException]] = {}
+
+    def ask(self, verb: str, target: int, *arguments: Any) -> Any:
+        """Have the other side do something to its object, and meanwhile do what it asks for."""
+        self.send([verb, target, [self.encode(a) for a in arguments]])
+        while True:
+            message = self.receive()
+            if message[0] == "value":
+                return self.decode(message[1])
+            if message[0] == "raised":
+                raise self._rebuilt(*message[1:])
+            self._answer(message)
+
+    def serve(self) -> None:
+        """Do what the other side asks for, until it ends."""
+        while True:
+            self._answer(self.receive())
+
+    def send(self, message: Any) -> None:
+        """One message."""
+        data = json.dumps(message).encode()
+        try:
+            self._socket.sendall(struct.pack("<I", len(data)) + data)
+        except OSError as error:
+            raise Gone from error
+
+    def receive(self) -> Any:
+        """The next message."""
+        (size,) = struct.unpack("<I", self._exactly(4))
+        if size > _MAX_BYTES:
+            raise Gone(f"a message of {size} bytes")
+        try:
+            return json.loads(self._exactly(size))
+        except ValueError as error:
+            raise Gone("a message that is not JSON") from error
+
+    def encode(self, value: Any) -> Any:
+        """A value for the other side."""
+        return codec.encode(value, self._refer)
+
+    def decode(self, data: Any) -> Any:
+        """A value from the other side."""
+        return codec.decode(data, self._resolve)
+
+    def _exactly(self, size: int) -> bytes:
+        parts = []
+        while size:
+            part = self._socket.recv(min(size, 1 << 20))
+            if not part:
+                raise Gone
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def _answer(self, message: Any) -> None:
+        try:
+            verb, target, arguments = message
+            reply = ["value", self.encode(self._do(verb, self.mine[target], [self.decode(a) for a in arguments]))]
+        except Gone:
+            raise
+        except BaseException as error:
+            reply = self._raised(error)
+        self.send(reply)
+
+    def _do(self, verb: str, target: Any, arguments: list[Any]) -> Any:
+        if verb == "call":
+            positional, named = arguments
+            result = target(*positional, **named)
+            return result, [x if codec.mutable(x) else None for x in [*positional, *named.values()]]
+        if verb in ("getattr", "setattr"):
+            if not self._may(target, arguments[0]):
+                raise AttributeError(arguments[0])
+            return getattr(builtins, verb)(target, *arguments)
+        return _SPECIAL[verb](target, *arguments)
+
+    def _refer(self, value: Any) -> Any:
+        if isinstance(value, Proxy):
+            return ["yours", object.__getattribute__(value, "_rlkit_id")]
+        number = id(value)
+        self.mine[number] = value
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return ["exception", number, value.__name__, _built_in(value)]
+        base = codec.base_value(value)
+        return ["mine", number, None if base is None else [self.encode(base)]]
+
+    def _resolve(self, kind: str, number: int, *rest: Any) -> Any:
+        if kind == "yours":
+            return self.mine[number]
+        if kind == "mine":
+            return Proxy(self, number, *([self.decode(rest[0][0])] if rest[0] else []))
+        if number not in self._exceptions:
+            name, base = rest
+            self._exceptions[number] = type(str(name), (_exception(base),), {})
+        return self._exceptions[number]
+
+    def _raised(self, error: BaseException) -> Any:
+        arguments = [a for a in error.args if isinstance(a, str | int | float | bool | None)][:4]
+        try:
+            return ["raised", self.encode(type(error)), type(error).__name__, arguments]
+        except BaseException:
+            return ["raised", None, type(error).__name__, []]
+
+    def _rebuilt(self, kind: Any, name: str, arguments: list[Any]) -> BaseException:
+        found = self.decode(kind)
+        if isinstance(found, type) and issubclass(found, Exception):
+            try:
+                return found(*arguments)
+            except Exception:
+                return found()
+        return Remote(name, *arguments)
+
+
+def _built_in(kind: type[BaseException]) -> str:
+    return next(k.__name__ for k in kind.__mro__ if k.__module__ == "builtins")
+
+
+def _exception(name: Any) -> type[Exception]:
+    found = getattr(builtins, str(name), None)
+    return found if isinstance(found, type) and issubclass(found, Exception) else Exception
+
+
+class Proxy:
+    """An object of the other side. With a `base` (it is a kind of tuple, int, str, ...) it compares as that."""
+
+    __slots__ = ("_rlkit_base", "_rlkit_id", "_rlkit_peer")
+
+    def __init__(self, peer: Peer, number: int, *base: Any) -> None:
+        object.__setattr__(self, "_rlkit_peer", peer)
+        object.__setattr__(self, "_rlkit_id", number)
+        object.__setattr__(self, "_rlkit_base", base)
+
+    def __getattr__(self, name: str) -> Any:
+        return _ask(self, "getattr", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _ask(self, "setattr", name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result, changed = _ask(self, "call", list(args), kwargs)
+        for old, new in zip([*args, *kwargs.values()], changed):
+            codec.replace_content(old, new)
+        return result
+
+    def __eq__(self, other: object) -> Any:
+        if isinstance(other, Proxy):
+            return _ask(self, "eq", other)
+        base = object.__getattribute__(self, "_rlkit_base")
+        return bool(base) and base[0] == other
+
+    def __hash__(self) -> int:
+        base = object.__getattribute__(self, "_rlkit_base")
+        return hash(base[0]) if base else object.__getattribute__(self, "_rlkit_id")
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, Proxy) and bool(_ask(self, "isinstance", instance))
+
+    def __exit__(self, *_: object) -> None:
+        _ask(self, "exit")
+
+
+def _ask(proxy: Proxy, verb: str, *arguments: Any) -> Any:
+    peer = object.__getattribute__(proxy, "_rlkit_peer")
+    return peer.ask(verb, object.__getattribute__(proxy, "_rlkit_id"), *arguments)
+
+
+def _forward(verb: str) -> Callable[..., Any]:
+    def method(self: Proxy, *arguments: Any) -> Any:
+        return _ask(self, verb, *arguments)
+
+    return method
+
+
+def _between_proxies(verb: str) -> Callable[[Proxy, Any], Any]:
+    def method(self: Proxy, other: Any) -> Any:
+        return _ask(self, verb, other) if isinstance(other, Proxy) else NotImplemented
+
+    return method
+
+
+for _verb in ("len", "iter", "next", "str", "repr", "float", "int", "bool", "abs", "neg", "enter"):
+    setattr(Proxy, f"__{_verb}__", _forward(_verb))
+for _verb in ("getitem", "setitem", "delitem"):
+    setattr(Proxy, f"__{_verb}__", _forward(_verb))
+for _verb in ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv"):
+    setattr(Proxy, f"__{_verb}__", _between_proxies(_verb))

@@ -1,0 +1,87 @@
+"""Inside the sandbox: run a program as `python solution.py` would, on fds 0, 1 and 2; its text is read from fd 3."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import json
+import os
+import random
+import sys
+import threading
+import traceback
+import types
+
+SOLUTION = "solution.py"
+
+
+def run() -> None:
+    """Run the program on fd 3. Does not return."""
+    source = read_all(3)
+    open_streams()
+    module = fresh_module("__main__")
+    sys.argv = [SOLUTION]
+    leave(execute(source, module)[0])
+
+
+def read_all(fd: int) -> bytes:
+    """What is in a file, which is closed."""
+    with open(fd, "rb") as file:
+        return file.read()
+
+
+def open_streams() -> None:
+    """Text streams on fds 0, 1, 2, as Python itself opens them, and the environment that a program sees."""
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), "utf-8", "surrogateescape")
+    sys.stdout = _writer(1, "surrogateescape")
+    sys.stderr = _writer(2, "backslashreplace")
+    vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
+    folder = os.getcwd()
+    os.environ.clear()
+    os.environ.update(HOME=folder, TMPDIR=folder, PATH="")
+    sys.path.insert(0, folder)
+    random.seed(0)
+
+
+def _writer(fd: int, errors: str) -> io.TextIOWrapper:
+    raw = io.FileIO(fd, "w")
+    return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", errors, line_buffering=fd == 2)
+
+
+def fresh_module(name: str) -> types.ModuleType:
+    """An empty module, known by its name."""
+    module = sys.modules[name] = types.ModuleType(name)
+    return module
+
+
+def execute(source: bytes, module: types.ModuleType) -> tuple[int, str]:
+    """Run a source in a module; the exit code that `python` would give, and the exception in one line."""
+    try:
+        exec(compile(source, SOLUTION, "exec", dont_inherit=True), module.__dict__)
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return (stop.code or 0) & 0xFF, f"exit code {stop.code or 0}"
+        sys.stderr.write(f"{stop.code}\n")
+        return 1, str(stop.code)
+    except BaseException as error:
+        shown = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, shown)
+        return 1, traceback.format_exception_only(error)[-1].strip()
+    return 0, ""
+
+
+def leave(code: int) -> None:
+    """End the process as the interpreter does: wait for threads, run exit functions, flush; skip the tidying up."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        code = code or 120
+    os._exit(code)
+
+
+def quoted(text: str) -> bytes:
+    """A JSON string."""
+    return json.dumps(text).encode()

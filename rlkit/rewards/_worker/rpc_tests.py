@@ -1,0 +1,71 @@
+"""Inside a sandbox of their own: tests that call a solution in another one. They are JSON on fd 3; the solution on 4.
+
+One JSON line per test goes to fd 1 as soon as the test is done: null if it passed, otherwise the reason.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import socket
+import sys
+import traceback
+from typing import Any
+
+from . import peer, program
+
+_NAME = "tests"
+
+
+def run() -> None:
+    """Run the tests in their order, in one namespace. Does not return."""
+    tests = json.loads(program.read_all(3))
+    report = os.dup(1)
+    os.dup2(2, 1)
+    program.open_streams()
+    end = peer.Peer(socket.socket(fileno=4), _may)
+    module = program.fresh_module(_NAME)
+    problem = _names(end, module)
+    for source in tests:
+        reason = problem or _reason(source, module)
+        os.write(report, json.dumps(reason).encode() + b"\n")
+    os._exit(0)
+
+
+def _names(end: peer.Peer, module: Any) -> str | None:
+    """Put the solution's names into the module; why there are none."""
+    try:
+        problem, names = end.receive()
+        found = {str(name): end.decode(value) for name, value in names.items()}
+    except peer.Gone:
+        return "the solution's process ended"
+    except Exception as error:
+        return f"the solution does not answer as it should ({type(error).__name__})"
+    if problem:
+        return f"the solution fails before any test: {str(problem)[:300]}"
+    for name, value in found.items():
+        own = name in sys.stdlib_module_names and isinstance(value, peer.Proxy)
+        if not hasattr(builtins, name) and not own and not name.startswith("__"):
+            setattr(module, name, value)
+    return None
+
+
+def _reason(source: str, module: Any) -> str | None:
+    try:
+        exec(compile(source, _NAME, "exec", dont_inherit=True), vars(module))
+    except peer.Gone:
+        return "the solution's process ended"
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:  # of `unittest.main`; a solution's arrives as `Remote`
+            return None
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == _NAME]
+        lines = source.splitlines()
+        line = lines[frames[-1].lineno - 1].strip() if frames and frames[-1].lineno else ""
+        return f"{type(error).__name__}: {str(error)[:200]} at {line[:200]}"
+    return None
+
+
+def _may(value: Any, name: str) -> bool:
+    """The solution may use public attributes of objects whose class the tests define, and nothing else of the tests."""
+    return type(value).__module__ == _NAME and not name.startswith("_")

@@ -1,0 +1,206 @@
+"""Run untrusted Python where it can do no harm: namespaces, limits, a system call filter. About 5 ms per program.
+
+What a program finds: Python's standard library (read only, without site-packages), /dev/null, /dev/zero, /dev/urandom
+and an empty folder in memory that it may write to. No network, no other file, no environment variable, no other
+process, no privilege; nothing of it is left when it ends. Linux on x86-64 or ARM64, as any user, where unprivileged
+user namespaces are allowed or the user is root; anywhere else `SandboxError` says what is missing, and nothing is run.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import select
+import signal
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from fcntl import fcntl
+from typing import Any, Literal
+
+from rlkit.rewards._forked import Server, ServerError, end_of
+from rlkit.rewards._slots import Slots, num_cores
+
+_SERVER = Server("sandboxd", flags=("-S", "-s"), environment={"PYTHONHASHSEED": "0"})
+SLOTS = Slots(num_cores(), "rlkit-sandbox")
+_ADD_SEALS, _ALL_SEALS = 1033, 0xF
+_STDERR_BYTES = 1 << 16
+
+
+class SandboxError(RuntimeError):
+    """The sandbox cannot be set up here, or broke. It says nothing about the program."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run may use. `memory_bytes` is on top of the interpreter; `processes` are in addition to the program's
+    own one (0: it cannot fork; up to 16 threads are always allowed); `output_bytes` is of stdout.
+    """
+
+    wall_s: float = 10.0
+    cpu_s: float = 10.0
+    memory_bytes: int = 512 << 20
+    output_bytes: int = 1 << 20
+    scratch_bytes: int = 64 << 20
+    processes: int = 0
+    open_files: int = 64
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > (-1 if name == "processes" else 0):
+                raise ValueError(f"{name} must be positive, got {value}")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a program ended. `reason` is empty where it ended by itself with exit code 0, and else says what happened."""
+
+    reason: str
+    stdout: str
+    stderr: str
+    wall_s: float
+    cpu_s: float
+
+
+async def run_program(source: str, *, stdin: str = "", limits: Limits = Limits()) -> Ran:
+    """Run a Python program as `python solution.py` would, with `stdin` as its input.
+
+    As many run at once as there are cores; the wait for a free one does not count against a reward's deadline. A
+    cancelled run is killed. Dictionaries and sets of strings iterate in the same order in every run (PYTHONHASHSEED=0),
+    and `random` starts from seed 0. Third-party packages cannot be imported.
+
+    Raises SandboxError where the sandbox cannot be set up.
+    """
+    child = Child("program", [stdin, None, None, source], limits)
+    return await SLOTS.run(child.wait, cancel=child.cancel)
+
+
+class Child:
+    """A process in the sandbox. `fds` are its fds 0, 1, ...: a text is a file, None a pipe that `wait` reads (stdout
+    and stderr), -1 is /dev/null; nothing is opened before `start`."""
+
+    def __init__(self, run: str, fds: Sequence[str | Literal[-1] | None], limits: Limits) -> None:
+        self._run, self._limits, self._fds = run, limits, fds
+        self._control: socket.socket | None = None
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Kill it, now or as soon as it is started. Thread-safe."""
+        self._cancelled = True
+        if self._control is not None:
+            with suppress(OSError):
+                self._control.shutdown(socket.SHUT_WR)
+
+    def start(self, *shared: int) -> None:
+        """Have it started. `shared` are further fds for it, which stay the caller's."""
+        _check_platform()
+        self._pipes: list[int] = []
+        mine: list[int] = []
+        for fd in self._fds:
+            if fd is None:
+                read, write = os.pipe()
+                self._pipes.append(read)
+                mine.append(write)
+            else:
+                mine.append(_file(fd) if isinstance(fd, str) else os.open(os.devnull, os.O_WRONLY))
+        request = {"run": self._run, "limits": asdict(self._limits), "wall_s": self._limits.wall_s}
+        try:
+            self._control = _SERVER.begin(request, [*mine, *shared])
+        except ServerError as error:
+            _close(self._pipes)
+            raise SandboxError(str(error)) from error
+        finally:
+            _close(mine)
+        if self._cancelled:
+            self.cancel()
+
+    def wait(self) -> Ran:
+        """Start it if need be, read what it writes, and say how it ended."""
+        if self._control is None:
+            self.start()
+        assert self._control is not None
+        limits = dict(zip(self._pipes, (self._limits.output_bytes, _STDERR_BYTES)))
+        try:
+            texts, flooded = self._read(limits)
+            end = end_of(self._control, self._limits.wall_s + 60)
+        except ServerError as error:
+            raise _explained(str(error)) from error
+        finally:
+            _close(self._pipes)
+            self._control.close()
+        out, err = (text.decode("utf-8", "replace") for text in [*texts, bytearray(), bytearray()][:2])
+        reason = self._reason(end, err, flooded)
+        return Ran(reason, out, err, end["wall_s"], end["cpu_s"])
+
+    def _read(self, limits: dict[int, int]) -> tuple[list[bytearray], bool]:
+        """What the pipes give until all are closed; kills a child that writes too much (stderr is cut in silence)."""
+        texts = {fd: bytearray() for fd in limits}
+        waiting = select.poll()
+        for fd in limits:
+            waiting.register(fd, select.POLLIN)
+        num_open, flooded = len(limits), False
+        while num_open:
+            for fd, _ in waiting.poll():
+                data = os.read(fd, 1 << 16)
+                if not data:
+                    waiting.unregister(fd)
+                    num_open -= 1
+                    continue
+                texts[fd] += data
+                if len(texts[fd]) > limits[fd]:
+                    del texts[fd][limits[fd] :]
+                    if fd == self._pipes[0] and not flooded:
+                        flooded = True
+                        self.cancel()
+        return list(texts.values()), flooded
+
+    def _reason(self, end: dict[str, Any], err: str, flooded: bool) -> str:
+        code = end["code"]
+        if flooded:
+            return f"more than {self._limits.output_bytes} bytes of output"
+        if end["reason"] == "timeout":
+            return f"timeout: no end after {self._limits.wall_s:g} s"
+        if end["reason"] == "cancelled":
+            return "cancelled"
+        if code == -signal.SIGKILL and end["cpu_s"] >= self._limits.cpu_s - 0.1:
+            return f"timeout: more than {self._limits.cpu_s:g} s of processor time"
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        last = err.strip().rsplit("\n", 1)[-1]
+        if code and last.startswith("MemoryError"):
+            return f"memory: more than {self._limits.memory_bytes} bytes"
+        return (f"exit code {code}" + (f": {last[:300]}" if last else "")) if code else ""
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _file(text: str) -> int:
+    """A sealed file in memory: nobody can change it."""
+    fd = os.memfd_create("rlkit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    data = memoryview(text.encode("utf-8", "surrogateescape"))
+    while data:
+        data = data[os.write(fd, data) :]
+    fcntl(fd, _ADD_SEALS, _ALL_SEALS)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _check_platform() -> None:
+    system, machine = platform.system(), platform.machine()
+    if system != "Linux" or machine not in ("x86_64", "aarch64"):
+        raise SandboxError(
+            f"the sandbox needs Linux on x86_64 or aarch64, this is {system} on {machine}; nothing was run"
+        )
+
+
+def _explained(error: str) -> SandboxError:
+    return SandboxError(
+        f"the sandbox cannot be set up, and nothing was run: {error}. It needs user, mount, pid and network "
+        "namespaces. In a container: start it with `--security-opt seccomp=unconfined` or `--cap-add SYS_ADMIN`. On "
+        "the machine: `sysctl user.max_user_namespaces` must be positive, `kernel.unprivileged_userns_clone` 1 and "
+        "`kernel.apparmor_restrict_unprivileged_userns` 0, where these exist. Or run the training as root."
+    )

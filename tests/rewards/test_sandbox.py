@@ -1,0 +1,393 @@
+"""Hostile programs against the real sandbox: each must do no harm outside, and its end must be told with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rlkit.rewards import sandbox
+from rlkit.rewards._forked import Server
+from rlkit.rewards.sandbox import Limits, SandboxError, run_program
+
+SOON = Limits(wall_s=2.0, cpu_s=1.0)
+
+
+async def run(source, *, stdin="", limits=Limits(wall_s=60, cpu_s=60)):
+    return await run_program(textwrap.dedent(source), stdin=stdin, limits=limits)
+
+
+def descendants():
+    """Processes of this machine that descend from the sandbox's server, whoever their parent is now."""
+    server = sandbox._SERVER._process.pid
+    children = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found, todo = [], [server]
+    while todo:
+        new = children.get(todo.pop(), [])
+        found += new
+        todo += new
+    return found
+
+
+async def test_a_program_reads_and_writes_as_in_python():
+    source = """
+        import sys, collections, asyncio, threading
+        name = input()
+        rest = sys.stdin.read()
+        threading.Thread(target=lambda: print(name.upper(), len(rest.split()))).start()
+        async def late(): return 7
+        print(asyncio.run(late()), file=sys.stderr)
+        with open("note.txt", "w") as file: file.write("kept")
+        if __name__ == "__main__": print(open("note.txt").read(), open(0).read() == "")
+    """
+    ran = await run(source, stdin="zoë\n" + "1 2 3\n" * 50_000)
+    assert ran.reason == ""
+    assert sorted(ran.stdout.splitlines()) == sorted(["ZOË 150000", "kept True"])
+    assert ran.stderr == "7\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("1 / 0", "exit code 1: ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(3)", "exit code 3"),
+        ("import sys; sys.exit('no')", "exit code 1: no"),
+        ("def f(:", "exit code 1: SyntaxError"),
+        ("import os; os._exit(9)", "exit code 9"),
+        ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
+        ("import os; os.abort()", "killed by SIG"),
+        ("import numpy", "exit code 1: ModuleNotFoundError"),
+        ("def f(): f()\nf()", "exit code 1: RecursionError"),
+    ],
+)
+async def test_a_failing_program_is_told_apart(source, reason):
+    assert (await run(source)).reason.startswith(reason)
+
+
+async def test_endless_programs_end_in_time():
+    began = time.monotonic()
+    sources = ["while True: pass", "import time; time.sleep(1000)", "input()\n" * 2]
+    loops, sleeps, reads = await asyncio.gather(*(run(source, limits=SOON) for source in sources))
+    assert loops.reason.startswith("timeout")
+    assert sleeps.reason == "timeout: no end after 2 s"
+    assert "EOFError" in reads.reason
+    assert time.monotonic() - began < 60
+    ignores = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    ran = await run(ignores, limits=Limits(wall_s=60, cpu_s=1))
+    assert ran.reason == "timeout: more than 1 s of processor time"
+
+
+async def test_endless_output_is_cut():
+    limits = Limits(wall_s=60, cpu_s=60, output_bytes=100_000)
+    ran = await run("while True: print('x' * 1000)", limits=limits)
+    assert ran.reason == "more than 100000 bytes of output"
+    assert len(ran.stdout) == 100_000
+    ran = await run("import sys\nfor _ in range(2000): sys.stderr.write('y' * 1000)\nprint('done')", limits=limits)
+    assert (ran.reason, ran.stdout) == ("", "done\n")
+    assert len(ran.stderr) < 200_000
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = bytearray(10 * 2**30)",
+        "x = []\nwhile True: x.append(bytearray(2**20))",
+        "import mmap\nx = mmap.mmap(-1, 10 * 2**30)",
+        "x = 'a'\nwhile True: x += x",
+        "import os\nfd = os.open('big', os.O_CREAT | os.O_RDWR)\nwhile True: os.write(fd, bytes(2**20))",
+        "n = 0\nwhile True:\n n += 1\n open(f'{n}', 'wb').write(bytes(2**20))",
+        "n = 0\nwhile True:\n n += 1\n open(f'{n}', 'wb').close()",
+        "import os\nfd = os.memfd_create('x')\nwhile True: os.write(fd, bytes(2**20))",
+        "import os\nwhile True: os.pipe()",
+    ],
+)
+async def test_memory_disk_and_files_run_out_soon(source):
+    before = available_memory()
+    ran = await run(source)
+    assert ran.reason.startswith(
+        ("memory", "exit code 1: MemoryError", "exit code 1: OSError", "exit code 1: Permission")
+    )
+    assert available_memory() > before - 2**31
+
+
+def available_memory():
+    (line,) = [x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable")]
+    return int(line.split()[1]) * 1024
+
+
+FORKS = """
+    import os
+    print(os.getpid(), flush=True)
+    made = 0
+    try:
+        while True:
+            if os.fork() == 0:
+                while True:
+                    try: os.fork()
+                    except OSError: pass
+            made += 1
+    except OSError as error:
+        print(made, type(error).__name__)
+"""
+
+
+async def test_a_fork_bomb_does_not_go_off():
+    ran = await run(FORKS)
+    assert ran.stdout == "1\n0 PermissionError\n"
+    ran = await run(FORKS, limits=Limits(wall_s=60, cpu_s=60, processes=4))
+    assert ran.reason == ""
+    assert 0 < int(ran.stdout.split()[1]) <= 20
+    assert ran.stdout.split()[2] == "BlockingIOError"
+    threads = "import threading, time\nfor _ in range(1000): threading.Thread(target=time.sleep, args=(9,)).start()"
+    assert "can't start new thread" in (await run(threads, limits=SOON)).stderr
+    assert descendants() == []
+
+
+async def test_daemons_do_not_outlive_the_program():
+    source = """
+        import os, time
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.close(0); os.close(1); os.close(2)
+                time.sleep(1000)
+            os._exit(0)
+        time.sleep(0.2)
+        print("left")
+    """
+    ran = await run(source, limits=Limits(wall_s=60, cpu_s=60, processes=4))
+    assert (ran.reason, ran.stdout) == ("", "left\n")
+    assert descendants() == []
+
+
+async def test_the_network_is_out_of_reach():
+    listener = socket.create_server(("127.0.0.1", 0))
+    abstract = socket.socket(socket.AF_UNIX)
+    abstract.bind("\0rlkit-sandbox-test")
+    abstract.listen()
+    port = listener.getsockname()[1]
+    source = f"""
+        import socket, urllib.request, ctypes, _socket
+        def attempt(name, act):
+            try: print(name, act())
+            except BaseException as error: print(name, "refused")
+        attempt("tcp", lambda: socket.create_connection(("127.0.0.1", {port}), 1))
+        attempt("udp", lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("8.8.8.8", 53)))
+        attempt("unix", lambda: socket.socket(socket.AF_UNIX).connect("\\0rlkit-sandbox-test"))
+        attempt("vsock", lambda: socket.socket(40, socket.SOCK_STREAM).connect((2, 1)))
+        attempt("raw", lambda: _socket.socket(socket.AF_PACKET, socket.SOCK_RAW))
+        attempt("http", lambda: urllib.request.urlopen("http://127.0.0.1:{port}", timeout=1))
+        attempt("interfaces", lambda: [n for _, n in socket.if_nameindex() if n != "lo"])
+        attempt("syscall", lambda: 1 / (1 + ctypes.CDLL(None).socket(2, 1, 0)))
+    """
+    ran = await run(source)
+    names = ["tcp", "udp", "unix", "vsock", "raw", "http", "interfaces", "syscall"]
+    assert ran.stdout.splitlines() == [f"{name} refused" for name in names]
+    for server in (listener, abstract):
+        server.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            server.accept()
+        server.close()
+
+
+async def test_files_outside_the_scratch_folder_are_out_of_reach(tmp_path):
+    secret = tmp_path / "expected.txt"
+    secret.write_text("the answer 42")
+    system = [
+        "/etc/passwd",
+        "/proc/1/environ",
+        "/proc/self/maps",
+        "/sys",
+        "/tmp",
+        "/var",
+        "/bin/sh",
+        "/dev/sda",
+        "/dev/shm",
+        "/dev/tty",
+    ]
+    places = [secret, Path.home(), Path.home() / ".ssh", Path(__file__), sandbox.__file__, pytest.__file__, *system]
+    source = f"""
+        import os
+        for place in {[str(p) for p in places]}:
+            for path in (place, "../../../../../../.." + place, "/proc/1/root" + place, "/dev/../" + place):
+                try: print("read", path, (os.listdir if os.path.isdir(path) else open)(path))
+                except OSError: pass
+            os.symlink(place, "link")
+            try: print("link", place, os.listdir("link") if os.path.isdir("link") else open("link").read(1))
+            except OSError: pass
+            os.unlink("link")
+        for path in ["/x", "/dev/x", "/etc/x", os.path.dirname(os.__file__) + "/x.py", os.__file__]:
+            try: open(path, "a"); print("wrote", path)
+            except OSError: pass
+        print(sorted(os.environ), [fd for fd in range(100) if os.path.exists(f"/dev/fd/{{fd}}")])
+        opened = []
+        for fd in range(3, 100):
+            try: os.fstat(fd); opened.append(fd)
+            except OSError: pass
+        print(opened, os.getuid(), os.getpid(), os.getppid())
+    """
+    ran = await run(source)
+    lines = [line for line in ran.stdout.splitlines() if not _is_way_to_the_library(line)]
+    assert lines == ["['HOME', 'PATH', 'TMPDIR'] []", "[] 1000 1 0"], ran.stderr
+    assert secret.read_text() == "the answer 42"
+
+
+def _is_way_to_the_library(line):
+    """A folder that is only there because the standard library lies below it: nothing else is in it."""
+    library = Path(os.path.realpath(os.__file__)).parent
+    word, _, rest = line.partition(" ")
+    place = Path(os.path.normpath("/" + rest.split(" [")[0].lstrip("./").removeprefix("proc/1/root/")))
+    if word not in ("read", "link") or place not in library.parents:
+        return False
+    return rest.endswith(f"['{library.relative_to(place).parts[0]}']")
+
+
+async def test_nothing_can_be_killed_traced_or_remounted():
+    canary = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
+    source = f"""
+        import ctypes, os, signal
+        libc = ctypes.CDLL(None, use_errno=True)
+        def attempt(act):
+            try: return act()
+            except OSError: return "OSError"
+        for pid in ({canary.pid}, {os.getpid()}, os.getppid(), -1):
+            attempt(lambda: os.kill(pid, signal.SIGKILL))
+        calls = [
+            libc.ptrace(16, {canary.pid}, 0, 0), libc.unshare(0x10000000), libc.umount2(b"/scratch", 2),
+            libc.mount(b"x", b"/scratch", b"tmpfs", 0, None), libc.chroot(b"/scratch"), libc.setns(0, 0),
+            libc.reboot(0x1234567), libc.prctl(38, 0, 0, 0, 0), libc.setuid(0), libc.execl(b"/bin/sh", b"sh", None),
+        ]
+        acts = [
+            lambda: os.setresuid(0, 0, 0), lambda: os.chroot("/scratch"), lambda: os.nice(-5),
+            lambda: os.mknod("disk", 0o60666, os.makedev(8, 0)), lambda: os.execv("/bin/sh", ["sh"]),
+        ]
+        print(calls)
+        print([attempt(act) for act in acts])
+        import resource
+        try: resource.setrlimit(resource.RLIMIT_AS, (-1, -1)); print("raised")
+        except ValueError: print("kept")
+    """
+    ran = await run(source)
+    assert ran.stdout.splitlines() == [str([-1] * 10), str(["OSError"] * 5), "kept"], ran.stderr
+    assert canary.poll() is None
+    canary.kill()
+    canary.wait()
+
+
+async def test_one_run_leaves_nothing_to_the_next():
+    await run("import builtins, sys, math\nbuiltins.print = None\nmath.pi = 3\nopen('left', 'w').write('me')")
+    ran = await run("import math, os, random; print(math.pi, os.listdir('.'), random.random())")
+    assert ran.stdout.split()[:2] == ["3.141592653589793", "[]"]
+    again = await run("import random, os; print(0, 0, random.random(), hash('a'))")
+    assert ran.stdout.split()[2] == again.stdout.split()[2]
+    assert again.stdout.split()[3] == (await run("print(hash('a'))")).stdout.strip()
+
+
+async def test_many_at_once_each_get_their_own_input_and_no_file_stays_open():
+    await run("")
+    before = len(os.listdir("/proc/self/fd"))
+    began = time.perf_counter()
+    results = await asyncio.gather(*(run("print(int(input()) ** 2)", stdin=str(i)) for i in range(60)))
+    print(f"{(time.perf_counter() - began) / 60 * 1e3:.1f} ms per run")
+    assert [int(r.stdout) for r in results] == [i * i for i in range(60)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert descendants() == []
+
+
+async def test_a_cancelled_run_is_killed():
+    task = asyncio.create_task(run("while True: pass"))
+    while not (sandbox._SERVER._process and descendants()):
+        await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    deadline = time.monotonic() + 60
+    while descendants():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    assert (await run("print(1)")).stdout == "1\n"
+
+
+async def test_a_killed_server_is_an_error_and_is_replaced():
+    assert (await run("print(1)")).stdout == "1\n"
+    task = asyncio.create_task(run("import time; time.sleep(60)"))
+    while not descendants():
+        await asyncio.sleep(0.02)
+    (child,) = descendants()
+    os.kill(sandbox._SERVER._process.pid, signal.SIGKILL)
+    with pytest.raises(SandboxError, match="the server died while the child was running"):
+        await task
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{child}").exists():  # it does not outlive its server
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert (await run("print(2)")).stdout == "2\n"
+
+
+async def test_where_it_cannot_isolate_it_refuses(monkeypatch):
+    broken = Server("sandboxd", flags=("-S", "-s"), environment={"PYTHONHASHSEED": "0"})
+    broken._command[-1] = broken._command[-1].replace(
+        "sandboxd.main()", "sandboxd.isolate._NAMESPACES |= 0x10000; sandboxd.main()"
+    )
+    monkeypatch.setattr(sandbox, "_SERVER", broken)
+    with pytest.raises(SandboxError, match=r"nothing was run: .*creating namespaces: EINVAL .*--security-opt"):
+        await run("print(1)")
+    broken.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("platform.system", lambda: "Darwin")
+        with pytest.raises(SandboxError, match="needs Linux on x86_64 or aarch64, this is Darwin"):
+            await run("print(1)")
+
+
+def test_it_ends_with_its_process():
+    code = (
+        "import os\nfrom rlkit.rewards import sandbox\nimport asyncio\nasyncio.run(sandbox.run_program('print(1)'))\n"
+    )
+    code += "print(sandbox._SERVER._process.pid, flush=True)\nos.kill(os.getpid(), 9)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False).stdout
+    deadline = time.monotonic() + 60
+    while _alive(int(out)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_threads_share_the_server():
+    results = []
+    threads = [
+        threading.Thread(target=lambda i=i: results.append(asyncio.run(run(f"print({i})")).stdout)) for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(results) == ["0\n", "1\n", "2\n", "3\n"]
+
+
+def test_limits_must_be_positive():
+    with pytest.raises(ValueError, match="wall_s must be positive, got 0"):
+        Limits(wall_s=0)
+    with pytest.raises(ValueError, match="processes"):
+        Limits(processes=-1)
