@@ -1,6 +1,7 @@
 """Supervised fine-tuning on your model and your conversations.
 
     python examples/sft.py --model PATH_OR_HUB_ID --data train.jsonl
+    torchrun --nproc-per-node 8 examples/sft.py --parallel.tp 2 --model PATH_OR_HUB_ID --data train.jsonl
 
 Every row holds `prompt` and `response` (strings), or `messages`; only assistant turns are trained on.
 """
@@ -8,9 +9,11 @@ Every row holds `prompt` and `response` (strings), or `messages`; only assistant
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from rlkit.parallel.flags import ParallelArgs
 
 
 @dataclass
@@ -47,6 +50,8 @@ class Args:
     """of the matrix products; weights and optimizer states are fp32"""
     device: str = "cpu"
     """where the model lives"""
+    parallel: ParallelArgs = field(default_factory=ParallelArgs)
+    """how the model is cut over the ranks of torchrun"""
     eval_steps: int = 50
     """steps between evaluations"""
     save_steps: int = 100
@@ -66,13 +71,13 @@ def main(args: Args) -> Path:
     from rlkit.data.load import load_rows
     from rlkit.data.sft import sft_examples
     from rlkit.loops.sft import sft
-    from rlkit.parallel.model import load_model
+    from rlkit.parallel.launch import load_policy
     from rlkit.parallel.optim import schedule
 
     torch.manual_seed(args.seed)
     rows = load_rows(args.data)
     eval_rows = load_rows(args.eval_data) if args.eval_data else []
-    model = load_model(args.model, device=args.device)
+    model = load_policy(args.model, args.parallel, device=args.device, dtype=args.dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     render = {"tokenizer": tokenizer, "max_tokens": args.max_example_tokens, "system_prompt": args.system_prompt}
     examples, _ = sft_examples(rows, **render)
@@ -103,4 +108,6 @@ def main(args: Args) -> Path:
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Args, description=__doc__))
+    from rlkit.parallel.launch import main_on_ranks
+
+    main_on_ranks(main, tyro.cli(Args, description=__doc__))

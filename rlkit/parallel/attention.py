@@ -224,6 +224,7 @@ def has_flash(device: torch.device, dtype: torch.dtype, *, softcap: bool) -> boo
     return enough and (not softcap or find_spec("flash_attn") is not None)
 
 
+@torch.compiler.disable  # it loops over segments, which differ from call to call
 def packed_attention(
     module: nn.Module,  # noqa: ARG001
     query: Float[Tensor, "1 H T D"],

@@ -1,4 +1,4 @@
-"""One transformers model over many ranks: tensor parallel, activation checkpointing, compilation, then FSDP2.
+"""One transformers model over many ranks: tensor parallel, compilation, activation checkpointing, then FSDP2.
 
     start(device="cuda")
     mesh = make_mesh(Parallel(shard=4, tp=2), device="cuda")
@@ -44,25 +44,28 @@ def parallelize(
         reduce_dtype: in which gradients are summed over ranks.
         activation_checkpointing: keep only each layer's input, and compute the rest again in the backward.
         offload: parameters, gradients and optimizer states live in CPU memory; a layer's are copied as it runs.
-        compile: compile each layer (attention outside).
+        compile: compile each layer, with attention as a break between two graphs. Not with tensor parallel.
 
-    Errors: ValueError for a model that is not covered, or whose heads the sizes do not divide.
+    Errors: ValueError for a model that is not covered, whose heads the sizes do not divide, or compiled tensor
+    parallel.
     """
     sizes = mesh.sizes
     if not hasattr(model.base_model, "layers") or not hasattr(model.base_model, "embed_tokens"):
         raise ValueError(f"model type {model.config.model_type!r} has no `layers` and `embed_tokens` to cut over ranks")
     if max(sizes.tp, sizes.cp) > 1 or model.config.model_type in DENSE:
         check_model(model.config, tp=sizes.tp, cp=sizes.cp, ulysses=sizes.ulysses)
+    if compile and sizes.tp > 1:
+        raise ValueError("compile=True with tp > 1: torch cannot trace DTensors of varying length; drop one")
     model.to(torch.float32)
     model.set_attn_implementation(register())
     model.eval()  # dropout off: scoring and training must give the same numbers
     if sizes.tp > 1:
         split_tensors(model, mesh)
     for layer in model.base_model.layers:
-        if activation_checkpointing:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         if compile:
             layer.forward = torch.compile(layer.forward)
+        if activation_checkpointing:  # outside, since a break of the graph inside a checkpoint cannot be compiled
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     shard(model, mesh, dtype=dtype, reduce_dtype=reduce_dtype, offload=offload)
     model.rlkit_mesh, model.rlkit_dtype = mesh, dtype
     return model
@@ -94,7 +97,7 @@ def shard(model: Any, mesh: Mesh, *, dtype: torch.dtype, reduce_dtype: torch.dty
     }
     for layer in model.base_model.layers:
         fully_shard(layer, **options)
-    if not is_tied(model):
+    if not is_tied(model) and mesh.sizes.tp == 1:  # (torch warns about the view that a cut embedding returns)
         fully_shard(model.base_model.embed_tokens, **options)
     fully_shard(model, **options)
     for module in model.modules():
