@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8: far outside any trust region, far inside fp32
 
@@ -83,3 +91,18 @@ def readable(x: Tensor) -> bool:
 
 def _what(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} of shape {list(x.shape)}"
+
+
+def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
+    """`torch.compiler.disable`, but its import (a second, 50 MB) is paid only where something has compiled."""
+    disabled: list[Callable[P, R]] = []
+
+    @wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return fn(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(fn))
+        return disabled[0](*args, **kwargs)
+
+    return call

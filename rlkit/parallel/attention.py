@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from rlkit._tensors import uncompiled
 from rlkit.segments import cumulative, seq_lens
 from rlkit.types import Batch
 
@@ -224,7 +225,7 @@ def has_flash(device: torch.device, dtype: torch.dtype, *, softcap: bool) -> boo
     return enough and (not softcap or find_spec("flash_attn") is not None)
 
 
-@torch.compiler.disable  # it loops over segments, which differ from call to call
+@uncompiled  # it loops over segments, which differ from call to call
 def packed_attention(
     module: nn.Module,  # noqa: ARG001
     query: Float[Tensor, "1 H T D"],

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_cu_seqlens, readable
+from rlkit._tensors import check_cu_seqlens, readable, uncompiled
 from rlkit.kernels.linear_logp import fused_chunked
 from rlkit.kernels.linear_logp._checks import check_head, check_targets
 from rlkit.kernels.linear_logp.chunked import Head, blocks, compute_dtype, row_terms
@@ -43,7 +43,7 @@ class _Task(NamedTuple):
     impl: str
 
 
-@torch.compiler.disable
+@uncompiled
 def fused_loss(
     hidden: Float[Tensor, "T D"],
     weight: Float[Tensor, "V D"],
