@@ -24,6 +24,7 @@ from rlkit.parallel._files import (
     require_room,
 )
 from rlkit.parallel._ranks import first, rank, together
+from rlkit.parallel.lora import Adapter, adapters, merged
 
 _INDEX = "model.safetensors.index.json"
 _EXPORT_FIX = "What was at the path is untouched. Free space there or give another path."
@@ -35,8 +36,8 @@ def stream_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor) of every weight and persistent buffer, on every rank; tied ones once, under the first name.
 
-    Names and shapes are those of the Hugging Face checkpoint: fused expert weights come apart again, as the checkpoint
-    has them. Floating-point tensors are cast to `dtype` before they are gathered, so a bf16 engine costs half the
+    Names and shapes are those of the Hugging Face checkpoint: fused expert weights come apart again, and LoRA adapters
+    are merged. Floating-point tensors are cast to `dtype` before they are gathered, so a bf16 engine costs half the
     traffic of fp32 master weights; what the model wants in fp32 under any dtype (`_keep_in_fp32_modules_strict`) stays.
     The gathers of a bucket run together.
 
@@ -47,18 +48,18 @@ def stream_weights(
 
     Differs: verl and OpenRLHF gather tensor by tensor, verl's FSDP path after a full state dict; slime buckets as here.
     """
-    dtypes = _dtypes(model, dtype)
+    dtypes, updates = _dtypes(model, dtype), adapters(model)
     bucket: dict[str, Tensor] = {}
     size = 0
     for unit in _units(model):
         cast = {name: (x, dtypes(name, x)) for name, x in unit.items()}
         added = sum(x.numel() * kind.itemsize for x, kind in cast.values())
         if bucket and size + added > bucket_bytes:
-            yield from _realized(model, bucket)
+            yield from _realized(model, bucket, updates)
             size = 0
         bucket |= {name: _start_gather(x, kind) for name, (x, kind) in cast.items()}
         size += added
-    yield from _realized(model, bucket)
+    yield from _realized(model, bucket, updates)
 
 
 def export_hf(
@@ -186,7 +187,9 @@ def _units(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     unit: dict[str, Tensor] = {}
     last = None
     for full, x in model_tensors(model).items():
-        name = full.removeprefix("model/")
+        if ".lora_" in full:
+            continue
+        name = full.removeprefix("model/").replace(".base_layer.", ".")
         block = name.rsplit(".", 2)[0] if joins and x.ndim < 3 else name
         if unit and block != last:
             yield unit
@@ -220,19 +223,20 @@ def _start_gather(x: Tensor, dtype: torch.dtype) -> Tensor:
     return cast.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True).to_local()
 
 
-def _realized(model: Any, bucket: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Wait for the bucket, give its tensors their checkpoint names and let go of each one after it was used."""
+def _realized(model: Any, bucket: dict[str, Tensor], updates: dict[str, Adapter]) -> Iterator[tuple[str, Tensor]]:
+    """Wait for the bucket, merge adapters, give checkpoint names and let go of each tensor after it was used."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     for name, x in bucket.items():
-        bucket[name] = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+        full = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+        bucket[name] = merged(full, updates[name]) if name in updates else full
     if hasattr(model, "config"):
         from transformers.core_model_loading import revert_weight_conversion
 
-        full = dict(revert_weight_conversion(model, bucket))
+        out = dict(revert_weight_conversion(model, bucket))
     else:
-        full = dict(bucket)
+        out = dict(bucket)
     bucket.clear()
-    while full:
-        name = next(iter(full))
-        yield name, full.pop(name)
+    while out:
+        name = next(iter(out))
+        yield name, out.pop(name)

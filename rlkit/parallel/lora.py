@@ -1,0 +1,112 @@
+"""LoRA through `peft`: low-rank updates of the linear layers are all that trains.
+
+    model = add_lora(load_model(path), rank=16)              # then `parallelize`, `adamw`, `forward` as ever
+    reference = without_adapter(policy, model)               # the model it started from, in the same memory
+    await engine.update_weights(stream_weights(model), ...)  # merged weights under their checkpoint names
+    save_adapter(model, folder)                              # a few MB, which `peft` and engines load
+
+`stream_weights` and `export_hf` merge: W + (alpha / rank) B A, in fp32, then cast. Checkpoints hold both. Not with
+tensor parallel, and not on fused expert weights, which are no linear layers. Reference: arXiv:2106.09685
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlkit.parallel._ranks import first
+
+if TYPE_CHECKING:
+    from rlkit.parallel.model import Policy
+
+
+class Adapter(NamedTuple):
+    """The update of one weight, `scale * b @ a`; sharded like the model."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def add_lora(
+    model: Any, *, rank: int = 16, alpha: int = 32, targets: str | list[str] = "all-linear", seed: int = 0
+) -> Any:
+    """Freeze `model` and add an adapter to each target, in place; call it before `parallelize`.
+
+    b starts at 0, so nothing changes until the first step; a depends on `seed` only, and is alike on all ranks.
+    `targets`: module names as peft takes them, such as ["q_proj", "v_proj"]; "all-linear" is all but the head.
+    """
+    import peft
+
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        peft.inject_adapter_in_model(config, model)
+    model.rlkit_lora = config
+    return model
+
+
+def adapters(model: nn.Module) -> dict[str, Adapter]:
+    """Weight name, as without LoRA -> its adapter; {} for a model that has none."""
+    found = {}
+    for name, m in model.named_modules():
+        if hasattr(m, "lora_A") and m.lora_A:
+            found[f"{name}.weight"] = Adapter(m.lora_A.default.weight, m.lora_B.default.weight, m.scaling["default"])
+    return found
+
+
+def merged(weight: Tensor, adapter: Adapter) -> Tensor:
+    """The full weight with the update in it, in the weight's dtype. Collective where the adapter is sharded."""
+    update = adapter.scale * _full(adapter.b).float() @ _full(adapter.a).float()
+    return (weight.float() + update.to(weight.device)).to(weight.dtype)
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model is the one it was before `add_lora`."""
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A")]
+    if not layers:
+        raise ValueError("the model has no adapter to switch off; call add_lora first")
+    for layer in layers:
+        layer._disable_adapters = True  # peft's own switch also toggles requires_grad, under FSDP
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def without_adapter(policy: Policy, model: nn.Module) -> Policy:
+    """The same policy as it was before training: a reference that takes no memory of its own. For scoring only."""
+
+    def reference(batch: Any) -> Any:
+        with adapter_off(model), torch.no_grad():
+            return policy(batch)
+
+    return reference
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of the adapter alone, under the names of a peft checkpoint, on every rank."""
+    for name, adapter in adapters(model).items():
+        for part, x in (("lora_A", adapter.a), ("lora_B", adapter.b)):
+            yield f"base_model.model.{name.removesuffix('weight')}{part}.weight", _full(x)
+
+
+def save_adapter(model: Any, folder: Path | str) -> Path:
+    """Write `adapter_config.json` and `adapter_model.safetensors`, which `peft.PeftModel.from_pretrained` loads."""
+    from safetensors.torch import save_file
+
+    folder, tensors = Path(folder), {name: x.cpu().contiguous() for name, x in adapter_weights(model)}
+    first(lambda: model.rlkit_lora.save_pretrained(folder))
+    first(lambda: save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"}))
+    return folder
+
+
+def _full(x: Any) -> Tensor:
+    return x.detach().full_tensor() if hasattr(x, "full_tensor") else x.detach()

@@ -1,0 +1,142 @@
+"""LoRA: only the adapter trains, the same on four ranks as on one; merged, saved and switched off exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+import torch
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.packing import pack
+from rlkit.parallel.checkpoint import load_checkpoint, save_checkpoint
+from rlkit.parallel.data import rank_microbatches
+from rlkit.parallel.lora import adapter_off, adapters, add_lora, save_adapter, without_adapter
+from rlkit.parallel.mesh import Parallel, make_mesh
+from rlkit.parallel.model import forward, prepare, score
+from rlkit.parallel.optim import adamw, optimizer_step
+from rlkit.parallel.parallelize import parallelize
+from rlkit.parallel.weights import export_hf, stream_weights
+from rlkit.rollout.local import LocalEngine
+from rlkit.types import SamplingParams, Trajectory
+
+pytest.importorskip("peft")
+
+
+def base():
+    sizes = {"hidden": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head_dim": 8, "intermediate": 44}
+    return tiny_model(tiny_tokenizer(), **sizes)
+
+
+def batch():
+    draw = lambda n: [(11 * i + n) % 263 for i in range(n)]
+    groups = [[Trajectory(draw(p), draw(n), [True] * n, [-1.0] * n, [0] * n)] * 2 for p, n in [(5, 9), (3, 4), (8, 11)]]
+    return pack(groups)
+
+
+def train(model, mesh=None, steps=3):
+    optimizer = adamw(model, lr=1e-2, eps=1e-4)
+    losses = []
+    for _ in range(steps):
+        full = batch()
+        for micro, w in rank_microbatches((full, full.mask / full.mask.sum()), mesh=mesh, max_tokens=64):
+            loss = -(w * forward(model, micro).logp).sum()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer_step(optimizer, max_norm=0.5)
+    return optimizer, losses
+
+
+def logp(model):
+    return score(partial(forward, model), batch(), max_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    model = add_lora(prepare(base()), rank=4)
+    assert torch.equal(logp(model), logp(prepare(base()))), "b starts at 0"
+    train(model)
+    return model
+
+
+def test_only_the_adapter_trains(trained):
+    truth = dict(base().named_parameters())
+    for name, p in trained.named_parameters():
+        assert p.requires_grad == (".lora_" in name)
+        if not p.requires_grad:
+            assert torch.equal(p, truth[name.replace(".base_layer", "")])
+    assert len(adapters(trained)) == 14
+    assert not torch.allclose(logp(trained), logp(prepare(base())), atol=1e-2)
+
+
+def test_reference_is_the_model_before_training(trained):
+    policy = partial(forward, trained)
+    reference = without_adapter(policy, trained)
+    truth = logp(prepare(base()))
+    assert torch.equal(score(reference, batch(), max_tokens=64), truth)
+    assert not torch.equal(logp(trained), truth), "the adapter is on again"
+    assert all(p.requires_grad for n, p in trained.named_parameters() if ".lora_" in n)
+    with pytest.raises(ValueError, match="no adapter"), adapter_off(base()):
+        pass
+
+
+def test_merged_weights_compute_what_the_adapter_does(trained, tmp_path):
+    plain = base()
+    weights = dict(stream_weights(trained))
+    assert weights.keys() == dict(plain.named_parameters()).keys()
+    plain.load_state_dict(weights)
+    torch.testing.assert_close(logp(prepare(plain)), logp(trained), atol=2e-5, rtol=1e-5)
+    from transformers import AutoModelForCausalLM
+
+    again = AutoModelForCausalLM.from_pretrained(export_hf(trained, None, tmp_path / "m"))
+    torch.testing.assert_close(logp(prepare(again)), logp(trained), atol=2e-5, rtol=1e-5)
+
+
+def test_saved_adapter_loads_with_peft(trained, tmp_path):
+    import peft
+
+    path = save_adapter(trained, tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(base(), path).merge_and_unload()
+    torch.testing.assert_close(logp(prepare(loaded)), logp(trained), atol=2e-5, rtol=1e-5)
+
+
+def test_the_embedded_engine_samples_from_the_adapted_model(trained):
+    engine = LocalEngine(trained, eos_token_ids=())
+    done = asyncio.run(engine.generate([5, 6, 7], params=SamplingParams(max_new_tokens=9, seed=1)))
+    sampled = pack([[Trajectory([5, 6, 7], done.ids, [True] * 9, done.logp, done.versions)]])
+    torch.testing.assert_close(forward(trained, sampled).logp, sampled.rollout_logp, atol=1e-5, rtol=1e-5)
+
+
+def lora_on_rank(rank, world, sizes, options, folder):
+    mesh = make_mesh(Parallel(**sizes))
+    model = parallelize(add_lora(base(), rank=4), mesh, **options)
+    optimizer, _ = train(model, mesh)
+    weights = {k: v.clone() for k, v in stream_weights(model)}
+    path = save_checkpoint(folder / "c", step=3, model=model, optimizer=optimizer, state={}, keep=1)
+    save_adapter(model, folder / "adapter")
+    other = parallelize(add_lora(base(), rank=4, seed=1), mesh, **options)
+    load_checkpoint(path, model=other, optimizer=adamw(other, lr=1e-2))
+    for (name, a), b in zip(stream_weights(other), weights.values(), strict=True):
+        assert torch.equal(a, b), name
+    truth = score(partial(forward, prepare(base())), batch(), max_tokens=64)
+    off = score(without_adapter(partial(forward, model), model), batch(), max_tokens=64)
+    torch.testing.assert_close(off, truth, atol=2e-5, rtol=1e-5)
+    return weights, logp(model)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [({"shard": 4}, {}), ({"cp": 2, "shard": 2}, {"activation_checkpointing": True}), ({"replicate": 2}, {})],
+)
+def test_four_ranks_train_the_same_adapter(ranks, trained, tmp_path, sizes, options):
+    import peft
+
+    truth, expected = dict(stream_weights(trained)), logp(trained)
+    for weights, found in ranks.run(lora_on_rank, sizes, options, tmp_path):
+        assert weights.keys() == truth.keys()
+        for name, x in weights.items():
+            torch.testing.assert_close(x, truth[name], atol=3e-6, rtol=1e-5)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "adapter").merge_and_unload()
+    torch.testing.assert_close(logp(prepare(loaded)), expected, atol=1e-4, rtol=1e-4)
