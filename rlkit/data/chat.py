@@ -67,6 +67,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
+def encode_after_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text that follows other text: a tokenizer that marks the start of a text must not mark it here."""
+    head = encode(tokenizer, "x")
+    both = encode(tokenizer, "x" + text)
+    return both[len(head) :] if both[: len(head)] == head else encode(tokenizer, text)
+
+
 def turn_tokens(
     tokenizer: PreTrainedTokenizerBase,
     messages_so_far: Sequence[Message],
@@ -120,8 +127,8 @@ def turn_tokens(
     kept = all(_without_overlap(_squeeze(last.get(key)), opener) in turn for key in _TURN_TEXTS)
     if not (found and kept and whole.startswith(context) and whole.endswith(tail)):
         return None
-    ids = _encode_after_text(tokenizer, tail)
-    most = min(len(_encode_after_text(tokenizer, closing)), len(sampled_ids))
+    ids = encode_after_text(tokenizer, tail)
+    most = min(len(encode_after_text(tokenizer, closing)), len(sampled_ids))
     already = (k for k in range(most, 0, -1) if list(sampled_ids[-k:]) == ids[:k])
     return ids[next(already, 0) :]
 
@@ -136,7 +143,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
         closing = render_text(tokenizer, messages, add_generation_prompt=False).rpartition(_MARK)[2]
         special = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
         special.update(tokenizer.all_special_ids)
-        for token in _encode_after_text(tokenizer, closing):
+        for token in encode_after_text(tokenizer, closing):
             if token in special:
                 return token
     return tokenizer.eos_token_id
@@ -173,10 +180,3 @@ def _without_overlap(text: str, before: str) -> str:
     """Without the beginning that `before` ends with: a message may repeat the `<think>` that opened its turn."""
     lengths = range(min(len(text), len(before)), 0, -1)
     return text[next((k for k in lengths if before.endswith(text[:k])), 0) :]
-
-
-def _encode_after_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text that follows other text: a tokenizer that marks the start of a text must not mark it here."""
-    head = encode(tokenizer, "x")
-    both = encode(tokenizer, "x" + text)
-    return both[len(head) :] if both[: len(head)] == head else encode(tokenizer, text)

@@ -77,6 +77,21 @@ class Chat:
         self._last = len(self.messages), out.ids
         return Turn(text, out.ids, out.finish_reason)
 
+    async def reply(self, messages: Sequence[Message]) -> Turn | None:
+        """Answer a whole conversation, for environments that keep it themselves and call a model with all of it.
+
+        Where it continues what was said here, the turns are joined as ever; the assistant's last message may come back
+        in another form, with `tool_calls` or `reasoning_content`. Anything else starts a new piece.
+        """
+        whole = [dict(m) for m in messages]
+        _check_text(whole)
+        continued = self._continued_by(whole)
+        self.messages = whole
+        if not continued:
+            self._last = None
+            self.turns.restart(self._render())
+        return await self.turn()
+
     def __aiter__(self) -> Chat:
         return self
 
@@ -104,6 +119,18 @@ class Chat:
         """The episode as `Turns.pieces` gives it, with the conversation in `info["messages"]`."""
         about = {"messages": list(self.messages), **(info or {})}
         return self.turns.pieces(reward=reward, turn_rewards=turn_rewards, score=score, truncated=truncated, info=about)
+
+    def _continued_by(self, messages: list[dict[str, Any]]) -> bool:
+        """Whether nothing of what was said was changed but the form of the last turn."""
+        if self._last is None:
+            return messages == self.messages
+        place = self._last[0]
+        if len(messages) <= place or messages[: place - 1] != self.messages[: place - 1]:
+            return False
+        said, given = self.messages[place - 1], messages[place - 1]
+        structured = given.get("tool_calls") or given.get("reasoning_content")
+        same = str(given.get("content")).split() == str(said["content"]).split()
+        return given.get("role") == "assistant" and bool(structured or same)
 
     def _join(self, place: int, sampled_ids: list[int]) -> None:
         so_far, new = self.messages[:place], self.messages[place:]
@@ -149,11 +176,16 @@ _MEDIA = ("image_processor", "video_processor", "feature_extractor", "vision_con
 
 def turn_text(tokenizer: Any, ids: list[int]) -> str:
     """The text of a turn, without the special token that ended it; those inside stay visible."""
-    special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+    special = special_ids(tokenizer)
     end = len(ids)
     while end and ids[end - 1] in special:
         end -= 1
     return tokenizer.decode(ids[:end], skip_special_tokens=False)
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Tokens that stand for no text: named ones (eos, pad) and all that were added as special."""
+    return {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
 
 
 def _check_text(messages: Sequence[Message]) -> None:

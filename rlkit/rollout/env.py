@@ -33,13 +33,14 @@ from rlkit.data.chat import Message
 from rlkit.rollout.calling import call
 from rlkit.rollout.chat import Chat, Turn, refuse_vision, turn_text
 from rlkit.rollout.rollout import Env, Prompt, Sample
+from rlkit.rollout.text import Text
 from rlkit.rollout.turns import Turns
 from rlkit.types import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Chat", "Game", "Step", "Turn", "Turns", "gym_env", "own_rewards", "refuse_vision"]
+__all__ = ["Chat", "Game", "Step", "Text", "Turn", "Turns", "gym_env", "own_rewards", "refuse_vision"]
 
 
 class Step(NamedTuple):

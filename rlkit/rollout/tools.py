@@ -201,7 +201,7 @@ def _wants_structure(messages: Sequence[Mapping[str, Any]], tokenizer: Any, sche
     names = [s["function"]["name"] for s in schemas]
     if names and not any(name in text for name in names):
         raise ValueError(
-            f"the chat template does not write the tools {names}, so the model cannot know them: describe them, and how "
+            f"the chat template does not write the tools {names}, so the model cannot know them: describe them and how "
             "to call one, in system_prompt, or take a template that shows `tools`"
         )
     return refused

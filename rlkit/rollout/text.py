@@ -1,0 +1,60 @@
+"""An episode in plain text, for environments that keep the whole context as one string."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rlkit.data.chat import encode, encode_after_text
+from rlkit.rollout.chat import Turn, special_ids, turn_text
+from rlkit.rollout.rollout import Prompt, Sample
+from rlkit.rollout.turns import Turns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Text:
+    """One episode in text: `await text.reply(context)` continues a context, `text.end(...)` is `Turns.pieces`.
+
+    A context that starts with the one before and what was sampled after it (with or without white space around it)
+    is continued: only the rest is tokenised, and of the rest not the end-of-turn token that was sampled already. Any
+    other context starts a new piece. `start` is the prompt as text.
+
+    Reference: RL2's `step(state, action, extra_info)` has this rule; rl4llm tokenises the whole conversation again.
+    """
+
+    def __init__(self, prompt: Prompt, sample: Sample, *, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self.start = str(tokenizer.decode(prompt.ids, skip_special_tokens=False))
+        self.turns = Turns(prompt.ids, sample)
+        self._context, self._said, self._ids = self.start, "", list[int]()
+        self.end = self.turns.pieces
+
+    async def reply(self, context: str) -> Turn | None:
+        """Sample a turn after `context`; None where the last one was cut, or there is no room."""
+        if self.turns.truncated:
+            return None
+        rest = self._rest(context)
+        if rest is None:
+            self.turns.restart(encode(self._tokenizer, context))
+        else:
+            self.turns.append(self._not_sampled(encode_after_text(self._tokenizer, rest) if rest else []))
+        out = await self.turns.sample()
+        if not out.ids:
+            return None
+        self._context, self._said, self._ids = context, turn_text(self._tokenizer, out.ids), out.ids
+        return Turn(self._said, out.ids, out.finish_reason)
+
+    def _rest(self, context: str) -> str | None:
+        if context.startswith(self._context):
+            after = context[len(self._context) :]
+            for said in (self._said, self._said.strip()):
+                if after.startswith(said):
+                    return after[len(said) :]
+        return None
+
+    def _not_sampled(self, ids: list[int]) -> list[int]:
+        special: Any = special_ids(self._tokenizer)
+        ends = next((k for k, i in enumerate(reversed(self._ids)) if i not in special), len(self._ids))
+        already = (k for k in range(min(ends, len(ids)), 0, -1) if self._ids[-k:] == ids[:k])
+        return ids[next(already, 0) :]
