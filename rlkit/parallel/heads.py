@@ -1,0 +1,111 @@
+"""Models with one number per token or per sequence: a critic's values, a reward model's rewards.
+
+    critic = load_value_model(path)                       # then `parallelize`, `adamw` as for a policy
+    batch = with_streams(batch, values=values(critic, batch))
+    judge = load_reward_model(path)
+    scores = rewards(judge, pack_whole(groups))
+
+They run packed and with shared prompts, on any layout, like `rlkit.parallel.model.forward`. In the files they are
+transformers' own token and sequence classification models with one label, so that any tool loads an export.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rlkit.packing import pack
+from rlkit.parallel.attention import as_inference, register
+from rlkit.parallel.model import DTYPES, token_outputs
+from rlkit.types import Batch, Trajectory
+
+
+def load_value_model(path: str | os.PathLike[str], *, device: str = "cpu") -> Any:
+    """A critic from a folder or hub id. A head that the files lack (those of a policy) starts at 0: all values are 0.
+
+    Differs: TRL and verl draw the head at random, so that the first advantages are noise.
+    """
+    from transformers import AutoModelForTokenClassification
+
+    return _load(AutoModelForTokenClassification, path, device)
+
+
+def load_reward_model(path: str | os.PathLike[str], *, device: str = "cpu") -> Any:
+    """A reward model from a folder or hub id, with one label; a head that the files lack starts at 0."""
+    from transformers import AutoModelForSequenceClassification
+
+    return _load(AutoModelForSequenceClassification, path, device)
+
+
+def values(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "T"]:
+    """V of the state before each action, in fp32: `values[t]` has read `tokens[:t+1]`.
+
+    Also where the mask is False: the last place of a truncated sequence holds its `bootstrap` (see `bootstraps`).
+    """
+    return token_outputs(model, batch, _one_number(model), dtype=DTYPES[dtype])[0]
+
+
+def bootstraps(values: Float[Tensor, "T"], batch: Batch) -> Float[Tensor, "N"]:
+    """What is expected after the end: the value at the last place of each truncated sequence, 0 for the others."""
+    return values[batch.cu_seqlens[1:] - 1].where(batch.truncated, 0.0)
+
+
+def rewards(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "N"]:
+    """The model's number at the last token of each sequence, in fp32, with gradient. The batch comes from `pack_whole`.
+
+    Errors: ValueError for a batch whose last tokens are only targets.
+    """
+    if not bool(batch.truncated.all()):
+        raise ValueError(
+            "rewards reads every sequence to its last token; pack the trajectories with pack_whole(groups)"
+        )
+    return values(model, batch, dtype=dtype)[batch.cu_seqlens[1:] - 1]
+
+
+def pack_whole(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) -> Batch:
+    """`pack` with every last token as an input too: a reward model reads it, where a policy only predicts it."""
+    return pack([[replace(t, truncated=True) for t in group] for group in groups], share_prompts=share_prompts)
+
+
+def _one_number(model: Any) -> Callable[[Tensor, Any], tuple[Tensor, ...]]:
+    head = model.score
+
+    def numbers(hidden: Tensor, _spread: Any) -> tuple[Tensor, ...]:
+        bias = None if head.bias is None else head.bias.float()
+        return (F.linear(hidden.float(), head.weight.float(), bias)[:, 0],)
+
+    return numbers
+
+
+def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
+    model, info = kind.from_pretrained(str(path), num_labels=1, dtype=torch.float32, output_loading_info=True)
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ValueError(f"{type(model).__name__} has no linear `score` head; only decoder models have one")
+    if any(name.startswith("score.") for name in info["missing_keys"]):
+        for p in model.score.parameters():
+            nn.init.zeros_(p)
+    model.set_attn_implementation(register())
+    return _checked(model.to(device).eval())
+
+
+@torch.no_grad()
+def _checked(model: Any) -> Any:
+    """The packed numbers must be the model's own, on a head that is not 0."""
+    ids = torch.arange(3, 11, device=model.device) % model.config.get_text_config().vocab_size
+    t = Trajectory(ids[:4].tolist(), ids[4:].tolist(), [True] * 4, [0.0] * 4, [0] * 4)
+    weight = model.score.weight.clone()
+    model.score.weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight))
+    with as_inference(model):
+        true = model(input_ids=ids[None], use_cache=False).logits.float().flatten()[-1]
+    ours = rewards(model, pack_whole([[t, t]]).to(model.device))
+    model.score.weight.copy_(weight)
+    if not (off := (ours - true).abs().max().item()) < 1e-3 * (1 + true.abs().item()):
+        raise ValueError(f"model type {model.config.model_type!r} cannot run packed: its numbers differ by {off:.2g}")
+    return model

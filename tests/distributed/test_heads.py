@@ -1,0 +1,117 @@
+"""Values and rewards, packed with shared prompts, against transformers' own classification models on padded rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.packing import pack
+from rlkit.parallel.data import rank_microbatches
+from rlkit.parallel.heads import bootstraps, load_reward_model, load_value_model, pack_whole, rewards, values
+from rlkit.parallel.mesh import Parallel, make_mesh
+from rlkit.parallel.optim import adamw, optimizer_step
+from rlkit.parallel.parallelize import parallelize
+from rlkit.parallel.weights import export_hf
+from rlkit.types import Trajectory
+
+
+def groups():
+    draw = lambda n: [(11 * i + n) % 256 for i in range(n)]
+    made = []
+    for p, lens in [(5, [9, 3]), (1, [4]), (8, [11, 2, 6])]:
+        made.append([Trajectory(draw(p), draw(n), [True] * n, [-1.0] * n, [0] * n, truncated=n % 2 == 0) for n in lens])
+    return made
+
+
+def rows():
+    return [t.prompt_ids + t.ids for group in groups() for t in group]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    sizes = {"hidden": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head_dim": 8, "intermediate": 44}
+    path = tmp_path_factory.mktemp("models")
+    tiny_model(tiny_tokenizer(), **sizes).save_pretrained(path / "policy")
+    for name, kind in (("critic", AutoModelForTokenClassification), ("judge", AutoModelForSequenceClassification)):
+        torch.manual_seed(1)
+        kind.from_pretrained(path / "policy", num_labels=1).save_pretrained(path / name)
+    return path
+
+
+def test_values_are_those_of_token_classification(folder):
+    truth = AutoModelForTokenClassification.from_pretrained(folder / "critic").eval()
+    batch = pack(groups())
+    found, first = values(load_value_model(folder / "critic"), batch), batch.cu_seqlens[:-1].tolist()
+    for i, (row, t) in enumerate(zip(rows(), [t for g in groups() for t in g], strict=True)):
+        theirs = truth(torch.tensor([row])).logits[0, :, 0]
+        mine = found[first[i] : batch.cu_seqlens[i + 1]]
+        torch.testing.assert_close(mine, theirs[len(t.prompt_ids) - 1 :][: len(mine)], atol=1e-5, rtol=1e-5)
+        end = bootstraps(found, batch)[i]
+        assert end == (theirs[-1] if t.truncated else 0) or torch.isclose(end, theirs[-1], atol=1e-5)
+        assert len(mine) == len(t.ids) + t.truncated
+
+
+def test_rewards_are_those_of_sequence_classification(folder):
+    truth = AutoModelForSequenceClassification.from_pretrained(folder / "judge").eval()
+    theirs = torch.cat([truth(torch.tensor([row])).logits[0] for row in rows()])
+    model = load_reward_model(folder / "judge")
+    for share in (True, False):
+        found = rewards(model, pack_whole(groups(), share_prompts=share))
+        torch.testing.assert_close(found, theirs, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="pack_whole"):
+        rewards(model, pack(groups()))
+    coarse = rewards(model, pack_whole(groups()), dtype="bf16")
+    assert coarse.dtype == torch.float32
+    torch.testing.assert_close(coarse, theirs, atol=0.1, rtol=0.1)
+
+
+def test_a_new_head_starts_at_zero_and_learns(folder):
+    model = load_value_model(folder / "policy")
+    batch = pack(groups())
+    assert not values(model, batch).any()
+    optimizer = adamw(model, lr=1e-2)
+    losses = []
+    for _ in range(20):
+        loss = (values(model, batch) - batch.targets / 256).square().mean()
+        loss.backward()
+        optimizer_step(optimizer, max_norm=10.0)
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def train(model, mesh):
+    optimizer, losses = adamw(model, lr=1e-2, eps=1e-4), []
+    whole = pack_whole(groups())
+    for _ in range(3):
+        total = torch.zeros(())
+        for micro, goal in rank_microbatches((whole, whole.targets / 256), mesh=mesh, max_tokens=40):
+            loss = (values(model, micro) - goal).square().sum() + rewards(model, micro).square().sum()
+            loss.backward()
+            total += loss.detach()
+        optimizer_step(optimizer, max_norm=0.5)
+        losses.append(total)
+    return losses
+
+
+def heads_on_rank(rank, world, folder, sizes, options):
+    mesh = make_mesh(Parallel(**sizes))
+    model = parallelize(load_value_model(folder / "critic"), mesh, **options)
+    train(model, mesh)
+    export_hf(model, None, folder / "trained")
+    return values(model, pack(groups())).detach()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [({"shard": 4}, {}), ({"tp": 2, "cp": 2}, {"activation_checkpointing": True}), ({"cp": 4, "ulysses": True}, {})],
+)
+def test_four_ranks_train_the_same_critic(ranks, folder, sizes, options):
+    model = load_value_model(folder / "critic")
+    train(model, None)
+    truth = values(model, pack(groups())).detach()
+    for found in ranks.run(heads_on_rank, folder, sizes, options):
+        torch.testing.assert_close(found, truth, atol=1e-4, rtol=1e-4)
+    again = load_value_model(folder / "trained")
+    torch.testing.assert_close(values(again, pack(groups())).detach(), truth, atol=1e-4, rtol=1e-4)
