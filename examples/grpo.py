@@ -9,10 +9,13 @@ The reward is a Python function, `def score(completion: str, row: dict) -> float
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass
@@ -21,8 +24,11 @@ class Args:
     """folder written by save_pretrained, or a hub id"""
     data: str
     """JSON, JSONL, CSV, Parquet or Arrow file, save_to_disk folder or hub id of the training prompts"""
-    reward: str
-    """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion"""
+    reward: str | None = None
+    """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion; None: the environment's own reward"""
+    env: str | None = None
+    """FILE.py:FUNCTION of an environment, `async def env(prompt, sample)`, or of a function of the tokenizer that
+    returns one; None: one question, one answer"""
     output: Path = Path("runs/grpo")
     """run folder: metrics, trajectories, plot, checkpoints, exported model"""
     eval_data: str | None = None
@@ -33,6 +39,15 @@ class Args:
     """prompts of a rollout"""
     group_size: int = 8
     """samples of each prompt"""
+    success_range: tuple[float, float] | None = None
+    """dynamic sampling: replace groups whose mean score is outside, e.g. 0.01 0.99; None: keep all"""
+    staleness: float = 0.0
+    """partial rollout: start so many times more groups than a step needs, interrupt the last ones and go on with them
+    in the next step; 0: every step waits for all of its groups"""
+    drop_off_policy: bool = False
+    """of interrupted answers, train only on tokens of the newest weights"""
+    drop_truncated: bool = False
+    """do not train on answers that a length limit cut"""
     minibatches: int = 1
     """optimizer steps a rollout's batch is split into"""
     epochs: int = 1
@@ -41,6 +56,10 @@ class Args:
     """longer prompts are dropped, counted and reported"""
     max_new_tokens: int = 1024
     """limit of a completion"""
+    max_turns: int | None = None
+    """turns of an episode; None: the environment's own limit"""
+    max_total_tokens: int | None = None
+    """of an episode's context, prompt and all turns; None: max_prompt_tokens + max_new_tokens"""
     temperature: float = 1.0
     """of sampling, and of all log-probs"""
     system_prompt: str | None = None
@@ -79,10 +98,16 @@ class Args:
     """of the matrix products; weights and optimizer states are fp32"""
     device: str = "cpu"
     """where the model lives"""
+    engine: Literal["local", "sglang"] = "local"
+    """local: embedded, on the trainer's weights; sglang: servers that were started on `model`"""
+    engine_urls: tuple[str, ...] = ()
+    """of the SGLang servers; none: one is started here"""
+    journal: bool = False
+    """keep every completion on disk, so that a killed run resumes with what it had sampled (always so with sglang)"""
     max_batch: int = 64
-    """sequences the engine decodes at once"""
+    """sequences the local engine decodes at once"""
     compile: bool = False
-    """compile the engine's decoding: about ten seconds once, then up to 1.5x the tokens/s"""
+    """compile the local engine's decoding: about ten seconds once, then up to 1.5x the tokens/s"""
     eval_steps: int = 25
     """rollouts between evaluations"""
     eval_limit: int = 128
@@ -112,19 +137,17 @@ def main(args: Args) -> Path:
     from rlkit.loops.grpo import grpo
     from rlkit.parallel.model import load_model
     from rlkit.parallel.optim import schedule
-    from rlkit.rewards.adapters import scorer
-    from rlkit.rewards.load import load_function
-    from rlkit.rollout.local import LocalEngine
+    from rlkit.rollout.limits import success_between
     from rlkit.types import SamplingParams
 
     torch.manual_seed(args.seed)
-    reward = load_function(args.reward)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    env, score = environment(args, tokenizer)
     rows = load_rows(args.data)
     eval_rows = load_rows(args.eval_data, limit=args.eval_limit) if args.eval_data else []
     model = load_model(args.model, device=args.device)
     needs_reference = args.kl_coef or args.eval_kl
     reference = load_model(args.reference or args.model, device=args.device) if needs_reference else None
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
     render = {
         "tokenizer": tokenizer,
         "max_prompt_tokens": args.max_prompt_tokens,
@@ -133,50 +156,95 @@ def main(args: Args) -> Path:
     }
     prompts, _ = rl_prompts(rows, **render)
     eval_prompts = rl_prompts(eval_rows, **render)[0] if eval_rows else []
-    engine = LocalEngine(
-        model,
-        tokenizer=tokenizer,
-        max_batch=args.max_batch,
-        max_len=args.max_prompt_tokens + args.max_new_tokens,
-        compile=args.compile,
-    )
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "args.json").write_text(json.dumps(asdict(args), indent=1, default=str) + "\n")
-    return asyncio.run(
-        grpo(
-            model,
-            tokenizer,
-            engine,
-            prompts,
-            score=scorer(reward, tokenizer=tokenizer, timeout_s=args.reward_timeout),
-            folder=args.output,
-            steps=args.steps,
-            params=SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature),
-            prompts_per_step=args.prompts_per_step,
-            group_size=args.group_size,
-            baseline=group_zscore if args.scale_by_std else group_centered,
-            num_minibatches=args.minibatches,
-            num_epochs=args.epochs,
-            clip_low=args.clip_low,
-            clip_high=args.clip_high,
-            kl_coef=args.kl_coef,
-            kl_controller=fixed() if args.kl_target is None else kl_linear(target=args.kl_target, rate=args.kl_coef),
-            reference=reference,
-            ref_sync_steps=args.ref_sync_steps,
-            entropy_coef=args.entropy_coef,
-            lr_at=schedule(args.lr_schedule, lr=args.lr, num_steps=args.steps, warmup_steps=args.warmup_steps),
-            weight_decay=args.weight_decay,
-            max_norm=args.max_norm,
-            max_tokens=args.max_tokens,
-            dtype=args.dtype,
-            eval_prompts=eval_prompts,
-            eval_steps=args.eval_steps,
-            save_steps=args.save_steps,
-            keep=args.keep,
-            seed=args.seed,
-            resume=args.resume,
+
+    async def run() -> Path:
+        async with open_engine(args, model, tokenizer) as engine:
+            return await grpo(
+                model,
+                tokenizer,
+                engine,
+                prompts,
+                score=score,
+                folder=args.output,
+                steps=args.steps,
+                params=SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature),
+                env=env,
+                prompts_per_step=args.prompts_per_step,
+                group_size=args.group_size,
+                keep_group=None if args.success_range is None else success_between(*args.success_range),
+                staleness=args.staleness,
+                drop_truncated=args.drop_truncated,
+                drop_off_policy=args.drop_off_policy,
+                journal=args.journal or args.engine == "sglang",
+                baseline=group_zscore if args.scale_by_std else group_centered,
+                num_minibatches=args.minibatches,
+                num_epochs=args.epochs,
+                clip_low=args.clip_low,
+                clip_high=args.clip_high,
+                kl_coef=args.kl_coef,
+                kl_controller=fixed()
+                if args.kl_target is None
+                else kl_linear(target=args.kl_target, rate=args.kl_coef),
+                reference=reference,
+                ref_sync_steps=args.ref_sync_steps,
+                entropy_coef=args.entropy_coef,
+                lr_at=schedule(args.lr_schedule, lr=args.lr, num_steps=args.steps, warmup_steps=args.warmup_steps),
+                weight_decay=args.weight_decay,
+                max_norm=args.max_norm,
+                max_tokens=args.max_tokens,
+                dtype=args.dtype,
+                eval_prompts=eval_prompts,
+                eval_steps=args.eval_steps,
+                save_steps=args.save_steps,
+                keep=args.keep,
+                seed=args.seed,
+                resume=args.resume,
+            )
+
+    return asyncio.run(run())
+
+
+def environment(args: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """The `env` and the `score` of a rollout, by their names on the command line."""
+    from rlkit.rewards.adapters import scorer
+    from rlkit.rewards.load import load_function
+    from rlkit.rollout.limits import limited
+    from rlkit.rollout.rollout import single_turn
+
+    if args.env is None and args.reward is None:
+        raise ValueError("give --reward, --env or both: something has to judge what is sampled")
+    env = single_turn if args.env is None else load_function(args.env)
+    env = env if inspect.iscoroutinefunction(env) else env(tokenizer)
+    if args.env is not None:
+        env = limited(env, max_turns=args.max_turns, max_total_tokens=max_len(args))
+    if args.reward is None:
+        return env, None
+    return env, scorer(load_function(args.reward), tokenizer=tokenizer, timeout_s=args.reward_timeout)
+
+
+def max_len(args: Any) -> int:
+    """The longest context of an episode."""
+    return args.max_total_tokens or args.max_prompt_tokens + args.max_new_tokens
+
+
+@asynccontextmanager
+async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
+    """The engine of the command line; an SGLang server that was started for it ends with it."""
+    if args.engine == "local":
+        from rlkit.rollout.local import LocalEngine
+
+        yield LocalEngine(
+            model, tokenizer=tokenizer, max_batch=args.max_batch, max_len=max_len(args), compile=args.compile
         )
-    )
+        return
+    from rlkit.rollout.sglang import connect, launch
+
+    with ExitStack() as stack:
+        urls = args.engine_urls or [stack.enter_context(launch(args.model, device=args.device)).url]
+        async with connect(list(urls)) as engine:
+            yield engine
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ async def async_grpo(
     engine: Any,
     prompts: Sequence[Prompt],
     *,
-    score: Score,
+    score: Score | None,
     folder: Path,
     steps: int,
     params: SamplingParams,

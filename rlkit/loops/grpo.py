@@ -32,7 +32,7 @@ async def grpo(
     engine: Any,
     prompts: Sequence[Prompt],
     *,
-    score: Score,
+    score: Score | None,
     folder: Path,
     steps: int,
     params: SamplingParams,

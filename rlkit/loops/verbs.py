@@ -130,7 +130,7 @@ async def evaluate(
     *,
     generate: Generate,
     params: SamplingParams,
-    score: Score,
+    score: Score | None,
     seed: int,
     env: Env = single_turn,
     policy: Policy | None = None,

@@ -1,0 +1,208 @@
+"""The two GRPO loops on a model that learns in seconds: what they log, keep and leave, and that both learn the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+
+from rlkit.data.prompts import Prompt
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.loops.async_grpo import async_grpo
+from rlkit.loops.grpo import grpo
+from rlkit.losses import icepop
+from rlkit.parallel.model import prepare
+from rlkit.rewards.adapters import scorer
+from rlkit.rollout.limits import success_between
+from rlkit.rollout.local import LocalEngine
+from rlkit.rollout.rollout import single_turn
+from rlkit.types import SamplingParams
+
+SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
+PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(100)]
+
+
+@cache
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def small_model():
+    return prepare(tiny_model(tokenizer(), **SIZES))
+
+
+class CopyEngine(LocalEngine):
+    """A LocalEngine whose model is nobody else's: new weights are copied into it, between two of its steps."""
+
+    def __init__(self, **options):
+        self.model = tiny_model(tokenizer(), **SIZES)
+        super().__init__(self.model, max_len=64, **options)
+
+    async def update_weights(self, weights=None, *, version):
+        own = self.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights:
+                own[name].copy_(tensor)
+        await super().update_weights(version=version)
+
+
+def ascii_share(completion, row):
+    """1 for an answer of plain characters, which a random model writes now and then; it is easy to learn."""
+    return sum(map(str.isascii, completion)) / max(1, len(completion))
+
+
+def run(loop, model, engine, folder, reward=ascii_share, **changes):
+    options = {
+        "score": scorer(reward, tokenizer=tokenizer(), timeout_s=30.0),
+        "folder": folder, "steps": 4, "params": SamplingParams(max_new_tokens=6), "lr_at": lambda step: 3e-3,
+        "prompts_per_step": 4, "group_size": 4,
+    }  # fmt: skip
+    return asyncio.run(loop(model, tokenizer(), engine, PROMPTS, **options | changes))
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
+
+
+def rows_of(folder, kind):
+    return {
+        int(path.stem[-6:]): [json.loads(line) for line in path.read_bytes().splitlines()]
+        for path in sorted((folder / "trajectories").glob(f"{kind}_*.jsonl"))
+    }
+
+
+def test_dynamic_sampling_trains_on_groups_inside_the_range_and_writes_the_others_down(tmp_path):
+    def coin(completion, row):
+        return float(bytes(completion, "utf8", "ignore")[:1] < b"\x50")
+
+    model = small_model()
+    engine = LocalEngine(model, max_len=64)
+    run(grpo, model, engine, tmp_path, reward=coin, keep_group=success_between(0.3, 0.8))
+    kept, dropped, lines = rows_of(tmp_path, "train"), rows_of(tmp_path, "dropped"), lines_of(tmp_path)
+    by_group = [
+        (inside, [r["reward"] for r in rows[i : i + 4]])
+        for files, inside in ((kept, True), (dropped, False))
+        for rows in files.values()
+        for i in range(0, len(rows), 4)
+    ]
+    assert all((0.3 <= sum(rewards) / 4 <= 0.8) == inside for inside, rewards in by_group)
+    assert [len(rows) for rows in kept.values()] == [16] * 4
+    assert [line["groups/dropped"] * 4 for line in lines] == [len(dropped.get(s, [])) for s in range(1, 5)]
+    assert sum(line["groups/dropped"] for line in lines) > 0
+    order = [r["group"] for s in range(1, 5) for r in kept[s] + dropped.get(s, [])]
+    assert len(order) == 4 * len(set(order)), "sampled = kept + dropped: each prompt of the epoch once"
+
+
+async def unequal(prompt, sample):
+    """Answers of up to 2, 10 or 18 tokens, by the prompt."""
+    return await single_turn(prompt, lambda ids: sample(ids, max_new_tokens=2 + 8 * (prompt.index % 3)))
+
+
+async def at_once(prompt, group):
+    return [replace(t, reward=float(t.ids[0] % 2)) for t in group]
+
+
+PARTIAL = {"score": at_once, "env": unequal, "params": SamplingParams(max_new_tokens=18), "staleness": 0.5, "steps": 6}
+
+
+def test_partial_rollout_continues_what_it_interrupts(tmp_path):
+    model = small_model()
+    engine = LocalEngine(model, max_len=64, eos_token_ids=())
+    run(grpo, model, engine, tmp_path, journal=True, **PARTIAL)
+    lines = lines_of(tmp_path)
+    ages = [line["staleness/max"] for line in lines]
+    assert ages[0] == 0
+    assert max(ages) == 1, "some tokens are one step old, none is older"
+    rows = [r for rows in rows_of(tmp_path, "train").values() for r in rows]
+    spanning = [r for r in rows if len(r["versions"]) > 1]
+    assert spanning
+    assert all(r["versions"][-1] - r["versions"][0] == 1 for r in spanning)
+    assert all(r["length"] == 2 + 8 * (r["group"] % 3) for r in rows)
+    assert max(line["mismatch/abs_max"] for line in lines) > 1e-3, "old tokens are off policy"
+
+
+def test_masked_old_tokens_make_partial_rollout_on_policy(tmp_path):
+    model = small_model()
+    engine = LocalEngine(model, max_len=64, eos_token_ids=())
+    run(grpo, model, engine, tmp_path, drop_off_policy=True, **PARTIAL)
+    lines = lines_of(tmp_path)
+    assert max(line["staleness/max"] for line in lines) == 1
+    assert max(line["mismatch/abs_max"] for line in lines) < 1e-4
+
+
+def test_truncated_answers_are_not_trained_on(tmp_path):
+    """No eos, so every answer is truncated: nothing is left to learn from, and the weights stay."""
+    model = small_model()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    engine = LocalEngine(model, max_len=64, eos_token_ids=())
+    run(grpo, model, engine, tmp_path, drop_truncated=True, steps=2)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert [line["truncated"] for line in lines_of(tmp_path)] == [1.0, 1.0]
+    assert lines_of(tmp_path)[0]["length/mean"] == 6
+
+
+@pytest.mark.parametrize("staleness", [0.0, 1.0, 2.0])
+def test_the_asynchronous_loop_stays_inside_its_budget(tmp_path, staleness):
+    model, engine = small_model(), CopyEngine()
+    path = run(
+        async_grpo, model, engine, tmp_path, staleness=staleness, steps=6, save_steps=2, eval_prompts=PROMPTS[:4],
+        eval_steps=3, num_minibatches=2, correction=partial(icepop, low=0.5, high=5.0),
+    )  # fmt: skip
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines] == list(range(7))
+    ages = [line["staleness/max"] for line in lines[1:]]
+    assert max(ages) <= staleness
+    assert (max(ages) > 0) == (staleness > 0)
+    assert [line["step"] for line in lines if "eval/greedy" in line] == [0, 3, 6]
+    assert sum(len(rows) for rows in rows_of(tmp_path, "train").values()) >= 6 * 16
+    own = dict(engine.model.named_parameters())
+    assert all(torch.equal(p, own[n]) for n, p in model.named_parameters()), "the engine has the last weights"
+    assert (path / "model.safetensors").exists()
+    if staleness == 0:
+        assert max(line["mismatch/abs_max"] for line in lines[1:]) < 1e-4
+
+
+def test_the_asynchronous_loop_resumes_with_what_it_had_sampled(tmp_path):
+    class Killed(BaseException):
+        pass
+
+    def reward_until(limit):
+        count = 0
+
+        def reward(completion, row):
+            nonlocal count
+            count += 1
+            if count > limit:
+                raise ZeroDivisionError("killed here")
+            return ascii_share(completion, row)
+
+        return reward
+
+    with pytest.raises(Exception, match="killed here"):
+        run(async_grpo, small_model(), CopyEngine(), tmp_path, reward=reward_until(70), save_steps=1, steps=7)
+    interrupted = lines_of(tmp_path)
+    assert 1 <= len(interrupted) < 7
+    run(async_grpo, small_model(), CopyEngine(), tmp_path, resume=True, save_steps=1, steps=7)
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 8))
+    assert lines[: len(interrupted) - 1] == interrupted[:-1] or lines[: len(interrupted)] == interrupted
+    assert max(line["staleness/max"] for line in lines) <= 1
+    groups = [r["group"] for rows in rows_of(tmp_path, "train").values() for r in rows]
+    assert len(groups) == 4 * len(set(groups)), "no group is written twice"
+
+
+@pytest.mark.slow
+def test_asynchronous_and_synchronous_training_learn_alike(tmp_path):
+    ends = {}
+    for name, loop, engine in (("sync", grpo, None), ("async", async_grpo, CopyEngine())):
+        model = small_model()
+        engine = engine or LocalEngine(model, max_len=64)
+        run(loop, model, engine, tmp_path / name, steps=60, prompts_per_step=8, lr_at=lambda step: 2e-3)
+        rewards = [line["reward/mean"] for line in lines_of(tmp_path / name)]
+        ends[name] = sum(rewards[:3]) / 3, sum(rewards[-10:]) / 10
+    assert ends["sync"][1] > ends["sync"][0] + 0.2
+    assert ends["async"][1] == pytest.approx(ends["sync"][1], abs=0.08)
