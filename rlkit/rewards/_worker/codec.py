@@ -15,7 +15,8 @@ from typing import Any
 Refer = Callable[[Any], list[Any]]  # any other object -> a reference
 Resolve = Callable[..., Any]  # a reference's parts -> the object, or something that stands for it
 
-_EXACT = 1 << 53
+_LARGE = 1 << 10_000  # larger ones would hit the limit on converting integers to decimal text
+_PLAIN = {type(None), bool, float, str}
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "range": lambda a: range(*a),
     "complex": lambda a: complex(*a), "Fraction": lambda a: Fraction(*a), "Decimal": lambda a: Decimal(*a),
@@ -52,13 +53,14 @@ _NOT_SHARED = frozenset([
 def encode(value: Any, refer: Refer) -> Any:
     """JSON for a value."""
     kind = type(value)
-    if value is None or kind is bool or kind is float or kind is str:
+    if kind in _PLAIN:
         return value
     if kind is int:
-        return value if -_EXACT < value < _EXACT else ["int", hex(value)]
+        return value if -_LARGE < value < _LARGE else ["int", hex(value)]
     if kind in _PARTS:
         name, parts = _PARTS[kind]
-        return [name, [encode(x, refer) for x in parts(value)]]
+        found = parts(value)
+        return [name, found if set(map(type, found)) <= _PLAIN else [encode(x, refer) for x in found]]
     if kind is datetime and value.tzinfo is None:
         return ["datetime", [*value.timetuple()[:6], value.microsecond]]
     if kind in (dict, OrderedDict, defaultdict, Counter):
@@ -80,7 +82,7 @@ def decode(data: Any, resolve: Resolve) -> Any:
     if tag == "ref":
         return resolve(*rest)
     if tag in _SEQUENCES:
-        return _SEQUENCES[tag]([decode(x, resolve) for x in rest[0]])
+        return _SEQUENCES[tag]([decode(x, resolve) if isinstance(x, list) else x for x in rest[0]])
     if tag == "Counter":
         return Counter({decode(k, resolve): decode(v, resolve) for k, v in rest[0]})
     if tag in _MAPPINGS:

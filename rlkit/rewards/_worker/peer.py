@@ -16,7 +16,7 @@ from typing import Any
 
 from . import codec
 
-_MAX_BYTES = 64 << 20
+_MAX_BYTES = 16 << 20
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "len": len, "iter": iter, "next": next, "str": str, "repr": repr, "float": float, "int": int, "bool": bool,
     "abs": abs, "neg": lambda a: -a, "getitem": lambda a, k: a[k], "setitem": lambda a, k, v: a.__setitem__(k, v),

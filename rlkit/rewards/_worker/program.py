@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _sitebuiltins
 import atexit
+import builtins
 import io
 import json
 import os
@@ -35,6 +37,7 @@ def open_streams() -> None:
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), "utf-8", "surrogateescape")
     sys.stdout = _writer(1, "surrogateescape")
     sys.stderr = _writer(2, "backslashreplace")
+    builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "")  # as the module site does
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     folder = os.getcwd()
     os.environ.clear()

@@ -9,13 +9,13 @@ import builtins
 import json
 import os
 import socket
-import sys
 import traceback
 from typing import Any
 
 from . import peer, program
 
 _NAME = "tests"
+_COMPARING = ("math", "cmath", "statistics", "operator", "unittest")  # by these names tests mean the real modules
 
 
 def run() -> None:
@@ -45,7 +45,7 @@ def _names(end: peer.Peer, module: Any) -> str | None:
     if problem:
         return f"the solution fails before any test: {str(problem)[:300]}"
     for name, value in found.items():
-        own = name in sys.stdlib_module_names and isinstance(value, peer.Proxy)
+        own = name in _COMPARING and isinstance(value, peer.Proxy)
         if not hasattr(builtins, name) and not own and not name.startswith("__"):
             setattr(module, name, value)
     return None
