@@ -1,0 +1,154 @@
+"""The example scripts under torchrun: the same numbers on any layout and on two hosts; a rank that dies ends the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+
+REPO = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sft")
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48}
+    tiny_model(tiny_tokenizer(), **sizes).save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    draw = random.Random(0)
+    rows = [{"prompt": f"{i}+{i}", "response": f"{2 * i}" * draw.randint(1, 5)} for i in range(40)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def sft(files: Path, output: Path, *flags: str) -> list[str]:
+    """The command line of an SFT run of four steps."""
+    command = [str(REPO / "examples/sft.py"), "--model", str(files / "model"), "--data", str(files / "data.jsonl")]
+    command += ["--eval-data", str(files / "data.jsonl"), "--steps", "4", "--eval-steps", "2", "--batch-size", "16"]
+    return [*command, "--lr", "1e-3", "--max-tokens", "300", "--output", str(output), *flags]
+
+
+def numbers(output: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def alone(files):
+    """What one process logs."""
+    subprocess.run(
+        [sys.executable, *sft(files, files / "alone")], env=ENV, check=True, capture_output=True, timeout=280
+    )
+    return numbers(files / "alone")
+
+
+def assert_alike(found: list[dict[str, float]], true: list[dict[str, float]]) -> None:
+    assert len(found) == len(true) == 4
+    for a, b in zip(found, true, strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--parallel.tp", "2"], ["--parallel.cp", "2", "--parallel.offload"]])
+def test_sft_logs_the_same_numbers_on_two_ranks(files, alone, tmp_path, flags):
+    run = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *sft(files, tmp_path / "run", *flags)]
+    done = subprocess.run(run, env=ENV, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("    4  ") == 1, "one rank prints"
+    assert_alike(numbers(tmp_path / "run"), alone)
+    assert (tmp_path / "run/model/config.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raises", "is killed"])
+def test_a_rank_that_dies_ends_the_job_with_its_error(files, tmp_path, how):
+    """Rank 1 fails in the middle of training, while rank 0 waits for it in a collective."""
+    script = tmp_path / "fails.py"
+    fail = "raise ArithmeticError('the reason')" if how == "raises" else "os.kill(os.getpid(), 9)"
+    script.write_text(f"""
+import os, runpy, sys
+import rlkit.loops.sft as loop
+step = loop.optimizer_step
+def failing(*args, **kwargs):
+    if os.environ["RANK"] == "1":
+        {fail}
+    return step(*args, **kwargs)
+loop.optimizer_step = failing
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+""")
+    run = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script), *sft(files, tmp_path / "run")]
+    start = time.monotonic()
+    done = subprocess.run(run, env=ENV, capture_output=True, text=True, timeout=280)
+    assert done.returncode != 0
+    assert time.monotonic() - start < 200, "no rank waits for the time-out of the collective"
+    assert "rank      : 1" in done.stderr
+    assert ("ArithmeticError: the reason" if how == "raises" else "Signal 9 (SIGKILL)") in done.stderr
+
+
+HOSTS = """
+set -eu
+unshare -n sleep 600 & a=$!
+unshare -n sleep 600 & b=$!
+sleep 0.5
+ip link add left type veth peer name right
+ip link set left netns $a
+ip link set right netns $b
+host() {  # pid, address, interface
+    nsenter -t $1 -n ip link set $3 addrgenmode none  # or gloo may pick an IPv6 address that is not ready yet
+    nsenter -t $1 -n ip addr add $2/24 dev $3
+    nsenter -t $1 -n ip link set $3 up
+    nsenter -t $1 -n ip link set lo up
+}
+host $a 10.77.0.1 left
+host $b 10.77.0.2 right
+run() {  # pid, node, interface
+    GLOO_SOCKET_IFNAME=$3 nsenter -t $1 -n "$PYTHON" -m torch.distributed.run --nnodes 2 --node-rank $2 \\
+        --nproc-per-node 2 --master-addr 10.77.0.1 --master-port 29517 "${COMMAND[@]}"
+}
+COMMAND=("$@")
+run $a 0 left & first=$!
+run $b 1 right & second=$!
+code=0
+wait $first || code=$?
+wait $second || code=$?
+kill $a $b
+exit $code
+"""
+
+
+def can_make_networks() -> bool:
+    if not all(shutil.which(tool) for tool in ("unshare", "nsenter", "ip")):
+        return False
+    probe = "unshare -n true && ip link add left type veth peer name right"
+    return subprocess.run(["unshare", "-Urn", "sh", "-c", probe], capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_make_networks(), reason="needs network namespaces")
+def test_two_hosts_log_the_same_numbers_as_one_process(files, alone, tmp_path):
+    """Two network namespaces with a cable between them, two ranks in each: tp inside a host, shards across."""
+    run = ["unshare", "-Urn", "bash", "-c", HOSTS, "hosts", *sft(files, tmp_path / "run", "--parallel.tp", "2")]
+    process = subprocess.Popen(
+        run, env={**ENV, "PYTHON": sys.executable}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=290)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said[-20000:]
+    assert_alike(numbers(tmp_path / "run"), alone)
