@@ -204,11 +204,11 @@ def gem_stand_in():
 
     class Guess:
         def __init__(self):
-            self.secret, self.turns = random.randint(1, 20), 0
+            self.secret, self.turns = random.randint(1, 50), 0
 
         def reset(self, seed=None):
             random.seed(seed)
-            self.secret, self.turns = random.randint(1, 20), 0
+            self.secret, self.turns = random.randint(1, 50), 0
             return "Guess the number, in \\boxed{}.", {"suffix": ""}
 
         def step(self, action):
@@ -232,18 +232,18 @@ async def test_gem():
     tokenizer = tokenizer_with("chatml")
     env = run("gem.make", gem=gem, tokenizer=tokenizer).from_gem
     prompts = rl_prompts(
-        [{"prompt": "-", "env": "game:GuessTheNumber-v0"}] * 4, tokenizer=tokenizer, max_prompt_tokens=99
+        [{"prompt": "-", "env": "game:GuessTheNumber-v0-hard"}] * 4, tokenizer=tokenizer, max_prompt_tokens=99
     )[0]
 
     async def bisect(prompt, seen):
         """A policy that halves what is left."""
-        low, high, guess = 1, 20, 0
+        low, high, guess = 1, 50, 0
 
         async def sample(prompt_ids, *, max_new_tokens=None):
             nonlocal low, high, guess
             last = tokenizer.decode(prompt_ids).rpartition("user\n")[2]
             low, high = (
-                (guess + 1, high) if "is higher" in last else (low, guess - 1) if "is lower" in last else (1, 20)
+                (guess + 1, high) if "is higher" in last else (low, guess - 1) if "is lower" in last else (1, 50)
             )
             guess = (low + high) // 2
             return await Script(tokenizer, f"\\boxed{{{guess}}}")(prompt_ids)
