@@ -12,12 +12,12 @@ from torch import Tensor
 from rlkit.advantages import group_centered
 from rlkit.loops import verbs
 from rlkit.loops.dump import dump_to
-from rlkit.loops.run import open_run, resume_command, stop_on_interrupt
+from rlkit.loops.run import open_run, stop_on_interrupt
 from rlkit.loops.updates import grpo_update, pack_with_advantages
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
 from rlkit.parallel.model import forward, with_old_logp
-from rlkit.parallel.optim import adamw, set_lr
+from rlkit.parallel.optim import adamw
 from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.limits import mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, mix, single_turn
@@ -97,13 +97,12 @@ async def async_grpo(
         await engine.update_weights(stream_weights(model), version=first)
         if start < 0 and eval_prompts and eval_steps:
             run.log(0, await evaluate(on_group=partial(dump, step=0)))
-        stream = GroupStream(
+        async with GroupStream(
             verbs.prompt_order(prompts, seed=seed), generate=engine.generate, abort=engine.abort, params=params,
             group_size=group_size, groups_per_step=prompts_per_step, staleness=staleness, seed=seed, env=env,
             score=score, keep=keep_group, on_group=dump, journal=folder / "completions", version=first,
             state=state.get("stream"),
-        )  # fmt: skip
-        async with stream:
+        ) as stream:  # fmt: skip
             for step in range(first, steps):
                 clock = verbs.Clock()
                 stream.advance(version=step)
@@ -115,8 +114,7 @@ async def async_grpo(
                 batch = pack_with_advantages(groups, baseline=baseline)
                 if num_minibatches * num_epochs > 1:
                     batch = await verbs.in_thread(with_old_logp, policy, batch, max_tokens=max_tokens)
-                set_lr(optimizer, lr_at(step))
-                metrics = merge(metrics, await verbs.in_thread(update, batch, seed=mix(seed, step)))
+                metrics = merge(metrics, await verbs.in_thread(update, batch, lr=lr_at(step), seed=mix(seed, step)))
                 clock.lap("train")
 
                 done = step + 1
@@ -128,13 +126,10 @@ async def async_grpo(
                     line |= await evaluate(on_group=partial(dump, step=done))
                     clock.lap("eval")
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens))
-                last = stop.requested or done == steps
-                if last or (save_steps and done % save_steps == 0):
-                    verbs.save(run, done, model=model, optimizer=optimizer, reference=None, keep=keep, must=last,
-                               state={"stream": stream.state})  # fmt: skip
-                    stream.saved()
-                if stop.requested:
-                    run.say(f"saved after step {done}; go on with: {resume_command('--resume')}")
+                if verbs.save_if_due(
+                    run, stop, done, steps=steps, every=save_steps, keep=keep, model=model, optimizer=optimizer,
+                    reference=None, stream=stream, state={},
+                ):  # fmt: skip
                     break
         run.plot()
         return verbs.export(run, model, tokenizer)

@@ -13,12 +13,12 @@ from rlkit.advantages import group_centered
 from rlkit.controllers import fixed
 from rlkit.loops import verbs
 from rlkit.loops.dump import dump_to
-from rlkit.loops.run import open_run, resume_command, stop_on_interrupt
+from rlkit.loops.run import open_run, stop_on_interrupt
 from rlkit.loops.updates import grpo_update, pack_with_advantages
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
 from rlkit.parallel.model import forward, with_old_logp, with_ref_logp
-from rlkit.parallel.optim import adamw, set_lr
+from rlkit.parallel.optim import adamw
 from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, mix, single_turn
@@ -69,16 +69,12 @@ async def grpo(
 ) -> Path:
     """Train `model` in place on rewards of its own samples; returns the folder of the exported model.
 
-    Every step samples `group_size` answers to each of `prompts_per_step` prompts, takes `baseline(rewards)` as the
-    advantage of all their tokens, and takes `num_minibatches * num_epochs` optimizer steps (see `grpo_update`) at the
-    learning rate `lr_at(step)`.
-
-    Sampling. With `keep_group` (`success_between(0.01, 0.99)`) groups that teach nothing are replaced by those of
-    further prompts. With `staleness` > 0 so many times more groups are started than a step needs; the last ones are
-    interrupted and go on in the next step, from the newer weights (partial rollout); `drop_off_policy` trains on none
-    of their older tokens, and `correction` weighs them otherwise. `drop_truncated` trains on no answer that a length
-    limit cut. With `journal` a killed run resumes with all it had sampled; without, it samples its step again, bit for
-    bit as before if the engine is deterministic.
+    A step samples `group_size` answers to each of `prompts_per_step` prompts, with `baseline(rewards)` as the advantage
+    of all their tokens, and takes `num_minibatches * num_epochs` optimizer steps (see `grpo_update`). Groups that
+    `keep_group` refuses (`success_between(0.01, 0.99)`) are replaced by those of further prompts. With `staleness` > 0
+    so many times more groups are started than a step needs; the last go on in the next step (partial rollout).
+    `drop_off_policy` keeps what older weights sampled out of the loss, `drop_truncated` what a length limit cut. With
+    `journal` a killed run keeps what it sampled; else it samples that again, bit for bit.
 
     Differs from the GRPO paper (arXiv:2402.03300):
     1. advantages are not divided by the group's standard deviation (arXiv:2503.20783); pass `group_zscore` to do so
@@ -99,9 +95,6 @@ async def grpo(
     state = verbs.restore(folder, model=model, optimizer=optimizer, reference=reference) if resume else {}
     start, first, kl_state = state.get("step", -1), max(state.get("step", -1), 0), kl_controller.init(kl_coef)
     kl_state = type(kl_state)(*state.get("kl", kl_state))
-    save = partial(
-        verbs.save, model=model, optimizer=optimizer, reference=reference if ref_sync_steps else None, keep=keep
-    )
     with open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop:
         dump = dump_to(run, tokenizer, engine=engine)
         evaluate = partial(
@@ -111,21 +104,19 @@ async def grpo(
         await engine.update_weights(stream_weights(model), version=first)
         if start < 0 and eval_prompts and eval_steps:
             run.log(0, await evaluate(on_group=partial(dump, step=0)))
-        stream = GroupStream(
+        signal = True
+        async with GroupStream(
             verbs.prompt_order(prompts, seed=seed), generate=engine.generate, abort=engine.abort, params=params,
             group_size=group_size, groups_per_step=prompts_per_step, staleness=staleness, seed=seed, env=env,
             score=score, keep=keep_group, on_group=dump, journal=folder / "completions" if journal else None,
             version=first, state=state.get("stream"),
-        )  # fmt: skip
-        signal = True
-        async with stream:
+        ) as stream:  # fmt: skip
             for step in range(first, steps):
                 clock = verbs.Clock()
                 stream.advance(version=step)
                 groups = await stream.take()
                 await stream.pause()
                 clock.lap("rollout")
-
                 metrics = verbs.rollout_metrics(groups, version=step)
                 groups = mask_truncated(groups) if drop_truncated else groups
                 groups = mask_off_policy(groups, version=step) if drop_off_policy else groups
@@ -134,11 +125,8 @@ async def grpo(
                 if num_minibatches * num_epochs > 1:
                     batch = with_old_logp(policy, batch, max_tokens=max_tokens)
                 clock.lap("score")
-
-                set_lr(optimizer, lr_at(step))
-                metrics = merge(metrics, update(batch, kl_coef=kl_state.coef if kl_coef else 0.0, seed=mix(seed, step)))
+                metrics = merge(metrics, update(batch, lr=lr_at(step), kl_coef=kl_state.coef, seed=mix(seed, step)))
                 clock.lap("train")
-
                 done = step + 1
                 await engine.update_weights(stream_weights(model), version=done)
                 if ref_sync_steps and done % ref_sync_steps == 0:
@@ -153,12 +141,10 @@ async def grpo(
                     clock.lap("eval")
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens))
                 signal = verbs.say_if_no_signal(run, batch, before=signal)
-                last = stop.requested or done == steps
-                if last or (save_steps and done % save_steps == 0):
-                    save(run, done, state={"kl": tuple(kl_state), "stream": stream.state}, must=last)
-                    stream.saved()
-                if stop.requested:
-                    run.say(f"saved after step {done}; go on with: {resume_command('--resume')}")
+                if verbs.save_if_due(
+                    run, stop, done, steps=steps, every=save_steps, keep=keep, model=model, optimizer=optimizer,
+                    reference=reference if ref_sync_steps else None, stream=stream, state={"kl": tuple(kl_state)},
+                ):  # fmt: skip
                     break
         run.plot()
         return verbs.export(run, model, tokenizer)

@@ -13,7 +13,7 @@ from rlkit.losses import k3, ppo_clip, token_mean
 from rlkit.metrics import Metrics, merge
 from rlkit.packing import microbatches, pack, split, with_streams
 from rlkit.parallel.model import Policy
-from rlkit.parallel.optim import optimizer_step
+from rlkit.parallel.optim import optimizer_step, set_lr
 from rlkit.rollout.rollout import Group
 from rlkit.segments import broadcast_to_tokens, seq_sum
 from rlkit.types import Batch
@@ -31,6 +31,7 @@ def grpo_update(
     *,
     policy: Policy,
     optimizer: torch.optim.Optimizer,
+    lr: float,
     num_minibatches: int,
     num_epochs: int,
     clip_low: float,
@@ -49,6 +50,7 @@ def grpo_update(
     `correction(old_logp - rollout_logp)` weighs the surrogate's tokens. Without `old_logp` in the batch (one update per
     rollout) it is the current log-prob, and no forward was spent on it.
     """
+    set_lr(optimizer, lr)
     metrics: Metrics = {}
     for mini in split(batch, num_minibatches, epochs=num_epochs, seed=seed):
         weights = token_mean(mini.mask, num_tokens=verbs.global_count(mini.mask))

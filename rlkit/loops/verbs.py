@@ -15,13 +15,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlkit.data.load import batch_indices
-from rlkit.loops.run import Run
+from rlkit.loops.run import Run, Stop, resume_command
 from rlkit.losses import k3, ratio_stats
 from rlkit.metrics import Metrics, largest, mean, merge
 from rlkit.packing import pack
 from rlkit.parallel.model import Policy, with_old_logp, with_ref_logp
 from rlkit.rollout.limits import success
 from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, rollout, single_turn
+from rlkit.rollout.stream import GroupStream
 from rlkit.types import Batch, Generate, LogProbs, SamplingParams, Trajectory
 
 X = TypeVar("X")
@@ -203,6 +204,22 @@ def save(
         if must:
             raise
         run.say(f"step {step} is not saved, training goes on: {error}")
+
+
+def save_if_due(
+    run: Run, stop: Stop, step: int, *, steps: int, every: int, stream: GroupStream, state: dict[str, Any], **what: Any
+) -> bool:
+    """`save` after every so many steps (0: never), after the last one, and when somebody asked the run to stop.
+
+    The stream's own state is saved with `state`. Returns whether to stop; then how to go on has been said.
+    """
+    must = stop.requested or step == steps
+    if must or (every and step % every == 0):
+        save(run, step, state={**state, "stream": stream.state}, must=must, **what)
+        stream.saved()
+    if stop.requested:
+        run.say(f"saved after step {step}; go on with: {resume_command('--resume')}")
+    return stop.requested
 
 
 def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any) -> dict[str, Any]:

@@ -1,0 +1,136 @@
+"""The asynchronous GRPO loop against the synchronous one, on the same engine: what overlapping buys.
+
+    python benchmarks/async_loop.py
+
+In both modes the engine is a process pinned to one core, the trainer is pinned to another, and a step samples and
+trains on the same number of tokens. Synchronous: one works, then the other. Asynchronous (staleness 1): both at once.
+Where generation and training take equally long, twice the steps is the limit. One pair after another, the order within
+a pair alternating; a pair's ratio is the seconds per step of one over the other, from the third step on. Printed is the
+median of the pairs' ratios with its 95% interval (order statistics of the pairs).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from _timing import machine
+
+from rlkit.data.prompts import Prompt
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.loops.async_grpo import async_grpo
+from rlkit.loops.grpo import grpo
+from rlkit.parallel.model import load_model
+from rlkit.rollout.process import launch
+from rlkit.types import SamplingParams, Trajectory
+
+SKIP = 2  # the pipeline fills, memory is touched for the first time
+
+
+@dataclass
+class Args:
+    pairs: int = 11
+    """counted pairs, after one that is not"""
+    steps: int = 8
+    """of a run, the first two not counted"""
+    prompts_per_step: int = 4
+    group_size: int = 8
+    prompt_tokens: int = 24
+    new_tokens: int = 48
+    """of every answer"""
+    epochs: int = 1
+    """passes of the trainer: raise it where training is faster than generation"""
+    hidden: int = 256
+    """of the model (4 layers)"""
+    cores: tuple[int, int] = (0, 1)
+    """of the engine and the trainer"""
+    out: Path = Path("benchmarks/results/async_loop_cpu.json")
+
+
+async def coin(_prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
+    """A reward with a spread in every group, for nothing."""
+    return [replace(t, reward=float(i % 2)) for i, t in enumerate(group)]
+
+
+async def seconds_per_step(loop: Any, args: Args, engine: Any, path: Path) -> dict[str, float]:
+    """One run of a loop: seconds per step, and where they went."""
+    prompts = [Prompt([(7 * i + j) % 250 for j in range(args.prompt_tokens)], {}, i) for i in range(64)]
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        await loop(
+            load_model(path), tiny_tokenizer(), engine, prompts, score=coin, folder=Path(folder), steps=args.steps,
+            params=SamplingParams(max_new_tokens=args.new_tokens), lr_at=lambda _step: 1e-7, num_epochs=args.epochs,
+            prompts_per_step=args.prompts_per_step, group_size=args.group_size,
+        )  # fmt: skip
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    counted = lines[SKIP:]
+    times = {k: statistics.mean(line[k] for line in counted) for k in counted[0] if k.startswith("time/")}
+    times["step"] = (lines[-1]["time/unix"] - lines[SKIP - 1]["time/unix"]) / len(counted)
+    return times
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95% interval of the median that order statistics give, whatever the distribution."""
+    ordered, n = sorted(values), len(values)
+    tail, k = 0.0, 0
+    while k < n // 2 and tail + math.comb(n, k) / 2**n <= 0.025:
+        tail += math.comb(n, k) / 2**n
+        k += 1
+    return ordered[max(0, k - 1)], ordered[n - max(1, k)]
+
+
+async def measure(args: Args, path: Path) -> list[dict[str, Any]]:
+    pairs = []
+    limit = args.prompt_tokens + args.new_tokens
+    size = args.prompts_per_step * args.group_size
+    async with await launch(path, max_batch=size, max_len=limit, eos_token_ids=(), cpus=args.cores[:1]) as engine:
+        for number in range(args.pairs + 1):
+            order = [("sync", grpo), ("async", async_grpo)][:: 1 if number % 2 else -1]
+            pair = {name: await seconds_per_step(loop, args, engine, path) for name, loop in order}
+            ratio = pair["sync"]["step"] / pair["async"]["step"]
+            rollout, train = pair["sync"]["time/rollout"], pair["sync"]["time/train"] + pair["sync"]["time/score"]
+            print(
+                f"pair {number:2}: sync {pair['sync']['step']:.3f} s (generation {rollout:.3f}, training {train:.3f}), "
+                f"async {pair['async']['step']:.3f} s (waiting {pair['async']['time/wait']:.3f}): {ratio:.2f}x",
+                flush=True,
+            )
+            if number:
+                pairs.append({**pair, "ratio": ratio, "balance": rollout / train})
+    return pairs
+
+
+def main(args: Args) -> None:
+    os.sched_setaffinity(0, {args.cores[1]})
+    torch.set_num_threads(1)
+    tokenizer = tiny_tokenizer()
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny_model(
+            tokenizer, hidden=args.hidden, heads=4, kv_heads=2, head_dim=64, intermediate=4 * args.hidden
+        )
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        pairs = asyncio.run(measure(args, Path(folder)))
+    ratios, balance = [p["ratio"] for p in pairs], statistics.median(p["balance"] for p in pairs)
+    low, high = interval(ratios)
+    print(
+        f"asynchronous over synchronous: {statistics.median(ratios):.2f}x [{low:.2f}, {high:.2f}] "
+        f"({len(ratios)} pairs; generation / training = {balance:.2f})"
+    )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    result = {"machine": machine(), "args": asdict(args), "median": statistics.median(ratios), "interval": [low, high]}
+    args.out.write_text(json.dumps({**result, "balance": balance, "pairs": pairs}, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
