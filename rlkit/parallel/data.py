@@ -7,8 +7,7 @@ Everything here works without ranks (`mesh` None) and is then the plain function
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -17,11 +16,9 @@ from torch import Tensor
 
 from rlkit import packing
 from rlkit.metrics import Metrics, all_reduce
-from rlkit.parallel._ranks import distributed
+from rlkit.parallel._ranks import world_size
 from rlkit.parallel.mesh import Mesh
 from rlkit.types import Batch
-
-X = TypeVar("X")
 
 
 def rank_microbatches(
@@ -57,39 +54,12 @@ def reduce_metrics(metrics: Metrics, *, mesh: Mesh | None) -> Metrics:
 
 def any_rank(flag: bool) -> bool:
     """Whether `flag` is set on any rank: for decisions after which all must do the same (stop, need a gradient)."""
-    if not distributed() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return flag
     x = torch.tensor(float(flag), device=_device())
     dist.all_reduce(x, op=dist.ReduceOp.MAX)
     return bool(x)
 
 
-async def spread_rollout(
-    prompts: Sequence[Any], work: Callable[[list[int]], Awaitable[list[X]]], *, mesh: Mesh | None
-) -> list[X]:
-    """`work(places)` makes one item for each of the prompts `places`; every rank gets all items, in the prompts' order.
-
-    Each data parallel place works on its share of the prompts, on its first rank; the others wait for it. An error on
-    any rank is raised on all.
-    """
-    places = range(len(prompts))
-    if mesh is None or not distributed() or dist.get_world_size() == 1:
-        return await work([*places])
-    mine = [*places][mesh.dp_rank :: mesh.dp] if mesh.cp_rank == mesh.tp_rank == 0 else []
-    made, error = {}, None
-    try:
-        made = dict(zip(mine, await work(mine) if mine else [], strict=True))
-    except Exception as e:
-        error = e
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (made, None if error is None else f"rank {dist.get_rank()}: {error!r}"))
-    if error is not None:
-        raise error
-    if failed := [message for _, message in everyone if message]:
-        raise RuntimeError("; ".join(failed))
-    items = {place: item for part, _ in everyone for place, item in part.items()}
-    return [items[place] for place in places]
-
-
 def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return torch.device("cpu") if "gloo" in dist.get_backend_config() else torch.device("cuda")

@@ -24,6 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rlkit.parallel.attention import register
 from rlkit.parallel.mesh import Mesh
+from rlkit.parallel.moe import split_experts
+from rlkit.parallel.moe_files import fused_experts, read_experts
 from rlkit.parallel.plans import DENSE, check_model, tensor_plan
 
 
@@ -52,7 +54,7 @@ def parallelize(
     sizes = mesh.sizes
     if not hasattr(model.base_model, "layers") or not hasattr(model.base_model, "embed_tokens"):
         raise ValueError(f"model type {model.config.model_type!r} has no `layers` and `embed_tokens` to cut over ranks")
-    if max(sizes.tp, sizes.cp) > 1 or model.config.model_type in DENSE:
+    if max(sizes.tp, sizes.cp, sizes.ep) > 1 or model.config.model_type in DENSE:
         check_model(model.config, tp=sizes.tp, cp=sizes.cp, ulysses=sizes.ulysses)
     if compile and sizes.tp > 1:
         raise ValueError("compile=True with tp > 1: torch cannot trace DTensors of varying length; drop one")
@@ -95,6 +97,8 @@ def shard(model: Any, mesh: Mesh, *, dtype: torch.dtype, reduce_dtype: torch.dty
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else OffloadPolicy(),
     }
+    if mesh.sizes.ep > 1:
+        split_experts(model, mesh, **{k: v for k, v in options.items() if k != "mesh"})
     for layer in model.base_model.layers:
         fully_shard(layer, **options)
     if not is_tied(model) and mesh.sizes.tp == 1:  # (torch warns about the view that a cut embedding returns)
@@ -174,11 +178,16 @@ def read_weights(model: Any, folder: Path, *, device: torch.device | str) -> Non
     for module in model.modules():
         if module._non_persistent_buffers_set:  # rotary frequencies, embedding scales: not in the files
             model._init_weights(module)
-    weights = get_model_state_dict(model)
+        for name, x in module._buffers.items():  # offloading is for parameters
+            module._buffers[name] = x if x is None else x.to(model.rlkit_mesh.device)
+    weights: dict[str, Any] = get_model_state_dict(model)
     if is_tied(model):
         weights.pop("lm_head.weight", None)
+    if any(name in fused_experts(model) for name in weights):
+        read_experts(model, folder)
+        weights = {name: x for name, x in weights.items() if name not in fused_experts(model)}
     reader = dcp.HuggingFaceStorageReader(str(folder))
-    stored = reader.read_metadata().state_dict_metadata
+    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     wrong = [f"{name} is missing" for name in weights if name not in stored]
     wrong += [
         f"{name} is {list(stored[name].size)} there and {list(x.shape)} in the model"

@@ -1,4 +1,4 @@
-"""The example scripts under torchrun: the same numbers on any layout and on two hosts; a rank that dies ends the job."""
+"""The example scripts under torchrun: the same numbers on any layout and two hosts; a rank that dies ends the job."""
 
 from __future__ import annotations
 

@@ -10,11 +10,13 @@ import torch
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.metrics import finalize, largest, mean
 from rlkit.packing import microbatches, pack, select
-from rlkit.parallel.data import any_rank, rank_microbatches, reduce_metrics, spread_rollout, summed
+from rlkit.parallel.data import any_rank, rank_microbatches, reduce_metrics, summed
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.parallel.model import forward, prepare, score, token_outputs
 from rlkit.parallel.optim import adamw, global_norm, optimizer_step
 from rlkit.parallel.parallelize import parallelize
+from rlkit.parallel.shared import SharedEngine, SharedStream
+from rlkit.parallel.weights import stream_weights
 from rlkit.types import Trajectory
 
 
@@ -136,33 +138,79 @@ def test_agreement(ranks):
         assert found["empty"] == [0]
 
 
-def rollout_on_rank(rank, world, fail):
-    mesh = make_mesh(Parallel(tp=2))
-    asked = []
+class Engine:
+    """Keeps what it is sent."""
 
-    async def work(places):
-        asked.extend(places)
-        if fail and rank == 2:
-            raise ValueError("the engine is gone")
-        return [(place, rank) for place in places]
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.weights = fails, {}
 
+    async def update_weights(self, weights, *, version):
+        for name, x in weights:
+            if self.fails:
+                raise ConnectionError("the engine is gone")
+            self.weights[name] = x.clone()
+
+
+def engine_on_rank(rank, world, fails):
+    trained = parallelize(model(seed=3), make_mesh(Parallel(tp=2)))
+    engine = Engine(fails) if rank == 0 else None
     try:
-        items = asyncio.run(spread_rollout("abcde", work, mesh=mesh))
+        asyncio.run(SharedEngine(engine).update_weights(stream_weights(trained), version=1))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return asked, items
+    true = dict(model(seed=3).named_parameters())
+    return rank or (engine.weights.keys() == true.keys() and all(torch.equal(engine.weights[n], true[n]) for n in true))
 
 
-def test_each_data_parallel_place_samples_its_share_once(ranks):
-    found = ranks.run(rollout_on_rank, False)
-    assert [asked for asked, _ in found] == [[0, 2, 4], [], [1, 3], []]
-    assert all(items == [(0, 0), (1, 2), (2, 0), (3, 2), (4, 0)] for _, items in found)
+def test_rank_0_sends_the_weights_of_all_ranks(ranks):
+    assert ranks.run(engine_on_rank, False) == [True, 1, 2, 3]
 
 
-def test_an_engine_that_fails_on_one_rank_fails_on_all(ranks):
-    found = ranks.run(rollout_on_rank, True)
-    assert found[2] == "ValueError: the engine is gone"
-    assert all("rank 2: ValueError('the engine is gone')" in found[r] for r in (0, 1, 3))
+def test_an_engine_that_fails_fails_on_all_ranks(ranks):
+    found = ranks.run(engine_on_rank, True)
+    assert found[0] == "ConnectionError: the engine is gone"
+    assert all("rank 0: ConnectionError('the engine is gone')" in said for said in found[1:])
+
+
+class Stream:
+    """Counts on."""
+
+    num_dropped = 7
+
+    async def __aenter__(self):
+        self.version, self.state = None, {"next": 5}
+
+    async def __aexit__(self, *_):
+        self.version = "closed"
+
+    def advance(self, *, version):
+        self.version = version
+
+    async def take(self):
+        if self.version == 2:
+            raise ValueError("no more prompts")
+        return [self.version]
+
+
+def stream_on_rank(rank, world):
+    async def run():
+        async with SharedStream(Stream) as stream:
+            taken = []
+            for version in range(3):
+                stream.advance(version=version)
+                try:
+                    taken.append(await stream.take())
+                except Exception as error:
+                    taken.append(type(error).__name__)
+            return taken, stream.num_dropped, stream.state
+
+    return asyncio.run(run())
+
+
+def test_every_rank_takes_what_rank_0_sampled(ranks):
+    first, *others = ranks.run(stream_on_rank)
+    assert first == ([[0], [1], "ValueError"], 7, {"next": 5})
+    assert all(found == ([[0], [1], "RuntimeError"], 7, {}) for found in others)
 
 
 def bf16_on_rank(rank, world, sizes):
