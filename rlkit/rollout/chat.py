@@ -63,13 +63,13 @@ class Chat:
         self.turns = Turns(ids, sample)
         self._last: tuple[int, list[int]] | None = None  # place of the last sampled message, and its tokens
 
-    async def turn(self) -> Turn | None:
-        """Sample the next turn; None where there is no room for one."""
+    async def turn(self, *, max_new_tokens: int | None = None) -> Turn | None:
+        """Sample the next turn; None where there is no room for one. `max_new_tokens` may lower the limit for it."""
         if self.turns.truncated:
             return None
         if self._last is not None:
             self._join(*self._last)
-        out = await self.turns.sample()
+        out = await self.turns.sample(max_new_tokens=max_new_tokens)
         if not out.ids:
             return None
         text = turn_text(self._tokenizer, out.ids)
@@ -77,20 +77,27 @@ class Chat:
         self._last = len(self.messages), out.ids
         return Turn(text, out.ids, out.finish_reason)
 
-    async def reply(self, messages: Sequence[Message]) -> Turn | None:
+    async def reply(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        max_new_tokens: int | None = None,
+    ) -> Turn | None:
         """Answer a whole conversation, for environments that keep it themselves and call a model with all of it.
 
         Where it continues what was said here, the turns are joined as ever; the assistant's last message may come back
-        in another form, with `tool_calls` or `reasoning_content`. Anything else starts a new piece.
+        in another form, with `tool_calls` or `reasoning_content`. Anything else, other `tools` among it, starts a new
+        piece.
         """
         whole = [dict(m) for m in messages]
         _check_text(whole)
-        continued = self._continued_by(whole)
-        self.messages = whole
+        continued = self._continued_by(whole) and tools in (None, self._tools)
+        self.messages, self._tools = whole, self._tools if tools is None else tools
         if not continued:
             self._last = None
             self.turns.restart(self._render())
-        return await self.turn()
+        return await self.turn(max_new_tokens=max_new_tokens)
 
     def __aiter__(self) -> Chat:
         return self

@@ -40,9 +40,9 @@ class Turns:
         """The last turn did not end by itself, so that none should follow."""
         return self._reason not in (None, "stop")
 
-    async def sample(self) -> Completion:
+    async def sample(self, *, max_new_tokens: int | None = None) -> Completion:
         """The policy's next turn. Without tokens where a bound leaves no room for one: then nothing is recorded."""
-        out = await self._sample(self.context)
+        out = await self._sample(self.context, max_new_tokens=max_new_tokens)
         self._reason = out.finish_reason
         if out.ids:
             now, said = self._now, self._said

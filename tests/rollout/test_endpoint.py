@@ -1,0 +1,232 @@
+"""Programs that talk to the policy over HTTP, as to any OpenAI-compatible server."""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from importlib.util import find_spec
+
+import pytest
+from scripted import Script, check_exact, prompt_of, tokenizer_with
+
+from rlkit.data.chat import render
+from rlkit.data.tiny import tiny_model
+from rlkit.rollout.chat import Chat
+from rlkit.rollout.endpoint import agent_env
+from rlkit.rollout.limits import limited
+from rlkit.rollout.local import LocalEngine
+from rlkit.rollout.rollout import all_or_cancel, rollout
+from rlkit.types import SamplingParams
+
+ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+TOOLS = [{"type": "function", "function": ADD}]
+
+
+def post(base_url, **body):
+    """A request as a sync program makes it."""
+    data = json.dumps({"model": "policy", **body}).encode()
+    request = urllib.request.Request(f"{base_url}/chat/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=100) as reply:
+        return json.loads(reply.read())
+
+
+def refused(base_url, **body):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(base_url, **body)
+    return caught.value.code, json.loads(caught.value.read())["error"]["code"]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+async def test_a_program_with_tools_is_one_token_exact_piece():
+    tokenizer = tokenizer_with("qwen3")
+    call = '<think>\nhm\n</think>\n\nI add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    script = Script(tokenizer, call, "<think>\nso\n</think>\n\n3")
+    seen = []
+
+    def agent(prompt, base_url):
+        messages = [user(prompt.row["prompt"])]
+        for result in ("2", None):
+            reply = post(base_url, messages=messages, tools=TOOLS)
+            seen.append(reply)
+            messages.append({"refusal": None, "annotations": [], **reply["choices"][0]["message"]})
+            if result:
+                calls = messages[-1]["tool_calls"]
+                messages.append(
+                    {"role": "tool", "content": [{"type": "text", "text": "2"}], "tool_call_id": calls[0]["id"]}
+                )
+        return {"reward": 0.5, "info": {"answer": messages[-1]["content"]}}
+
+    (piece,) = await agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), script)
+    check_exact([piece], script.calls)
+    first, second = (r["choices"][0] for r in seen)
+    assert first["finish_reason"] == "tool_calls"
+    assert first["message"]["content"] == "<think>\nhm\n</think>\n\nI add.\n"
+    assert first["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert (second["finish_reason"], second["message"]["content"]) == ("stop", "<think>\nso\n</think>\n\n3")
+    usage = seen[1]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == tuple(
+        map(len, (script.calls[1][0], script.calls[1][1].ids))
+    )
+    assert (piece.reward, piece.info["answer"]) == (0.5, "<think>\nso\n</think>\n\n3")
+    assert piece.prompt_ids == render(tokenizer, [user("question")], add_generation_prompt=True, tools=TOOLS)
+    assert "<tool_response>\n2\n</tool_response>" in tokenizer.decode(piece.ids)
+
+
+async def test_another_conversation_is_another_piece():
+    tokenizer = tokenizer_with("chatml")
+    script = Script(tokenizer, "a", "b", "c", "d")
+
+    async def agent(prompt, base_url):
+        async def ask(*messages, **more):
+            reply = await asyncio.to_thread(post, base_url, messages=messages, **more)
+            return reply["choices"][0]["message"]
+
+        first = await ask(user("question"))
+        await ask(user("question"), first, user("more"))
+        await ask(user("summary: a, b"))  # begins anew
+        await ask(user("summary: a, b"), {"role": "assistant", "content": "not c"}, user("x"))  # says it said otherwise
+
+    pieces = await agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), script)
+    check_exact(pieces, script.calls)
+    assert [sum(p.mask) for p in pieces] == [4, 2, 2]
+    assert pieces[0].prompt_ids == prompt_of(tokenizer).ids
+
+
+async def test_what_cannot_be_given_is_said_to_the_program():
+    tokenizer = tokenizer_with("chatml")
+    script = Script(tokenizer, "first", "second")
+    codes = []
+
+    def agent(prompt, base_url):
+        messages = [user("question")]
+        codes.append(refused(base_url, messages=messages, stream=True))
+        codes.append(refused(base_url, messages=messages, n=2))
+        messages.append(post(base_url, messages=messages)["choices"][0]["message"])
+        codes.append(refused(base_url, messages=[*messages, user("more")]))
+        codes.append(refused(base_url.replace("/v1", "x/v1"), messages=messages))
+
+    (piece,) = await limited(agent_env(agent, tokenizer=tokenizer), max_turns=1)(prompt_of(tokenizer), script)
+    bad = (400, "invalid_request_error")
+    assert codes == [bad, bad, (400, "context_length_exceeded"), (404, "not_found")]
+    assert (piece.truncated, len(script.calls)) == (True, 1)
+
+
+async def test_errors_end_the_run():
+    tokenizer = tokenizer_with("chatml")
+
+    async def failing(prompt_ids, *, max_new_tokens=None):
+        raise RuntimeError("the engine is gone")
+
+    def agent(prompt, base_url):
+        post(base_url, messages=[user("question")])
+
+    def careless(prompt, base_url):
+        assert refused(base_url, messages=[user("question")])[0] == 500
+
+    for program in (agent, careless):
+        with pytest.raises(RuntimeError, match="the engine is gone"):
+            await agent_env(program, tokenizer=tokenizer)(prompt_of(tokenizer), failing)
+
+    def broken(prompt, base_url):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        await agent_env(broken, tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer))
+    with pytest.raises(ValueError, match="ends before its first turn"):
+        await agent_env(lambda prompt, base_url: None, tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer))
+
+
+def test_many_episodes_share_a_server_that_is_gone_afterwards():
+    """Against the real engine, twice, in event loops of their own."""
+    tokenizer = tokenizer_with("chatml")
+    model = tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64)
+    urls = set()
+
+    def agent(prompt, base_url):
+        urls.add(base_url)
+        messages = [user(prompt.row["prompt"])]
+        for _ in range(2):
+            reply = post(base_url, messages=messages, max_tokens=5)
+            assert reply["usage"]["completion_tokens"] <= 5
+            if reply["choices"][0]["finish_reason"] == "length":
+                break
+            messages += [reply["choices"][0]["message"], user("more")]
+
+    env = agent_env(agent, tokenizer=tokenizer)
+
+    async def once():
+        async with LocalEngine(model, eos_token_ids=range(0, 263, 3), max_len=512) as engine:
+            return await rollout(
+                [prompt_of(tokenizer, x) for x in "abcd"],
+                generate=engine.generate,
+                params=SamplingParams(max_new_tokens=20),
+                group_size=8,
+                seed=0,
+                env=env,
+            )
+
+    runs = [asyncio.run(once()) for _ in range(2)]
+    tokens = [[(t.prompt_ids, t.ids) for g in groups for t in g] for groups in runs]
+    assert tokens[0] == tokens[1]
+    assert len(urls) == 64
+    with pytest.raises(OSError, match="refused"):
+        post(next(iter(urls)), messages=[user("a")])
+
+
+async def test_a_cancelled_episode_leaves_no_server():
+    tokenizer = tokenizer_with("chatml")
+    urls = []
+
+    async def agent(prompt, base_url):
+        urls.append(base_url)
+        await asyncio.sleep(60)
+
+    async def fails():
+        while not urls:
+            await asyncio.sleep(0.001)
+        raise RuntimeError("another one failed")
+
+    with pytest.raises(RuntimeError, match="another one failed"):
+        await all_or_cancel([agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer)), fails()])
+    with pytest.raises(OSError, match="refused"):
+        await asyncio.to_thread(post, urls[0], messages=[user("a")])
+
+
+@pytest.mark.skipif(find_spec("openai") is None, reason="without the openai package")
+async def test_the_openai_client():
+    import openai
+
+    tokenizer = tokenizer_with("qwen3")
+    script = Script(tokenizer, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "3")
+
+    async def agent(prompt, base_url):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
+        messages = [user("question")]
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS, temperature=0.3)
+        said = reply.choices[0].message
+        messages += [said.model_dump(), {"role": "tool", "content": "3", "tool_call_id": said.tool_calls[0].id}]
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        return {"reward": float(reply.choices[0].message.content)}
+
+    (piece,) = await agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), script)
+    check_exact([piece], script.calls)
+    assert piece.reward == 3.0
+
+
+async def test_reply_without_a_server():
+    """The rule behind it: what continues a conversation and what does not."""
+    tokenizer = tokenizer_with("chatml")
+    script = Script(tokenizer, " a\n", "b", "c")
+    chat = Chat(prompt_of(tokenizer), script, tokenizer=tokenizer)
+    start = dict(chat.messages[0])
+    await chat.reply([start])
+    await chat.reply([start, {"role": "assistant", "content": "a"}, user("x")])  # stripped: the same turn
+    structured = {"role": "assistant", "content": "", "reasoning_content": "b"}
+    await chat.reply([start, {"role": "assistant", "content": "a"}, user("x"), structured, user("y")], tools=TOOLS)
+    pieces = chat.end()
+    check_exact(pieces, script.calls)
+    assert len(pieces) == 2  # the tools are new, so is the context
+    assert tokenizer.decode(pieces[0].ids).startswith(" a\n<|im_end|>\n<|im_start|>user\nx<|im_end|>")
