@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # model_type -> dimension of the heads in the input of q_norm and k_norm, where the model has them
 DENSE = {"llama": None, "mistral": None, "qwen2": None, "gemma2": None, "qwen3": 2, "gemma3_text": 1}
+MOE = ("qwen3_moe",)  # attention as in qwen3; experts by `rlkit.parallel.moe`, not by tensor parallel
 
 
 def check_model(config: Any, *, tp: int = 1, cp: int = 1, ulysses: bool = False) -> None:
@@ -23,10 +24,12 @@ def check_model(config: Any, *, tp: int = 1, cp: int = 1, ulysses: bool = False)
     Errors: ValueError for an architecture that is not covered, and for head counts that the sizes do not divide.
     """
     kind, text = config.model_type, config.get_text_config()
-    if kind not in DENSE:
+    if kind in MOE and tp > 1:
+        raise ValueError(f"model type {kind!r} is not cut by tp={tp}: share its experts by ep and its layers by shard")
+    if kind not in DENSE and kind not in MOE:
         raise ValueError(
-            f"model type {kind!r} is not covered in parallel, only {', '.join(sorted(DENSE))}. Another one needs "
-            "its tensor parallel plan and its attention checked against a single process first"
+            f"model type {kind!r} is not covered in parallel, only {', '.join(sorted({*DENSE, *MOE}))}. Another one "
+            "needs its tensor parallel plan and its attention checked against a single process first"
         )
     if getattr(text, "use_bidirectional_attention", False):
         raise ValueError(f"model type {kind!r} with use_bidirectional_attention is no causal model")

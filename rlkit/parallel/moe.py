@@ -1,0 +1,102 @@
+"""Expert parallelism: the experts of a MoE layer spread over ranks, and tokens sent to the ranks of their experts.
+
+`parallelize` does it with `Parallel(ep=...)`. The `ep` ranks are taken out of shard * cp, so they hold different tokens.
+Fused expert weights [experts, ...] are cut over `ep` by experts and over the rest of shard * cp by their second
+dimension: states are as small as without `ep`, and checkpoints reshard. The router is whole on every rank.
+
+Routing replay is absent: the trainer routes by its own router, also where the engine that sampled chose another expert
+because it computes in another precision. It shows in `mismatch/k3`; TIS or IcePop (`rlkit.losses`) bound what it does.
+Differs: verl, slime, prime-rl and NeMo-RL can replay the engine's choice (arXiv:2510.11370).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from rlkit.parallel.mesh import Mesh
+
+
+def split_experts(model: nn.Module, mesh: Mesh, **fsdp: Any) -> int:
+    """Cut the fused experts of every MoE layer over the mesh, in place; returns how many layers had some.
+
+    `fsdp`: options of `fully_shard`. ValueError where `ep` does not divide the experts, or the model has none.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    sizes = mesh.sizes
+    layers: list[Any] = [m for m in model.modules() if getattr(getattr(m, "gate_up_proj", None), "ndim", 0) == 3]
+    if sizes.tp > 1 or sizes.pp > 1 or not layers or layers[0].num_experts % sizes.ep:
+        found = f"{layers[0].num_experts} experts" if layers else "no fused experts"
+        raise ValueError(f"ep={sizes.ep} needs tp=1, pp=1 and must divide the experts; the model has {found}, {sizes}")
+    names, shape = ("replicate", "rest", "ep"), (sizes.replicate, sizes.shard * sizes.cp // sizes.ep, sizes.ep)
+    grid = init_device_mesh(mesh.device.type, shape, mesh_dim_names=names)
+    rest = grid["replicate", "rest"] if sizes.replicate > 1 else grid["rest"]
+    for experts in layers:
+        for name in ("gate_up_proj", "down_proj"):
+            cut = distribute_tensor(getattr(experts, name).detach(), grid["ep"], [Shard(0)])
+            setattr(experts, name, nn.Parameter(cut))
+        experts.forward = partial(expert_parallel, experts, group=grid.get_group("ep"))
+        fully_shard(experts, mesh=rest, shard_placement_fn=lambda _: Shard(1), **fsdp)
+    return len(layers)
+
+
+def expert_parallel(
+    experts: Any,
+    hidden: Float[Tensor, "T D"],
+    chosen: Int[Tensor, "T K"],
+    weights: Float[Tensor, "T K"],
+    *,
+    group: dist.ProcessGroup,
+) -> Float[Tensor, "T D"]:
+    """sum_k weights[t, k] expert_{chosen[t, k]}(hidden[t]), each from the rank that holds the expert. Deterministic."""
+    ep, (tokens, k) = dist.get_world_size(group), chosen.shape
+    order = chosen.flatten().argsort(stable=True)
+    sent = chosen.flatten().bincount(minlength=experts.num_experts).view(ep, -1)
+    got = torch.empty_like(sent)
+    dist.all_to_all_single(got, sent, group=group)
+    there, here = sent.sum(1).tolist(), got.sum(1).tolist()
+    rows = _Exchange.apply(hidden[:, None].expand(-1, k, -1).flatten(0, 1)[order], there, here, group)
+    ids = torch.arange(got.shape[1], device=hidden.device).repeat(ep)
+    by_expert = ids.repeat_interleave(got.flatten(), output_size=rows.shape[0]).argsort(stable=True)
+    rows = _grouped(experts, rows[by_expert], got.sum(0))
+    rows = _Exchange.apply(rows[by_expert.argsort()], here, there, group)
+    return (rows[order.argsort()].view(tokens, k, -1) * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+def _grouped(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
+    """This rank's experts over their rows, which come expert by expert."""
+    up, down = experts.gate_up_proj.to_local(), experts.down_proj.to_local()
+    if rows.is_cuda and rows.dtype == torch.bfloat16:
+        offs = counts.cumsum(0).to(torch.int32)
+        gate, value = F.grouped_mm(rows, up.transpose(1, 2), offs=offs).chunk(2, -1)
+        return F.grouped_mm(experts.act_fn(gate) * value, down.transpose(1, 2), offs=offs)
+    out = []
+    for x, w_up, w_down in zip(rows.split(counts.tolist()), up, down):  # also over no rows: every weight has a gradient
+        gate, value = F.linear(x, w_up).chunk(2, -1)
+        out.append(F.linear(experts.act_fn(gate) * value, w_down))
+    return torch.cat(out)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to the ranks they belong to; the gradient goes the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there: list[int], here: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.splits = there, here, group
+        out = rows.new_empty(sum(here), rows.shape[1])
+        dist.all_to_all_single(out, rows.contiguous(), here, there, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        there, here, group = ctx.splits
+        return _Exchange.apply(grad, here, there, group), None, None, None

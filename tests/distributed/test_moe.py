@@ -1,0 +1,137 @@
+"""Expert parallelism computes what one process computes: losses, every gradient, three steps, checkpoints, weights."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rlkit.packing import pack
+from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from rlkit.parallel.data import rank_microbatches, summed
+from rlkit.parallel.mesh import Parallel, make_mesh
+from rlkit.parallel.model import forward, prepare, score
+from rlkit.parallel.optim import adamw, optimizer_step
+from rlkit.parallel.parallelize import load_parallel, parallelize, sync_gradients
+from rlkit.parallel.weights import export_hf, stream_weights
+from rlkit.types import Trajectory
+
+CASES = {
+    "ep4": ({"ep": 4}, {}, 64, False),
+    "ep2 x shard2, accumulated": ({"ep": 2}, {}, 40, False),
+    "ep2 x replicate2": ({"ep": 2, "replicate": 2}, {}, 40, True),
+    "ep2 x cp2, checkpointing": ({"ep": 2, "cp": 2}, {"activation_checkpointing": True}, 40, False),
+    "ep4 = cp2 x shard2, ulysses, late sync": ({"ep": 4, "cp": 2, "ulysses": True}, {}, 40, True),
+    "ep4, offload, one expert each": ({"ep": 4}, {"offload": True}, 64, False),
+    "ep1": ({}, {}, 64, False),
+}
+
+
+def model(experts: int = 8):
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=263, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=8,
+        intermediate_size=36, moe_intermediate_size=12, num_experts=experts, num_experts_per_tok=2, norm_topk_prob=True,
+    )  # fmt: skip
+    made = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return made
+
+
+def data():
+    draw = lambda n: [(7 * i * i + n) % 263 for i in range(n)]
+    groups = []
+    for p, lens in [(9, [5, 7, 3]), (1, [4]), (14, [12, 1]), (3, [9, 9, 2])]:
+        groups.append([Trajectory(draw(p), draw(n), [True] * n, [-1.0] * n, [0] * n) for n in lens])
+    batch = pack(groups)
+    return batch, torch.sin(torch.arange(batch.num_tokens) + 1.0) / batch.num_tokens
+
+
+def train(trained, mesh, *, max_tokens: int, late: bool) -> dict:
+    optimizer = adamw(trained, lr=1e-2, weight_decay=0.1, eps=1e-4)
+    out = {"loss": [], "norm": []}
+    for step in range(3):
+        parts, total = list(rank_microbatches(data(), mesh=mesh, max_tokens=max_tokens)), torch.zeros(())
+        for i, (micro, w) in enumerate(parts):
+            sync_gradients(trained, not late or i == len(parts) - 1)
+            found = forward(trained, micro)
+            loss = (w * (found.logp - 0.1 * found.entropy)).sum()
+            loss.backward()
+            total += loss.detach()
+        if step == 0:
+            out["grads"] = {n: whole(p.grad) for n, p in trained.named_parameters()}
+        out["loss"].append(float(summed(total, mesh=mesh)))
+        out["norm"].append(float(optimizer_step(optimizer, max_norm=0.5)["grad_norm"].total))
+    out["params"] = {n: whole(p) for n, p in trained.named_parameters()}
+    out["score"] = score(partial(forward, trained), data()[0], max_tokens=64)
+    return out, optimizer
+
+
+def whole(x):
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
+
+
+@pytest.fixture(scope="module")
+def truth():
+    return train(prepare(model()), None, max_tokens=4096, late=False)[0]
+
+
+def moe_on_rank(rank, world, sizes, options, max_tokens, late):
+    mesh = make_mesh(Parallel(**sizes))
+    made = parallelize(model(), mesh, **options)
+    held = sum(p.to_local().numel() for n, p in made.named_parameters() if ".experts." in n)
+    assert held == sum(p.numel() for n, p in made.named_parameters() if ".experts." in n) / (4 / mesh.sizes.replicate)
+    return train(made, mesh, max_tokens=max_tokens, late=late)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layout_equals_one_process(ranks, truth, case):
+    for found in ranks.run(moe_on_rank, *CASES[case]):
+        assert found["loss"] == pytest.approx(truth["loss"], rel=1e-5, abs=1e-6)
+        assert found["norm"] == pytest.approx(truth["norm"], rel=1e-5)
+        for kind in ("grads", "params"):
+            for name, x in truth[kind].items():
+                scale = x.abs().max().item()
+                torch.testing.assert_close(found[kind][name], x, atol=1e-5 * scale, rtol=1e-5, msg=f"{kind} {name}")
+        torch.testing.assert_close(found["score"], truth["score"], atol=1e-5, rtol=1e-5)
+
+
+def files_on_rank(rank, world, folder):
+    """Experts written on ep4 are read on ep2 and without ep; exports load, here and sharded from the files."""
+    mesh = make_mesh(Parallel(ep=4))
+    made = parallelize(model(), mesh)
+    _, optimizer = train(made, mesh, max_tokens=64, late=False)
+    truth = {n: whole(p) for n, p in made.named_parameters()}
+    save_checkpoint(folder / "c", step=3, model=made, optimizer=optimizer, state={}, keep=1)
+    names = [name for name, _ in stream_weights(made)]
+    assert "model.layers.1.mlp.experts.7.down_proj.weight" in names
+    export_hf(made, None, folder / "m")
+    for sizes in ({"ep": 2}, {"ep": 2, "cp": 2}, {"shard": 4}):
+        mesh = make_mesh(Parallel(**sizes))
+        other = parallelize(model(), mesh)
+        load_checkpoint(latest_checkpoint(folder / "c"), model=other, optimizer=adamw(other, lr=0.1))
+        loaded = load_parallel(folder / "m", mesh)
+        for again in (other, loaded):
+            assert all(torch.equal(whole(p), truth[n]) for n, p in again.named_parameters()), sizes
+    return truth
+
+
+def test_checkpoints_and_exports_reshard_experts(ranks, tmp_path):
+    truth = ranks.run(files_on_rank, tmp_path)[0]
+    for name, p in AutoModelForCausalLM.from_pretrained(tmp_path / "m").named_parameters():
+        assert torch.equal(p, truth[name]), name
+
+
+def refused_on_rank(rank, world):
+    with pytest.raises(ValueError, match="must divide the experts; the model has 6 experts"):
+        parallelize(model(experts=6), make_mesh(Parallel(ep=4)))
+    with pytest.raises(ValueError, match="not cut by tp=2"):
+        parallelize(model(), make_mesh(Parallel(tp=2)))
+
+
+def test_what_does_not_fit_is_refused(ranks):
+    ranks.run(refused_on_rank)
