@@ -1,0 +1,84 @@
+"""The server of `rlkit.rewards.math`: forks workers from a process that has loaded math-verify (1 s, once).
+
+A worker reads `{"gold", "answer", "search"}` from its socket, says `{"gold": bool}` when it has parsed the gold answer,
+and then `{"equal": bool, "parsed": bool}`. It has no clock: whoever asks kills it when it takes too long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from . import forkd
+
+
+def main() -> None:
+    """Load, and serve until fd 0 is closed."""
+    try:
+        import math_verify
+    except ImportError as error:
+        forkd.serve(partial(_refuse, f"{error}; install the extra `math`: pip install 'rlkit-lm[math]'"))
+        return
+    math_verify.parser.TIMEOUT_WARNING_SHOWN = math_verify.grader.TIMEOUT_WARNING_SHOWN = True
+    _equal(_gold("1"), "2", False)  # the first use loads more
+    forkd.serve(_start)
+
+
+def _refuse(explanation: str, _request: dict[str, Any], _fds: list[int]) -> int:
+    raise ImportError(explanation)
+
+
+def _start(request: dict[str, Any], fds: list[int]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _work(socket.socket(fileno=fds[1]), request["memory_bytes"])
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _work(requests: socket.socket, memory_bytes: int) -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    here = requests.fileno()
+    os.closerange(3, here)
+    os.closerange(here + 1, 1 << 16)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    while message := requests.recv(1 << 20):
+        request = json.loads(message)
+        gold = _gold(request["gold"])
+        requests.send(json.dumps({"gold": bool(gold)}).encode())
+        if gold:
+            requests.send(json.dumps(_equal(gold, request["answer"], request["search"])).encode())
+
+
+def _gold(text: str) -> list[Any]:
+    with suppress(Exception):
+        return _parse(rf"\boxed{{{text}}}") or _parse(text)
+    return []
+
+
+def _equal(gold: list[Any], answer: str, search: bool) -> dict[str, bool]:
+    import math_verify
+
+    answers = _parse(answer) if search else _parse(rf"\boxed{{{answer}}}") or _parse(answer)
+    equal = bool(answers) and math_verify.verify(gold, answers, timeout_seconds=None)
+    return {"equal": bool(equal), "parsed": bool(answers)}
+
+
+def _parse(text: str) -> list[Any]:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    config = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    found: list[Any] = parse(text, config, parsing_timeout=None)
+    return found

@@ -1,0 +1,195 @@
+"""Rewards for answers in mathematics: equal to the row's answer as mathematics, decided by math-verify.
+
+math-verify runs in worker processes: its own timeout is an alarm signal, which fails outside the main thread (verl
+issue 3407), and symbolic algebra on a model's output can hang or eat all memory. A worker that does is killed and
+replaced (in milliseconds: it is forked from a loaded one), the sample gets 0, and that it was so is in the metric
+`undecided` and in the note `reason`. A gold answer that cannot be read is an error: it is the data that is wrong.
+
+Needs the extra `math`; Linux.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+from collections import deque
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from rlkit.rewards._forked import Server, ServerError, end_of
+from rlkit.rewards._slots import Slots, num_cores
+from rlkit.rewards.extract import last_boxed, last_tag
+
+_SERVER = Server("mathd", flags=(), environment=dict(os.environ))
+_SLOTS = Slots(num_cores(), "rlkit-math")
+_MEMORY_BYTES = 2 << 30
+_MAX_BYTES = 100_000  # of a question
+
+
+class Verdict(NamedTuple):
+    """Whether an answer is right; `decided` is False where it took too long or broke the worker; `reason` if not."""
+
+    equal: bool
+    decided: bool
+    reason: str
+
+
+async def boxed(
+    completion: str, row: dict[str, Any], *, column: str = "answer", timeout_s: float = 10.0
+) -> dict[str, Any]:
+    r"""1 if the content of the completion's last `\boxed{...}` equals `row[column]` as mathematics, else 0.
+
+    No box is no answer: 0. The gold answer may be bare (`1/2`), in dollars, a solution whose last box counts (MATH),
+    or end with `#### 72` (GSM8K).
+
+    Differs: TRL's `accuracy_reward` and verl's `math_verify` look for an answer in the whole text (`anywhere`).
+    """
+    return await _judged(last_boxed(completion), row, column, timeout_s, r"no closed \boxed{}")
+
+
+async def answer_tag(
+    completion: str, row: dict[str, Any], *, column: str = "answer", timeout_s: float = 10.0
+) -> dict[str, Any]:
+    """1 if the content of the completion's last `<answer>...</answer>` equals `row[column]` as mathematics, else 0.
+
+    A box inside the tag is opened. See `rlkit.rewards.format.think_answer_tags` for a reward for the form alone.
+    """
+    found = last_tag(completion, tag="answer")
+    answer = found if found is None else last_boxed(found) or found
+    return await _judged(answer, row, column, timeout_s, "no <answer></answer>")
+
+
+async def anywhere(
+    completion: str, row: dict[str, Any], *, column: str = "answer", timeout_s: float = 10.0
+) -> dict[str, Any]:
+    """1 if what math-verify takes for the answer of the text after the last `</think>` equals `row[column]`, else 0.
+
+    It prefers a box, then "the answer is ...", then the last formula or number: lenient, for models without a format.
+
+    Differs: TRL's `accuracy_reward` and verl's `math_verify` read the thinking, too.
+    """
+    return await _judged(completion.rpartition("</think>")[2], row, column, timeout_s, "empty", search=True)
+
+
+async def equal(gold: str, answer: str, *, search: bool = False, timeout_s: float = 10.0) -> Verdict:
+    """Whether two answers are the same mathematics. With `search`, `answer` is a text in which to look for one.
+
+    `timeout_s` is for this comparison; the wait for a free worker (there are as many as cores) does not count.
+    Raises ValueError if the gold answer cannot be parsed, RuntimeError if math-verify cannot be loaded.
+
+    Limits: equal texts are equal without asking. Not symmetric (a gold `x = 5` equals 5), and letters are variables:
+    `ab` equals `ba`. Floats are rounded to 6 decimals.
+    """
+    gold = _bare(gold)
+    if not search and gold and gold == _bare(answer):
+        return Verdict(True, True, "")
+    question = _Question(gold, answer if search else _bare(answer), search, timeout_s)
+    return await _SLOTS.run(question.ask, cancel=question.cancel)
+
+
+async def _judged(
+    answer: str | None, row: dict[str, Any], column: str, timeout_s: float, missing: str, *, search: bool = False
+) -> dict[str, Any]:
+    gold = row.get(column)
+    if gold is None:
+        raise ValueError(f"the row has no {column!r}; columns found: {sorted(row)}")
+    if not answer:
+        return {"reward": 0.0, "answered": 0.0, "undecided": 0.0, "reason": missing}
+    verdict = await equal(str(gold), answer, search=search, timeout_s=timeout_s)
+    judged = {"reward": float(verdict.equal), "answered": 1.0, "undecided": float(not verdict.decided)}
+    return judged if verdict.equal else {**judged, "reason": verdict.reason}
+
+
+def _bare(text: str) -> str:
+    """An answer without what it may be wrapped in."""
+    text = text.rpartition("####")[2].strip()
+    text = last_boxed(text) or text
+    while len(text) > 1 and text[0] == text[-1] == "$":
+        text = text[1:-1].strip()
+    return text
+
+
+class _Worker:
+    """A forked process with math-verify loaded."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MAX_BYTES)
+        with theirs:
+            self.control = _SERVER.begin({"memory_bytes": _MEMORY_BYTES}, [theirs.fileno()])
+        self.owner = os.getpid()
+
+    def alive(self) -> bool:
+        """Whether this process may ask it: it has not ended, and was not started before a fork."""
+        return self.owner == os.getpid() and not select.select([self.control, self.socket], [], [], 0)[0]
+
+    def kill(self) -> None:
+        self.control.close()
+        self.socket.close()
+
+
+_idle: deque[_Worker] = deque()
+
+
+def _worker() -> _Worker:
+    while _idle:
+        with suppress(IndexError):
+            worker = _idle.pop()
+            if worker.alive():
+                return worker
+            worker.kill()
+    return _Worker()
+
+
+class _Question:
+    """One comparison by a worker."""
+
+    def __init__(self, gold: str, answer: str, search: bool, timeout_s: float) -> None:
+        self._message = json.dumps({"gold": gold, "answer": answer, "search": search}).encode()
+        self._gold, self._timeout_s = gold, timeout_s
+        self._worker: _Worker | None = None
+
+    def cancel(self) -> None:
+        """Make `ask` end soon. Thread-safe."""
+        if self._worker is not None:
+            with suppress(OSError):
+                self._worker.control.shutdown(socket.SHUT_WR)
+
+    def ask(self) -> Verdict:
+        """Ask a worker, and give it back if it lives."""
+        if len(self._message) > _MAX_BYTES:
+            return Verdict(False, True, f"an answer of {len(self._message)} bytes")
+        worker = self._worker = _worker()
+        try:
+            with suppress(ConnectionError):  # what became of the worker is asked below
+                worker.socket.send(self._message)
+            about_gold = self._reply(worker)
+            if isinstance(about_gold, str) or not about_gold["gold"]:
+                why = about_gold if isinstance(about_gold, str) else "there is no mathematics in it"
+                raise ValueError(f"math-verify cannot read the gold answer {self._gold[:200]!r}: {why}")
+            found = self._reply(worker)
+        except BaseException:
+            worker.kill()
+            raise
+        if isinstance(found, str):
+            worker.kill()
+            return Verdict(False, False, found)
+        _idle.append(worker)
+        reason = "a wrong answer" if found["parsed"] else "math-verify finds no answer"
+        return Verdict(found["equal"], True, "" if found["equal"] else reason)
+
+    def _reply(self, worker: _Worker) -> dict[str, Any] | str:
+        """The next reply, or why there is none."""
+        if not select.select([worker.socket], [], [], self._timeout_s)[0]:
+            return f"timeout: undecided after {self._timeout_s:g} s"
+        with suppress(ConnectionError):
+            if reply := worker.socket.recv(1 << 16):
+                answered: dict[str, Any] = json.loads(reply)
+                return answered
+        try:
+            end = end_of(worker.control, 60)
+        except ServerError as error:
+            raise RuntimeError(f"math-verify cannot be used: {error}") from error
+        return f"the worker died (exit code {end['code']}, limit {_MEMORY_BYTES >> 20} MiB)"

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rlkit.rewards import RewardError, Sample, math, score
+from rlkit.rewards._forked import Server
+from rlkit.rewards.math import answer_tag, anywhere, boxed, equal
+
+# Pairs that math-verify publishes as its own regression tests: https://github.com/huggingface/Math-Verify,
+# tests/test_all.py (gold, text with the answer, whether it is right).
+PUBLISHED = [
+    ("-5", "-5", 1),
+    ("7425000", "7,425,000", 1),
+    ("1000.99", "the number is not 10 which is 1,000.99€", 1),
+    ("2", "AZYUK2A", 0),
+    ("10/9", "\\frac{10}{9}", 1),
+    ("-10/9", "-\\frac{10}{9}", 1),
+    ("$[0,9)$", "$[0,1)$", 0),
+    ("$(0,9)$", "$[0,9)$", 0),
+    ("$9$", "Answer \\[ \n 9 \n \\]", 1),
+    ("$10$", "Answer \\( (9+1) \\)", 1),
+    ("$10/9$", "Answer $ \\frac{1}{2} \\$ = \\frac{10}{9} $", 1),
+    ("$1/3$", "$\\frac13 $", 1),
+    ("$\\sqrt{3}$", "$\\sqrt3 $", 1),
+    ("$1/3$", "$\\left( \\frac{1}{3} \\right)$", 1),
+    ("$1/3$", "$\\frac{1}{3} \\text{meters}$", 1),
+    ("$1/3$", "$k = \\frac{1}{3}$", 1),
+    ("$28\\%$", "28 percent", 1),
+    ("$0.28$", "28", 0),
+    ("$28$", "28/100", 0),
+    ("$2-2p$", "If $2-x=p$, then $x=2-p$. Thus $x-p=\\boxed{2-2p}$.", 1),
+    ("$\\frac{14}{3}$", "$\\frac{-8}{-4}+\\frac{-5}{-3}=2+\\frac{5}{3}+1=\\boxed{\\frac{14}{3}}$", 1),
+    ("$\\text{Evelyn}$", "Therefore, $\\boxed{\\text{Evelyn}}$ is our answer.", 1),
+]
+# Decided by hand.
+PAIRS = [
+    ("1/2", "0.5", True),
+    ("\\frac{3}{4}", "\\dfrac{6}{8}", True),
+    ("(x+1)^2", "x^2 + 2x + 1", True),
+    ("(x+1)^2", "x^2 + 1", False),
+    ("\\{1, 2\\}", "\\{2, 1\\}", True),
+    ("(1, 2)", "(2, 1)", False),
+    ("\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}", "\\begin{pmatrix} 1 & 2 \\\\ 3 & 5 \\end{pmatrix}", False),
+    ("x = 5", "5", True),
+    ("50\\%", "\\frac{1}{2}", True),
+    ("\\sqrt{8}", "2\\sqrt{2}", True),
+    ("18", "18.5", False),
+    ("So the sum is $9$ and $\\boxed{\\frac{1}{3}}$.", "1/3", True),
+    ("She has 48 / 2 = 24 left.\n#### 72", "72", True),
+    ("$$7$$", "$7$", True),
+]
+HANGS = "9999999999!"
+
+
+@pytest.mark.parametrize(("gold", "text", "right"), PUBLISHED)
+async def test_published_pairs(gold, text, right):
+    assert (await equal(gold, text, search=True, timeout_s=60)).equal == bool(right)
+
+
+@pytest.mark.parametrize(("gold", "answer", "right"), PAIRS)
+async def test_pairs_decided_by_hand(gold, answer, right):
+    verdict = await equal(gold, answer, timeout_s=60)
+    assert verdict == (right, True, "" if right else "a wrong answer")
+
+
+async def test_the_last_box_is_the_answer():
+    row = {"answer": "\\frac{1}{2}"}
+    assert (await boxed("\\boxed{3}, no: \\boxed{\\frac{2}{4}}. And 3.", row))["reward"] == 1.0
+    assert (await boxed("\\boxed{1/2}, no: \\boxed{3}", row))["reward"] == 0.0
+    assert await boxed("It is 1/2.", row) == {
+        "reward": 0.0, "answered": 0.0, "undecided": 0.0, "reason": "no closed \\boxed{}"
+    }  # fmt: skip
+    assert (await boxed("\\boxed{}", row))["answered"] == 0.0
+    assert (await boxed("\\boxed{5}", {"solution": 5}, column="solution"))["reward"] == 1.0
+
+
+async def test_the_answer_tag_and_a_search_anywhere():
+    row = {"answer": "0.25"}
+    assert (await answer_tag("<answer>9</answer> <answer> 1/4 </answer>", row))["reward"] == 1.0
+    assert (await answer_tag("<answer>so \\boxed{1/4}</answer>", row))["reward"] == 1.0
+    assert (await answer_tag("\\boxed{1/4}", row))["reason"] == "no <answer></answer>"
+    assert (await anywhere("<think>3? no</think> The answer is 1/4.", row))["reward"] == 1.0
+    assert (await anywhere("<think>The answer is 1/4.</think> It is 3.", row))["reward"] == 0.0
+
+
+async def test_an_answer_that_hangs_is_undecided_and_the_next_is_not():
+    began = time.monotonic()
+    verdict = await boxed(f"\\boxed{{{HANGS}}}", {"answer": "1"}, timeout_s=0.5)
+    assert verdict == {
+        "reward": 0.0, "answered": 1.0, "undecided": 1.0, "reason": "timeout: undecided after 0.5 s"
+    }  # fmt: skip
+    assert (await equal("1/2", "2/4", timeout_s=60)).equal
+    assert time.monotonic() - began < 60
+
+
+async def test_a_gold_answer_that_hangs_or_is_none_is_an_error():
+    with pytest.raises(RewardError, match=r"cannot read the gold answer '\(\(\(.*': timeout: undecided after 0.5 s"):
+        await score(boxed_quickly, [Sample("\\boxed{1}", {"answer": "(" * 300}, 3)], timeout_s=60)
+    with pytest.raises(RewardError, match="cannot read the gold answer '': there is no mathematics"):
+        await score(boxed, [Sample("\\boxed{1}", {"answer": ""}, 3)], timeout_s=60)
+    with pytest.raises(RewardError, match=r"the row has no 'answer'; columns found: \['solution'\]"):
+        await score(boxed, [Sample("\\boxed{1}", {"solution": "1"}, 3)], timeout_s=60)
+
+
+async def boxed_quickly(completion, row):
+    return await boxed(completion, row, timeout_s=0.5)
+
+
+async def test_a_worker_that_dies_is_told_and_replaced():
+    await equal("1/3", "2/6", timeout_s=60)
+    before = workers()
+    task = asyncio.create_task(equal("1", HANGS, timeout_s=60))
+    while not (busy := [pid for pid in workers() if cpu_ticks(pid) > 20]):  # the one that computes
+        await asyncio.sleep(0.02)
+    os.kill(busy[0], signal.SIGKILL)
+    verdict = await task
+    assert (verdict.equal, verdict.decided) == (False, False)
+    assert verdict.reason.startswith("the worker died (exit code -9")
+    assert (await equal("1/3", "2/6", timeout_s=60)).equal
+    assert len(workers()) <= max(len(before), 2)
+
+
+async def test_a_dead_server_is_an_error_or_is_replaced():
+    await equal("1/3", "2/6", timeout_s=60)
+    os.kill(math._SERVER._process.pid, signal.SIGKILL)
+    math._SERVER._process.wait()
+    assert (await equal("1/3", "2/6", timeout_s=60)).equal
+
+
+async def test_memory_is_limited(monkeypatch):
+    monkeypatch.setattr(math, "_MEMORY_BYTES", 300 << 20)
+    monkeypatch.setattr(math, "_idle", type(math._idle)())
+    assert not (await equal("1", "2^{2^{40}}", timeout_s=60)).equal  # 128 GiB
+    assert not (await equal("1", "2", timeout_s=60)).equal
+    limits = [Path(f"/proc/{pid}/limits").read_text() for pid in workers()]
+    assert any(line.split()[3] == str(300 << 20) for text in limits for line in text.splitlines()[1:] if "addr" in line)
+    assert (await equal("1/3", "2/6", timeout_s=60)).equal
+
+
+async def test_a_cancelled_question_ends_its_worker():
+    task = asyncio.create_task(equal("1", HANGS, timeout_s=600))
+    while not (busy := [pid for pid in workers() if cpu_ticks(pid) > 20]):
+        await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    deadline = time.monotonic() + 60
+    while busy[0] in workers():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_off_the_main_thread_and_many_at_once():
+    found = []
+
+    async def many():
+        return await asyncio.gather(*(equal(f"{i}/7", f"\\frac{{{2 * i}}}{{14}}", timeout_s=60) for i in range(1, 30)))
+
+    thread = threading.Thread(target=lambda: found.extend(asyncio.run(many())))
+    thread.start()
+    here = await many()
+    await asyncio.to_thread(thread.join, 60)
+    assert [v.equal for v in here + found] == [True] * 58
+    rewards = await score(boxed, [Sample(f"\\boxed{{{i}/2}}", {"answer": "1.5"}, i) for i in range(6)], timeout_s=60)
+    assert [r.reward for r in rewards] == [0, 0, 0, 1, 0, 0]
+    assert rewards[0].metrics == {"answered": 1.0, "undecided": 0.0}
+
+
+async def test_without_math_verify_it_says_what_to_install(monkeypatch):
+    server = Server("mathd", flags=("-S",), environment={})  # no site-packages
+    monkeypatch.setattr(math, "_SERVER", server)
+    monkeypatch.setattr(math, "_idle", type(math._idle)())
+    with pytest.raises(RuntimeError, match=r"No module named 'math_verify'; install the extra `math`"):
+        await equal("1", "2")
+    server.close()
+
+
+def workers():
+    server = math._SERVER._process.pid
+    return [int(p) for p in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
+
+
+def cpu_ticks(pid):
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
