@@ -1,0 +1,337 @@
+"""linear_logp, fused_loss, logits_logp and linear_scan on a CUDA device, beside other libraries and the bare products.
+
+    PYTHONPATH=. python benchmarks/gpu_kernels.py --seconds 300          # the first shapes, within the time
+    PYTHONPATH=. python benchmarks/gpu_kernels.py --seconds 540 --rest   # those that are not in the file yet
+
+Everything of one shape runs in turn, round by round, in one process, so that clocks and temperature hit all alike.
+Floors are the bare products with the operands of the real ones: 1 for scoring, 4 where any loss may follow, 3 where the
+loss is known in advance. `extra_mb` is the peak over the inputs, less the gradients that are handed out. The results,
+with device, versions and commit, are written after every shape to `--out`/<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gpu_peers as peers
+import torch
+from torch import Tensor
+
+from rlkit.kernels.linear_logp import fused_loss, linear_logp
+from rlkit.kernels.linear_scan import linear_scan
+from rlkit.kernels.logits_logp import logits_logp
+
+SHAPES = {  # rows, hidden size, vocabulary
+    "qwen3-8b 16k": (16_384, 4096, 151_936),
+    "qwen3-8b 8k": (8192, 4096, 151_936),
+    "llama-3.1-8b 4k": (4096, 4096, 128_256),
+    "gemma-2-2b 8k": (8192, 2304, 256_000),
+    "llama-3.1-70b 2k": (2048, 8192, 128_256),
+    "mistral-7b 16k": (16_384, 4096, 32_000),
+    "qwen3-0.6b 64k": (65_536, 1024, 151_936),
+    "qwen3-1.7b 32k": (32_768, 2048, 151_936),
+    "gemma-3-4b 8k": (8192, 2560, 262_144),
+    "llama-3.1-70b 8k": (8192, 8192, 128_256),
+    "odd vocabulary 8k": (8192, 4096, 32_003),
+    "qwen3-8b 64k": (65_536, 4096, 151_936),
+}
+MAIN = "qwen3-8b 16k"
+COMPILED = (MAIN, "llama-3.1-8b 4k")  # shapes at which torch.compile is asked too
+COMPILE_SECONDS = 90.0  # of first runs at one shape; what has not run by then is left out
+PRODUCT_ROWS = 8192  # of a bare product: its result is written over and over
+Row = dict[str, Any]
+
+
+def time_all(runs: dict[str, Callable[[], Any]], *, seconds: float, rounds: int = 15) -> dict[str, Row]:
+    """Milliseconds of each, after one untimed run that also gives its peak memory; what fails is reported as such."""
+    rows: dict[str, Row] = {}
+    end = time.monotonic() + COMPILE_SECONDS
+    for name, run in runs.items():
+        rows[name] = {"name": name}
+        try:
+            rows[name]["peak_mb"] = round(peak_mb(run), 1)
+            rows[name]["ms"] = []
+        except Exception as error:
+            rows[name]["error"] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+        if time.monotonic() > end:
+            break
+    end = time.monotonic() + seconds
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for number in range(rounds):
+        for name in (n for n, row in rows.items() if "ms" in row):
+            if number >= 3 and time.monotonic() > end:
+                return rows
+            start.record()
+            runs[name]()
+            stop.record()
+            stop.synchronize()
+            rows[name]["ms"].append(start.elapsed_time(stop))
+    return rows
+
+
+def peak_mb(run: Callable[[], Any]) -> float:
+    """Growth of the allocated memory while it runs."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def summarised(rows: dict[str, Row], floors: dict[str, float]) -> list[Row]:
+    """Median, spread, and the ratio to the floor whose name begins the row's."""
+    out = []
+    for row in rows.values():
+        if times := row.pop("ms", None):
+            row |= {"median_ms": round(statistics.median(times), 4), "runs": len(times)}
+            row |= {"fastest_ms": round(min(times), 4), "slowest_ms": round(max(times), 4)}
+            floor = next((v for k, v in floors.items() if row["name"].startswith(k)), None)
+            if floor:
+                row["ratio_to_floor"] = round(row["median_ms"] / floor, 3)
+        out.append(row)
+        cells = [f"{row.get(k, '-'):>12}" for k in ("median_ms", "slowest_ms", "ratio_to_floor", "extra_mb")]
+        print(f"  {row['name']:52}{''.join(cells)}  {row.get('error', '')}", flush=True)
+    return out
+
+
+def linear(name: str, *, seconds: float) -> dict[str, Any]:
+    """All heads at one shape, in bf16."""
+    num_rows, dim, vocab = SHAPES[name]
+    hidden = torch.randn(num_rows, dim, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocab, dim, device="cuda", dtype=torch.bfloat16) / dim**0.5).requires_grad_()
+    targets = torch.randint(vocab, (num_rows,), device="cuda")
+    floors = products(hidden, weight)
+    runs = {
+        **scoring(hidden, weight, targets),
+        **any_loss(hidden, weight, targets),
+        **known_loss(hidden, weight, targets),
+    }
+    if name not in COMPILED:
+        runs.pop("any loss, materialised, torch.compile")
+    rows = time_all(runs, seconds=seconds)
+    gradients = {"score": 0, "any loss": hidden.nbytes + weight.nbytes, "known loss": hidden.nbytes + weight.nbytes}
+    for run, row in rows.items():
+        handed_out = next(v for k, v in gradients.items() if run.startswith(k))
+        handed_out -= weight.nbytes if "in place" in run else 0
+        if "peak_mb" in row:
+            row["extra_mb"] = round(row.pop("peak_mb") - handed_out / 2**20, 1)
+    return {"rows": num_rows, "dim": dim, "vocab": vocab, "floors_ms": floors, "results": summarised(rows, floors)}
+
+
+def products(hidden: Tensor, weight: Tensor) -> dict[str, float]:
+    """Milliseconds of the bare matrix products: medians of the sums over chunks of rows."""
+    h, w = hidden.detach(), weight.detach()
+    z = torch.empty(min(PRODUCT_ROWS, h.shape[0]), w.shape[0], device="cuda", dtype=h.dtype).normal_()
+    d_h, d_w = torch.empty_like(h), torch.empty_like(w)
+
+    def each(product: Callable[[Tensor, Tensor], Any]) -> None:
+        for top in range(0, h.shape[0], z.shape[0]):
+            part = h[top : top + z.shape[0]]
+            product(part, z[: part.shape[0]])
+
+    runs = {
+        "logits": partial(each, lambda part, z: torch.mm(part, w.T, out=z)),
+        "d_hidden": partial(each, lambda part, z: torch.mm(z, w, out=d_h[: part.shape[0]])),
+        "d_weight": partial(each, lambda part, z: torch.mm(z.T, part, out=d_w)),
+    }
+    ms = {name: statistics.median(row["ms"]) for name, row in time_all(runs, seconds=2.0, rounds=5).items()}
+    both = ms["d_hidden"] + ms["d_weight"]
+    return {"score": ms["logits"], "any loss": 2 * ms["logits"] + both, "known loss": ms["logits"] + both}
+
+
+def scoring(hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Callable[[], Any]]:
+    """Log-prob and entropy without a gradient."""
+    heads = {"rlkit linear_logp": linear_logp, **usable(peers.heads()), "materialised": materialised}
+    return {f"score, {k}": torch.no_grad()(partial(head, hidden, weight, targets)) for k, head in heads.items()}
+
+
+def any_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Callable[[], Any]]:
+    """Log-prob and entropy, a loss of both, and the gradients."""
+    g = torch.randn(2, hidden.shape[0], device="cuda")
+    half = torch.arange(hidden.shape[0], device="cuda") % 2 == 0
+
+    def train(head: peers.Head, weights: Tensor = g, entropy: bool = True) -> None:
+        logp, ent = head(hidden, weight, targets)
+        loss = (weights[0] * logp).sum() + ((weights[1] * ent).sum() if entropy else 0)
+        torch.autograd.grad(loss, (hidden, weight))
+
+    def in_place() -> None:
+        out = linear_logp(hidden, weight, targets, into_grad=True)
+        ((g[0] * out.logp).sum() + (g[1] * out.entropy).sum()).backward()
+        hidden.grad = None
+
+    compiled = torch.compile(materialised, dynamic=False)
+    named = {f"any loss, {k}": partial(train, head) for k, head in usable(peers.heads()).items()}
+    weight.grad = torch.zeros_like(weight)
+    return {
+        "any loss, rlkit linear_logp": partial(train, linear_logp),
+        "any loss, rlkit linear_logp, no entropy": partial(train, linear_logp, entropy=False),
+        "any loss, rlkit linear_logp, half of the rows masked": partial(train, partial(linear_logp, mask=half)),
+        "any loss, rlkit linear_logp, half without gradient": partial(train, linear_logp, g * half),
+        "any loss, rlkit linear_logp, in place": in_place,
+        **named,
+        "any loss, materialised": partial(train, materialised),
+        "any loss, materialised, torch.compile": partial(train, compiled),
+    }
+
+
+def known_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Callable[[], Any]]:
+    """Mean cross entropy and the gradients."""
+    scale = 1 / hidden.shape[0]
+
+    def train(loss: peers.Loss) -> None:
+        torch.autograd.grad(loss(hidden, weight, targets), (hidden, weight))
+
+    def fused(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        return fused_loss(h, w, t, loss_fn=lambda out: -scale * out.logp).loss
+
+    def generic(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        return -linear_logp(h, w, t).logp.mean()
+
+    def plain(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy((h @ w.T).float(), t)
+
+    losses = {"rlkit fused_loss": fused, "rlkit linear_logp": generic, **usable(peers.losses()), "materialised": plain}
+    return {f"known loss, {k}": partial(train, loss) for k, loss in losses.items()}
+
+
+def materialised(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """All logits, in the model's dtype, and their log-softmax in fp32."""
+    log_p = torch.log_softmax((hidden @ weight.T).float(), -1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def usable(found: dict[str, Any]) -> dict[str, Any]:
+    """Those that are there."""
+    return {k: v for k, v in found.items() if callable(v)}
+
+
+def logits(num_rows: int, vocab: int, *, seconds: float) -> dict[str, Any]:
+    """From given bf16 logits; the floor is the time in which a copy moves as many bytes."""
+    x = torch.randn(num_rows, vocab, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    targets, out = torch.randint(vocab, (num_rows,), device="cuda"), torch.empty_like(x)
+    g = torch.randn(2, num_rows, device="cuda")
+    copy = statistics.median(time_all({"copy": lambda: out.copy_(x.detach())}, seconds=1.0)["copy"]["ms"])
+
+    def plain(z: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        log_p = torch.log_softmax(z.float(), -1)
+        return log_p.gather(1, t[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    def train(head: Callable[..., Any]) -> None:
+        logp, entropy = head(x, targets)
+        torch.autograd.grad((g[0] * logp).sum() + (g[1] * entropy).sum(), x)
+
+    def in_place() -> None:
+        logp, entropy = logits_logp(x.detach().requires_grad_() * 1, targets, inplace_backward=True)
+        ((g[0] * logp).sum() + (g[1] * entropy).sum()).backward()
+
+    heads = {"rlkit logits_logp": logits_logp, **usable(peers.from_logits()), "log_softmax": plain}
+    runs = {f"forward, {k}": torch.no_grad()(partial(head, x, targets)) for k, head in heads.items()}
+    runs |= {f"both, {k}": partial(train, head) for k, head in heads.items()}
+    runs["forward (with a copy), both, rlkit logits_logp, in place"] = in_place
+    floors = {"forward,": copy / 2, "both": 1.5 * copy, "forward (with": 2.5 * copy}
+    return {
+        "rows": num_rows,
+        "vocab": vocab,
+        "copy_ms": copy,
+        "results": summarised(time_all(runs, seconds=seconds), floors),
+    }
+
+
+def scan(num_tokens: int, *, seconds: float) -> dict[str, Any]:
+    """Segments of 1 to 8191 tokens in fp32; the floor is the time of reading two streams and writing one."""
+    lens = torch.randint(1, 8192, (num_tokens,)).cumsum(0)
+    cu = torch.cat([torch.zeros(1, dtype=torch.long), lens[lens < num_tokens], torch.tensor([num_tokens])]).cuda()
+    a, b = torch.rand(num_tokens, device="cuda"), torch.randn(num_tokens, device="cuda").requires_grad_()
+    floor = {"": statistics.median(time_all({"add": lambda: torch.add(a, b.detach())}, seconds=1.0)["add"]["ms"])}
+    graph, plain = torch.cuda.CUDAGraph(), b.detach()
+    linear_scan(a, plain, cu_seqlens=cu)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        linear_scan(a, plain, cu_seqlens=cu)
+    runs = {
+        "linear_scan": lambda: linear_scan(a, plain, cu_seqlens=cu),
+        "linear_scan in a CUDA graph": graph.replay,
+        "linear_scan, forward in time": lambda: linear_scan(a, plain, cu_seqlens=cu, reverse=False),
+        "linear_scan and its gradient": lambda: torch.autograd.grad(linear_scan(a, b, cu_seqlens=cu).sum(), b),
+        "linear_scan, torch operations": lambda: linear_scan(a, plain, cu_seqlens=cu, impl="blocked"),
+    }
+    rows = time_all(runs, seconds=seconds, rounds=50)
+    return {"tokens": num_tokens, "segments": cu.numel() - 1, "results": summarised(rows, floor)}
+
+
+def machine() -> dict[str, Any]:
+    """Device, versions and commit."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    import triton
+
+    return {
+        "device": torch.cuda.get_device_name(),
+        "memory_gb": round(torch.cuda.get_device_properties(0).total_memory / 2**30),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit.stdout.strip() or "unknown",
+        "peers": peers.installed(),
+        "left out": {k: v for k, v in (peers.heads() | peers.losses()).items() if isinstance(v, str)},
+    }
+
+
+def save(path: Path, section: str, name: str, result: dict[str, Any]) -> None:
+    """Adds one result to the file, with the machine and the commit that it was measured with."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    found.setdefault(section, {})[name] = {"machine": machine(), **result}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=300.0, help="stop after this long; what is done is kept")
+    parser.add_argument("--cap", type=float, default=22.0, help="seconds of timing per shape")
+    parser.add_argument("--rest", action="store_true", help="only what the file does not have yet")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
+    args = parser.parse_args()
+    end = time.monotonic() + args.seconds
+    path = args.out / (re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name().lower()).strip("_") + ".json")
+    done = json.loads(path.read_text()) if args.rest and path.exists() else {}
+    jobs: list[tuple[str, str, Callable[[], dict[str, Any]]]] = [
+        ("linear_logp", MAIN, partial(linear, MAIN, seconds=args.cap)),
+        ("logits_logp", "8192 x 151936", partial(logits, 8192, 151_936, seconds=5.0)),
+        ("linear_scan", "8.4M tokens", partial(scan, 1 << 23, seconds=3.0)),
+        *(("linear_logp", k, partial(linear, k, seconds=args.cap)) for k in SHAPES if k != MAIN),
+        ("logits_logp", "16384 x 32003", partial(logits, 16_384, 32_003, seconds=5.0)),
+        ("linear_scan", "1M tokens", partial(scan, 1 << 20, seconds=3.0)),
+    ]
+    for section, name, job in jobs:
+        if name in done.get(section, {}):
+            continue
+        if time.monotonic() + 1.5 * args.cap > end:
+            print(f"no time left for {section}, {name}: run again with --rest")
+            continue
+        print(f"{section}, {name}", flush=True)
+        try:
+            save(path, section, name, job())
+        except Exception as error:  # the other shapes are worth having
+            print(f"  failed: {type(error).__name__}: {error}"[:400])
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()
