@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from rlkit.rollout._http import Http, Refused, ReplicaError
+from rlkit.rollout._sglang_checkpoint import vocab_size
 from rlkit.rollout._sglang_wire import Limits, parse_version
 
 
@@ -23,6 +22,7 @@ class Replica:
         self.paused = False
         self.num_ranks = 1
         self.has_sessions = True
+        self.model_path: str | None = None
         self.last_reply = 0.0
         self.question: asyncio.Task[None] | None = None
 
@@ -117,7 +117,8 @@ class Replicas:
             replica.num_ranks = int(info.get("tp_size") or 1)
             models = await self._get(replica, "/v1/models")
             max_len = models["data"][0].get("max_model_len") if models.get("data") else None
-            return Limits(max_len, _vocab_size(info.get("model_path")))
+            replica.model_path = info.get("model_path")
+            return Limits(max_len, vocab_size(info.get("model_path")))
         except (ReplicaError, TimeoutError) as error:
             replica.down = str(error)
             return None
@@ -125,9 +126,8 @@ class Replicas:
     async def _readmit(self, replica: Replica) -> None:
         try:
             info = await self._get(replica, "/model_info")
-        except (ReplicaError, TimeoutError) as error:
-            replica.down = str(error)
-            return
+        except (ReplicaError, TimeoutError):
+            return  # why it went down says more
         served = parse_version(info.get("weight_version"), 0)
         if served == self.version:
             replica.down = None
@@ -176,11 +176,3 @@ class Replicas:
     def _none_left(self) -> ReplicaError:
         reasons = "\n".join(f"  {r.url}: {r.down}" for r in self.all)
         return ReplicaError(f"no SGLang server is up; restart one and resume the run:\n{reasons}")
-
-
-def _vocab_size(model_path: str | None) -> int | None:
-    try:
-        config = json.loads((Path(str(model_path)) / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")

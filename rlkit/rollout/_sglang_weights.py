@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+NO_TENSORS = "update_weights was given no tensors; pass (name, tensor) pairs, e.g. stream_weights(model)"
 UUID_PLACE = 6  # of the device in the arguments of torch's rebuild_cuda_tensor
 
 
@@ -86,7 +87,7 @@ def with_last(items: Iterator[Bucket]) -> Iterator[tuple[Bucket, bool]]:
     """(item, whether it is the last one)."""
     previous = next(items, None)
     if previous is None:
-        raise ValueError("update_weights was given no tensors; pass (name, tensor) pairs, e.g. stream_weights(model)")
+        raise ValueError(NO_TENSORS)
     for item in items:
         yield previous, False
         previous = item
@@ -177,6 +178,8 @@ def _write(path: Path, named_tensors: NamedTensors, dtype: torch.dtype | None) -
     for bucket in buckets(named_tensors, max_bytes=1, dtype=dtype):
         for place in bucket.metadata:
             tensors[place.name] = bucket.flat.cpu().view(place.dtype).reshape(place.shape)
+    if not tensors:
+        raise ValueError(NO_TENSORS)
     path.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 

@@ -57,13 +57,13 @@ def completion(reply: Any, *, url: str, version: int) -> Completion:
         finish, entries, num_tokens = meta["finish_reason"], meta["output_token_logprobs"], meta["completion_tokens"]
         ids, logp = [int(e[1]) for e in entries], [float(e[0]) for e in entries]
         reason = _reason(finish)
-        if finish.get("status_code", 200) >= 400:
+        if (finish.get("status_code") or 200) >= 400:
             raise ReplicaError(f"{url}: the server gave up: {finish}")
+        if len(ids) != num_tokens or reply.get("output_ids", ids) != ids:
+            raise ReplicaError(f"{url}: {num_tokens} tokens but {len(ids)} log-probs")
         versions = _versions(meta, len(ids), version)
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ReplicaError(f"{url}: not a reply of /generate ({error!r}): {str(reply)[:500]}") from error
-    if len(ids) != num_tokens or reply.get("output_ids", ids) != ids:
-        raise ReplicaError(f"{url}: {num_tokens} tokens but {len(ids)} log-probs")
     if not all(map(math.isfinite, logp)):
         raise ReplicaError(f"{url}: a log-prob is not finite; the served weights or activations have overflowed")
     return Completion(ids, logp, versions, reason)

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from rlkit.rollout._http import Http, ReplicaError
+from rlkit.rollout._sglang_checkpoint import checked, shapes
 from rlkit.rollout._sglang_group import FromGroup
 from rlkit.rollout._sglang_probe import Probe, WeightMismatch, check
 from rlkit.rollout._sglang_replicas import Replica, Replicas
@@ -132,11 +133,11 @@ class SGLang:
             RuntimeError (ReplicaError): no server could do it; the last reason is in the message.
             TimeoutError: `timeout` has passed.
         """
+        self._check_usable()
         request = body(prompt_ids, params, self._servers.limits or await self._servers.learn(), self._salt)
         name = rid if rid is not None else f"rlkit-{next(self._names)}"
         if name in self._calls:
             raise ValueError(f"rid {rid!r} is already in flight")
-        self._check_usable()
         call = self._calls[name] = _Call()
         try:
             return await self._attempts(call, request)
@@ -246,7 +247,9 @@ class SGLang:
     async def _abort_until_done(self, call: _Call) -> None:
         pause = 0.05
         while call in self._calls.values() and call.replica is not None:
-            await self._abort_once(call.replica, call.wire)  # SGLang forgets it if the request has not arrived yet
+            # SGLang forgets an abort that comes before its request, and one that comes while it is paused for good
+            if not call.replica.paused:
+                await self._abort_once(call.replica, call.wire)
             await asyncio.sleep(pause)
             pause = min(2 * pause, 1.0)
 
@@ -269,7 +272,8 @@ class SGLang:
             if self._transport.sessions:
                 await self._servers.session(servers, "begin")
             try:
-                await self._transport.send(targets, named_tensors, version=version)
+                sound = checked(named_tensors, shapes(servers[0].model_path))
+                await self._transport.send(targets, sound, version=version)
                 if self._pause != "in_place":
                     await self._all(servers, "/flush_cache")
             finally:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.rollout.sglang import Server, launch
@@ -28,13 +29,14 @@ def sglang_python() -> str:
 
 
 def make_checkpoint(folder: Path, *, seed: int) -> Path:
-    """A tiny model whose distributions are far from uniform, so that a wrong weight shows."""
+    """A tiny model whose distributions are far from uniform, so that a wrong weight shows, and that never ends."""
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer, hidden=64, layers=2, intermediate=128, seed=seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(5)
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token = None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -44,6 +46,23 @@ def make_checkpoint(folder: Path, *, seed: int) -> Path:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Checkpoints of three versions: 0 is served at the start, 1 and 2 are what training makes of it."""
     return [make_checkpoint(tmp_path_factory.mktemp("model") / str(i), seed=i) for i in range(3)]
+
+
+@pytest.fixture(scope="session")
+def models(checkpoints: list[Path]) -> list[torch.nn.Module]:
+    return [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in checkpoints]
+
+
+@pytest.fixture(scope="session")
+def forward_logp() -> Callable[..., list[float]]:
+    """Log-probs of `ids` after `prompt` from Hugging Face's own forward."""
+
+    def logp(model: torch.nn.Module, prompt: list[int], ids: list[int], temperature: float = 1.0) -> list[float]:
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].double() / temperature
+        return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
+
+    return logp
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +77,6 @@ def pair(
     sglang_python: str, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[Server]]:
     """Two servers that tests may kill."""
-    log = tmp_path_factory.mktemp("pair")
     servers = [launch(checkpoints[0], device="cpu", python=sglang_python, args=ARGS, wait=False) for _ in range(2)]
     try:
         yield [server.wait() for server in servers]

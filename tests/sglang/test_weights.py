@@ -3,42 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from rlkit.parallel.weights import stream_weights
-from rlkit.rollout.sglang import FromDisk, FromGroup, FromTensors, Server, SGLang, connect
+from rlkit.rollout.sglang import FromDisk, FromGroup, FromTensors, Probe, Server, SGLang, WeightMismatch, connect
 from rlkit.types import SamplingParams
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 PROMPT = list(b"the quick brown fox jumps over the lazy dog")
-NO_EOS = SamplingParams(max_new_tokens=40)
+PARAMS = SamplingParams(max_new_tokens=40)
+LONG = SamplingParams(max_new_tokens=1500)
+Models = list[torch.nn.Module]
+Forward = Callable[..., list[float]]
 
 
-@pytest.fixture(scope="module")
-def models(checkpoints: list[Path]) -> list[torch.nn.Module]:
-    return [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in checkpoints]
+@pytest.fixture
+async def engine(server: Server, models: Models) -> AsyncIterator[SGLang]:
+    """Leaves the server with the weights and the version that it had."""
+    async with connect(server.url) as engine:
+        yield engine
+    async with connect(server.url) as engine:
+        await engine.update_weights(stream_weights(models[0]), version=0)
 
 
-def forward_logp(model: torch.nn.Module, prompt: list[int], ids: list[int], temperature: float = 1.0) -> list[float]:
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].double() / temperature
-    return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
-
-
-async def assert_equal_forward(engine: SGLang, model: torch.nn.Module, version: int) -> None:
-    out = await asyncio.gather(*(engine.generate([*PROMPT, i], params=NO_EOS) for i in range(4)))
+async def assert_equal_forward(engine: SGLang, model: torch.nn.Module, forward_logp: Forward, version: int) -> None:
+    """The same prompts at every call: a prefix cache that was not flushed would show."""
+    out = await asyncio.gather(*(engine.generate([*PROMPT, i], params=PARAMS) for i in range(4)))
     for i, one in enumerate(out):
         assert one.versions == [version] * len(one.ids)
         assert one.logp == pytest.approx(forward_logp(model, [*PROMPT, i], one.ids), abs=1e-4)
 
 
+async def long_generation(engine: SGLang, prompt: list[int]) -> asyncio.Task:
+    """A request that is under way and goes on for a while."""
+    task = asyncio.create_task(engine.generate(prompt, params=LONG))
+    await asyncio.sleep(0.6)
+    return task
+
+
 @pytest.mark.parametrize("kind", ["tensors", "small buckets", "disk", "group"])
 async def test_every_transport_gives_the_trainer_s_log_probs(
-    kind: str, server: Server, models: list[torch.nn.Module], tmp_path: Path
+    kind: str, engine: SGLang, server: Server, models: Models, forward_logp: Forward, tmp_path: Path
 ) -> None:
     transport = {
         "tensors": lambda: FromTensors(),
@@ -46,7 +55,114 @@ async def test_every_transport_gives_the_trainer_s_log_probs(
         "disk": lambda: FromDisk(tmp_path),
         "group": lambda: FromGroup(backend="gloo", bucket_bytes=100_000),
     }[kind]()
-    async with connect(server.url, transport=transport) as engine:
+    await assert_equal_forward(engine, models[0], forward_logp, 0)
+    async with connect(server.url, transport=transport) as ours:
         for version, model in [(1, models[1]), (2, models[2]), (3, models[0])]:
-            await engine.update_weights(stream_weights(model), version=version)
-            await assert_equal_forward(engine, model, version)
+            await ours.update_weights(stream_weights(model), version=version)
+            await assert_equal_forward(ours, model, forward_logp, version)
+
+
+async def test_retract_recomputes_the_cache_and_stamps_each_token(
+    engine: SGLang, models: Models, forward_logp: Forward
+) -> None:
+    tasks = [await long_generation(engine, [*PROMPT, i]) for i in range(4)]
+    await engine.update_weights(stream_weights(models[1]), version=1)
+    spanning = 0
+    for i, task in enumerate(tasks):
+        out = await task
+        assert out.versions == sorted(out.versions)
+        old = out.versions.count(0)
+        spanning += 0 < old < len(out.ids)
+        expected = forward_logp(models[0], [*PROMPT, i], out.ids)[:old]
+        expected += forward_logp(models[1], [*PROMPT, i], out.ids)[old:]
+        assert out.logp == pytest.approx(expected, abs=1e-4)
+    assert spanning > 0
+
+
+async def test_in_place_keeps_old_keys_of_running_requests_and_of_no_others(
+    server: Server, engine: SGLang, models: Models, forward_logp: Forward
+) -> None:
+    async with connect(server.url, pause="in_place") as ours:
+        await assert_equal_forward(ours, models[0], forward_logp, 0)  # fills the prefix cache
+        tasks = [await long_generation(ours, [*PROMPT, 9, i]) for i in range(3)]
+        await ours.update_weights(stream_weights(models[1]), version=1)
+        await assert_equal_forward(ours, models[1], forward_logp, 1)
+        outs = [await task for task in tasks]
+        spanning = [(i, out) for i, out in enumerate(outs) if len(set(out.versions)) == 2]
+        assert spanning
+        for i, out in spanning:
+            old = out.versions.count(0)
+            assert out.logp[:old] == pytest.approx(forward_logp(models[0], [*PROMPT, 9, i], out.ids)[:old], abs=1e-4)
+            exact = forward_logp(models[1], [*PROMPT, 9, i], out.ids)[old:]
+            assert out.logp[old:] != pytest.approx(exact, abs=1e-2)  # this is what in_place costs
+
+
+async def test_abort_returns_what_there_is(server: Server, engine: SGLang, models: Models) -> None:
+    async with connect(server.url, pause="abort") as ours:
+        tasks = [await long_generation(ours, [*PROMPT, 5, i]) for i in range(3)]
+        await ours.update_weights(stream_weights(models[1]), version=1)
+        outs = [await task for task in tasks]
+        cut = [out for out in outs if out.finish_reason == "abort"]
+        assert cut
+        assert all(0 < len(out.ids) < 1500 and set(out.versions) == {0} for out in cut)
+
+
+async def test_probe_accepts_the_trainer_and_stops_on_anything_else(
+    server: Server, engine: SGLang, models: Models, forward_logp: Forward
+) -> None:
+    trainer = models[1]
+    probe = Probe(PROMPT, lambda prompt, ids: forward_logp(trainer, prompt, ids), tolerance=1e-4)
+    async with connect(server.url, probe=probe) as ours:
+        await ours.update_weights(stream_weights(trainer), version=1)
+        with pytest.raises(WeightMismatch, match=r"version 2 .* differ from the trainer's by"):
+            await ours.update_weights(stream_weights(models[2]), version=2)
+        trainer = models[2]
+        await ours.update_weights(stream_weights(models[2]), version=3)
+        trainer = models[1]
+        some = [(name, tensor) for name, tensor in stream_weights(models[1]) if "mlp" not in name]
+        with pytest.raises(WeightMismatch):
+            await ours.update_weights(some, version=4)
+
+
+async def test_a_half_done_update_refuses_to_sample_until_one_succeeds(
+    engine: SGLang, models: Models, forward_logp: Forward
+) -> None:
+    class Broken(Exception):
+        pass
+
+    def half() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(stream_weights(models[1]))[:5]
+        raise Broken
+
+    running = await long_generation(engine, PROMPT)
+    with pytest.raises(Broken):
+        await engine.update_weights(half(), version=1)
+    assert set((await running).versions) <= {0}
+    with pytest.raises(RuntimeError, match="version 1 was not finished"):
+        await engine.generate(PROMPT, params=PARAMS)
+    await engine.update_weights(stream_weights(models[2]), version=2)
+    await assert_equal_forward(engine, models[2], forward_logp, 2)
+
+
+async def test_weights_that_would_kill_the_server_are_refused(
+    server: Server, engine: SGLang, models: Models, forward_logp: Forward, tmp_path: Path
+) -> None:
+    good = list(stream_weights(models[1]))
+    narrow = [(name, t[..., :-1] if "q_proj" in name else t) for name, t in good]
+    unknown = [(f"policy.{name}", t) for name, t in good]
+    for transport in (FromTensors(), FromDisk(tmp_path), FromGroup(backend="gloo", timeout=60)):
+        async with connect(server.url, transport=transport) as ours:
+            with pytest.raises(ValueError, match=r"q_proj.weight: shape \(128, 63\), but the served model has"):
+                await ours.update_weights(narrow, version=1)
+            with pytest.raises(ValueError, match=r"no tensor 'policy\."):
+                await ours.update_weights(unknown, version=1)
+            with pytest.raises(ValueError, match="no tensors"):
+                await ours.update_weights([], version=1)
+            await ours.update_weights(stream_weights(models[2]), version=2)
+            await assert_equal_forward(ours, models[2], forward_logp, 2)
+
+
+async def test_memory_is_released_and_resumed(engine: SGLang, models: Models, forward_logp: Forward) -> None:
+    await engine.release_memory("kv_cache")
+    await engine.resume_memory("kv_cache")
+    await assert_equal_forward(engine, models[0], forward_logp, 0)

@@ -1,0 +1,63 @@
+"""The guard ends a whole process tree: with the server, and with the process that launched it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+import rlkit.rollout
+
+GUARD = Path(rlkit.rollout.__path__[0]) / "_guard.py"
+TREE = "sleep 1000 & sleep 1001"  # a server and a worker of it
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def tree(process: psutil.Process) -> list[psutil.Process]:
+    eventually(lambda: len(process.children(recursive=True)) >= 3)
+    return process.children(recursive=True)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_tree_goes_with_the_server_or_when_asked(number: int) -> None:
+    command = [sys.executable, "-S", "-E", str(GUARD), str(os.getpid()), "sh", "-c", TREE]
+    guard = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+    processes = tree(psutil.Process(guard.pid))
+    if number == signal.SIGTERM:
+        os.kill(guard.pid, number)
+    else:
+        processes[0].kill()
+    guard.wait(60)
+    eventually(lambda: gone(processes))
+
+
+def test_the_tree_goes_when_the_launching_process_is_killed() -> None:
+    code = (
+        "import os, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-S', '-E', {str(GUARD)!r}, str(os.getpid()), 'sh', '-c', {TREE!r}],"
+        " start_new_session=True, stderr=subprocess.DEVNULL)\n"
+        "time.sleep(1000)"
+    )
+    launcher = subprocess.Popen([sys.executable, "-S", "-E", "-c", code])
+    eventually(lambda: len(psutil.Process(launcher.pid).children(recursive=True)) >= 4)
+    processes = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.kill()
+    launcher.wait()
+    eventually(lambda: gone(processes))

@@ -1,0 +1,275 @@
+"""What the client does when a server misbehaves. The faults are made by a few lines of aiohttp: no SGLang can be
+brought to send half a reply on demand. What a good reply looks like is checked against the real one elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+
+from rlkit.rollout._http import ReplicaError
+from rlkit.rollout.sglang import SGLang, connect
+from rlkit.types import SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=3)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def good_reply(**changes: Any) -> dict[str, Any]:
+    meta = {
+        "finish_reason": {"type": "length", "length": 3},
+        "output_token_logprobs": [[-0.5, 7, None], [-1.0, 8, None], [-1.5, 9, None]],
+        "completion_tokens": 3,
+        "weight_version": "4",
+        "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}],
+    }
+    return {"text": "", "output_ids": [7, 8, 9], "meta_info": meta | changes}
+
+
+async def good(_request: web.Request) -> web.Response:
+    return web.json_response(good_reply())
+
+
+async def status_500(_request: web.Request) -> web.Response:
+    return web.Response(status=500, text="out of luck")
+
+
+async def truncated(_request: web.Request) -> web.Response:
+    return web.Response(body=json.dumps(good_reply())[:-20].encode(), content_type="application/json")
+
+
+async def cut_off(request: web.Request) -> web.StreamResponse:
+    reply = web.StreamResponse(headers={"Content-Length": "1000"})
+    await reply.prepare(request)
+    await reply.write(b'{"text": ')
+    request.transport.close()
+    return reply
+
+
+async def slams(request: web.Request) -> web.StreamResponse:
+    request.transport.close()
+    return web.Response()
+
+
+async def hangs(_request: web.Request) -> web.Response:
+    await asyncio.sleep(3600)
+    raise AssertionError
+
+
+def replying(**changes: Any) -> Handler:
+    async def handler(_request: web.Request) -> web.Response:
+        return web.json_response(good_reply(**changes))
+
+    return handler
+
+
+@asynccontextmanager
+async def serving(*handlers: Handler, calls: list[str] | None = None, **pages: Handler):
+    """Servers on free ports whose /generate is the handler; `pages` are other paths. Yields their URLs."""
+    urls, runners = [], []
+    for number, handler in enumerate(handlers):
+        app = web.Application()
+
+        async def counted(request: web.Request, handler: Handler = handler, number: int = number) -> web.StreamResponse:
+            if calls is not None:
+                calls.append(f"{number}{request.path}")
+            return await handler(request)
+
+        app.router.add_post("/generate", counted)
+        for name, page in pages.items():
+            app.router.add_route("*", f"/{name}", page)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        runners.append(runner)
+        urls.append(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}")
+    try:
+        yield urls
+    finally:
+        for runner in runners:
+            await runner.cleanup()
+
+
+async def test_a_good_reply_is_read_whole() -> None:
+    async with serving(good) as urls, connect(urls) as engine:
+        out = await engine.generate([1, 2], params=PARAMS)
+    assert out == type(out)([7, 8, 9], [-0.5, -1.0, -1.5], [3, 4, 4], "length")
+
+
+BAD = {
+    "status 500": status_500,
+    "not JSON": truncated,
+    "cut off": cut_off,
+    "connection failed": slams,
+    "3 tokens but 2 log-probs": replying(output_token_logprobs=[[-0.5, 7, None], [-1.0, 8, None]]),
+    "not a reply of /generate": replying(output_token_logprobs=None),
+    "not finite": replying(output_token_logprobs=[[-0.5, 7, None], [float("-inf"), 8, None], [-1.5, 9, None]]),
+    "do not cover 3 tokens": replying(weight_versions=[{"version": "3", "start": 0, "end": 2}]),
+    "the server gave up": replying(finish_reason={"type": "abort", "message": "queue is full", "status_code": 503}),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+async def test_a_bad_reply_is_a_clear_error(message: str) -> None:
+    calls: list[str] = []
+    async with serving(BAD[message], calls=calls) as urls, connect(urls) as engine:
+        with pytest.raises(ReplicaError, match=message) as caught:
+            await engine.generate([1, 2], params=PARAMS)
+    assert urls[0] in str(caught.value)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("message", BAD)
+async def test_a_bad_reply_is_asked_for_again_and_each_call_returns_once(message: str) -> None:
+    failures = 0
+
+    async def sometimes(request: web.Request) -> web.StreamResponse:
+        nonlocal failures
+        failures += 1
+        return await (BAD[message] if failures % 2 else good)(request)
+
+    async with serving(sometimes) as urls, connect(urls, tries=20) as engine:
+        outs = await asyncio.gather(*(engine.generate([1, i], params=PARAMS) for i in range(10)))
+    assert [out.ids for out in outs] == [[7, 8, 9]] * 10
+
+
+async def test_a_refused_request_is_not_repeated() -> None:
+    async def refuses(_request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "The input is longer than the context"}}, status=400)
+
+    calls: list[str] = []
+    async with serving(refuses, good, calls=calls) as urls, connect(urls) as engine:
+        with pytest.raises(ValueError, match="longer than the context") as caught:
+            await asyncio.gather(engine.generate([1], params=PARAMS), engine.generate([1], params=PARAMS))
+    assert urls[0] in str(caught.value)
+    assert calls.count("0/generate") == 1
+
+
+async def test_a_server_that_hangs_loses_its_requests_to_the_other() -> None:
+    async with serving(hangs, good) as urls:
+        hanging = {"health": hangs, "model_info": hangs}
+        async with serving(hangs, **hanging) as stuck, connect([*stuck, urls[1]], stall=0.4) as engine:
+            began = time.monotonic()
+            outs = await asyncio.gather(*(engine.generate([1, i], params=PARAMS) for i in range(20)))
+            assert [out.ids for out in outs] == [[7, 8, 9]] * 20
+            assert time.monotonic() - began < 30
+
+
+async def test_a_server_that_hangs_alone_is_a_clear_error() -> None:
+    async with serving(hangs, health=hangs, model_info=hangs) as urls, connect(urls, stall=0.4) as engine:
+        with pytest.raises(ReplicaError, match=r"no SGLang server is up(.|\n)*it hangs"):
+            await engine.generate([1], params=PARAMS)
+
+
+async def test_a_server_that_is_only_slow_is_waited_for() -> None:
+    async def slow(_request: web.Request) -> web.Response:
+        await asyncio.sleep(1.5)
+        return web.json_response(good_reply())
+
+    calls: list[str] = []
+    async with serving(slow, calls=calls, health=good) as urls, connect(urls, stall=0.3) as engine:
+        assert (await engine.generate([1], params=PARAMS)).ids == [7, 8, 9]
+    assert len(calls) == 1
+
+
+async def test_the_timeout_of_a_request_is_an_error_that_names_it() -> None:
+    async with serving(hangs, health=good) as urls, connect(urls, timeout=0.3) as engine:
+        with pytest.raises(TimeoutError, match=r"/generate: no reply within 0\.3 s"):
+            await engine.generate([1], params=PARAMS)
+
+
+async def test_nobody_there() -> None:
+    async with serving(good) as urls:
+        pass
+    engine = connect(urls)
+    with pytest.raises(ReplicaError, match=r"no SGLang server is up(.|\n)*Connect call failed"):
+        await engine.generate([1], params=PARAMS)
+    await engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await engine.generate([1], params=PARAMS)
+
+
+async def test_requests_go_where_the_fewest_are() -> None:
+    async def slow(_request: web.Request) -> web.Response:
+        await asyncio.sleep(0.5)
+        return web.json_response(good_reply())
+
+    calls: list[str] = []
+    async with serving(slow, slow, slow, calls=calls) as urls, connect(urls) as engine:
+        await asyncio.gather(*(engine.generate([1, i], params=PARAMS) for i in range(30)))
+    assert {path: calls.count(path) for path in set(calls)} == {f"{i}/generate": 10 for i in range(3)}
+
+
+async def test_a_router_gets_the_requests_and_the_servers_the_weights() -> None:
+    seen: list[str] = []
+
+    async def note(request: web.Request) -> web.Response:
+        seen.append(request.path)
+        return web.json_response({"success": True})
+
+    pages = ("pause_generation", "update_weights_from_tensor", "flush_cache", "continue_generation")
+    calls: list[str] = []
+    async with (
+        serving(good, calls=calls, **dict.fromkeys(pages, note)) as urls,
+        serving(good) as router,
+        connect(urls, router=router[0]) as engine,
+    ):
+        await engine.generate([1], params=PARAMS)
+        await engine.update_weights([("w", torch.ones(3))], version=1)
+    assert calls == []
+    # begin and end of a session are 404 here, as in SGLang before it had them
+    assert seen == [f"/{page}" for page in pages]
+
+
+@pytest.mark.parametrize("fields", [{"weight_versions": None}, {"weight_versions": None, "weight_version": None}])
+async def test_servers_without_versions_per_token(fields: dict[str, Any]) -> None:
+    async with serving(replying(**fields)) as urls, connect(urls) as engine:
+        engine.version = 6
+        out = await engine.generate([1], params=PARAMS)
+    assert out.versions == ([4, 4, 4] if "weight_version" not in fields else [6, 6, 6])
+
+
+async def test_weight_updates_are_not_repeated() -> None:
+    posts = 0
+
+    async def fails(_request: web.Request) -> web.Response:
+        nonlocal posts
+        posts += 1
+        return web.Response(status=500)
+
+    async def fine(_request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    pages = {"pause_generation": fine, "continue_generation": fine, "update_weights_from_tensor": fails}
+    async with serving(good, **pages) as urls, connect(urls) as engine:
+        with pytest.raises(ReplicaError, match="status 500"):
+            await engine.update_weights([("w", torch.ones(3))], version=1)
+        assert posts == 1
+        with pytest.raises(RuntimeError, match="not finished"):
+            await engine.generate([1], params=PARAMS)
+
+
+@pytest.mark.parametrize("urls", [[], "localhost:3000"])
+def test_addresses_are_checked(urls: Any) -> None:
+    with pytest.raises(ValueError, match="http://host"):
+        connect(urls)
+
+
+async def test_one_engine_serves_one_event_loop_after_another() -> None:
+    async with serving(good) as urls:
+        engine = connect(urls)
+
+        async def once(engine: SGLang) -> list[int]:
+            return (await engine.generate([1], params=PARAMS)).ids
+
+        assert await asyncio.to_thread(asyncio.run, once(engine)) == [7, 8, 9]
+        assert await asyncio.to_thread(asyncio.run, once(engine)) == [7, 8, 9]

@@ -1,0 +1,176 @@
+"""Sampling from a real server: parameters, ends, abort, cancel, and many requests at once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+
+import psutil
+import pytest
+import torch
+
+from rlkit.data.tiny import tiny_tokenizer
+from rlkit.rollout._http import Http
+from rlkit.rollout.sglang import Server, SGLang, connect
+from rlkit.types import SamplingParams
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+PROMPT = list(b"pack my box with five dozen liquor jugs")
+LONG = SamplingParams(max_new_tokens=1200)  # twelve of them fit into the server's cache
+Models = list[torch.nn.Module]
+Forward = Callable[..., list[float]]
+
+
+@pytest.fixture
+async def engine(server: Server) -> AsyncIterator[SGLang]:
+    async with connect(server.url) as engine:
+        yield engine
+
+
+async def running_requests(server: Server) -> int:
+    http = Http()
+    loads = await http.request(f"{server.url}/v1/loads", method="GET", timeout=60)
+    await http.close()
+    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads["loads"])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_new_tokens=30),
+        SamplingParams(max_new_tokens=30, temperature=0.6),
+        SamplingParams(max_new_tokens=30, temperature=1.7, seed=2**64 + 5),
+        SamplingParams(max_new_tokens=30, top_p=0.5),
+        SamplingParams(max_new_tokens=30, temperature=0.8, top_k=3),
+        SamplingParams(max_new_tokens=30, temperature=0.0),
+    ],
+)
+async def test_log_probs_are_of_the_scaled_untruncated_distribution(
+    params: SamplingParams, engine: SGLang, models: Models, forward_logp: Forward
+) -> None:
+    others = engine.generate(PROMPT, params=SamplingParams(max_new_tokens=30, temperature=0.9, top_k=5))
+    out, _ = await asyncio.gather(engine.generate(PROMPT, params=params), others)  # in a batch of mixed parameters
+    expected = forward_logp(models[0], PROMPT, out.ids, params.temperature or 1.0)
+    assert out.logp == pytest.approx(expected, abs=1e-4)
+    assert out.versions == [0] * len(out.ids)
+
+
+async def test_what_is_sampled_obeys_top_k_top_p_and_greedy(engine: SGLang, models: Models) -> None:
+    async def ranks_and_mass(**params: float) -> tuple[list[int], list[float]]:
+        out = await engine.generate(PROMPT, params=SamplingParams(max_new_tokens=40, **params))
+        with torch.no_grad():
+            probs = models[0](torch.tensor([PROMPT + out.ids])).logits[0, len(PROMPT) - 1 : -1].softmax(-1)
+        own = probs.gather(-1, torch.tensor(out.ids)[:, None])
+        above = probs > own
+        return above.sum(-1).tolist(), (probs * above).sum(-1).tolist()
+
+    assert max((await ranks_and_mass(temperature=0.0))[0]) == 0
+    assert 0 < max((await ranks_and_mass(top_k=4))[0]) < 4
+    assert 0 < max((await ranks_and_mass(top_p=0.6))[1]) < 0.6 + 1e-4
+
+
+async def test_ends(engine: SGLang) -> None:
+    out = await engine.generate(PROMPT, params=SamplingParams(max_new_tokens=7))
+    assert out.finish_reason == "length"
+    assert len(out.ids) == len(out.logp) == len(out.versions) == 7
+    at = tuple(range(0, 256, 2))
+    out = await engine.generate(PROMPT, params=SamplingParams(max_new_tokens=400, stop_token_ids=at))
+    assert out.finish_reason == "stop"
+    assert out.ids[-1] in at  # the stop token is part of the completion
+    assert all(i % 2 or i > 255 for i in out.ids[:-1])
+    letters = tuple("abcdefghijklm")
+    out = await engine.generate(PROMPT, params=SamplingParams(max_new_tokens=1000, stop=letters))
+    assert out.finish_reason == "stop"
+    text = tiny_tokenizer().decode(out.ids)
+    assert any(letter in text[-len("assistant") :] for letter in letters)  # and so are the tokens of a stop string
+
+
+async def test_refusals_come_before_anything_is_sent(engine: SGLang) -> None:
+    for bad in ([], [-1], [263], list(range(200)) * 200):
+        with pytest.raises(ValueError, match="prompt_ids must"):
+            await engine.generate(bad, params=LONG)
+    first = asyncio.create_task(engine.generate(PROMPT, params=LONG, rid="a"))
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="already in flight"):
+        await engine.generate(PROMPT, params=LONG, rid="a")
+    assert engine.abort("a") == 1
+    await first
+    with pytest.raises(ValueError, match="status 4"):  # more than the server's whole cache
+        await engine.generate([1] * 20_000, params=LONG)
+
+
+async def test_abort_of_one_of_many_and_of_all(engine: SGLang, server: Server) -> None:
+    tasks = [asyncio.create_task(engine.generate([*PROMPT, i], params=LONG, rid=f"r{i}")) for i in range(12)]
+    await asyncio.sleep(1.0)
+    assert engine.abort("r1") == 1
+    assert engine.abort("nobody") == 0
+    one = await asyncio.wait_for(tasks[1], 60)
+    assert one.finish_reason == "abort"
+    assert 0 < len(one.ids) == len(one.logp) == len(one.versions)
+    assert sum(not t.done() for t in tasks) == 11, "r10 and r11 begin with r1 and must not have gone with it"
+    assert engine.abort() == 11
+    outs = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    assert {out.finish_reason for out in outs} == {"abort"}
+    assert await running_requests(server) == 0
+
+
+async def test_abort_of_what_has_not_started(engine: SGLang) -> None:
+    now = asyncio.create_task(engine.generate(PROMPT, params=LONG))
+    await asyncio.sleep(0)
+    engine.abort()
+    assert (await asyncio.wait_for(now, 60)).finish_reason == "abort"
+    await engine.pause()
+    waiting = asyncio.create_task(engine.generate(PROMPT, params=LONG))
+    await asyncio.sleep(0.5)
+    engine.abort()
+    await engine.resume()
+    assert (await asyncio.wait_for(waiting, 60)).finish_reason == "abort"
+
+
+async def test_a_partial_completion_goes_on_where_it_was(engine: SGLang, models: Models, forward_logp: Forward) -> None:
+    task = asyncio.create_task(engine.generate(PROMPT, params=LONG))
+    await asyncio.sleep(0.7)
+    engine.abort()
+    first = await task
+    rest = await engine.generate(PROMPT + first.ids, params=SamplingParams(max_new_tokens=20))
+    ids, logp = first.ids + rest.ids, first.logp + rest.logp
+    assert logp == pytest.approx(forward_logp(models[0], PROMPT, ids), abs=1e-4)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.02, 0.2, 1.0])
+async def test_cancel_leaks_no_task_request_or_connection(after: float, server: Server) -> None:
+    before = asyncio.all_tasks()
+    engine = connect(server.url)
+    tasks = [asyncio.create_task(engine.generate([*PROMPT, i], params=LONG)) for i in range(24)]
+    await asyncio.sleep(after)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert all(task.cancelled() for task in tasks)
+    await engine.close()
+    await asyncio.sleep(0.1)
+    assert asyncio.all_tasks() == before
+    port = int(server.url.rsplit(":", 1)[1])
+    ours = [c for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port == port]
+    assert [c for c in ours if c.status == psutil.CONN_ESTABLISHED] == []
+    deadline = time.monotonic() + 30
+    while await running_requests(server):
+        assert time.monotonic() < deadline, "the server goes on with requests that nobody waits for"
+        await asyncio.sleep(0.2)
+
+
+async def test_two_thousand_at_once_and_none_in_front_of_another(engine: SGLang, server: Server) -> None:
+    params = SamplingParams(max_new_tokens=6)
+    tasks = [asyncio.create_task(engine.generate([*PROMPT, i % 256], params=params)) for i in range(2000)]
+    await asyncio.sleep(0.5)
+    assert sum(not t.done() for t in tasks) > 1000
+    await engine.pause()  # answered at once, although hundreds of requests are in front of it
+    paused = sum(not t.done() for t in tasks)
+    assert paused > 0
+    await asyncio.sleep(0.5)
+    await engine.resume()
+    outs = await asyncio.gather(*tasks)
+    assert len(outs) == 2000
+    assert all(len(o.ids) == 6 and all(map(math.isfinite, o.logp)) and set(o.versions) == {0} for o in outs)

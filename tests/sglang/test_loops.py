@@ -1,0 +1,132 @@
+"""The GRPO loops on a real SGLang server: on policy when it should be, nothing lost, resumed after the server died."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlkit.data.prompts import Prompt
+from rlkit.data.tiny import tiny_tokenizer
+from rlkit.loops.async_grpo import async_grpo
+from rlkit.loops.grpo import grpo
+from rlkit.parallel.model import load_model
+from rlkit.rollout._http import ReplicaError
+from rlkit.rollout.limits import success_between
+from rlkit.rollout.rollout import single_turn
+from rlkit.rollout.sglang import connect, launch
+from rlkit.types import SamplingParams
+
+pytestmark = pytest.mark.sglang
+PROMPTS = [Prompt([10 + i, 60], {}, i) for i in range(60)]
+
+
+async def odd(prompt: Prompt, group: list) -> list:
+    """Rewards that differ inside a group."""
+    return [replace(t, reward=float(t.ids[0] % 2)) for t in group]
+
+
+async def unequal(prompt: Prompt, sample: Any) -> Any:
+    """Answers of 8 or 120 tokens, by the prompt."""
+    return await single_turn(prompt, lambda ids: sample(ids, max_new_tokens=8 + 112 * (prompt.index % 2)))
+
+
+def train(loop: Any, url: str, model: Any, folder: Path, **changes: Any) -> Path:
+    async def run() -> Path:
+        async with connect(url) as engine:
+            path = await loop(
+                model, tiny_tokenizer(), engine, PROMPTS,
+                **{
+                    "score": odd, "folder": folder, "steps": 4, "params": SamplingParams(max_new_tokens=120),
+                    "lr_at": lambda step: 3e-3, "env": unequal, "prompts_per_step": 4, "group_size": 4,
+                }
+                | changes,
+            )  # fmt: skip
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left
+        return path
+
+    return asyncio.run(run())
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
+
+
+def rows_of(folder: Path, kind: str = "train") -> list[dict]:
+    paths = sorted((folder / "trajectories").glob(f"{kind}_*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
+
+
+def test_synchronous_training_is_on_policy_after_every_sync(server, checkpoints, tmp_path):
+    """The server's log-probs are the trainer's, before the first and after each update; groups are refilled."""
+    keep = success_between(0.1, 0.9)
+    train(grpo, server.url, load_model(checkpoints[0]), tmp_path, keep_group=keep, journal=True)
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert max(line["mismatch/abs_max"] for line in lines) < 1e-3
+    assert max(line["mismatch/abs_mean"] for line in lines) < 1e-4
+    assert max(line["staleness/max"] for line in lines) == 0
+    assert min(line["grad_norm"] for line in lines) > 0
+    dropped = rows_of(tmp_path, "dropped")
+    assert len(rows_of(tmp_path)) == 4 * 16
+    assert len(dropped) == 4 * sum(line["groups/dropped"] for line in lines)
+
+
+def test_partial_rollout_goes_on_under_new_weights(server, checkpoints, tmp_path):
+    train(grpo, server.url, load_model(checkpoints[0]), tmp_path, staleness=0.5, drop_off_policy=True, steps=5)
+    rows = rows_of(tmp_path)
+    assert any(len(r["versions"]) > 1 for r in rows)
+    assert all(r["length"] == 8 + 112 * (r["group"] % 2) for r in rows)
+    lines = lines_of(tmp_path)
+    assert max(line["staleness/max"] for line in lines) == 1
+    assert max(line["mismatch/abs_max"] for line in lines) < 1e-3, "tokens of the newest weights are on policy"
+
+
+def test_asynchronous_training_stays_inside_its_budget(server, checkpoints, tmp_path):
+    train(async_grpo, server.url, load_model(checkpoints[0]), tmp_path, steps=6, staleness=1.0)
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    ages = [line["staleness/max"] for line in lines]
+    assert max(ages) == 1
+    assert ages[0] == 0
+    rows = rows_of(tmp_path)
+    assert all(r["length"] == 8 + 112 * (r["group"] % 2) for r in rows)
+
+
+def test_a_killed_server_is_a_clear_error_and_resume_goes_on(sglang_python, checkpoints, tmp_path):
+    """Groups that were complete are on disk, and are not sampled again."""
+    args = {"device": "cpu", "python": sglang_python, "args": ["--max-total-tokens", "16384"]}
+    folder = tmp_path / "run"
+    with launch(checkpoints[0], **args) as server:
+        seen = 0
+
+        async def kill_later(prompt: Prompt, group: list) -> list:
+            nonlocal seen
+            seen += 1
+            if seen == 11:
+                os.killpg(server.pid, signal.SIGKILL)
+            return await odd(prompt, group)
+
+        with pytest.raises(ReplicaError):
+            train(async_grpo, server.url, load_model(checkpoints[0]), folder, score=kill_later, save_steps=1, steps=5)
+    before = lines_of(folder)
+    assert before
+    written = {
+        tuple(json.loads(line)["key"]): json.loads(line)["ids"]
+        for path in (folder / "completions").iterdir()
+        for line in path.read_bytes().splitlines()
+    }
+    assert written
+    with launch(checkpoints[0], **args) as server:
+        train(async_grpo, server.url, load_model(checkpoints[0]), folder, resume=True, save_steps=1, steps=5)
+    lines = lines_of(folder)
+    assert [line["step"] for line in lines] == list(range(1, 6))
+    groups = [r["group"] for r in rows_of(folder)]
+    assert len(groups) == 4 * len(set(groups)), "no group is written twice"
