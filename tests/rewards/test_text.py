@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit.rewards.extract import last_boxed, last_code_block, last_number, last_tag
+from rlkit.rewards.text import contains, exact_match, f1, language_share, repeated_share, repetition, squad_normalize
+
+# Decided by SQuAD's evaluation script: https://rajpurkar.github.io/SQuAD-explorer, evaluate-v2.0.py
+SQUAD = [
+    ("The Denver Broncos", "denver broncos!", 1, 1.0),
+    ("Denver Broncos, of course", "Denver Broncos", 0, 2 * 2 / 4 / (1 + 2 / 4)),
+    ("in 1990", "1990s", 0, 0.0),
+    ("a b b c", "b b", 0, 0.8),
+    ("b b", "b c", 0, 0.5),
+    ("", "", 1, 1.0),
+    ("the", "", 1, 1.0),
+    ("", "x", 0, 0.0),
+    ("U.S.A.", "USA", 1, 1.0),
+]
+
+
+@pytest.mark.parametrize(("answer", "reference", "exact", "overlap"), SQUAD)
+def test_squad(answer, reference, exact, overlap):
+    row = {"answer": reference} if reference else {"answer": [reference]}
+    assert exact_match(answer, row) == exact
+    assert f1(answer, row) == pytest.approx(overlap)
+
+
+def test_the_best_of_several_references_counts():
+    row = {"answers": ["Paris, France", "Paris"]}
+    assert exact_match("paris", row, column="answers") == 1.0
+    assert f1("it is paris france", row, column="answers") == pytest.approx(2 * 2 / 6)
+    assert contains("it is Paris in France", row, column="answers") == 1.0
+    assert contains("parisian", row, column="answers") == 0.0
+    for row in ({}, {"answer": []}, {"answer": 3}, {"answer": [3]}):
+        with pytest.raises((ValueError, TypeError)):
+            exact_match("a", row)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from("xyz"), max_size=8), st.lists(st.sampled_from("xyz"), min_size=1, max_size=8))
+def test_f1_by_matching_words_one_by_one(words, wanted):
+    left, common = list(wanted), 0
+    for word in words:
+        if word in left:
+            left.remove(word)
+            common += 1
+    expected = 0.0
+    if common:
+        precision, recall = common / len(words), common / len(wanted)
+        expected = 2 * precision * recall / (precision + recall)
+    assert f1(" ".join(words), {"answer": " ".join(wanted)}) == pytest.approx(expected)
+
+
+def test_normalisation_in_squads_order():
+    assert squad_normalize("A-an the\tTHE x.") == "aan x"
+    assert squad_normalize("an.") == ""
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 4))
+def test_repetition_by_looking_back(items, n):
+    grams = [tuple(items[i : i + n]) for i in range(len(items) - n + 1)]
+    seen_before = sum(gram in grams[:i] for i, gram in enumerate(grams))
+    assert repeated_share(items, n=n) == pytest.approx(seen_before / len(grams) if grams else 0.0)
+    assert repetition(" ".join(map(str, items)), {}, n=n, max_penalty=-2.0) == pytest.approx(
+        -2.0 * seen_before / len(grams) if grams else 0.0
+    )
+
+
+def test_repetition_at_its_ends():
+    assert repetition("one two three four", {}) == 0.0
+    assert repetition("Go GO go " * 4, {}, n=3) == pytest.approx(-(1 - 1 / 10))
+    with pytest.raises(ValueError, match="max_penalty must not be positive"):
+        repetition("a", {}, max_penalty=1.0)
+    with pytest.raises(ValueError, match="n must be at least 1"):
+        repeated_share([1], n=0)
+
+
+def test_the_share_of_a_script():
+    assert language_share("Hello, 123!", {}) == 1.0
+    assert language_share("да no", {}) == 0.5
+    assert language_share("да no", {}, scripts=("CYRILLIC", "LATIN")) == 1.0
+    assert language_share("你好 ab", {}, scripts=["CJK"]) == 0.5
+    assert language_share("42", {}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("\\boxed{5}", "5"),
+        ("\\boxed{1} \\boxed{ \\frac{1}{2} } end", "\\frac{1}{2}"),
+        ("\\boxed {7}", "7"),
+        ("\\fbox{7}", None),
+        ("\\fboxed{7}", "7"),
+        ("\\boxed 5 and", "5"),
+        ("$\\boxed\\pi$", "\\pi"),
+        ("\\boxed{1} then \\boxed{2", "1"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed{\\left\\{ x \\right.}", "\\left\\{ x \\right."),
+        ("\\boxed{a}}", "a"),
+        ("\\boxed{}", ""),
+        ("\\boxed", None),
+        ("boxed{3}", None),
+        ("", None),
+    ],
+)
+def test_the_last_box(text, found):
+    assert last_boxed(text) == found
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.recursive(st.sampled_from(["x", "1", ""]), lambda s: st.tuples(s, s).map(lambda p: f"{p[0]}{{{p[1]}}}")))
+def test_any_balanced_content_comes_back(content):
+    assert last_boxed(f"so {{ \\boxed{{{content}}} }} done") == content
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<answer>1</answer>", "1"),
+        ("<answer>1</answer><answer>\n2 </answer>", "2"),
+        ("<answer>1<answer>2</answer>", "2"),
+        ("<answer>1</answer> <answer>2", "1"),
+        ("<Answer>1</Answer>", None),
+    ],
+)
+def test_the_last_tag(text, found):
+    assert last_tag(text) == found
+
+
+def test_the_last_number():
+    assert last_number("x2 is -1,234.5. So 7") == "7"
+    assert last_number("it costs $1,234.50.") == "1234.50"
+    assert last_number("-3") == "-3"
+    assert last_number("version a1") is None
+
+
+def test_code_blocks():
+    assert last_code_block("```python\na = 1\n```\ntext\n```py\nb = 2\n```") == "b = 2\n"
+    assert last_code_block("```python\na\n```\n```text\nout\n```") == "a\n"
+    assert last_code_block("````python\n```\nx\n```\n````") == "```\nx\n```\n"
+    assert last_code_block("~~~python\ny\n~~~") == "y\n"
+    assert last_code_block("```python\nunclosed") is None
+    assert last_code_block("```\nplain\n```") is None
+    assert last_code_block("```\nplain\n```", languages=("",)) == "plain\n"
+    assert last_code_block("1.\n   ```python\n   z\n   ```") == "   z\n"
+
+
+def test_counts_agree_with_a_regular_expression():
+    text = "a b c a b c a b"
+    grams = Counter(re.findall(r"(?=(\w \w \w))", text))
+    assert repeated_share(text.split(), n=3) == pytest.approx(1 - len(grams) / sum(grams.values()))
