@@ -1,0 +1,100 @@
+"""The asynchronous script as a user runs it: its engine in a process of its own, killed and resumed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rng = random.Random(0)
+    rows = [{"prompt": f"{i:02}{rng.randrange(100):02}", "answer": "7"} for i in range(90)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "reward.py").write_text(
+        "def score(completion, row):\n    return sum(map(str.isascii, completion)) / 8 + 0.01 * len(row['prompt'])\n"
+    )
+    return folder
+
+
+def start(task, output, *more):
+    command = [
+        sys.executable, str(ROOT / "examples" / "async_grpo.py"), "--model", str(task / "model"), "--data",
+        str(task / "train.jsonl"), "--reward", f"{task / 'reward.py'}:score", "--output", str(output),
+        "--steps", "12", "--save-steps", "2", "--prompts-per-step", "4", "--group-size", "4",
+        "--max-prompt-tokens", "32", "--max-new-tokens", "6", "--lr", "1e-3", "--minibatches", "2", *more,
+    ]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def lines_of(output):
+    path = output / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+def wait_for(condition, process, seconds=200):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def gone(children):
+    end = time.monotonic() + 100
+    while any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_stopped_and_resumed_it_trains_on_every_group_once(task, tmp_path, number):
+    output = tmp_path / "run"
+    process = start(task, output)
+    wait_for(lambda: len(lines_of(output)) >= 5, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children, "the engine is a process of its own"
+    os.kill(process.pid, number)
+    out, err = process.communicate(timeout=200)
+    assert gone(children), "and ends with the script"
+    if number == signal.SIGINT:
+        assert process.returncode == 0, err
+        assert "--resume" in out
+    before = lines_of(output)
+    assert len(before) < 12
+    process = start(task, output, "--resume")
+    _, err = process.communicate(timeout=250)
+    assert process.returncode == 0, err
+    lines = lines_of(output)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    saved = (len(before) // 2 * 2) if number == signal.SIGKILL else len(before)
+    assert [line["time/unix"] for line in lines[: saved - 2]] == [line["time/unix"] for line in before[: saved - 2]]
+    assert max(line["staleness/max"] for line in lines) == 1
+    groups = [
+        json.loads(line)["group"]
+        for path in (output / "trajectories").glob("train_*.jsonl")
+        for line in path.read_bytes().splitlines()
+    ]
+    assert len(groups) == 4 * len(set(groups)), "nothing is written twice"
+    assert len(set(groups)) >= 12 * 4
+    assert (output / "model" / "model.safetensors").exists()
