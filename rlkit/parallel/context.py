@@ -31,6 +31,9 @@ from rlkit.parallel.attention import AttentionPlan, Exchange, Segment, plan, seg
 from rlkit.parallel.mesh import Mesh
 from rlkit.types import Batch
 
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the names from torch 2.13 on
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class Layout(NamedTuple):
     """Where the tokens of a batch are. Without context parallelism `rows` is None and all are here.
@@ -157,7 +160,7 @@ class _GatheredSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         out = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
-        dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
+        _reduce_scatter(out, grad.contiguous(), group=ctx.group)
         return out, None
 
 
@@ -194,5 +197,5 @@ class _Exchanged(torch.autograd.Function):
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.contiguous()
     out = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x, group=group)
+    _gather(out, x, group=group)
     return out

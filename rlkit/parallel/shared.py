@@ -77,11 +77,12 @@ class SharedEngine:
 
 
 class SharedStream:
-    """A `GroupStream` that rank 0 runs, and whose groups every rank takes."""
+    """A `GroupStream` that rank 0 runs, and whose groups every rank takes. `progress` is that of the last `take`."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._stream = make() if rank() == 0 else None
         self.num_dropped = 0
+        self.progress: Any = None
 
     async def __aenter__(self) -> SharedStream:
         if self._stream is not None:
@@ -97,11 +98,11 @@ class SharedStream:
     async def take(self) -> Any:
         """The next groups, on every rank."""
 
-        async def take() -> tuple[Any, int]:
-            groups = await self._stream.take()  # type: ignore[union-attr]
-            return groups, self._stream.num_dropped  # type: ignore[union-attr]
+        async def take() -> tuple[Any, ...]:
+            stream: Any = self._stream
+            return await stream.take(), stream.num_dropped, stream.progress
 
-        groups, self.num_dropped = await from_first(take)
+        groups, self.num_dropped, self.progress = await from_first(take)
         return groups
 
     async def pause(self) -> None:
@@ -123,11 +124,6 @@ class SharedStream:
     def state(self) -> dict[str, Any]:
         """For a checkpoint, into which rank 0 writes; empty on the others."""
         return {} if self._stream is None else self._stream.state
-
-    @property
-    def progress(self) -> Any:
-        """The stream's counts; None on the other ranks."""
-        return None if self._stream is None else self._stream.progress
 
 
 def _exhaust(weights: Iterable[Any]) -> None:
