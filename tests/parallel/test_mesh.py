@@ -31,3 +31,20 @@ def test_the_shard_size_is_what_is_left(sizes, world, shard):
 def test_sizes_that_do_not_fit_are_told_what_would(sizes, world, message):
     with pytest.raises(ValueError, match=message):
         resolve(Parallel(**sizes), world_size=world)
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_zigzag_gives_every_rank_the_same_attention_work(cp):
+    """Query-key pairs of one long sequence; contiguous chunks would give the last rank almost twice the mean."""
+    from rlkit.parallel.attention import Segment
+    from rlkit.parallel.context import _mine
+
+    chunk = 64
+    size = 2 * cp * chunk
+    pairs = []
+    for rank in range(cp):
+        spans = _mine([Segment(0, size, [(0, size)])], rank, cp, chunk)
+        assert sum(s.length for s in spans) == 2 * chunk
+        pairs.append(sum(k - s.length + i + 1 for s in spans for k in [s.keys[-1][1]] for i in range(s.length)))
+    assert sum(pairs) == size * (size + 1) // 2
+    assert len(set(pairs)) == 1
