@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 DEMO   ?= runs/demo
+RESULTS ?= benchmarks/results
 
-.PHONY: demo test sglang-cpu test-sglang lint bench bench-trl gpu nightly clean
+.PHONY: demo test sglang-cpu test-sglang lint bench bench-trl gpu gpu-rest nightly clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/demo.py --output $(DEMO)
@@ -36,8 +37,12 @@ bench: $(VENV)/.ready-dev
 bench-trl: $(VENV)/.ready-dev
 	$(RUN) benchmarks/peers/compare_trl.py
 
-gpu:  # on the machine with the device: its own Python, nothing is installed
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests/test_gpu.py
+gpu:  # on the machine with the device: its own Python, nothing is installed; under 9 minutes
+	export PYTHONPATH=.; timeout -s INT 240 $(PYTHON) -m pytest -m gpu tests/test_gpu.py tests/test_gpu_kernels.py; \
+	tests=$$?; $(PYTHON) benchmarks/gpu_kernels.py --seconds 260 --out $(RESULTS) && exit $$tests
+
+gpu-rest:  # the shapes that `make gpu` had no time for
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu_kernels.py --seconds 540 --rest --out $(RESULTS)
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
