@@ -75,6 +75,13 @@ async def test_the_last_one_dies_and_the_error_says_so(pair: list[Server]) -> No
         assert time.monotonic() - began < 60
     assert done, "a group that was complete before stays complete"
     assert asyncio.all_tasks() == before
-    children = [child for child in psutil.Process().children(recursive=True) if "sglang" in " ".join(child.cmdline())]
-    ports = {server.url.rsplit(":", 1)[1] for server in pair}
-    assert not [child for child in children if ports & set(child.cmdline())], "processes are left"
+    groups = {server.pid for server in pair}
+    left = [p for p in psutil.process_iter(["status"]) if _group(p.pid) in groups and p.info["status"] != "zombie"]
+    assert left == []
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
