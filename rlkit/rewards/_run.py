@@ -19,21 +19,29 @@ class TimedOut(Exception):
     """A call did not return in time (not the same as a TimeoutError that the call itself raised)."""
 
 
+_waiting: WeakKeyDictionary[asyncio.Timeout, tuple[int, float]] = WeakKeyDictionary()  # how many wait; seconds left
+
+
 @asynccontextmanager
 async def off_the_clock() -> AsyncIterator[None]:
     """Stop the deadline of the async call that this runs in: for what waits for its turn, or has limits of its own."""
     limit = _LIMIT.get()
     when = limit.when() if limit else None
-    if limit is None or when is None:
+    if limit is None or (when is None and limit not in _waiting):
         yield
         return
-    loop = asyncio.get_running_loop()
-    left = when - loop.time()
+    now = asyncio.get_running_loop().time
+    num, left = _waiting.get(limit, (0, (when or 0.0) - now()))
+    _waiting[limit] = num + 1, left
     limit.reschedule(None)
     try:
         yield
     finally:
-        limit.reschedule(loop.time() + left)
+        num, left = _waiting.pop(limit)
+        if num > 1:
+            _waiting[limit] = num - 1, left
+        else:
+            limit.reschedule(now() + left)
 
 
 async def run_async(calls: Sequence[Callable[[], Any]], timeout_s: float) -> list[Any]:

@@ -1,0 +1,82 @@
+"""Several rewards as one: each is logged by its name, and one function says what they are worth together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit.objectives import weighted_sum
+from rlkit.rewards._run import off_the_clock
+from rlkit.rewards.call import Reward, RewardError, Sample, score_each
+
+Batched = Callable[..., Any]
+
+
+def weighted(
+    functions: Mapping[str, Callable[..., Any]], *, weights: Mapping[str, float], timeout_s: float = 60.0
+) -> Batched:
+    """A reward function that is the weighted sum of others.
+
+        r_i = sum_k w_k r_ik
+
+    See `combined` for what is logged and how failures count. The names of `weights` must be those of `functions`.
+    """
+    if set(functions) != set(weights):
+        raise ValueError(f"functions and weights must have the same names, got {sorted(functions)}, {sorted(weights)}")
+    coefficients = torch.tensor([float(weights[name]) for name in functions], dtype=torch.float64)
+    return combined(
+        functions, scalarize=lambda rewards: weighted_sum(rewards, weights=coefficients), timeout_s=timeout_s
+    )
+
+
+def combined(
+    functions: Mapping[str, Callable[..., Any]], *, scalarize: Callable[[Tensor], Tensor], timeout_s: float = 60.0
+) -> Batched:
+    """A reward function that makes one number of several named ones, `[N, K] -> [N]`, K in the order of `functions`.
+
+    The functions may have any form that `score` calls, all are called at once, and `timeout_s` holds for each of their
+    calls. `scalarize` may be one of `rlkit.objectives` (`functools.partial(tchebycheff, weights=..., ideal=...)`), or
+    `lambda r: r.prod(1)`, so that a wrong form makes the whole 0. Logged are each function's reward under its name, its
+    own numbers and texts under `name/...`, and as `score` the first `score` that a function gives. A sample that a
+    function cannot judge is an error of that sample, with the function's name; nothing is made up for it.
+    """
+    if not functions or {"reward", "score"} & set(functions):
+        raise ValueError(f"functions must have at least one name, other than reward and score; got {list(functions)}")
+
+    async def score(completions: list[str], rows: list[dict[str, Any]], *, index: list[int], **extra: Any) -> list[Any]:
+        samples = [
+            Sample(completion, row, index[i], {name: column[i] for name, column in extra.items()})
+            for i, (completion, row) in enumerate(zip(completions, rows))
+        ]
+        async with off_the_clock():  # each function has its own
+            judged = await asyncio.gather(*(score_each(f, samples, timeout_s=timeout_s) for f in functions.values()))
+        results = [_merged(functions, column) for column in zip(*judged)]
+        good = [result for result in results if isinstance(result, dict)]
+        if good:
+            values = scalarize(torch.tensor([[r[name] for name in functions] for r in good], dtype=torch.float64))
+            if values.shape != (len(good),):
+                raise ValueError(f"scalarize must give one number per sample, [{len(good)}], got {list(values.shape)}")
+            for result, value in zip(good, values.tolist()):
+                result["reward"] = value
+        return results
+
+    return score
+
+
+def _merged(functions: Mapping[str, Any], rewards: tuple[Reward | RewardError, ...]) -> dict[str, Any] | RewardError:
+    """What the functions say of one sample, under their names."""
+    merged: dict[str, Any] = {}
+    for name, reward in zip(functions, rewards):
+        if isinstance(reward, RewardError):
+            failed = RewardError(f"{name}: {reward}", index=reward.index, cause=f"{name}: {reward.cause}")
+            failed.__cause__ = reward
+            return failed
+        merged[name] = reward.reward
+        merged.update({f"{name}/{key}": value for key, value in {**reward.metrics, **reward.notes}.items()})
+        if reward.score is not None:
+            merged.setdefault("score", reward.score)
+    return merged

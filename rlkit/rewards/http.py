@@ -1,0 +1,136 @@
+"""JSON over HTTP for rewards that a server computes: bounded, retried with backoff, loud when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from rlkit.rewards._run import off_the_clock
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
+_LONGEST_WAIT_S = 60.0
+
+
+class HttpError(RuntimeError):
+    """A request that failed for good. `status` is the HTTP status, or None where there was no whole answer."""
+
+    def __init__(self, message: str, *, status: int | None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def post_json(
+    url: str,
+    body: Any,
+    *,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+    retries: int = 4,
+    backoff_s: float = 0.5,
+    concurrency: int = 64,
+) -> Any:
+    """What the server answers to `body`, as JSON.
+
+    Sent again after a refused or broken connection, a timeout, truncated JSON and the statuses that pass (408, 409,
+    425, 429, 5xx), up to `retries` times: after `backoff_s`, then twice that, ..., each times a random factor in
+    [0.5, 1.5], or after what the server says in `Retry-After`. Then, and at once for any other status, `HttpError`.
+    `timeout_s` is for each attempt. At most `concurrency` requests to this URL are under way in an event loop; the
+    wait for one's turn does not count against a reward's deadline. Asking a judge twice does no harm; do not use this
+    for requests that change something.
+    """
+    async with _session() as (session, turns), _turn(turns, url, concurrency):
+        for attempt in range(retries + 1):
+            try:
+                return await _once(session, url, body, headers, timeout_s)
+            except _Passing as failure:
+                if attempt == retries:
+                    tries = "once" if retries == 0 else f"{retries + 1} times"
+                    raise HttpError(f"{url}: {failure}, tried {tries}", status=failure.status) from failure
+                wait = backoff_s * 2**attempt * random.uniform(0.5, 1.5)
+                await asyncio.sleep(min(_LONGEST_WAIT_S, max(wait, failure.retry_after)))
+
+
+class _Passing(Exception):
+    """A failure that may not happen again."""
+
+    def __init__(self, message: str, *, status: int | None = None, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+
+
+async def _once(
+    session: aiohttp.ClientSession, url: str, body: Any, headers: Mapping[str, str] | None, timeout_s: float
+) -> Any:
+    import aiohttp
+
+    try:
+        limit = aiohttp.ClientTimeout(total=timeout_s)
+        async with session.post(url, json=body, headers=headers, timeout=limit) as response:
+            text = await response.text(errors="replace")
+            status = response.status
+            retry_after = response.headers.get("Retry-After", "")
+    except TimeoutError as error:
+        raise _Passing(f"no answer after {timeout_s:g} s") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise _Passing(f"{type(error).__name__}: {error}") from error
+    if status in _RETRIED:
+        seconds = float(retry_after) if retry_after.isdigit() else 0.0
+        raise _Passing(f"HTTP {status}: {text[:300]}", status=status, retry_after=seconds)
+    if status >= 300:
+        raise HttpError(f"{url}: HTTP {status}: {text[:300]}", status=status)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise _Passing(f"the answer is not JSON: {text[:300]!r}", status=status) from error
+
+
+class _Client:
+    """An event loop's connections, open while somebody uses them."""
+
+    def __init__(self) -> None:
+        self.num_users = 0
+        self.session: aiohttp.ClientSession | None = None
+        self.turns: dict[tuple[str, int], asyncio.Semaphore] = {}
+
+
+_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, _Client] = WeakKeyDictionary()
+
+
+@asynccontextmanager
+async def _session() -> AsyncIterator[tuple[aiohttp.ClientSession, dict[tuple[str, int], asyncio.Semaphore]]]:
+    """The loop's session. It is closed when its last user leaves, so that nothing stays open between batches."""
+    try:
+        import aiohttp
+    except ImportError as error:
+        raise ImportError(f"{error}; install the extra `http`: pip install 'rlkit-lm[http]'") from error
+    client = _clients.setdefault(asyncio.get_running_loop(), _Client())
+    if client.session is None:
+        client.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+    client.num_users += 1
+    try:
+        yield client.session, client.turns
+    finally:
+        client.num_users -= 1
+        if client.num_users == 0:
+            session, client.session = client.session, None
+            client.turns.clear()
+            await session.close()
+
+
+@asynccontextmanager
+async def _turn(turns: dict[tuple[str, int], asyncio.Semaphore], url: str, concurrency: int) -> AsyncIterator[None]:
+    turn = turns.setdefault((url, concurrency), asyncio.Semaphore(concurrency))
+    async with off_the_clock():
+        await turn.acquire()
+    try:
+        yield
+    finally:
+        turn.release()
