@@ -137,7 +137,7 @@ def search(tokenizer: Any, *, num_rows: int = 512, seed: int = 0) -> Task:
     return Task(tool_env([find], tokenizer=tokenizer), rows, exact, demonstrate, [find])
 
 
-# A game with a state: guess a number from 0 to 99 in seven turns.
+# A game with a state: guess a digit in three turns; who halves what is left wins 7 times out of 10.
 
 
 class Guessing:
@@ -150,27 +150,28 @@ class Guessing:
         """The prompt opens the game."""
 
     def step(self, turn: Turn) -> Step:
-        """Higher, lower, or won: the sooner the better."""
+        """Higher, lower, or won."""
         self.turns += 1
-        guess = int(turn.text) if turn.text.isdecimal() and len(turn.text) < 4 else -1
+        guess = int(turn.text) if len(turn.text) == 1 and turn.text in "0123456789" else -1
         if guess == self.secret:
-            return Step("", reward=1.0 - 0.1 * (self.turns - 1), done=True)
-        return Step("+" if guess < self.secret else "-", done=self.turns == 7)
+            return Step("", reward=1.0, done=True)
+        return Step("+" if guess < self.secret else "-", done=self.turns == 3)
 
 
 def guessing(tokenizer: Any, *, num_rows: int = 1000, seed: int = 0) -> Task:
     rng = random.Random(seed)
-    rows = [{"prompt": "?", "answer": str(rng.randrange(100))} for _ in range(num_rows)]
+    rows = [{"prompt": "?", "answer": str(rng.randrange(10))} for _ in range(num_rows)]
 
     def demonstrate(row: Row) -> Messages:
-        messages, low, high = [{"role": "user", "content": "?"}], 0, 99
-        for _ in range(7):
+        messages, low, high, listens = [{"role": "user", "content": "?"}], 0, 9, rng.random() < 0.5
+        for turn in range(3):
             guess = rng.randint(low, high)
             messages.append({"role": "assistant", "content": str(guess)})
-            if guess == int(row["answer"]):
+            if guess == int(row["answer"]) or turn == 2:
                 break
-            low, high = (guess + 1, high) if guess < int(row["answer"]) else (low, guess - 1)
             messages.append({"role": "user", "content": "+" if guess < int(row["answer"]) else "-"})
+            if listens:
+                low, high = (guess + 1, high) if guess < int(row["answer"]) else (low, guess - 1)
         return messages
 
     return Task(gym_env(Guessing, tokenizer=tokenizer), rows, None, demonstrate)

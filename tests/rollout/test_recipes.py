@@ -4,10 +4,12 @@ verifiers and GEM are the real packages where they are installed (`REAL`), and e
 """
 
 import asyncio
+import json
 import random
 import re
 import sys
 import threading
+import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,6 +21,7 @@ from rlkit.data.prompts import Prompt, prompt_messages, rl_prompts
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rewards.adapters import scorer, with_messages
 from rlkit.rollout.calling import call
+from rlkit.rollout.endpoint import agent_env
 from rlkit.rollout.env import Chat, Step, Text, Turns, gym_env, own_rewards
 from rlkit.rollout.limits import limited
 from rlkit.rollout.rollout import sample_group
@@ -27,7 +30,15 @@ from rlkit.types import SamplingParams
 
 DOC = Path(__file__).parents[2] / "docs" / "environments.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.S)
-REAL = {name: find_spec(name) is not None for name in ("gem", "verifiers")}
+REAL = {
+    "gem": find_spec("gem") is not None,
+    "verifiers": False,
+    "verifiers.v1": False,
+    "openai": find_spec("openai") is not None,
+}
+if find_spec("verifiers") is not None:
+    REAL["verifiers"] = find_spec("verifiers.envs") is not None
+    REAL["verifiers.v1"] = find_spec("verifiers.v1") is not None and find_spec("verifiers.v1.agent") is not None
 
 
 def run(marker, **given):
@@ -36,7 +47,8 @@ def run(marker, **given):
     names = {
         "Chat": Chat, "Step": Step, "Text": Text, "Turns": Turns, "gym_env": gym_env, "limited": limited, "call": call,
         "scorer": scorer, "with_messages": with_messages, "SamplingParams": SamplingParams, "rl_prompts": rl_prompts,
-        "tool_env": tool_env, "asyncio": asyncio, "prompt_messages": prompt_messages, "threading": threading,
+        "tool_env": tool_env, "agent_env": agent_env, "asyncio": asyncio, "prompt_messages": prompt_messages,
+        "threading": threading,
     }  # fmt: skip
     space = names | given
     exec(compile(block, str(DOC), "exec"), space)
@@ -365,3 +377,105 @@ async def test_verifiers(monkeypatch):
     assert tokenizer.decode(group[0].ids) == (
         "7<|im_end|>\n<|im_start|>user\nNo. Try again.<|im_end|>\n<|im_start|>assistant\n42<|im_end|>"
     )
+
+
+def asks_twice(base_url, question):
+    """What a harness does, in this process and without a framework."""
+    messages = [{"role": "user", "content": question}]
+    for _ in range(2):
+        data = json.dumps({"model": "policy", "messages": messages}).encode()
+        request = urllib.request.Request(f"{base_url}/chat/completions", data, {"Content-Type": "application/json"})
+        request.add_header("Authorization", "Bearer none")
+        with urllib.request.urlopen(request, timeout=100) as reply:
+            answer = json.loads(reply.read())["choices"][0]["message"]
+        messages += [answer, {"role": "user", "content": "sure?"}]
+    return answer["content"]
+
+
+def verifiers_v1_stand_in():
+    class Agent:
+        def __init__(self, config):
+            self.config = config
+
+        async def run(self, task):
+            if task is None:
+                return SimpleNamespace(errors=[SimpleNamespace(message="no task")], reward=0.0)
+            said = await asyncio.to_thread(asks_twice, self.config.client.base_url, task.question)
+            return SimpleNamespace(errors=[], reward=float(said == task.answer))
+
+    vf = SimpleNamespace(Agent=Agent, AgentConfig=SimpleNamespace, EvalClientConfig=SimpleNamespace)
+    return vf, [SimpleNamespace(question="q", answer="42")], {}
+
+
+def verifiers_v1_real(monkeypatch):
+    import verifiers.v1 as vf
+    from verifiers.v1.harnesses.null import NullHarnessConfig
+    from verifiers.v1.utils import loaders
+    from verifiers.v1.utils.decorators import reward
+
+    class Data(vf.TaskData):
+        answer: str = ""
+
+    class Question(vf.Task[Data]):
+        @reward
+        async def right(self, trace) -> float:
+            return float(trace.last_reply == self.data.answer)
+
+    class InThisProcess(vf.Harness[NullHarnessConfig]):
+        NEEDS_CONTAINER = False
+
+        async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
+            import openai
+
+            client, messages = openai.AsyncOpenAI(base_url=endpoint, api_key=secret), [{"role": "user", "content": "q"}]
+            for _ in range(2):
+                reply = await client.chat.completions.create(model=ctx.model, messages=messages)
+                answer = reply.choices[0].message.model_dump(exclude_none=True)
+                messages += [answer, {"role": "user", "content": "sure?"}]
+            return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+    config = NullHarnessConfig(id="null")
+    monkeypatch.setattr(loaders, "load_harness", lambda _: InThisProcess(config))
+    return vf, [Question(Data(prompt="q", answer="42"))], {"harness": config, "runtime": vf.SubprocessConfig()}
+
+
+async def test_verifiers_since_v1(monkeypatch):
+    vf, tasks, config = verifiers_v1_real(monkeypatch) if REAL["verifiers.v1"] else verifiers_v1_stand_in()
+    tokenizer = tokenizer_with("chatml")
+    env = run("def from_tasks", vf=vf).from_tasks(tasks, tokenizer, **config)
+    scripts = [Script(tokenizer, "7", "42"), Script(tokenizer, "42", "7")]
+    group = await sample_group(prompt_of(tokenizer, "q"), scripts, env=env, score=own_rewards)
+    for t, script in zip(group, scripts, strict=True):
+        check_exact([t], script.calls)
+    assert [t.reward for t in group] == [1.0, 0.0]
+    if not REAL["verifiers.v1"]:
+        with pytest.raises(RuntimeError, match="no task"):
+            await run("def from_tasks", vf=vf).from_tasks([None], tokenizer)(prompt_of(tokenizer, "q"), scripts[0])
+
+
+async def test_a_program_with_the_openai_package():
+    class Completions:
+        def __init__(self, base_url):
+            self.base_url = base_url
+
+        async def create(self, **body):
+            data = json.dumps(body).encode()
+            request = urllib.request.Request(f"{self.base_url}/chat/completions", data)
+            reply = await asyncio.to_thread(lambda: json.loads(urllib.request.urlopen(request, timeout=100).read()))
+            message = reply["choices"][0]["message"]
+            said = SimpleNamespace(content=message["content"], model_dump=lambda: message)
+            return SimpleNamespace(choices=[SimpleNamespace(message=said)])
+
+    def client(base_url, api_key):
+        return SimpleNamespace(chat=SimpleNamespace(completions=Completions(base_url)))
+
+    if REAL["openai"]:
+        import openai
+    else:
+        openai = SimpleNamespace(AsyncOpenAI=client)
+    tokenizer = tokenizer_with("chatml")
+    env = run("drafting = agent_env", openai=openai, tokenizer=tokenizer).drafting
+    script = Script(tokenizer, "41", "42")
+    (piece,) = await env(prompt_of(tokenizer), script)
+    check_exact([piece], script.calls)
+    assert piece.reward == 1.0
