@@ -11,6 +11,7 @@ ranks and micro-batches: the weights of the loss already hold the denominator of
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -77,6 +78,8 @@ def split_tensors(model: Any, mesh: Mesh) -> None:
     """Tensor parallel by the model's plan. Ties that DTensor breaks are tied again."""
     from torch.distributed.tensor.parallel import parallelize_module
 
+    # which would say, of every weight that leaves, that gathers in two steps may be summed in another order
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     parallelize_module(model, mesh.tensor, tensor_plan(model))
     if is_tied(model):
         model.tie_weights()
