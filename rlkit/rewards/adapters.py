@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.prompts import prompt_messages
-from rlkit.rewards.call import Sample, score
+from rlkit.rewards.call import Reward, RewardError, Sample, score, score_each
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,27 +16,60 @@ if TYPE_CHECKING:
     from rlkit.rollout.rollout import Prompt
     from rlkit.types import Trajectory
 
+_log = logging.getLogger("rlkit.rewards")
+
 
 def scorer(
-    function: Callable[..., Any], *, tokenizer: PreTrainedTokenizerBase, timeout_s: float
+    function: Callable[..., Any], *, tokenizer: PreTrainedTokenizerBase, timeout_s: float, max_failed: float = 0.0
 ) -> Callable[[Prompt, list[Trajectory]], Awaitable[list[Trajectory]]]:
     """The `score` argument of `rlkit.rollout.rollout`: decode a group's trajectories, judge them, fill in the rewards.
 
     `completion` is the text, without special tokens, of what was sampled last: of everything in a single turn, of the
     final turn in several. The function may also ask for `prompt_ids`, `completion_ids`, `truncated` and for whatever
     the environment left in `Trajectory.info`, such as `messages`. A reward that the environment set is overwritten. The
-    function's further numbers go to `info["metrics"]`.
+    function's further numbers go to `info["metrics"]`, its texts (`reason`) to `info["notes"]`.
+
+    A sample that the function could not judge raises its `RewardError`, unless at most the share `max_failed` of the
+    group failed (a judge behind HTTP). Then such a trajectory does not train (its mask is False throughout), it gets
+    the mean reward of the others, so that a group baseline stays where it was, the cause is in `info["error"]` and in
+    the log, and the metric `failed` counts it.
     """
+    if not 0 <= max_failed < 1:
+        raise ValueError(f"max_failed must be in [0, 1), got {max_failed}")
 
     async def score_group(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
         samples = [_sample(tokenizer, prompt, trajectory) for trajectory in group]
-        rewards = await score(function, samples, timeout_s=timeout_s)
+        if max_failed == 0:
+            rewards = await score(function, samples, timeout_s=timeout_s)
+            return [_rewarded(t, r, r.metrics) for t, r in zip(group, rewards, strict=True)]
+        results = await score_each(function, samples, timeout_s=timeout_s)
+        errors = [r for r in results if isinstance(r, RewardError)]
+        given = [r.reward for r in results if isinstance(r, Reward)]
+        if len(errors) > max_failed * len(results):
+            raise errors[0]
         return [
-            replace(t, reward=r.reward, score=r.score, info={**t.info, "metrics": r.metrics} if r.metrics else t.info)
-            for t, r in zip(group, rewards, strict=True)
+            _set_aside(t, r, sum(given) / len(given))
+            if isinstance(r, RewardError)
+            else _rewarded(t, r, {**r.metrics, "failed": 0.0})
+            for t, r in zip(group, results, strict=True)
         ]
 
     return score_group
+
+
+def _rewarded(trajectory: Trajectory, reward: Reward, metrics: dict[str, float]) -> Trajectory:
+    told = {"metrics": metrics, "notes": reward.notes}
+    info = {**trajectory.info, **{name: what for name, what in told.items() if what}}
+    return replace(trajectory, reward=reward.reward, score=reward.score, info=info)
+
+
+def _set_aside(trajectory: Trajectory, error: RewardError, reward: float) -> Trajectory:
+    _log.warning("a sample does not train: %s", error)
+    num = len(trajectory.ids)
+    info = {**trajectory.info, "error": error.cause, "metrics": {"failed": 1.0}}
+    return replace(
+        trajectory, reward=reward, mask=[False] * num, logp=[0.0] * num, versions=[-1] * num, score=None, info=info
+    )
 
 
 def with_messages(reward_fn: Callable[[list[dict[str, Any]], Any], Any]) -> Callable[..., Any]:

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import pytest
+import torch
+
 from rlkit.data import Prompt
 from rlkit.data.tiny import tiny_tokenizer
-from rlkit.rewards import Sample, score, scorer, with_messages
+from rlkit.packing import pack
+from rlkit.rewards import RewardError, Sample, score, scorer, with_messages
 from rlkit.types import Trajectory
 
 TOKENIZER = tiny_tokenizer()
@@ -61,3 +65,32 @@ async def test_a_function_of_messages_and_answer():
     assert [r.reward for r in await score(with_messages(reward_fn), items, timeout_s=5)] == [2.5, 2.0]
     items = [Sample("b", row, 0, {"messages": talk})]
     assert [r.reward for r in await score(with_messages(reward_fn), items, timeout_s=5)] == [5.0]
+
+
+async def test_texts_of_the_function_go_to_the_notes():
+    def judge(completion, row):
+        return {"reward": 0.0, "reason": f"{completion} is late"}
+
+    (out,) = await scorer(judge, tokenizer=TOKENIZER, timeout_s=60)(Prompt([1], {}, 0), [trajectory([*b"ab", END])])
+    assert out.info == {"notes": {"reason": "ab is late"}}
+
+
+async def test_a_sample_that_failed_neither_trains_nor_moves_the_baseline():
+    async def judge(completion, row):
+        return {"reward": {"a": 1.0, "b": 4.0}[completion], "n": 2}
+
+    group = [trajectory([*text.encode(), END], info={"kept": 1}) for text in ("a", "c", "b")]
+    out = await scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=0.34)(Prompt([1, 2], {}, 0), group)
+    assert [t.reward for t in out] == [1.0, 2.5, 4.0]
+    assert [t.info["metrics"] for t in out] == [{"n": 2.0, "failed": 0.0}, {"failed": 1.0}, {"n": 2.0, "failed": 0.0}]
+    assert out[1].info["error"].startswith("KeyError: 'c'")
+    assert [t.info["kept"] for t in out] == [1, 1, 1]
+    batch = pack([out])
+    per_seq = [batch.mask[a:b].sum().item() for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:])]
+    assert per_seq == [2, 0, 2]
+    assert torch.equal(batch.rewards - batch.rewards.mean(), torch.tensor([-1.5, 0.0, 1.5]))
+    for limit in (0.0, 0.33):
+        with pytest.raises(RewardError, match="KeyError: 'c'"):
+            await scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=limit)(Prompt([1, 2], {}, 0), group)
+    with pytest.raises(ValueError, match="max_failed"):
+        scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=1.0)
