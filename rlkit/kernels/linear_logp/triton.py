@@ -107,6 +107,8 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, factor
     elif out.dtype != torch.float32:
         product = factor * (a @ b)
         out.copy_(out + product if add else product)
+    elif a.is_cuda and not add and factor == 1:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
     elif a.is_cuda:
         torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=factor, out=out)
     else:
