@@ -15,7 +15,8 @@ import pytest
 import torch
 from aiohttp import web
 
-from rlkit.rollout._http import ReplicaError
+from rlkit.rollout._http import Http, ReplicaError
+from rlkit.rollout._sglang_replicas import Replicas
 from rlkit.rollout.sglang import SGLang, connect
 from rlkit.types import SamplingParams
 
@@ -179,6 +180,18 @@ async def test_a_server_that_is_only_slow_is_waited_for() -> None:
     async with serving(slow, calls=calls, health=good) as urls, connect(urls, stall=0.3) as engine:
         assert (await engine.generate([1], params=PARAMS)).ids == [7, 8, 9]
     assert len(calls) == 1
+
+
+async def test_a_training_step_that_blocks_the_event_loop_is_not_taken_for_a_server_that_hangs() -> None:
+    http = Http()
+    async with serving(good, health=hangs) as urls:
+        servers = Replicas(http, urls, stall=0.2)
+        assert "no reply within 1.0 s" in await servers._answers(servers.all[0], "/health")
+        question = asyncio.create_task(servers._answers(servers.all[0], "/health"))
+        await asyncio.sleep(0.01)
+        time.sleep(2.5)
+        assert await question is None
+        await http.close()
 
 
 async def test_the_timeout_of_a_request_is_an_error_that_names_it() -> None:
