@@ -14,7 +14,7 @@ FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_kernels_in_the_interpreter(path: Path) -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path)]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(path)]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )
