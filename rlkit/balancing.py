@@ -24,17 +24,27 @@ def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1) -> Plan:
 
     Groups stay whole where they fit, and are cut into as few pieces as fit where they do not. Pieces go, longest first,
     to the least loaded bin (longest processing time first: makespan <= 4/3 of the optimum, Graham 1969), over the
-    fewest bins that keep the budget. With several data parallel `ranks` the number of bins is a multiple of theirs, some
-    possibly empty, and no piece is larger than a rank's share unless a single sequence is.
+    fewest bins that keep the budget. With several data parallel `ranks` their number is a multiple of theirs, some
+    possibly empty, and groups are cut smaller where that makes the ranks more even: a cut costs one more prompt, and
+    waiting for the fullest rank costs more.
 
     Errors: ValueError when one sequence with its prompt exceeds `max_tokens`.
     """
-    pieces = _pieces(batch, max_tokens)
+    pieces = _pieces(batch, max_tokens, limit=max_tokens)
+    if ranks == 1 or not pieces:
+        return _assign(pieces, max_tokens, ranks)
+    share = sum(cost for cost, _ in pieces) // ranks
+    cuts = {min(max_tokens, max(1, share // parts)) for parts in (1, 2, 4, 8, 16, 32)}
+    plans = [
+        _assign(_pieces(batch, max_tokens, limit=limit), max_tokens, ranks) for limit in sorted(cuts, reverse=True)
+    ]
+    return min(plans, key=lambda plan: plan.makespan * len(plan.bins))
+
+
+def _assign(pieces: list[tuple[int, list[int]]], max_tokens: int, ranks: int) -> Plan:
+    """Longest piece first, to the least loaded of the fewest bins that keep the budget."""
     if not pieces:
         return Plan([], 0, 0)
-    if ranks > 1:
-        share = math.ceil(sum(cost for cost, _ in pieces) / ranks)
-        pieces = _pieces(batch, min(max_tokens, max(share, _longest(batch))))
     pieces.sort(key=lambda piece: (-piece[0], piece[1]))
     total = sum(cost for cost, _ in pieces)
     fewest = math.ceil(total / (max_tokens * ranks))
@@ -51,13 +61,8 @@ def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1) -> Plan:
     return Plan(bins, makespan, max(pieces[0][0], math.ceil(total / num_bins)))
 
 
-def _longest(batch: Batch) -> int:
-    """Tokens of the longest sequence with its prompt."""
-    return int((seq_lens(batch.cu_seqlens) + seq_lens(batch.prefix_cu)[batch.prefix_ids]).max())
-
-
-def _pieces(batch: Batch, max_tokens: int) -> list[tuple[int, list[int]]]:
-    """(tokens, sequences) of each group, cut where it does not fit."""
+def _pieces(batch: Batch, max_tokens: int, *, limit: int) -> list[tuple[int, list[int]]]:
+    """(tokens, sequences) of each group, cut where it has more than `limit` tokens, unless by a single sequence."""
     lens = seq_lens(batch.cu_seqlens).tolist()
     prefix_lens = seq_lens(batch.prefix_cu).tolist()
     prefix_ids, group_ids = batch.prefix_ids.tolist(), batch.group_ids.tolist()
@@ -70,7 +75,7 @@ def _pieces(batch: Batch, max_tokens: int) -> list[tuple[int, list[int]]]:
                 f"{lens[i]} + {prefix_lens[prefix_ids[i]]} tokens; raise max_tokens or lower the length limits"
             )
         extra = lens[i] + (0 if prefix_ids[i] in prefixes else prefix_lens[prefix_ids[i]])
-        if members and (group_ids[i] != group or cost + extra > max_tokens):
+        if members and (group_ids[i] != group or cost + extra > limit):
             pieces.append((cost, members))
             cost, members, prefixes = 0, [], set()
             extra = lens[i] + prefix_lens[prefix_ids[i]]
