@@ -4,8 +4,8 @@
 
 Sampling. One server (a Qwen3 of 1.0 M parameters on one thread), the same load from both clients in turns: random
 prompts of 32 tokens, log-probs of every token, no stream, at most 64 or 512 requests at once. A ratio is the tokens/s
-of `SGLang.generate` over those of `sglang.bench_serving`'s request function in the same round; `cpu` is the client's
-processor time. Both run on the machine that the server runs on.
+of `SGLang.generate` over those of `sglang.bench_serving`'s request function in the same round; `cpu_share` is the
+client's processor time over the time of the round. Both run on the machine that the server runs on.
 
 Weights. A Qwen3 of 0.5 GB in fp32; `update_weights` with `FromGroup("gloo")`, whole (pause, session, all buckets,
 loading, flush, continue), over a gloo broadcast of as many bytes, from a tensor that is there to one that is there.
@@ -107,6 +107,8 @@ def compare(url: str, peer: subprocess.Popen[str], concurrency: int, rounds: int
         "tokens_per_s": round(statistics.median(tokens / a["seconds"] for a in ours)),
         "peer_tokens_per_s": round(statistics.median(tokens / b["seconds"] for b in theirs)),
         "ratio": summary(ratios),
+        "cpu_share": summary([a["cpu"] / a["seconds"] for a in ours]),
+        "peer_cpu_share": summary([b["cpu"] / b["seconds"] for b in theirs]),
         "cpu_ms_per_request": round(1e3 * statistics.median(a["cpu"] for a in ours) / requests, 3),
         "peer_cpu_ms_per_request": round(1e3 * statistics.median(b["cpu"] for b in theirs) / requests, 3),
     }

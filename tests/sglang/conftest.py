@@ -77,7 +77,11 @@ def pair(
     sglang_python: str, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[Server]]:
     """Two servers that tests may kill."""
-    servers = [launch(checkpoints[0], device="cpu", python=sglang_python, args=ARGS, wait=False) for _ in range(2)]
+    logs = tmp_path_factory.mktemp("pair")
+    servers = [
+        launch(checkpoints[0], device="cpu", python=sglang_python, args=ARGS, log=logs / f"{i}.txt", wait=False)
+        for i in range(2)
+    ]
     try:
         yield [server.wait() for server in servers]
     finally:
