@@ -62,8 +62,8 @@ def tensor_plan(model: Any) -> dict[str, ParallelStyle]:
     prefix = model.base_model_prefix + "."
     plan: dict[str, ParallelStyle] = {}
     for pattern, style in base.config.base_model_tp_plan.items():
-        if pattern.endswith(("q_norm", "k_norm")):
-            continue
+        if pattern.endswith(("q_norm", "k_norm", "embed_tokens")):
+            continue  # ours, below
         if style not in styles:
             raise ValueError(f"the model's tensor parallel plan has {pattern}: {style!r}, which is not covered")
         plan[prefix + pattern] = styles[style]()
