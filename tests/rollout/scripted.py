@@ -67,7 +67,7 @@ def check_exact(pieces, calls):
         if not out.ids:
             continue
         start = len(context)
-        while streams[at][0][: start + len(out.ids)] != context + out.ids:
+        while not _stands(streams[at], context, out):
             at += 1  # turns are in order: once a piece is left, no later turn is in it
         _, n, expected = streams[at]
         expected[start - n : start - n + len(out.ids)] = [
@@ -78,3 +78,10 @@ def check_exact(pieces, calls):
         assert expected == [] or expected[-1][0], "what nobody sampled after is not kept"
     assert [p.continues for p in pieces] == [i > 0 for i in range(len(pieces))]
     assert len({p.reward for p in pieces}) == len({p.truncated for p in pieces}) == 1
+
+
+def _stands(stream, context, out):
+    """Whether a turn's context and tokens are in this piece, at a place that no other turn has taken."""
+    whole, n, expected = stream
+    end = len(context) + len(out.ids)
+    return whole[:end] == context + out.ids and not any(m for m, *_ in expected[len(context) - n : end - n])
