@@ -46,9 +46,9 @@ class Args:
     steps: int = 8
     """of a run, the first two not counted"""
     prompts_per_step: int = 4
-    group_size: int = 8
+    group_size: int = 4
     prompt_tokens: int = 24
-    new_tokens: int = 48
+    new_tokens: int = 96
     """of every answer"""
     epochs: int = 1
     """passes of the trainer: raise it where training is faster than generation"""

@@ -78,7 +78,7 @@ class GroupStream:
         staleness: steps a group may be older than the weights it trains. 0: sampled and trained by turns. A fraction f
             starts f more groups than a step needs.
         keep: whether to train on a group; see `rlkit.rollout.limits.success_between`.
-        max_dropped: more groups than this dropped for one step are an error.
+        max_dropped: more groups than this dropped for one step are an error; None: 20 for every group of a step.
         on_group: called with (prompt, group, step, kept) when a group has its rewards: `step` is the next one that
             will be trained.
         journal: folder where every completion is written as it is made; see `rlkit.rollout.journal`.
@@ -103,7 +103,7 @@ class GroupStream:
         env: Env = single_turn,
         score: Score | None = None,
         keep: Callable[[Group], bool] | None = None,
-        max_dropped: int = 1000,
+        max_dropped: int | None = None,
         on_group: Callable[..., None] | None = None,
         journal: Path | None = None,
         version: int = 0,
@@ -116,7 +116,8 @@ class GroupStream:
         self._prompt_at, self._params = prompt_at, params
         self._group_size, self._num, self._seed, self._staleness = group_size, groups_per_step, seed, staleness
         self._env, self._score, self._keep, self._on_group = env, score, keep, on_group
-        self._max_dropped, self._dropped, self.num_dropped = max_dropped, list[float](), 0
+        self._max_dropped = 20 * groups_per_step if max_dropped is None else max_dropped
+        self._dropped, self.num_dropped = list[float](), 0
         self._taken = self._version = version
         state = state or {"next": version * groups_per_step, "waiting": []}
         self._next: int = state["next"]

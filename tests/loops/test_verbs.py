@@ -1,0 +1,119 @@
+"""What the GRPO loops share: the order of prompts, the thread beside the event loop, dumps and what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit.data.prompts import Prompt
+from rlkit.data.tiny import tiny_tokenizer
+from rlkit.loops import verbs
+from rlkit.loops.dump import dump_to
+from rlkit.loops.run import open_run
+from rlkit.metrics import finalize
+from rlkit.types import Trajectory
+
+
+def sampled(reward=0.0, *, ids=(65, 66), versions=(0, 0), **changes):
+    t = Trajectory([60], list(ids), [v >= 0 for v in versions], [-1.0] * len(ids), list(versions), reward=reward)
+    return replace(t, **changes)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 5))
+def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own(n, seed):
+    prompts = [Prompt([i], {}, i) for i in range(n)]
+    at = verbs.prompt_order(prompts, seed=seed)
+    drawn = [at(place).index for place in range(3 * n)]
+    assert Counter(drawn) == dict.fromkeys(range(n), 3)
+    assert all(sorted(drawn[e * n : (e + 1) * n]) == list(range(n)) for e in range(3))
+    again = verbs.prompt_order(prompts, seed=seed)
+    assert [again(place).index for place in reversed(range(3 * n))] == drawn[::-1]
+
+
+def test_the_event_loop_goes_on_beside_the_thread():
+    async def main():
+        ticks, done = 0, threading.Event()
+
+        def work(x, *, y):
+            assert done.wait(60)
+            return x + y
+
+        call = asyncio.create_task(verbs.in_thread(work, 1, y=2))
+        while ticks < 20:
+            await asyncio.sleep(0.001)
+            ticks += 1
+        done.set()
+        return await call
+
+    assert asyncio.run(main()) == 3
+
+
+def test_a_cancelled_call_ends_when_the_function_does():
+    finished = []
+
+    def work():
+        time.sleep(0.2)
+        finished.append(True)
+
+    async def main():
+        call = asyncio.create_task(verbs.in_thread(work))
+        await asyncio.sleep(0.02)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert finished
+
+    asyncio.run(main())
+
+
+def test_metrics_count_episodes_and_ages_count_tokens():
+    group = [
+        sampled(1.0, versions=(3, 4)),
+        sampled(1.0, versions=(4, 4), continues=True, score=0.5, truncated=True, info={"metrics": {"format": 0.25}}),
+        sampled(0.0, ids=(65, 66, 67), versions=(5, -1, 5)),
+    ]
+    got = finalize(verbs.rollout_metrics([group], version=5))
+    assert got["reward/mean"] == 0.5, "two episodes, of which one came in two pieces"
+    assert got["reward/std"] == 0.5
+    assert got["truncated"] == 0.5
+    assert (got["score/mean"], got["reward/format"]) == (0.5, 0.25)
+    assert (got["length/mean"], got["length/max"]) == (2.0, 2.0)
+    assert (got["staleness/mean"], got["staleness/max"]) == ((2 + 1 + 1 + 1 + 0 + 0) / 6, 2)
+
+
+def test_groups_are_written_where_they_belong_and_the_status_counts(tmp_path):
+    said = []
+    engine = SimpleNamespace(progress=SimpleNamespace(running=3, waiting=7))
+    with open_run(tmp_path / "run", steps=3) as run:
+        run.status = said.append
+        dump = dump_to(run, tiny_tokenizer(), engine=engine)
+        dump(Prompt([60], {}, 4), [sampled(1.0), sampled(0.0)], step=2, kept=True)
+        dump(Prompt([60], {}, 5), [sampled(1.0)], step=2, kept=True)
+        dump(Prompt([60], {}, 6), [sampled(0.0)], step=2, kept=False)
+        dump(Prompt([60], {}, 7), [sampled(1.0)], step=0, kind="eval_greedy")
+    groups = {
+        path.stem: [json.loads(line)["group"] for line in path.read_bytes().splitlines()]
+        for path in (tmp_path / "run" / "trajectories").iterdir()
+    }
+    assert groups == {"train_000002": [4, 4, 5], "dropped_000002": [6], "eval_greedy_000000": [7]}
+    assert [s.split(",")[0] for s in said] == [
+        "train: 1 groups", "train: 2 groups", "dropped: 1 groups", "eval_greedy: 1 groups",
+    ]  # fmt: skip
+    assert "reward 0.750" in said[1]
+    assert all(s.endswith("3 running, 7 queued") for s in said)
+
+
+def test_a_folder_with_completions_in_it_is_refused_unless_resumed(tmp_path):
+    (tmp_path / "completions").mkdir()
+    with pytest.raises(FileExistsError, match="already holds a run"), open_run(tmp_path, steps=1):
+        pass
