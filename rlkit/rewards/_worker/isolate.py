@@ -10,12 +10,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import resource
 import signal
 import sysconfig
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def _isolate(ready: int, fds: list[int], limits: dict[str, Any]) -> None:
     if os.read(ready, 1) != b"1":
         raise OSError("the server could not map user ids")
     os.setsid()
-    stdlib = _standard_library()
+    stdlib = standard_library()
     sources = [(path, os.open(path, os.O_PATH)) for path in (*stdlib, *_DEVICES)]  # while root may still look in /root
     _check(_libc.prctl(_KEEPCAPS, 1, 0, 0, 0), "keeping capabilities for the set-up")
     with suppress(PermissionError):  # an ordinary user may not drop groups; there is nothing to use them on
@@ -110,7 +110,9 @@ def _isolate(ready: int, fds: list[int], limits: dict[str, Any]) -> None:
     _filter(forks=limits["processes"] > 0)
 
 
-def _standard_library() -> tuple[str, ...]:
+@cache
+def standard_library() -> tuple[str, ...]:
+    """The folders that a program may read."""
     paths = sysconfig.get_paths()
     return tuple(dict.fromkeys(os.path.realpath(paths[name]) for name in ("stdlib", "platstdlib")))
 
@@ -206,6 +208,8 @@ def _error(what: str) -> OSError:
     return OSError(number, f"{what}: {errno.errorcode.get(number, number)} {os.strerror(number)}")
 
 
-def supported() -> bool:
-    """Whether system call numbers are known for this machine."""
-    return platform.machine() in syscalls.MACHINES
+def prepare() -> None:
+    """Work out, once, what every child would."""
+    standard_library()
+    for forks in (False, True):
+        syscalls.deny_filter(forks=forks)

@@ -57,6 +57,7 @@ def main() -> None:
     sys.dont_write_bytecode = True
     os.umask(0o077)
     _preload()
+    isolate.prepare()
     gc.collect()
     gc.freeze()
     base_pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import platform
 import struct
+from functools import cache
 
 # name: (x86_64, aarch64); None: the machine has no such call
 _NUMBERS: dict[str, tuple[int | None, int | None]] = {
@@ -84,6 +85,7 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 
+@cache
 def deny_filter(*, forks: bool) -> bytes:
     """A seccomp program: denied calls fail with EPERM, `clone3` with ENOSYS (libc then takes `clone`).
 
