@@ -12,12 +12,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import grpo as sync
+
+from rlkit.parallel.flags import ParallelArgs
 
 
 @dataclass
@@ -100,6 +102,8 @@ class Args:
     """of the matrix products; weights and optimizer states are fp32"""
     device: str = "cpu"
     """where the model lives"""
+    parallel: ParallelArgs = field(default_factory=ParallelArgs)
+    """how the model is cut over the ranks of torchrun"""
     max_batch: int = 64
     """sequences the local engine decodes at once"""
     compile: bool = False
@@ -129,7 +133,7 @@ def main(args: Args) -> Path:
     from rlkit.data.prompts import rl_prompts
     from rlkit.loops.async_grpo import async_grpo
     from rlkit.losses import icepop, tis
-    from rlkit.parallel.model import load_model
+    from rlkit.parallel.launch import load_policy
     from rlkit.parallel.optim import schedule
     from rlkit.rollout.limits import success_between
     from rlkit.types import SamplingParams
@@ -139,7 +143,7 @@ def main(args: Args) -> Path:
     env, score = sync.environment(args, tokenizer)
     rows = load_rows(args.data)
     eval_rows = load_rows(args.eval_data, limit=args.eval_limit) if args.eval_data else []
-    model = load_model(args.model, device=args.device)
+    model = load_policy(args.model, args.parallel, device=args.device, dtype=args.dtype)
     render = {
         "tokenizer": tokenizer,
         "max_prompt_tokens": args.max_prompt_tokens,
@@ -198,17 +202,24 @@ async def open_engine(args: Args, model: Any, tokenizer: Any) -> AsyncIterator[A
         async with sync.open_engine(args, model, tokenizer) as engine:
             yield engine
         return
+    from rlkit.parallel._ranks import rank, world_size
+    from rlkit.parallel.shared import SharedEngine
     from rlkit.rollout.process import launch
 
+    if rank() != 0:
+        yield SharedEngine(None)
+        return
     engine = await launch(
         args.model, max_batch=args.max_batch, max_len=sync.max_len(args), compile=args.compile, device=args.device,
         num_threads=args.engine_threads, cpus=args.engine_cpus,
     )  # fmt: skip
     async with engine:
-        yield engine
+        yield SharedEngine(engine) if world_size() > 1 else engine
 
 
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Args, description=__doc__))
+    from rlkit.parallel.launch import main_on_ranks
+
+    main_on_ranks(main, tyro.cli(Args, description=__doc__))

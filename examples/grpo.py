@@ -1,6 +1,7 @@
 """GRPO on your model, your prompts and your reward.
 
     python examples/grpo.py --model PATH_OR_HUB_ID --data train.jsonl --eval-data test.jsonl --reward my_rewards.py:score
+    torchrun --nproc-per-node 8 examples/grpo.py --parallel.tp 2 --engine sglang ...
 
 Every row of the data holds `prompt` (a string) or `messages`, and whatever the reward needs, e.g. `answer`.
 The reward is a Python function, `def score(completion: str, row: dict) -> float`.
@@ -12,10 +13,13 @@ import asyncio
 import inspect
 import json
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, asynccontextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+from rlkit.parallel.flags import ParallelArgs
 
 
 @dataclass
@@ -98,6 +102,8 @@ class Args:
     """of the matrix products; weights and optimizer states are fp32"""
     device: str = "cpu"
     """where the model lives"""
+    parallel: ParallelArgs = field(default_factory=ParallelArgs)
+    """how the model is cut over the ranks of torchrun"""
     engine: Literal["local", "sglang"] = "local"
     """local: embedded, on the trainer's weights; sglang: servers that were started on `model`"""
     engine_urls: tuple[str, ...] = ()
@@ -135,7 +141,7 @@ def main(args: Args) -> Path:
     from rlkit.data.load import load_rows
     from rlkit.data.prompts import rl_prompts
     from rlkit.loops.grpo import grpo
-    from rlkit.parallel.model import load_model
+    from rlkit.parallel.launch import load_policy
     from rlkit.parallel.optim import schedule
     from rlkit.rollout.limits import success_between
     from rlkit.types import SamplingParams
@@ -145,9 +151,10 @@ def main(args: Args) -> Path:
     env, score = environment(args, tokenizer)
     rows = load_rows(args.data)
     eval_rows = load_rows(args.eval_data, limit=args.eval_limit) if args.eval_data else []
-    model = load_model(args.model, device=args.device)
+    load = partial(load_policy, args=args.parallel, device=args.device, dtype=args.dtype)
+    model = load(args.model)
     needs_reference = args.kl_coef or args.eval_kl
-    reference = load_model(args.reference or args.model, device=args.device) if needs_reference else None
+    reference = load(args.reference or args.model) if needs_reference else None
     render = {
         "tokenizer": tokenizer,
         "max_prompt_tokens": args.max_prompt_tokens,
@@ -231,13 +238,38 @@ def max_len(args: Any) -> int:
 
 @asynccontextmanager
 async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
-    """The engine of the command line; an SGLang server that was started for it ends with it."""
+    """The engine of the command line; an SGLang server that was started for it ends with it.
+
+    On many ranks the first one has it, and the local one is a process of its own.
+    """
+    from rlkit.parallel._ranks import rank, world_size
+
+    if world_size() > 1:
+        from rlkit.parallel.shared import SharedEngine
+
+        async with own_engine(args) if rank() == 0 else nullcontext() as engine:
+            yield SharedEngine(engine)
+        return
     if args.engine == "local":
         from rlkit.rollout.local import LocalEngine
 
         yield LocalEngine(
             model, tokenizer=tokenizer, max_batch=args.max_batch, max_len=max_len(args), compile=args.compile
         )
+        return
+    async with own_engine(args) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def own_engine(args: Any) -> AsyncIterator[Any]:
+    """An engine with weights of its own."""
+    if args.engine == "local":
+        from rlkit.rollout.process import launch as launch_process
+
+        options = {"max_batch": args.max_batch, "max_len": max_len(args), "compile": args.compile}
+        async with await launch_process(args.model, device=args.device, **options) as engine:
+            yield engine
         return
     from rlkit.rollout.sglang import connect, launch
 
@@ -250,4 +282,6 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Args, description=__doc__))
+    from rlkit.parallel.launch import main_on_ranks
+
+    main_on_ranks(main, tyro.cli(Args, description=__doc__))

@@ -16,12 +16,11 @@ from rlkit.loops.run import open_run, stop_on_interrupt
 from rlkit.loops.updates import grpo_update, pack_with_advantages
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
-from rlkit.parallel.model import forward, with_old_logp
+from rlkit.parallel.model import forward, mesh_of, with_old_logp
 from rlkit.parallel.optim import adamw
 from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.limits import mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, mix, single_turn
-from rlkit.rollout.stream import GroupStream
 from rlkit.types import SamplingParams
 
 
@@ -80,12 +79,13 @@ async def async_grpo(
     Reference: arXiv:2505.24298 (AReaL); arXiv:2110.00641 (decoupled PPO).
     """
     verbs.check_sampling(params, needs_reference=False, reference=None)
+    mesh = mesh_of(model)
     policy = partial(forward, model, temperature=params.temperature, dtype=dtype)
     optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
     update = partial(
         grpo_update, policy=policy, optimizer=optimizer, num_minibatches=num_minibatches, num_epochs=num_epochs,
         clip_low=clip_low, clip_high=clip_high, correction=correction, kl_coef=0.0, entropy_coef=entropy_coef,
-        max_norm=max_norm, max_tokens=max_tokens, device=model.device,
+        max_norm=max_norm, max_tokens=max_tokens, device=model.device, mesh=mesh,
     )  # fmt: skip
     state = verbs.restore(folder, model=model, optimizer=optimizer, reference=None) if resume else {}
     start, first = state.get("step", -1), max(state.get("step", -1), 0)
@@ -97,7 +97,7 @@ async def async_grpo(
         await engine.update_weights(stream_weights(model), version=first)
         if start < 0 and eval_prompts and eval_steps:
             run.log(0, await evaluate(on_group=partial(dump, step=0)))
-        async with GroupStream(
+        async with verbs.open_stream(
             verbs.prompt_order(prompts, seed=seed), generate=engine.generate, abort=engine.abort, params=params,
             group_size=group_size, groups_per_step=prompts_per_step, staleness=staleness, seed=seed, env=env,
             score=score, keep=keep_group, on_group=dump, journal=folder / "completions", version=first,
@@ -113,7 +113,7 @@ async def async_grpo(
                 groups = mask_truncated(groups) if drop_truncated else groups
                 batch = pack_with_advantages(groups, baseline=baseline)
                 if num_minibatches * num_epochs > 1:
-                    batch = await verbs.in_thread(with_old_logp, policy, batch, max_tokens=max_tokens)
+                    batch = await verbs.in_thread(with_old_logp, policy, batch, max_tokens=max_tokens, mesh=mesh)
                 metrics = merge(metrics, await verbs.in_thread(update, batch, lr=lr_at(step), seed=mix(seed, step)))
                 clock.lap("train")
 

@@ -17,12 +17,11 @@ from rlkit.loops.run import open_run, stop_on_interrupt
 from rlkit.loops.updates import grpo_update, pack_with_advantages
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
-from rlkit.parallel.model import forward, with_old_logp, with_ref_logp
+from rlkit.parallel.model import forward, mesh_of, with_old_logp, with_ref_logp
 from rlkit.parallel.optim import adamw
 from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, mix, single_turn
-from rlkit.rollout.stream import GroupStream
 from rlkit.types import Controller, SamplingParams
 
 
@@ -84,28 +83,29 @@ async def grpo(
     4. tokens are weighted by `correction(log pi_old / pi_rollout)` for what the engine, or older weights, did otherwise
     """
     verbs.check_sampling(params, needs_reference=bool(kl_coef or ref_sync_steps), reference=reference)
+    mesh, moving = mesh_of(model), reference if ref_sync_steps else None
     policy = partial(forward, model, temperature=params.temperature, dtype=dtype)
     ref_policy = partial(forward, reference, temperature=params.temperature, dtype=dtype) if reference else None
     optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
     update = partial(
         grpo_update, policy=policy, optimizer=optimizer, num_minibatches=num_minibatches, num_epochs=num_epochs,
         clip_low=clip_low, clip_high=clip_high, correction=correction, entropy_coef=entropy_coef, max_norm=max_norm,
-        max_tokens=max_tokens, device=model.device,
+        max_tokens=max_tokens, device=model.device, mesh=mesh,
     )  # fmt: skip
-    state = verbs.restore(folder, model=model, optimizer=optimizer, reference=reference) if resume else {}
+    state = verbs.restore(folder, model=model, optimizer=optimizer, reference=moving) if resume else {}
     start, first, kl_state = state.get("step", -1), max(state.get("step", -1), 0), kl_controller.init(kl_coef)
     kl_state = type(kl_state)(*state.get("kl", kl_state))
     with open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop:
         dump = dump_to(run, tokenizer, engine=engine)
         evaluate = partial(
             verbs.evaluate, eval_prompts, generate=engine.generate, params=params, env=env, score=score, seed=seed,
-            policy=policy, reference=ref_policy, max_tokens=max_tokens,
+            policy=policy, reference=ref_policy, max_tokens=max_tokens, mesh=mesh,
         )  # fmt: skip
         await engine.update_weights(stream_weights(model), version=first)
         if start < 0 and eval_prompts and eval_steps:
             run.log(0, await evaluate(on_group=partial(dump, step=0)))
         signal = True
-        async with GroupStream(
+        async with verbs.open_stream(
             verbs.prompt_order(prompts, seed=seed), generate=engine.generate, abort=engine.abort, params=params,
             group_size=group_size, groups_per_step=prompts_per_step, staleness=staleness, seed=seed, env=env,
             score=score, keep=keep_group, on_group=dump, journal=folder / "completions" if journal else None,
@@ -121,9 +121,9 @@ async def grpo(
                 groups = mask_truncated(groups) if drop_truncated else groups
                 groups = mask_off_policy(groups, version=step) if drop_off_policy else groups
                 batch = pack_with_advantages(groups, baseline=baseline)
-                batch = with_ref_logp(ref_policy if kl_coef else None, batch, max_tokens=max_tokens)
+                batch = with_ref_logp(ref_policy if kl_coef else None, batch, max_tokens=max_tokens, mesh=mesh)
                 if num_minibatches * num_epochs > 1:
-                    batch = with_old_logp(policy, batch, max_tokens=max_tokens)
+                    batch = with_old_logp(policy, batch, max_tokens=max_tokens, mesh=mesh)
                 clock.lap("score")
                 metrics = merge(metrics, update(batch, lr=lr_at(step), kl_coef=kl_state.coef, seed=mix(seed, step)))
                 clock.lap("train")
@@ -143,7 +143,7 @@ async def grpo(
                 signal = verbs.say_if_no_signal(run, batch, before=signal)
                 if verbs.save_if_due(
                     run, stop, done, steps=steps, every=save_steps, keep=keep, model=model, optimizer=optimizer,
-                    reference=reference if ref_sync_steps else None, stream=stream, state={"kl": tuple(kl_state)},
+                    reference=moving, stream=stream, state={"kl": tuple(kl_state)},
                 ):  # fmt: skip
                     break
         run.plot()

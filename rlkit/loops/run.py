@@ -108,17 +108,21 @@ class Run:
 
 @contextmanager
 def open_run(
-    folder: Path | str, *, steps: int, start: int = 0, resume: bool = False, active: bool = True
+    folder: Path | str, *, steps: int, start: int = 0, resume: bool = False, active: bool | None = None
 ) -> Iterator[Run]:
     """Open a run folder for writing, from step `start` to `steps`.
 
     A folder that already holds a run is refused unless `resume`. Then `start` is the step of the loaded checkpoint, and
     all that came after it is dropped; -1 (there was no checkpoint yet) drops everything, also what step 0 logged.
-    `active=False` (every rank but the first) writes and prints nothing.
+    `active=False` writes and prints nothing; by default that is every rank but the first.
 
     Errors: FileExistsError for a folder with a run in it; BlockingIOError where another process has it open.
     """
     folder = Path(folder)
+    if active is None:
+        from rlkit.parallel._ranks import rank
+
+        active = rank() == 0
     if not active:
         yield Run(folder, None)
         return

@@ -13,11 +13,9 @@ from rlkit.loops.run import open_run, resume_command, stop_on_interrupt
 from rlkit.losses import token_mean
 from rlkit.metrics import Metrics, finalize, mean, merge
 from rlkit.packing import pack
-from rlkit.parallel._ranks import rank
 from rlkit.parallel.data import any_rank, rank_microbatches, reduce_metrics
-from rlkit.parallel.model import forward, score
+from rlkit.parallel.model import forward, mesh_of, score
 from rlkit.parallel.optim import adamw, optimizer_step, set_lr
-from rlkit.parallel.parallelize import mesh_of
 from rlkit.types import Batch, Trajectory
 
 
@@ -78,10 +76,7 @@ def sft(
     state = verbs.restore(folder, model=model, optimizer=optimizer, reference=None) if resume else {}
     start = state.get("step", -1)
     save = partial(verbs.save, model=model, optimizer=optimizer, reference=None, keep=keep)
-    with (
-        open_run(folder, steps=steps, start=start, resume=resume, active=rank() == 0) as run,
-        stop_on_interrupt() as stop,
-    ):
+    with open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop:
         order = batches(len(examples), batch_size=batch_size, seed=seed, start_step=max(start, 0))
         for step, rows in zip(range(max(start, 0), steps), order):
             clock = verbs.Clock()

@@ -11,7 +11,9 @@ from rlkit.episodes import episode_advantages
 from rlkit.loops import verbs
 from rlkit.losses import k3, ppo_clip, token_mean
 from rlkit.metrics import Metrics, merge
-from rlkit.packing import microbatches, pack, split, with_streams
+from rlkit.packing import pack, split, with_streams
+from rlkit.parallel.data import any_rank, rank_microbatches, reduce_metrics
+from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.model import Policy
 from rlkit.parallel.optim import optimizer_step, set_lr
 from rlkit.rollout.rollout import Group
@@ -43,21 +45,23 @@ def grpo_update(
     max_tokens: int,
     device: torch.device | str,
     seed: int,
+    mesh: Mesh | None = None,
 ) -> Metrics:
     """`num_minibatches * num_epochs` optimizer steps on one batch: the clipped surrogate, averaged over all tokens of a
     step, plus `kl_coef` * KL to the reference and minus `entropy_coef` * entropy.
 
     `correction(old_logp - rollout_logp)` weighs the surrogate's tokens. Without `old_logp` in the batch (one update per
-    rollout) it is the current log-prob, and no forward was spent on it.
+    rollout) it is the current log-prob, and no forward was spent on it. With a `mesh` every rank gives the whole batch,
+    and computes its share.
     """
     set_lr(optimizer, lr)
     metrics: Metrics = {}
     for mini in split(batch, num_minibatches, epochs=num_epochs, seed=seed):
         weights = token_mean(mini.mask, num_tokens=verbs.global_count(mini.mask))
         flat = seq_sum(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
-        for micro, *rest in microbatches((mini, weights), max_tokens=max_tokens, apart=flat):
+        for micro, *rest in rank_microbatches((mini, weights), mesh=mesh, max_tokens=max_tokens, apart=flat):
             micro, w = micro.to(device), rest[0].to(device)
-            learning = bool(kl_coef or entropy_coef or micro.advantages.any())
+            learning = any_rank(bool(kl_coef or entropy_coef or micro.advantages.any()))
             with torch.set_grad_enabled(learning):  # where every advantage is 0, so is the gradient
                 out = policy(micro)
             old_logp = out.logp.detach() if micro.old_logp is None else micro.old_logp
@@ -73,4 +77,4 @@ def grpo_update(
             new = verbs.policy_metrics(out, old_logp, micro, clip_low=clip_low, clip_high=clip_high)
             metrics = merge(metrics, new)
         metrics = merge(metrics, optimizer_step(optimizer, max_norm=max_norm))
-    return metrics
+    return reduce_metrics(metrics, mesh=mesh)

@@ -19,7 +19,11 @@ from rlkit.loops.run import Run, Stop, resume_command
 from rlkit.losses import k3, ratio_stats
 from rlkit.metrics import Metrics, largest, mean, merge
 from rlkit.packing import pack
+from rlkit.parallel._ranks import world_size
+from rlkit.parallel.data import any_rank
+from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.model import Policy, with_old_logp, with_ref_logp
+from rlkit.parallel.shared import SharedStream, from_first
 from rlkit.rollout.limits import success
 from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, rollout, single_turn
 from rlkit.rollout.stream import GroupStream
@@ -100,6 +104,12 @@ def prompt_order(prompts: Sequence[Prompt], *, seed: int) -> Callable[[int], Pro
     return lambda place: prompts[batch_indices(len(prompts), batch_size=1, seed=seed, step=place)[0]]
 
 
+def open_stream(prompt_at: Callable[[int], Prompt], **options: Any) -> GroupStream | SharedStream:
+    """A `GroupStream`; on many ranks rank 0's, of which every rank takes the groups."""
+    make = partial(GroupStream, prompt_at, **options)
+    return make() if world_size() == 1 else SharedStream(make)
+
+
 def check_sampling(params: SamplingParams, *, needs_reference: bool, reference: Any) -> None:
     """Refuses, before anything runs, what would bias every ratio of the loss or make all samples of a group alike."""
     if needs_reference and reference is None:
@@ -138,6 +148,7 @@ async def evaluate(
     reference: Policy | None = None,
     max_tokens: int = 16384,
     on_group: Callable[..., None] | None = None,
+    mesh: Mesh | None = None,
 ) -> dict[str, float]:
     """Mean score (the reward, where a reward function gives no score) on held-out prompts, sampled once and greedy.
 
@@ -145,7 +156,8 @@ async def evaluate(
     """
     out = {}
     for name, how in (("sampled", params), ("greedy", replace(params, temperature=0.0))):
-        groups = await rollout(
+        sample = partial(
+            rollout,
             prompts,
             generate=generate,
             params=how,
@@ -155,10 +167,11 @@ async def evaluate(
             score=score,
             on_group=None if on_group is None else partial(on_group, kind=f"eval_{name}"),
         )
+        groups = await from_first(sample)
         out[f"eval/{name}"] = sum(map(success, groups)) / max(1, len(groups))
         if name == "sampled" and policy is not None and reference is not None:
-            batch = with_old_logp(policy, pack(groups), max_tokens=max_tokens)
-            batch = with_ref_logp(reference, batch, max_tokens=max_tokens)
+            batch = with_old_logp(policy, pack(groups), max_tokens=max_tokens, mesh=mesh)
+            batch = with_ref_logp(reference, batch, max_tokens=max_tokens, mesh=mesh)
             kl = mean(k3(batch.old_logp, batch.ref_logp), mask=batch.mask)
             out["eval/kl"] = float(kl.total / kl.count)
     return out
@@ -195,11 +208,10 @@ def save(
     """
     from rlkit.parallel.checkpoint import save_checkpoint
 
-    if reference is not None:
-        state = {**state, "reference": reference.state_dict()}
+    both = _with_reference(model, reference)
     try:
         run.sync()
-        save_checkpoint(run.checkpoints, step=step, model=model, optimizer=optimizer, state=state, keep=keep)
+        save_checkpoint(run.checkpoints, step=step, model=both, optimizer=optimizer, state=state, keep=keep)
     except OSError as error:
         if must:
             raise
@@ -207,19 +219,28 @@ def save(
 
 
 def save_if_due(
-    run: Run, stop: Stop, step: int, *, steps: int, every: int, stream: GroupStream, state: dict[str, Any], **what: Any
+    run: Run,
+    stop: Stop,
+    step: int,
+    *,
+    steps: int,
+    every: int,
+    stream: GroupStream | SharedStream,
+    state: dict[str, Any],
+    **what: Any,
 ) -> bool:
     """`save` after every so many steps (0: never), after the last one, and when somebody asked the run to stop.
 
     The stream's own state is saved with `state`. Returns whether to stop; then how to go on has been said.
     """
-    must = stop.requested or step == steps
+    stopping = any_rank(stop.requested)
+    must = stopping or step == steps
     if must or (every and step % every == 0):
         save(run, step, state={**state, "stream": stream.state}, must=must, **what)
         stream.saved()
-    if stop.requested:
+    if stopping:
         run.say(f"saved after step {step}; go on with: {resume_command('--resume')}")
-    return stop.requested
+    return stopping
 
 
 def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any) -> dict[str, Any]:
@@ -229,10 +250,12 @@ def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, refer
     path = latest_checkpoint(folder / "checkpoints")
     if path is None:
         return {}
-    state = load_checkpoint(path, model=model, optimizer=optimizer)
-    if reference is not None and "reference" in state:
-        reference.load_state_dict(state["reference"])
-    return state
+    return load_checkpoint(path, model=_with_reference(model, reference), optimizer=optimizer)
+
+
+def _with_reference(model: Any, reference: Any) -> Any:
+    """What a checkpoint holds: the model, and a reference that moves, whose shards are written like the model's."""
+    return model if reference is None else torch.nn.ModuleDict({"policy": model, "reference": reference})
 
 
 def export(run: Run, model: Any, tokenizer: Any) -> Path:
