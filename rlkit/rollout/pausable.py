@@ -39,7 +39,8 @@ class Pausable:
         """See `rlkit.types.Generate`. "abort" is returned only where somebody else than `pause` aborted the call."""
         done = NOTHING
         while True:
-            await self._open.wait()
+            while not self._open.is_set():  # it may have been closed again before this task's turn came
+                await self._open.wait()
             pauses = self._pauses
             out = await self._count(continued(self._generate, prompt_ids, done, params=params, rid=rid))
             self.num_tokens += len(out.ids)

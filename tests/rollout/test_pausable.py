@@ -68,6 +68,24 @@ def test_versions_say_which_weights_made_each_token(ticks):
     assert engine.num_tokens == len(out.ids), "no token is sampled twice"
 
 
+def test_nothing_slips_through_between_two_pauses():
+    async def go():
+        engine = Ticking(length=lambda prompt, seed: 20)
+        pausable = Pausable(engine.generate, engine.abort)
+        await pausable.pause()
+        call = asyncio.create_task(pausable.generate([1], params=params(3)))
+        await asyncio.sleep(0)
+        pausable.resume()
+        await pausable.pause()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert engine.calls == []
+        pausable.resume()
+        return await call
+
+    assert len(asyncio.run(go()).ids) == 18
+
+
 def test_an_abort_by_somebody_else_is_handed_on():
     async def go():
         engine = Ticking(length=lambda prompt, seed: 20)
