@@ -7,7 +7,8 @@
 COMPUTED, NOT MEASURED, except under --check. Terms, for `rlkit.parallel.parallelize(dtype=bf16)`:
 
     states       16 bytes a parameter, cut over shard * cp * tp: fp32 master weights, gradients, two AdamW moments
-    gathered     bf16 weights in use: two layers (one computing, one on its way), embedding and head; in the backward
+    gathered     bf16 weights in use: two layers (one computing, one on its way; of experts, expert parallel ranks
+                 gather only their own), embedding and head; in the backward
                  also their gradients until they are summed: embedding and head in bf16, one layer in bf16 and fp32
     activations  kept for the backward, by T / cp tokens. Each norm keeps an fp32 copy, because transformers computes it
                  in fp32. Tensor parallel cuts heads and hidden units, not the residual stream.
@@ -59,6 +60,11 @@ class Shape:
         return attention + mlp + 2 * self.hidden
 
     @property
+    def expert_parameters(self) -> int:
+        """Those of a layer's experts, which expert parallelism leaves on their ranks."""
+        return 3 * self.hidden * self.intermediate * self.experts
+
+    @property
     def parameters(self) -> int:
         """All of them, a tied head once."""
         return self.layers * self.layer_parameters + self.hidden + (1 if self.tied else 2) * self.vocab * self.hidden
@@ -102,6 +108,7 @@ class Layout:
     gpus: int = 8
     tp: int = 1
     cp: int = 1
+    ep: int = 1
     replicate: int = 1
     tokens: int = 32768
     checkpointing: bool = True
@@ -118,7 +125,7 @@ def step_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
     tokens = layout.tokens / layout.cp
     states = 16 * shape.parameters / layout.cut
     outside = (1 if shape.tied else 2) * shape.vocab * shape.hidden / layout.tp
-    layer = shape.layer_parameters / layout.tp
+    layer = (shape.layer_parameters - shape.expert_parameters * (1 - 1 / layout.ep)) / layout.tp
     one = tokens * shape.activation_bytes(tp=layout.tp, cp=layout.cp)
     kept = tokens * 2 * shape.hidden * shape.layers
     return {
@@ -159,14 +166,18 @@ def plan(name: str, layout: Layout, *, memory: float = 80 * GIB) -> dict[str, ob
     }
 
 
-def default_layouts(gpus: int) -> list[Layout]:
-    """The usual choices: cut everything; tensor parallel in a node; long sequences by context; no checkpointing."""
+def default_layouts(gpus: int, shape: Shape) -> list[Layout]:
+    """The usual choices: cut everything; matrices or experts in a node; long sequences by context; no checkpointing."""
+    inside = {"ep": 8} if shape.experts else {"tp": 8}
+    both = {"ep": 8, "cp": 8} if shape.experts else {"tp": 2, "cp": 4}
     return [
         Layout(gpus),
         Layout(gpus, checkpointing=False, tokens=8192),
-        Layout(gpus, tp=8),
-        Layout(gpus, tp=2, cp=4, tokens=131072),
+        Layout(gpus, **inside),
+        Layout(gpus, **inside, tokens=16384),
+        Layout(gpus, **both, tokens=131072),
         Layout(gpus, cp=8, tokens=131072),
+        Layout(gpus, cp=8, tokens=32768),
         Layout(gpus, offload=True),
     ]
 
@@ -174,7 +185,7 @@ def default_layouts(gpus: int) -> list[Layout]:
 def describe(layout: Layout) -> str:
     """The flags of a layout, as one writes them."""
     shard = layout.gpus // (layout.tp * layout.cp * layout.replicate)
-    names = {"replicate": layout.replicate, "shard": shard, "cp": layout.cp, "tp": layout.tp}
+    names = {"replicate": layout.replicate, "shard": shard, "cp": layout.cp, "tp": layout.tp, "ep": layout.ep}
     flags = [f"{k} {v}" for k, v in names.items() if v > 1]
     flags += ["checkpointing"] * layout.checkpointing + ["offload"] * layout.offload
     return f"{', '.join(flags)}, {layout.tokens // 1024}k tokens"
@@ -273,6 +284,7 @@ class Args:
     gpus: int = 8
     tp: int = 1
     cp: int = 1
+    ep: int = 1
     replicate: int = 1
     tokens: int = 32768
     """tokens of a micro-batch over one data parallel place; at least the longest sequence"""
@@ -287,12 +299,14 @@ def main(args: Args) -> None:
     if args.check:
         check()
         return
+    if args.model and args.model not in MODELS:
+        raise SystemExit(f"--model {args.model} is not one of {', '.join(MODELS)}")
     if args.model:
-        names = ("gpus", "tp", "cp", "replicate", "tokens", "checkpointing", "offload")
-        layouts, models = [Layout(**{k: getattr(args, k) for k in names})], [args.model]
+        names = ("gpus", "tp", "cp", "ep", "replicate", "tokens", "checkpointing", "offload")
+        rows = [(args.model, Layout(**{k: getattr(args, k) for k in names}))]
     else:
-        layouts, models = [x for gpus in (8, 16, 32, 64) for x in default_layouts(gpus)], [*MODELS]
-    print_table([(layout, plan(name, layout)) for name in models for layout in layouts])
+        rows = [(m, x) for m, shape in MODELS.items() for n in (8, 16, 32, 64) for x in default_layouts(n, shape)]
+    print_table([(layout, plan(name, layout)) for name, layout in rows])
 
 
 if __name__ == "__main__":

@@ -40,3 +40,6 @@ def test_a_plan_says_what_fits_and_why():
     assert memory.plan("Qwen2.5-72B", small)["fits"]
     assert memory.plan("Qwen2.5-7B", big)["fits"]
     assert memory.plan("Qwen2.5-72B", replace(big, offload=True))["states"] == 0
+    whole, shared = (memory.plan("Qwen3-30B-A3B", memory.Layout(8, ep=ep)) for ep in (1, 8))
+    assert whole["states"] == shared["states"]
+    assert shared["gathered"] < 0.7 * whole["gathered"]
