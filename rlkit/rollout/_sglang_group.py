@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
-from rlkit.rollout._sglang_weights import NamedTensors, Target, buckets, with_last
+from rlkit.rollout._sglang_weights import Memory, NamedTensors, Target, flatten, groups
 
 
 class FromGroup:
@@ -53,6 +53,7 @@ class FromGroup:
         self._bucket_bytes, self._dtype, self._timeout = bucket_bytes, dtype, timeout
         self._group: dist.ProcessGroup | None = None
         self._members: tuple[Target, ...] = ()
+        self._memory = Memory(shared=False)
         self._name = ""
 
     async def send(self, targets: Sequence[Target], named_tensors: NamedTensors, *, version: int) -> None:
@@ -60,7 +61,8 @@ class FromGroup:
         if self._group is None or {t.url for t in targets} != {t.url for t in self._members}:
             await self.close()
             await self._meet(targets)
-        for bucket, last in with_last(buckets(named_tensors, max_bytes=self._bucket_bytes, dtype=self._dtype)):
+        for named, last in groups(named_tensors, max_bytes=self._bucket_bytes, dtype=self._dtype):
+            bucket = flatten(named, self._memory)
             body = {
                 "names": [place.name for place in bucket.metadata],
                 "dtypes": [str(place.dtype).removeprefix("torch.") for place in bucket.metadata],

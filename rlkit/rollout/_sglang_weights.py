@@ -7,6 +7,7 @@ import base64
 import io
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+Named = list[tuple[str, Tensor]]
 NO_TENSORS = "update_weights was given no tensors; pass (name, tensor) pairs, e.g. stream_weights(model)"
 UUID_PLACE = 6  # of the device in the arguments of torch's rebuild_cuda_tensor
 
@@ -51,28 +53,54 @@ class Bucket(NamedTuple):
     metadata: list[SimpleNamespace]
 
 
-def buckets(named_tensors: NamedTensors, *, max_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-    """Pack a stream of tensors into flat byte buffers of at most `max_bytes` (one larger tensor is alone in its own).
+class Memory:
+    """Bytes that every bucket on a CPU is laid out in anew: fresh pages would cost more than the copy itself."""
 
-    A bucket holds one dtype, so that every tensor in it is aligned. `dtype` casts floating-point tensors first: an
-    engine that serves bf16 needs no fp32 copy sent. A `DTensor` is gathered (on every rank, in the same order).
-    """
-    pending: list[tuple[str, Tensor]] = []
-    size = 0
+    def __init__(self, *, shared: bool) -> None:
+        self._shared = shared
+        self._flat = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """The first `num_bytes`; what an earlier call returned is overwritten with them."""
+        if self._flat.numel() < num_bytes:
+            self._flat = torch.empty(num_bytes, dtype=torch.uint8)
+            if self._shared:
+                with _file_system_sharing():
+                    self._flat.share_memory_()
+        return self._flat[:num_bytes]
+
+
+def full_tensors(named_tensors: NamedTensors, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor whole (a `DTensor` is gathered, on every rank in the same order), floating-point ones in `dtype`."""
     for name, tensor in named_tensors:
         full = tensor.detach()
         full = full.full_tensor() if hasattr(full, "full_tensor") else full
-        full = full.to(dtype) if dtype is not None and full.is_floating_point() else full
+        yield name, full.to(dtype) if dtype is not None and full.is_floating_point() else full
+
+
+def groups(named_tensors: NamedTensors, *, max_bytes: int, dtype: torch.dtype | None) -> Iterator[tuple[Named, bool]]:
+    """(tensors of one dtype with at most `max_bytes` together, whether they are the last). A larger one is alone.
+
+    One dtype, so that each is aligned in the bucket. Tensors that had to be gathered or cast are held for two groups.
+
+    Raises:
+        ValueError: there are none.
+    """
+    pending: Named = []
+    size = 0
+    for name, full in full_tensors(named_tensors, dtype):
         if pending and (size + full.nbytes > max_bytes or full.dtype != pending[0][1].dtype):
-            yield _flatten(pending)
+            yield pending, False
             pending, size = [], 0
         pending.append((name, full))
         size += full.nbytes
-    if pending:
-        yield _flatten(pending)
+    if not pending:
+        raise ValueError(NO_TENSORS)
+    yield pending, True
 
 
-def _flatten(named: list[tuple[str, Tensor]]) -> Bucket:
+def flatten(named: Named, memory: Memory | None) -> Bucket:
+    """Lay tensors end to end, in `memory` if they are on a CPU."""
     parts = [t.contiguous().reshape(-1).view(torch.uint8) for _, t in named]
     metadata, start = [], 0
     for (name, tensor), part in zip(named, parts, strict=True):
@@ -80,26 +108,17 @@ def _flatten(named: list[tuple[str, Tensor]]) -> Bucket:
         place = SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end)
         metadata.append(SimpleNamespace(**vars(place), numel=end - start))
         start = end
-    return Bucket(torch.cat(parts), metadata)
-
-
-def with_last(items: Iterator[Bucket]) -> Iterator[tuple[Bucket, bool]]:
-    """(item, whether it is the last one)."""
-    previous = next(items, None)
-    if previous is None:
-        raise ValueError(NO_TENSORS)
-    for item in items:
-        yield previous, False
-        previous = item
-    yield previous, True
+    if memory is None or parts[0].device.type != "cpu":
+        return Bucket(torch.cat(parts), metadata)
+    return Bucket(torch.cat(parts, out=memory.take(start)), metadata)
 
 
 class FromTensors:
     """Through memory that trainer and server share on one machine: CUDA IPC, or shared memory for CPU tensors.
 
     Only a handle goes over HTTP. The trainer's and the server's GPU may have different numbers in the two processes
-    (it is named by its UUID), but must be visible to both. On a CPU the buckets lie in /dev/shm: it needs twice
-    `bucket_bytes`, and a small helper process of torch's lives as long as this one.
+    (it is named by its UUID), but must be visible to both. On a CPU the buckets lie in /dev/shm, `bucket_bytes`
+    of it, and a small helper process of torch's lives as long as this one.
 
     Args:
         bucket_bytes: size of the flat buffers.
@@ -112,10 +131,12 @@ class FromTensors:
 
     def __init__(self, *, bucket_bytes: int = 512 << 20, dtype: torch.dtype | None = None) -> None:
         self._bucket_bytes, self._dtype = bucket_bytes, dtype
+        self._memory = Memory(shared=True)
 
     async def send(self, targets: Sequence[Target], named_tensors: NamedTensors, *, version: int) -> None:
         """See `Transport`."""
-        for bucket, last in with_last(buckets(named_tensors, max_bytes=self._bucket_bytes, dtype=self._dtype)):
+        for named, last in groups(named_tensors, max_bytes=self._bucket_bytes, dtype=self._dtype):
+            bucket = flatten(named, self._memory)
             stamp = {"weight_version": str(version)} if last else {}
             await all_done(
                 target.post(
@@ -174,10 +195,7 @@ async def all_done(calls: Iterable[Awaitable[Any]]) -> None:
 def _write(path: Path, named_tensors: NamedTensors, dtype: torch.dtype | None) -> None:
     from safetensors.torch import save_file
 
-    tensors = {}
-    for bucket in buckets(named_tensors, max_bytes=1, dtype=dtype):
-        for place in bucket.metadata:
-            tensors[place.name] = bucket.flat.cpu().view(place.dtype).reshape(place.shape)
+    tensors = {name: full.cpu().contiguous() for name, full in full_tensors(named_tensors, dtype)}
     if not tensors:
         raise ValueError(NO_TENSORS)
     path.mkdir(parents=True, exist_ok=True)
@@ -186,14 +204,21 @@ def _write(path: Path, named_tensors: NamedTensors, dtype: torch.dtype | None) -
 
 def _handle(bucket: Bucket) -> str:
     """What SGLang unpickles: names and places as plain namespaces, and the shared buffer by reference."""
-    strategy = mp.get_sharing_strategy()
-    mp.set_sharing_strategy("file_system")  # file descriptors cannot be passed to an unrelated process
-    try:
-        out = io.BytesIO()
+    out = io.BytesIO()
+    with _file_system_sharing():
         _Pickler(out).dump({"flattened_tensor": bucket.flat, "metadata": bucket.metadata})
+    return base64.b64encode(out.getvalue()).decode()
+
+
+@contextmanager
+def _file_system_sharing() -> Iterator[None]:
+    """By name, for file descriptors cannot be passed to an unrelated process."""
+    strategy = mp.get_sharing_strategy()
+    mp.set_sharing_strategy("file_system")
+    try:
+        yield
     finally:
         mp.set_sharing_strategy(strategy)
-    return base64.b64encode(out.getvalue()).decode()
 
 
 class _Pickler(ForkingPickler):

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from rlkit.rollout._sglang_weights import _handle, buckets
+from rlkit.rollout._sglang_weights import _handle, flatten
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ for place in bucket["metadata"]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_another_process_reads_the_bucket() -> None:
     named = [("a", torch.randn(300, 7, device="cuda")), ("b", torch.randn(5, device="cuda"))]
-    (bucket,) = buckets(named, max_bytes=1 << 20)
+    bucket = flatten(named, None)
     command = [sys.executable, "-c", RECEIVER]
     done = subprocess.run(command, input=_handle(bucket), text=True, capture_output=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
