@@ -168,7 +168,7 @@ def weights(rounds: int) -> dict[str, Any]:
 async def alternate(url: str, model: Any, raw: Any, num_bytes: int, rounds: int) -> tuple[list[float], list[float]]:
     flat = torch.zeros(num_bytes, dtype=torch.uint8)
     syncs, raws = [], []
-    async with connect(url, transport=FromGroup(backend="gloo", bucket_bytes=64 << 20)) as engine:
+    async with connect(url, transport=FromGroup(backend="gloo")) as engine:
         for number in range(rounds + 1):
             began = time.perf_counter()
             raw.broadcast([flat]).wait()
