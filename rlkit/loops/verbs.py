@@ -231,12 +231,15 @@ def save_if_due(
 ) -> bool:
     """`save` after every so many steps (0: never), after the last one, and when somebody asked the run to stop.
 
-    The stream's own state is saved with `state`. Returns whether to stop; then how to go on has been said.
+    The stream's own state is saved with `state`, and its journal cut; without checkpoints nothing could use it. Returns
+    whether to stop; then how to go on has been said.
     """
     stopping = any_rank(stop.requested)
     must = stopping or step == steps
-    if must or (every and step % every == 0):
+    due = must or (every > 0 and step % every == 0)
+    if due:
         save(run, step, state={**state, "stream": stream.state}, must=must, **what)
+    if due or not every:
         stream.saved()
     if stopping:
         run.say(f"saved after step {step}; go on with: {resume_command('--resume')}")

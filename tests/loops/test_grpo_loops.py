@@ -123,6 +123,8 @@ def test_partial_rollout_continues_what_it_interrupts(tmp_path):
     assert all(r["versions"][-1] - r["versions"][0] == 1 for r in spanning)
     assert all(r["length"] == 2 + 8 * (r["group"] % 3) for r in rows)
     assert max(line["mismatch/abs_max"] for line in lines) > 1e-3, "old tokens are off policy"
+    journal = sorted(int(path.stem) for path in (tmp_path / "completions").iterdir())
+    assert len(journal) <= 2, "what no checkpoint can ask for any more is deleted"
 
 
 def test_masked_old_tokens_make_partial_rollout_on_policy(tmp_path):
