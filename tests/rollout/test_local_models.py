@@ -116,7 +116,8 @@ def test_logp_equals_the_models_own_forward(case):
     config, decoder = CASES[case]
     model = build(config)
     engine = LocalEngine(model, max_batch=5, max_len=96, eos_token_ids=())
-    assert type(engine._decoder) is decoder
+    found = type(engine._decoder)  # in transformers 5.17 Gemma 2 with a cache differs from itself: the probe finds it
+    assert found is decoder or (case == "gemma2" and hf.__version__ < "5.23" and found is Recompute)
     out = asyncio.run(busy(engine, temperature=0.8))
     assert model.training  # left as it was
     for prompt, completion in out:
