@@ -1,4 +1,4 @@
-"""Runs `compile_kernels.py`: a process of its own, because the interpreter must be off where kernels are imported."""
+"""Compiles for GPUs without one, in processes of their own: the interpreter must be off where kernels are imported."""
 
 import os
 import subprocess
@@ -10,13 +10,27 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+def run(script: str, *args: str) -> str:
+    """What a script of this folder printed; it must succeed."""
+    pytest.importorskip("triton")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "tests/kernels" / script), *args]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_every_configuration_compiles_without_spills(arch: int) -> None:
-    pytest.importorskip("triton")
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "tests/kernels/compile_kernels.py"), str(arch)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" ok\n") >= 20
-    assert done.stdout.endswith("0 failures\n")
+    table = run("compile_kernels.py", str(arch))
+    assert table.count(" ok\n") >= 20
+    assert table.endswith("0 failures\n")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_function_gets_through_the_launcher() -> None:
+    launched = run("launch_kernels.py")
+    for kernel in ("stats", "gradient", "mark", "reduce", "carry", "apply"):
+        assert f"'{kernel}_kernel': " in launched
