@@ -45,21 +45,18 @@ class Turns:
         out = await self._sample(self.context, max_new_tokens=max_new_tokens)
         self._reason = out.finish_reason
         if out.ids:
-            now, said = self._now, self._said
-            self._now = replace(
-                now,
-                ids=[*now.ids, *said, *out.ids],
-                mask=[*now.mask, *[False] * len(said), *[True] * len(out.ids)],
-                logp=[*now.logp, *[0.0] * len(said), *out.logp],
-                versions=[*now.versions, *[-1] * len(said), *out.versions],
-            )
+            num_said = len(self._said)
+            self._now.ids.extend([*self._said, *out.ids])
+            self._now.mask.extend([*[False] * num_said, *[True] * len(out.ids)])
+            self._now.logp.extend([*[0.0] * num_said, *out.logp])
+            self._now.versions.extend([*[-1] * num_said, *out.versions])
             self._said = []
             self._ends.append((len(self._done), len(self._now.ids) - 1))
         return out
 
     def append(self, ids: Sequence[int]) -> None:
         """Tokens that the policy reads next and did not sample."""
-        self._said = [*self._said, *ids]
+        self._said += ids
 
     def restart(self, prompt_ids: Sequence[int]) -> None:
         """Go on from another context; the tokens so far stay as a piece of the episode."""

@@ -96,6 +96,16 @@ async def test_a_template_that_wants_structured_calls_gets_them_from_the_environ
     assert "abcdefghi" in tokenizer.decode(pieces[-1].prompt_ids)
 
 
+async def test_tools_that_a_template_shows_beside_the_last_question_move():
+    """Mistral's: with the next question the first one stands without them, so history is rewritten."""
+    turns, tokenizer = ["a", "b"], tokenizer_with("mistral")
+    _, pieces, _ = await talk("mistral", turns, [[user("more")]], tools=[TOOL])
+    assert [tokenizer.decode(p.prompt_ids).count("[AVAILABLE_TOOLS]") for p in pieces] == [1, 1]
+    assert tokenizer.decode(pieces[1].prompt_ids).index("a</s>") < tokenizer.decode(pieces[1].prompt_ids).index("[AVAI")
+    _, pieces, _ = await talk("mistral", turns, [[user("more")]])
+    assert len(pieces) == 1
+
+
 words = st.text(st.characters(codec="utf-8", exclude_characters="<[|"), max_size=6)
 # bytes that no tokenizer would choose (a role's name spelt out, halves of a character) among plain text
 spelt = st.one_of(

@@ -219,14 +219,16 @@ async def test_the_openai_client():
 async def test_reply_without_a_server():
     """The rule behind it: what continues a conversation and what does not."""
     tokenizer = tokenizer_with("chatml")
-    script = Script(tokenizer, " a\n", "b", "c")
+    script = Script(tokenizer, " a\n", "b", "c", "d")
     chat = Chat(prompt_of(tokenizer), script, tokenizer=tokenizer)
     start = dict(chat.messages[0])
     await chat.reply([start])
     await chat.reply([start, {"role": "assistant", "content": "a"}, user("x")])  # stripped: the same turn
     structured = {"role": "assistant", "content": "", "reasoning_content": "b"}
     await chat.reply([start, {"role": "assistant", "content": "a"}, user("x"), structured, user("y")], tools=TOOLS)
+    said = {"role": "assistant", "content": "c"}
+    await chat.reply([user("Question!"), *chat.messages[1:-1], said, user("z")])
     pieces = chat.end()
     check_exact(pieces, script.calls)
-    assert len(pieces) == 2  # the tools are new, so is the context
+    assert len(pieces) == 3  # the tools are new, so is the context; then history was changed
     assert tokenizer.decode(pieces[0].ids).startswith(" a\n<|im_end|>\n<|im_start|>user\nx<|im_end|>")

@@ -424,7 +424,7 @@ def verifiers_v1_real(monkeypatch):
     class InThisProcess(vf.Harness[NullHarnessConfig]):
         NEEDS_CONTAINER = False
 
-        async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
+        async def launch(self, ctx, trace, _runtime, endpoint, secret, _urls, _data, **_):
             import openai
 
             client, messages = openai.AsyncOpenAI(base_url=endpoint, api_key=secret), [{"role": "user", "content": "q"}]
@@ -466,7 +466,7 @@ async def test_a_program_with_the_openai_package():
             said = SimpleNamespace(content=message["content"], model_dump=lambda: message)
             return SimpleNamespace(choices=[SimpleNamespace(message=said)])
 
-    def client(base_url, api_key):
+    def client(base_url, **_):
         return SimpleNamespace(chat=SimpleNamespace(completions=Completions(base_url)))
 
     if REAL["openai"]:

@@ -84,15 +84,17 @@ async def test_llama_calls_one_at_a_time():
 
 
 async def test_a_template_that_wants_tool_calls_with_ids_gets_them():
-    turns = [
-        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2}}, {"name": "add", "arguments": {"a": 3}}]',
-        "[TOOL_CALLS] x",
-        "7",
-    ]
+    call = '{"name": "add", "arguments": {"a": 2}}'
+    turns = [f"[TOOL_CALLS] [{call}, {call}]", "[TOOL_CALLS] x", f"[TOOL_CALLS] [{call}]", "7"]
     pieces, answers = await episode([add], *turns, name="mistral", parse=json_calls)
-    assert [(m["content"], m["tool_call_id"]) for m in answers] == [("3", "call00000"), ("4", "call00001")]
+    assert [(m["content"], m["tool_call_id"]) for m in answers] == [
+        ("3", "call00000"),
+        ("3", "call00001"),
+        ("3", "call00003"),  # a number for each attempt: no id comes twice
+    ]
     last = pieces[-1].info["messages"]
-    assert [m["role"] for m in last] == ["user", "assistant", "tool", "tool", "assistant", "user", "assistant"]
+    roles = ["user", "assistant", "tool", "tool", "assistant", "user", "assistant", "tool", "assistant"]
+    assert [m["role"] for m in last] == roles
     assert last[5]["content"].startswith("Error: the call is not valid JSON")
     assert len(pieces) > 1  # what the template writes for a call is not what was sampled
 
