@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import textwrap
+from functools import partial
 
 import pytest
 
@@ -304,3 +305,32 @@ async def test_as_a_reward_function_of_a_rollout():
     assert wrong.notes == {"reason": "test 1 of 3: line 1 is '1', expected '2'"}
     assert right.metrics == {"passed": 1.0, "timeout": 0.0}
     assert right.notes == {}
+
+
+HOSTILE = {
+    "fork bomb": ("import os\nwhile True: os.fork()", "PermissionError"),
+    "10 GB": ("x = bytearray(10 * 2**30)\nprint(2)", "memory: more than"),
+    "network": ("import socket\nsocket.create_connection(('1.1.1.1', 53), 1)", "exit code 1: "),
+    "home": ("import os\nprint(os.listdir(os.path.expanduser('~root') + '/.ssh'))", "FileNotFoundError"),
+    "endless output": ("while True: print('2' * 999)", "more than 1048576 bytes of output"),
+    "endless loop": ("while True: pass", "timeout: no end after 2 s"),
+    "kill the parent": ("import os\nos.kill(os.getppid(), 9)\nos.kill(1, 9)\nprint(3)", "line 1 is '3'"),
+    "symlink": ("import os\nos.symlink('/etc/passwd', 'a')\nprint(open('a').read())", "FileNotFoundError"),
+    "write outside": ("open('/tmp/x', 'w')", "FileNotFoundError"),
+    "write into the library": ("import os\nopen(os.__file__, 'a')", "Error"),
+    "exit": ("import sys\nsys.exit(0)", "0 lines of output, expected 1"),
+    "hard exit": ("import os\nos._exit(0)", "0 lines of output, expected 1"),
+    "read the tests": ("import gc\nprint([o for o in gc.get_objects() if 'outputs' in str(o)[:99]][:1])", "line 1 is"),
+    "daemon": ("import os\nif os.fork() == 0: os.setsid()", "PermissionError"),
+    "thread that stays": ("import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()", "timeout"),
+    "program": ("import subprocess\nprint(subprocess.run(['/bin/echo', '2']))", "PermissionError"),
+}
+
+
+async def test_hostile_programs_get_nothing_and_the_reason_is_recorded():
+    row = {"test_cases": {"inputs": [""], "outputs": ["2"]}}
+    ask = partial(stdin_tests, limits=Limits(wall_s=2.0, cpu_s=2.0))
+    rewards = await score(ask, [Sample(block(source), row, 0) for source, _ in HOSTILE.values()], timeout_s=60)
+    for reward, (name, (_, reason)) in zip(rewards, HOSTILE.items()):
+        assert reward.reward == 0.0, name
+        assert reason in reward.notes["reason"], (name, reward.notes)

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit.rewards.extract import last_boxed, last_code_block, last_number, last_tag
-from rlkit.rewards.text import contains, exact_match, f1, language_share, repeated_share, repetition, squad_normalize
+from rlkit.rewards.text import (
+    contains,
+    exact_match,
+    f1,
+    language_share,
+    repeated_share,
+    repetition,
+    repetition_of_tokens,
+    squad_normalize,
+)
 
 # Decided by SQuAD's evaluation script: https://rajpurkar.github.io/SQuAD-explorer, evaluate-v2.0.py
 SQUAD = [
@@ -76,8 +85,13 @@ def test_repetition_by_looking_back(items, n):
 def test_repetition_at_its_ends():
     assert repetition("one two three four", {}) == 0.0
     assert repetition("Go GO go " * 4, {}, n=3) == pytest.approx(-(1 - 1 / 10))
-    with pytest.raises(ValueError, match="max_penalty must not be positive"):
-        repetition("a", {}, max_penalty=1.0)
+    assert repetition_of_tokens("", {}, [5, 6, 5, 6, 5], n=2, max_penalty=-3.0) == pytest.approx(-3.0 * 2 / 4)
+    for call in (
+        lambda: repetition("a", {}, max_penalty=1.0),
+        lambda: repetition_of_tokens("", {}, [], max_penalty=1.0),
+    ):
+        with pytest.raises(ValueError, match="max_penalty must not be positive"):
+            call()
     with pytest.raises(ValueError, match="n must be at least 1"):
         repeated_share([1], n=0)
 
