@@ -181,6 +181,46 @@ async def test_a_game_of_two_turns_is_learnt(tmp_path):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
 
 
+async def test_the_loop_takes_episodes_in_pieces(tmp_path):
+    """Under a template that forgets what was thought: every game of two turns becomes two sequences."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (ROOT / "tests" / "rollout" / "templates" / "qwen3.jinja").read_text()
+    model = prepare(tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64))
+    prompts, _ = rl_prompts([{"prompt": c} for c in "abcd"], tokenizer=tokenizer, max_prompt_tokens=20)
+
+    async def env(prompt, sample):
+        chat = Chat(prompt, sample, tokenizer=tokenizer)
+        turn = await chat.turn()
+        chat.messages[-1]["content"] = "<think>\nhm\n</think>\n\n" + turn.text  # as if it had thought
+        chat.add("and?")
+        last = await chat.turn()
+        return chat.end(reward=float(len(turn.ids) + len((last or turn).ids)))
+
+    await grpo(
+        model,
+        tokenizer,
+        LocalEngine(model, eos_token_ids=range(0, 263, 2)),
+        prompts,
+        env=env,
+        score=own_rewards,
+        folder=tmp_path / "run",
+        steps=2,
+        params=SamplingParams(max_new_tokens=40),
+        lr_at=schedule("constant", lr=1e-3, num_steps=2),
+        prompts_per_step=4,
+        group_size=4,
+        num_minibatches=2,
+        max_tokens=200,
+    )
+    rows = [json.loads(x) for x in (tmp_path / "run" / "trajectories" / "train_000001.jsonl").read_text().splitlines()]
+    assert len(rows) == 32
+    assert all(a["reward"] == b["reward"] for a, b in zip(rows[::2], rows[1::2], strict=True))
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(line["mismatch/abs_max"] for line in metrics) < 1e-4
+    expected = sum(row["reward"] for row in rows) / 32
+    assert metrics[0]["reward/mean"] == pytest.approx(expected)
+
+
 def test_the_script_from_nothing_to_a_trained_model(tmp_path):
     command = [
         sys.executable, str(ROOT / "examples" / "tool_use.py"), "--output", str(tmp_path / "run"),
