@@ -27,8 +27,8 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlkit.parallel.attention import AttentionPlan, Exchange, Segment, plan, segments
 from rlkit.parallel.mesh import Mesh
+from rlkit.parallel.segment_plan import AttentionPlan, Exchange, Segment, plan, segments
 from rlkit.types import Batch
 
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the names from torch 2.13 on

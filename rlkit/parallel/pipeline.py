@@ -21,11 +21,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.checkpoint import checkpoint
 
 from rlkit.packing import join, select
-from rlkit.parallel.attention import Segment, plan, register, segments
+from rlkit.parallel.attention import register
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.model import _log_probs
 from rlkit.parallel.parallelize import is_tied, split_tensors
 from rlkit.parallel.plans import check_model
+from rlkit.parallel.segment_plan import Segment, plan, segments
 from rlkit.types import Batch, LogProbs
 
 

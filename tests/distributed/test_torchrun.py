@@ -111,13 +111,17 @@ def test_grpo_samples_and_logs_the_same_and_resumes_on_another_layout(files, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["raises", "is killed"])
+@pytest.mark.parametrize("how", ["raises", "is killed", "hangs"])
 def test_a_rank_that_dies_ends_the_job_with_its_error(files, tmp_path, how):
     """Rank 1 fails in the middle of training, while rank 0 waits for it in a collective."""
     script = tmp_path / "fails.py"
-    fail = "raise ArithmeticError('the reason')" if how == "raises" else "os.kill(os.getpid(), 9)"
+    fail = {
+        "raises": "raise ArithmeticError('the reason')",
+        "is killed": "os.kill(os.getpid(), 9)",
+        "hangs": "time.sleep(3600)",
+    }[how]
     script.write_text(f"""
-import os, runpy, sys
+import os, runpy, sys, time
 import rlkit.loops.sft as loop
 step = loop.optimizer_step
 def failing(*args, **kwargs):
@@ -129,12 +133,18 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """)
     run = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script), *sft(files, tmp_path / "run")]
+    run += ["--parallel.timeout-s", "20"] if how == "hangs" else []
     start = time.monotonic()
     done = subprocess.run(run, env=ENV, capture_output=True, text=True, timeout=280)
     assert done.returncode != 0
     assert time.monotonic() - start < 200, "no rank waits for the time-out of the collective"
-    assert "rank      : 1" in done.stderr
-    assert ("ArithmeticError: the reason" if how == "raises" else "Signal 9 (SIGKILL)") in done.stderr
+    rank, reason = {
+        "raises": (1, "ArithmeticError: the reason"),
+        "is killed": (1, "Signal 9 (SIGKILL)"),
+        "hangs": (0, "imed out"),
+    }[how]
+    assert f"rank      : {rank}" in done.stderr
+    assert reason in done.stderr
 
 
 HOSTS = """

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit.parallel import attention
-from rlkit.parallel.attention import Segment, attend, has_flash, plan
+from rlkit.parallel.attention import attend, has_flash
+from rlkit.parallel.segment_plan import Segment, plan
 
 
 def loop(q, k, v, spans, *, scale, window=None, softcap=None):
@@ -33,9 +34,7 @@ def varlen_kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enab
     assert enable_gqa
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert (int(cu_q.diff().max()), int(cu_k.diff().max())) == (max_q, max_k)
-    spans = [
-        Segment(int(a), int(b - a), [(int(c), int(d - c))]) for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:])
-    ]
+    spans = [Segment(int(a), int(b - a), [(int(c), int(d - c))]) for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:])]
     return loop(q, k, v, spans, scale=scale, window=None if left < 0 else left + 1)
 
 

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.packing import microbatches, pack, select
-from rlkit.parallel.attention import Segment, attend, plan, register
+from rlkit.parallel.attention import attend, register
 from rlkit.parallel.model import forward, load_model, with_old_logp
+from rlkit.parallel.segment_plan import Segment, plan
 from rlkit.types import Trajectory
 
 
