@@ -95,6 +95,34 @@ async def test_another_conversation_is_another_piece():
     assert pieces[0].prompt_ids == prompt_of(tokenizer).ids
 
 
+async def test_requests_at_once_take_turns():
+    tokenizer = tokenizer_with("chatml")
+    script = Script(tokenizer, "a", "b", "c")
+
+    async def slow(prompt_ids, *, max_new_tokens=None):
+        await asyncio.sleep(0.05)
+        return await script(prompt_ids)
+
+    async def agent(prompt, base_url):
+        await asyncio.gather(*(asyncio.to_thread(post, base_url, messages=[user(x)]) for x in "xyz"))
+
+    pieces = await agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), slow)
+    check_exact(pieces, script.calls)
+    assert len(pieces) == 3
+
+
+async def test_a_turn_with_a_broken_call_is_answered_as_text():
+    tokenizer = tokenizer_with("chatml")
+    said = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><tool_call>{"name": </tool_call>'
+    replies = []
+
+    def agent(prompt, base_url):
+        replies.append(post(base_url, messages=[user("question")], tools=TOOLS)["choices"][0])
+
+    await agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer, said))
+    assert (replies[0]["finish_reason"], replies[0]["message"]) == ("stop", {"role": "assistant", "content": said})
+
+
 async def test_what_cannot_be_given_is_said_to_the_program():
     tokenizer = tokenizer_with("chatml")
     script = Script(tokenizer, "first", "second")
