@@ -5,8 +5,8 @@
 In both modes the engine is a process pinned to one core, the trainer is pinned to another, and a step samples and
 trains on the same number of tokens. Synchronous: one works, then the other. Asynchronous (staleness 1): both at once.
 Where generation and training take equally long, twice the steps is the limit. One pair after another, the order within
-a pair alternating; a pair's ratio is the seconds per step of one over the other, from the third step on. Printed is the
-median of the pairs' ratios with its 95% interval (order statistics of the pairs).
+a pair alternating; a pair's ratio is the median time between the ends of two steps of one over that of the other, from
+the third step on. Printed is the median of the pairs' ratios with its 95% interval (order statistics of the pairs).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -65,7 +66,7 @@ async def coin(_prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
 
 
 async def seconds_per_step(loop: Any, args: Args, engine: Any, path: Path) -> dict[str, float]:
-    """One run of a loop: seconds per step, and where they went."""
+    """One run of a loop: seconds from the end of a step to that of the next, and where they went (medians)."""
     prompts = [Prompt([(7 * i + j) % 250 for j in range(args.prompt_tokens)], {}, i) for i in range(64)]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         await loop(
@@ -75,8 +76,9 @@ async def seconds_per_step(loop: Any, args: Args, engine: Any, path: Path) -> di
         )  # fmt: skip
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     counted = lines[SKIP:]
-    times = {k: statistics.mean(line[k] for line in counted) for k in counted[0] if k.startswith("time/")}
-    times["step"] = (lines[-1]["time/unix"] - lines[SKIP - 1]["time/unix"]) / len(counted)
+    times = {k: statistics.median(line[k] for line in counted) for k in counted[0] if k.startswith("time/")}
+    ends = [line["time/unix"] for line in lines[SKIP - 1 :]]
+    times["step"] = statistics.median(b - a for a, b in itertools.pairwise(ends))
     return times
 
 

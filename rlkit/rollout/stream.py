@@ -165,6 +165,8 @@ class GroupStream:
         while (chosen := self._choice()) is None:
             if self._error is not None:
                 raise self._error
+            if all(e.group is not None for e in self._entries):
+                raise RuntimeError("nothing is being sampled: call advance(version=...) once before each take")
             self._changed.clear()
             await self._changed.wait()
         self._entries = [e for e in self._entries if e not in chosen]

@@ -223,7 +223,7 @@ def journal_tokens(folder):
     return [json.loads(line) for path in folder.iterdir() for line in path.read_text().splitlines()]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(ticks=st.integers(0, 60), staleness=st.sampled_from([0.0, 1.0]))
 def test_cancelled_at_any_await_leaves_no_task_and_nothing_unwritten(tmp_path_factory, ticks, staleness):
     folder, engine = tmp_path_factory.mktemp("journal"), shared_engine()
@@ -297,6 +297,17 @@ def test_too_many_dropped_groups_are_an_error_that_says_why():
 
     with pytest.raises(RuntimeError, match=r"10 groups were dropped .* between 0 and 1, 0\.\d+ on average"):
         asyncio.run(run())
+
+
+def test_taking_twice_without_an_advance_is_an_error_and_no_hang():
+    async def run():
+        async with stream_of(Ticking(), prompt_at) as stream:
+            stream.advance(version=0)
+            await stream.take()
+            await stream.take()
+
+    with pytest.raises(RuntimeError, match="call advance"):
+        asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_dead_engine_does_not_hold_the_exit_up():
