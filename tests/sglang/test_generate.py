@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rlkit.data.tiny import tiny_tokenizer
+from rlkit.parallel.weights import stream_weights
 from rlkit.rollout._http import Http
 from rlkit.rollout.sglang import Server, SGLang, connect
 from rlkit.types import SamplingParams
@@ -24,8 +25,10 @@ Forward = Callable[..., list[float]]
 
 
 @pytest.fixture
-async def engine(server: Server) -> AsyncIterator[SGLang]:
+async def engine(server: Server, models: Models) -> AsyncIterator[SGLang]:
+    """The server with the weights and the version that it started with, whatever other tests left it with."""
     async with connect(server.url) as engine:
+        await engine.update_weights(stream_weights(models[0]), version=0)
         yield engine
 
 

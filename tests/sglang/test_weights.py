@@ -23,11 +23,10 @@ Forward = Callable[..., list[float]]
 
 @pytest.fixture
 async def engine(server: Server, models: Models) -> AsyncIterator[SGLang]:
-    """Leaves the server with the weights and the version that it had."""
-    async with connect(server.url) as engine:
-        yield engine
+    """The server with the weights and the version that it started with, whatever other tests left it with."""
     async with connect(server.url) as engine:
         await engine.update_weights(stream_weights(models[0]), version=0)
+        yield engine
 
 
 async def assert_equal_forward(engine: SGLang, model: torch.nn.Module, forward_logp: Forward, version: int) -> None:
