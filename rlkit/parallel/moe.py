@@ -1,7 +1,7 @@
 """Expert parallelism: the experts of a MoE layer spread over ranks, and tokens sent to the ranks of their experts.
 
-`parallelize` does it with `Parallel(ep=...)`. The `ep` ranks are taken out of shard * cp, so they hold different tokens.
-Fused expert weights [experts, ...] are cut over `ep` by experts and over the rest of shard * cp by their second
+`parallelize` does it with `Parallel(ep=...)`. The `ep` ranks are taken out of shard * cp, so they hold different
+tokens. Fused expert weights [experts, ...] are cut over `ep` by experts and over the rest of shard * cp by their second
 dimension: states are as small as without `ep`, and checkpoints reshard. The router is whole on every rank.
 
 Routing replay is absent: the trainer routes by its own router, also where the engine that sampled chose another expert
