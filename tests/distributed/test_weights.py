@@ -26,7 +26,8 @@ LAYOUTS = {
     "tp4": ({"tp": 4}, {}),
     "shard x tp, checkpointing": ({"tp": 2}, {"activation_checkpointing": True}),
     "shard x tp, offload": ({"tp": 2}, {"offload": True}),
-    "cp x tp, compiled": ({"cp": 2, "tp": 2}, {"compile": True}),
+    "cp x tp": ({"cp": 2, "tp": 2}, {}),
+    "cp, compiled": ({"cp": 4}, {"compile": True}),
 }
 
 
