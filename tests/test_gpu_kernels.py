@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlkit.kernels.linear_logp import combine, fused_loss, linear_logp, ops, partials, shard_logp, which_impl
+from rlkit.kernels.linear_logp import (
+    combine,
+    fused_loss,
+    linear_logp,
+    log_kept_mass,
+    ops,
+    partials,
+    shard_logp,
+    which_impl,
+)
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.kernels.linear_scan import ops as scan_ops
 from rlkit.kernels.linear_scan import which_impl as which_scan
@@ -209,6 +218,19 @@ def test_into_the_weights_own_gradient_without_memory_of_its_size(dtype: torch.d
     leaf = weight.detach().clone().requires_grad_()
     linear_logp(hidden, leaf, targets).logp.sum().backward()
     torch.testing.assert_close(weight.grad, leaf.grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kept_mass(dtype: torch.dtype) -> None:
+    """Against a full sort in fp64; entries that bf16 rounds across the limit move it by their own probability."""
+    (hidden, weight, bias), _ = problem(300, 5000, dtype=dtype)
+    got = log_kept_mass(hidden, weight, bias=bias, top_p=0.8, temperature=0.9).exp().double()
+    p = ((hidden.double() @ weight.double().T + bias.double()) / 0.9).softmax(-1).sort(-1, descending=True).values
+    before = p.cumsum(-1) - p
+    want = torch.where(before < 0.8, p, 0.0).sum(-1)
+    edge = torch.where(before < 0.8, p, 1.0).amin(-1)
+    assert ((got - want).abs() <= edge + 1e-5).all()
+    assert ((got - want).abs() <= 1e-5).double().mean() > 0.9
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e4])

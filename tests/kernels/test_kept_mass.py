@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.kernels.linear_logp import kept_mass, linear_logp, log_kept_mass
+from rlkit.kernels.linear_logp import chunked, kept_mass, linear_logp, log_kept_mass
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_equals_the_walk(rows: int, vocab: int, top_p: float, top_k: int, scale:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept_mass, "FIRST_CANDIDATES", 2)
         patch.setattr(kept_mass, "COLUMNS", 16)
-        patch.setattr(kept_mass, "CHUNK_BYTES", 2 * vocab * 8)
+        patch.setattr(kept_mass, "CPU_CHUNK_BYTES", 2 * vocab * 8)
         got = log_kept_mass(hidden * scale, weight, bias=bias, temperature=0.7, top_p=top_p, top_k=top_k)
     p = ((hidden * scale @ weight.T + bias) / 0.7).softmax(1)
     want = torch.tensor([by_hand(row, top_p, top_k) for row in p.tolist()], dtype=torch.float64)
@@ -88,3 +88,16 @@ def test_errors_name_the_argument() -> None:
         log_kept_mass(x, x, top_p=0.0)
     with pytest.raises(ValueError, match="top_k must be >= 0"):
         log_kept_mass(x, x, top_k=-1)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_16_bit_inputs(softcap: float | None, dtype: torch.dtype) -> None:
+    """What a GPU computes, without an fp32 weight: the exact products of the 16-bit numbers, then fp32."""
+    g = torch.Generator().manual_seed(0)
+    h, w = (torch.randn(s, generator=g).to(dtype) for s in ((5, 8), (11, 8)))
+    bias, out = torch.randn(11, generator=g), torch.empty(5, 11)
+    kept_mass._logits_of_halves(out, h, chunked.Head(w, bias, 0.7, softcap))
+    z = h.double() @ w.double().T + bias
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    torch.testing.assert_close(out.double(), z / 0.7, rtol=1e-5, atol=1e-5)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from rlkit.kernels.linear_logp.chunked import Head, Rows
+from rlkit.kernels.linear_logp.products import full_sums, product_dtype, product_into
 from rlkit.kernels.linear_logp.row_kernels import pack_terms, update_stats, write_gradient
 from rlkit.kernels.linear_logp.stats import Partials, no_partials
-from rlkit.kernels.linear_logp.triton import full_sums, lift, product_dtype, product_into, scaling
+from rlkit.kernels.linear_logp.triton import lift, scaling
 
 CHUNK_BYTES = 4 << 30  # fp32 logits and their 16-bit gradient: 4096 rows of 152k entries
 ROWS_STEP = 1024

@@ -9,8 +9,9 @@ from torch import Tensor
 from rlkit.kernels.linear_logp._checks import check_head
 from rlkit.kernels.linear_logp.chunked import Head, blocks, columns, compute_dtype, logits_into
 from rlkit.kernels.linear_logp.ops import finite, present
+from rlkit.kernels.linear_logp.products import full_sums, product_dtype, product_into
 
-CHUNK_BYTES = 32 << 20
+CPU_CHUNK_BYTES, CHUNK_BYTES = 32 << 20, 1 << 30
 COLUMNS = 8192  # of the weight, brought to the compute dtype at a time
 FIRST_CANDIDATES = 128  # most nuclei are smaller; rows whose nucleus is not are looked at again with 8 times as many
 
@@ -35,8 +36,8 @@ def log_kept_mass(
     `rollout_logp - log S` is what the sampler's truncated distribution gave to the token it drew; without it every
     ratio is too large by 1 / S. Detached: it belongs to the behaviour, not to the policy that is trained. `top_k=0` and
     `top_p=1.0` are off, and log S is 0 then, as where `mask` is False. No sort of the vocabulary: the largest 128 (or
-    top_k) entries are taken, and more only for rows whose nucleus is larger. Memory: 32 MB of logits (at least one
-    row), and as much again for their softmax.
+    top_k) entries are taken, and more only for rows whose nucleus is larger. Memory: 32 MB of logits (1 GB on
+    other devices than the CPU; at least one row), and as much again for their softmax.
 
     Limits:     top_k = 1 is the largest log-probability; top_k >= V and top_p = 1 give 0.
     Differs:    both limits look at p itself, as SGLang and `rlkit.rollout` do; Hugging Face `generate` and vLLM apply
@@ -55,13 +56,29 @@ def log_kept_mass(
     head = Head(weight, finite(bias, dtype), temperature, softcap)
     rows = present(mask)
     rows = torch.arange(hidden.shape[0], device=hidden.device) if rows is None else rows
-    for chunk in rows.split(max(1, CHUNK_BYTES // (vocab * dtype.itemsize))):
+    chunk_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
+    for chunk in rows.split(max(1, chunk_bytes // (vocab * dtype.itemsize))):
         z = out.new_empty(chunk.numel(), vocab)
-        h = hidden[chunk].to(dtype)
-        for first, last in blocks(vocab, COLUMNS):
-            logits_into(z[:, first:last], h, *columns(head, first, last, dtype), head)
+        if hidden.is_cuda and dtype == torch.float32:
+            _logits_of_halves(z, hidden[chunk], head)
+        else:
+            h = hidden[chunk].to(dtype)
+            for first, last in blocks(vocab, COLUMNS):
+                logits_into(z[:, first:last], h, *columns(head, first, last, dtype), head)
         out[chunk] = _kept(z.softmax(1), top_p, min(top_k or vocab, vocab)).log().clamp_(max=0).to(dtype)
     return out
+
+
+def _logits_of_halves(out: Tensor, h: Tensor, head: Head) -> None:
+    """The same as `logits_into` all columns, without an fp32 copy of the weight."""
+    dtype = product_dtype(h, head.weight)
+    with full_sums():
+        product_into(out, h.to(dtype), head.weight.to(dtype).t())
+    if head.bias is not None:
+        out.add_(head.bias)
+    if head.softcap is not None:
+        out.div_(head.softcap).tanh_().mul_(head.softcap)
+    out.div_(head.temperature)
 
 
 def _kept(p: Tensor, top_p: float, top_k: int) -> Tensor:

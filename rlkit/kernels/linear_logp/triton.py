@@ -11,14 +11,13 @@ sum for the hidden states'.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from rlkit.kernels.linear_logp.chunked import Grads, Head, Rows, blocks
+from rlkit.kernels.linear_logp.products import full_sums, product_dtype, product_into
 from rlkit.kernels.linear_logp.row_kernels import Scaling, pack_terms, update_stats, write_gradient
 from rlkit.kernels.linear_logp.stats import no_partials
 
@@ -99,43 +98,7 @@ def lift(rows: Rows, dtype: torch.dtype, temperature: float) -> tuple[Tensor, fl
     return scale * factor, 1 / factor
 
 
-def product_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, factor: float = 1.0) -> None:
-    """out <- factor a b (+ out), summed in fp32. 16-bit `a` and `b` may go into an fp32 `out`."""
-    beta = 1 if add else 0
-    if a.dtype == out.dtype:
-        torch.addmm(out, a, b, beta=beta, alpha=factor, out=out)
-    elif out.dtype != torch.float32:
-        product = factor * (a @ b)
-        out.copy_(out + product if add else product)
-    elif a.is_cuda and not add and factor == 1:
-        torch.mm(a, b, out_dtype=torch.float32, out=out)
-    elif a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=factor, out=out)
-    else:
-        torch.addmm(out, a.float(), b.float(), beta=beta, alpha=factor, out=out)
-
-
-def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype that both have, or fp32."""
-    return hidden.dtype if hidden.dtype == weight.dtype else torch.float32
-
-
 def scaling(head: Head, first: int, last: int) -> Scaling:
     """How a block of raw logits of the weight's rows [first, last) becomes logits."""
     bias = None if head.bias is None else head.bias[first:last]
     return Scaling(bias, head.temperature, head.softcap, head.start + first)
-
-
-@contextmanager
-def full_sums() -> Iterator[None]:
-    """Products of 16-bit matrices that the library splits are summed in fp32 too, not in 16 bits (torch's default)."""
-    flags, names = torch.backends.cuda.matmul, ("bf16", "fp16")
-    attributes = [f"allow_{name}_reduced_precision_reduction" for name in names]
-    before = [getattr(flags, a) for a in attributes]
-    try:
-        for a in attributes:
-            setattr(flags, a, False)
-        yield
-    finally:
-        for a, value in zip(attributes, before, strict=True):
-            setattr(flags, a, value)
