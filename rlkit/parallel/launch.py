@@ -44,7 +44,7 @@ def open_mesh(args: ParallelArgs, *, device: str) -> Mesh | None:
     if "RANK" not in os.environ and args == ParallelArgs(timeout_s=args.timeout_s):
         return None
     start(device=device, timeout_s=args.timeout_s)
-    return make_mesh(args, device=device)
+    return make_mesh(args, device=device, timeout_s=args.timeout_s)
 
 
 def main_on_ranks(main: Callable[..., X], *args: Any) -> X:

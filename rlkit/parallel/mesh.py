@@ -75,18 +75,24 @@ def start(*, device: str = "cpu", timeout_s: float = 1800.0) -> None:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def make_mesh(sizes: Parallel, *, device: str = "cpu") -> Mesh:
+def make_mesh(sizes: Parallel, *, device: str = "cpu", timeout_s: float | None = None) -> Mesh:
     """The grid of `sizes` over all ranks of the process group (see `start`). Every rank must call it.
+
+    `timeout_s` is for the groups of the grid, which do not take over that of `start`; None: torch's defaults.
 
     Errors: ValueError where the sizes do not multiply to the number of ranks, naming sizes that do.
     """
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.distributed_c10d import _set_pg_timeout
 
     sizes = resolve(sizes, world_size=dist.get_world_size())
     kind, dp = torch.device(device).type, sizes.replicate * sizes.shard
     inner = (sizes.replicate, sizes.shard * sizes.cp, sizes.tp)
     parameters: Any = init_device_mesh(kind, (sizes.pp, *inner), mesh_dim_names=("pp", "replicate", "shard", "tp"))
     data = init_device_mesh(kind, (sizes.pp, dp, sizes.cp, sizes.tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
+    if timeout_s is not None:
+        for group in (*parameters.get_all_groups(), *data.get_all_groups()):
+            _set_pg_timeout(timedelta(seconds=timeout_s), group)
     if sizes.pp == 1:
         parameters = parameters["replicate", "shard", "tp"]
     return Mesh(sizes, parameters, data)
