@@ -1,4 +1,6 @@
-"""Run untrusted Python where it can do no harm: namespaces, limits, a system call filter. About 5 ms per program.
+"""Run untrusted Python where it can do no harm: namespaces, limits, a system call filter.
+
+A run takes about as long as starting a bare `python -S` (benchmarks/rewards.py), because it forks a warm interpreter.
 
 What a program finds: Python's standard library (read only, without site-packages), /dev/null, /dev/zero, /dev/urandom
 and an empty folder in memory that it may write to. No network, no other file, no environment variable, no other
@@ -22,7 +24,10 @@ from typing import Any, Literal
 from rlkit.rewards._forked import Server, ServerError, end_of
 from rlkit.rewards._slots import Slots, num_cores
 
-_SERVER = Server("sandboxd", flags=("-S", "-s"), environment={"PYTHONHASHSEED": "0"})
+_NEEDED = {
+    name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME") if name in os.environ
+}  # by some Pythons
+_SERVER = Server("sandboxd", flags=("-S", "-s"), environment={"PYTHONHASHSEED": "0", **_NEEDED})
 SLOTS = Slots(num_cores(), "rlkit-sandbox")
 _ADD_SEALS, _ALL_SEALS = 1033, 0xF
 _STDERR_BYTES = 1 << 16

@@ -133,6 +133,8 @@ async def test_functions_and_classes_are_called():
     ]
     verdict = await check(solution, tests)
     assert verdict["reward"] == 1.0, verdict
+    failing = await check("def add(a): return a", [tests[-1]])
+    assert failing["reason"] == "test 1 of 1: SystemExit: True at unittest.main()"
     broken = await check(
         "def add(a, b): return a - b", ["assert add(1, 1) == 0", "assert add(1, 2) == 3", "assert add"]
     )

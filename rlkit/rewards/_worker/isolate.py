@@ -41,11 +41,15 @@ def enter(child: Callable[[], None], fds: list[int], limits: dict[str, Any], fai
     Where the isolation fails, `failed` is called with the explanation in that process, and `child` is not.
     """
     ready, go = os.pipe()
+    ctypes.pythonapi.PyOS_BeforeFork()
     pid = _gil_libc.syscall(ctypes.c_long(syscalls.CLONE), ctypes.c_ulong(_NAMESPACES | signal.SIGCHLD), 0, 0, 0, 0)
+    number = ctypes.get_errno()
+    if pid != 0:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
     if pid < 0:
         os.close(ready)
         os.close(go)
-        raise _error("creating namespaces")
+        raise _error("creating namespaces", number)
     if pid == 0:
         code = 1
         try:
@@ -200,11 +204,10 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 def _check(result: int, what: str) -> None:
     if result != 0:
-        raise _error(what)
+        raise _error(what, ctypes.get_errno())
 
 
-def _error(what: str) -> OSError:
-    number = ctypes.get_errno()
+def _error(what: str, number: int) -> OSError:
     return OSError(number, f"{what}: {errno.errorcode.get(number, number)} {os.strerror(number)}")
 
 

@@ -9,6 +9,7 @@ import builtins
 import json
 import os
 import socket
+import sys
 import traceback
 from typing import Any
 
@@ -25,7 +26,7 @@ def run() -> None:
     os.dup2(2, 1)
     program.open_streams()
     end = peer.Peer(socket.socket(fileno=4), _may)
-    module = program.fresh_module(_NAME)
+    module = sys.modules["__main__"] = program.fresh_module(_NAME)  # where `unittest.main` looks
     problem = _names(end, module)
     for source in tests:
         reason = problem or _reason(source, module)
