@@ -57,7 +57,8 @@ def seq_mean(
 
         w_t = m_t / (tokens of t's sequence * num_seqs)
 
-    `num_seqs`: sequences of the whole optimizer step that have a trainable token.
+    `num_seqs`: sequences of the whole optimizer step that have a trainable token. An episode in k pieces counts k
+    times; `prompt_mean(mask, group_ids=batch.episode_ids, ...)` counts it once.
     Differs: verl `seq-mean-token-mean`, TRL `grpo`, SkyRL `sequence_mean`; TRL and SkyRL also count empty sequences.
     Reference: arXiv:2402.03300, equation 3.
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlkit.kernels.linear_logp import linear_logp
 from rlkit.packing import join, pack, with_streams
-from rlkit.parallel.attention import as_inference, has_flash, register
+from rlkit.parallel.attention import IMPLEMENTATION, as_inference, has_flash, register
 from rlkit.parallel.context import plan_layout
 from rlkit.parallel.data import rank_microbatches, summed
 from rlkit.parallel.mesh import Mesh
@@ -85,6 +85,8 @@ def token_outputs(
 
 def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """An empty batch still runs the model, on one token that is dropped: under sharding every rank takes part."""
+    if model.base_model.config.get_text_config()._attn_implementation != IMPLEMENTATION:
+        raise ValueError(f"{type(model).__name__} is not set up for packed attention: give `prepare(model)`")
     mesh = mesh_of(model)
     device = model.device if mesh is None else mesh.device
     some = batch if batch.num_tokens else _dummy(batch.tokens.device)

@@ -203,3 +203,9 @@ def test_families_are_right_or_refused_by_name(family, tmp_path):
         tmp_path
     )
     load_model(tmp_path)
+
+
+def test_a_model_that_was_not_prepared_is_refused():
+    model = tiny_model(tiny_tokenizer())
+    with pytest.raises(ValueError, match="prepare"):
+        forward(model, pack([[Trajectory([1, 2], [3], [True], [0.0], [0])]]))
