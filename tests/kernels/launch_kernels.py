@@ -39,9 +39,9 @@ class NoDevice:
         return 0
 
 
-def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+def compile_only(kernel: Any, *args: Any, **options: Any) -> Any:
     LAUNCHES[kernel.__name__] += 1
-    return RUN(kernel, *args, grid=grid, warmup=True, **options)
+    return RUN(kernel, *args, **(options | {"warmup": True}))
 
 
 def heads(dtype: torch.dtype, rows: int, vocab: int, **options: Any) -> None:
