@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -64,6 +64,7 @@ class FromGroup:
         if self._group is None or {t.url for t in targets} != {t.url for t in self._members}:
             await self.close()
             await self._meet(targets)
+        posts: list[asyncio.Future[Any]] = []
         for named, last in groups(named_tensors, max_bytes=self._bucket_bytes, dtype=self._dtype):
             bucket = flatten(named, self._memory)
             body = {
@@ -76,8 +77,9 @@ class FromGroup:
                 **({"weight_version": str(version)} if last else {}),
             }
             flat = bucket.flat.to(self._device)
-            posts = [target.post("/update_weights_from_distributed", body) for target in targets]
-            await self._with_ours(posts, flat)
+            posts += [asyncio.gather(*(t.post("/update_weights_from_distributed", body) for t in targets))]
+            await self._with_ours(posts, flat)  # servers load this bucket while the next one is laid out
+        await asyncio.gather(*posts)
 
     async def close(self) -> None:
         """Leave the group; the servers are asked to leave as well, as far as they are still there."""
@@ -120,16 +122,18 @@ class FromGroup:
         _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # destroy_process_group looks it up
         self._group, self._members = group, tuple(targets)
 
-    async def _with_ours(self, posts: Sequence[Awaitable[Any]], flat: Tensor) -> None:
+    async def _with_ours(self, posts: Sequence[asyncio.Future[Any]], flat: Tensor) -> None:
         """A broadcast blocks until everybody has come: where a server refuses, ours is torn down, not waited for."""
-        theirs: asyncio.Future[Any] = asyncio.gather(*posts)
         ours: asyncio.Future[Any] = asyncio.ensure_future(asyncio.to_thread(self._broadcast, flat))
-        await asyncio.wait({theirs, ours}, return_when=asyncio.FIRST_EXCEPTION)
-        if (theirs.done() and theirs.exception()) or (ours.done() and ours.exception()):
+        while not ours.done() and not any(map(_failed, posts)):
+            open_posts = [post for post in posts if not post.done()]
+            await asyncio.wait({ours, *open_posts}, return_when=asyncio.FIRST_COMPLETED)
+        if any(map(_failed, [ours, *posts])):
             group, self._group, self._members = self._group, None, ()
             await asyncio.to_thread(_tear_down, group)
-            await asyncio.gather(theirs, ours, return_exceptions=True)
-        await asyncio.gather(theirs, ours)
+            await asyncio.gather(ours, *posts, return_exceptions=True)
+            for post in [*posts, ours]:
+                post.result()
 
     def _broadcast(self, flat: Tensor) -> None:
         assert self._group is not None
@@ -139,6 +143,10 @@ class FromGroup:
         self._group.broadcast([flat], options).wait()
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)
+
+
+def _failed(future: asyncio.Future[Any]) -> bool:
+    return future.done() and future.exception() is not None
 
 
 def _tear_down(group: dist.ProcessGroup | None) -> None:
