@@ -220,7 +220,8 @@ def _start_gather(x: Tensor, dtype: torch.dtype) -> Tensor:
     mesh = x.device_mesh
     local = x.to_local().to(mesh.device_type, dtype)
     cast = DTensor.from_local(local, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
-    return cast.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True).to_local()
+    apart = mesh.device_type != "cpu"  # gloo's threads were seen to crash with several gathers in flight
+    return cast.redistribute(placements=[Replicate()] * mesh.ndim, async_op=apart).to_local()
 
 
 def _realized(model: Any, bucket: dict[str, Tensor], updates: dict[str, Adapter]) -> Iterator[tuple[str, Tensor]]:
