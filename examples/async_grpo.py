@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import grpo as sync
 
@@ -129,8 +127,6 @@ def main(args: Args) -> Path:
     from transformers import AutoTokenizer
 
     from rlkit.advantages import group_centered, group_zscore
-    from rlkit.data.load import load_rows
-    from rlkit.data.prompts import rl_prompts
     from rlkit.loops.async_grpo import async_grpo
     from rlkit.losses import icepop, tis
     from rlkit.parallel.launch import load_policy
@@ -141,22 +137,13 @@ def main(args: Args) -> Path:
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     env, score = sync.environment(args, tokenizer)
-    rows = load_rows(args.data)
-    eval_rows = load_rows(args.eval_data, limit=args.eval_limit) if args.eval_data else []
+    prompts, eval_prompts = sync.load_prompts(args, tokenizer)
     model = load_policy(args.model, args.parallel, device=args.device, dtype=args.dtype)
-    render = {
-        "tokenizer": tokenizer,
-        "max_prompt_tokens": args.max_prompt_tokens,
-        "system_prompt": args.system_prompt,
-        "apply_chat_template": args.chat_template,
-    }
-    prompts, _ = rl_prompts(rows, **render)
-    eval_prompts = rl_prompts(eval_rows, **render)[0] if eval_rows else []
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "args.json").write_text(json.dumps(asdict(args), indent=1, default=str) + "\n")
 
     async def run() -> Path:
-        async with open_engine(args, model, tokenizer) as engine:
+        async with sync.own_engine(args, num_threads=args.engine_threads, cpus=args.engine_cpus) as engine:
             return await async_grpo(
                 model,
                 tokenizer,
@@ -193,28 +180,6 @@ def main(args: Args) -> Path:
             )
 
     return asyncio.run(run())
-
-
-@asynccontextmanager
-async def open_engine(args: Args, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
-    """An engine with weights of its own."""
-    if args.engine == "sglang":
-        async with sync.open_engine(args, model, tokenizer) as engine:
-            yield engine
-        return
-    from rlkit.parallel._ranks import rank, world_size
-    from rlkit.parallel.shared import SharedEngine
-    from rlkit.rollout.process import launch
-
-    if rank() != 0:
-        yield SharedEngine(None)
-        return
-    engine = await launch(
-        args.model, max_batch=args.max_batch, max_len=sync.max_len(args), compile=args.compile, device=args.device,
-        num_threads=args.engine_threads, cpus=args.engine_cpus,
-    )  # fmt: skip
-    async with engine:
-        yield SharedEngine(engine) if world_size() > 1 else engine
 
 
 if __name__ == "__main__":

@@ -138,8 +138,6 @@ def main(args: Args) -> Path:
 
     from rlkit.advantages import group_centered, group_zscore
     from rlkit.controllers import fixed, kl_linear
-    from rlkit.data.load import load_rows
-    from rlkit.data.prompts import rl_prompts
     from rlkit.loops.grpo import grpo
     from rlkit.parallel.launch import load_policy
     from rlkit.parallel.optim import schedule
@@ -149,20 +147,11 @@ def main(args: Args) -> Path:
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     env, score = environment(args, tokenizer)
-    rows = load_rows(args.data)
-    eval_rows = load_rows(args.eval_data, limit=args.eval_limit) if args.eval_data else []
+    prompts, eval_prompts = load_prompts(args, tokenizer)
     load = partial(load_policy, args=args.parallel, device=args.device, dtype=args.dtype)
     model = load(args.model)
     needs_reference = args.kl_coef or args.eval_kl
     reference = load(args.reference or args.model) if needs_reference else None
-    render = {
-        "tokenizer": tokenizer,
-        "max_prompt_tokens": args.max_prompt_tokens,
-        "system_prompt": args.system_prompt,
-        "apply_chat_template": args.chat_template,
-    }
-    prompts, _ = rl_prompts(rows, **render)
-    eval_prompts = rl_prompts(eval_rows, **render)[0] if eval_rows else []
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "args.json").write_text(json.dumps(asdict(args), indent=1, default=str) + "\n")
 
@@ -213,6 +202,22 @@ def main(args: Args) -> Path:
     return asyncio.run(run())
 
 
+def load_prompts(args: Any, tokenizer: Any) -> tuple[list[Any], list[Any]]:
+    """The rendered prompts of the training data and of the evaluation data, if any."""
+    from rlkit.data.load import load_rows
+    from rlkit.data.prompts import rl_prompts
+
+    rows = load_rows(args.data)
+    eval_rows = load_rows(args.eval_data, limit=args.eval_limit) if args.eval_data else []
+    render = {
+        "tokenizer": tokenizer,
+        "max_prompt_tokens": args.max_prompt_tokens,
+        "system_prompt": args.system_prompt,
+        "apply_chat_template": args.chat_template,
+    }
+    return rl_prompts(rows, **render)[0], rl_prompts(eval_rows, **render)[0] if eval_rows else []
+
+
 def environment(args: Any, tokenizer: Any) -> tuple[Any, Any]:
     """The `env` and the `score` of a rollout, by their names on the command line."""
     from rlkit.rewards.adapters import scorer
@@ -238,19 +243,10 @@ def max_len(args: Any) -> int:
 
 @asynccontextmanager
 async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
-    """The engine of the command line; an SGLang server that was started for it ends with it.
+    """The engine of the command line: embedded where it can share the model, else one with weights of its own."""
+    from rlkit.parallel._ranks import world_size
 
-    On many ranks the first one has it, and the local one is a process of its own.
-    """
-    from rlkit.parallel._ranks import rank, world_size
-
-    if world_size() > 1:
-        from rlkit.parallel.shared import SharedEngine
-
-        async with own_engine(args) if rank() == 0 else nullcontext() as engine:
-            yield SharedEngine(engine)
-        return
-    if args.engine == "local":
+    if args.engine == "local" and world_size() == 1:
         from rlkit.rollout.local import LocalEngine
 
         yield LocalEngine(
@@ -262,12 +258,27 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
 
 
 @asynccontextmanager
-async def own_engine(args: Any) -> AsyncIterator[Any]:
-    """An engine with weights of its own."""
+async def own_engine(args: Any, **process: Any) -> AsyncIterator[Any]:
+    """An engine with weights of its own, which the first of many ranks has. `process`: how a local one's runs."""
+    from rlkit.parallel._ranks import rank, world_size
+
+    if world_size() == 1:
+        async with _start_engine(args, process) as engine:
+            yield engine
+        return
+    from rlkit.parallel.shared import SharedEngine
+
+    async with _start_engine(args, process) if rank() == 0 else nullcontext() as engine:
+        yield SharedEngine(engine)
+
+
+@asynccontextmanager
+async def _start_engine(args: Any, process: dict[str, Any]) -> AsyncIterator[Any]:
+    """A local one in a process, or SGLang; a server that was started for it ends with it."""
     if args.engine == "local":
         from rlkit.rollout.process import launch as launch_process
 
-        options = {"max_batch": args.max_batch, "max_len": max_len(args), "compile": args.compile}
+        options = {"max_batch": args.max_batch, "max_len": max_len(args), "compile": args.compile, **process}
         async with await launch_process(args.model, device=args.device, **options) as engine:
             yield engine
         return
