@@ -45,7 +45,8 @@ async def test_every_turn_is_in_the_context_it_was_sampled_in(turns):
         turn = await text.reply(context)
         assert turn.text == said
         assert bare(tokenizer.decode(script.calls[-1][0])) == bare(context)
-        context = "Z" + answer if kind == "new" else context + (said.strip() if kind == "stripped" else said) + answer
+        kept = said.strip() if kind == "stripped" else said
+        context = f"Z{i}" + answer if kind == "new" else context + kept + answer  # numbered: never what was there
         restarts += kind == "new" and i < len(turns) - 1
     pieces = text.end()
     check_exact(pieces, script.calls)
