@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -65,25 +67,51 @@ def mask_off_policy(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
     return [[masked(t) for t in group] for group in groups]
 
 
-def limited(env: Env, *, max_turns: int | None = None, max_total_tokens: int | None = None) -> Env:
-    """The environment with bounds on an episode: turns, and tokens in the context of a turn (what it reads and writes).
+def limited(
+    env: Env,
+    *,
+    max_turns: int | None = None,
+    max_total_tokens: int | None = None,
+    max_sampled_tokens: int | None = None,
+) -> Env:
+    """The environment with bounds on an episode: its turns, the tokens in the context of a turn (what it reads and
+    writes, `max_total_tokens`), and the tokens that all of its turns sample together (`max_sampled_tokens`).
 
     `SamplingParams.max_new_tokens` bounds each turn by itself. A turn that would pass a bound is not sampled, or is cut
     short at it: the environment gets what there is, with finish_reason "length", and ends as after any truncated turn.
+    Under `max_sampled_tokens` turns that an environment asks for at once are sampled one after another, since each has
+    what the ones before it left; tokens that the environment says cost nothing.
     """
+    given = {"max_turns": max_turns, "max_total_tokens": max_total_tokens, "max_sampled_tokens": max_sampled_tokens}
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
 
     async def bounded(prompt: Prompt, sample: Sample) -> Any:
-        turns = 0
+        turns = sampled = 0
+        in_turn = nullcontext() if max_sampled_tokens is None else asyncio.Lock()
 
         async def one(prompt_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
-            nonlocal turns
+            nonlocal turns, sampled
             turns += 1
-            room = None if max_total_tokens is None else max_total_tokens - len(prompt_ids)
-            if (max_turns is not None and turns > max_turns) or (room is not None and room < 1):
-                return Completion([], [], [], "length")
-            given = [n for n in (room, max_new_tokens) if n is not None]
-            return await sample(prompt_ids, max_new_tokens=min(given) if given else None)
+            if max_turns is not None and turns > max_turns:
+                return _NO_ROOM
+            async with in_turn:
+                rooms = [
+                    None if max_total_tokens is None else max_total_tokens - len(prompt_ids),
+                    None if max_sampled_tokens is None else max_sampled_tokens - sampled,
+                    max_new_tokens,
+                ]
+                room = min((n for n in rooms if n is not None), default=None)
+                if room is not None and room < 1:
+                    return _NO_ROOM
+                out = await sample(prompt_ids, max_new_tokens=room)
+                sampled += len(out.ids)
+                return out
 
         return await env(prompt, one)
 
     return bounded
+
+
+_NO_ROOM = Completion([], [], [], "length")

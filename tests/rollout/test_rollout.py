@@ -8,9 +8,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import Script, check_exact, prompt_of, tokenizer_with
 from ticking import Ticking, prompt_at, small_model
 
+from rlkit.data.prompts import Prompt
 from rlkit.packing import pack
+from rlkit.rollout.env import Chat
 from rlkit.rollout.limits import limited, mask_off_policy, mask_truncated, success, success_between
 from rlkit.rollout.local import LocalEngine
 from rlkit.rollout.rollout import last_pieces, rollout, sample_group, single_turn
@@ -178,8 +181,6 @@ def test_limits_bound_turns_and_context(max_turns, max_total, max_new, tool_lens
             context += [*out.ids, *[9] * length]
         return piece(info={"told": told})
 
-    from rlkit.data.prompts import Prompt
-
     env = limited(greedy_env, max_turns=max_turns, max_total_tokens=max_total)
     params = SamplingParams(max_new_tokens=max_new)
     ((t,),) = asyncio.run(
@@ -193,3 +194,75 @@ def test_limits_bound_turns_and_context(max_turns, max_total, max_new, tool_lens
     assert t.info["told"] == expected
     assert all(c <= max_total for c in contexts)
     assert len(contexts) <= max_turns
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=6), st.booleans())
+def test_a_budget_of_sampled_tokens_is_never_exceeded_and_loses_nothing(budget, max_new, lengths, at_once):
+    """The policy would end its turns after `lengths` tokens; the episode is a prefix of what it would say."""
+    seen = []
+
+    async def generate(prompt_ids, *, params, rid=None):
+        wanted = lengths[prompt_ids[-1]]  # the environment's last token is the turn's number
+        await asyncio.sleep(0)
+        n = min(wanted, params.max_new_tokens)
+        seen.append(n)
+        return Completion([*range(n)], [-1.0] * n, [3] * n, "stop" if n == wanted else "length")
+
+    async def talk(prompt, sample):
+        contexts = [[*prompt.ids, *[9] * 50, turn] for turn in range(len(lengths))]  # what is read costs nothing
+        if at_once:
+            outs = await asyncio.gather(*map(sample, contexts))
+        else:
+            outs = [await sample(context) for context in contexts]
+        return piece(info={"outs": outs})
+
+    env = limited(talk, max_sampled_tokens=budget)
+    params = SamplingParams(max_new_tokens=max_new)
+    ((t,),) = asyncio.run(
+        rollout([Prompt([1, 2], {}, 0)], generate=generate, params=params, group_size=1, seed=0, env=env)
+    )
+    left, expected = budget, []
+    for wanted in lengths:
+        n = min(wanted, max_new, left)
+        expected.append((n, "stop" if n == wanted else "length"))
+        left -= n
+    outs = t.info["outs"]
+    assert [(len(o.ids), o.finish_reason) for o in outs] == expected
+    assert all(o.ids == [*range(len(o.ids))] and len(o.logp) == len(o.versions) == len(o.ids) for o in outs)
+    assert sum(seen) == sum(n for n, _ in expected) <= budget
+    assert 0 not in seen, "no request without room for a token"
+
+
+async def test_an_episode_that_used_up_its_budget_ends_as_truncated_with_every_token_it_sampled():
+    tokenizer = tokenizer_with("chatml")
+    script = Script(tokenizer, "one two", "three four")
+
+    async def cutting(prompt_ids, *, max_new_tokens=None):
+        out = await script(prompt_ids)
+        if max_new_tokens is None or len(out.ids) <= max_new_tokens:
+            return out
+        n = max_new_tokens
+        out = Completion(out.ids[:n], out.logp[:n], out.versions[:n], "length")
+        script.calls[-1] = (script.calls[-1][0], out)
+        return out
+
+    async def env(prompt, sample):
+        chat = Chat(prompt, sample, tokenizer=tokenizer)
+        async for _ in chat:
+            chat.add("go on")
+        return chat.end(reward=0.5)
+
+    first = len(tokenizer.encode("one two<|im_end|>"))
+    pieces = await limited(env, max_sampled_tokens=first + 3)(prompt_of(tokenizer), cutting)
+    check_exact(pieces, script.calls)
+    assert sum(sum(p.mask) for p in pieces) == first + 3
+    assert pieces[-1].truncated
+    assert pieces[-1].info["finish_reason"] == "length"
+    assert pieces[-1].info["num_turns"] == 2
+
+
+@pytest.mark.parametrize("name", ["max_turns", "max_total_tokens", "max_sampled_tokens"])
+def test_a_limit_that_leaves_no_room_for_anything_is_an_error(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        limited(single_turn, **{name: 0})
