@@ -19,19 +19,22 @@ class Plan(NamedTuple):
     bound: int
 
 
-def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1) -> Plan:
+def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1, whole_groups: bool = False) -> Plan:
     """Balanced micro-batches of at most `max_tokens` tokens, a shared prefix counted once in each.
 
     Groups stay whole where they fit, and are cut into as few pieces as fit where they do not. Pieces go, longest first,
     to the least loaded bin (longest processing time first: makespan <= 4/3 of the optimum, Graham 1969), over the
     fewest bins that keep the budget. With several data parallel `ranks` their number is a multiple of theirs, some
     possibly empty, and groups are cut smaller where that makes the ranks more even: a cut costs one more prompt, and
-    waiting for the fullest rank costs more.
+    waiting for the fullest rank costs more. With `whole_groups` no group is ever cut: a loss that couples its samples.
 
-    Errors: ValueError when one sequence with its prompt exceeds `max_tokens`.
+    Errors: ValueError when one sequence with its prompt exceeds `max_tokens`, or one group that must stay whole.
     """
     pieces = _pieces(batch, max_tokens, limit=max_tokens)
-    if ranks == 1 or not pieces:
+    num_groups = batch.group_ids.unique().numel()
+    if whole_groups and len(pieces) > num_groups:
+        raise ValueError(f"max_tokens={max_tokens} is less than one whole group; raise it or lower the length limits")
+    if ranks == 1 or whole_groups or not pieces:
         return _assign(pieces, max_tokens, ranks)
     share = sum(cost for cost, _ in pieces) // ranks
     cuts = {min(max_tokens, max(1, share // parts)) for parts in (1, 2, 4, 8, 16, 32)}

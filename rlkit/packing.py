@@ -198,21 +198,24 @@ def microbatches(
     *,
     max_tokens: int,
     apart: Bool[Tensor, "N"] | None = None,
+    whole_groups: bool = False,
     rank: int = 0,
     ranks: int = 1,
 ) -> Iterator[tuple[Batch, *tuple[Tensor, ...]]]:
     """Cut a batch and any `[T]` tensors beside it, e.g. `(batch, weights)`, into balanced micro-batches of one budget.
 
     Nothing is lost or repeated: every token of the batch is in exactly one micro-batch. See `plan_microbatches`.
-    Sequences flagged `apart` never share a micro-batch with the others: those that need no gradient, say. Data parallel
-    rank `rank` of `ranks` gets its share; every rank gets as many micro-batches, some of them possibly empty.
+    Sequences flagged `apart` never share a micro-batch with the others: those that need no gradient, say. With
+    `whole_groups` no group is cut: a preference pair, whose loss couples its samples. Data parallel rank `rank` of
+    `ranks` gets its share; every rank gets as many micro-batches, some of them possibly empty.
     """
     batch, *tensors = streams
     everything = torch.arange(batch.num_seqs)
     parts = [everything] if apart is None else [everything[~apart], everything[apart]]
     for part in parts:
         own = batch if part.numel() == batch.num_seqs else select(batch, part)
-        for members in plan_microbatches(own, max_tokens=max_tokens, ranks=ranks).bins[rank::ranks]:
+        plan = plan_microbatches(own, max_tokens=max_tokens, ranks=ranks, whole_groups=whole_groups)
+        for members in plan.bins[rank::ranks]:
             if len(members) == batch.num_seqs:
                 yield streams
                 continue

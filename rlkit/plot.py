@@ -45,6 +45,11 @@ class Panel(NamedTuple):
 PANELS = (
     Panel("Loss", "nats per token", (Curve("loss", "training"), Curve("eval/loss", "evaluation", sparse=True))),
     Panel(
+        "Pairs ordered as preferred",
+        "share",
+        (Curve("accuracy", "training"), Curve("eval/accuracy", "evaluation", sparse=True)),
+    ),
+    Panel(
         "Reward",
         "mean reward per answer",
         (

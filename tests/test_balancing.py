@@ -1,5 +1,6 @@
 """Ranks get about the same number of tokens."""
 
+import pytest
 import torch
 
 from rlkit.balancing import plan_microbatches
@@ -39,3 +40,14 @@ def test_a_group_that_ranks_can_share_is_cut():
     longest = int(whole.cu_seqlens.diff().max())
     assert len(loads) == 4
     assert max(loads) <= max(longest, 1.3 * whole.num_tokens / 4)
+
+
+def test_whole_groups_are_never_cut_however_many_ranks():
+    whole = batch(8, 2, prompt=20, seed=1)
+    pairs = {(2 * g, 2 * g + 1) for g in range(8)}
+    for ranks in (1, 2, 4, 8):
+        bins = plan_microbatches(whole, max_tokens=2000, ranks=ranks, whole_groups=True).bins
+        assert len(bins) % ranks == 0
+        assert {pair for b in bins for pair in zip(b[0::2], b[1::2], strict=True)} == pairs
+    with pytest.raises(ValueError, match="less than one whole group"):
+        plan_microbatches(whole, max_tokens=int(whole.cu_seqlens.diff().max()) + 20, whole_groups=True)

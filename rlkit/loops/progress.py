@@ -19,6 +19,7 @@ class Column(NamedTuple):
 
 COLUMNS = (
     Column("loss", ("loss",), 7, ".4f"),
+    Column("acc", ("accuracy",), 6, ".3f"),
     Column("reward", ("reward/mean",), 7, ".3f"),
     Column("entropy", ("entropy",), 7, ".3f"),
     Column("kl", ("kl/ref",), 8, ".5f"),
@@ -32,14 +33,16 @@ COLUMNS = (
 
 
 def header(columns: Sequence[Column] = COLUMNS) -> str:
-    """The titles above the step lines."""
-    return "  step" + "".join(f" {c.title:>{c.width}}" for c in columns) + "  eval: sampled/greedy"
+    """The titles above the step lines. What is evaluated depends on what is trained on: fixed data, or rewards."""
+    evals = "loss/accuracy" if any(c.title == "loss" for c in columns) else "sampled/greedy"
+    return "  step" + "".join(f" {c.title:>{c.width}}" for c in columns) + f"  eval: {evals}"
 
 
 def step_line(step: int, metrics: Mapping[str, Any], columns: Sequence[Column] = COLUMNS) -> str:
     """One step in fixed columns, at most 120 characters; "-" where a metric is missing."""
     cells = "".join(f" {_cell(c, metrics):>{c.width}}" for c in columns)
-    evals = [metrics.get(key) for key in ("eval/sampled", "eval/greedy")]
+    pairs = [("eval/sampled", "eval/greedy"), ("eval/loss", "eval/accuracy")]
+    evals = [metrics.get(key) for key in next((pair for pair in pairs if any(k in metrics for k in pair)), pairs[0])]
     shown = "/".join("-" if x is None else f"{x:.3f}" for x in evals) if any(x is not None for x in evals) else ""
     return f"{step:>6}{cells}  {shown}".rstrip()
 

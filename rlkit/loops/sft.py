@@ -7,15 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlkit.data.load import batches
 from rlkit.loops import verbs
-from rlkit.loops.run import open_run, resume_command, stop_on_interrupt
+from rlkit.loops.supervised import supervised
 from rlkit.losses import token_mean
-from rlkit.metrics import Metrics, finalize, mean, merge
+from rlkit.metrics import Metrics, mean, merge
 from rlkit.packing import pack
-from rlkit.parallel.data import any_rank, rank_microbatches, reduce_metrics
+from rlkit.parallel.data import rank_microbatches
 from rlkit.parallel.model import forward, mesh_of, score
-from rlkit.parallel.optim import adamw, optimizer_step, set_lr
 from rlkit.types import Batch, Trajectory
 
 
@@ -72,39 +70,26 @@ def sft(
     """
     mesh = mesh_of(model)
     policy = partial(forward, model, dtype=dtype)
-    optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
-    state = verbs.restore(folder, model=model, optimizer=optimizer, reference=None) if resume else {}
-    start = state.get("step", -1)
-    save = partial(verbs.save, model=model, optimizer=optimizer, reference=None, keep=keep)
-    with open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop:
-        order = batches(len(examples), batch_size=batch_size, seed=seed, start_step=max(start, 0))
-        for step, rows in zip(range(max(start, 0), steps), order):
-            clock = verbs.Clock()
-            batch = pack_examples([examples[i] for i in rows])
-            weights = token_mean(batch.mask, num_tokens=verbs.global_count(batch.mask))
-            metrics: Metrics = {}
-            for micro, *rest in rank_microbatches((batch, weights), mesh=mesh, max_tokens=max_tokens):
-                micro, w = micro.to(model.device), rest[0].to(model.device)
-                out = policy(micro)
-                loss = -(w * out.logp).sum()
-                loss.backward()
-                new = {"loss": mean(-out.logp, mask=micro.mask), "entropy": mean(out.entropy, mask=micro.mask)}
-                metrics = merge(metrics, new)
-            set_lr(optimizer, lr_at(step))
-            metrics = merge(reduce_metrics(metrics, mesh=mesh), optimizer_step(optimizer, max_norm=max_norm))
 
-            done = step + 1
-            line = finalize(metrics) | {"lr": lr_at(step)}
-            if eval_examples and eval_steps and (done % eval_steps == 0 or done == steps):
-                held_out = pack_examples(eval_examples)
-                logp = score(policy, held_out, max_tokens=max_tokens, mesh=mesh)
-                line |= finalize({"eval/loss": mean(-logp, mask=held_out.mask)})
-            run.log(done, line | clock.times(num_tokens=batch.num_tokens))
-            stopping = any_rank(stop.requested)
-            if stopping or done == steps or (save_steps and done % save_steps == 0):
-                save(run, done, state={}, must=stopping or done == steps)
-            if stopping:
-                run.say(f"saved after step {done}; go on with: {resume_command('--resume')}")
-                break
-        run.plot()
-        return verbs.export(run, model, tokenizer)
+    def backward(rows: list[int]) -> tuple[Metrics, int]:
+        batch = pack_examples([examples[i] for i in rows])
+        weights = token_mean(batch.mask, num_tokens=verbs.global_count(batch.mask))
+        metrics: Metrics = {}
+        for micro, *rest in rank_microbatches((batch, weights), mesh=mesh, max_tokens=max_tokens):
+            micro, w = micro.to(model.device), rest[0].to(model.device)
+            out = policy(micro)
+            (-w * out.logp).sum().backward()
+            new = {"loss": mean(-out.logp, mask=micro.mask), "entropy": mean(out.entropy, mask=micro.mask)}
+            metrics = merge(metrics, new)
+        return metrics, batch.num_tokens
+
+    def evaluate() -> Metrics:
+        held_out = pack_examples(eval_examples)
+        logp = score(policy, held_out, max_tokens=max_tokens, mesh=mesh)
+        return {"loss": mean(-logp, mask=held_out.mask)}
+
+    return supervised(
+        model, tokenizer, num_examples=len(examples), backward=backward, evaluate=evaluate if eval_examples else None,
+        folder=folder, steps=steps, lr_at=lr_at, batch_size=batch_size, weight_decay=weight_decay, max_norm=max_norm,
+        eval_steps=eval_steps, save_steps=save_steps, keep=keep, seed=seed, resume=resume,
+    )  # fmt: skip

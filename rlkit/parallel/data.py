@@ -7,7 +7,8 @@ Everything here works without ranks (`mesh` None) and is then the plain function
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from rlkit.parallel._ranks import world_size
 from rlkit.parallel.mesh import Mesh
 from rlkit.types import Batch
 
+X = TypeVar("X")
+
 
 def rank_microbatches(
     streams: tuple[Batch, *tuple[Tensor, ...]],
@@ -27,38 +30,66 @@ def rank_microbatches(
     mesh: Mesh | None,
     max_tokens: int,
     apart: Bool[Tensor, "N"] | None = None,
+    whole_groups: bool = False,
 ) -> Iterator[tuple[Batch, *tuple[Tensor, ...]]]:
     """`packing.microbatches` of this data parallel rank: as many on every rank, together the whole batch.
 
     Ranks that have nothing left get empty batches: sharded models are forwarded by all ranks or by none.
     """
     rank, ranks = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp)
-    return packing.microbatches(streams, max_tokens=max_tokens, apart=apart, rank=rank, ranks=ranks)
+    return packing.microbatches(
+        streams, max_tokens=max_tokens, apart=apart, whole_groups=whole_groups, rank=rank, ranks=ranks
+    )
 
 
 def summed(x: Tensor, *, mesh: Mesh | None) -> Tensor:
     """The sum of `x` over the data parallel ranks: a `[T]` stream of which each filled in the places it computed."""
-    if mesh is None or mesh.dp == 1:
-        return x
-    x = x.clone()
-    dist.all_reduce(x, group=mesh.group("dp"))
-    return x
+    if mesh is not None and mesh.dp > 1:
+        x = x.clone()
+        dist.all_reduce(x, group=mesh.group("dp"))
+    return of_last_stage(x, mesh=mesh)
 
 
 def reduce_metrics(metrics: Metrics, *, mesh: Mesh | None) -> Metrics:
     """The metrics of the whole batch. What every rank computed alike (a mean, an extreme) stays what it is."""
-    if mesh is None or mesh.dp == 1:
+    if mesh is not None and mesh.dp > 1:
+        metrics = all_reduce(metrics, group=mesh.group("dp"))
+    if mesh is None or mesh.sizes.pp == 1 or not metrics:
         return metrics
-    return all_reduce(metrics, group=mesh.group("dp"))
+    parts = of_last_stage(torch.stack([x for m in metrics.values() for x in m]), mesh=mesh)
+    return {k: type(m)._make(x) for (k, m), x in zip(metrics.items(), parts.split([len(m) for m in metrics.values()]))}
+
+
+def of_last_stage(x: Tensor, *, mesh: Mesh | None) -> Tensor:
+    """`x` of the last pipeline stage, the one that has log-probs."""
+    if mesh is None or mesh.sizes.pp == 1:
+        return x
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(x, group=mesh.group("pp"), group_src=mesh.sizes.pp - 1)
+    return x
+
+
+def each_stage(x: X, *, mesh: Mesh | None) -> list[X]:
+    """Every pipeline stage's `x`, in the order of the stages: what a stage says of its own parameters."""
+    if mesh is None or mesh.sizes.pp == 1:
+        return [x]
+    out: list[Any] = [None] * mesh.sizes.pp
+    dist.all_gather_object(out, x, group=mesh.group("pp"))
+    return out
 
 
 def any_rank(flag: bool) -> bool:
     """Whether `flag` is set on any rank: for decisions after which all must do the same (stop, need a gradient)."""
+    return any_ranks([flag])[0]
+
+
+def any_ranks(flags: Sequence[bool]) -> list[bool]:
+    """`any_rank` of each flag, by one collective: before the micro-batches, or stages would wait for each other."""
     if world_size() == 1:
-        return flag
-    x = torch.tensor(float(flag), device=_device())
+        return list(flags)
+    x = torch.tensor(flags, dtype=torch.float32, device=_device())
     dist.all_reduce(x, op=dist.ReduceOp.MAX)
-    return bool(x)
+    return x.bool().tolist()
 
 
 def _device() -> torch.device:

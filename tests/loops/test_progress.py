@@ -18,8 +18,8 @@ from rlkit.loops.progress import COLUMNS, Progress, header, step_line
 ROOT = Path(__file__).parents[2]
 KEYS = sorted({key for column in COLUMNS for key in column.keys} | {"eval/sampled", "eval/greedy"})
 FULL = {
-    "loss": 0.25, "reward/mean": 0.8125, "entropy": 1.5, "kl/ref": 0.0012, "length/mean": 7.03, "ratio/clip_low": 0.01,
-    "ratio/clip_high": 0.02, "mismatch/abs_mean": 1.5e-7, "grad_norm": 0.33, "time/step": 0.31,
+    "loss": 0.25, "accuracy": 0.5, "reward/mean": 0.8125, "entropy": 1.5, "kl/ref": 0.0012, "length/mean": 7.03,
+    "ratio/clip_low": 0.01, "ratio/clip_high": 0.02, "mismatch/abs_mean": 1.5e-7, "grad_norm": 0.33, "time/step": 0.31,
     "time/tokens_per_s": 6612.3, "eval/sampled": 0.9, "eval/greedy": 0.975,
 }  # fmt: skip
 
@@ -27,11 +27,15 @@ FULL = {
 def test_the_line_says_each_number_under_its_title():
     titles, values = header().split("  eval: ")[0].split(), step_line(12, FULL).split()
     assert dict(zip(titles, values, strict=False)) == {
-        "step": "12", "loss": "0.2500", "reward": "0.812", "entropy": "1.500", "kl": "0.00120", "length": "7.0",
-        "clip%": "3.00", "mismatch": "1.5e-07", "grad": "0.330", "s/step": "0.31", "tok/s": "6612",
+        "step": "12", "loss": "0.2500", "acc": "0.500", "reward": "0.812", "entropy": "1.500", "kl": "0.00120",
+        "length": "7.0", "clip%": "3.00", "mismatch": "1.5e-07", "grad": "0.330", "s/step": "0.31", "tok/s": "6612",
     }  # fmt: skip
     assert values[-1] == "0.900/0.975"
     assert len(header()) <= 120
+    assert step_line(1, {"loss": 0.5, "accuracy": 0.75, "eval/loss": 0.25, "eval/accuracy": 1.0}).endswith(
+        "  0.250/1.000"
+    )
+    assert step_line(1, {"eval/loss": 0.25}).endswith("  0.250/-")
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,143 @@
+"""Direct preference optimization and its relatives, on packed pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit import losses
+from rlkit.data.pairs import Pair
+from rlkit.loops.supervised import supervised
+from rlkit.metrics import Metrics, mean, merge
+from rlkit.packing import pack
+from rlkit.parallel.data import rank_microbatches, reduce_metrics
+from rlkit.parallel.model import forward, mesh_of, with_ref_logp
+from rlkit.segments import seq_mean, seq_sum
+from rlkit.types import Batch, Trajectory
+
+
+def dpo(
+    model: Any,
+    tokenizer: Any,
+    pairs: Sequence[Pair],
+    *,
+    folder: Path,
+    steps: int,
+    lr_at: Callable[[int], float],
+    reference: Any = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = partial(losses.dpo, beta=0.1),
+    reduce: Callable[..., Tensor] = seq_sum,
+    sft_coef: float = 0.0,
+    batch_size: int = 64,
+    weight_decay: float = 0.0,
+    max_norm: float = 1.0,
+    max_tokens: int = 16384,
+    dtype: str = "fp32",
+    eval_pairs: Sequence[Pair] = (),
+    eval_steps: int = 0,
+    save_steps: int = 0,
+    keep: int = 2,
+    seed: int = 0,
+    resume: bool = False,
+) -> Path:
+    """Train `model` in place on pairs of responses; returns the folder of the exported model.
+
+    The loss is the mean over a step's pairs of `loss(chosen, rejected)`, any loss of `rlkit.losses` on two numbers a
+    pair, where the number of a response is `reduce` over its tokens of logp - ref_logp; without a `reference`, of logp:
+
+        dpo(..., reference=model_0)                                                          DPO, beta 0.1
+        dpo(..., reference=model_0, loss=partial(losses.ipo, beta=0.1), reduce=seq_mean)     IPO as in TRL
+        dpo(..., loss=partial(losses.simpo, beta=2.0, gamma=1.0), reduce=seq_mean)           SimPO
+        dpo(..., loss=partial(losses.orpo, beta=0.1), reduce=seq_mean, sft_coef=1.0)         ORPO
+
+    plus `sft_coef` times the chosen response's mean NLL per token. The reference's log-probs are computed with each
+    batch, without gradient. The two losses that couple the pairs of a batch (`aot`, `aot_paired`) see a micro-batch.
+
+    Logged: `accuracy` (the chosen number is the larger one), `margin`, `chosen`, `rejected` (the numbers themselves),
+    and the mean log-probs per token `logp/chosen`, `logp/rejected`: where `logp/chosen` falls, consider `sft_coef`.
+    """
+    mesh = mesh_of(model)
+    policy = partial(forward, model, dtype=dtype)
+    ref_policy = None if reference is None else partial(forward, reference, dtype=dtype)
+
+    def prepare(batch: Batch) -> Batch:
+        return with_ref_logp(ref_policy, batch, max_tokens=max_tokens, mesh=mesh)
+
+    def pair_losses(micro: Batch) -> tuple[Tensor, Metrics]:
+        out = policy(micro)
+        sums = {"mask": micro.mask, "cu_seqlens": micro.cu_seqlens}
+        number = reduce(out.logp if micro.ref_logp is None else out.logp - micro.ref_logp, **sums)
+        logp = seq_mean(out.logp, **sums)
+        value = loss(number[0::2], number[1::2]) - sft_coef * logp[0::2]
+        logged = {"logp/chosen": mean(logp[0::2]), "logp/rejected": mean(logp[1::2])}
+        return value, {"loss": mean(value), **pair_metrics(number), **logged}
+
+    return train_pairs(
+        model, tokenizer, pairs, pack=lambda groups: prepare(pack(groups)), pair_losses=pair_losses, folder=folder,
+        steps=steps, lr_at=lr_at, batch_size=batch_size, weight_decay=weight_decay, max_norm=max_norm,
+        max_tokens=max_tokens, eval_pairs=eval_pairs, eval_steps=eval_steps, save_steps=save_steps, keep=keep,
+        seed=seed, resume=resume,
+    )  # fmt: skip
+
+
+def train_pairs(
+    model: Any,
+    tokenizer: Any,
+    pairs: Sequence[Pair],
+    *,
+    pack: Callable[[list[list[Trajectory]]], Batch],
+    pair_losses: Callable[[Batch], tuple[Tensor, Metrics]],
+    max_tokens: int,
+    eval_pairs: Sequence[Pair],
+    **options: Any,
+) -> Path:
+    """`supervised` on pairs: `pair_losses(micro)` gives one loss a pair, of a batch in which no pair is cut."""
+    mesh = mesh_of(model)
+
+    def passes(some: Sequence[Pair], *, train: bool) -> tuple[Metrics, int]:
+        batch = pack(pair_trajectories(some))
+        metrics: Metrics = {}
+        for micro, *_ in rank_microbatches((batch,), mesh=mesh, max_tokens=max_tokens, whole_groups=True):
+            value, new = pair_losses(micro.to(model.device))
+            if train:
+                (value.sum() / len(some)).backward()
+            metrics = merge(metrics, new)
+        return metrics, batch.num_tokens
+
+    def evaluate() -> Metrics:
+        with torch.no_grad():
+            return reduce_metrics(passes(eval_pairs, train=False)[0], mesh=mesh)
+
+    return supervised(
+        model,
+        tokenizer,
+        num_examples=len(pairs),
+        backward=lambda rows: passes([pairs[i] for i in rows], train=True),
+        evaluate=evaluate if eval_pairs else None,
+        **options,
+    )
+
+
+def pair_metrics(numbers: Tensor) -> Metrics:
+    """How a pair's two numbers (log-ratios, rewards; chosen first) stand to each other."""
+    chosen, rejected = numbers[0::2], numbers[1::2]
+    return {
+        "accuracy": mean((chosen > rejected).float()),
+        "margin": mean(chosen - rejected),
+        "chosen": mean(chosen),
+        "rejected": mean(rejected),
+    }
+
+
+def pair_trajectories(pairs: Sequence[Pair]) -> list[list[Trajectory]]:
+    """One group a pair, chosen before rejected: the prompt is stored, and forwarded, once for both."""
+    return [[_trajectory(p.prompt, p.chosen), _trajectory(p.prompt, p.rejected)] for p in pairs]
+
+
+def _trajectory(prompt: list[int], ids: list[int]) -> Trajectory:
+    return Trajectory(prompt, ids, [True] * len(ids), [0.0] * len(ids), [-1] * len(ids))

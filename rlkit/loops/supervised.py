@@ -1,0 +1,72 @@
+"""What the loops over fixed data share: one optimizer step a batch, evaluation, the run folder, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlkit.data.load import batches
+from rlkit.loops import verbs
+from rlkit.loops.run import open_run, stop_on_interrupt
+from rlkit.metrics import Metrics, finalize, merge
+from rlkit.parallel.data import reduce_metrics
+from rlkit.parallel.model import mesh_of
+from rlkit.parallel.optim import adamw, optimizer_step, set_lr
+from rlkit.parallel.saver import BackgroundSaver
+
+Backward = Callable[[list[int]], tuple[Metrics, int]]  # indices of a batch -> its metrics, its number of tokens
+
+
+def supervised(
+    model: Any,
+    tokenizer: Any,
+    *,
+    num_examples: int,
+    backward: Backward,
+    evaluate: Callable[[], Metrics] | None,
+    folder: Path,
+    steps: int,
+    lr_at: Callable[[int], float],
+    batch_size: int,
+    weight_decay: float,
+    max_norm: float,
+    eval_steps: int,
+    save_steps: int,
+    keep: int,
+    seed: int,
+    resume: bool,
+) -> Path:
+    """Train `model` in place for `steps` batches of the examples' indices; returns the folder of the exported model.
+
+    `backward` computes a batch's loss, micro-batch by micro-batch, and leaves the gradients on the parameters; its
+    weights hold the denominators of the whole batch. `evaluate` gives metrics of held-out data, already of all ranks.
+    Each epoch visits every example once, in an order that `seed` fixes.
+    """
+    mesh = mesh_of(model)
+    optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
+    state = verbs.restore(folder, model=model, optimizer=optimizer, reference=None) if resume else {}
+    start = state.get("step", -1)
+    first = max(start, 0)
+    with (
+        open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop,
+        BackgroundSaver(run.checkpoints, keep=keep) as saver,
+    ):  # fmt: skip
+        order = batches(num_examples, batch_size=batch_size, seed=seed, start_step=first)
+        for step, rows in zip(range(first, steps), order):
+            clock = verbs.Clock()
+            metrics, num_tokens = backward(rows)
+            set_lr(optimizer, lr_at(step))
+            metrics = merge(reduce_metrics(metrics, mesh=mesh), optimizer_step(optimizer, max_norm=max_norm))
+
+            done = step + 1
+            line = finalize(metrics) | {"lr": lr_at(step)}
+            if evaluate and eval_steps and (done % eval_steps == 0 or done == steps):
+                line |= {f"eval/{name}": value for name, value in finalize(evaluate()).items()}
+            run.log(done, line | clock.times(num_tokens=num_tokens))
+            if verbs.save_if_due(
+                run, saver, stop, done, steps=steps, every=save_steps, model=model, optimizer=optimizer, state={}
+            ):
+                break
+        run.plot()
+        return verbs.export(run, model, tokenizer)

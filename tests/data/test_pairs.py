@@ -1,0 +1,92 @@
+"""Preference pairs: the tokens of both responses after one prompt, in every format that rows come in."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from rlkit.data.pairs import Pair, preference_pairs
+from rlkit.data.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+START, END, SYSTEM, USER, ASSISTANT, NL = 257, 258, 259, 260, 261, 10
+
+
+def turn(role, text):
+    return [START, role, NL, *text.encode(), END, NL]
+
+
+HI = [*turn(USER, "hi"), START, ASSISTANT, NL]
+YO_NO = Pair(HI, [*b"yo", END], [*b"no!", END])
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def answer(text):
+    return {"role": "assistant", "content": text}
+
+
+def pairs(*rows, max_tokens=99, **options):
+    return preference_pairs(list(rows), tokenizer=TOKENIZER, max_tokens=max_tokens, **options)
+
+
+FORMATS = {
+    "strings": {"prompt": "hi", "chosen": "yo", "rejected": "no!"},
+    "a conversation before strings": {"messages": [user("hi")], "chosen": "yo", "rejected": "no!"},
+    "a message each": {"prompt": [user("hi")], "chosen": [answer("yo")], "rejected": [answer("no!")]},
+    "whole conversations": {"chosen": [user("hi"), answer("yo")], "rejected": [user("hi"), answer("no!")]},
+    "whole conversations beside the prompt": {
+        "prompt": "hi", "chosen": [user("hi"), answer("yo")], "rejected": [user("hi"), answer("no!")],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", FORMATS.values(), ids=FORMATS)
+def test_every_format_gives_the_same_tokens(row):
+    assert pairs({**row, "source": "x"}) == ([YO_NO], 0)
+
+
+def test_the_system_prompt_and_earlier_turns_belong_to_the_prompt():
+    rows = {
+        "prompt": "hi",
+        "chosen": [answer("a"), user("b"), answer("c")],
+        "rejected": [answer("a"), user("b"), answer("d")],
+    }
+    ((pair,), _) = pairs(rows, system_prompt="s")
+    before = [*turn(SYSTEM, "s"), *turn(USER, "hi"), *turn(ASSISTANT, "a"), *turn(USER, "b"), START, ASSISTANT, NL]
+    assert pair == Pair(before, [*b"c", END], [*b"d", END])
+
+
+def test_without_a_template_the_texts_are_taken_as_they_are():
+    ((pair,), _) = pairs({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, apply_chat_template=False)
+    assert pair == Pair([*b"2+2="], [*b"4", END], [*b"5", END])
+
+
+def test_a_pair_that_is_too_long_goes_as_a_whole(caplog):
+    long = {"prompt": "hi", "chosen": "yo", "rejected": "n" * 30}
+    with caplog.at_level(logging.WARNING):
+        kept, dropped = pairs(FORMATS["strings"], long, FORMATS["strings"], max_tokens=len(HI) + 4)
+    assert (kept, dropped) == ([YO_NO, YO_NO], 1)
+    assert "dropped 1 of 3 pairs" in caplog.text
+    assert "rows 1" in caplog.text
+    with pytest.raises(ValueError, match="all 1 pairs are longer than max_tokens=5"):
+        pairs(long, max_tokens=5)
+
+
+BAD = {
+    "'rejected' must be a string": {"prompt": "hi", "chosen": "yo"},
+    "neither 'messages' nor 'prompt'": {"chosen": "yo", "rejected": "no"},
+    "differ before their last message": {
+        "chosen": [user("hi"), answer("yo")], "rejected": [user("ho"), answer("no")],
+    },
+    "must end with an assistant message": {"prompt": "hi", "chosen": [user("yo")], "rejected": [answer("no")]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_is_no_pair_is_named_with_its_row(message):
+    with pytest.raises(ValueError, match=f"row 1: .*{message}"):
+        pairs(FORMATS["strings"], BAD[message])

@@ -1,0 +1,78 @@
+"""The scripts on preference pairs as a user runs them, alone and under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pairs")
+    tokenizer = tiny_tokenizer()
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48}
+    tiny_model(tokenizer, **sizes).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [{"prompt": f"{i}+1", "chosen": f"{i + 1}", "rejected": "x" * (1 + i % 6)} for i in range(40)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def run(task, script, output, *flags, prefix=()):
+    data = str(task / "pairs.jsonl")
+    command = [sys.executable, *prefix, str(ROOT / "examples" / f"{script}.py"), "--model", str(task / "model")]
+    command += ["--data", data, "--eval-data", data, "--steps", "4", "--eval-steps", "2", "--batch-size", "8"]
+    command += ["--lr", "1e-3", "--max-tokens", "100", "--output", str(output), *flags]
+    return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False)
+
+
+def numbers(output):
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [("dpo", []), ("dpo", ["--loss", "simpo", "--beta", "2"]), ("reward_model", ["--dtype", "bf16"])],
+)
+def test_a_run_leaves_a_model_and_its_numbers(task, tmp_path, script, flags):
+    done = run(task, script, tmp_path / "run", *flags)
+    assert done.returncode == 0, done.stderr
+    lines = numbers(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[3]["eval/loss"] < lines[1]["eval/loss"]
+    assert (tmp_path / "run/model/model.safetensors").exists()
+    assert "accuracy" in done.stdout
+
+
+def test_flags_that_do_not_go_together_are_refused(task, tmp_path):
+    for flags, message in [
+        (["--loss", "ipo", "--label-smoothing", "0.1"], "--label-smoothing is not part of ipo"),
+        (["--loss", "orpo", "--reference", str(task / "model")], "drop --reference"),
+    ]:
+        done = run(task, "dpo", tmp_path / "run", *flags)
+        assert done.returncode != 0
+        assert message in done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["dpo", "reward_model"])
+def test_two_ranks_log_the_same_numbers(task, tmp_path, script):
+    assert run(task, script, tmp_path / "alone").returncode == 0
+    for flags in ([], ["--parallel.tp", "2"]):
+        output = tmp_path / f"ranks{len(flags)}"
+        done = run(task, script, output, *flags, prefix=TORCHRUN)
+        assert done.returncode == 0, done.stderr[-4000:]
+        for a, b in zip(numbers(output), numbers(tmp_path / "alone"), strict=True):
+            assert a == pytest.approx(b, rel=1e-3, abs=1e-5)

@@ -1,0 +1,149 @@
+"""DPO and reward models on pairs: against a forward of each row alone, however the batch is cut; and they learn."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache, partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlkit import losses
+from rlkit.data.pairs import Pair
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.loops.dpo import dpo
+from rlkit.loops.reward_model import reward_model
+from rlkit.parallel.heads import load_reward_model
+from rlkit.parallel.model import prepare
+from rlkit.segments import seq_mean
+
+SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
+END = 258
+BETA = 0.3
+
+
+@cache
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def small_model():
+    return prepare(tiny_model(tokenizer(), **SIZES))
+
+
+def make_pairs(num):
+    """Prefers small letters, of which there are as many as the pair's number says; some pairs are long."""
+    made = []
+    for i in range(num):
+        prompt, n = [65 + i % 26] * (1 + i % 5), 1 + i % 7
+        made.append(
+            Pair(
+                prompt, [97 + (i + k) % 26 for k in range(n)] + [END], [48 + (i + k) % 10 for k in range(8 - n)] + [END]
+            )
+        )
+    return made
+
+
+def logps(model, pair):
+    """Sums of log-probs of the two responses, by a forward of each row alone."""
+    out = []
+    for ids in (pair.chosen, pair.rejected):
+        row = torch.tensor(pair.prompt + ids)
+        with torch.no_grad():
+            table = model(row[None]).logits[0].double().log_softmax(-1)
+        out.append(table[:-1].gather(1, row[1:, None])[len(pair.prompt) - 1 :, 0])
+    return out
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
+
+
+def run(folder, loop=dpo, model=None, **changes):
+    options = {"folder": folder, "steps": 6, "lr_at": lambda step: 3e-3, "batch_size": 8, "eval_steps": 3}
+    model = small_model() if model is None else model
+    loop(model, tokenizer(), make_pairs(40), eval_pairs=make_pairs(10)[3:], **options | changes)
+    return lines_of(folder)
+
+
+def test_dpo_is_the_papers_loss_of_the_exported_model(tmp_path):
+    lines = run(tmp_path, reference=small_model(), loss=partial(losses.dpo, beta=BETA))
+    assert lines[0]["loss"] == pytest.approx(math.log(2))
+    assert lines[0]["margin"] == 0
+    model, before = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tiny_model(tokenizer(), **SIZES)
+    found = []
+    for pair in make_pairs(10)[3:]:
+        chosen, rejected = (float((a - b).sum()) for a, b in zip(logps(model, pair), logps(before, pair), strict=True))
+        found.append((math.log1p(math.exp(-BETA * (chosen - rejected))), chosen > rejected, chosen - rejected, chosen))
+    for key, column in zip(("loss", "accuracy", "margin", "chosen"), zip(*found, strict=True), strict=True):
+        assert lines[-1][f"eval/{key}"] == pytest.approx(sum(column) / 7, rel=1e-4, abs=1e-5)
+    assert lines[-1]["eval/accuracy"] == 1
+
+
+def test_a_loss_without_reference_reads_mean_log_probs_and_adds_the_likelihood(tmp_path):
+    loss = partial(losses.orpo, beta=BETA)
+    lines = run(tmp_path, loss=loss, reduce=seq_mean, sft_coef=0.7)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    found = []
+    for pair in make_pairs(10)[3:]:
+        c, r = (float(x.mean()) for x in logps(model, pair))
+        odds = (c - math.log1p(-math.exp(c))) - (r - math.log1p(-math.exp(r)))
+        found.append(BETA * math.log1p(math.exp(-odds)) - 0.7 * c)
+    assert lines[-1]["eval/loss"] == pytest.approx(sum(found) / 7, rel=1e-4)
+
+
+@pytest.mark.parametrize("loop", [dpo, reward_model])
+def test_the_size_of_micro_batches_changes_nothing(tmp_path, loop):
+    """Pairs of up to 19 tokens in micro-batches of 20, so of one or two, against all at once."""
+    lines = []
+    for max_tokens in (20, 10_000):
+        model, options = small_model(), {}
+        if loop is reward_model:
+            small_model().save_pretrained(tmp_path / "policy")
+            model = load_reward_model(tmp_path / "policy")
+        else:
+            options["reference"] = small_model()
+        lines.append(run(tmp_path / str(max_tokens), loop, model, max_tokens=max_tokens, **options))
+    for a, b in zip(*lines, strict=True):
+        for key in b.keys() - {k for k in b if k.startswith("time/")}:
+            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), key
+
+
+def test_a_pair_that_no_micro_batch_holds_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="less than one whole group"):
+        run(tmp_path, reference=small_model(), max_tokens=12)
+
+
+def test_a_reward_model_learns_and_transformers_reads_the_same_rewards(tmp_path):
+    small_model().save_pretrained(tmp_path / "policy")
+    lines = run(tmp_path / "run", reward_model, load_reward_model(tmp_path / "policy"), steps=12)
+    assert lines[0]["loss"] == pytest.approx(math.log(2))
+    assert lines[-1]["eval/accuracy"] == 1
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model").eval()
+    found = []
+    for pair in make_pairs(10)[3:]:
+        with torch.no_grad():
+            found.append(
+                [float(model(torch.tensor([pair.prompt + ids])).logits) for ids in (pair.chosen, pair.rejected)]
+            )
+    chosen, rejected = zip(*found, strict=True)
+    assert lines[-1]["eval/chosen"] == pytest.approx(sum(chosen) / 7, rel=1e-4)
+    assert lines[-1]["eval/rejected"] == pytest.approx(sum(rejected) / 7, rel=1e-4)
+
+
+def test_padding_that_ends_the_responses_is_taken_out_of_the_export(tmp_path):
+    small_model().save_pretrained(tmp_path / "policy")
+    model = load_reward_model(tmp_path / "policy")
+    model.config.pad_token_id = END
+    run(tmp_path / "run", reward_model, model, steps=1)
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model").config.pad_token_id is None
+
+
+def test_resuming_gives_the_same_lines(tmp_path):
+    whole = run(tmp_path / "whole", reference=small_model())
+    run(tmp_path / "run", reference=small_model(), steps=4)
+    again = run(tmp_path / "run", reference=small_model(), resume=True)
+    strip = lambda lines: [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    assert strip(again)[4:] == strip(whole)[4:]
