@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rlkit.types import Trajectory
 
 _log = logging.getLogger("rlkit.rewards")
+_RECENT = 100  # samples that `max_failed` is a share of
 
 
 def scorer(
@@ -30,12 +32,13 @@ def scorer(
     function's further numbers go to `info["metrics"]`, its texts (`reason`) to `info["notes"]`.
 
     A sample that the function could not judge raises its `RewardError`, unless at most the share `max_failed` of the
-    group failed (a judge behind HTTP). Then such a trajectory does not train (its mask is False throughout), it gets
-    the mean reward of the others, so that a group baseline stays where it was, the cause is in `info["error"]` and in
-    the log, and the metric `failed` counts it.
+    last 100 samples failed (a judge behind HTTP). Then such a trajectory does not train (its mask is False throughout),
+    it gets the mean reward and score of its group's others (0 where there are none), so that a group baseline stays
+    where it was, the cause is in `info["error"]` and in the log, and the metric `failed` counts it.
     """
     if not 0 <= max_failed < 1:
         raise ValueError(f"max_failed must be in [0, 1), got {max_failed}")
+    recent: deque[bool] = deque(maxlen=_RECENT)
 
     async def score_group(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
         samples = [_sample(tokenizer, prompt, trajectory) for trajectory in group]
@@ -44,11 +47,13 @@ def scorer(
             return [_rewarded(t, r, r.metrics) for t, r in zip(group, rewards, strict=True)]
         results = await score_each(function, samples, timeout_s=timeout_s)
         errors = [r for r in results if isinstance(r, RewardError)]
-        given = [r.reward for r in results if isinstance(r, Reward)]
-        if len(errors) > max_failed * len(results):
+        recent.extend(isinstance(r, RewardError) for r in results)
+        if errors and sum(recent) > max_failed * _RECENT:
             raise errors[0]
+        given = [r for r in results if isinstance(r, Reward)]
+        reward, mean_score = _mean([r.reward for r in given]), _mean([r.score for r in given if r.score is not None])
         return [
-            _set_aside(t, r, sum(given) / len(given))
+            _set_aside(t, r, reward or 0.0, mean_score)
             if isinstance(r, RewardError)
             else _rewarded(t, r, {**r.metrics, "failed": 0.0})
             for t, r in zip(group, results, strict=True)
@@ -63,12 +68,16 @@ def _rewarded(trajectory: Trajectory, reward: Reward, metrics: dict[str, float])
     return replace(trajectory, reward=reward.reward, score=reward.score, info=info)
 
 
-def _set_aside(trajectory: Trajectory, error: RewardError, reward: float) -> Trajectory:
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _set_aside(trajectory: Trajectory, error: RewardError, reward: float, score: float | None) -> Trajectory:
     _log.warning("a sample does not train: %s", error)
     num = len(trajectory.ids)
     info = {**trajectory.info, "error": error.cause, "metrics": {"failed": 1.0}}
     return replace(
-        trajectory, reward=reward, mask=[False] * num, logp=[0.0] * num, versions=[-1] * num, score=None, info=info
+        trajectory, reward=reward, mask=[False] * num, logp=[0.0] * num, versions=[-1] * num, score=score, info=info
     )
 
 

@@ -15,9 +15,9 @@ on top of the one before:
             chat.add("Try again.")
         return chat.end(reward=0.0)
 
-What was sampled is never tokenised again. `rlkit.rollout.limits.limited` bounds the turns, context and sampled tokens of
-any environment; `SamplingParams.max_new_tokens` bounds a turn. A turn that was cut by a bound is the last one, and its
-episode is `truncated`. Text only: a processor of a vision model is refused.
+What was sampled is never tokenised again. `rlkit.rollout.limits.limited` bounds the turns, the context and the
+sampled tokens of any environment; `SamplingParams.max_new_tokens` bounds a turn. A turn that was cut by a bound is the
+last one, and its episode is `truncated`. Text only: a processor of a vision model is refused.
 
 Differs: TRL, verl and SkyRL mark what was sampled by searching a rendered conversation, or render messages behind a
 fixed base; where a template rewrites history they train on tokens that were not sampled in that context (verl issue

@@ -89,8 +89,40 @@ async def test_a_sample_that_failed_neither_trains_nor_moves_the_baseline():
     per_seq = [batch.mask[a:b].sum().item() for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:])]
     assert per_seq == [2, 0, 2]
     assert torch.equal(batch.rewards - batch.rewards.mean(), torch.tensor([-1.5, 0.0, 1.5]))
-    for limit in (0.0, 0.33):
+    for limit in (0.0, 0.005):
         with pytest.raises(RewardError, match="KeyError: 'c'"):
             await scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=limit)(Prompt([1, 2], {}, 0), group)
     with pytest.raises(ValueError, match="max_failed"):
         scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=1.0)
+
+
+async def test_failures_are_counted_over_the_last_hundred_samples():
+    """A group of one, as evaluation has, may fail as a whole; a judge that stays away ends the run."""
+
+    async def judge(completion, row):
+        if row["fails"]:
+            raise OSError("no answer")
+        return {"reward": 3.0, "score": 1.0}
+
+    judged = scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=0.03)
+
+    async def one(fails):
+        ((out,),) = [await judged(Prompt([1, 2], {"fails": fails}, 0), [trajectory([*b"ab", END])])]
+        return out
+
+    lost = await one(True)
+    assert (lost.reward, lost.score, lost.mask, lost.info["error"][:7]) == (0.0, None, [False] * 3, "OSError")
+    assert [(await one(True)).reward for _ in range(2)] == [0.0, 0.0]
+    with pytest.raises(RewardError, match="no answer"):
+        await one(True)
+    assert {(await one(False)).reward for _ in range(99)} == {3.0}
+    assert (await one(True)).reward == 0.0, "one of the first failures is still among the last hundred"
+
+
+async def test_a_score_of_its_own_is_that_of_the_others_too():
+    async def judge(completion, row):
+        return {"reward": {"a": 1.0, "b": 4.0}[completion], "score": float(completion == "a")}
+
+    group = [trajectory([*text.encode(), END]) for text in ("a", "c", "b")]
+    out = await scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=0.1)(Prompt([1, 2], {}, 0), group)
+    assert [t.score for t in out] == [1.0, 0.5, 0.0]
