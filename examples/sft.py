@@ -8,8 +8,7 @@ Every row holds `prompt` and `response` (strings), or `messages`; only assistant
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -70,6 +69,7 @@ def main(args: Args) -> Path:
 
     from rlkit.data.load import load_rows
     from rlkit.data.sft import sft_examples
+    from rlkit.loops.run import keep_args
     from rlkit.loops.sft import sft
     from rlkit.parallel.launch import load_policy
     from rlkit.parallel.optim import schedule
@@ -82,8 +82,7 @@ def main(args: Args) -> Path:
     render = {"tokenizer": tokenizer, "max_tokens": args.max_example_tokens, "system_prompt": args.system_prompt}
     examples, _ = sft_examples(rows, **render)
     eval_examples = sft_examples(eval_rows, **render)[0] if eval_rows else []
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "args.json").write_text(json.dumps(asdict(args), indent=1, default=str) + "\n")
+    keep_args(args.output, args, resume=args.resume)
     return sft(
         model,
         tokenizer,

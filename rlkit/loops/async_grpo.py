@@ -10,18 +10,20 @@ from typing import Any
 from torch import Tensor
 
 from rlkit.advantages import group_centered
+from rlkit.controllers import fixed
 from rlkit.loops import verbs
 from rlkit.loops.dump import dump_to
 from rlkit.loops.run import open_run, stop_on_interrupt
 from rlkit.loops.updates import grpo_update, pack_with_advantages
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
-from rlkit.parallel.model import forward, mesh_of, with_old_logp
+from rlkit.parallel.model import forward, mesh_of, with_old_logp, with_ref_logp
 from rlkit.parallel.optim import adamw
+from rlkit.parallel.saver import BackgroundSaver
 from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.limits import mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, mix, single_turn
-from rlkit.types import SamplingParams
+from rlkit.types import Controller, SamplingParams
 
 
 async def async_grpo(
@@ -40,6 +42,7 @@ async def async_grpo(
     group_size: int = 8,
     staleness: float = 1.0,
     keep_group: Callable[[Group], bool] | None = None,
+    max_dropped: int | None = None,
     drop_truncated: bool = False,
     baseline: Callable[..., Tensor] = group_centered,
     num_minibatches: int = 1,
@@ -47,6 +50,10 @@ async def async_grpo(
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     correction: Callable[..., Tensor] = partial(tis, max_weight=2.0),
+    kl_coef: float = 0.0,
+    kl_controller: Controller = fixed(),
+    reference: Any = None,
+    ref_sync_steps: int = 0,
     entropy_coef: float = 0.0,
     weight_decay: float = 0.0,
     max_norm: float = 1.0,
@@ -68,7 +75,8 @@ async def async_grpo(
 
     The loss is decoupled PPO: clipped against the policy at the start of the step (`old_logp`), its tokens weighted by
     `correction(old_logp - rollout_logp)`, detached: `tis` truncates the weight of what older weights sampled, `icepop`
-    drops what they would hardly sample now. With one update per step no forward is spent on `old_logp`.
+    drops what they would hardly sample now. With one update per step no forward is spent on `old_logp`. The correction
+    does not scale the KL to `reference`.
 
     Every completion is on disk when it is made (`completions/`), so a run that is killed loses nothing but what was in
     the middle of a request, and `resume` goes on from the last checkpoint with it. Which groups make up a step depends
@@ -78,30 +86,36 @@ async def async_grpo(
     `GroupStream`; TRL samples one step ahead in a thread.
     Reference: arXiv:2505.24298 (AReaL); arXiv:2110.00641 (decoupled PPO).
     """
-    verbs.check_sampling(params, needs_reference=False, reference=None)
-    mesh = mesh_of(model)
+    verbs.check_sampling(params, needs_reference=bool(kl_coef or ref_sync_steps), reference=reference)
+    mesh, moving = mesh_of(model), reference if ref_sync_steps else None
     policy = partial(forward, model, temperature=params.temperature, dtype=dtype)
+    ref_policy = partial(forward, reference, temperature=params.temperature, dtype=dtype) if reference else None
     optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
     update = partial(
         grpo_update, policy=policy, optimizer=optimizer, num_minibatches=num_minibatches, num_epochs=num_epochs,
-        clip_low=clip_low, clip_high=clip_high, correction=correction, kl_coef=0.0, entropy_coef=entropy_coef,
-        max_norm=max_norm, max_tokens=max_tokens, device=model.device, mesh=mesh,
+        clip_low=clip_low, clip_high=clip_high, correction=correction, entropy_coef=entropy_coef, max_norm=max_norm,
+        max_tokens=max_tokens, device=model.device, mesh=mesh,
     )  # fmt: skip
-    state = verbs.restore(folder, model=model, optimizer=optimizer, reference=None) if resume else {}
-    start, first = state.get("step", -1), max(state.get("step", -1), 0)
-    with open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop:
+    state = verbs.restore(folder, model=model, optimizer=optimizer, reference=moving) if resume else {}
+    start, first, kl_state = state.get("step", -1), max(state.get("step", -1), 0), kl_controller.init(kl_coef)
+    kl_state = type(kl_state)(*state.get("kl", kl_state))
+    with (
+        open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop,
+        BackgroundSaver(run.checkpoints, keep=keep) as saver,
+    ):  # fmt: skip
         dump = dump_to(run, tokenizer, engine=engine)
         evaluate = partial(
-            verbs.evaluate, eval_prompts, generate=engine.generate, params=params, env=env, score=score, seed=seed
-        )
+            verbs.evaluate, eval_prompts, generate=engine.generate, params=params, env=env, score=score, seed=seed,
+            policy=policy, reference=ref_policy, max_tokens=max_tokens, mesh=mesh,
+        )  # fmt: skip
         await engine.update_weights(stream_weights(model), version=first)
         if start < 0 and eval_prompts and eval_steps:
             run.log(0, await evaluate(on_group=partial(dump, step=0)))
         async with verbs.open_stream(
             verbs.prompt_order(prompts, seed=seed), generate=engine.generate, abort=engine.abort, params=params,
             group_size=group_size, groups_per_step=prompts_per_step, staleness=staleness, seed=seed, env=env,
-            score=score, keep=keep_group, on_group=dump, journal=folder / "completions", version=first,
-            state=state.get("stream"),
+            score=score, keep=keep_group, max_dropped=max_dropped, on_group=dump,
+            journal=folder / "completions", version=first, state=state.get("stream"),
         ) as stream:  # fmt: skip
             for step in range(first, steps):
                 clock = verbs.Clock()
@@ -109,26 +123,32 @@ async def async_grpo(
                 groups = await stream.take()
                 metrics = verbs.rollout_metrics(groups, version=step)
                 clock.lap("wait")
-
                 groups = mask_truncated(groups) if drop_truncated else groups
                 batch = pack_with_advantages(groups, baseline=baseline)
+                if kl_coef:
+                    batch = await verbs.in_thread(with_ref_logp, ref_policy, batch, max_tokens=max_tokens, mesh=mesh)
                 if num_minibatches * num_epochs > 1:
                     batch = await verbs.in_thread(with_old_logp, policy, batch, max_tokens=max_tokens, mesh=mesh)
-                metrics = merge(metrics, await verbs.in_thread(update, batch, lr=lr_at(step), seed=mix(seed, step)))
+                how = {"lr": lr_at(step), "kl_coef": kl_state.coef, "seed": mix(seed, step)}
+                metrics = merge(metrics, await verbs.in_thread(update, batch, **how))
                 clock.lap("train")
-
                 done = step + 1
                 await engine.update_weights(stream_weights(model), version=done)
+                if ref_sync_steps and done % ref_sync_steps == 0:
+                    reference.load_state_dict(model.state_dict())
                 line = finalize(metrics) | {"lr": lr_at(step), "groups/dropped": stream.num_dropped}
                 line["groups/ready"] = stream.progress.ready
+                if kl_coef:
+                    line["kl/coef"] = kl_state.coef
+                    kl_state = kl_controller.update(kl_state, line["kl/ref"])
                 clock.lap("sync")
                 if eval_prompts and eval_steps and (done % eval_steps == 0 or done == steps):
                     line |= await evaluate(on_group=partial(dump, step=done))
                     clock.lap("eval")
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens))
                 if verbs.save_if_due(
-                    run, stop, done, steps=steps, every=save_steps, keep=keep, model=model, optimizer=optimizer,
-                    reference=None, stream=stream, state={},
+                    run, saver, stop, done, steps=steps, every=save_steps, model=model, optimizer=optimizer,
+                    reference=moving, stream=stream, state={"kl": tuple(kl_state)},
                 ):  # fmt: skip
                     break
         run.plot()

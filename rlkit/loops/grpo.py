@@ -19,6 +19,7 @@ from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
 from rlkit.parallel.model import forward, mesh_of, with_old_logp, with_ref_logp
 from rlkit.parallel.optim import adamw
+from rlkit.parallel.saver import BackgroundSaver
 from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, mix, single_turn
@@ -40,6 +41,7 @@ async def grpo(
     prompts_per_step: int = 8,
     group_size: int = 8,
     keep_group: Callable[[Group], bool] | None = None,
+    max_dropped: int | None = None,
     staleness: float = 0.0,
     drop_truncated: bool = False,
     drop_off_policy: bool = False,
@@ -70,10 +72,11 @@ async def grpo(
 
     A step samples `group_size` answers to each of `prompts_per_step` prompts, with `baseline(rewards)` as the advantage
     of all their tokens, and takes `num_minibatches * num_epochs` optimizer steps (see `grpo_update`). Groups that
-    `keep_group` refuses (`success_between(0.01, 0.99)`) are replaced by those of further prompts. With `staleness` > 0
-    so many times more groups are started than a step needs; the last go on in the next step (partial rollout).
-    `drop_off_policy` keeps what older weights sampled out of the loss, `drop_truncated` what a length limit cut. With
-    `journal` a killed run keeps what it sampled; else it samples that again, bit for bit.
+    `keep_group` refuses (`success_between(0.01, 0.99)`) are replaced by those of further prompts, at most `max_dropped`
+    in a step (None: 20 `prompts_per_step`). With `staleness` > 0 so many times more groups are started than a step
+    needs; the last go on in the next step (partial rollout). `drop_off_policy` keeps what older weights sampled out of
+    the loss, `drop_truncated` what a length limit cut. With `journal` a killed run keeps what it sampled; else it
+    samples that again, bit for bit.
 
     Differs from the GRPO paper (arXiv:2402.03300):
     1. advantages are not divided by the group's standard deviation (arXiv:2503.20783); pass `group_zscore` to do so
@@ -95,7 +98,10 @@ async def grpo(
     state = verbs.restore(folder, model=model, optimizer=optimizer, reference=moving) if resume else {}
     start, first, kl_state = state.get("step", -1), max(state.get("step", -1), 0), kl_controller.init(kl_coef)
     kl_state = type(kl_state)(*state.get("kl", kl_state))
-    with open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop:
+    with (
+        open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop,
+        BackgroundSaver(run.checkpoints, keep=keep) as saver,
+    ):  # fmt: skip
         dump = dump_to(run, tokenizer, engine=engine)
         evaluate = partial(
             verbs.evaluate, eval_prompts, generate=engine.generate, params=params, env=env, score=score, seed=seed,
@@ -108,8 +114,8 @@ async def grpo(
         async with verbs.open_stream(
             verbs.prompt_order(prompts, seed=seed), generate=engine.generate, abort=engine.abort, params=params,
             group_size=group_size, groups_per_step=prompts_per_step, staleness=staleness, seed=seed, env=env,
-            score=score, keep=keep_group, on_group=dump, journal=folder / "completions" if journal else None,
-            version=first, state=state.get("stream"),
+            score=score, keep=keep_group, max_dropped=max_dropped, on_group=dump,
+            journal=folder / "completions" if journal else None, version=first, state=state.get("stream"),
         ) as stream:  # fmt: skip
             for step in range(first, steps):
                 clock = verbs.Clock()
@@ -142,8 +148,8 @@ async def grpo(
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens))
                 signal = verbs.say_if_no_signal(run, batch, before=signal)
                 if verbs.save_if_due(
-                    run, stop, done, steps=steps, every=save_steps, keep=keep, model=model, optimizer=optimizer,
-                    reference=moving, stream=stream, state={"kl": tuple(kl_state)},
+                    run, saver, stop, done, steps=steps, every=save_steps, model=model, optimizer=optimizer,
+                    state={"kl": tuple(kl_state)}, reference=moving, stream=stream,
                 ):  # fmt: skip
                     break
         run.plot()

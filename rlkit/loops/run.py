@@ -1,5 +1,6 @@
 """The run folder: what a run leaves for a person to read, each step written once, whatever interrupts it.
 
+    args.json                          what the run was asked for
     metrics.jsonl                      one line a step; fields that depend on the clock are named time/...
     trajectories/train_000010.jsonl    what was sampled for step 10, one line a sample; eval_000010.jsonl likewise,
                                        and dropped_000010.jsonl what dynamic sampling refused
@@ -26,6 +27,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +108,18 @@ class Run:
         self._unsynced.add(path)
 
 
+def keep_args(folder: Path | str, args: Any, *, resume: bool) -> None:
+    """Write the dataclass `args` to `args.json` of a run folder; of many ranks the first does.
+
+    Errors: FileExistsError, on every rank, for a folder with a run in it, unless `resume`; see `open_run`.
+    """
+    folder = Path(folder)
+    _refuse_a_run(folder, resume)
+    if _first_rank():
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / "args.json", (json.dumps(asdict(args), indent=1, default=str) + "\n").encode())
+
+
 @contextmanager
 def open_run(
     folder: Path | str, *, steps: int, start: int = 0, resume: bool = False, active: bool | None = None
@@ -119,15 +133,10 @@ def open_run(
     Errors: FileExistsError for a folder with a run in it; BlockingIOError where another process has it open.
     """
     folder = Path(folder)
-    if active is None:
-        from rlkit.parallel._ranks import rank
-
-        active = rank() == 0
-    if not active:
+    if not (_first_rank() if active is None else active):
         yield Run(folder, None)
         return
-    if not resume and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "completions")):
-        raise FileExistsError(f"{folder} already holds a run: resume it (--resume), delete it or take another folder")
+    _refuse_a_run(folder, resume)
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         if resume:
@@ -240,6 +249,17 @@ def stop_on_interrupt() -> Iterator[Stop]:
 def resume_command(*flags: str) -> str:
     """The command line of this process with `flags` added where they are missing: what to type to go on."""
     return shlex.join([*sys.orig_argv, *(flag for flag in flags if flag not in sys.orig_argv)])
+
+
+def _refuse_a_run(folder: Path, resume: bool) -> None:
+    if not resume and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "completions")):
+        raise FileExistsError(f"{folder} already holds a run: resume it (--resume), delete it or take another folder")
+
+
+def _first_rank() -> bool:
+    from rlkit.parallel._ranks import rank
+
+    return rank() == 0
 
 
 def _number(key: str, value: Any) -> int | float:

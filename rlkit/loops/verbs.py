@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,11 @@ from rlkit.loops.run import Run, Stop, resume_command
 from rlkit.losses import k3, ratio_stats
 from rlkit.metrics import Metrics, largest, mean, merge
 from rlkit.packing import pack
-from rlkit.parallel._ranks import world_size
+from rlkit.parallel._ranks import together, world_size
 from rlkit.parallel.data import any_rank
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.model import Policy, with_old_logp, with_ref_logp
+from rlkit.parallel.saver import BackgroundSaver
 from rlkit.parallel.shared import SharedStream, from_first
 from rlkit.rollout.limits import success
 from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, rollout, single_turn
@@ -168,7 +170,8 @@ async def evaluate(
             on_group=None if on_group is None else partial(on_group, kind=f"eval_{name}"),
         )
         groups = await from_first(sample)
-        out[f"eval/{name}"] = sum(map(success, groups)) / max(1, len(groups))
+        judged = [group for group in groups if not group[-1].info.get("metrics", {}).get("failed")]
+        out[f"eval/{name}"] = sum(map(success, judged)) / max(1, len(judged))
         if name == "sampled" and policy is not None and reference is not None:
             batch = with_old_logp(policy, pack(groups), max_tokens=max_tokens, mesh=mesh)
             batch = with_ref_logp(reference, batch, max_tokens=max_tokens, mesh=mesh)
@@ -190,60 +193,62 @@ def say_if_no_signal(run: Run, batch: Batch, *, before: bool) -> bool:
     return signal
 
 
-def save(
-    run: Run,
-    step: int,
-    *,
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    reference: Any,
-    state: dict[str, Any],
-    keep: int,
-    must: bool,
-) -> None:
-    """A complete checkpoint of the run at `step`, after its log is on the disk.
-
-    A disk that is full does not end the run unless the checkpoint is its last (`must`): the older one stays, the
-    error is said, and training goes on.
-    """
-    from rlkit.parallel.checkpoint import save_checkpoint
-
-    both = _with_reference(model, reference)
-    try:
-        run.sync()
-        save_checkpoint(run.checkpoints, step=step, model=both, optimizer=optimizer, state=state, keep=keep)
-    except OSError as error:
-        if must:
-            raise
-        run.say(f"step {step} is not saved, training goes on: {error}")
-
-
 def save_if_due(
     run: Run,
+    saver: BackgroundSaver,
     stop: Stop,
     step: int,
     *,
     steps: int,
     every: int,
-    stream: GroupStream | SharedStream,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
-    **what: Any,
+    reference: Any = None,
+    stream: GroupStream | SharedStream | None = None,
 ) -> bool:
-    """`save` after every so many steps (0: never), after the last one, and when somebody asked the run to stop.
+    """Save after every so many steps (0: never), after the last one, and when somebody asked the run to stop.
 
-    The stream's own state is saved with `state`, and its journal cut; without checkpoints nothing could use it. Returns
-    whether to stop; then how to go on has been said.
+    The run waits for a copy of the tensors, and for the disk only at its last save. The log is on the disk before the
+    checkpoint that knows of it. The stream's own state is saved with `state`, and its journal cut once the checkpoint
+    is whole; without checkpoints nothing could use it. A disk that is full does not end the run unless the checkpoint
+    is its last: the older one stays, the error is said, and training goes on.
+
+    Returns whether to stop; then how to go on has been said.
     """
     stopping = any_rank(stop.requested)
     must = stopping or step == steps
     due = must or (every > 0 and step % every == 0)
+    if due or saver.idle:
+        with _said(run, unless=False):
+            saver.wait()
+    then: Callable[[], object] | None = None
+    if stream is not None:
+        state = {**state, "stream": stream.state}
+        then = partial(stream.saved, state["stream"])
     if due:
-        save(run, step, state={**state, "stream": stream.state}, must=must, **what)
-    if due or not every:
-        stream.saved()
+        with _said(run, unless=must):
+            together(run.sync)
+            both = _with_reference(model, reference)
+            saver.save(step=step, model=both, optimizer=optimizer, state=state, then=then)
+            if must:
+                saver.wait()
+    elif not every and then is not None:
+        then()
     if stopping:
         run.say(f"saved after step {step}; go on with: {resume_command('--resume')}")
     return stopping
+
+
+@contextmanager
+def _said(run: Run, *, unless: bool) -> Iterator[None]:
+    """Inside the block an error of the disk is only said, `unless` it has to end the run."""
+    try:
+        yield
+    except OSError as error:
+        if unless:
+            raise
+        run.say(f"no checkpoint, training goes on: {error}")
 
 
 def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any) -> dict[str, Any]:

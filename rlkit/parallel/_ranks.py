@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -23,6 +24,12 @@ def rank() -> int:
 def world_size() -> int:
     """Number of ranks; 1 without a process group."""
     return dist.get_world_size() if distributed() else 1
+
+
+def timeout_of(group: Any) -> timedelta:
+    """How long a collective of `group` waits for another rank."""
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
 
 
 def first(work: Callable[[], object], *, group: dist.ProcessGroup | None = None) -> None:

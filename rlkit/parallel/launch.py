@@ -8,17 +8,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
-from functools import cache
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from rlkit.parallel.flags import ParallelArgs
+from rlkit.parallel.heads import load_reward_model
 from rlkit.parallel.mesh import Mesh, make_mesh, start
 from rlkit.parallel.model import DTYPES, load_model
-from rlkit.parallel.parallelize import load_parallel
+from rlkit.parallel.parallelize import load_parallel, parallelize
 
 X = TypeVar("X")
 
@@ -28,23 +29,32 @@ def load_policy(path: str | os.PathLike[str], args: ParallelArgs, *, device: str
     mesh = open_mesh(args, device=device)
     if mesh is None:
         return load_model(path, device=device)
-    return load_parallel(
-        path,
-        mesh,
-        dtype=DTYPES[dtype],
-        activation_checkpointing=args.activation_checkpointing,
-        offload=args.offload,
-        compile=args.compile,
-    )
+    return load_parallel(path, mesh, **_options(args, dtype))
 
 
-@cache
+def load_judge(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
+    """Likewise a reward model. Every rank holds the whole one in CPU memory before it is cut."""
+    mesh = open_mesh(args, device=device)
+    if mesh is None:
+        return load_reward_model(path, device=device)
+    return parallelize(load_reward_model(path), mesh, **_options(args, dtype))
+
+
+def _options(args: ParallelArgs, dtype: str) -> dict[str, Any]:
+    return {
+        "dtype": DTYPES[dtype],
+        "activation_checkpointing": args.activation_checkpointing,
+        "offload": args.offload,
+        "compile": args.compile,
+    }
+
+
 def open_mesh(args: ParallelArgs, *, device: str) -> Mesh | None:
-    """The mesh of these flags, the same one for every model; None in a plain process that asks for nothing parallel."""
+    """The mesh of these flags; None in a plain process that asks for nothing parallel."""
     if "RANK" not in os.environ and args == ParallelArgs(timeout_s=args.timeout_s):
         return None
     start(device=device, timeout_s=args.timeout_s)
-    return make_mesh(args, device=device, timeout_s=args.timeout_s)
+    return make_mesh(args, device=device)
 
 
 def main_on_ranks(main: Callable[..., X], *args: Any) -> X:
@@ -57,6 +67,8 @@ def main_on_ranks(main: Callable[..., X], *args: Any) -> X:
         return main(*args)
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    if os.environ["RANK"] != "0":
+        logging.getLogger("rlkit").setLevel(logging.ERROR)  # what every rank would warn of is said once
     result: X = record(main)(*args)  # type: ignore[assignment]
     if dist.is_initialized():
         dist.barrier()  # the store lives in rank 0, and others may still need it

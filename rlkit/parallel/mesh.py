@@ -15,17 +15,19 @@ import math
 import os
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from rlkit.parallel._ranks import timeout_of
 from rlkit.parallel.flags import Parallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Mesh", "Parallel", "make_mesh", "resolve", "start"]
+__all__ = ["Mesh", "Parallel", "grid", "make_mesh", "resolve", "start"]
 
 
 class Mesh:
@@ -40,9 +42,10 @@ class Mesh:
         self.dp_rank: int = data.get_local_rank("dp")
         self.cp_rank: int = data.get_local_rank("cp")
         self.tp_rank: int = data.get_local_rank("tp")
+        self.pp_rank: int = data.get_local_rank("pp")
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one only in their `dp`, `cp` or `tp` place."""
+        """The ranks that differ from this one only in their `dp`, `cp`, `tp` or `pp` place."""
         return self.data.get_group(name)
 
     @property
@@ -75,27 +78,37 @@ def start(*, device: str = "cpu", timeout_s: float = 1800.0) -> None:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def make_mesh(sizes: Parallel, *, device: str = "cpu", timeout_s: float | None = None) -> Mesh:
+def make_mesh(sizes: Parallel, *, device: str = "cpu") -> Mesh:
     """The grid of `sizes` over all ranks of the process group (see `start`). Every rank must call it.
-
-    `timeout_s` is for the groups of the grid, which do not take over that of `start`; None: torch's defaults.
 
     Errors: ValueError where the sizes do not multiply to the number of ranks, naming sizes that do.
     """
+    sizes = resolve(sizes, world_size=dist.get_world_size())
+    inner = (sizes.replicate, sizes.shard * sizes.cp, sizes.tp)
+    parameters = grid(("pp", "replicate", "shard", "tp"), (sizes.pp, *inner), device=device)
+    if sizes.pp == 1:
+        parameters = parameters["replicate", "shard", "tp"]
+    data = (sizes.pp, sizes.replicate * sizes.shard, sizes.cp, sizes.tp)
+    return Mesh(sizes, parameters, grid(("pp", "dp", "cp", "tp"), data, device=device))
+
+
+def grid(names: tuple[str, ...], shape: tuple[int, ...], *, device: str) -> DeviceMesh:
+    """All ranks as a device mesh whose groups have the time-out of `start`. Every rank must call it.
+
+    Equal grids are one object: each group of ranks keeps threads and sockets for as long as the process lives.
+    """
+    return _grid(names, shape, torch.device(device).type, dist.group.WORLD)
+
+
+@cache
+def _grid(names: tuple[str, ...], shape: tuple[int, ...], kind: str, world: Any) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    sizes = resolve(sizes, world_size=dist.get_world_size())
-    kind, dp = torch.device(device).type, sizes.replicate * sizes.shard
-    inner = (sizes.replicate, sizes.shard * sizes.cp, sizes.tp)
-    parameters: Any = init_device_mesh(kind, (sizes.pp, *inner), mesh_dim_names=("pp", "replicate", "shard", "tp"))
-    data = init_device_mesh(kind, (sizes.pp, dp, sizes.cp, sizes.tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
-    if timeout_s is not None:
-        for group in (*parameters.get_all_groups(), *data.get_all_groups()):
-            _set_pg_timeout(timedelta(seconds=timeout_s), group)
-    if sizes.pp == 1:
-        parameters = parameters["replicate", "shard", "tp"]
-    return Mesh(sizes, parameters, data)
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
+    for group in mesh.get_all_groups():  # torch gives them its default
+        _set_pg_timeout(timeout_of(world), group)
+    return mesh
 
 
 def resolve(sizes: Parallel, *, world_size: int) -> Parallel:
@@ -113,8 +126,8 @@ def resolve(sizes: Parallel, *, world_size: int) -> Parallel:
             fix = "; ".join(f"{k}={v}" for k, v in _fitting(named, world_size).items()) or "change the number of ranks"
             fix = f"with shard=0 each of these alone would fit: {fix}"
         raise ValueError(f"{given} = {fixed * shard} ranks, but there are {world_size}; {fix}")
-    if (shard * sizes.cp) % sizes.ep:
-        raise ValueError(f"ep={sizes.ep} must divide shard * cp = {shard} * {sizes.cp}")
+    if (shard * sizes.cp * sizes.tp) % sizes.ep:
+        raise ValueError(f"ep={sizes.ep} must divide shard * cp * tp = {shard} * {sizes.cp} * {sizes.tp}")
     return replace(sizes, shard=shard)
 
 

@@ -115,10 +115,10 @@ class SharedStream:
         if self._stream is not None:
             self._stream.advance(version=version)
 
-    def saved(self) -> None:
+    def saved(self, state: dict[str, Any]) -> None:
         """As the stream's."""
         if self._stream is not None:
-            self._stream.saved()
+            self._stream.saved(state)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -146,9 +146,11 @@ class GroupStream:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs, as JSON: the next place, and (place, version, written) of what was not taken yet."""
+        """What a checkpoint needs, as JSON: the next place, (place, version, written) of what was not taken yet, and
+        the oldest version that these were started at."""
         waiting = [[e.place, e.version, e.written or e.group is not None] for e in self._entries]
-        return {"next": self._next, "waiting": waiting}
+        oldest = min((e.version for e in self._entries), default=self._taken)
+        return {"next": self._next, "waiting": waiting, "oldest": oldest}
 
     @property
     def progress(self) -> Progress:
@@ -185,10 +187,10 @@ class GroupStream:
         self._pausable.resume()
         self._admit()
 
-    def saved(self) -> None:
-        """`state` is in a checkpoint: delete what the journal no longer needs to go on from there."""
+    def saved(self, state: Mapping[str, Any]) -> None:
+        """`state` is on the disk, in a checkpoint: delete what the journal no longer needs to go on from there."""
         if self._journal is not None:
-            self._journal.forget(before=min((e.version for e in self._entries), default=self._taken))
+            self._journal.forget(before=state["oldest"])
 
     def _choice(self) -> list[_Entry] | None:
         """The oldest ready groups, if there are enough and those passed over are then still in time."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +19,11 @@ from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.loops import verbs
 from rlkit.loops.dump import dump_to
-from rlkit.loops.run import open_run
+from rlkit.loops.run import Stop, open_run
 from rlkit.metrics import finalize
+from rlkit.parallel import checkpoint, saver
+from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint
+from rlkit.parallel.saver import BackgroundSaver
 from rlkit.types import Trajectory
 
 
@@ -117,3 +121,94 @@ def test_a_folder_with_completions_in_it_is_refused_unless_resumed(tmp_path):
     (tmp_path / "completions").mkdir()
     with pytest.raises(FileExistsError, match="already holds a run"), open_run(tmp_path, steps=1):
         pass
+
+
+class Stream:
+    """What a loop saves of a stream; `cut` are the states that were said to be on the disk."""
+
+    def __init__(self):
+        self.state, self.cut = {}, []
+
+    def saved(self, state):
+        self.cut.append(state)
+
+
+@pytest.fixture
+def saving(tmp_path):
+    """`due(step)`: the end of a step of a run that saves every second of 8 steps; and what it works on."""
+    net = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(net.parameters())
+    stream, said, stop = Stream(), [], Stop()
+    with open_run(tmp_path / "run", steps=8) as run, BackgroundSaver(run.checkpoints, keep=2) as saver:
+        run.say = said.append
+
+        def due(step, *, wait=False):
+            stream.state = {"at": step}
+            net.weight.data.fill_(step)
+            out = verbs.save_if_due(
+                run, saver, stop, step, steps=8, every=2, model=net, optimizer=optimizer, state={"mine": step},
+                stream=stream,
+            )  # fmt: skip
+            while wait and not saver.idle:
+                time.sleep(0.001)
+            return out
+
+        yield SimpleNamespace(due=due, net=net, optimizer=optimizer, stream=stream, said=said, stop=stop, run=run)
+
+
+def test_a_step_waits_for_the_copy_and_the_journal_for_the_disk(saving, monkeypatch):
+    real, go = checkpoint.write_tensors, threading.Event()
+    monkeypatch.setattr(checkpoint, "write_tensors", lambda *a, **k: (go.wait(60), real(*a, **k)))
+    for step in (1, 2, 3):
+        assert not saving.due(step)
+        assert latest_checkpoint(saving.run.checkpoints) is None
+        assert saving.stream.cut == []
+    go.set()
+    while latest_checkpoint(saving.run.checkpoints) is None:
+        time.sleep(0.001)
+    assert saving.stream.cut == [], "only a later step looks"
+    saving.due(4)
+    assert saving.stream.cut == [{"at": 2}]
+    state = load_checkpoint(saving.run.checkpoints / "step_00000002", model=saving.net, optimizer=saving.optimizer)
+    assert state == {"mine": 2, "stream": {"at": 2}, "step": 2}
+    assert (saving.net.weight == 2).all(), "not what the weights were when the disk got to them"
+
+
+def test_a_full_disk_is_said_and_the_last_save_is_waited_for(saving, monkeypatch):
+    def full(*_):
+        raise OSError(28, "full")
+
+    real = checkpoint._write_files
+    monkeypatch.setattr(checkpoint, "_write_files", full)
+    saving.due(2, wait=True)
+    assert saving.said == []
+    saving.due(3)
+    assert len(saving.said) == 1
+    assert "training goes on" in saving.said[0]
+    assert "checkpoint of step 2" in saving.said[0]
+    monkeypatch.setattr(checkpoint, "_write_files", real)
+    saving.due(4, wait=True)
+    monkeypatch.setattr(checkpoint, "_write_files", full)
+    with pytest.raises(OSError, match="checkpoint of step 8"):
+        saving.due(8)
+    assert saving.stream.cut == [{"at": 4}]
+    assert latest_checkpoint(saving.run.checkpoints).name == "step_00000004"
+    monkeypatch.setattr(checkpoint, "_write_files", real)
+    saving.due(8)
+    assert latest_checkpoint(saving.run.checkpoints).name == "step_00000008"
+    assert saving.stream.cut == [{"at": 4}, {"at": 8}]
+
+
+def test_a_stopped_run_is_on_the_disk_before_it_says_so(saving):
+    saving.stop.requested = True
+    assert saving.due(5)
+    assert latest_checkpoint(saving.run.checkpoints).name == "step_00000005"
+    assert "saved after step 5; go on with" in saving.said[-1]
+
+
+def test_where_a_copy_has_no_room_the_run_waits_for_the_disk(saving, monkeypatch):
+    monkeypatch.setattr(saver, "_free_memory", lambda: 40.0)
+    saving.due(2)
+    assert latest_checkpoint(saving.run.checkpoints).name == "step_00000002"
+    monkeypatch.undo()
+    assert saver._free_memory() > 2**20

@@ -351,7 +351,7 @@ def test_resumed_from_its_state_a_stream_goes_on_where_it_was(tmp_path_factory, 
                 engine.version = step + 1
             state = json.loads(json.dumps(stream.state))
             note()
-            stream.saved()
+            stream.saved(state)
         note()  # also what was in flight at the end
         return written, taken, state
 
