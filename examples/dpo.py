@@ -10,8 +10,7 @@ Every row holds `prompt` (a string) or `messages`, and `chosen` and `rejected` (
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -90,6 +89,7 @@ def main(args: Args) -> Path:
     from rlkit.data.load import load_rows
     from rlkit.data.pairs import preference_pairs
     from rlkit.loops.dpo import dpo
+    from rlkit.loops.run import keep_args
     from rlkit.parallel.launch import load_policy
     from rlkit.parallel.optim import schedule
 
@@ -109,8 +109,7 @@ def main(args: Args) -> Path:
     loss, reduce, needs_reference = loss_of(args)
     model = load(args.model)
     reference = load(args.reference or args.model) if needs_reference else None
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "args.json").write_text(json.dumps(asdict(args), indent=1, default=str) + "\n")
+    keep_args(args.output, args, resume=args.resume)
     return dpo(
         model,
         tokenizer,

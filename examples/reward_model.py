@@ -11,8 +11,7 @@ Every row holds `prompt` (a string) or `messages`, and `chosen` and `rejected` (
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -79,6 +78,7 @@ def main(args: Args) -> Path:
     from rlkit.data.load import load_rows
     from rlkit.data.pairs import preference_pairs
     from rlkit.loops.reward_model import reward_model
+    from rlkit.loops.run import keep_args
     from rlkit.losses import bradley_terry
     from rlkit.parallel.launch import load_judge
     from rlkit.parallel.optim import schedule
@@ -96,8 +96,7 @@ def main(args: Args) -> Path:
     pairs, _ = preference_pairs(rows, **render)
     eval_pairs = preference_pairs(eval_rows, **render)[0] if eval_rows else []
     model = load_judge(args.model, args.parallel, device=args.device, dtype=args.dtype)
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "args.json").write_text(json.dumps(asdict(args), indent=1, default=str) + "\n")
+    keep_args(args.output, args, resume=args.resume)
     return reward_model(
         model,
         tokenizer,
