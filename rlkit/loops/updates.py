@@ -12,10 +12,11 @@ from rlkit.loops import verbs
 from rlkit.losses import k3, ppo_clip, token_mean
 from rlkit.metrics import Metrics, merge
 from rlkit.packing import pack, split, with_streams
-from rlkit.parallel.data import any_rank, rank_microbatches, reduce_metrics
+from rlkit.parallel.data import any_ranks, rank_microbatches, reduce_metrics
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.model import Policy
 from rlkit.parallel.optim import optimizer_step, set_lr
+from rlkit.parallel.pipeline import pipelined
 from rlkit.rollout.rollout import Group
 from rlkit.segments import broadcast_to_tokens, seq_sum
 from rlkit.types import Batch
@@ -59,22 +60,24 @@ def grpo_update(
     for mini in split(batch, num_minibatches, epochs=num_epochs, seed=seed):
         weights = token_mean(mini.mask, num_tokens=verbs.global_count(mini.mask))
         flat = seq_sum(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
-        for micro, *rest in rank_microbatches((mini, weights), mesh=mesh, max_tokens=max_tokens, apart=flat):
-            micro, w = micro.to(device), rest[0].to(device)
-            learning = any_rank(bool(kl_coef or entropy_coef or micro.advantages.any()))
-            with torch.set_grad_enabled(learning):  # where every advantage is 0, so is the gradient
-                out = policy(micro)
-            old_logp = out.logp.detach() if micro.old_logp is None else micro.old_logp
-            log_ratio = out.logp - old_logp
-            w_policy = w * correction(old_logp - micro.rollout_logp)
-            loss = w_policy * ppo_clip(log_ratio, micro.advantages, clip_low=clip_low, clip_high=clip_high)
-            if kl_coef:
-                loss = loss + kl_coef * w * log_ratio.exp() * k3(out.logp, micro.ref_logp)
-            if entropy_coef:
-                loss = loss - entropy_coef * w * out.entropy
-            if learning:
-                loss.sum().backward()
-            new = verbs.policy_metrics(out, old_logp, micro, clip_low=clip_low, clip_high=clip_high)
-            metrics = merge(metrics, new)
+        micros = list(rank_microbatches((mini, weights), mesh=mesh, max_tokens=max_tokens, apart=flat))
+        learns = any_ranks([bool(kl_coef or entropy_coef or micro.advantages.any()) for micro, *_ in micros])
+        with pipelined(mesh) as backward:
+            for (micro, *rest), learning in zip(micros, learns, strict=True):
+                micro, w = micro.to(device), rest[0].to(device)
+                with torch.set_grad_enabled(learning):  # where every advantage is 0, so is the gradient
+                    out = policy(micro)
+                old_logp = out.logp.detach() if micro.old_logp is None else micro.old_logp
+                log_ratio = out.logp - old_logp
+                w_policy = w * correction(old_logp - micro.rollout_logp)
+                loss = w_policy * ppo_clip(log_ratio, micro.advantages, clip_low=clip_low, clip_high=clip_high)
+                if kl_coef:
+                    loss = loss + kl_coef * w * log_ratio.exp() * k3(out.logp, micro.ref_logp)
+                if entropy_coef:
+                    loss = loss - entropy_coef * w * out.entropy
+                if learning:
+                    backward(loss.sum())
+                new = verbs.policy_metrics(out, old_logp, micro, clip_low=clip_low, clip_high=clip_high)
+                metrics = merge(metrics, new)
         metrics = merge(metrics, optimizer_step(optimizer, max_norm=max_norm))
     return reduce_metrics(metrics, mesh=mesh)

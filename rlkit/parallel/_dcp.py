@@ -1,7 +1,8 @@
 """The tensors of a checkpoint: what a model and its optimizer hold, under names that do not depend on the layout.
 
 `model/NAME` is a weight or buffer and `optimizer/KEY/NAME` the optimizer's KEY (exp_avg, step, ...) of parameter NAME.
-DTensors stay DTensors: each rank writes and reads its own shards, and torch.distributed.checkpoint reshards.
+DTensors stay DTensors: each rank writes and reads its own shards, and torch.distributed.checkpoint reshards. A pipeline
+stage has its own names only; lists of names that are stored or compared are those of all stages.
 Its import costs a second where transformers is not loaded yet, so it waits until a checkpoint is due.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlkit.parallel._ranks import distributed
+from rlkit.parallel.data import each_stage
+
+T = TypeVar("T")
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # added by torch.compile and by activation checkpointing
 
@@ -47,14 +51,20 @@ def optimizer_options(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         names[p]: {key: x for key, x in entry.items() if not isinstance(x, Tensor)}
         for p, entry in optimizer.state.items()
     }
-    return {"groups": plain(groups, "optimizer.param_groups"), "scalars": plain(scalars, "optimizer.state")}
+    own = {"groups": plain(groups, "optimizer.param_groups"), "scalars": plain(scalars, "optimizer.state")}
+    stages = of_stages(model, own)
+    for group, *others in zip(*(stage["groups"] for stage in stages), strict=True):
+        group["params"] += [name for other in others for name in other["params"]]
+    scalars = {name: entry for stage in stages for name, entry in stage["scalars"].items()}
+    return {"groups": stages[0]["groups"], "scalars": scalars}
 
 
 def empty_optimizer_tensors(path: Path, model: nn.Module, optimizer: Optimizer, options: Any) -> dict[str, Tensor]:
     """Room for the state stored in `path`, sharded like the parameters. No optimizer step is needed to make it."""
     names = _names(model, optimizer)
-    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    if options is None or groups != [group["params"] for group in options["groups"]]:
+    stages = of_stages(model, [[names[p] for p in group["params"]] for group in optimizer.param_groups])
+    groups = [sorted(name for part in parts for name in part) for parts in zip(*stages, strict=True)]
+    if options is None or groups != [sorted(group["params"]) for group in options["groups"]]:
         raise ValueError(
             f"{path} was written with another optimizer: its parameters or parameter groups differ from the given one's"
         )
@@ -63,7 +73,8 @@ def empty_optimizer_tensors(path: Path, model: nn.Module, optimizer: Optimizer, 
     for full, stored in _stored(path).items():
         if full.startswith("optimizer/"):
             _, key, name = full.split("/", 2)
-            room[full] = _room(key, stored, *owners[name])
+            if name in owners:
+                room[full] = _room(key, stored, *owners[name])
     return room
 
 
@@ -82,7 +93,8 @@ def install_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: O
     params = {name: p for p, name in _names(model, optimizer).items()}
     optimizer.state.clear()
     for name, entry in options["scalars"].items():
-        optimizer.state[params[name]].update(entry)
+        if name in params:
+            optimizer.state[params[name]].update(entry)
     for full, x in tensors.items():
         if full.startswith("optimizer/"):
             _, key, name = full.split("/", 2)
@@ -122,17 +134,19 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, *, group: dist.Proce
         raise RuntimeError(f"writing the tensors failed: {causes}") from error
 
 
-def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Fill `tensors` in place; ValueError, before anything is written, where names or shapes differ."""
+def read_tensors(tensors: dict[str, Tensor], path: Path, model: nn.Module) -> None:
+    """Fill `tensors` of `model` in place; ValueError, before anything is written, where names or shapes differ."""
     import torch.distributed.checkpoint as dcp
 
     stored = _stored(path)
-    wrong = [f"{name} is missing there" for name in tensors if name not in stored]
-    wrong += [f"{name} is missing here" for name in stored if name.startswith("model/") and name not in tensors]
+    stages = of_stages(model, {name: x.shape for name, x in tensors.items()})
+    here = {name: shape for shapes in stages for name, shape in shapes.items()}
+    wrong = [f"{name} is missing there" for name in here if name not in stored]
+    wrong += [f"{name} is missing here" for name in stored if name.startswith("model/") and name not in here]
     wrong += [
-        f"{name} is {list(stored[name].size)} there, {list(x.shape)} here"
-        for name, x in tensors.items()
-        if name in stored and stored[name].size != x.shape
+        f"{name} is {list(stored[name].size)} there, {list(shape)} here"
+        for name, shape in here.items()
+        if name in stored and stored[name].size != shape
     ]
     if wrong:
         raise ValueError(f"{path} holds another model: {'; '.join(wrong[:4])} ({len(wrong)} differences in all)")
@@ -166,6 +180,12 @@ def plain(value: Any, where: str) -> Any:
 
 def num_bytes(value: Any) -> int:
     """About what the tensors in nested dicts, lists and tuples take on the disk: the whole ones, however sharded."""
+def of_stages(model: nn.Module, value: T) -> list[T]:
+    """`value` of every pipeline stage of the model, or of the one inside it."""
+    mesh = next((m.rlkit_mesh for m in model.modules() if hasattr(m, "rlkit_mesh")), None)
+    return each_stage(value, mesh=mesh)  # type: ignore[arg-type]
+
+
     if isinstance(value, Tensor):
         return value.numel() * value.element_size() + 2048  # its record: name, type, shape
     if isinstance(value, dict | list | tuple):

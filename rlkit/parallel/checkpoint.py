@@ -32,6 +32,7 @@ from rlkit.parallel._dcp import (
     install_optimizer,
     model_tensors,
     num_bytes,
+    of_stages,
     optimizer_options,
     optimizer_tensors,
     plain,
@@ -102,7 +103,7 @@ def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer 
     tensors = model_tensors(model)
     if optimizer is not None:
         tensors |= empty_optimizer_tensors(path, model, optimizer, side["optimizer"])
-    read_tensors(tensors, path)
+    read_tensors(tensors, path, model)
     if optimizer is not None:
         install_optimizer(tensors, model, optimizer, side["optimizer"])
         own = path / _rank_file()
@@ -112,12 +113,14 @@ def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer 
 
 
 class Job(NamedTuple):
-    """A checkpoint that is to be written: everything but the tensors is serialized already."""
+    """A checkpoint that is to be written: everything but the tensors is serialized already. `size`: bytes of all
+    stages' tensors."""
 
     folder: Path
     step: int
     keep: int
     tensors: dict[str, Tensor]
+    size: int
     files: dict[str, bytes]
 
 
@@ -134,7 +137,7 @@ def make_job(
     files = {_rank_file(): _serialized(_random_states())}
     if rank() == 0:
         files["state.pt"] = _serialized(side)
-    return Job(Path(folder), step, keep, tensors, files)
+    return Job(Path(folder), step, keep, tensors, sum(of_stages(model, num_bytes(tensors))), files)
 
 
 def write_job(job: Job, *, group: dist.ProcessGroup | None = None) -> Path:
@@ -142,7 +145,7 @@ def write_job(job: Job, *, group: dist.ProcessGroup | None = None) -> Path:
     final = job.folder / f"step_{job.step:08d}"
     temp = job.folder / (TEMP_PREFIX + final.name)
     own = len(job.files[_rank_file()])
-    needed = num_bytes(job.tensors) + sum(map(len, job.files.values())) + (world_size() - 1) * own + (1 << 16)
+    needed = job.size + sum(map(len, job.files.values())) + (world_size() - 1) * own + (1 << 16)
     what = f"the checkpoint of step {job.step}"
     first(lambda: _make_room(job.folder, temp, what, needed), group=group)
     cleanup = removed_on_error(temp) if rank() == 0 else nullcontext()

@@ -68,18 +68,22 @@ def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, d
         why = "fp16 gradients underflow without loss scaling; use bf16" if dtype == "fp16" else "choose fp32 or bf16"
         raise ValueError(f"dtype {dtype!r} is not supported: {why}")
     head = partial(_log_probs, model, batch=batch, temperature=temperature, dtype=DTYPES[dtype])
-    return LogProbs(*token_outputs(model, batch, head, dtype=DTYPES[dtype]))
+    return LogProbs(*token_outputs(model, batch, head, outputs=2, dtype=DTYPES[dtype]))
 
 
 def token_outputs(
-    model: PreTrainedModel, batch: Batch, head: Head, *, dtype: torch.dtype = torch.float32
+    model: PreTrainedModel, batch: Batch, head: Head, *, outputs: int = 1, dtype: torch.dtype = torch.float32
 ) -> tuple[Float[Tensor, "T"], ...]:
     """`head(hidden, spread)` for every token of the batch, where `hidden` are the model's last hidden states.
 
     `head` sees rows of this rank: `hidden [R, D]`, and `spread` brings a `[T]` stream of the batch to the same rows (0
-    where a row is none of its tokens). It returns tensors `[R]`; what comes back is `[T]`, whole on every rank. The
-    parameters of a head must be the model's, so that they are sharded and their gradients summed with it.
+    where a row is none of its tokens). It returns `outputs` tensors `[R]`; what comes back is `[T]`, whole on every
+    rank of the last pipeline stage, and zeros on the others (see `rlkit.parallel.pipeline`). The parameters of a head
+    must be the model's, so that they are sharded and their gradients summed with it.
     """
+    mesh = mesh_of(model)
+    if mesh is not None and mesh.pp_rank + 1 < mesh.sizes.pp:
+        head = lambda hidden, _: (hidden[:, 0].float(),) * outputs  # noqa: E731
     return inside(model, _token_outputs, batch, head, dtype)
 
 
@@ -137,17 +141,15 @@ def with_ref_logp(reference: Policy | None, batch: Batch, *, max_tokens: int, me
     return with_streams(batch, ref_logp=score(reference, batch, max_tokens=max_tokens, mesh=mesh))
 
 
-@torch.no_grad()
 def score(policy: Policy, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Float[Tensor, "T"]:
     """The policy's log-probs over the whole batch, micro-batch by micro-batch, in the batch's own order.
 
-    With a `mesh` (that of a sharded policy) each data parallel rank computes its share, and every rank gets all of
-    them.
+    With a `mesh` (that of a sharded model) each data parallel rank computes its share, and every rank gets all of them.
     """
     out = torch.zeros(batch.num_tokens, device=batch.tokens.device)
     rows = torch.arange(batch.num_tokens, device=batch.tokens.device)
     for micro, *places in rank_microbatches((batch, rows), mesh=mesh, max_tokens=max_tokens):
-        out[places[0]] = policy(micro).logp.to(out)
+        out[places[0]] = function(micro).to(out)
     return summed(out, mesh=mesh)
 
 

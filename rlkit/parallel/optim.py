@@ -45,17 +45,15 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def optimizer_step(
-    optimizer: torch.optim.Optimizer, *, max_norm: float, stages: dist.ProcessGroup | None = None
-) -> Metrics:
+def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Metrics:
     """Clip the accumulated gradients to a global L2 norm, step, and drop them.
 
     A non-finite norm skips the step, leaves parameters and states as they were, and counts in `skipped_step`. On many
-    ranks all use the same bits of the norm, and skip together. `stages`: the pipeline group, `mesh.group("pp")`.
+    ranks, pipeline stages too, all use the same bits of the norm, and skip together.
     Returns `grad_norm` (before clipping) and `skipped_step`.
     """
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = global_norm(grads, stages=stages)
+    norm = global_norm(grads)
     finite = bool(norm.isfinite())
     if finite and grads:
         local = [_local(g) for g in grads]
@@ -65,12 +63,12 @@ def optimizer_step(
     return {"grad_norm": mean(norm), "skipped_step": mean(0.0 if finite else 1.0)}
 
 
-def global_norm(grads: Sequence[Tensor], *, stages: dist.ProcessGroup | None = None) -> Tensor:
+def global_norm(grads: Sequence[Tensor]) -> Tensor:
     """The L2 norm over all gradients, each counted once however it is cut or copied; one number, alike on all ranks.
 
     Differs: `clip_grad_norm_` fails where some gradients are plain and some DTensors, or on several meshes (tensor
     parallel with FSDP, expert parallel). Here the squares are summed per (mesh, placements), over the ranks that hold
-    different parts.
+    different parts. Ranks outside the meshes of a rank's gradients are other pipeline stages, and hold others.
     """
     kinds: dict[Any, list[Tensor]] = {}
     for g in grads:
@@ -82,12 +80,11 @@ def global_norm(grads: Sequence[Tensor], *, stages: dist.ProcessGroup | None = N
             if not placement.is_replicate():
                 dist.all_reduce(square, group=mesh.get_group(dim))
         total += square
-    if stages is not None:  # they hold other parameters
-        dist.all_reduce(total, group=stages)
     if not distributed():
         return total.sqrt()
-    agreed = torch.stack([total.nan_to_num(nan=torch.inf, posinf=torch.inf)])
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    alike = max((mesh.size() for mesh, _ in kinds if mesh is not None), default=dist.get_world_size())
+    agreed = torch.stack([total.nan_to_num(nan=torch.inf, posinf=torch.inf) / alike])
+    dist.all_reduce(agreed)
     return agreed[0].sqrt()
 
 

@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rlkit.parallel.attention import register
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import split_experts
 from rlkit.parallel.moe_files import fused_experts, read_experts
+from rlkit.parallel.pipeline import cut_stage
 from rlkit.parallel.plans import DENSE, check_model, tensor_plan
 
 
@@ -55,7 +57,7 @@ def parallelize(
     sizes = mesh.sizes
     if not hasattr(model.base_model, "layers") or not hasattr(model.base_model, "embed_tokens"):
         raise ValueError(f"model type {model.config.model_type!r} has no `layers` and `embed_tokens` to cut over ranks")
-    if max(sizes.tp, sizes.cp, sizes.ep) > 1 or model.config.model_type in DENSE:
+    if max(sizes.tp, sizes.cp, sizes.pp, sizes.ep) > 1 or model.config.model_type in DENSE:
         check_model(model.config, tp=sizes.tp, cp=sizes.cp, ulysses=sizes.ulysses)
     if compile and sizes.tp > 1:
         raise ValueError("compile=True with tp > 1: torch cannot trace DTensors of varying length; drop one")
@@ -64,7 +66,9 @@ def parallelize(
     model.eval()  # dropout off: scoring and training must give the same numbers
     if sizes.tp > 1:
         split_tensors(model, mesh)
-    for layer in model.base_model.layers:
+    if sizes.pp > 1:
+        cut_stage(model, mesh, dtype=dtype)
+    for layer in filter(_holds_any, model.base_model.layers):
         if compile:
             layer.forward = torch.compile(layer.forward)
         if activation_checkpointing:  # outside, since a break of the graph inside a checkpoint cannot be compiled
@@ -102,9 +106,10 @@ def shard(model: Any, mesh: Mesh, *, dtype: torch.dtype, reduce_dtype: torch.dty
     }
     if mesh.sizes.ep > 1:
         split_experts(model, mesh, **{k: v for k, v in options.items() if k != "mesh"})
-    for layer in model.base_model.layers:
+    for layer in filter(_holds_any, model.base_model.layers):
         fully_shard(layer, **options)
-    if not is_tied(model) and mesh.sizes.tp == 1:  # (torch warns about the view that a cut embedding returns)
+    whole_embedding = not is_tied(model) and mesh.sizes.tp == 1  # (torch warns about the view that a cut one returns)
+    if whole_embedding and _holds_any(model.base_model.embed_tokens):
         fully_shard(model.base_model.embed_tokens, **options)
     fully_shard(model, **options)
     for module in model.modules():
@@ -218,6 +223,11 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
         snapshot_download(str(path), allow_patterns=wanted)
     dist.barrier()
     return Path(snapshot_download(str(path), allow_patterns=wanted))
+
+
+def _holds_any(module: nn.Module) -> bool:
+    """Whether it has parameters: what stands for a layer of another pipeline stage has none."""
+    return next(module.parameters(), None) is not None
 
 
 def _call(model: Any, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

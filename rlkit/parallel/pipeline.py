@@ -1,119 +1,162 @@
-"""Pipeline parallelism for dense models: the layers in stages, packed micro-batches in flight between them (1F1B).
+"""Pipeline parallelism: the layers in stages, several micro-batches in flight between them.
 
-    stage = cut_stage(model, mesh)                       # Parallel(pp=2, ...); every rank gives the whole model
-    losses = pipeline_step(stage, micros, loss)          # instead of forward and backward; then optimizer_step
+    torchrun --nproc-per-node 4 examples/grpo.py --parallel.pp 2 ...
 
-It goes with `tp`, `shard` and `replicate`, not with context parallel, MoE or tied embeddings. Parameters keep their
-names; a stage has (and `stream_weights` gives) only its own. With M micro-batches and S stages (S - 1) / (M + S - 1) of
-the time is idle, and micro-batches are padded to the longest. Reference: arXiv:2104.04473, torch.distributed.pipelining
+    with pipelined(mesh) as backward:                     # any mesh, or None
+        for micro, w in rank_microbatches((batch, weights), mesh=mesh, max_tokens=16384):
+            out = forward(model, micro)
+            backward((w * -out.logp).sum())               # instead of `loss.backward()`
+
+A stage is the model without the other stages' layers. It receives the hidden states of the stage before it, and sends
+its own on; in the backward, gradients go the other way. All of this is inside the forward and backward of one
+micro-batch, so every stage runs the same loop. Log-probs exist on the last stage only: elsewhere they are zeros, whose
+gradient is ignored, and so is the loss made of them. `summed`, `reduce_metrics` and `score` bring the last stage's
+numbers to all.
+
+`pipelined` delays the backward of a stage until as many further micro-batches are forwarded as there are stages after
+it: the 1F1B schedule, in which M micro-batches on S stages leave (S - 1) / (M + S - 1) of the time idle, and a stage
+keeps the activations of at most S micro-batches. With plain `loss.backward()` one micro-batch is in flight at a time.
+
+Differs: Megatron and torch.distributed.pipelining take over the loop, and want micro-batches padded to one shape.
+Reference: arXiv:2104.04473
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.utils.checkpoint import checkpoint
 
-from rlkit.packing import join, select
-from rlkit.parallel.attention import register
 from rlkit.parallel.mesh import Mesh
-from rlkit.parallel.model import _log_probs
-from rlkit.parallel.parallelize import is_tied, split_tensors
-from rlkit.parallel.plans import check_model
-from rlkit.parallel.segment_plan import Segment, plan, segments
-from rlkit.types import Batch, LogProbs
+
+_IN_FLIGHT = 2  # tensors on their way to a neighbour before the next one waits
 
 
-class _Skip(nn.Module):
+@contextmanager
+def pipelined(mesh: Mesh | None) -> Iterator[Callable[[Tensor], None]]:
+    """A function that backwards a loss: at once, or under pipeline parallelism as late as the schedule wants.
+
+    On leaving the block all gradients are there.
+    """
+    ahead = 0 if mesh is None else mesh.sizes.pp - 1 - mesh.pp_rank
+    waiting: deque[Tensor] = deque()
+
+    def backward(loss: Tensor) -> None:
+        waiting.append(loss)
+        if len(waiting) > ahead:
+            waiting.popleft().backward()
+
+    yield backward
+    while waiting:
+        waiting.popleft().backward()
+
+
+def cut_stage(model: Any, mesh: Mesh, *, dtype: torch.dtype) -> None:
+    """Leave of `model`, in place, what this rank's stage holds: its layers, the embedding on the first stage, the last
+    norm and the head on the last. Parameters keep their names; hidden states travel in `dtype`.
+
+    Errors: ValueError for tied embeddings, of which two stages would hold a copy each, and for too few layers.
+    """
+    base, stage, count = model.base_model, mesh.pp_rank, mesh.sizes.pp
+    if model.config.get_text_config().tie_word_embeddings:
+        raise ValueError(f"pp={count} needs a head of its own: the model's is tied to the embedding, on another stage")
+    if len(base.layers) < count:
+        raise ValueError(f"pp={count} needs at least as many layers; the model has {len(base.layers)}")
+    first, end = (len(base.layers) * i // count for i in (stage, stage + 1))
+    for i in [*range(first), *range(end, len(base.layers))]:
+        base.layers[i] = _Elsewhere()
+    link = _Link(mesh)
+    if stage > 0:
+        base.embed_tokens = _NoEmbedding(model.config.get_text_config().hidden_size, dtype)
+        base.layers[first - 1] = _Receive(link)
+    if stage + 1 < count:
+        base.layers[end] = _Send(link, dtype)
+        base.norm = _Elsewhere()
+        for name, module in model.named_children():
+            if module is not base:
+                setattr(model, name, None)
+
+
+class _Link:
+    """To and from the neighbouring stages. Each direction has a group of its own: NCCL runs what two ranks of a group
+    say to each other in the order in which each of them issued it, and both may begin with a send."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._rank = mesh.pp_rank
+        self._groups = {1: mesh.data.get_group("pp"), -1: mesh.parameters.get_group("pp")}
+        self._sent: dict[int, deque[Any]] = {1: deque(), -1: deque()}
+
+    def send(self, x: Tensor, step: int) -> None:
+        """To the next stage (`step` 1) or to the one before (-1), without waiting for it."""
+        sent, x = self._sent[step], x.detach().contiguous()
+        sent.append((dist.isend(x, group=self._groups[step], group_dst=self._rank + step), x))
+        if len(sent) > _IN_FLIGHT:
+            sent.popleft()[0].wait()
+
+    def receive(self, x: Tensor, step: int) -> Tensor:
+        """What the stage before (`step` 1) or the next one (-1) sends, as a tensor like `x`."""
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dist.recv(out, group=self._groups[step], group_src=self._rank - step)
+        return out
+
+
+class _Elsewhere(nn.Module):
     """In place of what another stage holds."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden
 
 
-class Stage(nn.Module):
-    """This rank's part of the model. `pipeline_step` sets `work`: hidden states to hidden states, at the end a loss."""
+class _NoEmbedding(nn.Module):
+    """In place of the embedding: a tensor like the one to be received."""
 
-    def __init__(self, model: Any, mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.model, self.mesh, self.dtype = model, mesh, dtype
-        self.index, self.count = mesh.data.get_local_rank("pp"), mesh.sizes.pp
-        self.last = self.index + 1 == self.count
-        self.work: list[Callable[[Tensor], Tensor]] = []
+        self.size, self.dtype = size, dtype
 
-    def forward(self, x: Tensor, index: Tensor) -> Tensor:
-        """Do the work of micro-batch `index`."""
-        return self.work[int(index)](x)
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.size)
 
 
-def cut_stage(
-    model: Any, mesh: Mesh, *, dtype: torch.dtype = torch.float32, activation_checkpointing: bool = False
-) -> Stage:
-    """This rank's stage of `model`: its share of the layers, on the first the embedding, on the last norm and head."""
-    base, sizes = model.base_model, mesh.sizes
-    check_model(model.config, tp=sizes.tp)
-    if is_tied(model) or sizes.cp > 1 or sizes.ep > 1 or len(base.layers) < sizes.pp:
-        raise ValueError(f"pp={sizes.pp} needs untied embeddings, cp=1, ep=1 and at least {sizes.pp} layers")
-    model.to(torch.float32).set_attn_implementation(register())
-    model.eval()
-    if sizes.tp > 1:
-        split_tensors(model, mesh)
-    stage = Stage(model, mesh, dtype)
-    policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    cut: Any = partial(fully_shard, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
-    first, end = (len(base.layers) * i // sizes.pp for i in (stage.index, stage.index + 1))
-    for i, layer in enumerate(base.layers):
-        if activation_checkpointing:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        base.layers[i] = cut(layer) if first <= i < end else _Skip()
-    base.embed_tokens = None if stage.index else base.embed_tokens
-    if not stage.last:
-        base.norm, model.lm_head = _Skip(), None
-    for module in cut(stage).modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return stage
+class _Receive(nn.Module):
+    """In place of the layer before this stage's first."""
+
+    def __init__(self, link: _Link) -> None:
+        super().__init__()
+        self.link = link
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        got = self.link.receive(hidden, 1)
+        if torch.is_grad_enabled():
+            got.requires_grad_().register_hook(lambda grad: self.link.send(grad, -1))
+        return got
 
 
-def pipeline_step(
-    stage: Stage, micros: Sequence[Batch], loss: Callable[[LogProbs, int], Tensor], *, temperature: float = 1.0
-) -> list[Tensor]:
-    """Forward and backward of all micro-batches; their losses on the last stage, [] elsewhere. Gradients are sums.
+class _Send(nn.Module):
+    """In place of the layer after this stage's last."""
 
-    All ranks of a data parallel place give the same micro-batches. `loss(out, i)` is the loss of `micros[i]`.
-    """
-    device, count = stage.mesh.device, max(len(micros), stage.count)  # a schedule needs as many as stages: empty ones
-    size = max(m.prefix_tokens.numel() + m.num_tokens for m in micros)
-    padded = [m.to(device) for m in (*micros, *[select(micros[0], [])] * (count - len(micros)))]
-    value = lambda out, i: loss(out, i) if i < len(micros) else out.logp.sum()  # noqa: E731
-    stage.work = [partial(_run, stage, m, size, partial(value, i=i), temperature) for i, m in enumerate(padded)]
-    numbers, one = torch.arange(count, device=device), torch.empty(1, device=device, requires_grad=True)
-    hidden = torch.empty(1, size, stage.model.config.hidden_size, dtype=stage.dtype, device=device, requires_grad=True)
-    shapes: Any = {"input_args": hidden if stage.index else numbers[:1], "output_args": one if stage.last else hidden}
-    pipe = PipelineStage(stage, stage.index, stage.count, device, group=stage.mesh.group("pp"), **shapes)
-    schedule = Schedule1F1B(pipe, count, loss_fn=lambda out, _: out.sum(), scale_grads=False)
-    found: list[Tensor] = []
-    target: Any = {"target": numbers, "losses": found} if stage.last else {}
-    schedule.step(*(() if stage.index else (numbers,)), index=numbers, return_outputs=False, **target)
-    return [x.detach() for x in found[: len(micros)]]
+    def __init__(self, link: _Link, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.link, self.dtype = link, dtype
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        return _Sent.apply(hidden.to(self.dtype), self.link)
 
 
-def _run(stage: Stage, batch: Batch, size: int, loss: Callable[..., Tensor], temperature: float, x: Tensor) -> Tensor:
-    model, (tokens, positions), start = stage.model, join(batch), batch.prefix_tokens.numel()
-    end = tokens.numel()
-    tokens, positions = (torch.cat([s, torch.arange(size - end, device=s.device)])[None] for s in (tokens, positions))
-    spans = [*segments(batch), Segment(end, size - end, [(end, size - end)])]
-    given: Any = {"inputs_embeds": x} if stage.index else {"input_ids": tokens}
-    given |= {"position_ids": positions, "attention_plan": plan(spans, device=x.device)}
-    hidden = model.base_model(**given, use_cache=False).last_hidden_state
-    if not stage.last:
-        return hidden
-    options: Any = {"batch": batch, "temperature": temperature, "dtype": torch.float32}
-    return loss(LogProbs(*_log_probs(model, hidden[0, start:end], lambda s: s, **options))).float().reshape(1)
+class _Sent(torch.autograd.Function):
+    """Zeros in place of what was sent. Their gradient is ignored: the one that counts comes from the next stage."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, link: _Link) -> Tensor:
+        ctx.link = link
+        link.send(hidden, 1)
+        return torch.zeros_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.link.receive(grad, -1), None

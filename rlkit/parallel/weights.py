@@ -1,7 +1,7 @@
 """The policy's weights as everything outside wants them: full tensors under their Hugging Face checkpoint names.
 
 `stream_weights` feeds a rollout engine, `export_hf` a folder that any tool loads. Both work from any layout, plain,
-FSDP2, tensor parallel or a product of these, and never hold the whole model.
+FSDP2, tensor parallel, pipeline stages or a product of these, and never hold the whole model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlkit.parallel._dcp import model_tensors
@@ -24,7 +25,10 @@ from rlkit.parallel._files import (
     require_room,
 )
 from rlkit.parallel._ranks import first, rank, together
+from rlkit.parallel.data import each_stage
 from rlkit.parallel.lora import Adapter, adapters, merged
+from rlkit.parallel.mesh import Mesh
+from rlkit.parallel.parallelize import mesh_of
 
 _INDEX = "model.safetensors.index.json"
 _EXPORT_FIX = "What was at the path is untouched. Free space there or give another path."
@@ -39,7 +43,7 @@ def stream_weights(
     Names and shapes are those of the Hugging Face checkpoint: fused expert weights come apart again, and LoRA adapters
     are merged. Floating-point tensors are cast to `dtype` before they are gathered, so a bf16 engine costs half the
     traffic of fp32 master weights; what the model wants in fp32 under any dtype (`_keep_in_fp32_modules_strict`) stays.
-    The gathers of a bucket run together.
+    The gathers of a bucket run together. Pipeline stages send theirs to the other stages, one stage after the other.
 
     Memory: `bucket_bytes`, or the largest tensor where that is larger (twice that for one which is sharded other than
     by rows, or which comes apart), as long as the caller drops what it has used. A tensor that is not sharded and needs
@@ -48,6 +52,14 @@ def stream_weights(
 
     Differs: verl and OpenRLHF gather tensor by tensor, verl's FSDP path after a full state dict; slime buckets as here.
     """
+    for bucket in _of_all_stages(_buckets(model, dtype, bucket_bytes), mesh_of(model)):
+        while bucket:
+            name = next(iter(bucket))
+            yield name, bucket.pop(name)
+
+
+def _buckets(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """What this pipeline stage holds, as full tensors under their checkpoint names."""
     dtypes, updates = _dtypes(model, dtype), adapters(model)
     bucket: dict[str, Tensor] = {}
     size = 0
@@ -55,11 +67,32 @@ def stream_weights(
         cast = {name: (x, dtypes(name, x)) for name, x in unit.items()}
         added = sum(x.numel() * kind.itemsize for x, kind in cast.values())
         if bucket and size + added > bucket_bytes:
-            yield from _realized(model, bucket, updates)
+            yield _realized(model, bucket, updates)
             size = 0
         bucket |= {name: _start_gather(x, kind) for name, (x, kind) in cast.items()}
         size += added
-    yield from _realized(model, bucket, updates)
+    yield _realized(model, bucket, updates)
+
+
+def _of_all_stages(own: Iterator[dict[str, Tensor]], mesh: Mesh | None) -> Iterator[dict[str, Tensor]]:
+    """The buckets of all pipeline stages on all of them, first to last."""
+    if mesh is None or mesh.sizes.pp == 1:
+        yield from own
+        return
+    for source in range(mesh.sizes.pp):
+        to: Any = {"group": mesh.group("pp"), "group_src": source}
+        while True:
+            bucket = next(own, None) if mesh.pp_rank == source else None
+            shapes = [None if bucket is None else {name: (x.shape, x.dtype) for name, x in bucket.items()}]
+            dist.broadcast_object_list(shapes, **to)
+            if shapes[0] is None:
+                break
+            if bucket is None:
+                bucket = {k: torch.empty(s, dtype=d, device=mesh.device) for k, (s, d) in shapes[0].items()}
+            bucket = {name: x.to(mesh.device).contiguous() for name, x in bucket.items()}
+            for x in bucket.values():
+                dist.broadcast(x, **to)
+            yield bucket
 
 
 def export_hf(
@@ -82,6 +115,7 @@ def export_hf(
         x.numel() * (dtype if dtype is not None and x.is_floating_point() else x.dtype).itemsize + 256
         for x in model_tensors(model).values()
     )
+    needed = sum(each_stage(needed, mesh=mesh_of(model)))
     first(lambda: _prepare(path, temp, needed))
     weights = stream_weights(model, dtype=dtype)
     together(lambda: _write(model, tokenizer, temp, path, weights, dtype, shard_bytes, needed))
@@ -224,8 +258,8 @@ def _start_gather(x: Tensor, dtype: torch.dtype) -> Tensor:
     return cast.redistribute(placements=[Replicate()] * mesh.ndim, async_op=apart).to_local()
 
 
-def _realized(model: Any, bucket: dict[str, Tensor], updates: dict[str, Adapter]) -> Iterator[tuple[str, Tensor]]:
-    """Wait for the bucket, merge adapters, give checkpoint names and let go of each tensor after it was used."""
+def _realized(model: Any, bucket: dict[str, Tensor], updates: dict[str, Adapter]) -> dict[str, Tensor]:
+    """Wait for the bucket, merge adapters and give checkpoint names. The bucket is empty afterwards."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     for name, x in bucket.items():
@@ -238,6 +272,4 @@ def _realized(model: Any, bucket: dict[str, Tensor], updates: dict[str, Adapter]
     else:
         out = dict(bucket)
     bucket.clear()
-    while out:
-        name = next(iter(out))
-        yield name, out.pop(name)
+    return out

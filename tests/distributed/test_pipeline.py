@@ -1,17 +1,23 @@
-"""Pipeline stages compute what one process computes: losses, gradients, three optimizer steps."""
+"""Pipeline stages: what each holds, the order of its work, weights, heads, refusals. More numbers: test_layouts."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.packing import microbatches, pack
-from rlkit.parallel.data import rank_microbatches, summed
+from rlkit.parallel.data import any_ranks, rank_microbatches, summed
+from rlkit.parallel.heads import values
+from rlkit.parallel.lora import add_lora
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.parallel.model import forward, prepare
+from rlkit.parallel.model import forward, prepare, score
 from rlkit.parallel.optim import adamw, optimizer_step
-from rlkit.parallel.pipeline import cut_stage, pipeline_step
+from rlkit.parallel.parallelize import parallelize
+from rlkit.parallel.pipeline import pipelined
+from rlkit.parallel.weights import stream_weights
 from rlkit.types import Trajectory
 
 
@@ -54,52 +60,162 @@ def truth():
     return out | {"params": {n: whole(p) for n, p in trained.named_parameters()}}
 
 
-def pipeline_on_rank(rank, world, sizes, options):
-    mesh = make_mesh(Parallel(**sizes))
-    stage = cut_stage(model(), mesh, **options)
-    optimizer = adamw(stage, lr=1e-2, weight_decay=0.1, eps=1e-4)
+class Order:
+    """The forwards and backwards of a stage, as they happen."""
+
+    def __init__(self, stage):
+        self.said = ""
+        first = next(x for x in stage.base_model.layers if next(x.parameters(), None) is not None)
+        first.register_forward_pre_hook(self.forward)
+        first.register_full_backward_hook(self.backward)
+
+    def forward(self, *_):
+        self.said += "F"
+
+    def backward(self, *_):
+        self.said += "B"
+
+
+def stage_on_rank(rank, world, delayed):
+    """Four stages, one layer or two each; `delayed`: the schedule of `pipelined`, or plain backwards."""
+    mesh = make_mesh(Parallel(pp=4))
+    stage = parallelize(model(), mesh)
+    order, optimizer = Order(stage), adamw(stage, lr=1e-2, weight_decay=0.1, eps=1e-4)
     out = {"loss": [], "norm": []}
     for step in range(3):
-        parts = list(rank_microbatches(data(), mesh=mesh, max_tokens=40))
-        losses = pipeline_step(
-            stage, [m for m, _ in parts], lambda o, i, parts=parts: objective(o, parts[i][1]), temperature=0.7
-        )
+        total = torch.zeros(())
+        with pipelined(mesh) if delayed else nullcontext(torch.Tensor.backward) as backward:
+            for micro, w in rank_microbatches(data(), mesh=mesh, max_tokens=40):
+                loss = objective(forward(stage, micro, temperature=0.7), w)
+                backward(loss)
+                total += loss.detach()
         if step == 0:
-            out["grads"] = {n: whole(p.grad) for n, p in stage.model.named_parameters()}
-        norm = optimizer_step(optimizer, max_norm=0.05, stages=mesh.group("pp"))["grad_norm"]
-        out["norm"].append(float(norm.total))
-        out["loss"].append(float(summed(torch.stack([*losses, torch.zeros(())]).sum(), mesh=mesh)))
-    return out | {"params": {n: whole(p) for n, p in stage.model.named_parameters()}}
+            out["grads"] = {n: whole(p.grad) for n, p in stage.named_parameters()}
+            out["order"] = order.said
+        out["norm"].append(float(optimizer_step(optimizer, max_norm=0.05)["grad_norm"].total))
+        out["loss"].append(float(summed(total, mesh=mesh)))
+    return out | {"params": {n: whole(p) for n, p in stage.named_parameters()}}
 
 
-CASES = {
-    "pp4": ({"pp": 4}, {}),
-    "pp2 x shard2, checkpointing": ({"pp": 2, "shard": 2}, {"activation_checkpointing": True}),
-    "pp2 x replicate2": ({"pp": 2, "replicate": 2}, {}),
-    "pp2 x tp2": ({"pp": 2, "tp": 2}, {}),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_stages_equal_one_process(ranks, truth, case):
-    names = set()
-    for found in ranks.run(pipeline_on_rank, *CASES[case]):
-        if any(found["loss"]):
-            assert found["loss"] == pytest.approx(truth["loss"], rel=1e-5, abs=1e-6)
+@pytest.mark.parametrize("delayed", [True, False])
+def test_four_stages_equal_one_process(ranks, truth, delayed):
+    names = []
+    for found in ranks.run(stage_on_rank, delayed):
+        assert found["loss"] == pytest.approx(truth["loss"], rel=1e-5, abs=1e-6)
         assert found["norm"] == pytest.approx(truth["norm"], rel=1e-5)
         for kind in ("grads", "params"):
             for name, x in found[kind].items():
                 scale = truth[kind][name].abs().max().item()
                 gap = (x - truth[kind][name]).abs().max().item() / scale
                 assert gap < 1e-5, (kind, name, gap)
-        names |= found["params"].keys()
-    assert names == truth["params"].keys()
+        names += found["params"]
+    assert names == list(truth["params"]), "each parameter is on one stage, and they come in the order of the model"
+
+
+def test_the_schedule_is_one_forward_one_backward(ranks):
+    """As many micro-batches are in flight on a stage as there are stages from it to the end."""
+    num = sum(1 for _ in microbatches(data(), max_tokens=40))
+    assert num > 2
+    for stage, found in enumerate(ranks.run(stage_on_rank, True)):
+        ahead = min(num, 3 - stage)
+        assert found["order"] == "F" * ahead + "FB" * (num - ahead) + "B" * ahead
+    for found in ranks.run(stage_on_rank, False):
+        assert found["order"] == "FB" * num
+
+
+def weights_on_rank(rank, world, sizes, lora):
+    made = add_lora(model(), rank=2) if lora else model()
+    for name, p in made.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.constant_(p, 0.01)
+    stage = parallelize(made, make_mesh(Parallel(**sizes)))
+    found = {name: x.clone() for name, x in stream_weights(stage, bucket_bytes=20_000)}
+    halves = {name: x.clone() for name, x in stream_weights(stage, dtype=torch.bfloat16)}
+    assert lora or all(torch.equal(x.bfloat16(), halves[name]) for name, x in found.items())  # cast, then merged
+    return found
+
+
+@pytest.mark.parametrize(("sizes", "lora"), [({"pp": 4}, False), ({"pp": 2, "tp": 2}, False), ({"pp": 2}, True)])
+def test_every_rank_streams_the_weights_of_all_stages(ranks, sizes, lora):
+    true = prepare(model())
+    if lora:
+        add_lora(true, rank=2)
+        for name, p in true.named_parameters():
+            if ".lora_B" in name:
+                torch.nn.init.constant_(p, 0.01)
+    true = dict(stream_weights(true))
+    for found in ranks.run(weights_on_rank, sizes, lora):
+        assert list(found) == list(true)
+        for name, x in true.items():
+            torch.testing.assert_close(found[name], x, rtol=0, atol=1e-7 if lora else 0)
+
+
+def critic():
+    made = model()
+    made.lm_head = None
+    made.score = torch.nn.Linear(32, 1, bias=False)
+    torch.nn.init.constant_(made.score.weight, 0.1)
+    return made
+
+
+def values_on_rank(rank, world):
+    mesh = make_mesh(Parallel(pp=2))
+    stage = parallelize(critic(), mesh)
+    batch, w = data()
+    found = values(stage, batch)
+    (w * found).sum().div(mesh.dp).backward()
+    grads = {n: whole(p.grad) for n, p in stage.named_parameters()}
+    return summed(found.detach() / mesh.dp, mesh=mesh), grads
+
+
+def test_a_critic_in_stages(ranks):
+    one = prepare_critic()
+    batch, w = data()
+    true = values(one, batch)
+    (w * true).sum().backward()
+    grads = {n: p.grad for n, p in one.named_parameters()}
+    seen = set()
+    for found, some in ranks.run(values_on_rank):
+        torch.testing.assert_close(found, true.detach(), rtol=1e-5, atol=1e-6)
+        for name, x in some.items():
+            torch.testing.assert_close(x, grads[name], rtol=1e-4, atol=1e-7)
+        seen |= some.keys()
+    assert seen == grads.keys()
+
+
+def prepare_critic():
+    from rlkit.parallel.attention import register
+
+    made = critic()
+    made.set_attn_implementation(register())
+    return made.eval()
+
+
+def score_on_rank(rank, world, truth):
+    """Many micro-batches, no gradients, on a stage that is far ahead of the last: no deadlock, all get the numbers."""
+    mesh = make_mesh(Parallel(pp=4))
+    stage = parallelize(model(), mesh)
+    policy = lambda b: forward(stage, b, temperature=0.7)
+    for max_tokens in (20, 4096):
+        torch.testing.assert_close(score(policy, data()[0], max_tokens=max_tokens, mesh=mesh), truth)
+    return any_ranks([rank == 2, False, True])
+
+
+def test_scoring_gives_every_rank_the_last_stage_s_numbers(ranks):
+    one = prepare(model())
+    with torch.no_grad():
+        truth = forward(one, data()[0], temperature=0.7).logp
+    assert ranks.run(score_on_rank, truth) == [[True, False, True]] * 4
 
 
 def refused_on_rank(rank, world):
-    for options, sizes in ((dict(tie_word_embeddings=True), dict(pp=2)), (dict(layers=3), dict(pp=4))):
-        with pytest.raises(ValueError, match="needs untied embeddings"):
-            cut_stage(model(**options), make_mesh(Parallel(**sizes)))
+    refused = [
+        ({"tie_word_embeddings": True}, {"pp": 2}, "tied to the embedding"),
+        ({"layers": 3}, {"pp": 4}, "at least as many layers"),
+    ]
+    for options, sizes, why in refused:
+        with pytest.raises(ValueError, match=why):
+            parallelize(model(**options), make_mesh(Parallel(**sizes)))
 
 
 def test_what_does_not_fit_is_refused(ranks):
