@@ -11,7 +11,8 @@ COMPUTED, NOT MEASURED, except under --check. Terms, for `rlkit.parallel.paralle
                  gather only their own), embedding and head; in the backward
                  also their gradients until they are summed: embedding and head in bf16, one layer in bf16 and fp32
     activations  kept for the backward, by T / cp tokens. Each norm keeps an fp32 copy, because transformers computes it
-                 in fp32. Tensor parallel cuts heads and hidden units, not the residual stream.
+                 in fp32. Tensor parallel cuts heads and hidden units, or the tokens of experts, not the residual
+                 stream.
                  With checkpointing: each layer's input, and all of one layer while it is computed again
     loss         linear_logp keeps the hidden states, their gradient and two tiles of logits of 256 MiB; whole logits
                  (column `logits`, avoided) would take T * V * 8 bytes: fp32 log-softmax and its gradient
@@ -125,7 +126,7 @@ def step_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
     tokens = layout.tokens / layout.cp
     states = 16 * shape.parameters / layout.cut
     outside = (1 if shape.tied else 2) * shape.vocab * shape.hidden / layout.tp
-    layer = (shape.layer_parameters - shape.expert_parameters * (1 - 1 / layout.ep)) / layout.tp
+    layer = (shape.layer_parameters - shape.expert_parameters) / layout.tp + shape.expert_parameters / layout.ep
     one = tokens * shape.activation_bytes(tp=layout.tp, cp=layout.cp)
     kept = tokens * 2 * shape.hidden * shape.layers
     return {
@@ -168,8 +169,8 @@ def plan(name: str, layout: Layout, *, memory: float = 80 * GIB) -> dict[str, ob
 
 def default_layouts(gpus: int, shape: Shape) -> list[Layout]:
     """The usual choices: cut everything; matrices or experts in a node; long sequences by context; no checkpointing."""
-    inside = {"ep": 8} if shape.experts else {"tp": 8}
-    both = {"ep": 8, "cp": 8} if shape.experts else {"tp": 2, "cp": 4}
+    inside = {"ep": 8} if shape.experts else {"tp": min(8, shape.kv_heads)}
+    both = {"tp": 2, "cp": 4, "ep": 8} if shape.experts else {"tp": 2, "cp": 4}
     return [
         Layout(gpus),
         Layout(gpus, checkpointing=False, tokens=8192),

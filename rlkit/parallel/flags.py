@@ -20,7 +20,7 @@ class Parallel:
     pp: int = 1
     """pipeline stages"""
     ep: int = 1
-    """ranks that share the experts of a MoE layer, taken out of shard * cp"""
+    """ranks that share the experts of a MoE layer, taken out of shard * cp * tp"""
     ulysses: bool = False
     """context parallel by exchanging heads for tokens instead of gathering keys"""
 

@@ -1,8 +1,13 @@
 """Expert parallelism: the experts of a MoE layer spread over ranks, and tokens sent to the ranks of their experts.
 
-`parallelize` does it with `Parallel(ep=...)`. The `ep` ranks are taken out of shard * cp, so they hold different
-tokens. Fused expert weights [experts, ...] are cut over `ep` by experts and over the rest of shard * cp by their second
-dimension: states are as small as without `ep`, and checkpoints reshard. The router is whole on every rank.
+`parallelize` does it with `Parallel(ep=...)` and with `tp`. For the experts all shard * cp * tp ranks are data parallel
+ones: tensor parallel ranks, which hold the same tokens, take a share each and gather the results. The `ep` ranks are
+taken out of them. Fused expert weights [experts, ...] are cut over `ep` by experts and over the rest by their second
+dimension: states are as small as without `ep`, and checkpoints reshard. The router is whole on every rank. No expert is
+cut over `tp`, which would leave small products and twice the traffic (parallel folding, arXiv:2504.14960).
+
+No auxiliary loss balances the router, whatever the model's `router_aux_loss_coef` says: it would pull against the
+reward. Differs: TRL adds it with its coefficient; verl's Qwen3-MoE and slime's scripts leave it out as here.
 
 Routing replay is absent: the trainer routes by its own router, also where the engine that sampled chose another expert
 because it computes in another precision. It shows in `mismatch/k3`; TIS or IcePop (`rlkit.losses`) bound what it does.
@@ -11,8 +16,9 @@ Differs: verl, slime, prime-rl and NeMo-RL can replay the engine's choice (arXiv
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +27,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rlkit.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def split_experts(model: nn.Module, mesh: Mesh, **fsdp: Any) -> int:
@@ -34,19 +43,30 @@ def split_experts(model: nn.Module, mesh: Mesh, **fsdp: Any) -> int:
 
     sizes = mesh.sizes
     layers: list[Any] = [m for m in model.modules() if getattr(getattr(m, "gate_up_proj", None), "ndim", 0) == 3]
-    if sizes.tp > 1 or sizes.pp > 1 or not layers or layers[0].num_experts % sizes.ep:
+    if sizes.pp > 1 or not layers or layers[0].num_experts % sizes.ep:
         found = f"{layers[0].num_experts} experts" if layers else "no fused experts"
-        raise ValueError(f"ep={sizes.ep} needs tp=1, pp=1 and must divide the experts; the model has {found}, {sizes}")
-    names, shape = ("replicate", "rest", "ep"), (sizes.replicate, sizes.shard * sizes.cp // sizes.ep, sizes.ep)
-    grid = init_device_mesh(mesh.device.type, shape, mesh_dim_names=names)
+        raise ValueError(f"ep={sizes.ep} needs pp=1 and must divide the experts; the model has {found}, {sizes}")
+    shape = (sizes.replicate, sizes.shard * sizes.cp * sizes.tp // sizes.ep, sizes.ep)
+    grid = init_device_mesh(mesh.device.type, shape, mesh_dim_names=("replicate", "rest", "ep"))
     rest = grid["replicate", "rest"] if sizes.replicate > 1 else grid["rest"]
     for experts in layers:
         for name in ("gate_up_proj", "down_proj"):
             cut = distribute_tensor(getattr(experts, name).detach(), grid["ep"], [Shard(0)])
             setattr(experts, name, nn.Parameter(cut))
-        experts.forward = partial(expert_parallel, experts, group=grid.get_group("ep"))
+        forward = partial(expert_parallel, experts, group=grid.get_group("ep"))
+        experts.forward = partial(_in_shares, forward, mesh.tensor) if sizes.tp > 1 else forward
         fully_shard(experts, mesh=rest, shard_placement_fn=lambda _: Shard(1), **fsdp)
     return len(layers)
+
+
+def _in_shares(forward: Callable[..., Tensor], tensor: DeviceMesh, hidden: Tensor, *routing: Tensor) -> Tensor:
+    """`forward` of this tensor parallel rank's share of the tokens, which all of them hold, then gathered."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    cut = lambda x: DTensor.from_local(x, tensor, [Replicate()]).redistribute(placements=[Shard(0)])  # noqa: E731
+    own = forward(*(cut(x).to_local() for x in (hidden, *routing)))
+    shape: Any = {"shape": hidden.shape, "stride": hidden.stride()}
+    return DTensor.from_local(own, tensor, [Shard(0)], **shape).redistribute(placements=[Replicate()]).to_local()
 
 
 def expert_parallel(

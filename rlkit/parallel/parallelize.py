@@ -29,7 +29,7 @@ from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import split_experts
 from rlkit.parallel.moe_files import fused_experts, read_experts
 from rlkit.parallel.pipeline import cut_stage
-from rlkit.parallel.plans import DENSE, check_model, tensor_plan
+from rlkit.parallel.plans import COVERED, check_model, tensor_plan
 
 
 def parallelize(
@@ -57,7 +57,7 @@ def parallelize(
     sizes = mesh.sizes
     if not hasattr(model.base_model, "layers") or not hasattr(model.base_model, "embed_tokens"):
         raise ValueError(f"model type {model.config.model_type!r} has no `layers` and `embed_tokens` to cut over ranks")
-    if max(sizes.tp, sizes.cp, sizes.pp, sizes.ep) > 1 or model.config.model_type in DENSE:
+    if max(sizes.tp, sizes.cp, sizes.pp, sizes.ep) > 1 or model.config.model_type in COVERED:
         check_model(model.config, tp=sizes.tp, cp=sizes.cp, ulysses=sizes.ulysses)
     if compile and sizes.tp > 1:
         raise ValueError("compile=True with tp > 1: torch cannot trace DTensors of varying length; drop one")
@@ -104,7 +104,7 @@ def shard(model: Any, mesh: Mesh, *, dtype: torch.dtype, reduce_dtype: torch.dty
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else OffloadPolicy(),
     }
-    if mesh.sizes.ep > 1:
+    if mesh.sizes.ep > 1 or (mesh.sizes.tp > 1 and fused_experts(model)):
         split_experts(model, mesh, **{k: v for k, v in options.items() if k != "mesh"})
     for layer in filter(_holds_any, model.base_model.layers):
         fully_shard(layer, **options)

@@ -6,6 +6,7 @@ heads and hidden units, row-parallel ones back, embeddings and the head cut alon
 
 from __future__ import annotations
 
+import fnmatch
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 # model_type -> dimension of the heads in the input of q_norm and k_norm, where the model has them
-DENSE = {"llama": None, "mistral": None, "qwen2": None, "gemma2": None, "qwen3": 2, "gemma3_text": 1}
-MOE = ("qwen3_moe",)  # attention as in qwen3; experts by `rlkit.parallel.moe`, not by tensor parallel
+COVERED = {"llama": None, "mistral": None, "qwen2": None, "gemma2": None, "qwen3": 2, "qwen3_moe": 2, "gemma3_text": 1}
 
 
 def check_model(config: Any, *, tp: int = 1, cp: int = 1, ulysses: bool = False) -> None:
@@ -24,11 +24,9 @@ def check_model(config: Any, *, tp: int = 1, cp: int = 1, ulysses: bool = False)
     Errors: ValueError for an architecture that is not covered, and for head counts that the sizes do not divide.
     """
     kind, text = config.model_type, config.get_text_config()
-    if kind in MOE and tp > 1:
-        raise ValueError(f"model type {kind!r} is not cut by tp={tp}: share its experts by ep and its layers by shard")
-    if kind not in DENSE and kind not in MOE:
+    if kind not in COVERED:
         raise ValueError(
-            f"model type {kind!r} is not covered in parallel, only {', '.join(sorted({*DENSE, *MOE}))}. Another one "
+            f"model type {kind!r} is not covered in parallel, only {', '.join(sorted(COVERED))}. Another one "
             "needs its tensor parallel plan and its attention checked against a single process first"
         )
     if getattr(text, "use_bidirectional_attention", False):
@@ -57,13 +55,13 @@ def tensor_plan(model: Any) -> dict[str, ParallelStyle]:
 
     check_model(model.config)
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    head_dim_at = DENSE[model.config.model_type]
+    head_dim_at = COVERED[model.config.model_type]
     base = model.base_model
     prefix = model.base_model_prefix + "."
     plan: dict[str, ParallelStyle] = {}
     for pattern, style in base.config.base_model_tp_plan.items():
-        if pattern.endswith(("q_norm", "k_norm", "embed_tokens")):
-            continue  # ours, below
+        if pattern.endswith(("q_norm", "k_norm", "embed_tokens")) or ".experts" in pattern:
+            continue  # ours: below, and `rlkit.parallel.moe`
         if style not in styles:
             raise ValueError(f"the model's tensor parallel plan has {pattern}: {style!r}, which is not covered")
         plan[prefix + pattern] = styles[style]()
@@ -73,13 +71,10 @@ def tensor_plan(model: Any) -> dict[str, ParallelStyle]:
     if head_dim_at is not None:
         norms = SequenceParallel(sequence_dim=head_dim_at, use_local_output=True)
         plan |= {f"{prefix}layers.*.self_attn.{n}_norm": norms for n in "qk"}
-    _check_complete(base, plan, prefix)
-    return plan
-
-
-def _check_complete(base: nn.Module, plan: dict[str, Any], prefix: str) -> None:
-    """Every matrix inside the layers must be cut: one that is not would be summed or repeated wrongly."""
-    suffixes = tuple(name.rsplit("*.", 1)[-1] for name in plan if "*" in name)
-    missing = [n for n, m in base.named_modules() if isinstance(m, nn.Linear) and not n.endswith(suffixes)]
+    names = dict(model.named_modules())
+    found = {name: style for pattern, style in plan.items() for name in fnmatch.filter(names, pattern)}
+    # a matrix of a layer that is not cut would be summed or repeated wrongly
+    missing = [n for n, m in names.items() if isinstance(m, nn.Linear) and n.startswith(prefix) and n not in found]
     if missing:
-        raise ValueError(f"the model's tensor parallel plan leaves out {prefix}{missing[0]} ({len(missing)} in all)")
+        raise ValueError(f"the model's tensor parallel plan leaves out {missing[0]} ({len(missing)} in all)")
+    return found

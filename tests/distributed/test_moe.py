@@ -1,4 +1,4 @@
-"""Expert parallelism computes what one process computes: losses, every gradient, three steps, checkpoints, weights."""
+"""MoE on many ranks computes what one process computes: losses, every gradient, three steps, checkpoints, weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlkit.packing import pack
@@ -26,14 +27,23 @@ CASES = {
     "ep4 = cp2 x shard2, ulysses, late sync": ({"ep": 4, "cp": 2, "ulysses": True}, {}, 40, True),
     "ep4, offload, one expert each": ({"ep": 4}, {"offload": True}, 64, False),
     "ep1": ({}, {}, 64, False),
+    "tp2 x shard2": ({"tp": 2}, {}, 64, False),
+    "tp2 x shard2, checkpointing, late sync": ({"tp": 2}, {"activation_checkpointing": True}, 40, True),
+    "tp2 x ep2 over the tensor ranks": ({"tp": 2, "ep": 2}, {}, 40, False),
+    "tp2 x ep4 over all, offload": ({"tp": 2, "ep": 4}, {"offload": True}, 40, False),
+    "tp2 x ep2 x replicate2": ({"tp": 2, "ep": 2, "replicate": 2}, {}, 40, False),
+    "tp2 x cp2": ({"tp": 2, "cp": 2}, {}, 40, False),
+    "tp2 x cp2 x ep4, ulysses": ({"tp": 2, "cp": 2, "ep": 4, "ulysses": True}, {}, 40, False),
+    "tp4": ({"tp": 4}, {}, 30, True),
 }
 
 
-def model(experts: int = 8):
+def model(experts: int = 8, kv_heads: int = 4):
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=263, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=8,
-        intermediate_size=36, moe_intermediate_size=12, num_experts=experts, num_experts_per_tok=2, norm_topk_prob=True,
+    config = Qwen3MoeConfig(  # the first layer is dense
+        vocab_size=263, hidden_size=32, num_hidden_layers=3, mlp_only_layers=[0], intermediate_size=36, head_dim=8,
+        num_attention_heads=8, num_key_value_heads=kv_heads,
+        moe_intermediate_size=12, num_experts=experts, num_experts_per_tok=2, norm_topk_prob=True,
     )  # fmt: skip
     made = Qwen3MoeForCausalLM(config)
     with torch.no_grad():
@@ -100,37 +110,50 @@ def test_layout_equals_one_process(ranks, truth, case):
         torch.testing.assert_close(found["score"], truth["score"], atol=1e-5, rtol=1e-5)
 
 
-def files_on_rank(rank, world, folder):
-    """Experts written on ep4 are read on ep2 and without ep; exports load, here and sharded from the files."""
-    mesh = make_mesh(Parallel(ep=4))
+def written_on_rank(rank, world, folder):
+    mesh = make_mesh(Parallel(tp=2, ep=2))
     made = parallelize(model(), mesh)
     _, optimizer = train(made, mesh, max_tokens=64, late=False)
-    truth = {n: whole(p) for n, p in made.named_parameters()}
     save_checkpoint(folder / "c", step=3, model=made, optimizer=optimizer, state={}, keep=1)
-    names = [name for name, _ in stream_weights(made)]
-    assert "model.layers.1.mlp.experts.7.down_proj.weight" in names
     export_hf(made, None, folder / "m")
-    for sizes in ({"ep": 2}, {"ep": 2, "cp": 2}, {"shard": 4}):
+    return {n: whole(p) for n, p in made.named_parameters()}, {n: x.clone() for n, x in stream_weights(made)}
+
+
+def read_on_rank(rank, world, folder, truth):
+    for sizes in ({"ep": 4}, {"ep": 2, "cp": 2}, {"tp": 2}):
         mesh = make_mesh(Parallel(**sizes))
         other = parallelize(model(), mesh)
-        load_checkpoint(latest_checkpoint(folder / "c"), model=other, optimizer=adamw(other, lr=0.1))
+        optimizer = adamw(other, lr=0.1)
+        load_checkpoint(latest_checkpoint(folder / "c"), model=other, optimizer=optimizer)
+        assert optimizer.param_groups[0]["lr"] == 1e-2
         loaded = load_parallel(folder / "m", mesh)
         for again in (other, loaded):
             assert all(torch.equal(whole(p), truth[n]) for n, p in again.named_parameters()), sizes
-    return truth
 
 
 def test_checkpoints_and_exports_reshard_experts(ranks, tmp_path):
-    truth = ranks.run(files_on_rank, tmp_path)[0]
+    """Written on tp2 x ep2, read by one process, written again and read on other layouts; exports are transformers'."""
+    truth, streamed = ranks.run(written_on_rank, tmp_path)[0]
+    alone = prepare(model())
+    optimizer = adamw(alone, lr=0.1)
+    load_checkpoint(latest_checkpoint(tmp_path / "c"), model=alone, optimizer=optimizer)
+    assert all(torch.equal(p, truth[name]) for name, p in alone.named_parameters())
+    save_checkpoint(tmp_path / "c", step=4, model=alone, optimizer=optimizer, state={}, keep=1)
+    ranks.run(read_on_rank, tmp_path, truth)
     for name, p in AutoModelForCausalLM.from_pretrained(tmp_path / "m").named_parameters():
         assert torch.equal(p, truth[name]), name
+    alone.save_pretrained(tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert "model.layers.1.mlp.experts.7.down_proj.weight" in theirs
+    assert streamed.keys() == theirs.keys()
+    assert all(torch.equal(x, theirs[name]) for name, x in streamed.items())
 
 
 def refused_on_rank(rank, world):
     with pytest.raises(ValueError, match="must divide the experts; the model has 6 experts"):
         parallelize(model(experts=6), make_mesh(Parallel(ep=4)))
-    with pytest.raises(ValueError, match="not cut by tp=2"):
-        parallelize(model(), make_mesh(Parallel(tp=2)))
+    with pytest.raises(ValueError, match="tp=4 must divide the 2 key-value heads"):
+        parallelize(model(kv_heads=2), make_mesh(Parallel(tp=4)))
 
 
 def test_what_does_not_fit_is_refused(ranks):

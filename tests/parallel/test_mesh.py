@@ -12,6 +12,7 @@ from rlkit.parallel.mesh import Parallel, resolve
         ({"tp": 2, "cp": 2, "replicate": 2}, 16, 2),
         ({"shard": 4, "tp": 2}, 8, 4),
         ({"pp": 2, "ep": 4}, 8, 4),
+        ({"tp": 4, "ep": 8}, 8, 2),
     ],
 )
 def test_the_shard_size_is_what_is_left(sizes, world, shard):
@@ -25,7 +26,7 @@ def test_the_shard_size_is_what_is_left(sizes, world, shard):
         ({"tp": 3}, 8, r"tp 3 = 6 ranks, but there are 8; with shard=0 each of these alone would fit: tp=2"),
         ({"tp": 8, "cp": 2}, 8, r"cp 2 \* tp 8 = 16 ranks, but there are 8; .* tp=4; cp=1"),
         ({"tp": 0}, 8, r"sizes must be at least 1 .* got \{'tp': 0\}"),
-        ({"ep": 3}, 8, r"ep=3 must divide shard \* cp = 8 \* 1"),
+        ({"ep": 3}, 8, r"ep=3 must divide shard \* cp \* tp = 8 \* 1 \* 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_told_what_would(sizes, world, message):
