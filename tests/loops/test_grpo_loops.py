@@ -10,6 +10,7 @@ from functools import cache, partial
 import pytest
 import torch
 
+from rlkit.controllers import kl_linear
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.async_grpo import async_grpo
@@ -24,6 +25,7 @@ from rlkit.types import SamplingParams
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(100)]
+CONTROLLER = kl_linear(target=1e-4, rate=0.1)
 
 
 @cache
@@ -166,6 +168,54 @@ def test_the_asynchronous_loop_stays_inside_its_budget(tmp_path, staleness):
     assert (path / "model.safetensors").exists()
     if staleness == 0:
         assert max(line["mismatch/abs_max"] for line in lines[1:]) < 1e-4
+
+
+def test_at_staleness_0_the_asynchronous_loop_takes_the_steps_of_the_synchronous_one(tmp_path):
+    """With the KL to a reference and its evaluation: the same numbers, up to the rounding of another order of sums."""
+    runs = {}
+    for name, loop, coef in (("sync", grpo, 1.0), ("async", async_grpo, 1.0), ("free", async_grpo, 0.0)):
+        model, reference = small_model(), small_model()
+        engine = LocalEngine(model, max_len=64) if loop is grpo else CopyEngine()
+        run(
+            loop, model, engine, tmp_path / name, reference=reference, kl_coef=coef, kl_controller=CONTROLLER,
+            staleness=0.0, eval_prompts=PROMPTS[:6], eval_steps=4, num_minibatches=2,
+        )  # fmt: skip
+        runs[name] = lines_of(tmp_path / name)
+        before = small_model().state_dict()
+        assert all(torch.equal(p, before[n]) for n, p in reference.state_dict().items()), "the reference stays"
+    names = ["reward/mean", "kl/ref", "kl/coef", "eval/kl", "grad_norm"]
+    for a, b in zip(runs["sync"], runs["async"], strict=True):
+        for key in {*names} & {*a, *b}:
+            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-7), (a["step"], key)
+    assert runs["async"][-1]["kl/ref"] > 1e-5
+    assert abs(runs["free"][-1]["eval/kl"] / runs["async"][-1]["eval/kl"] - 1) > 0.1, "the term does something"
+    assert not any("kl/coef" in line for line in runs["free"])
+    with pytest.raises(ValueError, match="need a reference model"):
+        run(async_grpo, small_model(), CopyEngine(), tmp_path / "none", kl_coef=0.1)
+
+
+def test_the_asynchronous_loop_moves_its_reference_and_resumes_with_it(tmp_path):
+    options = {"kl_coef": 0.1, "kl_controller": CONTROLLER, "ref_sync_steps": 2, "save_steps": 2, "staleness": 0.0}
+    model, reference = small_model(), small_model()
+    run(async_grpo, model, CopyEngine(), tmp_path / "whole", steps=4, reference=reference, **options)
+    assert all(torch.equal(p, model.state_dict()[n]) for n, p in reference.state_dict().items())
+    lines = lines_of(tmp_path / "whole")
+    coefs = [line["kl/coef"] for line in lines]
+    expected = [0.1]
+    for line in lines[:-1]:
+        error = min(max(line["kl/ref"] / 1e-4 - 1, -0.2), 0.2)
+        expected.append(max(0.0, expected[-1] + 0.1 * error))
+    assert coefs == pytest.approx(expected)
+    assert len(set(coefs)) > 1
+    assert lines[2]["kl/ref"] == pytest.approx(0.0, abs=1e-6), "just copied"
+    for steps in (2, 4):
+        run(
+            async_grpo, small_model(), CopyEngine(), tmp_path / "twice", steps=steps, reference=small_model(),
+            resume=steps == 4, **options,
+        )  # fmt: skip
+    again = lines_of(tmp_path / "twice")
+    assert [line["kl/coef"] for line in again] == pytest.approx(coefs)
+    assert [line["kl/ref"] for line in again] == pytest.approx([line["kl/ref"] for line in lines], abs=1e-6)
 
 
 def test_the_asynchronous_loop_resumes_with_what_it_had_sampled(tmp_path):

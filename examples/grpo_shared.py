@@ -1,0 +1,297 @@
+"""What examples/grpo.py and examples/async_grpo.py share: their flags, prompts, environments and engines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from rlkit.parallel.flags import ParallelArgs
+
+
+@dataclass
+class Args:
+    model: str
+    """folder written by save_pretrained, or a hub id"""
+    data: str
+    """JSON, JSONL, CSV, Parquet or Arrow file, save_to_disk folder or hub id of the training prompts"""
+    reward: str | None = None
+    """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion; None: the environment's own reward"""
+    env: str | None = None
+    """FILE.py:FUNCTION of an environment, `async def env(prompt, sample)`, or of a function of the tokenizer that
+    returns one; None: one question, one answer"""
+    tools: tuple[str, ...] = ()
+    """FILE.py:FUNCTION of functions that the model may call; without --env it calls them until a turn calls none"""
+    tool_calls: Literal["hermes", "json", "pythonic"] = "hermes"
+    """how the model writes a call: <tool_call> with JSON (Qwen), nothing but JSON (Llama 3, Mistral), or [f(x=1)]"""
+    output: Path = Path("runs")
+    """run folder"""
+    eval_data: str | None = None
+    """held-out prompts; None: no evaluation"""
+    steps: int = 200
+    """batches to train on"""
+    prompts_per_step: int = 8
+    """groups of a batch"""
+    group_size: int = 8
+    """samples of each prompt"""
+    success_range: tuple[float, float] | None = None
+    """dynamic sampling: replace groups whose mean score is outside, e.g. 0.01 0.99; None: keep all"""
+    max_dropped: int | None = None
+    """groups that dynamic sampling may replace in a step before it is an error; None: 20 * prompts_per_step"""
+    drop_truncated: bool = False
+    """do not train on answers that a length limit cut"""
+    minibatches: int = 1
+    """optimizer steps a batch is split into"""
+    epochs: int = 1
+    """passes over a batch"""
+    max_prompt_tokens: int = 1024
+    """longer prompts are dropped, counted and reported"""
+    max_new_tokens: int = 1024
+    """limit of a completion"""
+    max_turns: int | None = None
+    """turns of an episode; None: the environment's own limit"""
+    max_total_tokens: int | None = None
+    """of an episode's context, prompt and all turns; None: max_prompt_tokens + max_new_tokens"""
+    max_sampled_tokens: int | None = None
+    """of an episode, in all of its turns together; None: no limit but those of turns and context"""
+    temperature: float = 1.0
+    """of sampling, and of all log-probs"""
+    stop: tuple[str, ...] = ()
+    """texts that end a turn, besides the model's own tokens for that"""
+    system_prompt: str | None = None
+    """put before every conversation that has none"""
+    chat_template: bool = True
+    """render with the model's chat template; off for base models"""
+    lr: float = 1e-6
+    """highest learning rate"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """after the warm-up: stay, or fall to 0 at the last step"""
+    warmup_steps: int = 0
+    """steps until the highest learning rate"""
+    weight_decay: float = 0.0
+    """of AdamW, on matrices only"""
+    max_norm: float = 1.0
+    """global gradient norm to clip to"""
+    clip_low: float = 0.2
+    """the ratio is clipped below at 1 - clip_low"""
+    clip_high: float = 0.28
+    """the ratio is clipped above at 1 + clip_high"""
+    scale_by_std: bool = False
+    """divide advantages by their group's standard deviation, as the GRPO paper does"""
+    correction: Literal["tis", "icepop"] = "tis"
+    """for tokens that older weights, or an engine of other numerics, sampled: tis caps a token's weight, icepop drops
+    those whose weight is outside [0.5, 5]"""
+    tis_max_weight: float = 2.0
+    """the cap of tis"""
+    kl_coef: float = 0.0
+    """weight of the KL to the reference model in the loss; 0 does not load one"""
+    reference: str | None = None
+    """reference model; None: the initial weights of `model`"""
+    kl_target: float | None = None
+    """move kl_coef so that the KL (nats per token) stays near this; None: kl_coef stays"""
+    ref_sync_steps: int = 0
+    """copy the policy into the reference every so many steps; 0: never"""
+    entropy_coef: float = 0.0
+    """weight of an entropy bonus"""
+    max_tokens: int = 16384
+    """packed tokens of a micro-batch: lower it when memory is short"""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """of the matrix products; weights and optimizer states are fp32"""
+    device: str = "cpu"
+    """where the model lives"""
+    parallel: ParallelArgs = field(default_factory=ParallelArgs)
+    """how the model is cut over the ranks of torchrun"""
+    engine: Literal["local", "sglang"] = "local"
+    """local: of this package, for small models; sglang: servers that were started on `model`"""
+    engine_urls: tuple[str, ...] = ()
+    """of the SGLang servers; none: one is started here"""
+    max_batch: int = 64
+    """sequences the local engine decodes at once"""
+    compile: bool = False
+    """compile the local engine's decoding: about ten seconds once, then up to 1.5x the tokens/s"""
+    eval_steps: int = 25
+    """steps between evaluations; 0: none"""
+    eval_limit: int = 128
+    """held-out prompts to use at most"""
+    eval_kl: bool = False
+    """report the KL to the reference model on evaluation prompts (loads it)"""
+    reward_timeout: float = 30.0
+    """seconds one call of the reward function may take"""
+    reward_max_failed: float = 0.0
+    """share of the last 100 samples whose reward may fail; they do not train. 0: the first failure ends the run"""
+    save_steps: int = 50
+    """steps between checkpoints; 0: only the last"""
+    keep: int = 2
+    """newest checkpoints to keep"""
+    seed: int = 0
+    """of data order and sampling"""
+    resume: bool = False
+    """go on from the newest checkpoint in `output`"""
+
+
+def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
+    """The model, the tokenizer, and the keywords of a loop that all of these flags say; the run folder is made."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from rlkit.data.chat import stop_token_ids
+    from rlkit.loops.run import keep_args
+    from rlkit.parallel.launch import load_policy
+    from rlkit.parallel.optim import schedule
+    from rlkit.types import SamplingParams
+
+    torch.manual_seed(args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    env, score = environment(args, tokenizer)
+    prompts, eval_prompts = load_prompts(args, tokenizer)
+    load = partial(load_policy, args=args.parallel, device=args.device, dtype=args.dtype)
+    model = load(args.model)
+    ends = stop_token_ids(tokenizer, model.config, model.generation_config) if args.chat_template else ()
+    keep_args(args.output, args, resume=args.resume)
+    return (
+        model,
+        tokenizer,
+        {
+            "prompts": prompts,
+            "score": score,
+            "env": env,
+            "folder": args.output,
+            "steps": args.steps,
+            "params": SamplingParams(
+                max_new_tokens=args.max_new_tokens, temperature=args.temperature, stop=args.stop, stop_token_ids=ends
+            ),
+            "prompts_per_step": args.prompts_per_step,
+            "group_size": args.group_size,
+            "drop_truncated": args.drop_truncated,
+            "num_minibatches": args.minibatches,
+            "num_epochs": args.epochs,
+            "clip_low": args.clip_low,
+            "clip_high": args.clip_high,
+            "reference": load(args.reference or args.model) if args.kl_coef or args.eval_kl else None,
+            "kl_coef": args.kl_coef,
+            "ref_sync_steps": args.ref_sync_steps,
+            "entropy_coef": args.entropy_coef,
+            "lr_at": schedule(args.lr_schedule, lr=args.lr, num_steps=args.steps, warmup_steps=args.warmup_steps),
+            "weight_decay": args.weight_decay,
+            "max_norm": args.max_norm,
+            "max_tokens": args.max_tokens,
+            "dtype": args.dtype,
+            "eval_prompts": eval_prompts,
+            "eval_steps": args.eval_steps,
+            "save_steps": args.save_steps,
+            "keep": args.keep,
+            "seed": args.seed,
+            "resume": args.resume,
+            **algorithm(args),
+        },
+    )
+
+
+def algorithm(args: Args) -> dict[str, Any]:
+    """The keywords of a loop whose values are functions."""
+    from rlkit.advantages import group_centered, group_zscore
+    from rlkit.controllers import fixed, kl_linear
+    from rlkit.losses import icepop, tis
+    from rlkit.rollout.limits import success_between
+
+    return {
+        "baseline": group_zscore if args.scale_by_std else group_centered,
+        "correction": icepop if args.correction == "icepop" else partial(tis, max_weight=args.tis_max_weight),
+        "keep_group": None if args.success_range is None else success_between(*args.success_range),
+        "max_dropped": args.max_dropped,
+        "kl_controller": fixed() if args.kl_target is None else kl_linear(target=args.kl_target, rate=args.kl_coef),
+    }
+
+
+def load_prompts(args: Args, tokenizer: Any) -> tuple[list[Any], list[Any]]:
+    """The rendered prompts of the training data and of the evaluation data, if any."""
+    from rlkit.data.load import load_rows
+    from rlkit.data.prompts import rl_prompts
+
+    rows = load_rows(args.data)
+    eval_rows = load_rows(args.eval_data, limit=args.eval_limit) if args.eval_data else []
+    render = {
+        "tokenizer": tokenizer,
+        "max_prompt_tokens": args.max_prompt_tokens,
+        "system_prompt": args.system_prompt,
+        "apply_chat_template": args.chat_template,
+        "tools": load_tools(args) or None,
+    }
+    return rl_prompts(rows, **render)[0], rl_prompts(eval_rows, **render)[0] if eval_rows else []
+
+
+def load_tools(args: Args) -> list[Any]:
+    """The functions that the model may call."""
+    from rlkit.rewards.load import load_function
+
+    return [load_function(spec) for spec in args.tools]
+
+
+def environment(args: Args, tokenizer: Any) -> tuple[Any, Any]:
+    """The `env` and the `score` of a rollout, by their names on the command line."""
+    from rlkit.rewards.adapters import scorer
+    from rlkit.rewards.load import load_function
+    from rlkit.rollout import tool_calls
+    from rlkit.rollout.calling import is_async
+    from rlkit.rollout.limits import limited
+    from rlkit.rollout.rollout import single_turn
+    from rlkit.rollout.tools import tool_env
+
+    if args.env is None and args.reward is None:
+        raise ValueError("give --reward, --env or both: something has to judge what is sampled")
+    env: Any = single_turn
+    if args.env is not None:
+        env = load_function(args.env)
+        env = env if is_async(env) else env(tokenizer)
+    elif args.tools:
+        parse = getattr(tool_calls, f"{args.tool_calls}_calls")
+        env = tool_env(load_tools(args), tokenizer=tokenizer, parse=parse, system_prompt=args.system_prompt)
+    if env is not single_turn:
+        bounds = {"max_total_tokens": max_len(args), "max_sampled_tokens": args.max_sampled_tokens}
+        env = limited(env, max_turns=args.max_turns, **bounds)
+    if args.reward is None:
+        return env, None
+    reward = load_function(args.reward)
+    how = {"timeout_s": args.reward_timeout, "max_failed": args.reward_max_failed}
+    return env, scorer(reward, tokenizer=tokenizer, **how)
+
+
+def max_len(args: Args) -> int:
+    """The longest context of an episode."""
+    return args.max_total_tokens or args.max_prompt_tokens + args.max_new_tokens
+
+
+@asynccontextmanager
+async def own_engine(args: Args, **process: Any) -> AsyncIterator[Any]:
+    """An engine with weights of its own, which the first of many ranks has. `process`: how a local one's runs."""
+    from rlkit.parallel._ranks import rank, world_size
+
+    if world_size() == 1:
+        async with _start_engine(args, process) as engine:
+            yield engine
+        return
+    from rlkit.parallel.shared import SharedEngine
+
+    async with _start_engine(args, process) if rank() == 0 else nullcontext() as engine:
+        yield SharedEngine(engine)
+
+
+@asynccontextmanager
+async def _start_engine(args: Args, process: dict[str, Any]) -> AsyncIterator[Any]:
+    """A local one in a process, or SGLang; a server that was started for it ends with it."""
+    if args.engine == "local":
+        from rlkit.rollout.process import launch as launch_process
+
+        options = {"max_batch": args.max_batch, "max_len": max_len(args), "compile": args.compile, **process}
+        async with await launch_process(args.model, device=args.device, **options) as engine:
+            yield engine
+        return
+    from rlkit.rollout.sglang import connect, launch
+
+    with ExitStack() as stack:
+        urls = args.engine_urls or [stack.enter_context(launch(args.model, device=args.device)).url]
+        async with connect(list(urls)) as engine:
+            yield engine
