@@ -14,6 +14,7 @@ from rlkit.metrics import Metrics, mean, merge
 from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches
 from rlkit.parallel.model import forward, mesh_of, score
+from rlkit.parallel.pipeline import pipelined
 from rlkit.types import Batch, Trajectory
 
 
@@ -71,16 +72,17 @@ def sft(
     mesh = mesh_of(model)
     policy = partial(forward, model, dtype=dtype)
 
-    def backward(rows: list[int]) -> tuple[Metrics, int]:
+    def gradients(rows: list[int]) -> tuple[Metrics, int]:
         batch = pack_examples([examples[i] for i in rows])
         weights = token_mean(batch.mask, num_tokens=verbs.global_count(batch.mask))
         metrics: Metrics = {}
-        for micro, *rest in rank_microbatches((batch, weights), mesh=mesh, max_tokens=max_tokens):
-            micro, w = micro.to(model.device), rest[0].to(model.device)
-            out = policy(micro)
-            (-w * out.logp).sum().backward()
-            new = {"loss": mean(-out.logp, mask=micro.mask), "entropy": mean(out.entropy, mask=micro.mask)}
-            metrics = merge(metrics, new)
+        with pipelined(mesh) as backward:
+            for micro, *rest in rank_microbatches((batch, weights), mesh=mesh, max_tokens=max_tokens):
+                micro, w = micro.to(model.device), rest[0].to(model.device)
+                out = policy(micro)
+                backward((-w * out.logp).sum())
+                new = {"loss": mean(-out.logp, mask=micro.mask), "entropy": mean(out.entropy, mask=micro.mask)}
+                metrics = merge(metrics, new)
         return metrics, batch.num_tokens
 
     def evaluate() -> Metrics:
@@ -89,7 +91,7 @@ def sft(
         return {"loss": mean(-logp, mask=held_out.mask)}
 
     return supervised(
-        model, tokenizer, num_examples=len(examples), backward=backward, evaluate=evaluate if eval_examples else None,
+        model, tokenizer, num_examples=len(examples), backward=gradients, evaluate=evaluate if eval_examples else None,
         folder=folder, steps=steps, lr_at=lr_at, batch_size=batch_size, weight_decay=weight_decay, max_norm=max_norm,
         eval_steps=eval_steps, save_steps=save_steps, keep=keep, seed=seed, resume=resume,
     )  # fmt: skip
