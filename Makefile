@@ -4,6 +4,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 DEMO   ?= runs/demo
 RESULTS ?= benchmarks/results
+GPU_TESTS := tests/test_gpu.py tests/kernels/test_gpu_kernels.py tests/sglang/test_ipc_gpu.py
 
 .PHONY: demo test sglang-cpu test-sglang lint bench bench-trl gpu gpu-rest nightly clean
 
@@ -38,11 +39,11 @@ bench-trl: $(VENV)/.ready-dev
 	$(RUN) benchmarks/peers/compare_trl.py
 
 gpu:  # on the machine with the device: its own Python, nothing is installed; under 9 minutes
-	export PYTHONPATH=.; timeout -s INT 240 $(PYTHON) -m pytest -m gpu tests/test_gpu.py tests/test_gpu_kernels.py; \
+	export PYTHONPATH=.:$$PYTHONPATH; timeout -s INT 240 $(PYTHON) -m pytest -n 4 -m gpu $(GPU_TESTS); \
 	tests=$$?; $(PYTHON) benchmarks/gpu_kernels.py --seconds 260 --out $(RESULTS) && exit $$tests
 
 gpu-rest:  # the shapes that `make gpu` had no time for
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu_kernels.py --seconds 540 --rest --out $(RESULTS)
+	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) benchmarks/gpu_kernels.py --seconds 540 --rest --out $(RESULTS)
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)

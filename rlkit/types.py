@@ -168,4 +168,5 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with every tensor on `device`."""
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in moved.items() if v is not None})
+        ahead = torch.device(device).type != "cpu"  # a copy to the host could be read before it has arrived
+        return replace(self, **{k: v.to(device, non_blocking=ahead) for k, v in moved.items() if v is not None})

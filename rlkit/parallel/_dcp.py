@@ -108,15 +108,17 @@ def copied(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, 
     from torch.distributed.tensor import DTensor
 
     out: dict[str, Tensor] = {}
+    devices: set[torch.device] = set()
     for name, x in tensors.items():
         local = x.to_local().detach() if isinstance(x, DTensor) else x.detach()
         old = buffers.get(name)
         if old is None or (old.shape, old.dtype) != (local.shape, local.dtype):
             buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
         copy = buffers[name].copy_(local, non_blocking=True)
+        devices |= {local.device} if local.is_cuda else set()
         out[name] = DTensor(copy, x._spec, requires_grad=False) if isinstance(x, DTensor) else copy
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    for device in devices:
+        torch.cuda.synchronize(device)
     return out
 
 
@@ -178,14 +180,14 @@ def plain(value: Any, where: str) -> Any:
     )
 
 
-def num_bytes(value: Any) -> int:
-    """About what the tensors in nested dicts, lists and tuples take on the disk: the whole ones, however sharded."""
 def of_stages(model: nn.Module, value: T) -> list[T]:
     """`value` of every pipeline stage of the model, or of the one inside it."""
     mesh = next((m.rlkit_mesh for m in model.modules() if hasattr(m, "rlkit_mesh")), None)
     return each_stage(value, mesh=mesh)  # type: ignore[arg-type]
 
 
+def num_bytes(value: Any) -> int:
+    """About what the tensors in nested dicts, lists and tuples take on the disk: the whole ones, however sharded."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size() + 2048  # its record: name, type, shape
     if isinstance(value, dict | list | tuple):

@@ -94,9 +94,12 @@ def flash(
     return attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=sees, **grouped)
 
 
-def has_flash(device: torch.device, dtype: torch.dtype, *, softcap: bool) -> bool:
-    """Whether `flash` can run: half precision on an NVIDIA GPU from Ampere on, and `flash_attn` where it is needed."""
+def has_flash(device: torch.device, dtype: torch.dtype, *, head_dim: int, softcap: bool) -> bool:
+    """Whether `flash` can run: half precision on an NVIDIA GPU from Ampere on, heads of up to 256 dimensions by eights,
+    and `flash_attn` where it is needed."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or torch.version.hip:
+        return False
+    if head_dim % 8 or head_dim > 256:
         return False
     enough = torch.cuda.get_device_capability(device) >= (8, 0)
     return enough and (not softcap or find_spec("flash_attn") is not None)

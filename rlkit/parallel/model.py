@@ -106,8 +106,10 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
 
 def _flash(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
     dtype = getattr(model, "rlkit_dtype", model.dtype) if dtype == torch.float32 else dtype
-    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-    return has_flash(device, dtype, softcap=softcap is not None)
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    return has_flash(device, dtype, head_dim=head_dim, softcap=softcap is not None)
 
 
 def _log_probs(
@@ -142,7 +144,15 @@ def with_ref_logp(reference: Policy | None, batch: Batch, *, max_tokens: int, me
 
 
 def score(policy: Policy, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Float[Tensor, "T"]:
-    """The policy's log-probs over the whole batch, micro-batch by micro-batch, in the batch's own order.
+    """The policy's log-probs over the whole batch; see `score_tokens`."""
+    return score_tokens(lambda micro: policy(micro).logp, batch, max_tokens=max_tokens, mesh=mesh)
+
+
+@torch.no_grad()
+def score_tokens(
+    function: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, mesh: Mesh | None = None
+) -> Float[Tensor, "T"]:
+    """A number for each token of the whole batch, micro-batch by micro-batch, in the batch's own order.
 
     With a `mesh` (that of a sharded model) each data parallel rank computes its share, and every rank gets all of them.
     """

@@ -3,7 +3,8 @@
     python tests/kernels/compile_kernels.py 90          # a table; the exit status is the number of failures
 
 A configuration fails if registers spill (a stack frame, or local memory), if it needs more shared memory than a block
-can have, or if a kernel with a matrix product has lost the architecture's own instruction for it (HGMMA on sm_90).
+can have, if products are fused with sums where that is switched off, or if a kernel with a matrix product has lost the
+architecture's own instruction for it (HGMMA on sm_90).
 """
 
 from __future__ import annotations
@@ -129,6 +130,8 @@ def faults(binary: Any, arch: int) -> tuple[list[str], str]:
     shared = binary.metadata.shared
     wrong = [f"{k} {found[k]}" for k in ("STACK", "LOCAL") if found[k]]
     wrong += [f"shared memory {shared} > {SHARED_BYTES[arch]}"] if shared > SHARED_BYTES[arch] else []
+    if not binary.metadata.enable_fp_fusion and "fma.rn" in binary.asm["ptx"]:
+        wrong.append("fused multiply-add")
     if "tt.dot" in binary.asm["ttir"] and arch == 90 and "wgmma" not in binary.asm["ptx"]:
         wrong.append("no HGMMA")
     return wrong, f"{found['REG']:4} registers, {shared:7} bytes shared"

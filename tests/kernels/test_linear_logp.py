@@ -423,3 +423,21 @@ def test_errors_name_the_argument() -> None:
             call()
     with pytest.raises(TypeError, match="mask must be bool"):
         linear_logp(hidden, weight, targets, mask=torch.ones(3))
+
+
+def test_autocast_changes_nothing(mode: str) -> None:
+    """The dtypes of the inputs decide, forward and backward."""
+    tensors, targets = problem(30, 50, 8, dtype=torch.float32, bias=True)
+    upstream = tuple(torch.randn(2, 30))
+    want = with_grads(ours(targets), tensors, torch.float32, *upstream)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = with_grads(ours(targets), tensors, torch.float32, *upstream)
+    for name, x in want.items():
+        assert got[name].dtype == x.dtype
+        assert torch.equal(got[name], x), name
+
+
+def test_operators_that_ask_the_device_stay_out_of_cuda_graphs() -> None:
+    """`mode="reduce-overhead"` records CUDA graphs; a device sync inside one is an error."""
+    for name in ("linear_logp", "linear_logp_partials", "linear_logp_backward", "linear_logp_backward_"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.rlkit, name).default.tags

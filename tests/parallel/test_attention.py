@@ -97,9 +97,14 @@ def differentiable_loop(q, k, v, spans, *, window=None, softcap=None):
     return torch.stack([rows[i] for i in range(q.shape[0])])
 
 
-def test_flash_is_for_half_precision_on_cuda():
-    assert not has_flash(torch.device("cpu"), torch.bfloat16, softcap=False)
-    assert not has_flash(torch.device("cuda"), torch.float32, softcap=False)
+def test_flash_is_for_half_precision_on_cuda_and_heads_that_it_takes(monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    cuda, half = torch.device("cuda"), torch.bfloat16
+    assert has_flash(cuda, half, head_dim=128, softcap=False)
+    assert not has_flash(torch.device("cpu"), half, head_dim=128, softcap=False)
+    assert not has_flash(cuda, torch.float32, head_dim=128, softcap=False)
+    assert not has_flash(cuda, half, head_dim=20, softcap=False)
+    assert not has_flash(cuda, half, head_dim=512, softcap=False)
 
 
 def test_flash_casts_to_the_values_dtype(monkeypatch):

@@ -20,9 +20,10 @@ from rlkit.kernels.linear_logp.chunked import Head, row_terms
 from rlkit.kernels.linear_logp.stats import LOWEST, Partials, finish, no_partials
 
 IMPLS = ("chunked", "triton")
+SYNCS = (torch.Tag.cudagraph_unsafe,)  # they ask the device how many rows are left
 
 
-@torch.library.custom_op("rlkit::linear_logp_partials", mutates_args=())
+@torch.library.custom_op("rlkit::linear_logp_partials", mutates_args=(), tags=SYNCS)
 def partials_op(
     hidden: Tensor,
     weight: Tensor,
@@ -49,7 +50,7 @@ def _(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, *_: 
     return hidden.new_empty(4, hidden.shape[0], dtype=chunked.compute_dtype(hidden, weight, bias))
 
 
-@torch.library.custom_op("rlkit::linear_logp", mutates_args=())
+@torch.library.custom_op("rlkit::linear_logp", mutates_args=(), tags=SYNCS)
 def logp_op(
     hidden: Tensor,
     weight: Tensor,
@@ -109,7 +110,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
     return stats.new_empty(stats.shape[1]), stats.new_empty(stats.shape[1])
 
 
-@torch.library.custom_op("rlkit::linear_logp_backward", mutates_args=())
+@torch.library.custom_op("rlkit::linear_logp_backward", mutates_args=(), tags=SYNCS)
 def backward_op(
     g_logp: Tensor | None,
     g_entropy: Tensor | None,
@@ -128,14 +129,7 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias (`[0]` where not needed), from rows with a non-zero upstream gradient."""
     head = Head(weight, finite(bias, saved[0].dtype), temperature, softcap, start)
-    upstream = (g_logp, g_entropy)
-    d_hidden, d_weight, d_bias = _gradients(upstream, hidden, targets, mask, head, saved, kept, impl, need, None)
-    none = hidden.new_empty
-    return (
-        none(0) if d_hidden is None else d_hidden,
-        none(0, dtype=weight.dtype) if d_weight is None else d_weight,
-        none(0) if d_bias is None or bias is None else d_bias.to(bias.dtype),
-    )
+    return _gradients((g_logp, g_entropy), hidden, targets, bias, mask, head, saved, kept, impl, need, None)
 
 
 @backward_op.register_fake
@@ -145,7 +139,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x) if needed else x.new_empty(0) for x, needed in wanted)
 
 
-@torch.library.custom_op("rlkit::linear_logp_backward_", mutates_args=("d_weight",))
+@torch.library.custom_op("rlkit::linear_logp_backward_", mutates_args=("d_weight",), tags=SYNCS)
 def backward_op_(
     g_logp: Tensor | None,
     g_entropy: Tensor | None,
@@ -166,15 +160,15 @@ def backward_op_(
     """The same, with the weight's gradient added to `d_weight`."""
     head = Head(weight, finite(bias, saved[0].dtype), temperature, softcap, start)
     upstream = (g_logp, g_entropy)
-    d_hidden, _, d_bias = _gradients(upstream, hidden, targets, mask, head, saved, kept, impl, need, d_weight)
-    none = hidden.new_empty(0)
-    return none if d_hidden is None else d_hidden, none if d_bias is None or bias is None else d_bias.to(bias.dtype)
+    d_hidden, _, d_bias = _gradients(upstream, hidden, targets, bias, mask, head, saved, kept, impl, need, d_weight)
+    return d_hidden, d_bias
 
 
 def _gradients(
     upstream: tuple[Tensor | None, Tensor | None],
     hidden: Tensor,
     targets: Tensor,
+    bias: Tensor | None,
     mask: Tensor | None,
     head: Head,
     saved: list[Tensor],
@@ -182,7 +176,7 @@ def _gradients(
     impl: str,
     need: list[bool],
     d_weight: Tensor | None,
-) -> chunked.Grads:
+) -> tuple[Tensor, Tensor, Tensor]:
     g_logp, g_entropy = upstream
     g_entropy = None if g_entropy is None or not g_entropy.any() else g_entropy
     g_logp = torch.zeros_like(saved[0]) if g_logp is None else g_logp
@@ -199,34 +193,31 @@ def _gradients(
         kept_rows = small.KeptRows(t, logp, entropy, offset, g_l, g_h)
         kept = kept if entered is None else kept[:, entered]
         grads = small.backward(h, head, kept, kept_rows, need=need, d_weight=d_weight)
-    if grads.hidden is not None and rows is not None:
-        grads = grads._replace(hidden=torch.zeros_like(hidden).index_copy_(0, rows, grads.hidden))
-    return grads
+    d_hidden, d_weight, d_bias = grads
+    if d_hidden is not None and rows is not None:
+        d_hidden = torch.zeros_like(hidden).index_copy_(0, rows, d_hidden)
+    d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
+    likes = (hidden, head.weight, hidden if bias is None else bias)
+    found = (like.new_empty(0) if g is None else g for like, g in zip(likes, (d_hidden, d_weight, d_bias), strict=True))
+    return tuple(found)  # type: ignore[return-value]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, targets, bias, mask, temperature, softcap, _, impl, ctx.into_grad = inputs
-    logp, entropy, offset, total, kept = output
-    ctx.mark_non_differentiable(offset, total, kept)
-    _save(
-        ctx,
-        (hidden, weight, targets, bias, mask),
-        (logp, entropy, offset, total),
-        kept,
-        (temperature, softcap, 0, impl),
-    )
+    *tensors, temperature, softcap, _, impl, into_grad = inputs
+    *saved, kept = output
+    ctx.mark_non_differentiable(*output[2:])
+    _save(ctx, tensors, saved, kept if kept.numel() else None, (temperature, softcap, 0, impl), into_grad)
 
 
 def _shard_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, temperature, softcap, start, stats, impl = inputs
-    ctx.into_grad = False
-    _save(ctx, tensors, (*output, *stats[:2]), None, (temperature, softcap, start, impl))
+    _save(ctx, tensors, (*output, *stats[:2]), None, (temperature, softcap, start, impl), False)
 
 
-def _save(ctx: Any, inputs: Any, saved: Any, kept: Tensor | None, constants: tuple[Any, ...]) -> None:
+def _save(ctx: Any, tensors: Any, saved: Any, kept: Tensor | None, constants: tuple[Any, ...], into_grad: bool) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, *saved, kept if kept is not None and kept.numel() else None)
-    ctx.constants = constants
+    ctx.save_for_backward(*tensors, *saved, kept)
+    ctx.constants, ctx.into_grad = constants, into_grad
 
 
 def _backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:

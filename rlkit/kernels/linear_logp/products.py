@@ -15,7 +15,7 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, factor
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=factor, out=out)
     elif out.dtype != torch.float32:
-        product = factor * (a @ b)
+        product = torch.mm(a, b, out=a.new_empty(out.shape)).mul_(factor)  # out= is beyond the reach of autocast
         out.copy_(out + product if add else product)
     elif a.is_cuda and not add and factor == 1:
         torch.mm(a, b, out_dtype=torch.float32, out=out)

@@ -20,8 +20,9 @@ LOWEST = tl.constexpr(-1e30)  # as in `stats`
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 ROWS = 1  # per program; more only in the interpreter, where a program costs milliseconds
-STATS = {"BLOCK": 4096, "num_warps": 8, "STAGES": 2}
-GRADIENT = {"BLOCK": 4096, "num_warps": 8}
+# Products are not fused with the differences after them: u = z - max would not be 0 at the maximum, nor logp at V = 1.
+STATS = {"BLOCK": 4096, "STAGES": 2, "num_warps": 8, "enable_fp_fusion": False}
+GRADIENT = {"BLOCK": 4096, "num_warps": 8, "enable_fp_fusion": False}
 
 
 class Scaling(NamedTuple):
@@ -40,8 +41,8 @@ def update_stats(stats: Tensor, x: Tensor, targets: Tensor, scaling: Scaling, *,
     stats_kernel[(triton.cdiv(num_rows, ROWS),)](
         x,
         bias,
-        targets,
-        mask,
+        targets.contiguous(),
+        None if mask is None else mask.contiguous(),
         stats,
         num_rows,
         num_columns,
@@ -79,7 +80,7 @@ def write_gradient(
     gradient_kernel[grid](
         x,
         bias,
-        targets,
+        targets.contiguous(),
         alive,
         rows,
         terms,

@@ -46,7 +46,8 @@ def forward(hidden: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor
     torch.log_softmax(z, 1, out=log_p)
     logp = log_p.gather(1, index).squeeze(1)
     lse = torch.zeros_like(logp) if head.softcap is None else z.gather(1, index).squeeze(1) - logp
-    return logp, torch.linalg.vecdot(exp_into(log_p, out=z), log_p).neg_(), lse, kept
+    entropy = torch.linalg.vecdot(exp_into(log_p, out=z), log_p, out=torch.empty_like(logp)).neg_()
+    return logp, entropy, lse, kept
 
 
 def backward(
@@ -68,10 +69,15 @@ def backward(
     if head.softcap is not None:  # d softcap * tanh(x / softcap) / dx = 1 - (z temperature / softcap)^2
         d.addcmul_(d, (log_p + lse.unsqueeze(1)).mul_(head.temperature / head.softcap).square_(), value=-1)
     if need[1]:
-        product = torch.mm(d.t(), hidden.to(d.dtype))
+        product = _product(d.t(), hidden)
         d_weight = product.to(head.weight.dtype) if d_weight is None else d_weight.add_(product)
     return Grads(
-        torch.mm(d, head.weight.to(d.dtype)).to(hidden.dtype) if need[0] else None,
+        _product(d, head.weight).to(hidden.dtype) if need[0] else None,
         d_weight,
         d.sum(0) if need[2] else None,
     )
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in the dtype of `a`, also under autocast, which leaves products with an `out` alone."""
+    return torch.mm(a, b.to(a.dtype), out=a.new_empty(a.shape[0], b.shape[1]))

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.kernels import _triton
 from rlkit.kernels.linear_scan import blocked, reference
 
 SCANS = {"blocked": blocked.scan, "reference": reference.scan}
@@ -84,7 +83,6 @@ def _entries(cu_seqlens: Tensor, num_tokens: int, reverse: bool) -> tuple[Tensor
 
 
 def _by_triton(a: Tensor, b: Tensor, cu_seqlens: Tensor, reverse: bool) -> Tensor:
-    _triton.require(a)
     from rlkit.kernels.linear_scan import triton
 
     with torch.cuda.device_of(a):

@@ -32,7 +32,7 @@ def last_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """1 at the last token of each segment, 0 elsewhere: int8 `[T]`."""
     out = torch.zeros(num_tokens, dtype=torch.int8, device=cu_seqlens.device)
     num_seqs = cu_seqlens.numel() - 1
-    mark_kernel[(triton.cdiv(num_seqs, BOUNDS),)](cu_seqlens, out, num_seqs, BOUNDS)
+    mark_kernel[(triton.cdiv(num_seqs, BOUNDS),)](cu_seqlens.contiguous(), out, num_seqs, BOUNDS)
     return out
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlkit.kernels.linear_logp.chunked import Head, Rows, blocks, tile_bytes, tile_gradient
+from rlkit.kernels.linear_logp.chunked import Head, Rows, blocks, compute_dtype, tile_bytes, tile_gradient
 from rlkit.kernels.linear_logp.stats import LOWEST, no_partials, tile_partials
 
 
@@ -31,11 +31,6 @@ def backward(logits: Tensor, head: Head, terms: Rows, rows: Tensor | None, *, ou
         spare = torch.empty_like(u) if spare is None else spare
         d = tile_gradient(u, part, head, first=0, out=scratch, spare=spare[: u.shape[0]])
         out[block] = d.mul_((part.scale / head.temperature).unsqueeze(1)).to(out.dtype)
-
-
-def compute_dtype(logits: Tensor) -> torch.dtype:
-    """fp64 for fp64, otherwise fp32."""
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def _tiles(logits: Tensor, head: Head, rows: Tensor | None) -> Iterator[tuple[Tensor, Tensor, slice | Tensor]]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.kernels.linear_logp.chunked import Head, row_terms
+from rlkit.kernels.linear_logp.chunked import Head, compute_dtype, row_terms
 from rlkit.kernels.linear_logp.ops import present
 from rlkit.kernels.linear_logp.stats import Partials, finish
 from rlkit.kernels.logits_logp import chunked
@@ -34,7 +34,7 @@ def partials_op(
 
 @partials_op.register_fake
 def _(logits: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty(4, logits.shape[0], dtype=chunked.compute_dtype(logits))
+    return logits.new_empty(4, logits.shape[0], dtype=compute_dtype(logits))
 
 
 @torch.library.custom_op("rlkit::logits_logp", mutates_args=())
