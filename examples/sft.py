@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rlkit.parallel.flags import ParallelArgs
 
@@ -33,6 +33,8 @@ class Args:
     """longer examples are dropped, counted and reported"""
     system_prompt: str | None = None
     """put before every conversation that has none"""
+    chat_template: bool = True
+    """render with the model's chat template; off for base models, whose rows are {prompt, response}"""
     lr: float = 1e-5
     """highest learning rate"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -79,7 +81,12 @@ def main(args: Args) -> Path:
     eval_rows = load_rows(args.eval_data) if args.eval_data else []
     model = load_policy(args.model, args.parallel, device=args.device, dtype=args.dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    render = {"tokenizer": tokenizer, "max_tokens": args.max_example_tokens, "system_prompt": args.system_prompt}
+    render: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_tokens": args.max_example_tokens,
+        "system_prompt": args.system_prompt,
+        "apply_chat_template": args.chat_template,
+    }
     examples, _ = sft_examples(rows, **render)
     eval_examples = sft_examples(eval_rows, **render)[0] if eval_rows else []
     keep_args(args.output, args, resume=args.resume)

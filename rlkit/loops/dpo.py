@@ -17,6 +17,7 @@ from rlkit.metrics import Metrics, mean, merge
 from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
 from rlkit.parallel.model import forward, mesh_of, with_ref_logp
+from rlkit.parallel.pipeline import pipelined
 from rlkit.segments import seq_mean, seq_sum
 from rlkit.types import Batch, Trajectory
 
@@ -102,11 +103,12 @@ def train_pairs(
     def passes(some: Sequence[Pair], *, train: bool) -> tuple[Metrics, int]:
         batch = pack(pair_trajectories(some))
         metrics: Metrics = {}
-        for micro, *_ in rank_microbatches((batch,), mesh=mesh, max_tokens=max_tokens, whole_groups=True):
-            value, new = pair_losses(micro.to(model.device))
-            if train:
-                (value.sum() / len(some)).backward()
-            metrics = merge(metrics, new)
+        with pipelined(mesh) as backward:
+            for micro, *_ in rank_microbatches((batch,), mesh=mesh, max_tokens=max_tokens, whole_groups=True):
+                value, new = pair_losses(micro.to(model.device))
+                if train:
+                    backward(value.sum() / len(some))
+                metrics = merge(metrics, new)
         return metrics, batch.num_tokens
 
     def evaluate() -> Metrics:

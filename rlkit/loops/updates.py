@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlkit.episodes import episode_advantages
 from rlkit.loops import verbs
-from rlkit.losses import k3, ppo_clip, token_mean
+from rlkit.losses import ppo_clip, token_mean, unbiased_kl
 from rlkit.metrics import Metrics, merge
 from rlkit.packing import pack, split, with_streams
 from rlkit.parallel.data import any_ranks, rank_microbatches, reduce_metrics
@@ -72,7 +72,7 @@ def grpo_update(
                 w_policy = w * correction(old_logp - micro.rollout_logp)
                 loss = w_policy * ppo_clip(log_ratio, micro.advantages, clip_low=clip_low, clip_high=clip_high)
                 if kl_coef:
-                    loss = loss + kl_coef * w * log_ratio.exp() * k3(out.logp, micro.ref_logp)
+                    loss = loss + kl_coef * w * unbiased_kl(out.logp, micro.ref_logp, old_logp)
                 if entropy_coef:
                     loss = loss - entropy_coef * w * out.entropy
                 if learning:
