@@ -1,7 +1,7 @@
 """Models with one number per token or per sequence: a critic's values, a reward model's rewards.
 
     critic = load_value_model(path)                       # then `parallelize`, `adamw` as for a policy
-    batch = with_streams(batch, values=values(critic, batch))
+    batch = with_streams(batch, values=score_values(critic, batch, max_tokens=16384))
     judge = load_reward_model(path)
     scores = rewards(judge, pack_whole(groups))
 
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from rlkit.packing import pack
 from rlkit.parallel.attention import as_inference, register
-from rlkit.parallel.model import DTYPES, token_outputs
+from rlkit.parallel.mesh import Mesh
+from rlkit.parallel.model import DTYPES, score_tokens, token_outputs
 from rlkit.types import Batch, Trajectory
 
 
@@ -50,6 +51,13 @@ def values(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "T
     Also where the mask is False: the last place of a truncated sequence holds its `bootstrap` (see `bootstraps`).
     """
     return token_outputs(model, batch, _one_number(model), dtype=DTYPES[dtype])[0]
+
+
+def score_values(
+    model: Any, batch: Batch, *, max_tokens: int, dtype: str = "fp32", mesh: Mesh | None = None
+) -> Float[Tensor, "T"]:
+    """`values` of a whole batch without gradient, micro-batch by micro-batch, in the batch's own order."""
+    return score_tokens(lambda micro: values(model, micro, dtype=dtype), batch, max_tokens=max_tokens, mesh=mesh)
 
 
 def bootstraps(values: Float[Tensor, "T"], batch: Batch) -> Float[Tensor, "N"]:
