@@ -26,37 +26,33 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from rlkit.parallel.mesh import Mesh
+from rlkit.parallel.mesh import Mesh, grid
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def split_experts(model: nn.Module, mesh: Mesh, **fsdp: Any) -> int:
-    """Cut the fused experts of every MoE layer over the mesh, in place; returns how many layers had some.
+def split_experts(model: Any, mesh: Mesh, **fsdp: Any) -> None:
+    """Cut the fused experts of every MoE layer over the mesh, in place. `fsdp`: options of `fully_shard`.
 
-    `fsdp`: options of `fully_shard`. ValueError where `ep` does not divide the experts, or the model has none.
+    Errors: ValueError where `ep` does not divide the experts, or the model has none.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    sizes = mesh.sizes
-    layers: list[Any] = [m for m in model.modules() if getattr(getattr(m, "gate_up_proj", None), "ndim", 0) == 3]
-    if sizes.pp > 1 or not layers or layers[0].num_experts % sizes.ep:
-        found = f"{layers[0].num_experts} experts" if layers else "no fused experts"
-        raise ValueError(f"ep={sizes.ep} needs pp=1 and must divide the experts; the model has {found}, {sizes}")
-    shape = (sizes.replicate, sizes.shard * sizes.cp * sizes.tp // sizes.ep, sizes.ep)
-    grid = init_device_mesh(mesh.device.type, shape, mesh_dim_names=("replicate", "rest", "ep"))
-    rest = grid["replicate", "rest"] if sizes.replicate > 1 else grid["rest"]
-    for experts in layers:
+    sizes, num_experts = mesh.sizes, getattr(model.config, "num_experts", 0)
+    if not num_experts or num_experts % sizes.ep:
+        raise ValueError(f"ep={sizes.ep} must divide the experts of the model, which has {num_experts}")
+    shape = (sizes.pp, sizes.replicate, sizes.shard * sizes.cp * sizes.tp // sizes.ep, sizes.ep)
+    places = grid(("pp", "replicate", "rest", "ep"), shape, device=mesh.device.type)
+    rest = places["replicate", "rest"] if sizes.replicate > 1 else places["rest"]
+    for experts in [m for m in model.modules() if getattr(getattr(m, "gate_up_proj", None), "ndim", 0) == 3]:
         for name in ("gate_up_proj", "down_proj"):
-            cut = distribute_tensor(getattr(experts, name).detach(), grid["ep"], [Shard(0)])
+            cut = distribute_tensor(getattr(experts, name).detach(), places["ep"], [Shard(0)])
             setattr(experts, name, nn.Parameter(cut))
-        forward = partial(expert_parallel, experts, group=grid.get_group("ep"))
+        forward = partial(expert_parallel, experts, group=places.get_group("ep"))
         experts.forward = partial(_in_shares, forward, mesh.tensor) if sizes.tp > 1 else forward
         fully_shard(experts, mesh=rest, shard_placement_fn=lambda _: Shard(1), **fsdp)
-    return len(layers)
 
 
 def _in_shares(forward: Callable[..., Tensor], tensor: DeviceMesh, hidden: Tensor, *routing: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def shard(model: Any, mesh: Mesh, *, dtype: torch.dtype, reduce_dtype: torch.dty
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else OffloadPolicy(),
     }
-    if mesh.sizes.ep > 1 or (mesh.sizes.tp > 1 and fused_experts(model)):
+    if mesh.sizes.ep > 1 or (mesh.sizes.tp > 1 and hasattr(model.config, "num_experts")):
         split_experts(model, mesh, **{k: v for k, v in options.items() if k != "mesh"})
     for layer in filter(_holds_any, model.base_model.layers):
         fully_shard(layer, **options)
