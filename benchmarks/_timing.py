@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import platform
 import resource
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ def interleaved(variants: Variants, *, repeats: int) -> dict[str, list[float]]:
             if number:
                 times[name].append(clock() - start)
     return times
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95% interval of the median that order statistics give, whatever the distribution."""
+    ordered, n = sorted(values), len(values)
+    tail, k = 0.0, 0
+    while k < n // 2 and tail + math.comb(n, k) / 2**n <= 0.025:
+        tail += math.comb(n, k) / 2**n
+        k += 1
+    return ordered[max(0, k - 1)], ordered[n - max(1, k)]
 
 
 def peak_megabytes(make: Callable[[], Variants], name: str) -> float:

@@ -16,18 +16,16 @@ import contextlib
 import io
 import itertools
 import json
-import math
 import os
 import statistics
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
-from _timing import machine
+from _timing import interval, machine
 
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
@@ -80,16 +78,6 @@ async def seconds_per_step(loop: Any, args: Args, engine: Any, path: Path) -> di
     ends = [line["time/unix"] for line in lines[SKIP - 1 :]]
     times["step"] = statistics.median(b - a for a, b in itertools.pairwise(ends))
     return times
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95% interval of the median that order statistics give, whatever the distribution."""
-    ordered, n = sorted(values), len(values)
-    tail, k = 0.0, 0
-    while k < n // 2 and tail + math.comb(n, k) / 2**n <= 0.025:
-        tail += math.comb(n, k) / 2**n
-        k += 1
-    return ordered[max(0, k - 1)], ordered[n - max(1, k)]
 
 
 async def measure(args: Args, path: Path) -> list[dict[str, Any]]:
