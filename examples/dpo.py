@@ -23,7 +23,9 @@ class Args:
     model: str
     """folder written by save_pretrained, or a hub id"""
     data: str
-    """JSON, JSONL, CSV, Parquet or Arrow file, save_to_disk folder or hub id"""
+    """JSON, JSONL, CSV, Parquet or Arrow file, save_to_disk folder or hub id (OWNER/NAME:CONFIG:SPLIT)"""
+    rename: dict[str, str] = field(default_factory=dict)
+    """columns of the data under other names: `--rename question prompt`"""
     output: Path = Path("runs/dpo")
     """run folder: metrics, plot, checkpoints, exported model"""
     eval_data: str | None = None
@@ -91,11 +93,14 @@ def main(args: Args) -> Path:
     from rlkit.loops.dpo import dpo
     from rlkit.loops.run import keep_args
     from rlkit.parallel.launch import load_policy
+    from rlkit.parallel.model import check_path
     from rlkit.parallel.optim import schedule
 
+    check_path(args.model)
+    keep_args(args.output, args, resume=args.resume)
     torch.manual_seed(args.seed)
-    rows = load_rows(args.data)
-    eval_rows = load_rows(args.eval_data) if args.eval_data else []
+    rows = load_rows(args.data, rename=args.rename)
+    eval_rows = load_rows(args.eval_data, rename=args.rename) if args.eval_data else []
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     render: dict[str, Any] = {
         "tokenizer": tokenizer,
@@ -109,7 +114,6 @@ def main(args: Args) -> Path:
     loss, reduce, needs_reference = loss_of(args)
     model = load(args.model)
     reference = load(args.reference or args.model) if needs_reference else None
-    keep_args(args.output, args, resume=args.resume)
     return dpo(
         model,
         tokenizer,

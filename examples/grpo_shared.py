@@ -17,7 +17,9 @@ class Args:
     model: str
     """folder written by save_pretrained, or a hub id"""
     data: str
-    """JSON, JSONL, CSV, Parquet or Arrow file, save_to_disk folder or hub id of the training prompts"""
+    """JSON, JSONL, CSV, Parquet or Arrow file, save_to_disk folder or hub id (OWNER/NAME:CONFIG:SPLIT) of the training prompts"""
+    rename: dict[str, str] = field(default_factory=dict)
+    """columns of the data under other names: `--rename question prompt`"""
     reward: str | None = None
     """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion; None: the environment's own reward"""
     env: str | None = None
@@ -140,9 +142,13 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
     from rlkit.data.chat import stop_token_ids
     from rlkit.loops.run import keep_args
     from rlkit.parallel.launch import load_policy
+    from rlkit.parallel.model import check_path
     from rlkit.parallel.optim import schedule
     from rlkit.types import SamplingParams
 
+    check_flags(args)
+    check_path(args.model)
+    keep_args(args.output, args, resume=args.resume)
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     env, score = environment(args, tokenizer)
@@ -150,7 +156,6 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
     load = partial(load_policy, args=args.parallel, device=args.device, dtype=args.dtype)
     model = load(args.model)
     ends = stop_token_ids(tokenizer, model.config, model.generation_config) if args.chat_template else ()
-    keep_args(args.output, args, resume=args.resume)
     return (
         model,
         tokenizer,
@@ -190,6 +195,18 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
     )
 
 
+def check_flags(args: Args) -> None:
+    """Flags that would have no effect without another one are refused."""
+    needs = [
+        (args.kl_target is not None and not args.kl_coef, "--kl-target moves --kl-coef: give one above 0"),
+        (args.reference and not (args.kl_coef or args.eval_kl), "--reference is for --kl-coef or --eval-kl: give one"),
+        (args.engine_urls and args.engine == "local", "--engine-urls are SGLang servers: add --engine sglang"),
+    ]
+    for wrong, message in needs:
+        if wrong:
+            raise ValueError(message)
+
+
 def algorithm(args: Args) -> dict[str, Any]:
     """The keywords of a loop whose values are functions."""
     from rlkit.advantages import group_centered, group_zscore
@@ -211,8 +228,8 @@ def load_prompts(args: Args, tokenizer: Any) -> tuple[list[Any], list[Any]]:
     from rlkit.data.load import load_rows
     from rlkit.data.prompts import rl_prompts
 
-    rows = load_rows(args.data)
-    eval_rows = load_rows(args.eval_data, limit=args.eval_limit) if args.eval_data else []
+    rows = load_rows(args.data, rename=args.rename)
+    eval_rows = load_rows(args.eval_data, rename=args.rename, limit=args.eval_limit) if args.eval_data else []
     render = {
         "tokenizer": tokenizer,
         "max_prompt_tokens": args.max_prompt_tokens,

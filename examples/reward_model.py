@@ -24,7 +24,9 @@ class Args:
     model: str
     """folder written by save_pretrained, or a hub id: a causal LM, or a sequence classifier with one label"""
     data: str
-    """JSON, JSONL, CSV, Parquet or Arrow file, save_to_disk folder or hub id"""
+    """JSON, JSONL, CSV, Parquet or Arrow file, save_to_disk folder or hub id (OWNER/NAME:CONFIG:SPLIT)"""
+    rename: dict[str, str] = field(default_factory=dict)
+    """columns of the data under other names: `--rename question prompt`"""
     output: Path = Path("runs/reward_model")
     """run folder: metrics, plot, checkpoints, exported model"""
     eval_data: str | None = None
@@ -81,11 +83,14 @@ def main(args: Args) -> Path:
     from rlkit.loops.run import keep_args
     from rlkit.losses import bradley_terry
     from rlkit.parallel.launch import load_judge
+    from rlkit.parallel.model import check_path
     from rlkit.parallel.optim import schedule
 
+    check_path(args.model)
+    keep_args(args.output, args, resume=args.resume)
     torch.manual_seed(args.seed)
-    rows = load_rows(args.data)
-    eval_rows = load_rows(args.eval_data) if args.eval_data else []
+    rows = load_rows(args.data, rename=args.rename)
+    eval_rows = load_rows(args.eval_data, rename=args.rename) if args.eval_data else []
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     render: dict[str, Any] = {
         "tokenizer": tokenizer,
@@ -96,7 +101,6 @@ def main(args: Args) -> Path:
     pairs, _ = preference_pairs(rows, **render)
     eval_pairs = preference_pairs(eval_rows, **render)[0] if eval_rows else []
     model = load_judge(args.model, args.parallel, device=args.device, dtype=args.dtype)
-    keep_args(args.output, args, resume=args.resume)
     return reward_model(
         model,
         tokenizer,

@@ -20,7 +20,9 @@ class Args:
     model: str
     """folder written by save_pretrained, or a hub id"""
     data: str
-    """JSON, JSONL, CSV, Parquet or Arrow file, save_to_disk folder or hub id"""
+    """JSON, JSONL, CSV, Parquet or Arrow file, save_to_disk folder or hub id (OWNER/NAME:CONFIG:SPLIT)"""
+    rename: dict[str, str] = field(default_factory=dict)
+    """columns of the data under other names: `--rename instruction prompt output response`"""
     output: Path = Path("runs/sft")
     """run folder: metrics, plot, checkpoints, exported model"""
     eval_data: str | None = None
@@ -74,11 +76,14 @@ def main(args: Args) -> Path:
     from rlkit.loops.run import keep_args
     from rlkit.loops.sft import sft
     from rlkit.parallel.launch import load_policy
+    from rlkit.parallel.model import check_path
     from rlkit.parallel.optim import schedule
 
+    check_path(args.model)
+    keep_args(args.output, args, resume=args.resume)
     torch.manual_seed(args.seed)
-    rows = load_rows(args.data)
-    eval_rows = load_rows(args.eval_data) if args.eval_data else []
+    rows = load_rows(args.data, rename=args.rename)
+    eval_rows = load_rows(args.eval_data, rename=args.rename) if args.eval_data else []
     model = load_policy(args.model, args.parallel, device=args.device, dtype=args.dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     render: dict[str, Any] = {
@@ -89,7 +94,6 @@ def main(args: Args) -> Path:
     }
     examples, _ = sft_examples(rows, **render)
     eval_examples = sft_examples(eval_rows, **render)[0] if eval_rows else []
-    keep_args(args.output, args, resume=args.resume)
     return sft(
         model,
         tokenizer,

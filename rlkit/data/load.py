@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,20 +29,23 @@ def load_rows(
     split: str = "train",
     name: str | None = None,
     columns: Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
     limit: int | None = None,
 ) -> Sequence[Row]:
     """The rows of a file, of a `save_to_disk` folder or of a hub data set, as a list of dicts.
 
         rows = load_rows("train.jsonl", columns=["messages", "answer"])
-        rows = load_rows("openai/gsm8k", name="main", split="test", limit=100)
+        rows = load_rows("openai/gsm8k", name="main", split="test", rename={"question": "prompt"}, limit=100)
+        rows = load_rows("openai/gsm8k:main:test")                       # the same part, for a command line
 
     A path that exists is read by its suffix: `.json` (a list of objects, or one object per line), `.jsonl`, `.csv`,
     `.parquet`, `.arrow`, or a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`. Anything else is
-    taken for a hub id.
+    taken for a hub id, which may carry its name and split.
 
     split:   which part of a hub data set or of a saved `DatasetDict`; a single file has no parts and ignores it.
     name:    the configuration of a hub data set that has several.
-    columns: names every row must have.
+    columns: names every row must have, after renaming.
+    rename:  from the names in the data to the names that are wanted.
     limit:   keep the first `limit` rows.
 
     Raises FileNotFoundError (nothing there; what was tried), ImportError (`datasets` is needed and missing), ValueError
@@ -62,9 +65,13 @@ def load_rows(
     elif path.suffix.lower() in _SUFFIXES or path.is_absolute():
         raise FileNotFoundError(_missing(path))
     else:
-        rows = _take(_from_hub(str(path_or_id), name, split, path), limit)
+        dataset_id, _, part = str(path_or_id).partition(":")
+        own_name, _, own_split = part.partition(":")
+        rows = _take(_from_hub(dataset_id, own_name or name, own_split or split, path), limit)
     if not rows:
         raise ValueError(f"{path_or_id}: no rows")
+    if rename:
+        rows = [(place, _renamed(str(path_or_id), place, row, rename)) for place, row in rows]
     _check_columns(str(path_or_id), rows, columns)
     return [row for _, row in rows]
 
@@ -234,6 +241,15 @@ def _missing(path: Path) -> str:
     else:
         message += f"; the folder {path.parent} does not exist either"
     return message + ". A hub data set is given as owner/name, without a suffix"
+
+
+def _renamed(source: str, place: str, row: Row, names: Mapping[str, str]) -> Row:
+    """The row with its columns under their new names, in the order they had."""
+    for old, new in names.items():
+        if old not in row or (new in row and new not in names):
+            problem = f"no column {old!r} to rename" if old not in row else f"column {new!r} is there already"
+            raise ValueError(f"{source}, {place}: {problem}; columns found: {sorted(row)}")
+    return {names.get(column, column): value for column, value in row.items()}
 
 
 def _check_columns(source: str, rows: list[tuple[str, Row]], required: Sequence[str]) -> None:

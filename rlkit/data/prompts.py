@@ -81,10 +81,14 @@ def prompt_messages(
     column = "messages" if row.get("messages") is not None else "prompt"
     value = row.get(column)
     if value is None:
-        raise ValueError(f"{place}: neither 'messages' nor 'prompt' is given; columns found: {sorted(row)}")
+        raise ValueError(
+            f"{place}: neither 'messages' nor 'prompt' is given; columns found: {sorted(row)}; one under another name "
+            "can be renamed when the data is loaded"
+        )
     messages = [{"role": "user", "content": value}] if column == "prompt" and isinstance(value, str) else value
     if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"{place}: {column!r} must be a list of at least one message, got {repr(value)[:80]}")
+        text = "a string or " if column == "prompt" else ""
+        raise ValueError(f"{place}: {column!r} must be {text}a list of at least one message, got {repr(value)[:80]}")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(

@@ -111,13 +111,20 @@ class Run:
 def keep_args(folder: Path | str, args: Any, *, resume: bool) -> None:
     """Write the dataclass `args` to `args.json` of a run folder; of many ranks the first does.
 
+    A run that is resumed with other arguments than it had goes on with the new ones, and they are named on stdout.
     Errors: FileExistsError, on every rank, for a folder with a run in it, unless `resume`; see `open_run`.
     """
     folder = Path(folder)
     _refuse_a_run(folder, resume)
     if _first_rank():
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / "args.json", (json.dumps(asdict(args), indent=1, default=str) + "\n").encode())
+        path, text = folder / "args.json", json.dumps(asdict(args), indent=1, default=str) + "\n"
+        if resume and path.exists():
+            new, old = json.loads(text), json.loads(path.read_bytes())
+            for name in sorted((new.keys() | old.keys()) - {"resume"}):
+                if new.get(name) != old.get(name):
+                    sys.stdout.write(f"resumed with another {name}: {new.get(name)!r}, it was {old.get(name)!r}\n")
+        replace_file(path, text.encode())
 
 
 @contextmanager
@@ -257,9 +264,10 @@ def _refuse_a_run(folder: Path, resume: bool) -> None:
 
 
 def _first_rank() -> bool:
-    from rlkit.parallel._ranks import rank
+    """Also before there is a process group: torchrun has said which rank this is."""
+    from rlkit.parallel._ranks import distributed, rank
 
-    return rank() == 0
+    return (rank() if distributed() else int(os.environ.get("RANK", "0"))) == 0
 
 
 def _number(key: str, value: Any) -> int | float:

@@ -37,7 +37,7 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrain
     """
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    _check_path(path)
+    check_path(path)
     model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
     return prepare(model.to(device))
 
@@ -167,8 +167,11 @@ def _dummy(device: torch.device) -> Batch:
     return pack([[Trajectory([0], [0], [False], [0.0], [-1])]]).to(device)
 
 
-def _check_path(path: str | os.PathLike[str]) -> None:
-    """A path that looks like a folder must be one with a config; anything else is left to the hub."""
+def check_path(path: str | os.PathLike[str]) -> None:
+    """A path that looks like a folder must be one with a config; anything else is left to the hub.
+
+    Errors: FileNotFoundError. (transformers takes a folder that is not there for a hub id, and blames the connection.)
+    """
     looks_local = os.path.isabs(path) or str(path).startswith((".", "~")) or Path(path).exists() or "/" not in str(path)
     if looks_local and not (Path(path) / "config.json").is_file():
         found = "a folder without config.json" if Path(path).is_dir() else "no folder"

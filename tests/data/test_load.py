@@ -28,6 +28,35 @@ def test_json_jsonl_and_lines_in_a_json_file_read_alike(tmp_path):
     assert load_rows(listed, limit=2) == load_rows(by_line, limit=2) == ROWS[:2]
 
 
+def test_columns_get_the_names_that_are_wanted(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"question": "1", "answer": 2, "prompt_id": 3}\n{"question": "4", "answer": 5}')
+    rows = load_rows(path, rename={"question": "prompt", "answer": "question"}, columns=["prompt"])
+    assert rows == [{"prompt": "1", "question": 2, "prompt_id": 3}, {"prompt": "4", "question": 5}]
+    with pytest.raises(ValueError, match=r"line 1: no column 'q' to rename; columns found: \['answer'"):
+        load_rows(path, rename={"q": "prompt"})
+    with pytest.raises(ValueError, match="column 'answer' is there already"):
+        load_rows(path, rename={"question": "answer"})
+
+
+def test_a_hub_id_may_carry_name_and_split(monkeypatch):
+    import datasets
+
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or [{"a": 1}])
+    for spec, options in [
+        ("a/b", {}),
+        ("a/b:main", {}),
+        ("a/b:main:test", {}),
+        ("a/b::test", {}),
+        ("a/b", {"name": "x"}),
+    ]:
+        assert load_rows(spec, **options) == [{"a": 1}]
+    assert [(*args, kwargs["split"]) for args, kwargs in asked] == [
+        ("a/b", None, "train"), ("a/b", "main", "train"), ("a/b", "main", "test"), ("a/b", None, "test"),
+        ("a/b", "x", "train"),
+    ]  # fmt: skip
+
+
 def test_limit_stops_before_a_later_bad_line(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"a": 1}\n{"a": 2}\nnonsense')
     assert load_rows(path, limit=2) == [{"a": 1}, {"a": 2}]

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit.data.tiny import tiny_tokenizer
-from rlkit.loops.run import drop_after, open_run, read_metrics, resume_command, stop_on_interrupt, trajectory_row
+from rlkit.loops.run import (
+    drop_after,
+    keep_args,
+    open_run,
+    read_metrics,
+    resume_command,
+    stop_on_interrupt,
+    trajectory_row,
+)
 from rlkit.types import Trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -345,3 +354,21 @@ def test_reading_runs_and_plots_needs_no_torch():
     child = python("import sys, rlkit.plot; print({'torch', 'transformers', 'rich', 'matplotlib'} & set(sys.modules))")
     out, err = child.communicate()
     assert out == "set()\n", err
+
+
+def test_a_run_resumed_with_other_arguments_names_them(tmp_path, capsys):
+    @dataclass
+    class Args:
+        lr: float = 1e-6
+        output: Path = tmp_path
+        resume: bool = False
+
+    keep_args(tmp_path, Args(), resume=False)
+    keep_args(tmp_path, Args(resume=True), resume=True)
+    assert capsys.readouterr().out == ""
+    keep_args(tmp_path, Args(lr=0.5, resume=True), resume=True)
+    assert capsys.readouterr().out == "resumed with another lr: 0.5, it was 1e-06\n"
+    assert json.loads((tmp_path / "args.json").read_text())["lr"] == 0.5
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(FileExistsError, match="--resume"):
+        keep_args(tmp_path, Args(), resume=False)
