@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 try:
@@ -74,6 +75,15 @@ class Http:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE)
             self._session, self._loop = aiohttp.ClientSession(connector=connector), loop
         return self._session
+
+
+async def all_done(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """The results of all of them. An error is raised when the last one has ended: nothing is left running."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
 
 
 def _parse(url: str, status: int, raw: bytes) -> Any:

@@ -8,11 +8,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
+from torch import Tensor
 
 from rlkit.rollout._sglang_weights import NamedTensors
 
 Shapes = Mapping[str, tuple[int, ...]]
-NEVER_IN_TIED_CHECKPOINTS = "lm_head.weight"
+HEAD = "lm_head.weight"  # where it is tied to the embedding, a checkpoint may have it or not
+DERIVED = "rotary_emb.inv_freq"  # in old checkpoints, and computed by everybody
 
 
 def vocab_size(model_path: str | None) -> int | None:
@@ -26,31 +28,59 @@ def vocab_size(model_path: str | None) -> int | None:
 
 @lru_cache(maxsize=4)
 def shapes(model_path: str | None) -> Shapes:
-    """Name and shape of every tensor, from the headers of the safetensors files; empty where they are not here."""
+    """Name and shape of every weight, from the headers of the safetensors files; empty where they are not here."""
     found: dict[str, tuple[int, ...]] = {}
     try:
-        for path in sorted(_folder(model_path).glob("*.safetensors")):
+        for path in _files(_folder(model_path)):
             with path.open("rb") as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            found |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+            header.pop("__metadata__", None)
+            found |= {n: tuple(entry["shape"]) for n, entry in header.items() if not n.endswith(DERIVED)}
+        config = json.loads((_folder(model_path) / "config.json").read_text())
     except (OSError, ValueError):
         return {}
+    if config.get("tie_word_embeddings", True):
+        found.pop(HEAD, None)
     return found
 
 
-def checked(named_tensors: NamedTensors, known: Shapes) -> NamedTensors:
-    """The same stream, which raises at a tensor that the served checkpoint does not have."""
+def checked(named_tensors: NamedTensors, known: Shapes, *, unsent: tuple[str, ...] = ()) -> NamedTensors:
+    """The same stream, which raises at a tensor that the served checkpoint does not have, and at the end if one was
+    missing, unless its name begins with one of `unsent`.
 
-    def stream() -> Iterator:
+    SGLang skips a name that it does not know and keeps the old values of what does not come, both without an error; a
+    shape it does not expect ends it. A sharded tensor is refused in any case.
+    """
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        missing = dict.fromkeys(name for name in known if not name.startswith(unsent))
         for name, tensor in named_tensors:
-            if known and name not in known and name != NEVER_IN_TIED_CHECKPOINTS:
+            if known and name not in known and name != HEAD:
                 near = ", ".join(sorted(known)[:3])
                 raise ValueError(f"the served model has no tensor {name!r}; its names are like {near}")
             if name in known and tuple(tensor.shape) != known[name]:
                 raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but the served model has {known[name]}")
+            if hasattr(tensor, "full_tensor"):
+                raise TypeError(f"{name} is sharded: pass stream_weights(model), which gathers it, on every rank")
+            missing.pop(name, None)
             yield name, tensor
+        if missing:
+            few = ", ".join([*missing][:3])
+            raise ValueError(
+                f"the served model has {len(missing)} tensors that did not come, like {few}: they would keep their old "
+                "values. Send them, or connect(unsent=...) if the trainer does not have them"
+            )
 
     return stream()
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that the index names (some repositories hold the weights twice), all of them, or a single one."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return [folder / name for name in sorted({*json.loads(index.read_text())["weight_map"].values()})]
+    single = folder / "model.safetensors"
+    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
 
 
 def _folder(model_path: str | None) -> Path:

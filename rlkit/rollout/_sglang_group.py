@@ -28,7 +28,6 @@ class FromGroup:
         device: of the buckets; by default the current CUDA device for NCCL, the CPU for gloo.
         bucket_bytes: size of the flat buffers; by default 512 MB, and 24 MB on CPUs, where glibc gives what is larger
             than 32 MB fresh pages every time.
-        dtype: send floating-point tensors in this dtype.
         timeout: seconds for the ranks to meet, and for each bucket.
 
     Buckets are gathered and sent in turn, never at once: a sharded model's collectives and this group's would wait for
@@ -45,7 +44,6 @@ class FromGroup:
         port: int = 0,
         device: torch.device | str | None = None,
         bucket_bytes: int | None = None,
-        dtype: torch.dtype | None = None,
         timeout: float = 300.0,
     ) -> None:
         self._backend, self._host, self._port = backend, host, port
@@ -53,7 +51,7 @@ class FromGroup:
         self._device = default if device is None else torch.device(device)
         usual = 512 << 20 if self._device.type == "cuda" else 24 << 20
         self._bucket_bytes = usual if bucket_bytes is None else bucket_bytes
-        self._dtype, self._timeout = dtype, timeout
+        self._timeout = timeout
         self._group: dist.ProcessGroup | None = None
         self._members: tuple[Target, ...] = ()
         self._memory = Memory(shared=False)
@@ -61,11 +59,11 @@ class FromGroup:
 
     async def send(self, targets: Sequence[Target], named_tensors: NamedTensors, *, version: int) -> None:
         """See `Transport`."""
-        if self._group is None or {t.url for t in targets} != {t.url for t in self._members}:
+        if self._group is None or {(t.url, t.life) for t in targets} != {(t.url, t.life) for t in self._members}:
             await self.close()
             await self._meet(targets)
         posts: list[asyncio.Future[Any]] = []
-        for named, last in groups(named_tensors, max_bytes=self._bucket_bytes, dtype=self._dtype):
+        for named, last in groups(named_tensors, max_bytes=self._bucket_bytes):
             bucket = flatten(named, self._memory)
             body = {
                 "names": [place.name for place in bucket.metadata],

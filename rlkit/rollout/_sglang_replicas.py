@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from rlkit.rollout._http import Http, Refused, ReplicaError
+from rlkit.rollout._http import Http, Refused, ReplicaError, all_done
 from rlkit.rollout._sglang_checkpoint import vocab_size
 from rlkit.rollout._sglang_wire import Limits, parse_version
 
@@ -20,7 +20,9 @@ class Replica:
         self.outstanding = 0
         self.down: str | None = None
         self.paused = False
+        self.life = 0  # how often it has come back
         self.num_ranks = 1
+        self.num_stages = self.num_copies = 1  # pipeline and data parallel sizes
         self.has_sessions = True
         self.model_path: str | None = None
         self.last_reply = 0.0
@@ -91,30 +93,42 @@ class Replicas:
         return replica.down is not None
 
     async def revive(self) -> list[Replica]:
-        """The servers that new weights go to: those that are up, and those that have come back."""
-        for replica in self.all:
-            if replica.down is not None and await self._answers(replica, "/model_info") is None:
-                replica.down = None
-                await self._learn(replica)
+        """The servers that new weights go to: those that answer, also those that have come back."""
+        await all_done(self._revive(replica) for replica in self.all)
         if not self.up():
             raise self._none_left()
         return self.up()
 
     async def session(self, servers: Sequence[Replica], edge: Literal["begin", "end"]) -> None:
         """Open or close SGLang's weight-update session; a server that knows none needs none."""
-        for server in servers:
-            try:
-                if server.has_sessions:
-                    await self._http.request(f"{server.url}/{edge}_weight_update", {}, timeout=600.0)
-            except Refused as error:
-                if error.status != 404:
-                    raise
+        await all_done(self._session(server, edge) for server in servers if server.has_sessions)
+
+    async def _session(self, server: Replica, edge: Literal["begin", "end"]) -> None:
+        try:
+            await self._http.request(f"{server.url}/{edge}_weight_update", {}, timeout=600.0)
+        except Refused as error:
+            if error.status == 404:
                 server.has_sessions = False
+            elif edge == "begin" and "already open" in str(error):  # by a trainer that died in the middle of an update
+                await self._session(server, "end")
+                await self._http.request(f"{server.url}/begin_weight_update", {}, timeout=600.0)
+            else:
+                raise
+
+    async def _revive(self, replica: Replica) -> None:
+        was_down = replica.down is not None
+        replica.down = await self._answers(replica, "/model_info")
+        if was_down and replica.down is None:
+            replica.life += 1
+            replica.has_sessions = True
+            await self._learn(replica)
 
     async def _learn(self, replica: Replica) -> Limits | None:
         try:
             info = await self._get(replica, "/server_info")
-            replica.num_ranks = int(info.get("tp_size") or 1)
+            replica.num_ranks, replica.num_stages, replica.num_copies = (
+                int(info.get(f"{kind}_size") or 1) for kind in ("tp", "pp", "dp")
+            )
             models = await self._get(replica, "/v1/models")
             max_len = models["data"][0].get("max_model_len") if models.get("data") else None
             replica.model_path = info.get("model_path")

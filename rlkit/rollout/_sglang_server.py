@@ -22,7 +22,13 @@ CPU_ARGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--sleep-on-idle", "--grammar-backend", "none"),
 )
-CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+CPU_ENV = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MALLOC_MMAP_MAX_": "0",  # glibc keeps freed pages: fresh ones for every bucket of weights cost as much as the copy
+    "MALLOC_TRIM_THRESHOLD_": "2147483647",
+}
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

@@ -18,6 +18,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from rlkit.rollout._http import all_done
+
 NamedTensors = Iterable[tuple[str, Tensor]]
 Named = list[tuple[str, Tensor]]
 NO_TENSORS = "update_weights was given no tensors; pass (name, tensor) pairs, e.g. stream_weights(model)"
@@ -25,9 +27,13 @@ UUID_PLACE = 6  # of the device in the arguments of torch's rebuild_cuda_tensor
 
 
 class Target(NamedTuple):
-    """A server to update: `post(path, body)` raises unless it succeeds; `num_ranks` is its tensor parallel size."""
+    """A server to update: `post(path, body)` raises unless it succeeds; `num_ranks` is its tensor parallel size.
+
+    `life` differs when the server at `url` is another process than before.
+    """
 
     url: str
+    life: int
     num_ranks: int
     post: Callable[[str, dict[str, Any]], Awaitable[Any]]
 
@@ -70,30 +76,22 @@ class Memory:
         return self._flat[:num_bytes]
 
 
-def full_tensors(named_tensors: NamedTensors, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor whole (a `DTensor` is gathered, on every rank in the same order), floating-point ones in `dtype`."""
-    for name, tensor in named_tensors:
-        full = tensor.detach()
-        full = full.full_tensor() if hasattr(full, "full_tensor") else full
-        yield name, full.to(dtype) if dtype is not None and full.is_floating_point() else full
-
-
-def groups(named_tensors: NamedTensors, *, max_bytes: int, dtype: torch.dtype | None) -> Iterator[tuple[Named, bool]]:
+def groups(named_tensors: NamedTensors, *, max_bytes: int) -> Iterator[tuple[Named, bool]]:
     """(tensors of one dtype with at most `max_bytes` together, whether they are the last). A larger one is alone.
 
-    One dtype, so that each is aligned in the bucket. Tensors that had to be gathered or cast are held for two groups.
+    One dtype, so that each is aligned in the bucket.
 
     Raises:
         ValueError: there are none.
     """
     pending: Named = []
     size = 0
-    for name, full in full_tensors(named_tensors, dtype):
-        if pending and (size + full.nbytes > max_bytes or full.dtype != pending[0][1].dtype):
+    for name, tensor in named_tensors:
+        if pending and (size + tensor.nbytes > max_bytes or tensor.dtype != pending[0][1].dtype):
             yield pending, False
             pending, size = [], 0
-        pending.append((name, full))
-        size += full.nbytes
+        pending.append((name, tensor.detach()))
+        size += tensor.nbytes
     if not pending:
         raise ValueError(NO_TENSORS)
     yield pending, True
@@ -122,20 +120,19 @@ class FromTensors:
 
     Args:
         bucket_bytes: size of the flat buffers.
-        dtype: send floating-point tensors in this dtype.
 
     Differs from verl, slime and RL2, which use SGLang's own classes in the trainer: here the trainer needs no SGLang.
     """
 
     sessions = True
 
-    def __init__(self, *, bucket_bytes: int = 512 << 20, dtype: torch.dtype | None = None) -> None:
-        self._bucket_bytes, self._dtype = bucket_bytes, dtype
+    def __init__(self, *, bucket_bytes: int = 512 << 20) -> None:
+        self._bucket_bytes = bucket_bytes
         self._memory = Memory(shared=True)
 
     async def send(self, targets: Sequence[Target], named_tensors: NamedTensors, *, version: int) -> None:
         """See `Transport`."""
-        for named, last in groups(named_tensors, max_bytes=self._bucket_bytes, dtype=self._dtype):
+        for named, last in groups(named_tensors, max_bytes=self._bucket_bytes):
             bucket = flatten(named, self._memory)
             stamp = {"weight_version": str(version)} if last else {}
             await all_done(
@@ -156,23 +153,27 @@ class FromTensors:
 
 
 class FromDisk:
-    """Through a checkpoint file on storage that trainer and servers share.
+    """Through checkpoint files on storage that trainer and servers share.
 
     Args:
-        folder: each update writes `folder/<version>/model.safetensors` and removes the one before the last.
-        dtype: write floating-point tensors in this dtype.
+        folder: each update writes `folder/<version>/*.safetensors` and removes those of the one before the last.
+        file_bytes: size of a file; as much is held in this process's memory.
     """
 
     sessions = False  # SGLang's update from disk is one step by itself, and rolls back if it fails
 
-    def __init__(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        self._folder, self._dtype = Path(folder).absolute(), dtype
+    def __init__(self, folder: str | Path, *, file_bytes: int = 4 << 30) -> None:
+        self._folder, self._file_bytes = Path(folder).absolute(), file_bytes
         self._written: list[Path] = []
 
     async def send(self, targets: Sequence[Target], named_tensors: NamedTensors, *, version: int) -> None:
         """See `Transport`."""
         path = self._folder / str(version)
-        _write(path, named_tensors, self._dtype)
+        path.mkdir(parents=True, exist_ok=True)
+        for old in path.glob("*.safetensors"):
+            old.unlink()
+        for number, (named, _) in enumerate(groups(named_tensors, max_bytes=self._file_bytes)):
+            await asyncio.to_thread(_write, path / f"{number:05d}.safetensors", named)
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": False}
         await all_done(target.post("/update_weights_from_disk", body) for target in targets)
         self._written.append(path)
@@ -184,22 +185,10 @@ class FromDisk:
         """The last files stay where they are."""
 
 
-async def all_done(calls: Iterable[Awaitable[Any]]) -> None:
-    """Wait for all of them, then raise the first error: nothing is left running on a server."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-
-
-def _write(path: Path, named_tensors: NamedTensors, dtype: torch.dtype | None) -> None:
+def _write(path: Path, named: Named) -> None:
     from safetensors.torch import save_file
 
-    tensors = {name: full.cpu().contiguous() for name, full in full_tensors(named_tensors, dtype)}
-    if not tensors:
-        raise ValueError(NO_TENSORS)
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    save_file({name: tensor.cpu().contiguous() for name, tensor in named}, path, metadata={"format": "pt"})
 
 
 def _handle(bucket: Bucket) -> str:

@@ -131,14 +131,15 @@ async def test_a_bad_reply_is_a_clear_error(message: str) -> None:
 
 @pytest.mark.parametrize("message", BAD)
 async def test_a_bad_reply_is_asked_for_again_and_each_call_returns_once(message: str) -> None:
-    failures = 0
+    failed = set()
 
-    async def sometimes(request: web.Request) -> web.StreamResponse:
-        nonlocal failures
-        failures += 1
-        return await (BAD[message] if failures % 2 else good)(request)
+    async def at_first(request: web.Request) -> web.StreamResponse:
+        prompt = (await request.json())["input_ids"][1]
+        first = prompt not in failed
+        failed.add(prompt)
+        return await (BAD[message] if first else good)(request)
 
-    async with serving(sometimes) as urls, connect(urls, tries=20) as engine:
+    async with serving(at_first) as urls, connect(urls) as engine:
         outs = await asyncio.gather(*(engine.generate([1, i], params=PARAMS) for i in range(10)))
     assert [out.ids for out in outs] == [[7, 8, 9]] * 10
 
@@ -237,10 +238,12 @@ async def test_a_router_gets_the_requests_and_the_servers_the_weights() -> None:
         connect(urls, router=router[0]) as engine,
     ):
         await engine.generate([1], params=PARAMS)
-        await engine.update_weights([("w", torch.ones(3))], version=1)
+        with pytest.warns(UserWarning, match="cannot read the checkpoint None"):
+            await engine.update_weights([("w", torch.ones(3))], version=1)
+        await engine.update_weights([("w", torch.ones(3))], version=2)
     assert calls == []
     # begin and end of a session are 404 here, as in SGLang before it had them
-    assert seen == [f"/{page}" for page in pages]
+    assert seen == [f"/{page}" for page in pages] * 2
 
 
 @pytest.mark.parametrize("fields", [{"weight_versions": None}, {"weight_versions": None, "weight_version": None}])
@@ -251,6 +254,7 @@ async def test_servers_without_versions_per_token(fields: dict[str, Any]) -> Non
     assert out.versions == ([4, 4, 4] if "weight_version" not in fields else [6, 6, 6])
 
 
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
 async def test_weight_updates_are_not_repeated() -> None:
     posts = 0
 

@@ -53,7 +53,7 @@ def test_buckets_hold_every_tensor_once_aligned_and_within_their_size() -> None:
     shapes = [(3, 5), (7,), (2, 3), (), (4,), (400,)]
     named = [(f"t{i}", torch.randn(s).to(d)) for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))]
     memory, seen, lasts = Memory(shared=False), {}, []
-    for group, last in groups(named, max_bytes=100, dtype=None):
+    for group, last in groups(named, max_bytes=100):
         bucket = flatten(group, memory)
         assert bucket.flat.numel() <= 100 or len(group) == 1
         lasts.append(last)
@@ -65,9 +65,3 @@ def test_buckets_hold_every_tensor_once_aligned_and_within_their_size() -> None:
     assert lasts == [False] * (len(lasts) - 1) + [True]
     assert [*seen] == [name for name, _ in named]
     assert all(torch.equal(seen[name], tensor) for name, tensor in named)
-
-
-def test_tensors_are_cast_but_integers_are_not() -> None:
-    named = [("a", torch.randn(3)), ("b", torch.arange(3))]
-    cast = {name: t.dtype for group, _ in groups(named, max_bytes=1, dtype=torch.bfloat16) for name, t in group}
-    assert cast == {"a": torch.bfloat16, "b": torch.int64}
