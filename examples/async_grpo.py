@@ -16,7 +16,7 @@ import grpo_shared as shared
 
 
 @dataclass
-class Args(shared.Args):
+class Args(shared.GroupArgs):
     output: Path = Path("runs/async_grpo")
     """run folder: metrics, trajectories, completions, plot, checkpoints, exported model"""
     staleness: float = 1.0
@@ -31,6 +31,7 @@ def main(args: Args) -> Path:
     from rlkit.loops.async_grpo import async_grpo
 
     model, tokenizer, options = shared.prepared(args)
+    options |= shared.group_options(args)
 
     async def run() -> Path:
         async with shared.own_engine(args, num_threads=args.engine_threads, cpus=args.engine_cpus) as engine:

@@ -20,7 +20,7 @@ import grpo_shared as shared
 
 
 @dataclass
-class Args(shared.Args):
+class Args(shared.GroupArgs):
     output: Path = Path("runs/grpo")
     """run folder: metrics, trajectories, plot, checkpoints, exported model"""
     staleness: float = 0.0
@@ -36,6 +36,7 @@ def main(args: Args) -> Path:
     from rlkit.loops.grpo import grpo
 
     model, tokenizer, options = shared.prepared(args)
+    options |= shared.group_options(args)
 
     async def run() -> Path:
         async with open_engine(args, model, tokenizer) as engine:
@@ -53,7 +54,7 @@ def main(args: Args) -> Path:
 
 
 @asynccontextmanager
-async def open_engine(args: Args, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
+async def open_engine(args: shared.Args, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
     """The engine of the command line: embedded where it can share the model, else one with weights of its own."""
     from rlkit.parallel._ranks import world_size
 

@@ -1,4 +1,4 @@
-"""What examples/grpo.py and examples/async_grpo.py share: their flags, prompts, environments and engines."""
+"""What examples/grpo.py, async_grpo.py and ppo.py share: their flags, prompts, environments and engines."""
 
 from __future__ import annotations
 
@@ -39,10 +39,6 @@ class Args:
     """groups of a batch"""
     group_size: int = 8
     """samples of each prompt"""
-    success_range: tuple[float, float] | None = None
-    """dynamic sampling: replace groups whose mean score is outside, e.g. 0.01 0.99; None: keep all"""
-    max_dropped: int | None = None
-    """groups that dynamic sampling may replace in a step before it is an error; None: 20 * prompts_per_step"""
     drop_truncated: bool = False
     """do not train on answers that a length limit cut"""
     minibatches: int = 1
@@ -81,8 +77,6 @@ class Args:
     """the ratio is clipped below at 1 - clip_low"""
     clip_high: float = 0.28
     """the ratio is clipped above at 1 + clip_high"""
-    scale_by_std: bool = False
-    """divide advantages by their group's standard deviation, as the GRPO paper does"""
     correction: Literal["tis", "icepop"] = "tis"
     """for tokens that older weights, or an engine of other numerics, sampled: tis caps a token's weight, icepop drops
     those whose weight is outside [0.5, 5]"""
@@ -94,8 +88,6 @@ class Args:
     """reference model; None: the initial weights of `model`"""
     kl_target: float | None = None
     """move kl_coef so that the KL (nats per token) stays near this; None: kl_coef stays"""
-    ref_sync_steps: int = 0
-    """copy the policy into the reference every so many steps; 0: never"""
     entropy_coef: float = 0.0
     """weight of an entropy bonus"""
     max_tokens: int = 16384
@@ -132,6 +124,20 @@ class Args:
     """of data order and sampling"""
     resume: bool = False
     """go on from the newest checkpoint in `output`"""
+
+
+@dataclass
+class GroupArgs(Args):
+    """Of what compares the samples of a prompt with each other."""
+
+    success_range: tuple[float, float] | None = None
+    """dynamic sampling: replace groups whose mean score is outside, e.g. 0.01 0.99; None: keep all"""
+    max_dropped: int | None = None
+    """groups that dynamic sampling may replace in a step before it is an error; None: 20 * prompts_per_step"""
+    scale_by_std: bool = False
+    """divide advantages by their group's standard deviation, as the GRPO paper does"""
+    ref_sync_steps: int = 0
+    """copy the policy into the reference every so many steps; 0: never"""
 
 
 def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
@@ -177,7 +183,6 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
             "clip_high": args.clip_high,
             "reference": load(args.reference or args.model) if args.kl_coef or args.eval_kl else None,
             "kl_coef": args.kl_coef,
-            "ref_sync_steps": args.ref_sync_steps,
             "entropy_coef": args.entropy_coef,
             "lr_at": schedule(args.lr_schedule, lr=args.lr, num_steps=args.steps, warmup_steps=args.warmup_steps),
             "weight_decay": args.weight_decay,
@@ -209,17 +214,25 @@ def check_flags(args: Args) -> None:
 
 def algorithm(args: Args) -> dict[str, Any]:
     """The keywords of a loop whose values are functions."""
-    from rlkit.advantages import group_centered, group_zscore
     from rlkit.controllers import fixed, kl_linear
     from rlkit.losses import icepop, tis
+
+    return {
+        "correction": icepop if args.correction == "icepop" else partial(tis, max_weight=args.tis_max_weight),
+        "kl_controller": fixed() if args.kl_target is None else kl_linear(target=args.kl_target, rate=args.kl_coef),
+    }
+
+
+def group_options(args: GroupArgs) -> dict[str, Any]:
+    """The keywords of the GRPO loops that PPO does not have."""
+    from rlkit.advantages import group_centered, group_zscore
     from rlkit.rollout.limits import success_between
 
     return {
         "baseline": group_zscore if args.scale_by_std else group_centered,
-        "correction": icepop if args.correction == "icepop" else partial(tis, max_weight=args.tis_max_weight),
         "keep_group": None if args.success_range is None else success_between(*args.success_range),
         "max_dropped": args.max_dropped,
-        "kl_controller": fixed() if args.kl_target is None else kl_linear(target=args.kl_target, rate=args.kl_coef),
+        "ref_sync_steps": args.ref_sync_steps,
     }
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from rlkit.parallel.flags import ParallelArgs
-from rlkit.parallel.heads import load_reward_model
+from rlkit.parallel.heads import load_reward_model, load_value_model
 from rlkit.parallel.mesh import Mesh, make_mesh, start
 from rlkit.parallel.model import DTYPES, load_model
 from rlkit.parallel.parallelize import load_parallel, parallelize
@@ -34,10 +34,21 @@ def load_policy(path: str | os.PathLike[str], args: ParallelArgs, *, device: str
 
 def load_judge(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
     """Likewise a reward model. Every rank holds the whole one in CPU memory before it is cut."""
+    return _load_with_head(load_reward_model, path, args, device, dtype)
+
+
+def load_critic(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
+    """Likewise a critic, as `load_judge`."""
+    return _load_with_head(load_value_model, path, args, device, dtype)
+
+
+def _load_with_head(
+    load: Callable[..., Any], path: str | os.PathLike[str], args: ParallelArgs, device: str, dtype: str
+) -> Any:
     mesh = open_mesh(args, device=device)
     if mesh is None:
-        return load_reward_model(path, device=device)
-    return parallelize(load_reward_model(path), mesh, **_options(args, dtype))
+        return load(path, device=device)
+    return parallelize(load(path), mesh, **_options(args, dtype))
 
 
 def _options(args: ParallelArgs, dtype: str) -> dict[str, Any]:

@@ -1,0 +1,161 @@
+"""Proximal policy optimization with a critic: generalized advantage estimation over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlkit.controllers import fixed
+from rlkit.loops import verbs
+from rlkit.loops.critic import explained, value_update, with_gae
+from rlkit.loops.dump import dump_to
+from rlkit.loops.run import open_run, stop_on_interrupt
+from rlkit.loops.updates import grpo_update
+from rlkit.losses import tis
+from rlkit.metrics import finalize, merge
+from rlkit.packing import pack
+from rlkit.parallel.model import forward, mesh_of, with_old_logp, with_ref_logp
+from rlkit.parallel.optim import adamw
+from rlkit.parallel.saver import BackgroundSaver
+from rlkit.parallel.weights import export_hf, stream_weights
+from rlkit.rollout.limits import mask_truncated
+from rlkit.rollout.rollout import Env, Prompt, Score, mix, single_turn
+from rlkit.types import Controller, SamplingParams
+
+
+async def ppo(
+    model: Any,
+    critic: Any,
+    tokenizer: Any,
+    engine: Any,
+    prompts: Sequence[Prompt],
+    *,
+    score: Score | None,
+    folder: Path,
+    steps: int,
+    params: SamplingParams,
+    lr_at: Callable[[int], float],
+    critic_lr_at: Callable[[int], float],
+    critic_steps: int = 0,
+    env: Env = single_turn,
+    prompts_per_step: int = 64,
+    group_size: int = 1,
+    drop_truncated: bool = False,
+    journal: bool = False,
+    gamma: float = 1.0,
+    lam_policy: float = 0.95,
+    lam_value: float = 1.0,
+    bootstrap: bool = True,
+    num_minibatches: int = 1,
+    num_epochs: int = 1,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    value_clip: float = 0.5,
+    correction: Callable[..., Tensor] = partial(tis, max_weight=2.0),
+    kl_coef: float = 0.0,
+    kl_controller: Controller = fixed(),
+    reference: Any = None,
+    entropy_coef: float = 0.0,
+    weight_decay: float = 0.0,
+    max_norm: float = 1.0,
+    max_tokens: int = 16384,
+    dtype: str = "fp32",
+    eval_prompts: Sequence[Prompt] = (),
+    eval_steps: int = 0,
+    save_steps: int = 0,
+    keep: int = 2,
+    seed: int = 0,
+    resume: bool = False,
+) -> Path:
+    """Train `model` and `critic` (from `load_value_model`) in place; returns the folder of the exported model.
+
+    A step samples, takes the critic's values, `gae_decoupled(lam_policy, lam_value)` and whitened advantages (see
+    `with_gae`), then `num_minibatches * num_epochs` optimizer steps of the critic, and as many of the policy on the
+    clipped surrogate. In the first `critic_steps` steps the critic learns alone. The critic is exported to `critic/`.
+
+    Differs from InstructGPT (arXiv:2203.02155), TRL and verl:
+    1. the critic's targets have lam_value = 1: with 0.95 a final reward is forgotten on the way to a long answer's
+       start (VC-PPO, arXiv:2503.01491)
+    2. a new critic starts at 0 everywhere, and an answer cut by a limit ends in its value, not in 0 (`bootstrap`)
+    3. critic and policy have two models and two learning rates, and gradients clipped apart
+    4. tokens are weighted by `correction(log pi_old / pi_rollout)` for what the engine did otherwise
+    """
+    verbs.check_sampling(params, needs_reference=bool(kl_coef), reference=reference)
+    mesh, both = mesh_of(model), nn.ModuleDict({"policy": model, "critic": critic})
+    policy = partial(forward, model, temperature=params.temperature, dtype=dtype)
+    ref_policy = partial(forward, reference, temperature=params.temperature, dtype=dtype) if reference else None
+    optimizer = adamw(both, lr=lr_at(0), weight_decay=weight_decay)  # it steps what has gradients: one of the two
+    how: dict[str, Any] = {
+        "optimizer": optimizer, "num_minibatches": num_minibatches, "num_epochs": num_epochs, "max_norm": max_norm,
+        "max_tokens": max_tokens, "mesh": mesh,
+    }  # fmt: skip
+    learn_values: Any = partial(value_update, critic=critic, clip=value_clip, dtype=dtype, **how)
+    update: Any = partial(
+        grpo_update, policy=policy, clip_low=clip_low, clip_high=clip_high, correction=correction, kl_coef=0.0,
+        entropy_coef=entropy_coef, device=model.device, **how,
+    )  # fmt: skip
+    estimate = partial(
+        with_gae, critic, gamma=gamma, lam_policy=lam_policy, lam_value=lam_value, bootstrap=bootstrap,
+        max_tokens=max_tokens, dtype=dtype, mesh=mesh,
+    )  # fmt: skip
+    state = verbs.restore(folder, model=both, optimizer=optimizer, reference=None) if resume else {}
+    start, first, kl_state = state.get("step", -1), max(state.get("step", -1), 0), kl_controller.init(kl_coef)
+    kl_state = type(kl_state)(*state.get("kl", kl_state))
+    with (
+        open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop,
+        BackgroundSaver(run.checkpoints, keep=keep) as saver,
+    ):  # fmt: skip
+        dump = dump_to(run, tokenizer, engine=engine)
+        evaluate = partial(
+            verbs.evaluate, eval_prompts, generate=engine.generate, params=params, env=env, score=score, seed=seed,
+            policy=policy, reference=ref_policy, max_tokens=max_tokens, mesh=mesh,
+        )  # fmt: skip
+        await engine.update_weights(stream_weights(model), version=first)
+        if start < 0 and eval_prompts and eval_steps:
+            run.log(0, await evaluate(on_group=partial(dump, step=0)))
+        async with verbs.open_stream(
+            verbs.prompt_order(prompts, seed=seed), generate=engine.generate, abort=engine.abort, params=params,
+            group_size=group_size, groups_per_step=prompts_per_step, seed=seed, env=env, score=score, on_group=dump,
+            journal=folder / "completions" if journal else None, version=first, state=state.get("stream"),
+        ) as stream:  # fmt: skip
+            for step in range(first, steps):
+                clock = verbs.Clock()
+                stream.advance(version=step)
+                groups = await stream.take()
+                await stream.pause()
+                clock.lap("rollout")
+                metrics = verbs.rollout_metrics(groups, version=step)
+                batch = pack(mask_truncated(groups) if drop_truncated else groups)
+                batch = with_ref_logp(ref_policy if kl_coef else None, batch, max_tokens=max_tokens, mesh=mesh)
+                if kl_coef or num_minibatches * num_epochs > 1:
+                    batch = with_old_logp(policy, batch, max_tokens=max_tokens, mesh=mesh)
+                batch = estimate(batch, kl_coef=kl_state.coef)
+                clock.lap("score")
+                metrics = merge(metrics, learn_values(batch, lr=critic_lr_at(step), seed=mix(seed, step)))
+                if step >= critic_steps:
+                    metrics = merge(metrics, update(batch, lr=lr_at(step), seed=mix(seed, step)))
+                clock.lap("train")
+                done = step + 1
+                await engine.update_weights(stream_weights(model), version=done)
+                line = finalize(metrics) | {"lr": lr_at(step), "lr/critic": critic_lr_at(step)}
+                line["value/explained"] = explained(line["value/error"], line.pop("value/spread"))
+                if kl_coef:
+                    line["kl/coef"] = kl_state.coef
+                    kl_state = kl_controller.update(kl_state, line.get("kl/ref", 0.0))
+                clock.lap("sync")
+                if eval_prompts and eval_steps and (done % eval_steps == 0 or done == steps):
+                    line |= await evaluate(on_group=partial(dump, step=done))
+                    clock.lap("eval")
+                run.log(done, line | clock.times(num_tokens=batch.num_tokens))
+                if verbs.save_if_due(
+                    run, saver, stop, done, steps=steps, every=save_steps, model=both, optimizer=optimizer,
+                    state={"kl": tuple(kl_state)}, stream=stream,
+                ):  # fmt: skip
+                    break
+        run.plot()
+        export_hf(critic, tokenizer, run.folder / "critic")
+        return verbs.export(run, model, tokenizer)

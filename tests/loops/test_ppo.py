@@ -1,0 +1,189 @@
+"""PPO with a critic: what a step computes against plain loops, that both learn, warm-up, resume, export."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import cache
+
+import pytest
+import torch
+from transformers import AutoModelForTokenClassification
+
+from rlkit.controllers import kl_linear
+from rlkit.data.prompts import Prompt
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.loops.critic import explained, value_update, with_gae
+from rlkit.loops.ppo import ppo
+from rlkit.packing import pack, with_streams
+from rlkit.parallel.heads import load_value_model, values
+from rlkit.parallel.model import prepare
+from rlkit.parallel.optim import adamw
+from rlkit.rewards.adapters import scorer
+from rlkit.rollout.local import LocalEngine
+from rlkit.types import SamplingParams, Trajectory
+
+SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
+PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(100)]
+
+
+@cache
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models")
+    tiny_model(tokenizer(), **SIZES).save_pretrained(path / "policy")
+    torch.manual_seed(1)
+    AutoModelForTokenClassification.from_pretrained(path / "policy", num_labels=1).save_pretrained(path / "critic")
+    return path
+
+
+def sampled():
+    """Two groups; masks with gaps, one answer cut by a limit."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(prompt, n, *, truncated=False):
+        ids = torch.randint(3, 200, (n,), generator=generator).tolist()
+        mask = [i % 4 != 2 for i in range(n)]
+        logp = torch.randn(n, generator=generator).sub(3).tolist()
+        reward = float(torch.rand((), generator=generator))
+        return Trajectory(prompt, ids, mask, logp, [0] * n, reward=reward, truncated=truncated)
+
+    return [[made([5, 6, 7], 5), made([5, 6, 7], 9, truncated=True)], [made([8], 3)]]
+
+
+def test_a_step_estimates_what_plain_loops_do(folder):
+    groups = sampled()
+    model = AutoModelForTokenClassification.from_pretrained(folder / "critic").eval()
+    batch = pack(groups)
+    generator = torch.Generator().manual_seed(2)
+    old, ref = (torch.randn(batch.num_tokens, generator=generator) for _ in range(2))
+    batch = with_streams(batch, old_logp=old, ref_logp=ref)
+    found = with_gae(
+        load_value_model(folder / "critic"), batch, gamma=0.9, lam_policy=0.8, lam_value=0.95, bootstrap=True,
+        kl_coef=0.1, max_tokens=12, dtype="fp32",
+    )  # fmt: skip
+    advantages, returns = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
+    first = 0
+    for t in (t for group in groups for t in group):
+        with torch.no_grad():
+            v = model(torch.tensor([t.prompt_ids + t.ids])).logits[0, len(t.prompt_ids) - 1 :, 0]
+        actions = [i for i, m in enumerate(t.mask) if m]
+        for lam, out in ((0.8, advantages), (0.95, returns)):
+            trace, after = 0.0, float(v[len(t.ids)]) if t.truncated else 0.0
+            for i in reversed(actions):
+                r = t.reward * (i == actions[-1]) - 0.1 * float(batch.old_logp[first + i] - batch.ref_logp[first + i])
+                trace = r + 0.9 * after - float(v[i]) + 0.9 * lam * trace
+                after = float(v[i])
+                out[first + i] = trace + (float(v[i]) if out is returns else 0.0)
+        first += len(t.ids) + t.truncated
+    mask = batch.mask
+    whitened = (advantages - advantages[mask].mean()) / (advantages[mask].std() + 1e-6) * mask
+    torch.testing.assert_close(found.returns, returns, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.advantages, whitened, atol=1e-4, rtol=1e-4)
+    cut = with_gae(
+        load_value_model(folder / "critic"), batch, gamma=1.0, lam_policy=1.0, lam_value=1.0, bootstrap=False,
+        kl_coef=0.0, max_tokens=99, dtype="fp32",
+    )  # fmt: skip
+    ends = batch.rewards.repeat_interleave(batch.cu_seqlens.diff()) * mask
+    torch.testing.assert_close(cut.returns, ends, atol=1e-5, rtol=1e-5)
+
+
+def test_the_critic_takes_the_step_of_a_padded_one(folder):
+    groups, critic = sampled(), load_value_model(folder / "critic")
+    model = AutoModelForTokenClassification.from_pretrained(folder / "critic").eval()
+    batch = pack(groups)
+    generator = torch.Generator().manual_seed(3)
+    now = values(critic, batch).detach()
+    old, returns = (now + 0.2 * torch.randn(now.shape, generator=generator) for _ in range(2))
+    batch = with_streams(batch, values=old, returns=returns)
+    metrics = value_update(
+        batch, critic=critic, optimizer=adamw(critic, lr=0.0), lr=1e-2, num_minibatches=1, num_epochs=1, clip=0.1,
+        max_norm=1e9, max_tokens=12, dtype="fp32", seed=0,
+    )  # fmt: skip
+
+    loss, first = torch.zeros(()), 0
+    for t in (t for group in groups for t in group):
+        v = model(torch.tensor([t.prompt_ids + t.ids])).logits[0, len(t.prompt_ids) - 1 :, 0]
+        for i in (i for i, m in enumerate(t.mask) if m):
+            near = old[first + i] + (v[i] - old[first + i]).clamp(-0.1, 0.1)
+            loss = loss + 0.5 * torch.maximum((v[i] - returns[first + i]) ** 2, (near - returns[first + i]) ** 2)
+        first += len(t.ids) + t.truncated
+    loss = loss / int(batch.mask.sum())
+    torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0).zero_grad()
+    loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0).step()
+    assert float(metrics["value/loss"].total / metrics["value/loss"].count) == pytest.approx(loss.item(), rel=1e-5)
+    grads = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    assert float(metrics["value/grad_norm"].total) == pytest.approx(grads.item(), rel=1e-4)
+    after = values(critic, batch)
+    first = 0
+    for t in (t for group in groups for t in group):
+        v = model(torch.tensor([t.prompt_ids + t.ids])).logits[0, len(t.prompt_ids) - 1 :, 0]
+        torch.testing.assert_close(after[first : first + len(t.ids)], v[: len(t.ids)], atol=2e-3, rtol=2e-3)
+        first += len(t.ids) + t.truncated
+
+
+def ascii_share(completion, row):
+    return sum(map(str.isascii, completion)) / max(1, len(completion))
+
+
+def run(folder, output, **changes):
+    torch.manual_seed(0)
+    model, critic = prepare(tiny_model(tokenizer(), **SIZES)), load_value_model(folder / "policy")
+    options = {
+        "score": scorer(ascii_share, tokenizer=tokenizer(), timeout_s=30.0), "folder": output, "steps": 6,
+        "params": SamplingParams(max_new_tokens=6), "lr_at": lambda _: 3e-3, "critic_lr_at": lambda _: 3e-3,
+        "prompts_per_step": 16, "num_minibatches": 2,
+    }  # fmt: skip
+    asyncio.run(ppo(model, critic, tokenizer(), LocalEngine(model, max_len=64), PROMPTS, **options | changes))
+    return model, critic
+
+
+def lines_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+
+
+def test_policy_and_critic_learn_and_are_exported(folder, tmp_path):
+    _, critic = run(folder, tmp_path / "run", steps=25, prompts_per_step=32, num_epochs=2, bootstrap=False)
+    lines = lines_of(tmp_path / "run")
+    assert lines[0]["reward/mean"] < 0.65 < 0.9 < lines[-1]["reward/mean"]
+    assert lines[-1]["value/error"] < 0.1 * lines[0]["value/error"]
+    assert lines[-1]["value/mean"] == pytest.approx(lines[-1]["reward/mean"], abs=0.1)
+    assert all(line["mismatch/abs_max"] < 1e-4 for line in lines)
+    theirs = AutoModelForTokenClassification.from_pretrained(tmp_path / "run/critic")
+    torch.testing.assert_close(theirs.score.weight, critic.score.weight)
+    assert theirs.score.weight.abs().sum() > 0
+    assert (tmp_path / "run/model/config.json").exists()
+
+
+def test_what_a_critic_explains():
+    assert explained(0.0, 2.0) == 1
+    assert explained(2.0, 2.0) == 0
+    assert explained(0.1, 0.0) != explained(0.1, 0.0)
+
+
+def test_the_critic_learns_alone_at_first(folder, tmp_path):
+    model, critic = run(folder, tmp_path / "run", steps=2, critic_steps=2)
+    untouched = tiny_model(tokenizer(), **SIZES).state_dict()
+    assert all(torch.equal(x, untouched[name]) for name, x in model.state_dict().items())
+    assert critic.score.weight.abs().sum() > 0
+    assert "ratio/mean" not in lines_of(tmp_path / "run")[0]
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(folder, tmp_path):
+    def kl():
+        reference = prepare(tiny_model(tokenizer(), **SIZES, seed=1))
+        return {"kl_coef": 0.05, "reference": reference, "kl_controller": kl_linear(target=0.1, rate=0.05)}
+
+    run(folder, tmp_path / "whole", **kl())
+    run(folder, tmp_path / "parts", steps=3, **kl())
+    run(folder, tmp_path / "parts", resume=True, **kl())
+    whole, parts = lines_of(tmp_path / "whole"), lines_of(tmp_path / "parts")
+    assert whole == parts
+    assert len({line["kl/coef"] for line in whole}) > 1
+    assert [line["step"] for line in whole] == [1, 2, 3, 4, 5, 6]
