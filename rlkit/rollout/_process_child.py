@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import pickle
 import signal
@@ -21,10 +22,13 @@ HEAD = struct.Struct("!Q")
 Piece = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, place in the shared block
 
 
-async def read(reader: asyncio.StreamReader) -> Any:
-    """One message. EOFError when the other end is gone."""
+async def read(reader: asyncio.StreamReader) -> list[Any]:
+    """The messages that were sent together. EOFError when the other end is gone."""
     (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-    return pickle.loads(await reader.readexactly(size))
+    data, out = io.BytesIO(await reader.readexactly(size)), []
+    while data.tell() < size:
+        out.append(pickle.load(data))
+    return out
 
 
 def serve(
@@ -47,17 +51,20 @@ class _Child:
         reader, self._writer = await asyncio.open_unix_connection(sock=connection)
         try:
             while True:
-                what, number, args = await read(reader)
-                if what == "cancel":
-                    if number in self._tasks:
-                        self._tasks[number].cancel()
-                    continue
-                task = asyncio.create_task(self._answer(number, getattr(self, f"_{what}")(*args)))
-                self._tasks[number] = task
-                task.add_done_callback(partial(self._forget, number))
+                for message in await read(reader):
+                    self._begin(*message)
         except (EOFError, OSError):
             for task in self._tasks.values():
                 task.cancel()
+
+    def _begin(self, what: str, number: int, args: tuple[Any, ...]) -> None:
+        if what == "cancel":
+            if number in self._tasks:
+                self._tasks[number].cancel()
+            return
+        task = asyncio.create_task(self._answer(number, getattr(self, f"_{what}")(*args)))
+        self._tasks[number] = task
+        task.add_done_callback(partial(self._forget, number))
 
     def _forget(self, number: int, _task: Any) -> None:
         del self._tasks[number]

@@ -78,6 +78,7 @@ class ProcessEngine:
         self._process, self._reader, self._writer = process, reader, writer
         self._ids = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._outbox: list[bytes] = []
         self._shared: SharedMemory | None = None
         self._ended: str | None = None
         self._listener = asyncio.get_running_loop().create_task(self._listen(), name="rlkit-process-engine")
@@ -147,21 +148,30 @@ class ProcessEngine:
             self._waiting.pop(number, None)
 
     def _send(self, message: Any) -> None:
+        """Together with whatever else is sent now, so that which requests start beside which is no matter of timing."""
         data = pickle.dumps(message)
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(data)
+
+    def _flush(self) -> None:
+        data = b"".join(self._outbox)
+        self._outbox.clear()
         self._writer.write(HEAD.pack(len(data)) + data)
 
     async def _listen(self) -> None:
         """Hand answers to those who wait; when the other end is gone, everyone gets an error."""
         try:
             while True:
-                number, answer, self.progress = await read(self._reader)
-                future = self._waiting.get(number)
-                if future is None or future.done():
-                    continue
-                if isinstance(answer, BaseException):
-                    future.set_exception(answer)
-                else:
-                    future.set_result(answer)
+                for number, answer, progress in await read(self._reader):
+                    self.progress = progress
+                    future = self._waiting.get(number)
+                    if future is None or future.done():
+                        continue
+                    if isinstance(answer, BaseException):
+                        future.set_exception(answer)
+                    else:
+                        future.set_result(answer)
         except (EOFError, OSError):
             await asyncio.to_thread(self._process.join, 10)
             self._ended = self._ended or f"the engine process has died (exit code {self._process.exitcode})"

@@ -78,6 +78,23 @@ def test_it_samples_what_the_embedded_engine_does_and_follows_the_weights(model,
     assert [c.ids for c in truth] != [c.ids for c in other]
 
 
+def test_requests_made_at_once_share_their_batches_whatever_the_timing(model, folder):
+    """So that a run repeats bit for bit: the products of a batch round differently from those of its parts."""
+
+    async def there():
+        found = []
+        async with await launch(folder, max_len=64, max_batch=16) as engine:
+            for version in range(6):
+                await engine.update_weights(stream_weights(model), version=version)  # forgets the prompts it has seen
+                prompts = [[i, 2 * i, 3 * i][: 1 + i % 3] for i in range(1, 25)]
+                out = await asyncio.gather(*(engine.generate(p, params=PARAMS) for p in prompts))
+                found.append([(c.ids, c.logp) for c in out])
+        return found
+
+    first, *others = asyncio.run(there())
+    assert all(found == first for found in others)
+
+
 def test_requests_in_flight_go_on_through_an_update_and_can_be_aborted(model, folder):
     async def go():
         long = SamplingParams(max_new_tokens=4000)
