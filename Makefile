@@ -4,9 +4,9 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 DEMO   ?= runs/demo
 RESULTS ?= benchmarks/results
-GPU_TESTS := tests/test_gpu.py tests/kernels/test_gpu_kernels.py tests/sglang/test_ipc_gpu.py
+GPU_TESTS := tests/kernels/test_gpu_kernels.py tests/sglang/test_ipc_gpu.py
 
-.PHONY: demo test sglang-cpu test-sglang lint bench bench-trl gpu gpu-rest nightly clean
+.PHONY: demo test sglang-cpu test-sglang lint bench bench-trl gpu gpu-rest gpu-train gpu-tune nightly clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/demo.py --output $(DEMO)
@@ -44,6 +44,12 @@ gpu:  # on the machine with the device: its own Python, nothing is installed; un
 
 gpu-rest:  # the shapes that `make gpu` had no time for
 	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) benchmarks/gpu_kernels.py --seconds 540 --rest --out $(RESULTS)
+
+gpu-train:  # a model on the device: attention, bf16, FSDP2, checkpoints, a GRPO run; under 5 minutes
+	PYTHONPATH=.:$$PYTHONPATH timeout -s INT 300 $(PYTHON) -m pytest -m gpu tests/test_gpu.py
+
+gpu-tune:  # the kernels' constants, and the best ones for this device; under 8 minutes
+	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) benchmarks/gpu_tune.py --seconds 420 --out $(RESULTS)
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)

@@ -14,10 +14,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +24,7 @@ from typing import Any
 
 import gpu_peers as peers
 import torch
+from _gpu import CUDA, DEVICE, Row, machine, median_ms, reason, save, time_all
 from torch import Tensor
 
 from rlkit.kernels.linear_logp import fused_loss, linear_logp
@@ -48,48 +47,8 @@ SHAPES = {  # rows, hidden size, vocabulary
 }
 MAIN = "qwen3-8b 16k"
 COMPILED = (MAIN, "llama-3.1-8b 4k")  # shapes at which torch.compile is asked too
-COMPILE_SECONDS = 90.0  # of first runs at one shape; what has not run by then is left out
 PRODUCT_ROWS = 8192  # of a bare product: its result is written over and over
-Row = dict[str, Any]
-
-
-def time_all(runs: dict[str, Callable[[], Any]], *, seconds: float, rounds: int = 15) -> dict[str, Row]:
-    """Milliseconds of each, after one untimed run that also gives its peak memory; what fails is reported as such."""
-    rows: dict[str, Row] = {}
-    end = time.monotonic() + COMPILE_SECONDS
-    for name, run in runs.items():
-        rows[name] = {"name": name}
-        try:
-            rows[name]["peak_mb"] = round(peak_mb(run), 1)
-            rows[name]["ms"] = []
-        except Exception as error:
-            rows[name]["error"] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-        if time.monotonic() > end:
-            break
-    end = time.monotonic() + seconds
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for number in range(rounds):
-        for name in (n for n, row in rows.items() if "ms" in row):
-            if number >= 3 and time.monotonic() > end:
-                return rows
-            start.record()
-            runs[name]()
-            stop.record()
-            stop.synchronize()
-            rows[name]["ms"].append(start.elapsed_time(stop))
-    return rows
-
-
-def peak_mb(run: Callable[[], Any]) -> float:
-    """Growth of the allocated memory while it runs."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+REHEARSAL = {MAIN: (70, 24, 300), "odd vocabulary 8k": (70, 24, 127)}
 
 
 def summarised(rows: dict[str, Row], floors: dict[str, float]) -> list[Row]:
@@ -110,17 +69,17 @@ def summarised(rows: dict[str, Row], floors: dict[str, float]) -> list[Row]:
 
 def linear(name: str, *, seconds: float) -> dict[str, Any]:
     """All heads at one shape, in bf16."""
-    num_rows, dim, vocab = SHAPES[name]
-    hidden = torch.randn(num_rows, dim, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    weight = (torch.randn(vocab, dim, device="cuda", dtype=torch.bfloat16) / dim**0.5).requires_grad_()
-    targets = torch.randint(vocab, (num_rows,), device="cuda")
+    num_rows, dim, vocab = SHAPES[name] if CUDA else REHEARSAL[name]
+    hidden = torch.randn(num_rows, dim, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocab, dim, device=DEVICE, dtype=torch.bfloat16) / dim**0.5).requires_grad_()
+    targets = torch.randint(vocab, (num_rows,), device=DEVICE)
     floors = products(hidden, weight)
     runs = {
         **scoring(hidden, weight, targets),
         **any_loss(hidden, weight, targets),
         **known_loss(hidden, weight, targets),
     }
-    if name not in COMPILED:
+    if name not in COMPILED or not CUDA:
         runs.pop("any loss, materialised, torch.compile")
     rows = time_all(runs, seconds=seconds)
     gradients = {"score": 0, "any loss": hidden.nbytes + weight.nbytes, "known loss": hidden.nbytes + weight.nbytes}
@@ -135,7 +94,7 @@ def linear(name: str, *, seconds: float) -> dict[str, Any]:
 def products(hidden: Tensor, weight: Tensor) -> dict[str, float]:
     """Milliseconds of the bare matrix products: medians of the sums over chunks of rows."""
     h, w = hidden.detach(), weight.detach()
-    z = torch.empty(min(PRODUCT_ROWS, h.shape[0]), w.shape[0], device="cuda", dtype=h.dtype).normal_()
+    z = torch.empty(min(PRODUCT_ROWS, h.shape[0]), w.shape[0], device=DEVICE, dtype=h.dtype).normal_()
     d_h, d_w = torch.empty_like(h), torch.empty_like(w)
 
     def each(product: Callable[[Tensor, Tensor], Any]) -> None:
@@ -148,7 +107,7 @@ def products(hidden: Tensor, weight: Tensor) -> dict[str, float]:
         "d_hidden": partial(each, lambda part, z: torch.mm(z, w, out=d_h[: part.shape[0]])),
         "d_weight": partial(each, lambda part, z: torch.mm(z.T, part, out=d_w)),
     }
-    ms = {name: statistics.median(row["ms"]) for name, row in time_all(runs, seconds=2.0, rounds=5).items()}
+    ms = {name: median_ms(run, rounds=7) for name, run in runs.items()}
     both = ms["d_hidden"] + ms["d_weight"]
     return {"score": ms["logits"], "any loss": 2 * ms["logits"] + both, "known loss": ms["logits"] + both}
 
@@ -161,8 +120,8 @@ def scoring(hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Callab
 
 def any_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Callable[[], Any]]:
     """Log-prob and entropy, a loss of both, and the gradients."""
-    g = torch.randn(2, hidden.shape[0], device="cuda")
-    half = torch.arange(hidden.shape[0], device="cuda") % 2 == 0
+    g = torch.randn(2, hidden.shape[0], device=DEVICE)
+    half = torch.arange(hidden.shape[0], device=DEVICE) % 2 == 0
 
     def train(head: peers.Head, weights: Tensor = g, entropy: bool = True) -> None:
         logp, ent = head(hidden, weight, targets)
@@ -222,10 +181,10 @@ def usable(found: dict[str, Any]) -> dict[str, Any]:
 
 def logits(num_rows: int, vocab: int, *, seconds: float) -> dict[str, Any]:
     """From given bf16 logits; the floor is the time in which a copy moves as many bytes."""
-    x = torch.randn(num_rows, vocab, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    targets, out = torch.randint(vocab, (num_rows,), device="cuda"), torch.empty_like(x)
-    g = torch.randn(2, num_rows, device="cuda")
-    copy = statistics.median(time_all({"copy": lambda: out.copy_(x.detach())}, seconds=1.0)["copy"]["ms"])
+    x = torch.randn(num_rows, vocab, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    targets, out = torch.randint(vocab, (num_rows,), device=DEVICE), torch.empty_like(x)
+    g = torch.randn(2, num_rows, device=DEVICE)
+    copy = median_ms(lambda: out.copy_(x.detach()))
 
     def plain(z: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         log_p = torch.log_softmax(z.float(), -1)
@@ -255,17 +214,19 @@ def logits(num_rows: int, vocab: int, *, seconds: float) -> dict[str, Any]:
 def scan(num_tokens: int, *, seconds: float) -> dict[str, Any]:
     """Segments of 1 to 8191 tokens in fp32; the floor is the time of reading two streams and writing one."""
     lens = torch.randint(1, 8192, (num_tokens,)).cumsum(0)
-    cu = torch.cat([torch.zeros(1, dtype=torch.long), lens[lens < num_tokens], torch.tensor([num_tokens])]).cuda()
-    a, b = torch.rand(num_tokens, device="cuda"), torch.randn(num_tokens, device="cuda").requires_grad_()
-    floor = {"": statistics.median(time_all({"add": lambda: torch.add(a, b.detach())}, seconds=1.0)["add"]["ms"])}
-    graph, plain = torch.cuda.CUDAGraph(), b.detach()
-    linear_scan(a, plain, cu_seqlens=cu)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    cu = torch.cat([torch.zeros(1, dtype=torch.long), lens[lens < num_tokens], torch.tensor([num_tokens])]).to(DEVICE)
+    a, b = torch.rand(num_tokens, device=DEVICE), torch.randn(num_tokens, device=DEVICE).requires_grad_()
+    plain = b.detach()
+    floor = {"": median_ms(lambda: torch.add(a, plain))}
+    runs: dict[str, Callable[[], Any]] = {"linear_scan": lambda: linear_scan(a, plain, cu_seqlens=cu)}
+    if CUDA:
+        graph = torch.cuda.CUDAGraph()
         linear_scan(a, plain, cu_seqlens=cu)
-    runs = {
-        "linear_scan": lambda: linear_scan(a, plain, cu_seqlens=cu),
-        "linear_scan in a CUDA graph": graph.replay,
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            linear_scan(a, plain, cu_seqlens=cu)
+        runs["linear_scan in a CUDA graph"] = graph.replay
+    runs |= {
         "linear_scan, forward in time": lambda: linear_scan(a, plain, cu_seqlens=cu, reverse=False),
         "linear_scan and its gradient": lambda: torch.autograd.grad(linear_scan(a, b, cu_seqlens=cu).sum(), b),
         "linear_scan, torch operations": lambda: linear_scan(a, plain, cu_seqlens=cu, impl="blocked"),
@@ -274,50 +235,20 @@ def scan(num_tokens: int, *, seconds: float) -> dict[str, Any]:
     return {"tokens": num_tokens, "segments": cu.numel() - 1, "results": summarised(rows, floor)}
 
 
-def machine() -> dict[str, Any]:
-    """Device, versions and commit."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    import triton
-
-    return {
-        "device": torch.cuda.get_device_name(),
-        "memory_gb": round(torch.cuda.get_device_properties(0).total_memory / 2**30),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit.stdout.strip() or "unknown",
-        "peers": peers.installed(),
-        "left out": {k: v for k, v in (peers.heads() | peers.losses()).items() if isinstance(v, str)},
-    }
-
-
-def save(path: Path, section: str, name: str, result: dict[str, Any]) -> None:
-    """Adds one result to the file, with the machine and the commit that it was measured with."""
-    found = json.loads(path.read_text()) if path.exists() else {}
-    found.setdefault(section, {})[name] = {"machine": machine(), **result}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0, help="stop after this long; what is done is kept")
     parser.add_argument("--cap", type=float, default=22.0, help="seconds of timing per shape")
     parser.add_argument("--rest", action="store_true", help="only what the file does not have yet")
+    parser.add_argument("--rehearse", action="store_true", help="without a device: tiny shapes on the CPU")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
     args = parser.parse_args()
-    end = time.monotonic() + args.seconds
-    path = args.out / (re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name().lower()).strip("_") + ".json")
+    if not CUDA and not args.rehearse:
+        parser.error("no CUDA device; --rehearse --out SOMEWHERE runs every line on the CPU")
+    end, about = time.monotonic() + args.seconds, {"machine": machine() | peers.about()}
+    path = args.out / (re.sub(r"[^a-z0-9]+", "_", about["machine"]["device"].lower()).strip("_") + ".json")
     done = json.loads(path.read_text()) if args.rest and path.exists() else {}
-    jobs: list[tuple[str, str, Callable[[], dict[str, Any]]]] = [
-        ("linear_logp", MAIN, partial(linear, MAIN, seconds=args.cap)),
-        ("logits_logp", "8192 x 151936", partial(logits, 8192, 151_936, seconds=5.0)),
-        ("linear_scan", "8.4M tokens", partial(scan, 1 << 23, seconds=3.0)),
-        *(("linear_logp", k, partial(linear, k, seconds=args.cap)) for k in SHAPES if k != MAIN),
-        ("logits_logp", "16384 x 32003", partial(logits, 16_384, 32_003, seconds=5.0)),
-        ("linear_scan", "1M tokens", partial(scan, 1 << 20, seconds=3.0)),
-    ]
-    for section, name, job in jobs:
+    for section, name, job in jobs(args.cap):
         if name in done.get(section, {}):
             continue
         if time.monotonic() + 1.5 * args.cap > end:
@@ -325,11 +256,32 @@ def main() -> None:
             continue
         print(f"{section}, {name}", flush=True)
         try:
-            save(path, section, name, job())
+            save(path, section, name, about | job())
         except Exception as error:  # the other shapes are worth having
-            print(f"  failed: {type(error).__name__}: {error}"[:400])
+            print(f"  failed: {reason(error)}", flush=True)
+            if args.rehearse:
+                raise
         gc.collect()
-        torch.cuda.empty_cache()
+        if CUDA:
+            torch.cuda.empty_cache()
+
+
+def jobs(cap: float) -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
+    """(section, name, measurement), the most wanted first."""
+    if not CUDA:
+        return [
+            *(("linear_logp", k, partial(linear, k, seconds=0.1)) for k in REHEARSAL),
+            ("logits_logp", "tiny", partial(logits, 40, 300, seconds=0.1)),
+            ("linear_scan", "tiny", partial(scan, 20_000, seconds=0.1)),
+        ]
+    return [
+        ("linear_logp", MAIN, partial(linear, MAIN, seconds=cap)),
+        ("logits_logp", "8192 x 151936", partial(logits, 8192, 151_936, seconds=5.0)),
+        ("linear_scan", "8.4M tokens", partial(scan, 1 << 23, seconds=3.0)),
+        *(("linear_logp", k, partial(linear, k, seconds=cap)) for k in SHAPES if k != MAIN),
+        ("logits_logp", "16384 x 32003", partial(logits, 16_384, 32_003, seconds=5.0)),
+        ("linear_scan", "1M tokens", partial(scan, 1 << 20, seconds=3.0)),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """Fused vocabulary heads of other libraries, each under one signature, for `gpu_kernels.py`. Absent ones are left out.
 
 Installed versions that these calls were written for: liger-kernel 0.8.5, cut-cross-entropy 25.1.1, trl 1.16.0,
-verl 0.9.1. verl and TRL are loaded file by file: their top packages import Ray, tensordict and datasets.
+verl 0.9.1. verl and TRL are loaded file by file: their top packages import Ray, tensordict and datasets. To have them:
+
+    pip install --no-deps --target peers liger-kernel==0.8.5 cut-cross-entropy==25.1.1 trl==1.16.0 verl==0.9.1
+    PYTHONPATH=peers make gpu
 """
 
 from __future__ import annotations
@@ -30,6 +33,12 @@ def installed() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def about() -> dict[str, dict[str, str]]:
+    """Which peers are there, and why others cannot be used."""
+    left_out = {k: v for k, v in (heads() | losses() | from_logits()).items() if isinstance(v, str)}
+    return {"peers": installed(), "left out": left_out}
 
 
 def heads() -> dict[str, Head | str]:

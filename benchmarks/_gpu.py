@@ -1,0 +1,118 @@
+"""Timing on a CUDA device, and what machine it was. Without one everything still runs, on the CPU: a rehearsal."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+FIRST_RUNS_SECONDS = 90.0  # of compiling at one shape; what has not run by then is left out
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """Of one run, by the device's own clock."""
+    if not CUDA:
+        before = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - before)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
+def peak_mb(run: Callable[[], Any]) -> float:
+    """Growth of the allocated memory while it runs."""
+    gc.collect()
+    if not CUDA:
+        run()
+        return 0.0
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def reason(error: Exception) -> str:
+    """The error in one line."""
+    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
+
+
+def time_all(runs: dict[str, Callable[[], Any]], *, seconds: float, rounds: int = 15) -> dict[str, Row]:
+    """Milliseconds of each, after one untimed run that also gives its peak memory; what fails is reported as such."""
+    rows: dict[str, Row] = {}
+    end = time.monotonic() + FIRST_RUNS_SECONDS
+    for name, run in runs.items():
+        rows[name] = {"name": name}
+        try:
+            rows[name]["peak_mb"] = round(peak_mb(run), 1)
+            rows[name]["ms"] = []
+        except Exception as error:
+            rows[name]["error"] = reason(error)
+        if time.monotonic() > end:
+            break
+    end = time.monotonic() + seconds
+    for number in range(rounds):
+        for name in [n for n, row in rows.items() if "ms" in row]:
+            if number >= 3 and time.monotonic() > end:
+                return rows
+            try:
+                rows[name]["ms"].append(milliseconds(runs[name]))
+            except Exception as error:
+                rows[name] = {"name": name, "error": reason(error)}
+    return rows
+
+
+def median_ms(run: Callable[[], Any], *, seconds: float = 1.0, rounds: int = 15) -> float:
+    """Of one thing; raises what it raises."""
+    run()
+    end, found = time.monotonic() + seconds, [milliseconds(run) for _ in range(3)]
+    while len(found) < rounds and time.monotonic() < end:
+        found.append(milliseconds(run))
+    return statistics.median(found)
+
+
+def machine() -> dict[str, Any]:
+    """Device, versions, commit, and a digest of the kernels' sources, for where there is no git."""
+    import triton
+
+    sources = sorted((Path(__file__).parents[1] / "rlkit/kernels").rglob("*.py"))
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        commit = found.stdout.strip()
+    except OSError:
+        commit = ""
+    return {
+        "device": torch.cuda.get_device_name() if CUDA else "rehearsal on a CPU",
+        "memory_gb": round(torch.cuda.get_device_properties(0).total_memory / 2**30) if CUDA else 0,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit or "unknown",
+        "kernels": hashlib.sha1(b"".join(p.read_bytes() for p in sources)).hexdigest()[:10],
+    }
+
+
+def save(path: Path, section: str, name: str, result: dict[str, Any]) -> None:
+    """Adds one result to the file."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    found.setdefault(section, {})[name] = result
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
