@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,19 +61,17 @@ class Bucket(NamedTuple):
 
 
 class Memory:
-    """Bytes that every bucket on a CPU is laid out in anew: fresh pages would cost more than the copy itself."""
+    """Shared bytes that every bucket on a CPU is laid out in anew: fresh pages would cost more than the copy itself."""
 
-    def __init__(self, *, shared: bool) -> None:
-        self._shared = shared
+    def __init__(self) -> None:
         self._flat = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
         """The first `num_bytes`; what an earlier call returned is overwritten with them."""
         if self._flat.numel() < num_bytes:
             self._flat = torch.empty(num_bytes, dtype=torch.uint8)
-            if self._shared:
-                with _file_system_sharing():
-                    self._flat.share_memory_()
+            with _file_system_sharing(), _stderr_not_passed_on():
+                self._flat.share_memory_()
         return self._flat[:num_bytes]
 
 
@@ -128,7 +127,7 @@ class FromTensors:
 
     def __init__(self, *, bucket_bytes: int = 512 << 20) -> None:
         self._bucket_bytes = bucket_bytes
-        self._memory = Memory(shared=True)
+        self._memory = Memory()
 
     async def send(self, targets: Sequence[Target], named_tensors: NamedTensors, *, version: int) -> None:
         """See `Transport`."""
@@ -208,6 +207,22 @@ def _file_system_sharing() -> Iterator[None]:
         yield
     finally:
         mp.set_sharing_strategy(strategy)
+
+
+@contextmanager
+def _stderr_not_passed_on() -> Iterator[None]:
+    """To torch's helper process, which the first shared tensor starts and which lives while a server maps it.
+
+    It would hold a pipe open after this process has ended: `... 2>&1 | tee log`, or that of a parent, would not return.
+    """
+    ours, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(ours, 2)
+        os.close(ours)
+        os.close(null)
 
 
 class _Pickler(ForkingPickler):

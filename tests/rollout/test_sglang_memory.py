@@ -1,0 +1,43 @@
+"""Memory that is shared with a server, without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TRAINER = """
+import subprocess, sys, time, torch
+from rlkit.rollout._sglang_weights import Memory, _handle, flatten
+bucket = flatten([("x", torch.ones(1000))], Memory(shared=True))
+with open(sys.argv[2], "w") as out:
+    subprocess.Popen([sys.executable, "-c", sys.argv[1], _handle(bucket)], stdout=out, stderr=subprocess.DEVNULL)
+while not open(sys.argv[2]).read().endswith("mapped"):
+    time.sleep(0.02)
+print("stdout")
+print("stderr", file=sys.stderr)
+"""
+SERVER = """
+import base64, os, pickle, sys, time, torch
+flat = pickle.loads(base64.b64decode(sys.argv[1]))["flattened_tensor"].view(torch.float32)
+assert flat.sum() == 1000
+print(os.getpid(), "mapped", end="", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_trainer_that_ends_lets_go_of_its_pipes_while_a_server_maps_its_memory(tmp_path):
+    """As in `... 2>&1 | tee log`: torch's helper for shared memory outlives the trainer, and had its stderr."""
+    command = [sys.executable, "-c", TRAINER, SERVER, str(tmp_path / "said")]
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=True
+        )
+    finally:
+        pid = int((tmp_path / "said").read_text().split()[0])
+        os.kill(pid, 9)  # an error where it has ended already
+    assert (done.stdout, done.stderr) == ("stdout\n", "stderr\n")
+    assert time.monotonic() - start < 200
