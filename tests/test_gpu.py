@@ -1,70 +1,140 @@
-"""What must hold on a CUDA device; `make gpu` runs it."""
+"""What training must do on a CUDA device; `make gpu-train` runs it.
+
+RLKIT_GPU_TESTS_ON=cpu rehearses every line on the CPU: `tests/test_gpu_rehearsal.py` does so.
+"""
 
 import asyncio
+import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.kernels.linear_logp import linear_logp
 from rlkit.packing import pack
+from rlkit.parallel import attention
+from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from rlkit.parallel.mesh import Parallel, make_mesh, start
 from rlkit.parallel.model import forward, prepare
+from rlkit.parallel.optim import adamw, optimizer_step
+from rlkit.parallel.parallelize import parallelize
+from rlkit.parallel.saver import BackgroundSaver
+from rlkit.parallel.segment_plan import Segment, plan
+from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.local import LocalEngine
 from rlkit.types import SamplingParams, Trajectory
 
+DEVICE = os.environ.get("RLKIT_GPU_TESTS_ON", "cuda")
+ROOT = Path(__file__).parents[1]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no CUDA device: run `make gpu` on a machine that has one"
+        DEVICE == "cuda" and not torch.cuda.is_available(),
+        reason="no CUDA device: run `make gpu-train` on a machine that has one",
     ),
 ]
 
 
-def batch():
+def batch(share=True):
     g = torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randint(0, 263, (n,), generator=g).tolist()
     groups = []
     for n in (9, 4, 17):
-        prompt = torch.randint(0, 263, (n,), generator=g).tolist()
-        lens = (3, 8, 5)
-        groups.append(
-            [
-                Trajectory(prompt, torch.randint(0, 263, (k,), generator=g).tolist(), [True] * k, [0.0] * k, [0] * k)
-                for k in lens
-            ]
-        )
-    return pack(groups), pack(groups, share_prompts=False)
+        prompt = draw(n)
+        groups.append([Trajectory(prompt, draw(k), [True] * k, [0.0] * k, [0] * k) for k in (3, 8, 5)])
+    return pack(groups, share_prompts=share)
+
+
+def close(x, y, tolerance):
+    torch.testing.assert_close(x.detach().cpu().double(), y.detach().cpu().double(), atol=tolerance, rtol=tolerance)
+
+
+def alike(x, y):
+    """Cosine of the angle between two gradients."""
+    return torch.nn.functional.cosine_similarity(x.flatten().cpu().float(), y.flatten().cpu().float(), dim=0).item()
 
 
 def test_the_forward_is_the_cpus_shared_or_not():
     model = prepare(tiny_model(tiny_tokenizer()))
-    shared, unshared = batch()
-    true = forward(model, shared).logp.detach()
-    model = model.cuda()
-    ours = forward(model, shared.to("cuda"))
-    torch.testing.assert_close(ours.logp.cpu(), true, atol=1e-3, rtol=1e-3)
-    plain = forward(model, unshared.to("cuda")).logp
-    torch.testing.assert_close(plain[unshared.mask.cuda()], ours.logp[shared.mask.cuda()], atol=1e-4, rtol=1e-4)
+    shared, unshared = batch(), batch(share=False)
+    true = forward(model, shared)
+    true.logp.sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model = model.to(DEVICE)
+    for given in (shared, shared.to(DEVICE)):  # a loop gives batches that are on the CPU
+        ours = forward(model, given)
+        close(ours.logp, true.logp, 1e-3)
+        close(ours.entropy, true.entropy, 1e-3)
+    plain = forward(model, unshared.to(DEVICE)).logp
+    close(plain.cpu()[unshared.mask], ours.logp.cpu()[shared.mask], 1e-4)
     ours.logp.sum().backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        assert alike(p.grad, grad) > 0.9999
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_logp_against_fp64(dtype):
+def test_bf16_is_near_fp32():
+    """Flash attention over shared prompts, autocast, and the fused head, against the CPU in fp32."""
+    model = prepare(tiny_model(tiny_tokenizer()))
+    true = forward(model, batch())
+    true.logp.sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model = model.to(DEVICE)
+    for share in (True, False):
+        given = batch(share)
+        ours = forward(model, given, dtype="bf16")
+        assert ours.logp.dtype == torch.float32
+        close(ours.logp.cpu()[given.mask], true.logp[batch().mask], 0.1)
+        model.zero_grad()
+        ours.logp.sum().backward()
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            assert p.grad.dtype == torch.float32
+            assert alike(p.grad, grad) > 0.98
+
+
+def varlen_on_the_cpu(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, **_):
+    out = []
+    for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
+        i, j = torch.arange(b - a)[:, None] + (d - c) - (b - a), torch.arange(d - c)
+        seen = (j <= i) & (window_size[0] < 0 or j >= i - window_size[0])
+        heads = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *heads, attn_mask=seen, scale=scale, enable_gqa=True
+        )
+        out.append(attended[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flash_attention_is_the_reference(window, head_dim, monkeypatch):
+    """Segments with a prefix and without, of one query and of many; values and gradients against fp64 buckets."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_on_the_cpu)
+    spans, end = [Segment(0, 100, [(0, 100)])], 100
+    for n in (1, 70, 33, 128, 5):
+        spans.append(Segment(end, n, [(0, 100), (end, n)]))
+        end += n
     torch.manual_seed(0)
-    hidden, weight = torch.randn(100, 64, device="cuda", dtype=dtype), torch.randn(1003, 64, device="cuda", dtype=dtype)
-    targets = torch.randint(0, 1003, (100,), device="cuda")
-    out = linear_logp(hidden, weight, targets, temperature=4.0)
-    logits = hidden.double() @ weight.double().T / 4.0
-    true = logits.log_softmax(-1)
-    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
-    torch.testing.assert_close(
-        out.logp.double(), true.gather(1, targets[:, None])[:, 0], atol=tolerance, rtol=tolerance
-    )
-    torch.testing.assert_close(out.entropy.double(), -(true.exp() * true).sum(-1), atol=tolerance, rtol=tolerance)
+    true = [torch.randn(end, h, head_dim, dtype=torch.double, requires_grad=True) for h in (4, 2, 2)]
+    ours = [x.detach().to(DEVICE, torch.bfloat16).requires_grad_() for x in true]
+    g = torch.randn(end, 4, head_dim, dtype=torch.double)
+    options = {"scale": head_dim**-0.5, "window": window}
+    want = attention.attend(*true, plan(spans), **options)
+    got = attention.attend(*ours, plan(spans, device=DEVICE, flash=True), **options)
+    close(got, want, 3e-2)
+    grads = torch.autograd.grad(got, ours, g.to(DEVICE, torch.bfloat16)), torch.autograd.grad(want, true, g)
+    for x, y in zip(*grads, strict=True):
+        assert alike(x, y) > 0.999
+    if DEVICE != "cpu":
+        assert attention.has_flash(torch.device(DEVICE), torch.bfloat16, head_dim=head_dim, softcap=False)
 
 
 def test_the_engine_samples_with_the_trainers_log_probs():
-    model = prepare(tiny_model(tiny_tokenizer()).cuda())
+    model = prepare(tiny_model(tiny_tokenizer()).to(DEVICE))
     engine = LocalEngine(model, max_batch=16, max_len=64)
 
     async def many():
@@ -75,6 +145,88 @@ def test_the_engine_samples_with_the_trainers_log_probs():
     groups = [
         [Trajectory([1, 2, 3 + i % 3], c.ids, [True] * len(c.ids), c.logp, c.versions)] for i, c in enumerate(done)
     ]
-    packed = pack(groups).to("cuda")
-    logp = forward(model, packed).logp
-    torch.testing.assert_close(logp, packed.rollout_logp, atol=1e-3, rtol=1e-3)
+    packed = pack(groups)
+    close(forward(model, packed).logp, packed.rollout_logp, 1e-3)
+
+
+@pytest.fixture
+def mesh():
+    start(device=DEVICE, timeout_s=120)
+    yield make_mesh(Parallel(), device=DEVICE)
+    dist.destroy_process_group()
+
+
+def steps(model, optimizer, num=2, **options):
+    norms = []
+    for _ in range(num):
+        (-forward(model, batch(), **options).logp.sum()).backward()
+        norms.append(optimizer_step(optimizer, max_norm=1.0)["grad_norm"].total)
+    return norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fsdp_on_one_device_trains_like_a_plain_model_and_resumes(mesh, dtype, tmp_path):
+    """FSDP2 and NCCL with one rank, fused AdamW, both ways to save, weights out to an engine."""
+    new = lambda: parallelize(tiny_model(tiny_tokenizer()).to(DEVICE), mesh, dtype=dtype)
+    plain, model = prepare(tiny_model(tiny_tokenizer()).to(DEVICE)), new()
+    optimizers = adamw(plain, lr=1e-3), adamw(model, lr=1e-3)
+    norms = steps(plain, optimizers[0]), steps(model, optimizers[1])
+    for x, y in zip(*norms, strict=True):
+        close(x, y, 1e-3 if dtype == torch.float32 else 5e-2)
+    save_checkpoint(tmp_path / "a", step=2, model=model, optimizer=optimizers[1], state={"x": 1}, keep=1)
+    with BackgroundSaver(tmp_path / "b", keep=1) as saver:
+        saver.save(step=2, model=model, optimizer=optimizers[1], state={"x": 1})
+        after = steps(model, optimizers[1])  # while it is written
+    for folder in ("a", "b"):
+        again = new()
+        optimizer = adamw(again, lr=1e-3)
+        state = load_checkpoint(latest_checkpoint(tmp_path / folder), model=again, optimizer=optimizer)
+        assert state["step"] == 2
+        for x, y in zip(steps(again, optimizer), after, strict=True):
+            close(x, y, 1e-4 if dtype == torch.float32 else 1e-2)
+    for name, x in stream_weights(again, dtype=torch.bfloat16):
+        close(x, model.get_parameter(name).full_tensor(), 2e-2)
+        assert x.dtype == torch.bfloat16
+    engine = LocalEngine(model, max_batch=4, max_len=64)
+    done = asyncio.run(engine.generate([1, 2, 3], params=SamplingParams(max_new_tokens=5, seed=0)))
+    packed = pack([[Trajectory([1, 2, 3], done.ids, [True] * 5, done.logp, done.versions)]])
+    close(forward(model, packed).logp, packed.rollout_logp, 1e-3 if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_demos_task_learns_and_resumes(dtype, tmp_path, monkeypatch):
+    """The scripts as a user calls them: SFT, GRPO, a checkpoint, and a run that goes on from it."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import demo
+    import grpo
+    import sft
+
+    from rlkit.parallel.weights import export_hf
+
+    demo.make_data(tmp_path, seed=0)
+    tokenizer = tiny_tokenizer()
+    export_hf(tiny_model(tokenizer), tokenizer, tmp_path / "random")
+    on = {"device": DEVICE, "dtype": dtype}
+    num_sft, num_grpo = (150, 12) if DEVICE != "cpu" else (3, 4)
+    warm = sft.main(
+        sft.Args(
+            model=str(tmp_path / "random"), data=str(tmp_path / "sft.jsonl"), output=tmp_path / "sft",
+            steps=num_sft, lr=1e-3, **on,
+        )
+    )  # fmt: skip
+    args = {
+        "model": str(warm), "data": str(tmp_path / "train.jsonl"), "eval_data": str(tmp_path / "eval.jsonl"),
+        "reward": str(ROOT / "examples/sorting_reward.py") + ":score", "output": tmp_path / "grpo",
+        "max_prompt_tokens": 32, "max_new_tokens": 8, "prompts_per_step": 8, "minibatches": 2, "max_batch": 64,
+        "lr": 1.5e-4, "eval_limit": 16, "eval_steps": 4, "save_steps": 2, "kl_coef": 0.01, **on,
+    }  # fmt: skip
+    grpo.main(grpo.Args(steps=num_grpo // 2, **args))
+    trained = grpo.main(grpo.Args(steps=num_grpo, resume=True, **args))
+    lines = [json.loads(line) for line in (tmp_path / "grpo/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(num_grpo + 1))
+    assert all(line["skipped_step"] == 0 for line in lines[1:])
+    assert all(abs(line["mismatch/k3"]) < (1e-4 if dtype == "fp32" else 0.02) for line in lines[1:])
+    assert (Path(trained) / "model.safetensors").exists()
+    if DEVICE != "cpu":
+        assert lines[-1]["eval/sampled"] > 0.1
