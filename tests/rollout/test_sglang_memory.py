@@ -11,7 +11,7 @@ from pathlib import Path
 TRAINER = """
 import subprocess, sys, time, torch
 from rlkit.rollout._sglang_weights import Memory, _handle, flatten
-bucket = flatten([("x", torch.ones(1000))], Memory(shared=True))
+bucket = flatten([("x", torch.ones(1000))], Memory())
 with open(sys.argv[2], "w") as out:
     subprocess.Popen([sys.executable, "-c", sys.argv[1], _handle(bucket)], stdout=out, stderr=subprocess.DEVNULL)
 while not open(sys.argv[2]).read().endswith("mapped"):
