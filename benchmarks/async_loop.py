@@ -4,9 +4,10 @@
 
 In both modes the engine is a process pinned to one core, the trainer is pinned to another, and a step samples and
 trains on the same number of tokens. Synchronous: one works, then the other. Asynchronous (staleness 1): both at once.
-Where generation and training take equally long, twice the steps is the limit. One pair after another, the order within
-a pair alternating; a pair's ratio is the median time between the ends of two steps of one over that of the other, from
-the third step on. Printed is the median of the pairs' ratios with its 95% interval (order statistics of the pairs).
+The limit is (generation + training) / (the longer of both), as the synchronous run has them: 2 where they take equally
+long. One pair after another, the order within a pair alternating; a pair's ratio is the median time between the ends of
+two steps of one over that of the other, from the third step on. Printed is the median of the pairs' ratios with its 95%
+interval (order statistics of the pairs). The default is 12 pairs of 16 seconds, and no pair begins after `seconds`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 import tyro
 from _timing import interval, machine
+from transformers.utils import logging
 
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
@@ -42,6 +45,8 @@ SKIP = 2  # the pipeline fills, memory is touched for the first time
 class Args:
     pairs: int = 11
     """counted pairs, after one that is not"""
+    seconds: float = 420.0
+    """no further pair begins after so long"""
     steps: int = 8
     """of a run, the first two not counted"""
     prompts_per_step: int = 4
@@ -81,27 +86,33 @@ async def seconds_per_step(loop: Any, args: Args, engine: Any, path: Path) -> di
 
 
 async def measure(args: Args, path: Path) -> list[dict[str, Any]]:
-    pairs = []
+    pairs: list[dict[str, Any]] = []
+    start = time.monotonic()
     limit = args.prompt_tokens + args.new_tokens
     size = args.prompts_per_step * args.group_size
     async with await launch(path, max_batch=size, max_len=limit, eos_token_ids=(), cpus=args.cores[:1]) as engine:
         for number in range(args.pairs + 1):
+            if pairs and time.monotonic() - start > args.seconds:
+                break
             order = [("sync", grpo), ("async", async_grpo)][:: 1 if number % 2 else -1]
             pair = {name: await seconds_per_step(loop, args, engine, path) for name, loop in order}
             ratio = pair["sync"]["step"] / pair["async"]["step"]
             rollout, train = pair["sync"]["time/rollout"], pair["sync"]["time/train"] + pair["sync"]["time/score"]
+            balance, most = rollout / train, (rollout + train) / max(rollout, train)
             print(
                 f"pair {number:2}: sync {pair['sync']['step']:.3f} s (generation {rollout:.3f}, training {train:.3f}), "
-                f"async {pair['async']['step']:.3f} s (waiting {pair['async']['time/wait']:.3f}): {ratio:.2f}x",
+                f"async {pair['async']['step']:.3f} s (waiting {pair['async']['time/wait']:.3f}): {ratio:.2f}x "
+                f"of {most:.2f}x",
                 flush=True,
             )
             if number:
-                pairs.append({**pair, "ratio": ratio, "balance": rollout / train})
+                pairs.append({**pair, "ratio": ratio, "balance": balance, "limit": most})
     return pairs
 
 
 def main(args: Args) -> None:
     os.sched_setaffinity(0, {args.cores[1]})
+    logging.disable_progress_bar()
     torch.set_num_threads(1)
     tokenizer = tiny_tokenizer()
     with tempfile.TemporaryDirectory() as folder:
@@ -111,15 +122,17 @@ def main(args: Args) -> None:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         pairs = asyncio.run(measure(args, Path(folder)))
-    ratios, balance = [p["ratio"] for p in pairs], statistics.median(p["balance"] for p in pairs)
+    ratios = [p["ratio"] for p in pairs]
+    balance, most = (statistics.median(p[key] for p in pairs) for key in ("balance", "limit"))
     low, high = interval(ratios)
     print(
         f"asynchronous over synchronous: {statistics.median(ratios):.2f}x [{low:.2f}, {high:.2f}] "
-        f"({len(ratios)} pairs; generation / training = {balance:.2f})"
+        f"of at most {most:.2f}x ({len(ratios)} pairs; generation / training = {balance:.2f})"
     )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     result = {"machine": machine(), "args": asdict(args), "median": statistics.median(ratios), "interval": [low, high]}
-    args.out.write_text(json.dumps({**result, "balance": balance, "pairs": pairs}, indent=1, default=str) + "\n")
+    result |= {"balance": balance, "limit": most, "pairs": pairs}
+    args.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":
