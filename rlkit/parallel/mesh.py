@@ -95,20 +95,28 @@ def make_mesh(sizes: Parallel, *, device: str = "cpu") -> Mesh:
 def grid(names: tuple[str, ...], shape: tuple[int, ...], *, device: str) -> DeviceMesh:
     """All ranks as a device mesh whose groups have the time-out of `start`. Every rank must call it.
 
-    Equal grids are one object: each group of ranks keeps threads and sockets for as long as the process lives.
+    Differs from torch's `init_device_mesh`: groups of the same ranks are one, in this grid and in every other. Each
+    keeps threads (gloo) or device memory (NCCL) for as long as the process lives, and most sizes of a grid are 1.
     """
     return _grid(names, shape, torch.device(device).type, dist.group.WORLD)
 
 
 @cache
 def _grid(names: tuple[str, ...], shape: tuple[int, ...], kind: str, world: Any) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.distributed_c10d import _set_pg_timeout
+    from torch.distributed.device_mesh import DeviceMesh
 
-    mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
-    for group in mesh.get_all_groups():  # torch gives them its default
-        _set_pg_timeout(timeout_of(world), group)
-    return mesh
+    places = torch.arange(world.size()).view(shape)
+    lines = [places.movedim(i, -1).reshape(-1, size) for i, size in enumerate(shape)]
+    groups = [_group(tuple(map(tuple, line.tolist())), world) for line in lines]
+    return DeviceMesh.from_group(groups, kind, mesh=places, mesh_dim_names=names)
+
+
+@cache
+def _group(parts: tuple[tuple[int, ...], ...], world: Any) -> dist.ProcessGroup:
+    """The group of this rank, where `parts` are those that all ranks are divided into."""
+    if len(parts) == 1:
+        return world
+    return dist.new_subgroups_by_enumeration([list(part) for part in parts], timeout=timeout_of(world))[0]
 
 
 def resolve(sizes: Parallel, *, world_size: int) -> Parallel:

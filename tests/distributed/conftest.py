@@ -33,13 +33,10 @@ class Ranks:
     """A process group of `world` forked ranks."""
 
     def __init__(self, world: int) -> None:
-        self.world, self._pipes, self._processes, self._runs = world, [], [], 0
+        self.world, self._pipes, self._processes = world, [], []
 
     def run(self, function, *args, timeout: float = 240.0):
         """`function(rank, world, *args)` on every rank; the results in the order of the ranks."""
-        if self._runs % 4 == 0:  # each run's groups leave thirty polling threads: a thousand take the machine
-            self.stop()
-        self._runs += 1
         if not self._processes:
             self._start()
         where = function.__code__.co_filename, function.__name__

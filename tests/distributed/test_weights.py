@@ -27,6 +27,7 @@ LAYOUTS = {
     "shard x tp, checkpointing": ({"tp": 2}, {"activation_checkpointing": True}),
     "shard x tp, offload": ({"tp": 2}, {"offload": True}),
     "cp x tp": ({"cp": 2, "tp": 2}, {}),
+    "cp, compiled": ({"cp": 4}, {"compile": True}),
 }
 
 
