@@ -61,7 +61,9 @@ def assert_alike(found: list[dict[str, float]], true: list[dict[str, float]]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--parallel.tp", "2"], ["--parallel.cp", "2", "--parallel.offload"]])
+@pytest.mark.parametrize(
+    "flags", [["--parallel.tp", "2"], ["--parallel.cp", "2", "--parallel.offload"], ["--parallel.pp", "2"]]
+)
 def test_sft_logs_the_same_numbers_on_two_ranks(files, alone, tmp_path, flags):
     run = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *sft(files, tmp_path / "run", *flags)]
     done = subprocess.run(run, env=ENV, capture_output=True, text=True, timeout=280)
@@ -94,7 +96,7 @@ def test_grpo_samples_and_logs_the_same_and_resumes_on_another_layout(files, tmp
     alone = [sys.executable, *grpo(files, tmp_path / "alone", *steps)]
     subprocess.run(alone, env=ENV, check=True, capture_output=True, timeout=280)
     for ranks, flags in (
-        ("4", ["--steps", "2", "--parallel.tp", "2", "--parallel.activation-checkpointing"]),
+        ("4", ["--steps", "2", "--parallel.tp", "2", "--parallel.pp", "2", "--parallel.activation-checkpointing"]),
         ("2", [*steps, "--parallel.cp", "2", "--resume"]),
     ):
         run = [*TORCHRUN, "--standalone", "--nproc-per-node", ranks, *grpo(files, tmp_path / "run", *flags)]
@@ -145,6 +147,55 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     }[how]
     assert f"rank      : {rank}" in done.stderr
     assert reason in done.stderr
+
+
+KILLED = """
+import os, runpy, sys
+import rlkit.loops.updates as loop
+step, calls = loop.optimizer_step, 0
+def killed(*args, **kwargs):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == "{victim}" and calls == {at}:
+        os.kill(os.getpid(), 9)
+    return step(*args, **kwargs)
+if __name__ == "__main__":
+    loop.optimizer_step = killed
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def on_four_ranks(*command: str) -> subprocess.CompletedProcess[str]:
+    """Returns only when nothing is left of it: whatever lives on would hold the pipes open."""
+    run = [*TORCHRUN, "--standalone", "--nproc-per-node", "4", *command, "--steps", "6", "--parallel.tp", "2"]
+    return subprocess.run(run, env=ENV, capture_output=True, text=True, timeout=280)
+
+
+@pytest.fixture(scope="module")
+def whole(files):
+    """What six steps on four ranks log that nobody interrupts."""
+    done = on_four_ranks(*grpo(files, files / "whole"))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return numbers(files / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("victim", "at"), [(0, 8), (1, 5), (2, 9), (3, 12)])
+def test_a_rank_killed_in_a_step_ends_the_job_and_resume_repeats_every_bit(files, whole, tmp_path, victim, at):
+    """kill -9 before the `at`-th optimizer step, of which a rollout has two; every second one ends in a checkpoint."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(victim=victim, at=at))
+    done = on_four_ranks(str(script), *grpo(files, tmp_path / "run"))
+    assert done.returncode != 0
+    assert f"rank      : {victim}" in done.stderr
+    assert "Signal 9 (SIGKILL)" in done.stderr
+    assert [line["step"] for line in numbers(tmp_path / "run")] == list(range((at + 1) // 2))
+    done = on_four_ranks(*grpo(files, tmp_path / "run", "--resume"))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert numbers(tmp_path / "run") == whole
 
 
 HOSTS = """
