@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -13,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
-from rlkit.rollout._sglang_weights import Memory, NamedTensors, Target, flatten, groups
+from rlkit.rollout._sglang_weights import NamedTensors, Target, flatten, groups
 
 
 class FromGroup:
-    """Broadcast from this process to all ranks of all servers, in flat buckets.
+    """Broadcast from this process to all ranks of all servers, bucket by bucket.
 
     The group is made at the first update, and again when the set of servers has changed. It is not part of the
     trainer's own process group: only the process that holds the engine is in it, as rank 0.
@@ -26,12 +28,12 @@ class FromGroup:
         backend: "nccl", or "gloo" for servers on CPUs.
         host, port: where the ranks meet: an address of this machine that the servers can reach, and 0 for a free port.
         device: of the buckets; by default the current CUDA device for NCCL, the CPU for gloo.
-        bucket_bytes: size of the flat buffers; by default 512 MB, and 24 MB on CPUs, where glibc gives what is larger
-            than 32 MB fresh pages every time.
+        bucket_bytes: of the tensors that one request to the servers covers, and that they receive before they load.
         timeout: seconds for the ranks to meet, and for each bucket.
 
-    Buckets are gathered and sent in turn, never at once: a sharded model's collectives and this group's would wait for
-    each other on one GPU (seen in TRL, issue 7103).
+    On a GPU a bucket is one flat buffer and one broadcast; on a CPU, where laying it out would cost as much as loading
+    it, its tensors are broadcast from where they are. Buckets are gathered and sent in turn, never at once: a sharded
+    model's collectives and this group's would wait for each other on one GPU (seen in TRL, issue 7103).
     """
 
     sessions = True
@@ -43,18 +45,15 @@ class FromGroup:
         host: str = "127.0.0.1",
         port: int = 0,
         device: torch.device | str | None = None,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int = 256 << 20,
         timeout: float = 300.0,
     ) -> None:
         self._backend, self._host, self._port = backend, host, port
         default = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         self._device = default if device is None else torch.device(device)
-        usual = 512 << 20 if self._device.type == "cuda" else 24 << 20
-        self._bucket_bytes = usual if bucket_bytes is None else bucket_bytes
-        self._timeout = timeout
+        self._bucket_bytes, self._timeout = bucket_bytes, timeout
         self._group: dist.ProcessGroup | None = None
         self._members: tuple[Target, ...] = ()
-        self._memory = Memory(shared=False)
         self._name = ""
 
     async def send(self, targets: Sequence[Target], named_tensors: NamedTensors, *, version: int) -> None:
@@ -64,19 +63,22 @@ class FromGroup:
             await self._meet(targets)
         posts: list[asyncio.Future[Any]] = []
         for named, last in groups(named_tensors, max_bytes=self._bucket_bytes):
-            bucket = flatten(named, self._memory)
+            on_cpu = self._device.type == "cpu"
             body = {
-                "names": [place.name for place in bucket.metadata],
-                "dtypes": [str(place.dtype).removeprefix("torch.") for place in bucket.metadata],
-                "shapes": [list(place.shape) for place in bucket.metadata],
+                "names": [name for name, _ in named],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+                "shapes": [list(tensor.shape) for _, tensor in named],
                 "group_name": self._name,
-                "load_format": "flattened_bucket",
                 "flush_cache": False,
+                **({} if on_cpu else {"load_format": "flattened_bucket"}),
                 **({"weight_version": str(version)} if last else {}),
             }
-            flat = bucket.flat.to(self._device)
+            if on_cpu:
+                parts = [tensor.to(self._device).contiguous() for _, tensor in named]
+            else:
+                parts = [flatten(named, None).flat.to(self._device)]
             posts += [asyncio.gather(*(t.post("/update_weights_from_distributed", body) for t in targets))]
-            await self._with_ours(posts, flat)  # servers load this bucket while the next one is laid out
+            await self._with_ours(posts, parts)  # servers load this bucket while the next one is gathered
         await asyncio.gather(*posts)
 
     async def close(self) -> None:
@@ -106,7 +108,7 @@ class FromGroup:
             for target, offset in zip(targets, offsets, strict=True)
         ]
         # the same nesting of prefixes as in SGLang's init_custom_process_group, or the ranks would not find each other
-        ours = asyncio.to_thread(
+        ours = _in_thread(
             _new_process_group_helper,
             size,
             0,
@@ -116,13 +118,13 @@ class FromGroup:
             group_name=GroupName(self._name),
             timeout=limit,
         )
-        (group, _), *_ = await asyncio.gather(ours, *posts)
+        (group, _), *_ = await asyncio.gather(ours, *posts)  # one that refuses ends it at once
         _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # destroy_process_group looks it up
         self._group, self._members = group, tuple(targets)
 
-    async def _with_ours(self, posts: Sequence[asyncio.Future[Any]], flat: Tensor) -> None:
+    async def _with_ours(self, posts: Sequence[asyncio.Future[Any]], parts: Sequence[Tensor]) -> None:
         """A broadcast blocks until everybody has come: where a server refuses, ours is torn down, not waited for."""
-        ours: asyncio.Future[Any] = asyncio.ensure_future(asyncio.to_thread(self._broadcast, flat))
+        ours: asyncio.Future[Any] = asyncio.ensure_future(asyncio.to_thread(self._broadcast, parts))
         while not ours.done() and not any(map(_failed, posts)):
             open_posts = [post for post in posts if not post.done()]
             await asyncio.wait({ours, *open_posts}, return_when=asyncio.FIRST_COMPLETED)
@@ -133,14 +135,37 @@ class FromGroup:
             for post in [*posts, ours]:
                 post.result()
 
-    def _broadcast(self, flat: Tensor) -> None:
+    def _broadcast(self, parts: Sequence[Tensor]) -> None:
         assert self._group is not None
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=self._timeout)
-        self._group.broadcast([flat], options).wait()
-        if flat.is_cuda:
-            torch.cuda.synchronize(flat.device)
+        for part in parts:
+            self._group.broadcast([part], options).wait()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _in_thread(work: Callable[..., Any], *args: Any, **options: Any) -> asyncio.Future[Any]:
+    """As `asyncio.to_thread`, but neither the event loop nor the process waits for it at its end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_result(result) if error is None else future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work(*args, **options)
+        except BaseException as e:
+            error = e
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, daemon=True, name="rlkit-rendezvous").start()
+    return future
 
 
 def _failed(future: asyncio.Future[Any]) -> bool:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.rollout._http import Http
 from rlkit.rollout.sglang import Server, launch
 
 INSTALL = Path(__file__).parents[2] / "tools" / "sglang_cpu" / "install.py"
@@ -70,6 +74,22 @@ def server(sglang_python: str, checkpoints: list[Path], tmp_path_factory: pytest
     log = tmp_path_factory.mktemp("server") / "log.txt"
     with launch(checkpoints[0], device="cpu", python=sglang_python, args=ARGS, log=log) as running:
         yield running
+
+
+@pytest.fixture
+def until(server: Server) -> Callable[..., Awaitable[None]]:
+    """Wait until the server's own counts (SGLang's /v1/loads) say that something has happened."""
+
+    async def until(condition: Callable[[dict[str, Any]], bool], *, seconds: float = 240) -> None:
+        http, end = Http(), time.monotonic() + seconds
+        try:
+            while not condition((await http.request(f"{server.url}/v1/loads", method="GET", timeout=120))["loads"][0]):
+                assert time.monotonic() < end, "it did not happen"
+                await asyncio.sleep(0.05)
+        finally:
+            await http.close()
+
+    return until
 
 
 @pytest.fixture(scope="session")

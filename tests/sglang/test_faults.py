@@ -17,7 +17,7 @@ from aiohttp import web
 
 from rlkit.rollout._http import Http, ReplicaError
 from rlkit.rollout._sglang_replicas import Replicas
-from rlkit.rollout.sglang import SGLang, connect
+from rlkit.rollout.sglang import FromGroup, SGLang, connect
 from rlkit.types import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=3)
@@ -273,6 +273,103 @@ async def test_weight_updates_are_not_repeated() -> None:
         assert posts == 1
         with pytest.raises(RuntimeError, match="not finished"):
             await engine.generate([1], params=PARAMS)
+
+
+def noting(seen: list[str], **answers: Any) -> dict[str, Handler]:
+    """Pages of an update, which note that they were asked for."""
+    paths = "pause_generation begin_weight_update update_weights_from_tensor flush_cache end_weight_update"
+
+    async def page(request: web.Request) -> web.Response:
+        seen.append(request.path[1:])
+        return web.json_response(*answers.get(request.path[1:], ({},)))
+
+    return dict.fromkeys([*paths.split(), "continue_generation", "abort_request", "server_info", "model_info"], page)
+
+
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+async def test_a_server_that_died_unnoticed_is_left_out_of_an_update_and_none_stays_paused() -> None:
+    seen: list[str] = []
+    async with serving(good, **noting(seen)) as alive:
+        async with serving(good, **noting([])) as dead, connect([*dead, *alive]) as engine:
+            pass
+        engine = connect([*dead, *alive])
+        await engine.update_weights([("w", torch.ones(3))], version=1)
+        assert seen[-1] == "continue_generation"
+        assert (await engine.generate([1], params=PARAMS)).ids == [7, 8, 9]
+        async with serving(good, **noting(seen)) as back:
+            engine._servers.all[0].url = back[0]  # as if it had been restarted at its address
+            await engine.update_weights([("w", torch.ones(3))], version=2)
+            assert [r.life for r in engine._servers.all] == [1, 0], "a process group has to be made anew"
+        await engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+@pytest.mark.parametrize("page", ["pause_generation", "begin_weight_update", "flush_cache", "end_weight_update"])
+async def test_an_update_that_fails_anywhere_refuses_at_once_and_lets_go(page: str) -> None:
+    seen: list[str] = []
+    refused: list[BaseException] = []
+
+    async def aborting(request: web.Request) -> web.Response:
+        seen.append("abort_request")
+        try:
+            await engine.generate([1], params=PARAMS)
+        except RuntimeError as error:  # not only when the update has ended: it would sample from a mixture of weights
+            refused.append(error)
+        return web.json_response({})
+
+    pages = noting(seen)
+
+    async def fails(request: web.Request) -> web.Response:
+        return web.json_response({"success": False, "message": "out of luck"}, status=400)
+
+    async with serving(good, **{**pages, "abort_request": aborting, page: fails}) as urls, connect(urls) as engine:
+        with pytest.raises(ValueError, match=f"{page}: status 400: .*out of luck"):
+            await engine.update_weights([("w", torch.ones(3))], version=1)
+        assert "version 1 was not finished" in str(refused[0])
+        assert seen[-1] == "continue_generation"
+
+
+async def test_a_layout_that_sglang_cannot_send_weights_to_is_refused() -> None:
+    seen: list[str] = []
+    pages = noting(seen, server_info=({"tp_size": 2, "dp_size": 4},))
+    async with serving(good, **pages) as urls, connect(urls) as engine:
+        with pytest.raises(ValueError, match="pp_size 1 and dp_size 4"):
+            await engine.update_weights([("w", torch.ones(3))], version=1)
+    assert "pause_generation" not in seen
+
+
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+async def test_a_server_that_refuses_the_process_group_is_not_waited_for() -> None:
+    async def refuses(_request: web.Request) -> web.Response:
+        return web.json_response({"success": False, "message": "no such backend"}, status=400)
+
+    pages = {**noting([]), "init_weights_update_group": refuses}
+    async with serving(good, **pages) as urls, connect(urls, transport=FromGroup(backend="gloo")) as engine:
+        with pytest.raises(ValueError, match=r"init_weights_update_group: status 400: .*no such backend"):
+            await asyncio.wait_for(engine.update_weights([("w", torch.ones(3))], version=1), 120)
+
+
+async def test_progress_counts_what_waits_inside_the_servers() -> None:
+    release = asyncio.Event()
+
+    async def waits(request: web.Request) -> web.Response:
+        if (await request.json())["input_ids"] != [1]:
+            await release.wait()
+        return web.json_response(good_reply())
+
+    async def loads(_request: web.Request) -> web.Response:
+        return web.json_response({"loads": [{"num_running_reqs": 3, "num_waiting_reqs": 2}]})
+
+    async with serving(waits, **{"v1/loads": loads}) as urls, connect(urls) as engine:
+        assert engine.progress == (0, 0, 0)
+        tasks = [asyncio.create_task(engine.generate([2], params=PARAMS)) for _ in range(5)]
+        await engine.generate([1], params=PARAMS)
+        async with asyncio.timeout(120):
+            while engine.progress != (3, 2, 3):
+                await asyncio.sleep(0.01)
+        release.set()
+        await asyncio.gather(*tasks)
+        assert engine.progress == (0, 0, 18)
 
 
 @pytest.mark.parametrize("urls", [[], "localhost:3000"])

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rlkit.parallel.weights import stream_weights
+from rlkit.rollout._http import Http
 from rlkit.rollout.sglang import FromDisk, FromGroup, FromTensors, Probe, Server, SGLang, WeightMismatch, connect
 from rlkit.types import SamplingParams
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 PROMPT = list(b"the quick brown fox jumps over the lazy dog")
 PARAMS = SamplingParams(max_new_tokens=40)
 LONG = SamplingParams(max_new_tokens=1500)
 Models = list[torch.nn.Module]
 Forward = Callable[..., list[float]]
+Until = Callable[..., Awaitable[None]]
 
 
 @pytest.fixture
@@ -37,11 +40,26 @@ async def assert_equal_forward(engine: SGLang, model: torch.nn.Module, forward_l
         assert one.logp == pytest.approx(forward_logp(model, [*PROMPT, i], one.ids), abs=1e-4)
 
 
-async def long_generation(engine: SGLang, prompt: list[int]) -> asyncio.Task:
-    """A request that is under way and goes on for a while."""
-    task = asyncio.create_task(engine.generate(prompt, params=LONG))
-    await asyncio.sleep(0.6)
-    return task
+async def under_way(engine: SGLang, prompts: list[list[int]], until: Until) -> list[asyncio.Task]:
+    """Requests that have sampled something and go on for a while."""
+    tasks = [asyncio.create_task(engine.generate(prompt, params=LONG)) for prompt in prompts]
+    few = min(len(prompts), 4)
+    least = sum(map(len, prompts[:few])) + 20 * few
+    await until(lambda load: load["num_running_reqs"] >= few and load["num_used_tokens"] >= least)
+    return tasks
+
+
+async def more_sampled(engine: SGLang, until: Until) -> None:
+    """Wait until requests have gone on for a while after an update, and end them."""
+    seen: list[int] = []
+
+    def grown(load: dict[str, Any]) -> bool:
+        if load["num_running_reqs"]:
+            seen.append(load["num_used_tokens"])
+        return bool(seen) and seen[-1] >= min(seen) + 40
+
+    await until(grown)
+    engine.abort()
 
 
 @pytest.mark.parametrize("kind", ["tensors", "small buckets", "disk", "group"])
@@ -51,7 +69,7 @@ async def test_every_transport_gives_the_trainer_s_log_probs(
     transport = {
         "tensors": lambda: FromTensors(),
         "small buckets": lambda: FromTensors(bucket_bytes=10_000),
-        "disk": lambda: FromDisk(tmp_path),
+        "disk": lambda: FromDisk(tmp_path, file_bytes=100_000),
         "group": lambda: FromGroup(backend="gloo", bucket_bytes=100_000),
     }[kind]()
     await assert_equal_forward(engine, models[0], forward_logp, 0)
@@ -62,10 +80,12 @@ async def test_every_transport_gives_the_trainer_s_log_probs(
 
 
 async def test_retract_recomputes_the_cache_and_stamps_each_token(
-    engine: SGLang, models: Models, forward_logp: Forward
+    engine: SGLang, models: Models, forward_logp: Forward, until: Until
 ) -> None:
-    tasks = [await long_generation(engine, [*PROMPT, i]) for i in range(4)]
+    """Also with a queue: more requests than fit into the cache, so that some have not begun (SGLang pull 31962)."""
+    tasks = await under_way(engine, [[*PROMPT, i] for i in range(24)], until)
     await engine.update_weights(stream_weights(models[1]), version=1)
+    await more_sampled(engine, until)
     spanning = 0
     for i, task in enumerate(tasks):
         out = await task
@@ -79,13 +99,14 @@ async def test_retract_recomputes_the_cache_and_stamps_each_token(
 
 
 async def test_in_place_keeps_old_keys_of_running_requests_and_of_no_others(
-    server: Server, engine: SGLang, models: Models, forward_logp: Forward
+    server: Server, engine: SGLang, models: Models, forward_logp: Forward, until: Until
 ) -> None:
     async with connect(server.url, pause="in_place") as ours:
         await assert_equal_forward(ours, models[0], forward_logp, 0)  # fills the prefix cache
-        tasks = [await long_generation(ours, [*PROMPT, 9, i]) for i in range(3)]
+        tasks = await under_way(ours, [[*PROMPT, 9, i] for i in range(3)], until)
         await ours.update_weights(stream_weights(models[1]), version=1)
         await assert_equal_forward(ours, models[1], forward_logp, 1)
+        await more_sampled(ours, until)
         outs = [await task for task in tasks]
         spanning = [(i, out) for i, out in enumerate(outs) if len(set(out.versions)) == 2]
         assert spanning
@@ -96,9 +117,9 @@ async def test_in_place_keeps_old_keys_of_running_requests_and_of_no_others(
             assert out.logp[old:] != pytest.approx(exact, abs=1e-2)  # this is what in_place costs
 
 
-async def test_abort_returns_what_there_is(server: Server, engine: SGLang, models: Models) -> None:
+async def test_abort_returns_what_there_is(server: Server, engine: SGLang, models: Models, until: Until) -> None:
     async with connect(server.url, pause="abort") as ours:
-        tasks = [await long_generation(ours, [*PROMPT, 5, i]) for i in range(3)]
+        tasks = await under_way(ours, [[*PROMPT, 5, i] for i in range(3)], until)
         await ours.update_weights(stream_weights(models[1]), version=1)
         outs = [await task for task in tasks]
         cut = [out for out in outs if out.finish_reason == "abort"]
@@ -118,13 +139,14 @@ async def test_probe_accepts_the_trainer_and_stops_on_anything_else(
         trainer = models[2]
         await ours.update_weights(stream_weights(models[2]), version=3)
         trainer = models[1]
-        some = [(name, tensor) for name, tensor in stream_weights(models[1]) if "mlp" not in name]
-        with pytest.raises(WeightMismatch):
-            await ours.update_weights(some, version=4)
+        with pytest.raises(WeightMismatch):  # what was refused stays refused, until an update that matches
+            await ours.update_weights(stream_weights(models[2]), version=4)
+        with pytest.raises(RuntimeError, match="version 4 was not finished"):
+            await ours.generate(PROMPT, params=PARAMS)
 
 
 async def test_a_half_done_update_refuses_to_sample_until_one_succeeds(
-    engine: SGLang, models: Models, forward_logp: Forward
+    engine: SGLang, models: Models, forward_logp: Forward, until: Until
 ) -> None:
     class Broken(Exception):
         pass
@@ -133,7 +155,7 @@ async def test_a_half_done_update_refuses_to_sample_until_one_succeeds(
         yield from list(stream_weights(models[1]))[:5]
         raise Broken
 
-    running = await long_generation(engine, PROMPT)
+    [running] = await under_way(engine, [PROMPT], until)
     with pytest.raises(Broken):
         await engine.update_weights(half(), version=1)
     assert set((await running).versions) <= {0}
@@ -155,10 +177,38 @@ async def test_weights_that_would_kill_the_server_are_refused(
                 await ours.update_weights(narrow, version=1)
             with pytest.raises(ValueError, match=r"no tensor 'policy\."):
                 await ours.update_weights(unknown, version=1)
-            with pytest.raises(ValueError, match="no tensors"):
-                await ours.update_weights([], version=1)
+            with pytest.raises(ValueError, match=r"6 tensors that did not come, like .*mlp"):
+                await ours.update_weights([(name, t) for name, t in good if "mlp" not in name], version=1)
             await ours.update_weights(stream_weights(models[2]), version=2)
             await assert_equal_forward(ours, models[2], forward_logp, 2)
+
+
+async def test_what_a_killed_trainer_left_behind_is_cleared_up(
+    server: Server, engine: SGLang, models: Models, forward_logp: Forward
+) -> None:
+    """It was killed in the middle of an update: generation is paused and the session open."""
+    http = Http()
+    await http.request(f"{server.url}/pause_generation", {"mode": "retract"}, timeout=120)
+    await http.request(f"{server.url}/begin_weight_update", {}, timeout=120)
+    await http.close()
+    await engine.update_weights(stream_weights(models[1]), version=1)
+    await assert_equal_forward(engine, models[1], forward_logp, 1)
+
+
+async def test_a_server_that_forgot_the_group_is_an_error_and_the_next_update_makes_a_new_one(
+    server: Server, models: Models, forward_logp: Forward
+) -> None:
+    """As one does that was restarted: the broadcast must not wait for it."""
+    async with connect(server.url, transport=FromGroup(backend="gloo")) as ours:
+        await ours.update_weights(stream_weights(models[0]), version=0)
+        http = Http()
+        gone = {"group_name": ours._transport._name}
+        await http.request(f"{server.url}/destroy_weights_update_group", gone, timeout=120)
+        await http.close()
+        with pytest.raises((ValueError, RuntimeError), match=r"Group .* not in|onnection"):
+            await ours.update_weights(stream_weights(models[1]), version=1)
+        await ours.update_weights(stream_weights(models[2]), version=2)
+        await assert_equal_forward(ours, models[2], forward_logp, 2)
 
 
 async def test_memory_is_released_and_resumed(engine: SGLang, models: Models, forward_logp: Forward) -> None:

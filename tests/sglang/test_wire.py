@@ -52,7 +52,7 @@ def test_buckets_hold_every_tensor_once_aligned_and_within_their_size() -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.int64, torch.float32]
     shapes = [(3, 5), (7,), (2, 3), (), (4,), (400,)]
     named = [(f"t{i}", torch.randn(s).to(d)) for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))]
-    memory, seen, lasts = Memory(shared=False), {}, []
+    memory, seen, lasts = Memory(), {}, []
     for group, last in groups(named, max_bytes=100):
         bucket = flatten(group, memory)
         assert bucket.flat.numel() <= 100 or len(group) == 1
