@@ -1,6 +1,7 @@
 """From nothing to a trained model in a few minutes on a CPU: sort six digits.
 
     python examples/demo.py
+    torchrun --nproc-per-node 4 examples/demo.py --parallel.tp 2
 
 Makes a Qwen3 of one million random weights with its own tokenizer, and JSONL data; warm-starts it by SFT on a teacher that
 is right only 45% of the time (30% of its answers are sorted downwards, 25% have two neighbours swapped), and lets GRPO find
@@ -14,8 +15,10 @@ import random
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from rlkit.parallel.flags import ParallelArgs
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -30,6 +33,8 @@ class Args:
     """rollouts of reinforcement learning"""
     seed: int = 0
     """of the data, the weights and the sampling"""
+    parallel: ParallelArgs = field(default_factory=ParallelArgs)
+    """how the model is cut over the ranks of torchrun"""
 
 
 def make_data(folder: Path, *, seed: int, num_sft: int = 9600, num_train: int = 4096, num_eval: int = 256) -> None:
@@ -60,17 +65,17 @@ def main(args: Args) -> None:
     import sft
 
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
+    from rlkit.parallel._ranks import first
     from rlkit.parallel.checkpoint import export_hf
+    from rlkit.parallel.launch import open_mesh
 
     started = time.perf_counter()
-    if args.output.exists():
-        shutil.rmtree(args.output)
-    args.output.mkdir(parents=True)
-    make_data(args.output, seed=args.seed)
+    open_mesh(args.parallel, device="cpu")
+    first(lambda: make_folder(args))
     tokenizer = tiny_tokenizer()
     export_hf(tiny_model(tokenizer, seed=args.seed), tokenizer, args.output / "random")
 
-    print("SFT: learning to answer, from a teacher that is right 45% of the time")
+    first(lambda: print("SFT: learning to answer, from a teacher that is right 45% of the time"))
     warm = sft.main(
         sft.Args(
             model=str(args.output / "random"),
@@ -79,9 +84,10 @@ def main(args: Args) -> None:
             steps=args.sft_steps,
             lr=1e-3,
             seed=args.seed,
+            parallel=args.parallel,
         )
     )
-    print("GRPO: learning what is right, from the reward alone")
+    first(lambda: print("GRPO: learning what is right, from the reward alone"))
     trained = grpo.main(
         grpo.Args(
             model=str(warm),
@@ -100,11 +106,25 @@ def main(args: Args) -> None:
             eval_limit=256,
             eval_kl=True,
             seed=args.seed,
+            parallel=args.parallel,
         )
     )
+    first(lambda: report(args, trained, time.perf_counter() - started))
+
+
+def make_folder(args: Args) -> None:
+    """An empty folder with the data."""
+    if args.output.exists():
+        shutil.rmtree(args.output)
+    args.output.mkdir(parents=True)
+    make_data(args.output, seed=args.seed)
+
+
+def report(args: Args, trained: Path, seconds: float) -> None:
+    """What was learned, and where everything is."""
     lines = [json.loads(line) for line in (args.output / "grpo" / "metrics.jsonl").read_text().splitlines()]
     first, last = lines[0], lines[-1]
-    print(f"\naccuracy on held-out prompts, in {time.perf_counter() - started:.0f} s:")
+    print(f"\naccuracy on held-out prompts, in {seconds:.0f} s:")
     for how in ("sampled", "greedy"):
         print(f"  {how:8} {first[f'eval/{how}']:6.1%} -> {last[f'eval/{how}']:6.1%}")
     print(f"curves       {args.output / 'grpo' / 'metrics.png'}")
@@ -115,4 +135,6 @@ def main(args: Args) -> None:
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Args, description=__doc__))
+    from rlkit.parallel.launch import main_on_ranks
+
+    main_on_ranks(main, tyro.cli(Args, description=__doc__))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shlex
@@ -228,20 +229,25 @@ def stop_on_interrupt() -> Iterator[Stop]:
                 if stop.requested:
                     save; print(resume_command("--resume")); break
 
-    Outside the main thread signals cannot be caught, and nothing changes.
+    Outside the main thread signals cannot be caught, and nothing changes. Ranks of torchrun get a Ctrl-C twice, from
+    terminal and torchrun, so two within two seconds are one; 30 s later (`--shutdown-timeout`) torchrun kills them.
     """
-    stop = Stop()
+    stop, asked = Stop(), -math.inf
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
     def on_signal(number: int, _frame: Any) -> None:
+        nonlocal asked
+        if "RANK" in os.environ and time.monotonic() < asked + 2:
+            return
         if stop.requested:
             signal.signal(number, old[number])
             raise KeyboardInterrupt
-        stop.requested = True
-        # os.write: print may not be called again while the interrupted code is inside it
-        os.write(2, b"\nstopping after this step, then saving (Ctrl-C again aborts at once)\n")
+        stop.requested, asked = True, time.monotonic()
+        if os.environ.get("RANK", "0") == "0":
+            # os.write: print may not be called again while the interrupted code is inside it
+            os.write(2, b"\nstopping after this step, then saving (Ctrl-C again aborts at once)\n")
 
     old: dict[int, Any] = {}
     for caught in (signal.SIGINT, signal.SIGTERM):
