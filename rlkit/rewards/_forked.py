@@ -28,9 +28,12 @@ class ServerError(RuntimeError):
 class Server:
     """A server module of `_worker`. Thread-safe; a forked process starts a server of its own."""
 
-    def __init__(self, module: str, *, flags: tuple[str, ...], environment: dict[str, str]) -> None:
+    def __init__(
+        self, module: str, *, flags: tuple[str, ...], environment: dict[str, str], arguments: tuple[str, ...] = ()
+    ) -> None:
         self._name = module
-        self._command = [sys.executable, *flags, "-c", _RUN.format(folder=str(_FOLDER), module=module)]
+        code = _RUN.format(folder=str(_FOLDER), module=module)
+        self._command = [sys.executable, *flags, "-c", code, *arguments]
         self._environment = environment
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None

@@ -2,6 +2,7 @@
 
 The reward is the share of tests passed, or with `all_or_nothing` 1 for all of them and else 0; `score` (logged) is 1 if
 all passed. What went wrong first is in the note `reason`. A sandbox that cannot be set up is an error, not a reward.
+`packages` are installed ones that code and tests may import, see `rlkit.rewards.sandbox.run_program`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ async def stdin_tests(
     *,
     column: str = "test_cases",
     limits: Limits = Limits(),
+    packages: Sequence[str] = (),
     all_or_nothing: bool = False,
     same: Callable[[str, str], bool] | None = None,
 ) -> dict[str, Any]:
@@ -46,7 +48,7 @@ async def stdin_tests(
     compare = same or same_lines
 
     async def reason(stdin: str, expected: str) -> str:
-        ran = await run_program(source, stdin=stdin, limits=limits)
+        ran = await run_program(source, stdin=stdin, limits=limits, packages=packages)
         return ran.reason or ("" if compare(ran.stdout, expected) else _difference(ran.stdout, expected))
 
     if not all_or_nothing:
@@ -66,6 +68,7 @@ async def assert_tests(
     *,
     column: str = "tests",
     limits: Limits = Limits(),
+    packages: Sequence[str] = (),
     all_or_nothing: bool = False,
 ) -> dict[str, Any]:
     """Functions and classes that Python tests call: `assert add(1, 2) == 3`.
@@ -91,7 +94,7 @@ async def assert_tests(
     source = last_code_block(completion)
     if source is None:
         return _verdict(["no closed ```python block"], len(tests), all_or_nothing)
-    pair = _Pair(source, tests, limits)
+    pair = _Pair(source, tests, limits, packages)
     reasons, ran = await SLOTS.run(pair.run, cancel=pair.cancel)
     if _GONE in reasons and ran.reason not in ("", "cancelled"):
         reasons[reasons.index(_GONE)] = ran.reason
@@ -120,10 +123,10 @@ def _close(a: str, b: str, tolerance: float) -> bool:
 class _Pair:
     """A solution and its tests, in two sandboxes joined by a socket."""
 
-    def __init__(self, source: str, tests: Sequence[str], limits: Limits) -> None:
+    def __init__(self, source: str, tests: Sequence[str], limits: Limits, packages: Sequence[str]) -> None:
         longer = replace(limits, wall_s=limits.wall_s + _MARGIN_S, cpu_s=limits.cpu_s + _MARGIN_S)
-        self._solution = Child("solution", ["", -1, -1, source], limits)
-        self._tests = Child("tests", ["", None, None, json.dumps(tests)], longer)
+        self._solution = Child("solution", ["", -1, -1, source], limits, packages)
+        self._tests = Child("tests", ["", None, None, json.dumps(tests)], longer, packages)
         self._num = len(tests)
 
     def cancel(self) -> None:

@@ -2,14 +2,17 @@
 
 A run takes about as long as starting a bare `python -S` (benchmarks/rewards.py), because it forks a warm interpreter.
 
-What a program finds: Python's standard library (read only, without site-packages), /dev/null, /dev/zero, /dev/urandom
-and an empty folder in memory that it may write to. No network, no other file, no environment variable, no other
-process, no privilege; nothing of it is left when it ends. Linux on x86-64 or ARM64, as any user, where unprivileged
-user namespaces are allowed or the user is root; anywhere else `SandboxError` says what is missing, and nothing is run.
+What a program finds: Python's standard library (read only, without site-packages but for the packages that the caller
+names), /dev/null, /dev/zero, /dev/urandom and an empty folder in memory that it may write to. No network, no other
+file, no environment variable, no other process, no privilege; nothing of it is left when it ends. Linux on x86-64 or
+ARM64, as any user, where unprivileged user namespaces are allowed or the user is root, or bubblewrap may make them
+(`isolation` says which of the two it is); anywhere else `SandboxError` says what is missing, and nothing is run.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import platform
 import select
@@ -19,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fcntl import fcntl
+from functools import cache
 from typing import Any, Literal
 
 from rlkit.rewards._forked import Server, ServerError, end_of
@@ -27,7 +31,8 @@ from rlkit.rewards._slots import Slots, num_cores
 _NEEDED = {
     name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME") if name in os.environ
 }  # by some Pythons
-_SERVER = Server("sandboxd", flags=("-S", "-s"), environment={"PYTHONHASHSEED": "0", **_NEEDED})
+_FLAGS, _ENVIRONMENT = ("-S", "-s"), {"PYTHONHASHSEED": "0", **_NEEDED}
+_SERVER = Server("sandboxd", flags=_FLAGS, environment=_ENVIRONMENT)
 SLOTS = Slots(num_cores(), "rlkit-sandbox")
 _ADD_SEALS, _ALL_SEALS = 1033, 0xF
 _STDERR_BYTES = 1 << 16
@@ -68,25 +73,62 @@ class Ran:
     cpu_s: float
 
 
-async def run_program(source: str, *, stdin: str = "", limits: Limits = Limits()) -> Ran:
+async def run_program(source: str, *, stdin: str = "", limits: Limits = Limits(), packages: Sequence[str] = ()) -> Ran:
     """Run a Python program as `python solution.py` would, with `stdin` as its input.
 
     As many run at once as there are cores; the wait for a free one does not count against a reward's deadline. A
     cancelled run is killed. Dictionaries and sets of strings iterate in the same order in every run (PYTHONHASHSEED=0),
-    and `random` starts from seed 0. Third-party packages cannot be imported.
+    and `random` starts from seed 0.
 
-    Raises SandboxError where the sandbox cannot be set up.
+    Of what is installed here, a program can read and import the `packages`, by the names it imports them by: with
+    `("numpy",)` it finds numpy, and nothing beside it. What they need themselves has to be named, too. They are loaded
+    before the program starts, on one thread each.
+
+    Raises SandboxError where the sandbox cannot be set up, or a package cannot be imported in it.
     """
-    child = Child("program", [stdin, None, None, source], limits)
+    child = Child("program", [stdin, None, None, source], limits, packages)
     return await SLOTS.run(child.wait, cancel=child.cancel)
+
+
+def isolation() -> str:
+    """What isolates programs here: "namespaces" (10 ms a run) or "bubblewrap" (some tens of milliseconds more).
+
+    Both are tried, in this order, when the first program is run, by isolating a process in earnest. Raises SandboxError
+    with what either said where none works.
+    """
+    child = Child("nothing", ["", -1, None], Limits())
+    child.wait()
+    return child.isolation
+
+
+@cache
+def _with_packages(packages: tuple[str, ...]) -> Server:
+    """A server of its own for these packages, which it has loaded."""
+    one_thread = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+    places = json.dumps({name: _place(name) for name in packages})
+    return Server("sandboxd", flags=_FLAGS, environment={**_ENVIRONMENT, **one_thread}, arguments=(places,))
+
+
+def _place(package: str) -> str:
+    """The folder or file of an installed package."""
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    place = folders[0] if folders else (spec and spec.origin) or ""
+    if not os.path.exists(place):
+        raise ValueError(f"packages must be names of installed top-level packages, {package!r} is not one here")
+    return os.path.realpath(place)
 
 
 class Child:
     """A process in the sandbox. `fds` are its fds 0, 1, ...: a text is a file, None a pipe that `wait` reads (stdout
     and stderr), -1 is /dev/null; nothing is opened before `start`."""
 
-    def __init__(self, run: str, fds: Sequence[str | Literal[-1] | None], limits: Limits) -> None:
+    def __init__(
+        self, run: str, fds: Sequence[str | Literal[-1] | None], limits: Limits, packages: Sequence[str] = ()
+    ) -> None:
         self._run, self._limits, self._fds = run, limits, fds
+        self._server = _with_packages(tuple(sorted({*packages}))) if packages else _SERVER
+        self.isolation = ""
         self._control: socket.socket | None = None
         self._cancelled = False
 
@@ -111,7 +153,7 @@ class Child:
                 mine.append(_file(fd) if isinstance(fd, str) else os.open(os.devnull, os.O_WRONLY))
         request = {"run": self._run, "limits": asdict(self._limits), "wall_s": self._limits.wall_s}
         try:
-            self._control = _SERVER.begin(request, [*mine, *shared])
+            self._control = self._server.begin(request, [*mine, *shared])
         except ServerError as error:
             _close(self._pipes)
             raise SandboxError(str(error)) from error
@@ -128,13 +170,18 @@ class Child:
         limits = dict(zip(self._pipes, (self._limits.output_bytes, _STDERR_BYTES)))
         try:
             texts, flooded = self._read(limits)
-            end = end_of(self._control, self._limits.wall_s + 60)
+            end: dict[str, Any] = {}
+            while "reason" not in end:  # what is said from inside comes before
+                end |= end_of(self._control, self._limits.wall_s + 60)
         except ServerError as error:
             raise _explained(str(error)) from error
         finally:
             _close(self._pipes)
             self._control.close()
         out, err = (text.decode("utf-8", "replace") for text in [*texts, bytearray(), bytearray()][:2])
+        self.isolation = end.get("began", "")
+        if not self.isolation and end["reason"] == "exit":
+            raise _explained(f"the process ended before it was isolated: {err.strip()[:300]}")
         reason = self._reason(end, err, flooded)
         return Ran(reason, out, err, end["wall_s"], end["cpu_s"])
 
@@ -161,13 +208,13 @@ class Child:
         return list(texts.values()), flooded
 
     def _reason(self, end: dict[str, Any], err: str, flooded: bool) -> str:
-        code = end["code"]
+        code = -end["signal"] if "signal" in end else end["code"]
         if flooded:
             return f"more than {self._limits.output_bytes} bytes of output"
         if end["reason"] == "timeout":
             return f"timeout: no end after {self._limits.wall_s:g} s"
-        if end["reason"] == "cancelled":
-            return "cancelled"
+        if end["reason"] == "cancelled" or "why" in end:
+            return str(end.get("why", "cancelled"))
         if code == -signal.SIGKILL and end["cpu_s"] >= self._limits.cpu_s - 0.1:
             return f"timeout: more than {self._limits.cpu_s:g} s of processor time"
         if code < 0:
@@ -203,9 +250,12 @@ def _check_platform() -> None:
 
 
 def _explained(error: str) -> SandboxError:
+    if "cannot be imported in the sandbox" in error:
+        return SandboxError(f"nothing was run: {error}")
     return SandboxError(
         f"the sandbox cannot be set up, and nothing was run: {error}. It needs user, mount, pid and network "
         "namespaces. In a container: start it with `--security-opt seccomp=unconfined` or `--cap-add SYS_ADMIN`. On "
-        "the machine: `sysctl user.max_user_namespaces` must be positive, `kernel.unprivileged_userns_clone` 1 and "
-        "`kernel.apparmor_restrict_unprivileged_userns` 0, where these exist. Or run the training as root."
+        "the machine: `sysctl user.max_user_namespaces` must be positive and `kernel.unprivileged_userns_clone` 1, "
+        "where these exist. Where `kernel.apparmor_restrict_unprivileged_userns` is 1 (Ubuntu), set it to 0, or "
+        "install bubblewrap with its AppArmor profile (bwrap-userns-restrict). Or run the training as root."
     )

@@ -14,6 +14,7 @@ from rlkit.rewards.code import assert_tests, same_lines, same_tokens, stdin_test
 from rlkit.rewards.sandbox import Limits
 
 SOON = Limits(wall_s=2.0, cpu_s=1.5)
+pytestmark = pytest.mark.usefixtures("isolation")
 DOUBLE = {"inputs": ["1\n", "2\n", "30"], "outputs": ["2\n", "4", "60\n\n"]}
 
 
@@ -309,6 +310,14 @@ async def test_as_a_reward_function_of_a_rollout():
     assert right.notes == {}
 
 
+KILLS = "import os\nfor pid in (os.getppid(), 1):\n try: os.kill(pid, 9)\n except OSError: pass\nprint(3)"
+SEARCH = """
+import gc
+def has(o):
+    try: return "outputs" in str(o)[:99]
+    except Exception: return False
+print([o for o in gc.get_objects() if has(o)][:1])
+"""
 HOSTILE = {
     "fork bomb": ("import os\nwhile True: os.fork()", "PermissionError"),
     "10 GB": ("x = bytearray(10 * 2**30)\nprint(2)", "memory: more than"),
@@ -316,13 +325,13 @@ HOSTILE = {
     "home": ("import os\nprint(os.listdir(os.path.expanduser('~root') + '/.ssh'))", "FileNotFoundError"),
     "endless output": ("while True: print('2' * 999)", "more than 1048576 bytes of output"),
     "endless loop": ("while True: pass", "timeout: no end after 2 s"),
-    "kill the parent": ("import os\nos.kill(os.getppid(), 9)\nos.kill(1, 9)\nprint(3)", "line 1 is '3'"),
+    "kill the parent": (KILLS, "line 1 is '3'"),
     "symlink": ("import os\nos.symlink('/etc/passwd', 'a')\nprint(open('a').read())", "FileNotFoundError"),
     "write outside": ("open('/tmp/x', 'w')", "FileNotFoundError"),
     "write into the library": ("import os\nopen(os.__file__, 'a')", "Error"),
     "exit": ("import sys\nsys.exit(0)", "0 lines of output, expected 1"),
     "hard exit": ("import os\nos._exit(0)", "0 lines of output, expected 1"),
-    "read the tests": ("import gc\nprint([o for o in gc.get_objects() if 'outputs' in str(o)[:99]][:1])", "line 1 is"),
+    "read the tests": (SEARCH, "line 1 is"),
     "daemon": ("import os\nif os.fork() == 0: os.setsid()", "PermissionError"),
     "thread that stays": ("import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()", "timeout"),
     "program": ("import subprocess\nprint(subprocess.run(['/bin/echo', '2']))", "PermissionError"),
@@ -336,3 +345,23 @@ async def test_hostile_programs_get_nothing_and_the_reason_is_recorded():
     for reward, (name, (_, reason)) in zip(rewards, HOSTILE.items()):
         assert reward.reward == 0.0, name
         assert reason in reward.notes["reason"], (name, reward.notes)
+
+
+@pytest.mark.parametrize("isolation", ["only_bubblewrap"])
+async def test_hostile_programs_get_nothing_from_bubblewrap_either(isolation, request):
+    """The quick part of what the slow tests do with it."""
+    request.getfixturevalue(isolation)
+    await test_hostile_programs_get_nothing_and_the_reason_is_recorded()
+
+
+async def test_packages_may_be_used_by_the_solution_and_by_its_tests():
+    solution = "import numpy as np\ndef mean(xs): return float(np.mean(xs))"
+    tests = ["import numpy as np\nassert np.isclose(mean([1, 2]), 1.5)", "import unittest\nassert mean([3]) == 3"]
+    tests += ["class T(unittest.TestCase):\n    def test(self): self.assertEqual(mean([1]), 1)\nunittest.main()"]
+    limits = Limits(wall_s=60, cpu_s=60)
+    verdict = await assert_tests(block(solution), {"tests": tests}, limits=limits, packages=["numpy"])
+    assert verdict["reward"] == 1.0, verdict
+    row = {"test_cases": {"inputs": ["3"], "outputs": ["[0 1 2]"]}}
+    program = block("import numpy\nprint(numpy.arange(int(input())))")
+    assert (await stdin_tests(program, row, limits=limits, packages=["numpy"]))["reward"] == 1.0
+    assert (await stdin_tests(program, row, limits=limits))["reward"] == 0.0

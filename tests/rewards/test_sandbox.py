@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from rlkit.rewards import sandbox
-from rlkit.rewards._forked import Server
 from rlkit.rewards.sandbox import Limits, SandboxError, run_program
 
 SOON = Limits(wall_s=2.0, cpu_s=1.0)
+pytestmark = pytest.mark.usefixtures("isolation")
 
 
 async def run(source, *, stdin="", limits=Limits(wall_s=60, cpu_s=60)):
@@ -121,7 +121,13 @@ async def test_memory_disk_and_files_run_out_soon(source):
     before = available_memory()
     ran = await run(source)
     assert ran.reason.startswith(
-        ("memory", "exit code 1: MemoryError", "exit code 1: OSError", "exit code 1: Permission")
+        (
+            "memory",
+            "exit code 1: MemoryError",
+            "exit code 1: OSError",
+            "exit code 1: Permission",
+            "more than 4096 files",
+        )
     )
     assert available_memory() > before - 2**31
 
@@ -147,9 +153,9 @@ FORKS = """
 """
 
 
-async def test_a_fork_bomb_does_not_go_off():
+async def test_a_fork_bomb_does_not_go_off(isolation):
     ran = await run(FORKS)
-    assert ran.stdout == "1\n0 PermissionError\n"
+    assert ran.stdout == {"namespaces": "1", "bubblewrap": "2"}[isolation] + "\n0 PermissionError\n"
     ran = await run(FORKS, limits=Limits(wall_s=60, cpu_s=60, processes=4))
     assert ran.reason == ""
     assert 0 < int(ran.stdout.split()[1]) <= 20
@@ -206,7 +212,7 @@ async def test_the_network_is_out_of_reach():
         server.close()
 
 
-async def test_files_outside_the_scratch_folder_are_out_of_reach(tmp_path):
+async def test_files_outside_the_scratch_folder_are_out_of_reach(tmp_path, isolation):
     secret = tmp_path / "expected.txt"
     secret.write_text("the answer 42")
     system = [
@@ -240,11 +246,12 @@ async def test_files_outside_the_scratch_folder_are_out_of_reach(tmp_path):
         for fd in range(3, 100):
             try: os.fstat(fd); opened.append(fd)
             except OSError: pass
-        print(opened, os.getuid(), os.getpid(), os.getppid())
+        print(opened, os.getuid() > 0, os.getpid(), os.getppid())
     """
     ran = await run(source)
     lines = [line for line in ran.stdout.splitlines() if not _is_way_to_the_library(line)]
-    assert lines == ["['HOME', 'PATH', 'TMPDIR'] []", "[] 1000 1 0"], ran.stderr
+    pids = {"namespaces": "1 0", "bubblewrap": "2 1"}[isolation]
+    assert lines == ["['HOME', 'PATH', 'TMPDIR'] []", f"[] True {pids}"], ran.stderr
     assert secret.read_text() == "the answer 42"
 
 
@@ -329,30 +336,71 @@ async def test_a_killed_server_is_an_error_and_is_replaced():
     task = asyncio.create_task(run("import time; time.sleep(60)"))
     while not descendants():
         await asyncio.sleep(0.02)
-    (child,) = descendants()
+    children = descendants()
     os.kill(sandbox._SERVER._process.pid, signal.SIGKILL)
     with pytest.raises(SandboxError, match="the server died while the child was running"):
         await task
     deadline = time.monotonic() + 60
-    while Path(f"/proc/{child}").exists():  # it does not outlive its server
+    while any(map(_alive, children)):  # it does not outlive its server
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert (await run("print(2)")).stdout == "2\n"
 
 
-async def test_where_it_cannot_isolate_it_refuses(monkeypatch):
-    broken = Server("sandboxd", flags=("-S", "-s"), environment={"PYTHONHASHSEED": "0"})
-    broken._command[-1] = broken._command[-1].replace(
-        "sandboxd.main()", "sandboxd.isolate._NAMESPACES |= 0x10000; sandboxd.main()"
-    )
+async def test_where_it_cannot_isolate_it_refuses(monkeypatch, server_without):
+    broken = server_without("namespaces", "bubblewrap")
     monkeypatch.setattr(sandbox, "_SERVER", broken)
-    with pytest.raises(SandboxError, match=r"nothing was run: .*creating namespaces: EINVAL .*--security-opt"):
+    message = r"nothing was run: .*creating namespaces: EINVAL .*bubblewrap: .*not installed.*--security-opt"
+    with pytest.raises(SandboxError, match=message):
         await run("print(1)")
+    with pytest.raises(SandboxError, match=message):
+        sandbox.isolation()
     broken.close()
     with monkeypatch.context() as patch:
         patch.setattr("platform.system", lambda: "Darwin")
         with pytest.raises(SandboxError, match="needs Linux on x86_64 or aarch64, this is Darwin"):
             await run("print(1)")
+
+
+def test_how_it_isolates_is_told(isolation):
+    assert sandbox.isolation() == isolation
+
+
+async def test_packages_are_there_by_name_and_nothing_beside_them():
+    source = """
+        import numpy as np, sys, os
+        from numpy.random import default_rng
+        print(np.linalg.solve(np.eye(3) * 2, np.arange(3.0)).tolist(), len(default_rng(0).random(4)))
+        for name in ("torch", "pytest", "rlkit"):
+            try: __import__(name); print("found", name)
+            except ModuleNotFoundError: pass
+        site = os.path.dirname(os.path.dirname(np.__file__))
+        print(sorted(n for n in os.listdir(site) if not n.startswith("numpy")))
+        for path in (os.path.join(site, "x"), np.__file__, os.path.join(np.__path__[0], "x")):
+            try: open(path, "a"); print("wrote", path)
+            except OSError: pass
+    """
+    ran = await run_program(textwrap.dedent(source), packages=["numpy"], limits=Limits(wall_s=60, cpu_s=60))
+    assert ran.reason == "", ran.stderr
+    assert ran.stdout.splitlines() == ["[0.0, 0.5, 1.0] 4", "[]"]
+    bomb = "import numpy\nx = numpy.ones(2**31)"
+    ran = await run_program(bomb, packages=["numpy"], limits=Limits(wall_s=60, cpu_s=60))
+    assert "MemoryError" in ran.reason
+    assert "No module named 'numpy'" in (await run("import numpy")).reason
+
+
+async def test_packages_that_cannot_be_had_are_errors(tmp_path, monkeypatch):
+    for name in ("no_such_package", "numpy.linalg"):
+        with pytest.raises(ValueError, match=f"installed top-level packages, '{name}' is not one"):
+            await run_program("print(1)", packages=[name])
+    (tmp_path / "needy.py").write_text("import helpful\nprint(helpful.x)")
+    (tmp_path / "helpful.py").write_text("x = 5")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = r"nothing was run: .*package 'needy' cannot be imported in the sandbox .*helpful.*; name the packages"
+    with pytest.raises(SandboxError, match=message):
+        await run_program("print(1)", packages=["needy"])
+    ran = await run_program("import needy\nprint(needy.helpful.x)", packages=["needy", "helpful"])
+    assert ran.stdout.split()[-1] == "5", ran.stderr
 
 
 def test_it_ends_with_its_process():

@@ -2,18 +2,21 @@
 
 `enter` is a fork whose child has user, mount, pid, network, IPC, UTS and cgroup namespaces of its own and is process 1
 there: when it ends, the kernel ends whatever it left behind. It sees the Python standard library (read only, without
-site-packages), /dev/null, /dev/zero, /dev/urandom and an empty scratch folder; no /proc, no /sys, no network device.
+site-packages but for what was asked for), /dev/null, /dev/zero, /dev/urandom and an empty scratch folder; no /proc, no
+/sys, no network device. Where this is not allowed, see `bubble`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import resource
 import signal
+import stat
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -31,14 +34,15 @@ _PDEATHSIG, _KEEPCAPS, _SECCOMP, _NO_NEW_PRIVS = 1, 8, 22, 38
 _INSIDE = 1000  # the only user and group id inside
 _NOBODY = 65534  # what they are outside, if the server is root: of root, the kernel does not count the processes
 _THREADS = 16
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 SCRATCH = "/scratch"
+SCRATCH_FILES = 4096
 
 
-def enter(child: Callable[[], None], fds: list[int], limits: dict[str, Any], failed: Callable[[str], None]) -> int:
+def enter(child: Callable[[], None], fds: list[int], control: int, limits: dict[str, Any], shown: Sequence[str]) -> int:
     """The pid of a new isolated process that runs `child` with `fds` as its fds 0, 1, 2, ... and nothing else open.
 
-    Where the isolation fails, `failed` is called with the explanation in that process, and `child` is not.
+    It may read the paths `shown`. On `control` it says that it is isolated, and then runs `child`, or why it is not.
     """
     ready, go = os.pipe()
     ctypes.pythonapi.PyOS_BeforeFork()
@@ -54,9 +58,11 @@ def enter(child: Callable[[], None], fds: list[int], limits: dict[str, Any], fai
         code = 1
         try:
             ctypes.pythonapi.PyOS_AfterFork_Child()
-            _isolate(ready, fds, limits)
+            only_these([*fds, control, ready])
+            _isolate(len(fds) + 1, limits, shown)
+            tell(len(fds), began="namespaces")
         except BaseException as error:
-            failed(str(error))
+            tell(len(fds), error=str(error))
             os._exit(1)
         try:
             child()
@@ -76,6 +82,13 @@ def enter(child: Callable[[], None], fds: list[int], limits: dict[str, Any], fai
     return pid
 
 
+def tell(control: int, **message: str | int) -> None:
+    """The last thing said on a control socket from inside: it is closed."""
+    with suppress(OSError):  # nobody listens any more
+        os.write(control, json.dumps(message).encode())
+        os.close(control)
+
+
 def _map_ids(pid: int) -> None:
     """Give the child its one user id: nobody if this is root, otherwise the user's own."""
     proc = f"/proc/{pid}"
@@ -91,27 +104,32 @@ def _map_ids(pid: int) -> None:
     raise refused
 
 
-def _isolate(ready: int, fds: list[int], limits: dict[str, Any]) -> None:
+def _isolate(ready: int, limits: dict[str, Any], shown: Sequence[str]) -> None:
     _check(_libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "asking to die with the server")
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if os.read(ready, 1) != b"1":
         raise OSError("the server could not map user ids")
+    os.close(ready)
     os.setsid()
-    stdlib = standard_library()
-    sources = [(path, os.open(path, os.O_PATH)) for path in (*stdlib, *_DEVICES)]  # while root may still look in /root
+    paths = (*standard_library(), *shown, *DEVICES)
+    sources = [(path, os.open(path, os.O_PATH)) for path in paths]  # while root may still look in /root
+    become(_INSIDE)
+    _new_root(sources, limits["scratch_bytes"])
+    set_limits(limits)
+    drop_capabilities()
+    _check(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up new privileges")
+    install_filter(forks=limits["processes"] > 0)
+
+
+def become(user: int) -> None:
+    """Another user and group, of the namespace; capabilities stay for the set-up."""
     _check(_libc.prctl(_KEEPCAPS, 1, 0, 0, 0), "keeping capabilities for the set-up")
     with suppress(PermissionError):  # an ordinary user may not drop groups; there is nothing to use them on
         os.setgroups([])
-    os.setresgid(_INSIDE, _INSIDE, _INSIDE)
-    os.setresuid(_INSIDE, _INSIDE, _INSIDE)
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
     _check(_libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "asking to die with the server")
-    _new_root(sources, limits["scratch_bytes"])
-    _only_these(fds)
-    _set_limits(limits)
-    _drop_capabilities()
-    _check(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up new privileges")
-    _filter(forks=limits["processes"] > 0)
 
 
 @cache
@@ -121,27 +139,37 @@ def standard_library() -> tuple[str, ...]:
     return tuple(dict.fromkeys(os.path.realpath(paths[name]) for name in ("stdlib", "platstdlib")))
 
 
+def masks() -> list[str]:
+    """The folders inside the standard library that hold what was installed: a program sees them empty."""
+    folders = [f"{path}/{name}" for path in standard_library() for name in ("site-packages", "dist-packages")]
+    return [folder for folder in folders if os.path.isdir(folder)]
+
+
 def _new_root(sources: list[tuple[str, int]], scratch_bytes: int) -> None:
     """Make a new root from the opened sources, and leave the old one for ever."""
     base = next(path for path in ("/tmp", "/mnt", "/var") if os.path.isdir(path))
+    hidden = masks()
     _mount(None, "/", None, _REC | _PRIVATE)
     _mount("tmpfs", base, "tmpfs", _NOSUID | _NODEV, "size=1m,nr_inodes=1024,mode=0755")
     for path, fd in sources:
         target = base + path
-        if path in _DEVICES:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            os.makedirs(target, exist_ok=True)
+        else:
             os.makedirs(os.path.dirname(target), exist_ok=True)
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
-            _mount(f"/proc/self/fd/{fd}", target, None, _BIND)
-        else:
-            os.makedirs(target)
-            _mount(f"/proc/self/fd/{fd}", target, None, _BIND | _REC)
-            _mount(None, target, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
-            for name in ("site-packages", "dist-packages"):
-                if os.path.isdir(f"{target}/{name}"):
-                    _mount("tmpfs", f"{target}/{name}", "tmpfs", _RDONLY | _NOSUID | _NODEV, "size=4k")
+        _mount(f"/proc/self/fd/{fd}", target, None, _BIND | _REC)
         os.close(fd)
+        if path not in DEVICES:
+            _mount(None, target, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+        for folder in hidden:
+            if os.path.dirname(folder) == path:
+                _mount("tmpfs", base + folder, "tmpfs", _NOSUID | _NODEV, "size=4k,mode=0755")
+    for folder in hidden:  # only now: what is shown may lie in them
+        _mount(None, base + folder, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
     os.mkdir(base + SCRATCH)
-    _mount("tmpfs", base + SCRATCH, "tmpfs", _NOSUID | _NODEV, f"size={scratch_bytes},nr_inodes=4096,mode=0700")
+    options = f"size={scratch_bytes},nr_inodes={SCRATCH_FILES},mode=0700"
+    _mount("tmpfs", base + SCRATCH, "tmpfs", _NOSUID | _NODEV, options)
     os.chdir(base)
     _check(_libc.syscall(syscalls.PIVOT_ROOT, b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", _DETACH), "leaving the old root")
@@ -149,7 +177,7 @@ def _new_root(sources: list[tuple[str, int]], scratch_bytes: int) -> None:
     os.chdir(SCRATCH)
 
 
-def _only_these(fds: list[int]) -> None:
+def only_these(fds: list[int]) -> None:
     """Make `fds` the fds 0, 1, 2, ... and close every other one."""
     high = max(fds) + len(fds) + 1
     for i, fd in enumerate(fds):  # out of the way first: they may lie on each other's places
@@ -159,14 +187,15 @@ def _only_these(fds: list[int]) -> None:
     os.closerange(len(fds), 1 << 20)
 
 
-def _set_limits(limits: dict[str, Any]) -> None:
+def set_limits(limits: dict[str, Any], *, others: int = 0) -> None:
+    """Resource limits of this process; `others`: processes of its user that are not the program's."""
     pages = int(limits["base_pages"])
     cpu_s = max(1, int(limits["cpu_s"] + 0.999))
     for which, value in {
         resource.RLIMIT_AS: limits["memory_bytes"] + pages * resource.getpagesize(),
         resource.RLIMIT_CPU: cpu_s,
         resource.RLIMIT_FSIZE: limits["scratch_bytes"],
-        resource.RLIMIT_NPROC: _THREADS + limits["processes"],
+        resource.RLIMIT_NPROC: _THREADS + limits["processes"] + others,
         resource.RLIMIT_NOFILE: limits["open_files"],
         resource.RLIMIT_STACK: min(limits["memory_bytes"], 64 << 20),
         resource.RLIMIT_CORE: 0,
@@ -178,12 +207,14 @@ def _set_limits(limits: dict[str, Any]) -> None:
         resource.setrlimit(which, (value, value))
 
 
-def _drop_capabilities() -> None:
+def drop_capabilities() -> None:
+    """Give up every capability."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     _check(_libc.syscall(syscalls.CAPSET, header, (ctypes.c_uint32 * 6)()), "dropping capabilities")
 
 
-def _filter(*, forks: bool) -> None:
+def install_filter(*, forks: bool) -> None:
+    """Deny the system calls that no solution needs, for ever."""
     program = syscalls.deny_filter(forks=forks)
     code = ctypes.create_string_buffer(program, len(program))
 

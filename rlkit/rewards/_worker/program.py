@@ -6,7 +6,6 @@ import _sitebuiltins
 import atexit
 import builtins
 import io
-import json
 import os
 import random
 import sys
@@ -22,7 +21,6 @@ def run() -> None:
     source = read_all(3)
     open_streams()
     module = fresh_module("__main__")
-    sys.argv = [SOLUTION]
     leave(execute(source, module)[0])
 
 
@@ -40,9 +38,11 @@ def open_streams() -> None:
     builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "")  # as the module site does
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     folder = os.getcwd()
+    threads = {name: number for name, number in os.environ.items() if name.endswith("_NUM_THREADS")}
     os.environ.clear()
-    os.environ.update(HOME=folder, TMPDIR=folder, PATH="")
+    os.environ.update(HOME=folder, TMPDIR=folder, PATH="", **threads)
     sys.path.insert(0, folder)
+    sys.argv = [SOLUTION]
     random.seed(0)
 
 
@@ -83,8 +83,3 @@ def leave(code: int) -> None:
     except BaseException:
         code = code or 120
     os._exit(code)
-
-
-def quoted(text: str) -> bytes:
-    """A JSON string."""
-    return json.dumps(text).encode()

@@ -1,0 +1,47 @@
+"""The two ways of isolation, for the tests that must hold under both."""
+
+import os
+from functools import cache
+
+import pytest
+
+from rlkit.rewards import sandbox
+from rlkit.rewards._forked import Server
+from rlkit.rewards._worker import bubble
+
+
+def _server_without(*ways, arguments=()):
+    """A server of its own in which these ways of isolation fail."""
+    broken = {"namespaces": "sandboxd.isolate._NAMESPACES |= 0x10000", "bubblewrap": "sandboxd.bubble.PLACES = ()"}
+    server = Server("sandboxd", flags=sandbox._FLAGS, environment=sandbox._ENVIRONMENT, arguments=arguments)
+    lines = "; ".join(broken[way] for way in ways)
+    server._command[4] = server._command[4].replace("sandboxd.main()", f"{lines}; sandboxd.main()")
+    return server
+
+
+@pytest.fixture
+def server_without():
+    return _server_without
+
+
+@cache
+def _only_bubblewrap(arguments=()):
+    return _server_without("namespaces", arguments=arguments)
+
+
+@pytest.fixture
+def only_bubblewrap(monkeypatch):
+    """Programs run as where this process may not make namespaces, but bubblewrap may."""
+    if not any(os.access(place, os.X_OK) for place in bubble.PLACES):
+        pytest.skip("bubblewrap is not installed")
+    ordinary = sandbox._with_packages
+    monkeypatch.setattr(sandbox, "_SERVER", _only_bubblewrap())
+    monkeypatch.setattr(sandbox, "_with_packages", lambda names: _only_bubblewrap(tuple(ordinary(names)._command[5:])))
+
+
+@pytest.fixture(params=["namespaces", pytest.param("bubblewrap", marks=pytest.mark.slow)])
+def isolation(request):
+    """Both ways, one after the other."""
+    if request.param == "bubblewrap":
+        request.getfixturevalue("only_bubblewrap")
+    return request.param
