@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from rlkit.parallel.data import rank_microbatches, reduce_metrics
 from rlkit.parallel.heads import bootstraps, score_values, values
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.optim import optimizer_step, set_lr
+from rlkit.parallel.pipeline import pipelined
 from rlkit.types import Batch
 
 
@@ -72,23 +72,23 @@ def value_update(
     """
     set_lr(optimizer, lr)
     metrics: Metrics = {}
-    number = partial(values, critic, dtype=dtype)
     middle = batch.returns[batch.mask].mean()
     for mini in split(batch, num_minibatches, epochs=num_epochs, seed=seed):
         weights = token_mean(mini.mask, num_tokens=verbs.global_count(mini.mask))
-        for micro, *rest in rank_microbatches((mini, weights), mesh=mesh, max_tokens=max_tokens):
-            micro, w = micro.to(critic.device), rest[0].to(critic.device)
-            now = number(micro)
-            loss = value_clip(now, micro.values, micro.returns, clip=clip, mask=micro.mask)
-            (w * loss).sum().backward()
-            shown = {
-                "loss": loss,
-                "mean": now,
-                "return": micro.returns,
-                "error": (now - micro.returns).square(),
-                "spread": (micro.returns - middle.to(now)).square(),
-            }
-            metrics = merge(metrics, {f"value/{k}": mean(x, mask=micro.mask) for k, x in shown.items()})
+        with pipelined(mesh) as backward:
+            for micro, *rest in rank_microbatches((mini, weights), mesh=mesh, max_tokens=max_tokens):
+                micro, w = micro.to(critic.device), rest[0].to(critic.device)
+                now = values(critic, micro, dtype=dtype)
+                loss = value_clip(now, micro.values, micro.returns, clip=clip, mask=micro.mask)
+                backward((w * loss).sum())
+                shown = {
+                    "loss": loss,
+                    "mean": now,
+                    "return": micro.returns,
+                    "error": (now - micro.returns).square(),
+                    "spread": (micro.returns - middle.to(now)).square(),
+                }
+                metrics = merge(metrics, {f"value/{k}": mean(x, mask=micro.mask) for k, x in shown.items()})
         step = optimizer_step(optimizer, max_norm=max_norm)
         metrics = merge(metrics, {f"value/{name}": x for name, x in step.items()})
     return reduce_metrics(metrics, mesh=mesh)
