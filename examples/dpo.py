@@ -54,6 +54,8 @@ class Args:
     """put before every conversation that has none"""
     chat_template: bool = True
     """render with the model's chat template; off for base models and plain strings"""
+    lora_rank: int = 0
+    """rank of LoRA adapters on all linear layers, which then are all that trains; 0: every weight (needs peft)"""
     lr: float = 1e-6
     """highest learning rate"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -112,7 +114,7 @@ def main(args: Args) -> Path:
     eval_pairs = preference_pairs(eval_rows, **render)[0] if eval_rows else []
     load = partial(load_policy, args=args.parallel, device=args.device, dtype=args.dtype)
     loss, reduce, needs_reference = loss_of(args)
-    model = load(args.model)
+    model = load(args.model, lora_rank=args.lora_rank)
     reference = load(args.reference or args.model) if needs_reference else None
     return dpo(
         model,

@@ -63,6 +63,8 @@ class Args:
     """put before every conversation that has none"""
     chat_template: bool = True
     """render with the model's chat template; off for base models"""
+    lora_rank: int = 0
+    """rank of LoRA adapters on all linear layers, which then are all that trains; 0: every weight (needs peft)"""
     lr: float = 1e-6
     """highest learning rate"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -160,7 +162,7 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
     env, score = environment(args, tokenizer)
     prompts, eval_prompts = load_prompts(args, tokenizer)
     load = partial(load_policy, args=args.parallel, device=args.device, dtype=args.dtype)
-    model = load(args.model)
+    model = load(args.model, lora_rank=args.lora_rank)
     ends = stop_token_ids(tokenizer, model.config, model.generation_config) if args.chat_template else ()
     return (
         model,
@@ -205,6 +207,7 @@ def check_flags(args: Args) -> None:
     needs = [
         (args.kl_target is not None and not args.kl_coef, "--kl-target moves --kl-coef: give one above 0"),
         (args.reference and not (args.kl_coef or args.eval_kl), "--reference is for --kl-coef or --eval-kl: give one"),
+        (getattr(args, "ref_sync_steps", 0) and args.lora_rank, "--ref-sync-steps copies whole weights: not with --lora-rank"),
         (args.engine_urls and args.engine == "local", "--engine-urls are SGLang servers: add --engine sglang"),
     ]
     for wrong, message in needs:

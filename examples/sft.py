@@ -37,6 +37,8 @@ class Args:
     """put before every conversation that has none"""
     chat_template: bool = True
     """render with the model's chat template; off for base models, whose rows are {prompt, response}"""
+    lora_rank: int = 0
+    """rank of LoRA adapters on all linear layers, which then are all that trains; 0: every weight (needs peft)"""
     lr: float = 1e-5
     """highest learning rate"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -84,7 +86,7 @@ def main(args: Args) -> Path:
     torch.manual_seed(args.seed)
     rows = load_rows(args.data, rename=args.rename)
     eval_rows = load_rows(args.eval_data, rename=args.rename) if args.eval_data else []
-    model = load_policy(args.model, args.parallel, device=args.device, dtype=args.dtype)
+    model = load_policy(args.model, args.parallel, device=args.device, dtype=args.dtype, lora_rank=args.lora_rank)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     render: dict[str, Any] = {
         "tokenizer": tokenizer,

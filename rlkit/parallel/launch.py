@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from rlkit.parallel.flags import ParallelArgs
 from rlkit.parallel.heads import load_reward_model, load_value_model
+from rlkit.parallel.lora import add_lora
 from rlkit.parallel.mesh import Mesh, make_mesh, start
 from rlkit.parallel.model import DTYPES, load_model
 from rlkit.parallel.parallelize import load_parallel, parallelize
@@ -24,8 +26,17 @@ from rlkit.parallel.parallelize import load_parallel, parallelize
 X = TypeVar("X")
 
 
-def load_policy(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
-    """The model of a script's flags: cut over the ranks by `load_parallel`, or in a plain process by `load_model`."""
+def load_policy(
+    path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32", lora_rank: int = 0
+) -> Any:
+    """The model of a script's flags: cut over the ranks by `load_parallel`, or in a plain process by `load_model`.
+
+    With `lora_rank` adapters of that rank are all that trains (alpha is twice the rank); then every rank holds the
+    whole model in CPU memory before it is cut.
+    """
+    if lora_rank:
+        load = partial(_load_with_adapters, rank=lora_rank)
+        return _load_whole(load, path, args, device, dtype)
     mesh = open_mesh(args, device=device)
     if mesh is None:
         return load_model(path, device=device)
@@ -34,15 +45,19 @@ def load_policy(path: str | os.PathLike[str], args: ParallelArgs, *, device: str
 
 def load_judge(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
     """Likewise a reward model. Every rank holds the whole one in CPU memory before it is cut."""
-    return _load_with_head(load_reward_model, path, args, device, dtype)
+    return _load_whole(load_reward_model, path, args, device, dtype)
 
 
 def load_critic(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
     """Likewise a critic, as `load_judge`."""
-    return _load_with_head(load_value_model, path, args, device, dtype)
+    return _load_whole(load_value_model, path, args, device, dtype)
 
 
-def _load_with_head(
+def _load_with_adapters(path: str | os.PathLike[str], *, rank: int, device: str = "cpu") -> Any:
+    return add_lora(load_model(path, device=device), rank=rank, alpha=2 * rank)
+
+
+def _load_whole(
     load: Callable[..., Any], path: str | os.PathLike[str], args: ParallelArgs, device: str, dtype: str
 ) -> Any:
     mesh = open_mesh(args, device=device)
