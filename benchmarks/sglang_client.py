@@ -8,7 +8,10 @@ of `SGLang.generate` over those of `sglang.bench_serving`'s request function in 
 client's processor time over the time of the round. Both run on the machine that the server runs on.
 
 Weights. A Qwen3 of 0.5 GB in fp32; `update_weights` with `FromGroup("gloo")`, whole (pause, session, all buckets,
-loading, flush, continue), over a gloo broadcast of as many bytes, from a tensor that is there to one that is there.
+loading, flush, continue), over a gloo broadcast of the same bytes, from a tensor that is there to one that is there.
+`server_s` is what SGLang takes by itself for such an update when the bytes need not travel: the same control requests,
+and loading buckets of the same size that lie in shared memory already. So `raw_s + server_s` is what a client that
+costs nothing would take, and `floor` is that over `raw_s`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,12 +39,13 @@ from _timing import machine
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.parallel.weights import stream_weights
+from rlkit.rollout._sglang_weights import Bucket, Memory, Target, _handle, flatten, groups
 from rlkit.rollout.sglang import FromGroup, Server, SGLang, connect, launch
 from rlkit.types import SamplingParams
 
 PEER = Path(__file__).parent / "peers" / "sglang_bench_client.py"
 PROMPT_TOKENS = 32
-LOADS = {64: (128, 64), 512: (512, 32)}  # at once: (requests, new tokens)
+LOADS = {64: (128, 32), 512: (512, 16)}  # at once: (requests, new tokens)
 
 
 @dataclass
@@ -49,6 +54,8 @@ class Args:
     """counted rounds of each pair"""
     parts: tuple[str, ...] = ("sampling", "weights")
     """which of sampling, weights"""
+    at_once: tuple[int, ...] = tuple(LOADS)
+    """sampling: how many requests at once"""
     out: Path = Path("benchmarks/results/sglang_client_cpu.json")
     """where the figures go"""
 
@@ -56,10 +63,12 @@ class Args:
 def main(args: Args) -> None:
     results: dict[str, Any] = {"machine": machine(), "rounds": args.rounds}
     for part in args.parts:
-        results[part] = {"sampling": sampling, "weights": weights}[part](args.rounds)
+        results[part] = weights(args.rounds) if part == "weights" else sampling(args.rounds, args.at_once)
         print(json.dumps(results[part], indent=2))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     old = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if "sampling" in results:
+        results["sampling"] = old.get("sampling", {}) | results["sampling"]
     args.out.write_text(json.dumps(old | results, indent=2) + "\n")
 
 
@@ -72,7 +81,7 @@ def serve(folder: Path, **shape: int) -> tuple[Server, torch.nn.Module]:
     return launch(folder, device="cpu", args=["--max-total-tokens", "65536"], log=folder / "log.txt"), model
 
 
-def sampling(rounds: int) -> dict[str, Any]:
+def sampling(rounds: int, at_once: Sequence[int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         server, _ = serve(Path(folder))
         command = [os.environ.get("RLKIT_SGLANG_PYTHON", sys.executable), str(PEER)]
@@ -83,7 +92,7 @@ def sampling(rounds: int) -> dict[str, Any]:
             assert peer.stdout is not None
             while peer.stdout.readline().strip() != "ready":
                 assert peer.poll() is None, "the peer ended"
-            return {str(n): compare(server.url, peer, n, rounds) for n in LOADS}
+            return {str(n): compare(server.url, peer, n, rounds) for n in at_once}
         finally:
             peer.kill()
             server.close()
@@ -153,7 +162,7 @@ def weights(rounds: int) -> dict[str, Any]:
         receiver.start()
         try:
             raw_group = dist.ProcessGroupGloo(dist.PrefixStore("raw", store), 0, 2, timedelta(seconds=300))
-            syncs, raws = asyncio.run(alternate(server.url, model, raw_group, num_bytes, rounds))
+            syncs, raws, alone = asyncio.run(alternate(server.url, model, raw_group, rounds))
         finally:
             receiver.kill()
             server.close()
@@ -161,23 +170,48 @@ def weights(rounds: int) -> dict[str, Any]:
         "gigabytes": round(num_bytes / 1e9, 3),
         "sync_s": round(statistics.median(syncs), 3),
         "raw_s": round(statistics.median(raws), 3),
+        "server_s": round(statistics.median(alone), 3),
         "ratio": summary([s / r for s, r in zip(syncs, raws, strict=True)]),
+        "floor": summary([1 + a / r for a, r in zip(alone, raws, strict=True)]),
     }
 
 
-async def alternate(url: str, model: Any, raw: Any, num_bytes: int, rounds: int) -> tuple[list[float], list[float]]:
-    flat = torch.zeros(num_bytes, dtype=torch.uint8)
-    syncs, raws = [], []
-    async with connect(url, transport=FromGroup(backend="gloo")) as engine:
+async def alternate(url: str, model: Any, raw: Any, rounds: int) -> tuple[list[float], list[float], list[float]]:
+    transport = FromGroup(backend="gloo")
+    flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in stream_weights(model)])
+    named_buckets = groups(stream_weights(model), max_bytes=transport._bucket_bytes)
+    there = InPlace([flatten(named, Memory()) for named, _ in named_buckets])
+    times: tuple[list[float], list[float], list[float]] = ([], [], [])
+    async with connect(url, transport=transport) as engine, connect(url, transport=there) as server:
         for number in range(rounds + 1):
             began = time.perf_counter()
             raw.broadcast([flat]).wait()
-            middle = time.perf_counter()
+            sent = time.perf_counter()
             await engine.update_weights(stream_weights(model), version=number)
-            if number:  # the first update makes the group
-                raws.append(middle - began)
-                syncs.append(time.perf_counter() - middle)
-    return syncs, raws
+            synced = time.perf_counter()
+            await server.update_weights((), version=number)
+            alone = time.perf_counter() - synced
+            for kept, seconds in zip(times, (synced - sent, sent - began, alone), strict=True):
+                if number:  # the first update makes the group
+                    kept.append(seconds)
+    return times
+
+
+class InPlace:
+    """Has the server load what lies in shared memory already."""
+
+    sessions = True
+
+    def __init__(self, buckets: list[Bucket]) -> None:
+        self._buckets = buckets
+
+    async def send(self, targets: Sequence[Target], _named_tensors: Any, *, version: int) -> None:
+        for bucket in self._buckets:
+            body = {"serialized_named_tensors": [_handle(bucket)], "load_format": "flattened_bucket"}
+            body |= {"flush_cache": False, "weight_version": str(version)}
+            await targets[0].post("/update_weights_from_tensor", body)
+
+    async def close(self) -> None: ...
 
 
 def receive(port: int, num_bytes: int, times: int) -> None:
