@@ -1,4 +1,4 @@
-"""`tests/test_gpu.py` on the CPU, in a process of its own: what a device is asked must at least run."""
+"""What can be known of a device without one: every line of `tests/test_gpu.py` runs, and copies from it are waited for."""
 
 import os
 import subprocess
@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from rlkit.packing import pack
+from rlkit.types import Trajectory
 
 
 @pytest.mark.slow
@@ -18,3 +23,26 @@ def test_every_line_runs_without_a_device() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout or "[100%]" in done.stdout
     assert "skipped" not in done.stdout
+
+
+class Copies(TorchFunctionMode):
+    """Notes for every `Tensor.to` whether the host goes on before the copy has arrived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ahead: set[bool] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.to:
+            self.ahead.add((kwargs or {}).get("non_blocking", False))
+            args = (args[0], "cpu", *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("device", "ahead"), [("cpu", False), ("cuda:1", True)])
+def test_a_batch_that_comes_back_is_waited_for(device: str, ahead: bool) -> None:
+    """torch copies to pinned host memory when asked not to block: what is read there at once may be old."""
+    batch = pack([[Trajectory([1, 2], [3], [True], [0.0], [0])]])
+    with Copies() as copies:
+        batch.to(device)
+    assert copies.ahead == {ahead}
