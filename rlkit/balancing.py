@@ -4,19 +4,45 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect, insort
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlkit.segments import seq_lens
 from rlkit.types import Batch
 
+Piece = tuple[int, list[int]]  # tokens, sequences
+_EVEN = 0.02  # of a rank's tokens, that ranks may wait: less would cut more groups than it gains
+_PARTNERS = 4  # emptiest bins that an exchange is looked for with
+
 
 class Plan(NamedTuple):
     """How sequences were put into micro-batches: `bins` of sequence indices, the fullest one's tokens (`makespan`), and
-    the `bound` that no partition into as many bins can beat (the mean load, or the largest indivisible piece)."""
+    the `bound` that no partition into as many bins can beat (the mean load with every prompt counted once, or the
+    largest sequence with its prompt)."""
 
     bins: list[list[int]]
     makespan: int
     bound: int
+
+
+class _Lens(NamedTuple):
+    """Tokens of each sequence, which prefix it has, and tokens of each prefix. The last ones, -1, stand for nothing."""
+
+    own: list[int]
+    prefix_ids: list[int]
+    prefix: list[int]
+
+
+@dataclass(eq=False)
+class _Bin:
+    """Sequences by length, how many of them have each prefix, and tokens in all."""
+
+    load: int
+    members: list[tuple[int, int]]
+    prefixes: Counter[int]
 
 
 def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1, whole_groups: bool = False) -> Plan:
@@ -24,65 +50,124 @@ def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1, whole_gr
 
     Groups stay whole where they fit, and are cut into as few pieces as fit where they do not. Pieces go, longest first,
     to the least loaded bin (longest processing time first: makespan <= 4/3 of the optimum, Graham 1969), over the
-    fewest bins that keep the budget. With several data parallel `ranks` their number is a multiple of theirs, some
-    possibly empty, and groups are cut smaller where that makes the ranks more even: a cut costs one more prompt, and
-    waiting for the fullest rank costs more. With `whole_groups` no group is ever cut: a loss that couples its samples.
+    fewest bins that keep the budget.
+
+    Data parallel `ranks` wait for the fullest of them. So their bins are a multiple of theirs in number, some possibly
+    empty, and sequences are exchanged between the fullest and the emptiest ones while that evens them out, although a
+    cut costs one more prompt. Rank r gets `bins[r::ranks]`: bins of about equal load run at the same time, and who
+    has the fullest changes. With `whole_groups` no group is ever cut: a loss that couples its samples.
 
     Errors: ValueError when one sequence with its prompt exceeds `max_tokens`, or one group that must stay whole.
+    Differs: verl partitions single sequences (Karmarkar-Karp), so that a group's prompt is computed on many ranks.
     """
-    pieces = _pieces(batch, max_tokens, limit=max_tokens)
-    num_groups = batch.group_ids.unique().numel()
-    if whole_groups and len(pieces) > num_groups:
-        raise ValueError(f"max_tokens={max_tokens} is less than one whole group; raise it or lower the length limits")
-    if ranks == 1 or whole_groups or not pieces:
-        return _assign(pieces, max_tokens, ranks)
-    share = sum(cost for cost, _ in pieces) // ranks
-    cuts = {min(max_tokens, max(1, share // parts)) for parts in (1, 2, 4, 8, 16, 32)}
-    plans = [
-        _assign(_pieces(batch, max_tokens, limit=limit), max_tokens, ranks) for limit in sorted(cuts, reverse=True)
-    ]
-    return min(plans, key=lambda plan: plan.makespan * len(plan.bins))
-
-
-def _assign(pieces: list[tuple[int, list[int]]], max_tokens: int, ranks: int) -> Plan:
-    """Longest piece first, to the least loaded of the fewest bins that keep the budget."""
+    lens = _Lens(
+        [*seq_lens(batch.cu_seqlens).tolist(), 0],
+        [*batch.prefix_ids.tolist(), -1],
+        [*seq_lens(batch.prefix_cu).tolist(), 0],
+    )
+    group_ids = batch.group_ids.tolist()
+    pieces = _pieces(lens, group_ids, max_tokens)
     if not pieces:
         return Plan([], 0, 0)
-    pieces.sort(key=lambda piece: (-piece[0], piece[1]))
-    total = sum(cost for cost, _ in pieces)
-    fewest = math.ceil(total / (max_tokens * ranks))
-    for num_bins in range(fewest * ranks, (math.ceil(len(pieces) / ranks) + 1) * ranks, ranks):
-        heap: list[tuple[int, int, list[int]]] = [(0, b, []) for b in range(num_bins)]
-        for cost, members in pieces:
-            load, b, held = heap[0]
-            held.extend(members)
-            heapq.heapreplace(heap, (load + cost, b, held))
-        makespan = max(load for load, _, _ in heap)
-        if makespan <= max_tokens:
+    if whole_groups and len(pieces) > len(set(group_ids)):
+        raise ValueError(f"max_tokens={max_tokens} is less than one whole group; raise it or lower the length limits")
+    fewest = math.ceil(sum(cost for cost, _ in pieces) / (max_tokens * ranks))
+    step = math.ceil(fewest / 64) * ranks
+    for num_bins in range(fewest * ranks, len(pieces) + ranks + step, step):
+        bins = _longest_first(pieces, num_bins)
+        if ranks > 1 and not whole_groups:
+            bins = _evened(bins, lens, max_tokens, ranks)
+        if bins[-1][0] <= max_tokens:
             break
-    bins = [sorted(held) for _, _, held in sorted(heap, key=lambda entry: entry[1])]
-    return Plan(bins, makespan, max(pieces[0][0], math.ceil(total / num_bins)))
+    bins = bins[::-1]
+    rows = [bins[i : i + ranks][:: -1 if i // ranks % 2 else 1] for i in range(0, num_bins, ranks)]
+    largest = pieces[0][0] if whole_groups else max(own + lens.prefix[p] for own, p in zip(*lens[:2]))
+    bound = max(largest, math.ceil((batch.num_tokens + batch.prefix_tokens.numel()) / num_bins))
+    return Plan([sorted(members) for row in rows for _, members in row], bins[0][0], bound)
 
 
-def _pieces(batch: Batch, max_tokens: int, *, limit: int) -> list[tuple[int, list[int]]]:
-    """(tokens, sequences) of each group, cut where it has more than `limit` tokens, unless by a single sequence."""
-    lens = seq_lens(batch.cu_seqlens).tolist()
-    prefix_lens = seq_lens(batch.prefix_cu).tolist()
-    prefix_ids, group_ids = batch.prefix_ids.tolist(), batch.group_ids.tolist()
-    pieces: list[tuple[int, list[int]]] = []
-    cost, members, prefixes, group = 0, [], set(), None  # type: ignore[var-annotated]
-    for i in sorted(range(len(lens)), key=lambda i: (group_ids[i], i)):
-        if lens[i] + prefix_lens[prefix_ids[i]] > max_tokens:
+def _pieces(lens: _Lens, group_ids: list[int], max_tokens: int) -> list[Piece]:
+    """Each group, cut where it has more than `max_tokens` tokens; the longest first."""
+    pieces: list[Piece] = []
+    cost, members, prefixes = 0, [], set()  # type: ignore[var-annotated]
+    for i in sorted(range(len(group_ids)), key=lambda i: (group_ids[i], i)):
+        own, prefix = lens.own[i], lens.prefix[lens.prefix_ids[i]]
+        if own + prefix > max_tokens:
             raise ValueError(
                 f"max_tokens={max_tokens} is less than sequence {i} with its prompt: "
-                f"{lens[i]} + {prefix_lens[prefix_ids[i]]} tokens; raise max_tokens or lower the length limits"
+                f"{own} + {prefix} tokens; raise max_tokens or lower the length limits"
             )
-        extra = lens[i] + (0 if prefix_ids[i] in prefixes else prefix_lens[prefix_ids[i]])
-        if members and (group_ids[i] != group or cost + extra > limit):
+        extra = own + (0 if lens.prefix_ids[i] in prefixes else prefix)
+        if members and (group_ids[i] != group_ids[members[-1]] or cost + extra > max_tokens):
             pieces.append((cost, members))
-            cost, members, prefixes = 0, [], set()
-            extra = lens[i] + prefix_lens[prefix_ids[i]]
-        group = group_ids[i]
-        prefixes.add(prefix_ids[i])
+            cost, members, prefixes, extra = 0, [], set(), own + prefix
+        prefixes.add(lens.prefix_ids[i])
         cost, members = cost + extra, [*members, i]
-    return [*pieces, (cost, members)] if members else pieces
+    return sorted([*pieces, (cost, members)] if members else pieces, key=lambda piece: (-piece[0], piece[1]))
+
+
+def _longest_first(pieces: list[Piece], num_bins: int) -> list[Piece]:
+    """Bins, the fullest last: each piece, longest first, to the least loaded one."""
+    heap: list[tuple[int, int, list[int]]] = [(0, b, []) for b in range(num_bins)]
+    for cost, members in pieces:
+        load, b, held = heap[0]
+        held += members
+        heapq.heapreplace(heap, (load + cost, b, held))
+    return [(load, held) for load, _, held in sorted(heap)]
+
+
+def _evened(packed: list[Piece], lens: _Lens, max_tokens: int, ranks: int) -> list[Piece]:
+    """Move a sequence from the fullest bin to one of the emptiest, or exchange two, until they are even or none helps.
+
+    Bins that run at the same time are neighbours in the order of loads. So what the ranks wait for the fullest, added
+    up, is at most the fullest bin less the emptiest.
+    """
+    bins = [
+        _Bin(load, sorted((lens.own[i], i) for i in held), Counter(lens.prefix_ids[i] for i in held))
+        for load, held in packed
+    ]
+    total = sum(held.load for held in bins)
+    while bins[-1].load > max_tokens or bins[-1].load - bins[0].load > _EVEN * total / ranks:
+        a = bins[-1]
+        tries = ((min(_exchanges(a, b, lens), default=(a.load, -1, -1)), b) for b in bins[:_PARTNERS] if b is not a)
+        (_, i, j), b = next((found for found in tries if found[0][0] < a.load), ((0, -1, -1), a))
+        if b is a:
+            break
+        bins.remove(a)
+        bins.remove(b)
+        total -= a.load + b.load
+        a.load, b.load = _loads(a, b, i, j, lens)
+        total += a.load + b.load
+        for source, target, moved in ((a, b, i), (b, a, j)):
+            if moved >= 0:
+                source.members.remove((lens.own[moved], moved))
+                insort(target.members, (lens.own[moved], moved))
+                source.prefixes[lens.prefix_ids[moved]] -= 1
+                target.prefixes[lens.prefix_ids[moved]] += 1
+        insort(bins, a, key=lambda held: held.load)
+        insort(bins, b, key=lambda held: held.load)
+    return [(held.load, [i for _, i in held.members]) for held in bins]
+
+
+def _exchanges(a: _Bin, b: _Bin, lens: _Lens) -> Iterable[tuple[int, int, int]]:
+    """(load of the fuller bin afterwards, from a to b, from b to a): each of a's, for nothing or one of the length that
+    would make them even."""
+    gap = a.load - b.load
+    for own, i in a.members:
+        if own < gap:
+            yield max(_loads(a, b, i, -1, lens)), i, -1
+        at = bisect(b.members, (own - gap // 2, -1))
+        for _, j in b.members[max(0, at - 1) : at + 1]:
+            yield max(_loads(a, b, i, j, lens)), i, j
+
+
+def _loads(a: _Bin, b: _Bin, i: int, j: int, lens: _Lens) -> tuple[int, int]:
+    """Loads of a and b after i has gone from a to b, and j from b to a."""
+    p, q, moved = lens.prefix_ids[i], lens.prefix_ids[j], lens.own[i] - lens.own[j]
+    if p == q:
+        return a.load - moved, b.load + moved
+    own, other = lens.prefix[p], lens.prefix[q]
+    return (
+        a.load - moved - own * (a.prefixes[p] == 1) + other * (a.prefixes[q] == 0),
+        b.load + moved + own * (b.prefixes[p] == 0) - other * (b.prefixes[q] == 1),
+    )
