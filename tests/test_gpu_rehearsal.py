@@ -1,4 +1,4 @@
-"""What can be known of a device without one: every line of `tests/test_gpu.py` runs, and copies from it are waited for."""
+"""What can be known of a device without one: every line of `test_gpu.py` runs, and copies from it are waited for."""
 
 import os
 import subprocess
