@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import socket
 from collections import deque
@@ -26,6 +27,7 @@ _SERVER = Server("mathd", flags=(), environment=dict(os.environ))
 _SLOTS = Slots(num_cores(), "rlkit-math")
 _MEMORY_BYTES = 2 << 30
 _MAX_BYTES = 100_000  # of a question
+_AROUND = re.compile(r"\\(?:text)?color\{\w+\}|(?:\\[ ,;:!]?|~|\s)+$|(?<=[\w})\]])\.$")  # at the end: space, a stop
 
 
 class Verdict(NamedTuple):
@@ -108,7 +110,7 @@ def _bare(text: str) -> str:
     text = last_boxed(text) or text
     while len(text) > 1 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()
-    return text
+    return _AROUND.sub("", text)
 
 
 class _Worker:

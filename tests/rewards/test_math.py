@@ -70,6 +70,15 @@ async def test_pairs_decided_by_hand(gold, answer, right):
     assert verdict == (right, True, "" if right else "a wrong answer")
 
 
+AROUND = ["7.", " 7\\ ", "7\\,", "7~", "\\color{red}7", "\\textcolor{red}{7}", "\\mathbf{7}", "$7$.", "7\\text{ kg}."]
+
+
+@pytest.mark.parametrize("box", AROUND)
+async def test_what_stands_around_an_answer_does_not_change_it(box):
+    assert (await boxed(f"It is \\boxed{{{box}}}.", {"answer": "7"}))["reward"] == 1.0
+    assert (await boxed(f"It is \\boxed{{{box}}}.", {"answer": "70"}))["reward"] == 0.0
+
+
 async def test_the_last_box_is_the_answer():
     row = {"answer": "\\frac{1}{2}"}
     assert (await boxed("\\boxed{3}, no: \\boxed{\\frac{2}{4}}. And 3.", row))["reward"] == 1.0
