@@ -172,7 +172,7 @@ def test_the_critic_learns_alone_at_first(folder, tmp_path):
     untouched = tiny_model(tokenizer(), **SIZES).state_dict()
     assert all(torch.equal(x, untouched[name]) for name, x in model.state_dict().items())
     assert critic.score.weight.abs().sum() > 0
-    assert "ratio/mean" not in lines_of(tmp_path / "run")[0]
+    assert "entropy" not in lines_of(tmp_path / "run")[0]
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(folder, tmp_path):
