@@ -1,7 +1,8 @@
 """`python _guard.py PARENT COMMAND ...`: run the command; end its whole process group with it, or with the parent.
 
 The guard leads the group. So a server never outlives the trainer that launched it, not even one that was killed with
-SIGKILL, and none of its workers outlives the server. Standard library only: it starts in milliseconds.
+SIGKILL, and none of its workers outlives the server. The files that SGLang has in /dev/shm go with them: it removes
+them at no end, and a killed process cannot. Standard library only: it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+
+SHARED = "/dev/shm/sglang_"
+LOOK_EVERY = 10.0  # seconds; a server that dies at once leaves nobody to ask
 
 
 def main() -> None:
@@ -24,13 +29,33 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, stop)
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    files: set[str] = set()
+    looked = time.monotonic()
     while wanted and server.poll() is None and os.getppid() == parent:
         time.sleep(0.1)
+        if time.monotonic() - looked > LOOK_EVERY:
+            files |= shared_files(os.getpgrp())
+            looked = time.monotonic()
+    files |= shared_files(os.getpgrp())
     sys.stderr.write(f"guard: server status {server.poll()}, stop asked: {not wanted}, parent {os.getppid()}\n")
     sys.stderr.flush()
     server.kill()  # its workers follow (SIGTERM would have it drain and diagnose for five seconds)
     time.sleep(0.5)  # multiprocessing's resource tracker then unlinks its semaphores
+    for path in files:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
     os.killpg(0, signal.SIGKILL)
+
+
+def shared_files(group: int) -> set[str]:
+    """What the processes of a group have mapped of SGLang's own files in /dev/shm."""
+    found: set[str] = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if os.getpgid(int(pid)) == group:
+                with open(f"/proc/{pid}/maps") as maps:
+                    found |= {line.split(maxsplit=5)[5].strip() for line in maps if SHARED in line}
+    return {path for path in found if os.path.exists(path)}
 
 
 if __name__ == "__main__":

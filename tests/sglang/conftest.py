@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.rollout._guard import shared_files
 from rlkit.rollout._http import Http
 from rlkit.rollout.sglang import Server, launch
 
@@ -90,6 +92,19 @@ def until(server: Server) -> Callable[..., Awaitable[None]]:
             await http.close()
 
     return until
+
+
+@pytest.fixture(scope="session")
+def kill() -> Callable[[Server], None]:
+    """As the machine would: everything at once, the guard included; so its work on /dev/shm is done here."""
+
+    def kill(server: Server) -> None:
+        files = shared_files(server.pid)
+        os.killpg(server.pid, signal.SIGKILL)
+        for path in files:
+            os.unlink(path)
+
+    return kill
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rlkit.data.prompts import Prompt
@@ -20,10 +20,10 @@ from rlkit.parallel.model import load_model
 from rlkit.rollout._http import ReplicaError
 from rlkit.rollout.limits import success_between
 from rlkit.rollout.rollout import single_turn
-from rlkit.rollout.sglang import connect, launch
+from rlkit.rollout.sglang import connect
 from rlkit.types import SamplingParams
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 PROMPTS = [Prompt([10 + i, 60], {}, i) for i in range(60)]
 
 
@@ -100,22 +100,22 @@ def test_asynchronous_training_stays_inside_its_budget(server, checkpoints, tmp_
     assert all(r["length"] == 8 + 112 * (r["group"] % 2) for r in rows)
 
 
-def test_a_killed_server_is_a_clear_error_and_resume_goes_on(sglang_python, checkpoints, tmp_path):
-    """Groups that were complete are on disk, and are not sampled again."""
-    args = {"device": "cpu", "python": sglang_python, "args": ["--max-total-tokens", "16384"]}
-    folder = tmp_path / "run"
-    with launch(checkpoints[0], **args) as server:
-        seen = 0
+def test_a_killed_server_is_a_clear_error_and_resume_goes_on(pair, kill, server, checkpoints, tmp_path):
+    """Nothing is left of it. Groups that were complete are on disk, and are not sampled again."""
+    folder, killed = tmp_path / "run", pair[1]
+    seen = 0
 
-        async def kill_later(prompt: Prompt, group: list) -> list:
-            nonlocal seen
-            seen += 1
-            if seen == 11:
-                os.killpg(server.pid, signal.SIGKILL)
-            return await odd(prompt, group)
+    async def kill_later(prompt: Prompt, group: list) -> list:
+        nonlocal seen
+        seen += 1
+        if seen == 11:
+            kill(killed)
+        return await odd(prompt, group)
 
-        with pytest.raises(ReplicaError):
-            train(async_grpo, server.url, load_model(checkpoints[0]), folder, score=kill_later, save_steps=1, steps=5)
+    options = {"save_steps": 1, "steps": 5}
+    with pytest.raises(ReplicaError, match=killed.url):
+        train(async_grpo, killed.url, load_model(checkpoints[0]), folder, score=kill_later, **options)
+    assert not [p for p in psutil.process_iter() if group_of(p) == killed.pid and p.status() != psutil.STATUS_ZOMBIE]
     before = lines_of(folder)
     assert before
     written = {
@@ -124,9 +124,15 @@ def test_a_killed_server_is_a_clear_error_and_resume_goes_on(sglang_python, chec
         for line in path.read_bytes().splitlines()
     }
     assert written
-    with launch(checkpoints[0], **args) as server:
-        train(async_grpo, server.url, load_model(checkpoints[0]), folder, resume=True, save_steps=1, steps=5)
+    train(async_grpo, server.url, load_model(checkpoints[0]), folder, resume=True, **options)
     lines = lines_of(folder)
     assert [line["step"] for line in lines] == list(range(1, 6))
     groups = [r["group"] for r in rows_of(folder)]
     assert len(groups) == 4 * len(set(groups)), "no group is written twice"
+
+
+def group_of(process: psutil.Process) -> int | None:
+    try:
+        return os.getpgid(process.pid)
+    except ProcessLookupError:
+        return None

@@ -1,0 +1,38 @@
+"""The process that watches over a server; the server is a stand-in that maps a file as SGLang does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from rlkit.rollout import _guard
+
+SERVER = """
+import mmap, subprocess, sys
+file = open(sys.argv[1], "w+b")
+file.truncate(4096)
+mapped = mmap.mmap(file.fileno(), 4096)
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+print(worker.pid, flush=True)
+worker.wait()
+"""
+
+
+def test_workers_and_shared_files_go_with_the_server() -> None:
+    shared = Path(f"{_guard.SHARED}test_{os.getpid()}")
+    command = [sys.executable, _guard.__file__, str(os.getpid()), sys.executable, "-c", SERVER, str(shared)]
+    guard = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        worker = psutil.Process(int(guard.stdout.readline()))
+        assert _guard.shared_files(guard.pid) == {str(shared)}
+        guard.send_signal(signal.SIGTERM)
+        assert guard.wait(120) == -signal.SIGKILL
+        worker.wait(120)
+        assert not shared.exists()
+    finally:
+        shared.unlink(missing_ok=True)
