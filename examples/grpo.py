@@ -56,9 +56,9 @@ def main(args: Args) -> Path:
 @asynccontextmanager
 async def open_engine(args: shared.Args, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
     """The engine of the command line: embedded where it can share the model, else one with weights of its own."""
-    from rlkit.parallel._ranks import world_size
+    from rlkit.parallel.model import mesh_of
 
-    if args.engine == "local" and world_size() == 1:
+    if args.engine == "local" and mesh_of(model) is None:
         from rlkit.rollout.local import LocalEngine
 
         max_len = shared.max_len(args)

@@ -207,7 +207,10 @@ def check_flags(args: Args) -> None:
     needs = [
         (args.kl_target is not None and not args.kl_coef, "--kl-target moves --kl-coef: give one above 0"),
         (args.reference and not (args.kl_coef or args.eval_kl), "--reference is for --kl-coef or --eval-kl: give one"),
-        (getattr(args, "ref_sync_steps", 0) and args.lora_rank, "--ref-sync-steps copies whole weights: not with --lora-rank"),
+        (
+            getattr(args, "ref_sync_steps", 0) and args.lora_rank,
+            "--ref-sync-steps copies whole weights: not with --lora-rank",
+        ),
         (args.engine_urls and args.engine == "local", "--engine-urls are SGLang servers: add --engine sglang"),
     ]
     for wrong, message in needs:

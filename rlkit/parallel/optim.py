@@ -25,9 +25,13 @@ def adamw(
 ) -> torch.optim.AdamW:
     """Fused AdamW over the trainable parameters; weight decay leaves vectors (norms, biases) alone.
 
-    The parameters are fp32 and so are the states: under bf16 compute they are the master weights.
+    The parameters are fp32 and so are the states: under bf16 compute they are the master weights. What a forward left
+    gathered of a sharded model is cut again first: the optimizer must hold the shards, which are what a step changes.
     Reference: arXiv:1711.05101
     """
+    sharded: list[Any] = [module for module in model.modules() if hasattr(module, "reshard")]
+    for module in sharded:
+        module.reshard()
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
         raise ValueError("model has no trainable parameter: is everything frozen?")

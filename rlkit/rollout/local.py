@@ -74,6 +74,8 @@ class LocalEngine:
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+        if hasattr(model, "rlkit_mesh"):
+            raise ValueError("LocalEngine reads a model that is not cut over ranks; use rlkit.rollout.process.launch")
         self.max_batch, self.max_len = max_batch, context_limit(model, max_len)
         self.version = 0
         self._eos = model_eos(model) if eos_token_ids is None else tuple(eos_token_ids)

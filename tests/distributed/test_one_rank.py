@@ -1,0 +1,79 @@
+"""A model that is cut over one rank only, and optimizers of models that a forward has left gathered."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.parallel.attention import as_inference
+from rlkit.parallel.mesh import Parallel, make_mesh
+from rlkit.parallel.optim import adamw
+from rlkit.parallel.parallelize import parallelize
+from rlkit.rollout.local import LocalEngine
+
+REPO = Path(__file__).parents[2]
+SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48}
+
+
+def optimizer_after_forward(rank, world):
+    model = parallelize(tiny_model(tiny_tokenizer(), **SIZES), make_mesh(Parallel()))
+    with torch.no_grad(), as_inference(model):
+        model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
+    assert not all(hasattr(p, "device_mesh") for p in model.parameters()), "torch leaves the outermost gathered"
+    optimizer = adamw(model, lr=1e-3)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    with pytest.raises(ValueError, match="not cut over ranks"):
+        LocalEngine(model)
+    return all(hasattr(p, "device_mesh") for p in held) and {id(p) for p in held} == {id(p) for p in model.parameters()}
+
+
+def test_the_optimizer_holds_shards_even_after_a_forward_without_backward(ranks):
+    assert all(ranks.run(optimizer_after_forward))
+
+
+@pytest.mark.slow
+def test_grpo_on_one_rank_of_torchrun_is_the_plain_run(tmp_path):
+    tiny_model(tiny_tokenizer(), **SIZES).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}"}) + "\n" for i in range(20)))
+    (tmp_path / "reward.py").write_text(
+        "def score(completion, row):\n    return sum(map(str.isascii, completion)) / 8\n"
+    )
+    command = [
+        str(REPO / "examples/grpo.py"),
+        "--model",
+        str(tmp_path / "model"),
+        "--data",
+        str(tmp_path / "data.jsonl"),
+    ]
+    command += [
+        "--reward",
+        f"{tmp_path / 'reward.py'}:score",
+        "--steps",
+        "2",
+        "--prompts-per-step",
+        "4",
+        "--lr",
+        "1e-3",
+    ]
+    command += ["--group-size", "4", "--max-new-tokens", "6", "--minibatches", "2", "--output"]
+    lines = {}
+    for name, prefix in (
+        ("plain", []),
+        ("rank", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]),
+    ):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+        run = [sys.executable, *prefix, *command, str(tmp_path / name)]
+        done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        lines[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    for a, b in zip(lines["rank"], lines["plain"], strict=True):
+        for key in ("reward/mean", "grad_norm", "entropy", "length/mean"):
+            assert a[key] == pytest.approx(b[key], rel=1e-3), key
