@@ -34,6 +34,11 @@ bench: $(VENV)/.ready-dev
 	$(RUN) benchmarks/linear_logp_cpu.py
 	$(RUN) benchmarks/linear_scan_cpu.py
 	$(RUN) benchmarks/advantages.py
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/packing.py
+	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/fsdp_overhead.py
+	$(RUN) benchmarks/memory.py --check
+	$(RUN) benchmarks/memory.py
+	$(RUN) benchmarks/context.py
 
 bench-trl: $(VENV)/.ready-dev
 	$(RUN) benchmarks/peers/compare_trl.py

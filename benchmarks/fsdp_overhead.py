@@ -40,7 +40,7 @@ class Args:
     hidden: int = 256
     layers: int = 6
     vocab: int = 8192
-    repeats: int = 25
+    repeats: int = 15
     """counted pairs, after two that are not"""
     device: str = "cpu"
     out: Path = Path("benchmarks/results/fsdp_overhead_cpu.json")

@@ -1,6 +1,6 @@
 """Memory of a training step per GPU, counted on paper: what fits on how many GPUs, and what takes the room.
 
-    python benchmarks/memory.py                          # the table: five models, 8 to 64 GPUs of 80 GB
+    python benchmarks/memory.py                          # the table: six models, 8 to 64 GPUs of 80 GB
     python benchmarks/memory.py --model Qwen3-32B --gpus 16 --tp 4 --tokens 65536
     python benchmarks/memory.py --check                  # the formulas against a real step of a small model
 
