@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from rlkit.parallel._ranks import first
+from rlkit.parallel.data import each_stage
+from rlkit.parallel.parallelize import mesh_of
 
 if TYPE_CHECKING:
     from rlkit.parallel.model import Policy
@@ -92,17 +94,20 @@ def without_adapter(policy: Policy, model: nn.Module) -> Policy:
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor) of the adapter alone, under the names of a peft checkpoint, on every rank."""
+    """(name, full tensor in CPU memory) of the adapter alone, under the names of a peft checkpoint, on every rank."""
+    own = {}
     for name, adapter in adapters(model).items():
         for part, x in (("lora_A", adapter.a), ("lora_B", adapter.b)):
-            yield f"base_model.model.{name.removesuffix('weight')}{part}.weight", _full(x)
+            own[f"base_model.model.{name.removesuffix('weight')}{part}.weight"] = _full(x).cpu()
+    for tensors in each_stage(own, mesh=mesh_of(model)):
+        yield from tensors.items()
 
 
 def save_adapter(model: Any, folder: Path | str) -> Path:
     """Write `adapter_config.json` and `adapter_model.safetensors`, which `peft.PeftModel.from_pretrained` loads."""
     from safetensors.torch import save_file
 
-    folder, tensors = Path(folder), {name: x.cpu().contiguous() for name, x in adapter_weights(model)}
+    folder, tensors = Path(folder), {name: x.contiguous() for name, x in adapter_weights(model)}
     first(lambda: model.rlkit_lora.save_pretrained(folder))
     first(lambda: save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"}))
     return folder

@@ -11,7 +11,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.packing import microbatches, pack
 from rlkit.parallel.data import any_ranks, rank_microbatches, summed
 from rlkit.parallel.heads import values
-from rlkit.parallel.lora import add_lora
+from rlkit.parallel.lora import adapter_weights, add_lora
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.parallel.model import forward, prepare, score
 from rlkit.parallel.optim import adamw, optimizer_step
@@ -132,7 +132,7 @@ def weights_on_rank(rank, world, sizes, lora):
     found = {name: x.clone() for name, x in stream_weights(stage, bucket_bytes=20_000)}
     halves = {name: x.clone() for name, x in stream_weights(stage, dtype=torch.bfloat16)}
     assert lora or all(torch.equal(x.bfloat16(), halves[name]) for name, x in found.items())  # cast, then merged
-    return found
+    return found | dict(adapter_weights(stage))
 
 
 @pytest.mark.parametrize(("sizes", "lora"), [({"pp": 4}, False), ({"pp": 2, "tp": 2}, False), ({"pp": 2}, True)])
@@ -143,7 +143,8 @@ def test_every_rank_streams_the_weights_of_all_stages(ranks, sizes, lora):
         for name, p in true.named_parameters():
             if ".lora_B" in name:
                 torch.nn.init.constant_(p, 0.01)
-    true = dict(stream_weights(true))
+    true = dict(stream_weights(true)) | dict(adapter_weights(true))
+    assert len([name for name in true if "lora" in name]) == (5 * 7 * 2 if lora else 0)
     for found in ranks.run(weights_on_rank, sizes, lora):
         assert list(found) == list(true)
         for name, x in true.items():
