@@ -203,7 +203,7 @@ def into_the_weights_own_gradient(size: Size, *, dtype: torch.dtype) -> None:
         outputs = linear_logp(*leaves, targets, into_grad=True, impl="triton")
         sum((g * y).sum() for g, y in zip(size.slopes(), outputs) if g is not None).backward()
     assert leaves[1].grad.dtype == dtype
-    torch.testing.assert_close(leaves[1].grad, 2 * plain[3], rtol=1e-2 if dtype != torch.float32 else 1e-6, atol=1e-6)
+    torch.testing.assert_close(leaves[1].grad, 2 * plain[3], rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=2e-6)
 
 
 def autocast_changes_nothing(size: Size) -> None:
