@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.parallel.checkpoint import latest_checkpoint
 
 REPO = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -170,7 +171,7 @@ if __name__ == "__main__":
 def on_four_ranks(*command: str) -> subprocess.CompletedProcess[str]:
     """Returns only when nothing is left of it: whatever lives on would hold the pipes open."""
     run = [*TORCHRUN, "--standalone", "--nproc-per-node", "4", *command, "--steps", "6", "--parallel.tp", "2"]
-    return subprocess.run(run, env=ENV, capture_output=True, text=True, timeout=280)
+    return subprocess.run(run, env=ENV, capture_output=True, text=True, timeout=900)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +183,7 @@ def whole(files):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2700)
 @pytest.mark.parametrize(("victim", "at"), [(0, 8), (1, 5), (2, 9), (3, 12)])
 def test_a_rank_killed_in_a_step_ends_the_job_and_resume_repeats_every_bit(files, whole, tmp_path, victim, at):
     """kill -9 before the `at`-th optimizer step, of which a rollout has two; every second one ends in a checkpoint."""
@@ -196,6 +197,32 @@ def test_a_rank_killed_in_a_step_ends_the_job_and_resume_repeats_every_bit(files
     done = on_four_ranks(*grpo(files, tmp_path / "run", "--resume"))
     assert done.returncode == 0, done.stderr[-4000:]
     assert numbers(tmp_path / "run") == whole
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_the_ranks_twice_and_saves_once(files, tmp_path):
+    """A terminal sends it to the whole process group, and torchrun passes it on."""
+    run = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    run += [*sft(files, tmp_path / "run", "--steps", "2000", "--eval-steps", "0")]
+    env = {**ENV, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "200"}
+    with subprocess.Popen(
+        run, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            end = time.monotonic() + 250
+            while not (tmp_path / "run/metrics.jsonl").exists():
+                assert process.poll() is None, process.communicate()[0]
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            os.killpg(process.pid, signal.SIGINT)
+            said = process.communicate(timeout=200)[0]
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    steps = [line["step"] for line in numbers(tmp_path / "run")]
+    assert said.count("stopping after this step") == 1
+    assert said.count(f"saved after step {steps[-1]}; go on with: ") == 1
+    assert latest_checkpoint(tmp_path / "run/checkpoints").name == f"step_{steps[-1]:08d}"
 
 
 HOSTS = """
