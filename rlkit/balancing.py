@@ -50,7 +50,7 @@ def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1, whole_gr
 
     Groups stay whole where they fit, and are cut into as few pieces as fit where they do not. Pieces go, longest first,
     to the least loaded bin (longest processing time first: makespan <= 4/3 of the optimum, Graham 1969), over the
-    fewest bins that keep the budget.
+    fewest bins that keep the budget (of more than 64 a rank, to 2%).
 
     Data parallel `ranks` wait for the fullest of them. So their bins are a multiple of theirs in number, some possibly
     empty, and sequences are exchanged between the fullest and the emptiest ones while that evens them out, although a
