@@ -50,15 +50,17 @@ async def under_way(engine: SGLang, prompts: list[list[int]], until: Until) -> l
 
 
 async def more_sampled(engine: SGLang, until: Until) -> None:
-    """Wait until requests have gone on for a while after an update, and end them."""
-    seen: list[int] = []
+    """Wait until requests have gone on for a while after an update, and end them. SGLang publishes its counts at a
+    prefill and after every 15 tokens.
+    """
+    published: set[float] = set()
 
-    def grown(load: dict[str, Any]) -> bool:
+    def gone_on(load: dict[str, Any]) -> bool:
         if load["num_running_reqs"]:
-            seen.append(load["num_used_tokens"])
-        return bool(seen) and seen[-1] >= min(seen) + 40
+            published.add(load["timestamp"])
+        return len(published) > 6
 
-    await until(grown)
+    await until(gone_on)
     engine.abort()
 
 
