@@ -40,27 +40,28 @@ async def assert_equal_forward(engine: SGLang, model: torch.nn.Module, forward_l
         assert one.logp == pytest.approx(forward_logp(model, [*PROMPT, i], one.ids), abs=1e-4)
 
 
+async def gone_on(until: Until, *, running: int = 1) -> None:
+    """Wait until requests have sampled for a while: SGLang publishes its counts at a prefill and every 15 tokens."""
+    published: set[float] = set()
+
+    def enough(load: dict[str, Any]) -> bool:
+        if load["num_running_reqs"] >= running:
+            published.add(load["timestamp"])
+        return len(published) > 6
+
+    await until(enough)
+
+
 async def under_way(engine: SGLang, prompts: list[list[int]], until: Until) -> list[asyncio.Task]:
-    """Requests that have sampled something and go on for a while."""
+    """Requests of which some have sampled, and which go on for a while."""
     tasks = [asyncio.create_task(engine.generate(prompt, params=LONG)) for prompt in prompts]
-    few = min(len(prompts), 4)
-    least = sum(map(len, prompts[:few])) + 20 * few
-    await until(lambda load: load["num_running_reqs"] >= few and load["num_used_tokens"] >= least)
+    await gone_on(until, running=min(len(prompts), 3))
     return tasks
 
 
 async def more_sampled(engine: SGLang, until: Until) -> None:
-    """Wait until requests have gone on for a while after an update, and end them. SGLang publishes its counts at a
-    prefill and after every 15 tokens.
-    """
-    published: set[float] = set()
-
-    def gone_on(load: dict[str, Any]) -> bool:
-        if load["num_running_reqs"]:
-            published.add(load["timestamp"])
-        return len(published) > 6
-
-    await until(gone_on)
+    """Let requests go on for a while after an update, and end them."""
+    await gone_on(until)
     engine.abort()
 
 
