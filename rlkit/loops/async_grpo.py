@@ -11,15 +11,13 @@ from torch import Tensor
 
 from rlkit.advantages import group_centered
 from rlkit.controllers import fixed
-from rlkit.loops import verbs
+from rlkit.loops import saving, verbs
 from rlkit.loops.dump import dump_to
-from rlkit.loops.run import open_run, stop_on_interrupt
 from rlkit.loops.updates import grpo_update, pack_with_advantages
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
 from rlkit.parallel.model import forward, mesh_of, with_old_logp, with_ref_logp
 from rlkit.parallel.optim import adamw
-from rlkit.parallel.saver import BackgroundSaver
 from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.limits import mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, mix, single_turn
@@ -96,21 +94,19 @@ async def async_grpo(
         clip_low=clip_low, clip_high=clip_high, correction=correction, entropy_coef=entropy_coef, max_norm=max_norm,
         max_tokens=max_tokens, device=model.device, mesh=mesh,
     )  # fmt: skip
-    state = verbs.restore(folder, model=model, optimizer=optimizer, reference=moving) if resume else {}
+    state = saving.restore(folder, model=model, optimizer=optimizer, reference=moving) if resume else {}
     start, first, kl_state = state.get("step", -1), max(state.get("step", -1), 0), kl_controller.init(kl_coef)
     kl_state = type(kl_state)(*state.get("kl", kl_state))
-    with (
-        open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop,
-        BackgroundSaver(run.checkpoints, keep=keep) as saver,
-    ):  # fmt: skip
+    with saving.open_training(folder, steps=steps, start=start, resume=resume, keep=keep) as (run, stop, saver):
         dump = dump_to(run, tokenizer, engine=engine)
         evaluate = partial(
-            verbs.evaluate, eval_prompts, generate=engine.generate, params=params, env=env, score=score, seed=seed,
-            policy=policy, reference=ref_policy, max_tokens=max_tokens, mesh=mesh,
+            verbs.evaluate_if_due, prompts=eval_prompts, every=eval_steps, steps=steps, dump=dump, params=params,
+            generate=engine.generate, env=env, score=score, seed=seed, policy=policy, reference=ref_policy,
+            max_tokens=max_tokens, mesh=mesh,
         )  # fmt: skip
         await engine.update_weights(stream_weights(model), version=first)
-        if start < 0 and eval_prompts and eval_steps:
-            run.log(0, await evaluate(on_group=partial(dump, step=0)))
+        if start < 0 and (scores := await evaluate(0)):
+            run.log(0, scores)
         async with verbs.open_stream(
             verbs.prompt_order(prompts, seed=seed), generate=engine.generate, abort=engine.abort, params=params,
             group_size=group_size, groups_per_step=prompts_per_step, staleness=staleness, seed=seed, env=env,
@@ -142,14 +138,13 @@ async def async_grpo(
                     line["kl/coef"] = kl_state.coef
                     kl_state = kl_controller.update(kl_state, line["kl/ref"])
                 clock.lap("sync")
-                if eval_prompts and eval_steps and (done % eval_steps == 0 or done == steps):
-                    line |= await evaluate(on_group=partial(dump, step=done))
-                    clock.lap("eval")
+                line |= await evaluate(done)
+                clock.lap("eval")
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens))
-                if verbs.save_if_due(
+                if saving.save_if_due(
                     run, saver, stop, done, steps=steps, every=save_steps, model=model, optimizer=optimizer,
                     reference=moving, stream=stream, state={"kl": tuple(kl_state)},
                 ):  # fmt: skip
                     break
         run.plot()
-        return verbs.export(run, model, tokenizer)
+        return saving.export(run, model, tokenizer)

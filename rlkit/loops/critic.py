@@ -20,9 +20,9 @@ from rlkit.types import Batch
 
 
 def with_gae(
-    critic: Any,
     batch: Batch,
     *,
+    critic: Any,
     gamma: float,
     lam_policy: float,
     lam_value: float,

@@ -11,15 +11,13 @@ from torch import Tensor
 
 from rlkit.advantages import group_centered
 from rlkit.controllers import fixed
-from rlkit.loops import verbs
+from rlkit.loops import saving, verbs
 from rlkit.loops.dump import dump_to
-from rlkit.loops.run import open_run, stop_on_interrupt
 from rlkit.loops.updates import grpo_update, pack_with_advantages
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
 from rlkit.parallel.model import forward, mesh_of, with_old_logp, with_ref_logp
 from rlkit.parallel.optim import adamw
-from rlkit.parallel.saver import BackgroundSaver
 from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, mix, single_turn
@@ -72,11 +70,10 @@ async def grpo(
 
     A step samples `group_size` answers to each of `prompts_per_step` prompts, with `baseline(rewards)` as the advantage
     of all their tokens, and takes `num_minibatches * num_epochs` optimizer steps (see `grpo_update`). Groups that
-    `keep_group` refuses (`success_between(0.01, 0.99)`) are replaced by those of further prompts, at most `max_dropped`
-    in a step (None: 20 `prompts_per_step`). With `staleness` > 0 so many times more groups are started than a step
-    needs; the last go on in the next step (partial rollout). `drop_off_policy` keeps what older weights sampled out of
-    the loss, `drop_truncated` what a length limit cut. With `journal` a killed run keeps what it sampled; else it
-    samples that again, bit for bit.
+    `keep_group` refuses (`success_between(0.01, 0.99)`) are replaced, at most `max_dropped` in a step (None: 20
+    `prompts_per_step`). With `staleness` > 0 so many times more groups are started than a step needs; the last go on in
+    the next step (partial rollout). `drop_off_policy` keeps what older weights sampled out of the loss,
+    `drop_truncated` what a limit cut. With `journal` a killed run keeps what it sampled; else it samples that again.
 
     Differs from the GRPO paper (arXiv:2402.03300):
     1. advantages are not divided by the group's standard deviation (arXiv:2503.20783); pass `group_zscore` to do so
@@ -95,21 +92,19 @@ async def grpo(
         clip_low=clip_low, clip_high=clip_high, correction=correction, entropy_coef=entropy_coef, max_norm=max_norm,
         max_tokens=max_tokens, device=model.device, mesh=mesh,
     )  # fmt: skip
-    state = verbs.restore(folder, model=model, optimizer=optimizer, reference=moving) if resume else {}
+    state = saving.restore(folder, model=model, optimizer=optimizer, reference=moving) if resume else {}
     start, first, kl_state = state.get("step", -1), max(state.get("step", -1), 0), kl_controller.init(kl_coef)
     kl_state = type(kl_state)(*state.get("kl", kl_state))
-    with (
-        open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop,
-        BackgroundSaver(run.checkpoints, keep=keep) as saver,
-    ):  # fmt: skip
+    with saving.open_training(folder, steps=steps, start=start, resume=resume, keep=keep) as (run, stop, saver):
         dump = dump_to(run, tokenizer, engine=engine)
         evaluate = partial(
-            verbs.evaluate, eval_prompts, generate=engine.generate, params=params, env=env, score=score, seed=seed,
-            policy=policy, reference=ref_policy, max_tokens=max_tokens, mesh=mesh,
+            verbs.evaluate_if_due, prompts=eval_prompts, every=eval_steps, steps=steps, dump=dump, params=params,
+            generate=engine.generate, env=env, score=score, seed=seed, policy=policy, reference=ref_policy,
+            max_tokens=max_tokens, mesh=mesh,
         )  # fmt: skip
         await engine.update_weights(stream_weights(model), version=first)
-        if start < 0 and eval_prompts and eval_steps:
-            run.log(0, await evaluate(on_group=partial(dump, step=0)))
+        if start < 0 and (scores := await evaluate(0)):
+            run.log(0, scores)
         signal = True
         async with verbs.open_stream(
             verbs.prompt_order(prompts, seed=seed), generate=engine.generate, abort=engine.abort, params=params,
@@ -142,15 +137,14 @@ async def grpo(
                     line["kl/coef"] = kl_state.coef
                     kl_state = kl_controller.update(kl_state, line["kl/ref"])
                 clock.lap("sync")
-                if eval_prompts and eval_steps and (done % eval_steps == 0 or done == steps):
-                    line |= await evaluate(on_group=partial(dump, step=done))
-                    clock.lap("eval")
+                line |= await evaluate(done)
+                clock.lap("eval")
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens))
                 signal = verbs.say_if_no_signal(run, batch, before=signal)
-                if verbs.save_if_due(
+                if saving.save_if_due(
                     run, saver, stop, done, steps=steps, every=save_steps, model=model, optimizer=optimizer,
                     state={"kl": tuple(kl_state)}, reference=moving, stream=stream,
                 ):  # fmt: skip
                     break
         run.plot()
-        return verbs.export(run, model, tokenizer)
+        return saving.export(run, model, tokenizer)

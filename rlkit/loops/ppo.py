@@ -10,17 +10,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlkit.controllers import fixed
-from rlkit.loops import verbs
+from rlkit.loops import saving, verbs
 from rlkit.loops.critic import explained, value_update, with_gae
 from rlkit.loops.dump import dump_to
-from rlkit.loops.run import open_run, stop_on_interrupt
 from rlkit.loops.updates import grpo_update
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
 from rlkit.packing import pack
 from rlkit.parallel.model import forward, mesh_of, with_old_logp, with_ref_logp
 from rlkit.parallel.optim import adamw
-from rlkit.parallel.saver import BackgroundSaver
 from rlkit.parallel.weights import export_hf, stream_weights
 from rlkit.rollout.limits import mask_truncated
 from rlkit.rollout.rollout import Env, Prompt, Score, mix, single_turn
@@ -89,34 +87,30 @@ async def ppo(
     policy = partial(forward, model, temperature=params.temperature, dtype=dtype)
     ref_policy = partial(forward, reference, temperature=params.temperature, dtype=dtype) if reference else None
     optimizer = adamw(both, lr=lr_at(0), weight_decay=weight_decay)  # it steps what has gradients: one of the two
-    how: dict[str, Any] = {
-        "optimizer": optimizer, "num_minibatches": num_minibatches, "num_epochs": num_epochs, "max_norm": max_norm,
-        "max_tokens": max_tokens, "mesh": mesh,
-    }  # fmt: skip
-    learn_values: Any = partial(value_update, critic=critic, clip=value_clip, dtype=dtype, **how)
+    many: dict[str, Any] = {"num_minibatches": num_minibatches, "num_epochs": num_epochs, "max_norm": max_norm}
+    how: dict[str, Any] = {"max_tokens": max_tokens, "mesh": mesh}
     update: Any = partial(
         grpo_update, policy=policy, clip_low=clip_low, clip_high=clip_high, correction=correction, kl_coef=0.0,
-        entropy_coef=entropy_coef, device=model.device, **how,
+        entropy_coef=entropy_coef, device=model.device, optimizer=optimizer, **many, **how,
     )  # fmt: skip
-    estimate = partial(
-        with_gae, critic, gamma=gamma, lam_policy=lam_policy, lam_value=lam_value, bootstrap=bootstrap,
-        max_tokens=max_tokens, dtype=dtype, mesh=mesh,
-    )  # fmt: skip
-    state = verbs.restore(folder, model=both, optimizer=optimizer, reference=None) if resume else {}
+    how |= {"critic": critic, "dtype": dtype}
+    estimate: Any = partial(
+        with_gae, gamma=gamma, lam_policy=lam_policy, lam_value=lam_value, bootstrap=bootstrap, **how
+    )
+    learn_values: Any = partial(value_update, clip=value_clip, optimizer=optimizer, **many, **how)
+    state = saving.restore(folder, model=both, optimizer=optimizer, reference=None) if resume else {}
     start, first, kl_state = state.get("step", -1), max(state.get("step", -1), 0), kl_controller.init(kl_coef)
     kl_state = type(kl_state)(*state.get("kl", kl_state))
-    with (
-        open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop,
-        BackgroundSaver(run.checkpoints, keep=keep) as saver,
-    ):  # fmt: skip
+    with saving.open_training(folder, steps=steps, start=start, resume=resume, keep=keep) as (run, stop, saver):
         dump = dump_to(run, tokenizer, engine=engine)
         evaluate = partial(
-            verbs.evaluate, eval_prompts, generate=engine.generate, params=params, env=env, score=score, seed=seed,
-            policy=policy, reference=ref_policy, max_tokens=max_tokens, mesh=mesh,
+            verbs.evaluate_if_due, prompts=eval_prompts, every=eval_steps, steps=steps, dump=dump, params=params,
+            generate=engine.generate, env=env, score=score, seed=seed, policy=policy, reference=ref_policy,
+            max_tokens=max_tokens, mesh=mesh,
         )  # fmt: skip
         await engine.update_weights(stream_weights(model), version=first)
-        if start < 0 and eval_prompts and eval_steps:
-            run.log(0, await evaluate(on_group=partial(dump, step=0)))
+        if start < 0 and (scores := await evaluate(0)):
+            run.log(0, scores)
         async with verbs.open_stream(
             verbs.prompt_order(prompts, seed=seed), generate=engine.generate, abort=engine.abort, params=params,
             group_size=group_size, groups_per_step=prompts_per_step, seed=seed, env=env, score=score, on_group=dump,
@@ -147,15 +141,14 @@ async def ppo(
                     line["kl/coef"] = kl_state.coef
                     kl_state = kl_controller.update(kl_state, line.get("kl/ref", 0.0))
                 clock.lap("sync")
-                if eval_prompts and eval_steps and (done % eval_steps == 0 or done == steps):
-                    line |= await evaluate(on_group=partial(dump, step=done))
-                    clock.lap("eval")
+                line |= await evaluate(done)
+                clock.lap("eval")
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens))
-                if verbs.save_if_due(
+                if saving.save_if_due(
                     run, saver, stop, done, steps=steps, every=save_steps, model=both, optimizer=optimizer,
                     state={"kl": tuple(kl_state)}, stream=stream,
                 ):  # fmt: skip
                     break
         run.plot()
         export_hf(critic, tokenizer, run.folder / "critic")
-        return verbs.export(run, model, tokenizer)
+        return saving.export(run, model, tokenizer)

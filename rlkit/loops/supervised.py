@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.data.load import batches
-from rlkit.loops import verbs
-from rlkit.loops.run import open_run, stop_on_interrupt
+from rlkit.loops import saving, verbs
 from rlkit.metrics import Metrics, finalize, merge
 from rlkit.parallel.data import reduce_metrics
 from rlkit.parallel.model import mesh_of
 from rlkit.parallel.optim import adamw, optimizer_step, set_lr
-from rlkit.parallel.saver import BackgroundSaver
 
 Backward = Callable[[list[int]], tuple[Metrics, int]]  # indices of a batch -> its metrics, its number of tokens
 
@@ -45,13 +43,10 @@ def supervised(
     """
     mesh = mesh_of(model)
     optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
-    state = verbs.restore(folder, model=model, optimizer=optimizer, reference=None) if resume else {}
+    state = saving.restore(folder, model=model, optimizer=optimizer, reference=None) if resume else {}
     start = state.get("step", -1)
     first = max(start, 0)
-    with (
-        open_run(folder, steps=steps, start=start, resume=resume) as run, stop_on_interrupt() as stop,
-        BackgroundSaver(run.checkpoints, keep=keep) as saver,
-    ):  # fmt: skip
+    with saving.open_training(folder, steps=steps, start=start, resume=resume, keep=keep) as (run, stop, saver):
         order = batches(num_examples, batch_size=batch_size, seed=seed, start_step=first)
         for step, rows in zip(range(first, steps), order):
             clock = verbs.Clock()
@@ -64,9 +59,9 @@ def supervised(
             if evaluate and eval_steps and (done % eval_steps == 0 or done == steps):
                 line |= {f"eval/{name}": value for name, value in finalize(evaluate()).items()}
             run.log(done, line | clock.times(num_tokens=num_tokens))
-            if verbs.save_if_due(
+            if saving.save_if_due(
                 run, saver, stop, done, steps=steps, every=save_steps, model=model, optimizer=optimizer, state={}
             ):
                 break
         run.plot()
-        return verbs.export(run, model, tokenizer)
+        return saving.export(run, model, tokenizer)

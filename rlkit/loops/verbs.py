@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,15 +14,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlkit.data.load import batch_indices
-from rlkit.loops.run import Run, Stop, resume_command
+from rlkit.loops.run import Run
 from rlkit.losses import k3, ratio_stats
 from rlkit.metrics import Metrics, largest, mean, merge
 from rlkit.packing import pack
-from rlkit.parallel._ranks import together, world_size
-from rlkit.parallel.data import any_rank
+from rlkit.parallel._ranks import world_size
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.model import Policy, with_old_logp, with_ref_logp
-from rlkit.parallel.saver import BackgroundSaver
 from rlkit.parallel.shared import SharedStream, from_first
 from rlkit.rollout.limits import success
 from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, rollout, single_turn
@@ -193,81 +189,16 @@ def say_if_no_signal(run: Run, batch: Batch, *, before: bool) -> bool:
     return signal
 
 
-def save_if_due(
-    run: Run,
-    saver: BackgroundSaver,
-    stop: Stop,
+async def evaluate_if_due(
     step: int,
+    prompts: Sequence[Prompt],
     *,
-    steps: int,
     every: int,
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-    reference: Any = None,
-    stream: GroupStream | SharedStream | None = None,
-) -> bool:
-    """Save after every so many steps (0: never), after the last one, and when somebody asked the run to stop.
-
-    The run waits for a copy of the tensors, and for the disk only at its last save. The log is on the disk before the
-    checkpoint that knows of it. The stream's own state is saved with `state`, and its journal cut once the checkpoint
-    is whole; without checkpoints nothing could use it. A disk that is full does not end the run unless the checkpoint
-    is its last: the older one stays, the error is said, and training goes on.
-
-    Returns whether to stop; then how to go on has been said.
-    """
-    stopping = any_rank(stop.requested)
-    must = stopping or step == steps
-    due = must or (every > 0 and step % every == 0)
-    if due or saver.idle:
-        with _said(run, unless=False):
-            saver.wait()
-    then: Callable[[], object] | None = None
-    if stream is not None:
-        state = {**state, "stream": stream.state}
-        then = partial(stream.saved, state["stream"])
-    if due:
-        with _said(run, unless=must):
-            together(run.sync)
-            both = _with_reference(model, reference)
-            saver.save(step=step, model=both, optimizer=optimizer, state=state, then=then)
-            if must:
-                saver.wait()
-    elif not every and then is not None:
-        then()
-    if stopping:
-        run.say(f"saved after step {step}; go on with: {resume_command('--resume')}")
-    return stopping
-
-
-@contextmanager
-def _said(run: Run, *, unless: bool) -> Iterator[None]:
-    """Inside the block an error of the disk is only said, `unless` it has to end the run."""
-    try:
-        yield
-    except OSError as error:
-        if unless:
-            raise
-        run.say(f"no checkpoint, training goes on: {error}")
-
-
-def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any) -> dict[str, Any]:
-    """Load the newest checkpoint of the run and return its state, "step" among it; {} where there is none yet."""
-    from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint
-
-    path = latest_checkpoint(folder / "checkpoints")
-    if path is None:
+    steps: int,
+    dump: Callable[..., None],
+    **how: Any,
+) -> dict[str, float]:
+    """`evaluate` at step 0, after every so many steps (0: never) and after the last; else, or without prompts, {}."""
+    if not prompts or not every or (step % every and step != steps):
         return {}
-    return load_checkpoint(path, model=_with_reference(model, reference), optimizer=optimizer)
-
-
-def _with_reference(model: Any, reference: Any) -> Any:
-    """What a checkpoint holds: the model, and a reference that moves, whose shards are written like the model's."""
-    return model if reference is None else torch.nn.ModuleDict({"policy": model, "reference": reference})
-
-
-def export(run: Run, model: Any, tokenizer: Any) -> Path:
-    """The model as it is now, in `model/` of the run folder, for `transformers.from_pretrained`."""
-    from rlkit.parallel.checkpoint import export_hf
-
-    return export_hf(model, tokenizer, run.folder / "model")
+    return await evaluate(prompts, on_group=partial(dump, step=step), **how)

@@ -63,7 +63,7 @@ def test_a_step_estimates_what_plain_loops_do(folder):
     old, ref = (torch.randn(batch.num_tokens, generator=generator) for _ in range(2))
     batch = with_streams(batch, old_logp=old, ref_logp=ref)
     found = with_gae(
-        load_value_model(folder / "critic"), batch, gamma=0.9, lam_policy=0.8, lam_value=0.95, bootstrap=True,
+        batch, critic=load_value_model(folder / "critic"), gamma=0.9, lam_policy=0.8, lam_value=0.95, bootstrap=True,
         kl_coef=0.1, max_tokens=12, dtype="fp32",
     )  # fmt: skip
     advantages, returns = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
@@ -85,7 +85,7 @@ def test_a_step_estimates_what_plain_loops_do(folder):
     torch.testing.assert_close(found.returns, returns, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.advantages, whitened, atol=1e-4, rtol=1e-4)
     cut = with_gae(
-        load_value_model(folder / "critic"), batch, gamma=1.0, lam_policy=1.0, lam_value=1.0, bootstrap=False,
+        batch, critic=load_value_model(folder / "critic"), gamma=1.0, lam_policy=1.0, lam_value=1.0, bootstrap=False,
         kl_coef=0.0, max_tokens=99, dtype="fp32",
     )  # fmt: skip
     ends = batch.rewards.repeat_interleave(batch.cu_seqlens.diff()) * mask

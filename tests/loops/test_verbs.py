@@ -20,6 +20,7 @@ from rlkit.data.tiny import tiny_tokenizer
 from rlkit.loops import verbs
 from rlkit.loops.dump import dump_to
 from rlkit.loops.run import Stop, open_run
+from rlkit.loops.saving import save_if_due
 from rlkit.metrics import finalize
 from rlkit.parallel import checkpoint, saver
 from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint
@@ -145,7 +146,7 @@ def saving(tmp_path):
         def due(step, *, wait=False):
             stream.state = {"at": step}
             net.weight.data.fill_(step)
-            out = verbs.save_if_due(
+            out = save_if_due(
                 run, saver, stop, step, steps=8, every=2, model=net, optimizer=optimizer, state={"mine": step},
                 stream=stream,
             )  # fmt: skip

@@ -1,0 +1,111 @@
+"""A loop's run folder, what it saves there while it trains, and how it goes on from that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlkit.loops.run import Run, Stop, open_run, resume_command, stop_on_interrupt
+from rlkit.parallel._ranks import together
+from rlkit.parallel.data import any_rank
+from rlkit.parallel.saver import BackgroundSaver
+from rlkit.parallel.shared import SharedStream
+from rlkit.rollout.stream import GroupStream
+
+
+@contextmanager
+def open_training(
+    folder: Path, *, steps: int, start: int, resume: bool, keep: int
+) -> Iterator[tuple[Run, Stop, BackgroundSaver]]:
+    """The run folder (see `open_run`), whether somebody asked to stop, and what saves into its `checkpoints/`."""
+    with (
+        open_run(folder, steps=steps, start=start, resume=resume) as run,
+        stop_on_interrupt() as stop,
+        BackgroundSaver(run.checkpoints, keep=keep) as saver,
+    ):
+        yield run, stop, saver
+
+
+def save_if_due(
+    run: Run,
+    saver: BackgroundSaver,
+    stop: Stop,
+    step: int,
+    *,
+    steps: int,
+    every: int,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    reference: Any = None,
+    stream: GroupStream | SharedStream | None = None,
+) -> bool:
+    """Save after every so many steps (0: never), after the last one, and when somebody asked the run to stop.
+
+    The run waits for a copy of the tensors, and for the disk only at its last save. The log is on the disk before the
+    checkpoint that knows of it. The stream's own state is saved with `state`, and its journal cut once the checkpoint
+    is whole; without checkpoints nothing could use it. A disk that is full does not end the run unless the checkpoint
+    is its last: the older one stays, the error is said, and training goes on.
+
+    Returns whether to stop; then how to go on has been said.
+    """
+    stopping = any_rank(stop.requested)
+    must = stopping or step == steps
+    due = must or (every > 0 and step % every == 0)
+    if due or saver.idle:
+        with _said(run, unless=False):
+            saver.wait()
+    then: Callable[[], object] | None = None
+    if stream is not None:
+        state = {**state, "stream": stream.state}
+        then = partial(stream.saved, state["stream"])
+    if due:
+        with _said(run, unless=must):
+            together(run.sync)
+            both = _with_reference(model, reference)
+            saver.save(step=step, model=both, optimizer=optimizer, state=state, then=then)
+            if must:
+                saver.wait()
+    elif not every and then is not None:
+        then()
+    if stopping:
+        run.say(f"saved after step {step}; go on with: {resume_command('--resume')}")
+    return stopping
+
+
+@contextmanager
+def _said(run: Run, *, unless: bool) -> Iterator[None]:
+    """Inside the block an error of the disk is only said, `unless` it has to end the run."""
+    try:
+        yield
+    except OSError as error:
+        if unless:
+            raise
+        run.say(f"no checkpoint, training goes on: {error}")
+
+
+def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any) -> dict[str, Any]:
+    """Load the newest checkpoint of the run and return its state, "step" among it; {} where there is none yet."""
+    from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint
+
+    path = latest_checkpoint(folder / "checkpoints")
+    if path is None:
+        return {}
+    return load_checkpoint(path, model=_with_reference(model, reference), optimizer=optimizer)
+
+
+def _with_reference(model: Any, reference: Any) -> Any:
+    """What a checkpoint holds: the model, and a reference that moves, whose shards are written like the model's."""
+    return model if reference is None else torch.nn.ModuleDict({"policy": model, "reference": reference})
+
+
+def export(run: Run, model: Any, tokenizer: Any) -> Path:
+    """The model as it is now, in `model/` of the run folder, for `transformers.from_pretrained`."""
+    from rlkit.parallel.checkpoint import export_hf
+
+    return export_hf(model, tokenizer, run.folder / "model")
