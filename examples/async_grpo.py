@@ -12,7 +12,7 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpo_shared as shared
+import sampled_data as shared
 
 
 @dataclass

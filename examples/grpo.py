@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpo_shared as shared
+import sampled_data as shared
 
 
 @dataclass

@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 import async_grpo
 import grpo
-import grpo_shared as shared
+import sampled_data as shared
 from scripted import Script, check_exact, tokenizer_with
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer

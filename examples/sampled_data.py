@@ -1,4 +1,4 @@
-"""What examples/grpo.py, async_grpo.py and ppo.py share: their flags, prompts, environments and engines."""
+"""What examples/grpo.py, async_grpo.py and ppo.py share: flags, prompts, environments and engines."""
 
 from __future__ import annotations
 
