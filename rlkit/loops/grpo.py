@@ -16,7 +16,7 @@ from rlkit.loops.dump import dump_to
 from rlkit.loops.updates import grpo_update, pack_with_advantages
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
-from rlkit.parallel.model import forward, mesh_of, with_old_logp, with_ref_logp
+from rlkit.parallel.model import DTYPES, forward, mesh_of, with_old_logp, with_ref_logp
 from rlkit.parallel.optim import adamw
 from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
@@ -102,7 +102,7 @@ async def grpo(
             generate=engine.generate, env=env, score=score, seed=seed, policy=policy, reference=ref_policy,
             max_tokens=max_tokens, mesh=mesh,
         )  # fmt: skip
-        await engine.update_weights(stream_weights(model), version=first)
+        await engine.update_weights(stream_weights(model, dtype=DTYPES.get(dtype)), version=first)
         if start < 0 and (scores := await evaluate(0)):
             run.log(0, scores)
         signal = True
@@ -129,7 +129,7 @@ async def grpo(
                 metrics = merge(metrics, update(batch, lr=lr_at(step), kl_coef=kl_state.coef, seed=mix(seed, step)))
                 clock.lap("train")
                 done = step + 1
-                await engine.update_weights(stream_weights(model), version=done)
+                await engine.update_weights(stream_weights(model, dtype=DTYPES.get(dtype)), version=done)
                 if ref_sync_steps and done % ref_sync_steps == 0:
                     reference.load_state_dict(model.state_dict())
                 line = finalize(metrics) | {"lr": lr_at(step), "groups/dropped": stream.num_dropped}

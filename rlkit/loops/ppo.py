@@ -17,7 +17,7 @@ from rlkit.loops.updates import grpo_update
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
 from rlkit.packing import pack
-from rlkit.parallel.model import forward, mesh_of, with_old_logp, with_ref_logp
+from rlkit.parallel.model import DTYPES, forward, mesh_of, with_old_logp, with_ref_logp
 from rlkit.parallel.optim import adamw
 from rlkit.parallel.weights import export_hf, stream_weights
 from rlkit.rollout.limits import mask_truncated
@@ -108,7 +108,7 @@ async def ppo(
             generate=engine.generate, env=env, score=score, seed=seed, policy=policy, reference=ref_policy,
             max_tokens=max_tokens, mesh=mesh,
         )  # fmt: skip
-        await engine.update_weights(stream_weights(model), version=first)
+        await engine.update_weights(stream_weights(model, dtype=DTYPES.get(dtype)), version=first)
         if start < 0 and (scores := await evaluate(0)):
             run.log(0, scores)
         async with verbs.open_stream(
@@ -134,7 +134,7 @@ async def ppo(
                     metrics = merge(metrics, update(batch, lr=lr_at(step), seed=mix(seed, step)))
                 clock.lap("train")
                 done = step + 1
-                await engine.update_weights(stream_weights(model), version=done)
+                await engine.update_weights(stream_weights(model, dtype=DTYPES.get(dtype)), version=done)
                 line = finalize(metrics) | {"lr": lr_at(step), "lr/critic": critic_lr_at(step)}
                 line["value/explained"] = explained(line["value/error"], line.pop("value/spread"))
                 if kl_coef:
