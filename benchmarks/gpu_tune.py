@@ -34,19 +34,20 @@ Choices = dict[tuple[Any, str], list[Any]]  # (module, constant): values
 Workloads = dict[str, Callable[[], Any]]
 
 
-def rows(stages: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Values of STATS (with `stages`) or GRADIENT."""
-    out = [{"BLOCK": b, "num_warps": w, "enable_fp_fusion": False} for b in (2048, 4096, 8192) for w in (4, 8, 16)]
+def rows(now: dict[str, Any], stages: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+    """Values of STATS (with `stages`) or GRADIENT, which are `now`."""
+    out = [now | {"BLOCK": b, "num_warps": w} for b in (2048, 4096, 8192) for w in (4, 8, 16)]
     return [row | {"STAGES": s} for row in out for s in stages] if stages else out
 
 
 def groups() -> dict[str, tuple[Choices, Callable[[], Workloads]]]:
     heights, widths = [512, 1024, 2048, 4096], [4096, 8192, 16_384, 32_768]
     sizes = [64 * MB, 128 * MB, 256 * MB, 512 * MB]
+    stats, gradient = rows(row_kernels.STATS, (1, 2, 3)), rows(row_kernels.GRADIENT)
     scanning: Choices = {(scan, "BLOCK"): [512, 1024, 2048, 4096], (scan, "NUM_WARPS"): [2, 4, 8]}
     return {
-        "statistics": ({(row_kernels, "STATS"): rows((1, 2, 3))}, lambda: from_logits(False) | from_hidden(False)),
-        "gradient": ({(row_kernels, "GRADIENT"): rows(())}, lambda: from_logits(True) | from_hidden(True)),
+        "statistics": ({(row_kernels, "STATS"): stats}, lambda: from_logits(False) | from_hidden(False)),
+        "gradient": ({(row_kernels, "GRADIENT"): gradient}, lambda: from_logits(True) | from_hidden(True)),
         "forward": ({(triton, "HEIGHT"): heights, (triton, "WIDTH"): widths}, partial(from_hidden, False)),
         "backward": ({(triton, "BLOCK_BYTES"): [16 * MB, 32 * MB, 64 * MB, 256 * MB],
                       (triton, "GRADIENT_BYTES"): sizes}, partial(from_hidden, True)),
