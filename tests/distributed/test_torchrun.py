@@ -125,7 +125,7 @@ def test_a_rank_that_dies_ends_the_job_with_its_error(files, tmp_path, how):
     }[how]
     script.write_text(f"""
 import os, runpy, sys, time
-import rlkit.loops.sft as loop
+import rlkit.loops.supervised as loop
 step = loop.optimizer_step
 def failing(*args, **kwargs):
     if os.environ["RANK"] == "1":
@@ -133,6 +133,7 @@ def failing(*args, **kwargs):
     return step(*args, **kwargs)
 loop.optimizer_step = failing
 sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """)
     run = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script), *sft(files, tmp_path / "run")]
