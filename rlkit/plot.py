@@ -62,6 +62,9 @@ PANELS = (
     Panel("Policy entropy", "nats per token", (Curve("entropy", "training"),)),
     Panel("Response length", "tokens per answer", (Curve("length/mean", "mean"), Curve("length/max", "max", raw=True))),
     Panel("KL to the warm start", "nats per token", (Curve("eval/kl", "evaluation prompts", sparse=True),)),
+    Panel(
+        "Critic", "mean over tokens", (Curve("value/mean", "value"), Curve("value/return", "return")), from_zero=False
+    ),
 )
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # told apart by colour-blind readers too
 
