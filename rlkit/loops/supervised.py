@@ -56,7 +56,7 @@ def supervised(
 
             done = step + 1
             line = finalize(metrics) | {"lr": lr_at(step)}
-            if evaluate and eval_steps and (done % eval_steps == 0 or done == steps):
+            if evaluate and verbs.is_due(done, every=eval_steps, steps=steps):
                 line |= {f"eval/{name}": value for name, value in finalize(evaluate()).items()}
             run.log(done, line | clock.times(num_tokens=num_tokens))
             if saving.save_if_due(

@@ -189,6 +189,11 @@ def say_if_no_signal(run: Run, batch: Batch, *, before: bool) -> bool:
     return signal
 
 
+def is_due(step: int, *, every: int, steps: int) -> bool:
+    """Whether to evaluate after `step` of `steps`: after every so many (0: never), and after the last."""
+    return every != 0 and (step % every == 0 or step == steps)
+
+
 async def evaluate_if_due(
     step: int,
     prompts: Sequence[Prompt],
@@ -198,7 +203,7 @@ async def evaluate_if_due(
     dump: Callable[..., None],
     **how: Any,
 ) -> dict[str, float]:
-    """`evaluate` at step 0, after every so many steps (0: never) and after the last; else, or without prompts, {}."""
-    if not prompts or not every or (step % every and step != steps):
+    """`evaluate` at step 0 and where it `is_due`; else, or without prompts, {}."""
+    if not prompts or not is_due(step, every=every, steps=steps):
         return {}
     return await evaluate(prompts, on_group=partial(dump, step=step), **how)

@@ -32,6 +32,13 @@ def timeout_of(group: Any) -> timedelta:
     return timeout
 
 
+def reshard(model: Any) -> None:
+    """Cut again what a forward left gathered of a model under FSDP2: its parameters are then this rank's shards."""
+    for module in list(model.modules()):
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
 def first(work: Callable[[], object], *, group: dist.ProcessGroup | None = None) -> None:
     """`work` on rank 0. Every rank waits for it, and raises if it raised."""
     together(lambda: work() if rank() == 0 else None, group=group)

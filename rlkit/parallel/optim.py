@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlkit.metrics import Metrics, mean
-from rlkit.parallel._ranks import distributed
+from rlkit.parallel._ranks import distributed, reshard
 
 
 def adamw(
@@ -29,9 +29,7 @@ def adamw(
     gathered of a sharded model is cut again first: the optimizer must hold the shards, which are what a step changes.
     Reference: arXiv:1711.05101
     """
-    sharded: list[Any] = [module for module in model.modules() if hasattr(module, "reshard")]
-    for module in sharded:
-        module.reshard()
+    reshard(model)
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
         raise ValueError("model has no trainable parameter: is everything frozen?")

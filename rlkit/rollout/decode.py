@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rlkit._tensors import upcast
+from rlkit.parallel._ranks import reshard
 
 KEEP_BYTES = 64 << 20
 TALL = range(16, 257)
@@ -122,9 +123,7 @@ class Decoder:
 
     def refresh(self) -> None:
         """Look the parameters up again: needed after they were replaced (sharded, assigned), not after steps."""
-        for module in self._model.modules():
-            if hasattr(module, "reshard"):  # FSDP2: what a forward has gathered is freed later
-                module.reshard()
+        reshard(self._model)  # what a forward has gathered is freed later
         body = self._model.model
         self._weights = Weights(
             embed=plain(body.embed_tokens.weight),
