@@ -64,16 +64,21 @@ def test_the_event_loop_goes_on_beside_the_thread():
 
 
 def test_a_cancelled_call_ends_when_the_function_does():
-    finished = []
+    finished, started, go = [], threading.Event(), threading.Event()
 
     def work():
-        time.sleep(0.2)
+        started.set()
+        assert go.wait(60)
         finished.append(True)
 
     async def main():
         call = asyncio.create_task(verbs.in_thread(work))
-        await asyncio.sleep(0.02)
+        while not started.is_set():
+            await asyncio.sleep(0.001)
         call.cancel()
+        await asyncio.sleep(0.02)
+        assert not call.done()
+        go.set()
         with pytest.raises(asyncio.CancelledError):
             await call
         assert finished
