@@ -230,7 +230,9 @@ HOSTS = """
 set -eu
 unshare -n sleep 600 & a=$!
 unshare -n sleep 600 & b=$!
-sleep 0.5
+for pid in $a $b; do
+    while [ "$(readlink /proc/$pid/ns/net)" = "$(readlink /proc/$$/ns/net)" ]; do sleep 0.05; done
+done
 ip link add left type veth peer name right
 ip link set left netns $a
 ip link set right netns $b
