@@ -35,7 +35,7 @@ class Args(shared.Args):
     sft_coef: float = 0.0
     """weight of the chosen response's NLL per token (orpo and cpo: 1 in their papers)"""
     reference: str | None = None
-    """reference model; None: the initial weights of `model`"""
+    """reference model; None: the initial weights of `model` (with LoRA, `model` without its adapter: no second one)"""
     lora_rank: int = 0
     """rank of LoRA adapters on all linear layers, which then are all that trains; 0: every weight (needs peft)"""
     lr: float = 1e-6
@@ -51,7 +51,9 @@ def main(args: Args) -> Path:
     tokenizer, pairs, held_out, options = shared.prepared(args, preference_pairs)
     load = partial(load_policy, args=args.parallel, device=args.device, dtype=args.dtype)
     model = load(args.model, lora_rank=args.lora_rank)
-    reference = load(args.reference or args.model) if needs_reference else None
+    reference = None
+    if needs_reference:
+        reference = model if args.lora_rank and args.reference is None else load(args.reference or args.model)
     how = {"reference": reference, "loss": loss, "reduce": reduce, "sft_coef": args.sft_coef}
     return dpo(model, tokenizer, pairs, eval_pairs=held_out, **how, **options)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,7 +87,7 @@ class Args:
     kl_coef: float = 0.0
     """weight of the KL to the reference model in the loss; 0 does not load one"""
     reference: str | None = None
-    """reference model; None: the initial weights of `model`"""
+    """reference model; None: the initial weights of `model` (with LoRA, `model` without its adapter: no second one)"""
     kl_target: float | None = None
     """move kl_coef so that the KL (nats per token) stays near this; None: kl_coef stays"""
     entropy_coef: float = 0.0
@@ -183,7 +183,7 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
             "num_epochs": args.epochs,
             "clip_low": args.clip_low,
             "clip_high": args.clip_high,
-            "reference": load(args.reference or args.model) if args.kl_coef or args.eval_kl else None,
+            "reference": reference_model(args, model, load),
             "kl_coef": args.kl_coef,
             "entropy_coef": args.entropy_coef,
             "lr_at": schedule(args.lr_schedule, lr=args.lr, num_steps=args.steps, warmup_steps=args.warmup_steps),
@@ -200,6 +200,13 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
             **algorithm(args),
         },
     )
+
+
+def reference_model(args: Args, model: Any, load: Callable[..., Any]) -> Any:
+    """The second model, `model` itself where it has an adapter to leave out, or None where no KL is asked for."""
+    if not (args.kl_coef or args.eval_kl):
+        return None
+    return model if args.lora_rank and args.reference is None else load(args.reference or args.model)
 
 
 def check_flags(args: Args) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlkit import losses
 from rlkit.data.pairs import Pair
 from rlkit.loops.supervised import supervised
+from rlkit.loops.verbs import reference_policy
 from rlkit.metrics import Metrics, mean, merge
 from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
@@ -64,7 +65,7 @@ def dpo(
     """
     mesh = mesh_of(model)
     policy = partial(forward, model, dtype=dtype)
-    ref_policy = None if reference is None else partial(forward, reference, dtype=dtype)
+    ref_policy = reference_policy(policy, model, reference)
 
     def prepare(batch: Batch) -> Batch:
         return with_ref_logp(ref_policy, batch, max_tokens=max_tokens, mesh=mesh)

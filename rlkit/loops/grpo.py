@@ -85,7 +85,7 @@ async def grpo(
     verbs.check_sampling(params, needs_reference=bool(kl_coef or ref_sync_steps), reference=reference)
     mesh, moving = mesh_of(model), reference if ref_sync_steps else None
     policy = partial(forward, model, temperature=params.temperature, dtype=dtype)
-    ref_policy = partial(forward, reference, temperature=params.temperature, dtype=dtype) if reference else None
+    ref_policy = verbs.reference_policy(policy, model, reference, moves=bool(ref_sync_steps))
     optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
     update = partial(
         grpo_update, policy=policy, optimizer=optimizer, num_minibatches=num_minibatches, num_epochs=num_epochs,

@@ -85,7 +85,7 @@ async def ppo(
     verbs.check_sampling(params, needs_reference=bool(kl_coef), reference=reference)
     mesh, both = mesh_of(model), nn.ModuleDict({"policy": model, "critic": critic})
     policy = partial(forward, model, temperature=params.temperature, dtype=dtype)
-    ref_policy = partial(forward, reference, temperature=params.temperature, dtype=dtype) if reference else None
+    ref_policy = verbs.reference_policy(policy, model, reference)
     optimizer = adamw(both, lr=lr_at(0), weight_decay=weight_decay)  # it steps what has gradients: one of the two
     many: dict[str, Any] = {"num_minibatches": num_minibatches, "num_epochs": num_epochs, "max_norm": max_norm}
     how: dict[str, Any] = {"max_tokens": max_tokens, "mesh": mesh}

@@ -105,7 +105,13 @@ def _with_reference(model: Any, reference: Any) -> Any:
 
 
 def export(run: Run, model: Any, tokenizer: Any) -> Path:
-    """The model as it is now, in `model/` of the run folder, for `transformers.from_pretrained`."""
-    from rlkit.parallel.checkpoint import export_hf
+    """The model as it is now, in `model/` of the run folder, for `transformers.from_pretrained`.
 
+    With LoRA its weights hold the adapter, which is in `adapter/` as well, for `peft.PeftModel.from_pretrained`.
+    """
+    from rlkit.parallel.checkpoint import export_hf
+    from rlkit.parallel.lora import adapters, save_adapter
+
+    if adapters(model):
+        save_adapter(model, run.folder / "adapter")
     return export_hf(model, tokenizer, run.folder / "model")

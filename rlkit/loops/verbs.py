@@ -19,6 +19,7 @@ from rlkit.losses import k3, ratio_stats
 from rlkit.metrics import Metrics, largest, mean, merge
 from rlkit.packing import pack
 from rlkit.parallel._ranks import world_size
+from rlkit.parallel.lora import adapters, without_adapter
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.model import Policy, with_old_logp, with_ref_logp
 from rlkit.parallel.shared import SharedStream, from_first
@@ -119,6 +120,24 @@ def check_sampling(params: SamplingParams, *, needs_reference: bool, reference: 
             f"params.top_p={params.top_p}, params.top_k={params.top_k}: log-probs are of the untruncated distribution, "
             "so truncated sampling would bias every ratio by the mass it keeps; use top_p=1.0 and top_k=0"
         )
+
+
+def reference_policy(policy: partial[LogProbs], model: Any, reference: Any, *, moves: bool = False) -> Policy | None:
+    """`policy`, a `partial(forward, model, ...)`, of another model; or without its adapter, where `reference` is `model`.
+
+    Raises:
+        ValueError: `reference` is `model`, which has no adapter to leave out, or the reference `moves`.
+    """
+    if reference is None:
+        return None
+    if reference is not model:
+        return partial(policy.func, reference, **policy.keywords)
+    if moves or not adapters(model):
+        raise ValueError(
+            "reference is the model that trains, which works where it has an adapter (rlkit.parallel.lora) and "
+            "ref_sync_steps is 0; give a second model"
+        )
+    return without_adapter(policy, model)
 
 
 async def in_thread(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:

@@ -16,6 +16,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.async_grpo import async_grpo
 from rlkit.loops.grpo import grpo
 from rlkit.losses import icepop
+from rlkit.parallel.lora import add_lora
 from rlkit.parallel.model import prepare
 from rlkit.rewards.adapters import scorer
 from rlkit.rollout.limits import success_between
@@ -136,6 +137,30 @@ def test_masked_old_tokens_make_partial_rollout_on_policy(tmp_path):
     lines = lines_of(tmp_path)
     assert max(line["staleness/max"] for line in lines) == 1
     assert max(line["mismatch/abs_max"] for line in lines) < 1e-4
+
+
+@pytest.mark.parametrize("loop", [grpo, async_grpo])
+def test_with_an_adapter_the_kl_is_to_the_model_without_it(tmp_path, loop):
+    """Of an adapter that is not 0 from the start, while the engine samples with it."""
+    lines = []
+    for second in (True, False):
+        model = add_lora(small_model(), rank=4)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if "lora_B" in name:
+                    p.fill_(0.01)
+        engine = CopyEngine() if loop is async_grpo else LocalEngine(model, max_len=64)
+        reference = small_model() if second else model
+        changes = {"steps": 2, "kl_coef": 0.1, "reference": reference, "eval_prompts": PROMPTS[:4], "eval_steps": 1}
+        changes |= {"staleness": 0.0} if loop is async_grpo else {}
+        run(loop, model, engine, tmp_path / str(second), **changes)
+        lines.append(lines_of(tmp_path / str(second)))
+        with pytest.raises(ValueError, match="ref_sync_steps"):
+            run(loop, model, engine, tmp_path / "moves", **changes | {"reference": model, "ref_sync_steps": 1})
+    for a, b in zip(*lines, strict=True):
+        assert {k: v for k, v in a.items() if "time/" not in k} == {k: v for k, v in b.items() if "time/" not in k}
+    assert lines[0][0]["eval/kl"] > 1e-4
+    assert lines[0][1]["kl/ref"] > 1e-4
 
 
 def test_truncated_answers_are_not_trained_on(tmp_path):

@@ -16,6 +16,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.dpo import dpo
 from rlkit.loops.reward_model import reward_model
 from rlkit.parallel.heads import load_reward_model
+from rlkit.parallel.lora import add_lora
 from rlkit.parallel.model import prepare
 from rlkit.segments import seq_mean
 
@@ -109,6 +110,27 @@ def test_the_size_of_micro_batches_changes_nothing(tmp_path, loop):
     for a, b in zip(*lines, strict=True):
         for key in b.keys() - {k for k in b if k.startswith("time/")}:
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), key
+
+
+def test_an_adapter_leaves_out_what_it_learned_for_its_reference(tmp_path):
+    """The lines are those of a second model as the reference; `adapter/` over the first model is what `model/` is."""
+    import peft
+
+    lines = []
+    for second in (True, False):
+        model = add_lora(small_model(), rank=4)
+        reference = small_model() if second else model
+        lines.append(run(tmp_path / str(second), dpo, model, reference=reference))
+    clock = {k for k in lines[0][-1] if k.startswith("time/")}
+    for a, b in zip(*lines, strict=True):
+        assert {k: v for k, v in a.items() if k not in clock} == {k: v for k, v in b.items() if k not in clock}
+    assert lines[0][-1]["margin"] != 0
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "False/model")
+    adapted = peft.PeftModel.from_pretrained(tiny_model(tokenizer(), **SIZES), tmp_path / "False/adapter")
+    ids = torch.arange(20, 40)[None]
+    torch.testing.assert_close(adapted(ids).logits, whole(ids).logits, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="reference is the model that trains"):
+        run(tmp_path / "same", dpo, whole, reference=whole)
 
 
 def test_a_pair_that_no_micro_batch_holds_is_refused(tmp_path):
