@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +88,7 @@ def all_reduce(metrics: Metrics, *, group: torch.distributed.ProcessGroup | None
     for kind, how in kinds:
         keys = sorted(k for k, m in metrics.items() if isinstance(m, kind))
         if keys:
-            flat = torch.stack([part for k in keys for part in metrics[k]])
+            flat = stacked([part for k in keys for part in metrics[k]])
             torch.distributed.all_reduce(flat, op=how, group=group)
             parts = flat.view(len(keys), -1).unbind()
             out.update({k: kind._make(part.unbind()) for k, part in zip(keys, parts, strict=True)})
@@ -100,7 +100,13 @@ def finalize(metrics: Mapping[str, Metric]) -> dict[str, float]:
     if not metrics:
         return {}
     values = [m.total / m.count if isinstance(m, Mean) else m.value for m in metrics.values()]
-    return dict(zip(metrics, torch.stack(values).tolist(), strict=True))
+    return dict(zip(metrics, stacked(values).tolist(), strict=True))
+
+
+def stacked(values: Sequence[Tensor]) -> Tensor:
+    """Of numbers on the host and on a device, on the device: `torch.stack` does not take both."""
+    device = next((x.device for x in values if x.device.type != "cpu"), values[0].device)
+    return torch.stack([x.to(device) for x in values])
 
 
 def _detached(x: Tensor | float) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkit.metrics import Max, Mean, Min, finalize, largest, mean, merge, smallest
+from rlkit.metrics import Max, Mean, Min, finalize, largest, mean, merge, smallest, stacked
 
 numbers = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=12)
 
@@ -42,3 +42,9 @@ def test_types_say_how_to_reduce():
     assert isinstance(largest(2.0), Max)
     assert isinstance(smallest(2.0), Min)
     assert not mean(torch.ones(2, requires_grad=True)).total.requires_grad
+
+
+def test_what_was_counted_on_the_host_is_read_together_with_what_is_on_the_device():
+    host, device = torch.ones(()), torch.ones((), device="meta")  # "meta" is a device without memory
+    for values in ([host, device], [device, host]):
+        assert stacked(values).device == device.device

@@ -16,7 +16,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from rlkit import packing
-from rlkit.metrics import Metrics, all_reduce
+from rlkit.metrics import Metrics, all_reduce, stacked
 from rlkit.parallel._ranks import world_size
 from rlkit.parallel.mesh import Mesh
 from rlkit.types import Batch
@@ -56,7 +56,7 @@ def reduce_metrics(metrics: Metrics, *, mesh: Mesh | None) -> Metrics:
         metrics = all_reduce(metrics, group=mesh.group("dp"))
     if mesh is None or mesh.sizes.pp == 1 or not metrics:
         return metrics
-    parts = of_last_stage(torch.stack([x for m in metrics.values() for x in m]), mesh=mesh)
+    parts = of_last_stage(stacked([x for m in metrics.values() for x in m]), mesh=mesh)
     return {k: type(m)._make(x) for (k, m), x in zip(metrics.items(), parts.split([len(m) for m in metrics.values()]))}
 
 
