@@ -18,7 +18,7 @@ from rlkit.loops.run import Run
 from rlkit.losses import k3, ratio_stats
 from rlkit.metrics import Metrics, largest, mean, merge
 from rlkit.packing import pack
-from rlkit.parallel._ranks import world_size
+from rlkit.parallel._ranks import on_this_device, world_size
 from rlkit.parallel.lora import adapters, without_adapter
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.model import Policy, with_old_logp, with_ref_logp
@@ -145,7 +145,7 @@ async def in_thread(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:
 
     A cancelled call ends when the function does: nobody may look at a model in the middle of an optimizer step.
     """
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    work = asyncio.ensure_future(asyncio.to_thread(on_this_device(function), *args, **kwargs))
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -30,6 +32,19 @@ def timeout_of(group: Any) -> timedelta:
     """How long a collective of `group` waits for another rank."""
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
+
+
+def on_this_device(work: Callable[P, T]) -> Callable[P, T]:
+    """`work` for another thread, on the GPU of this one: a thread begins on the first GPU, whatever its rank's is."""
+    if not torch.cuda.is_initialized():
+        return work
+    device = torch.cuda.current_device()
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        torch.cuda.set_device(device)
+        return work(*args, **kwargs)
+
+    return run
 
 
 def reshard(model: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlkit.parallel._dcp import copied
-from rlkit.parallel._ranks import distributed, timeout_of
+from rlkit.parallel._ranks import distributed, on_this_device, timeout_of
 from rlkit.parallel.checkpoint import Job, make_job, write_job
 
 
@@ -88,7 +88,8 @@ class BackgroundSaver:
         if room:
             job = job._replace(tensors=copied(job.tensors, self._buffers))
         self._then = then
-        self._thread = threading.Thread(target=self._write, args=(job,), name="rlkit-checkpoint", daemon=True)
+        write = on_this_device(self._write)
+        self._thread = threading.Thread(target=write, args=(job,), name="rlkit-checkpoint", daemon=True)
         self._thread.start()
         if not room:
             self._thread.join()

@@ -63,6 +63,19 @@ def test_the_event_loop_goes_on_beside_the_thread():
     assert asyncio.run(main()) == 3
 
 
+def test_threads_work_on_the_gpu_of_their_rank(monkeypatch, tmp_path):
+    """CUDA's current device belongs to the thread, and is the first one in a new thread."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread())))
+    assert asyncio.run(verbs.in_thread(lambda x: (x, chosen[-1][1] is threading.current_thread()), 5)) == (5, True)
+    with BackgroundSaver(tmp_path, keep=1) as saver:
+        saver.save(step=1, model=torch.nn.Linear(2, 2), optimizer=None, state={})
+    assert [device for device, _ in chosen] == [3, 3]
+    assert chosen[1][1].name == "rlkit-checkpoint"
+
+
 def test_a_cancelled_call_ends_when_the_function_does():
     finished, started, go = [], threading.Event(), threading.Event()
 
