@@ -123,7 +123,7 @@ def check_sampling(params: SamplingParams, *, needs_reference: bool, reference: 
 
 
 def reference_policy(policy: partial[LogProbs], model: Any, reference: Any, *, moves: bool = False) -> Policy | None:
-    """`policy`, a `partial(forward, model, ...)`, of another model; or without its adapter, where `reference` is `model`.
+    """`policy`, a `partial(forward, model, ...)`, of another model; where `reference` is `model`, without its adapter.
 
     Raises:
         ValueError: `reference` is `model`, which has no adapter to leave out, or the reference `moves`.

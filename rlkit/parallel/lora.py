@@ -55,11 +55,15 @@ def add_lora(
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
     """Weight name, as without LoRA -> its adapter; {} for a model that has none."""
-    found = {}
-    for name, m in model.named_modules():
-        if hasattr(m, "lora_A") and m.lora_A:
-            found[f"{name}.weight"] = Adapter(m.lora_A.default.weight, m.lora_B.default.weight, m.scaling["default"])
-    return found
+    found = ((name, adapter_of(m)) for name, m in model.named_modules())
+    return {f"{name}.weight": adapter for name, adapter in found if adapter is not None}
+
+
+def adapter_of(layer: Any) -> Adapter | None:
+    """The update of a layer's weight, if it has one."""
+    if not getattr(layer, "lora_A", None):
+        return None
+    return Adapter(layer.lora_A.default.weight, layer.lora_B.default.weight, layer.scaling["default"])
 
 
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:

@@ -12,7 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlkit.parallel.attention import as_inference
-from rlkit.rollout.decode import Decoder, why_unsupported
+from rlkit.rollout.decode import Decoder
+from rlkit.rollout.decode_weights import why_unsupported
 from rlkit.rollout.fallback import CachedForward, Recompute
 
 logger = logging.getLogger(__name__)

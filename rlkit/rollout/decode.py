@@ -1,9 +1,10 @@
 """Prefill and one-token decoding with a slotted key-value cache, over the weights of a Hugging Face model as they are.
 
-Covers the dense Llama family (`SUPPORTED`): RMS norms before attention and MLP, rotary positions, grouped queries,
-gated MLP. Nothing is copied from the model but its rotary table: every step reads its parameters, so an optimizer step
-is seen by the next token. What makes it faster than the model's own forward is fewer operators, and better-shaped ones
-for one new token per row.
+Covers the dense Llama family (see `rlkit.rollout.decode_weights`): RMS norms before attention and MLP, rotary
+positions, grouped queries, gated MLP. Nothing is copied from the model but its rotary table and weights with a LoRA
+adapter: every step reads the parameters, so an optimizer step is seen by the next token, and one of an adapter after
+`refresh`. What makes it faster than the model's own forward is fewer operators, and better-shaped ones for one new
+token per row.
 """
 
 from __future__ import annotations
@@ -15,34 +16,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlkit._tensors import upcast
-from rlkit.parallel._ranks import reshard
+from rlkit.rollout.decode_weights import Layer, Weights, weights_of
 
 KEEP_BYTES = 64 << 20
 TALL = range(16, 257)
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-
-
-class Layer(NamedTuple):
-    """The parameters of one decoder layer (no copies); biases and q/k norms are None where there are none."""
-
-    norm: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    q_bias: Tensor | None
-    k_bias: Tensor | None
-    v_bias: Tensor | None
-    o_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    mlp_norm: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
 
 
 class Rotary(NamedTuple):
@@ -50,48 +30,6 @@ class Rotary(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-
-
-def plain(p: Any) -> Any:
-    """A parameter as a plain tensor; None stays None.
-
-    A DTensor gives its own memory on a mesh of size 1, and else a gathered copy (a collective), which follows the
-    parameter only from one `refresh` to the next.
-    """
-    if not hasattr(p, "full_tensor"):
-        return p
-    return p.to_local() if p.device_mesh.size() == 1 else p.full_tensor()
-
-
-def why_unsupported(model: Any, max_len: int) -> str | None:
-    """Why `Decoder` cannot run this model, in words, or None if it can."""
-    config = model.config
-    if config.model_type not in SUPPORTED:
-        return f"model type {config.model_type!r} is not one of {', '.join(SUPPORTED)}"
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    if config.model_type == "mistral" and window is not None and window < max_len:
-        return f"its sliding window {window} is shorter than max_len {max_len}"
-    if layer_types != {"full_attention"}:
-        return f"its layer types are {sorted(layer_types)}"
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if "dynamic" in rope or rope == "longrope":
-        return f"its rotary frequencies depend on the length ({rope})"
-    if config.hidden_act not in ("silu", "swish"):
-        return f"its activation is {config.hidden_act!r}"
-    projections = [(n, m) for n, m in model.model.layers.named_modules() if n.endswith("_proj")]
-    if any(type(m) is not nn.Linear or (".mlp." in n and m.bias is not None) for n, m in projections):
-        return "a projection is not a plain nn.Linear, or the MLP has biases"
-    return None
-
-
-class Weights(NamedTuple):
-    """All parameters of a model."""
-
-    embed: Tensor
-    layers: list[Layer]
-    norm: Tensor
-    head: Tensor
 
 
 class Decoder:
@@ -122,15 +60,8 @@ class Decoder:
         self._table = Rotary(self._arenas[0], self._arenas[0])
 
     def refresh(self) -> None:
-        """Look the parameters up again: needed after they were replaced (sharded, assigned), not after steps."""
-        reshard(self._model)  # what a forward has gathered is freed later
-        body = self._model.model
-        self._weights = Weights(
-            embed=plain(body.embed_tokens.weight),
-            layers=[_layer(layer) for layer in body.layers],
-            norm=plain(body.norm.weight),
-            head=plain(self._model.lm_head.weight),
-        )
+        """Look the parameters up again: needed after they were replaced (sharded, assigned) or an adapter changed."""
+        self._weights = weights_of(self._model)
 
     def release(self) -> None:
         """Forget what is cached and free its memory, unless it is small: page faults cost 5% of a short batch."""
@@ -285,25 +216,3 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor | float) -> Tensor:
 
 def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return (x * rotary.cos).addcmul_(x.roll(x.shape[-1] // 2, -1), rotary.sin)
-
-
-def _layer(layer: Any) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-    return Layer(
-        norm=plain(layer.input_layernorm.weight),
-        q=plain(attention.q_proj.weight),
-        k=plain(attention.k_proj.weight),
-        v=plain(attention.v_proj.weight),
-        o=plain(attention.o_proj.weight),
-        q_bias=plain(attention.q_proj.bias),
-        k_bias=plain(attention.k_proj.bias),
-        v_bias=plain(attention.v_proj.bias),
-        o_bias=plain(attention.o_proj.bias),
-        q_norm=plain(q_norm.weight) if q_norm is not None else None,
-        k_norm=plain(k_norm.weight) if k_norm is not None else None,
-        mlp_norm=plain(layer.post_attention_layernorm.weight),
-        gate=plain(mlp.gate_proj.weight),
-        up=plain(mlp.up_proj.weight),
-        down=plain(mlp.down_proj.weight),
-    )

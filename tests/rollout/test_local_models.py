@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 from torch.distributed.fsdp import fully_shard
 
+from rlkit.parallel.lora import adapter_off, add_lora
 from rlkit.rollout.decode import Decoder
 from rlkit.rollout.fallback import CachedForward, Recompute
 from rlkit.rollout.local import LocalEngine
@@ -187,6 +188,22 @@ def test_a_layer_that_is_not_a_plain_linear_is_not_decoded_behind_its_back():
     assert type(LocalEngine(model, max_batch=2)._decoder) is CachedForward
     dynamic = hf.LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     assert type(LocalEngine(build(dynamic), max_batch=2)._decoder) is not Decoder
+
+
+@pytest.mark.parametrize("name", ["llama, all biases, multi-query", "qwen3, tied"])
+def test_an_adapter_is_decoded_like_the_weights_it_changes(name):
+    model = add_lora(build(CASES[name][0]), rank=3)
+    engine = LocalEngine(model, max_batch=5, max_len=96, eos_token_ids=())
+    assert type(engine._decoder) is Decoder
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if "lora_B" in key:
+                p.normal_(0, 0.1)
+    asyncio.run(engine.update_weights(version=1))
+    for prompt, completion in asyncio.run(busy(engine, temperature=1.0)):
+        assert (torch.tensor(completion.logp) - true_logp(model, prompt, completion.ids)).abs().max() < 1e-4
+    with adapter_off(model):
+        assert (torch.tensor(completion.logp) - true_logp(model, prompt, completion.ids)).abs().max() > 1e-2
 
 
 def test_an_optimizer_step_in_place_is_seen_by_the_next_token():
