@@ -29,6 +29,8 @@ CPU_ENV = {
     "MALLOC_MMAP_MAX_": "0",  # glibc keeps freed pages: fresh ones for every bucket of weights cost as much as the copy
     "MALLOC_TRIM_THRESHOLD_": "2147483647",
 }
+# What torchrun tells its ranks. With it the server's processes would look for the store of the trainer, and hang.
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -107,7 +109,7 @@ def launch(
         dtype: of weights and activations; by default the one in a local checkpoint's config.json, else SGLang's choice
             (which turns a float32 checkpoint into float16).
         args: more command-line arguments of `sglang.launch_server`; later ones win.
-        env: more environment variables.
+        env: more environment variables, beside those of this process (without what torchrun told it).
         python: the interpreter that has SGLang; by default $RLKIT_SGLANG_PYTHON, else the running one.
         host, port: where to listen; by default on this machine only, at a free port.
         log: file for the server's output; by default a new one in the temporary folder.
@@ -128,7 +130,7 @@ def launch(
     with open(path, "ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-S", "-E", str(Path(__file__).with_name("_guard.py")), str(os.getpid()), *command],
-            env={**os.environ, **(CPU_ENV if device == "cpu" else {}), **(env or {})},
+            env={**_inherited(), **(CPU_ENV if device == "cpu" else {}), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -155,6 +157,10 @@ def _healthy(url: str) -> bool:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):  # refused, reset, 503 while it starts
         return False
+
+
+def _inherited() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
 
 
 def _free_port(host: str) -> int:
