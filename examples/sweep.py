@@ -1,0 +1,118 @@
+"""Search for the best values of a script's flags with Optuna: every trial is a run of the script in a folder of its own.
+
+    python examples/sweep.py --trials 20 --metric eval/sampled --log-range lr 1e-6 1e-4 --choice group-size 4,8,16 \\
+        -- python examples/grpo.py --model M --data D --reward R --eval-data E --eval-steps 20
+
+What follows `--` is the command (any that takes `--output` and writes `metrics.jsonl` there, torchrun too) with the flags
+that stay the same. A trial that does worse than the median of earlier ones at the same step is ended early. Called again,
+a sweep goes on; `optuna-dashboard sqlite:///OUTPUT/study.db` shows it. Needs `pip install "rlkit-lm[sweep]"`.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlkit.loops.run import read_metrics
+
+
+@dataclass
+class Args:
+    output: Path = Path("runs/sweep")
+    """folder of the study and of the trials' runs"""
+    trials: int = 20
+    """runs to start in this call"""
+    metric: str = "eval/sampled"
+    """the number to make large: a key of `metrics.jsonl`; its last value counts"""
+    minimize: bool = False
+    """make it small instead"""
+    range: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """flags with a number from low to high: `--range clip-high 0.2 0.4 temperature 0.7 1.2`"""
+    log_range: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """the same, on a logarithmic scale: `--log-range lr 1e-6 1e-4`"""
+    choice: dict[str, str] = field(default_factory=dict)
+    """flags with one of several values: `--choice group-size 4,8,16`"""
+    startup_trials: int = 5
+    """runs that are never ended early, and that are drawn at random"""
+    seed: int = 0
+    """of what is tried"""
+
+
+def main(args: Args, command: list[str]) -> Any:
+    """The finished study."""
+    import optuna
+
+    if not (args.range or args.log_range or args.choice):
+        raise ValueError("nothing to search over: give --range, --log-range or --choice")
+    if not command:
+        raise ValueError("no command: give it after --, as in `sweep.py --log-range lr 1e-6 1e-4 -- python train.py`")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    args.output.mkdir(parents=True, exist_ok=True)
+    study = optuna.create_study(
+        storage=f"sqlite:///{args.output / 'study.db'}",
+        study_name="sweep",
+        load_if_exists=True,
+        direction="minimize" if args.minimize else "maximize",
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=args.startup_trials),
+    )
+    seed = args.seed + len(study.trials)  # or a second call would draw the first call's values again
+    study.sampler = optuna.samplers.TPESampler(n_startup_trials=args.startup_trials, seed=seed)
+    for _ in range(args.trials):
+        trial = study.ask()
+        flags = {name: trial.suggest_float(name, *ends) for name, ends in args.range.items()}
+        flags |= {name: trial.suggest_float(name, *ends, log=True) for name, ends in args.log_range.items()}
+        flags |= {name: trial.suggest_categorical(name, values.split(",")) for name, values in args.choice.items()}
+        shown = "  ".join(f"{name} {v:.3g}" if isinstance(v, float) else f"{name} {v}" for name, v in flags.items())
+        print(f"trial {trial.number}: {shown}", flush=True)
+        folder = args.output / f"trial_{trial.number:04d}"
+        given = [x for name, value in flags.items() for x in (f"--{name}", str(value))]
+        try:
+            value, pruned = run_trial([*command, *given, "--output", str(folder)], folder, args.metric, trial)
+        except BaseException:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            raise
+        states = optuna.trial.TrialState
+        state = states.PRUNED if pruned else states.FAIL if math.isnan(value) else states.COMPLETE
+        study.tell(trial, value if state == states.COMPLETE else None, state=state)
+        done = [t for t in study.trials if t.state == states.COMPLETE]
+        best = f"; best so far: trial {study.best_trial.number}, {study.best_value:.4g}" if done else ""
+        print(f"trial {trial.number}: {args.metric} {value:.4g}{' (ended early)' if pruned else ''}{best}", flush=True)
+    return study
+
+
+def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tuple[float, bool]:
+    """The metric's last value, and whether the run was ended before its end because others were better."""
+    seen: dict[int, float] = {}
+    with subprocess.Popen(command) as process:
+        try:
+            while True:
+                ended = process.poll() is not None
+                rows = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+                for row in rows:
+                    if metric in row and row["step"] not in seen:
+                        seen[row["step"]] = row[metric]
+                        trial.report(row[metric], row["step"])
+                if ended:
+                    break
+                if seen and trial.should_prune():
+                    return list(seen.values())[-1], True
+                time.sleep(0.2)
+        finally:
+            process.terminate()
+    if process.returncode:
+        raise RuntimeError(f"the command failed with exit code {process.returncode}: {' '.join(command)}")
+    if not seen:
+        raise ValueError(f"no line of {folder / 'metrics.jsonl'} has {metric!r}: is it one of {sorted(rows[-1])}?")
+    return list(seen.values())[-1], False
+
+
+if __name__ == "__main__":
+    import tyro
+
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    main(tyro.cli(Args, args=sys.argv[1:end], description=__doc__), sys.argv[end + 1 :])

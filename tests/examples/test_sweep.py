@@ -1,0 +1,78 @@
+"""A sweep over a command that writes its metrics in no time: it finds the best value, ends bad runs, and goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import optuna
+
+ROOT = Path(__file__).parents[2]
+TRAIN = """
+import argparse, json, pathlib, time
+p = argparse.ArgumentParser()
+p.add_argument("--x", type=float), p.add_argument("--kind"), p.add_argument("--output"), p.add_argument("--bad")
+args = p.parse_args()
+pathlib.Path(args.output).mkdir()
+with open(args.output + "/metrics.jsonl", "w") as file:
+    for step in range(1, 5):
+        score = step - (args.x - 3) ** 2 - 5 * (args.kind == "b")
+        print(json.dumps({"step": step, "score": score, "x": args.x}), file=file, flush=True)
+if args.bad == "hangs" and args.kind == "b":  # until somebody ends it
+    time.sleep(600)
+assert args.bad != "fails"
+"""
+
+
+def sweep(folder, *flags, train=(), trials=12):
+    (folder / "train.py").write_text(TRAIN)
+    command = [sys.executable, str(ROOT / "examples/sweep.py"), "--output", str(folder / "out"), "--metric", "score"]
+    command += ["--trials", str(trials), *flags, "--", sys.executable, str(folder / "train.py"), *train]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
+
+
+def trials_of(folder):
+    return optuna.load_study(study_name="sweep", storage=f"sqlite:///{folder / 'out/study.db'}").trials
+
+
+SPACE = ["--range", "x", "0", "10", "--choice", "kind", "a,b"]
+
+
+def test_the_best_values_are_found_and_a_second_call_goes_on(tmp_path):
+    done = sweep(tmp_path, *SPACE, "--startup-trials", "20")
+    assert done.returncode == 0, done.stderr
+    done = sweep(tmp_path, *SPACE, "--startup-trials", "4", trials=3)
+    assert done.returncode == 0, done.stderr
+    trials = trials_of(tmp_path)
+    assert len({t.params["x"] for t in trials}) == 15
+    finished = [t for t in trials if t.state == optuna.trial.TrialState.COMPLETE]
+    for t in finished:
+        assert t.value == 4 - (t.params["x"] - 3) ** 2 - 5 * (t.params["kind"] == "b")
+        assert (tmp_path / f"out/trial_{t.number:04d}/metrics.jsonl").exists()
+    best = max(finished, key=lambda t: t.value)
+    assert f"best so far: trial {best.number}, {best.value:.4g}" in done.stdout.splitlines()[-1]
+
+
+def test_a_run_that_does_worse_is_ended(tmp_path):
+    one = sweep(tmp_path, "--range", "x", "3", "3", "--choice", "kind", "a", "--startup-trials", "1", trials=2)
+    assert one.returncode == 0, one.stderr
+    flags = ["--range", "x", "3", "3", "--startup-trials", "1"]
+    done = sweep(tmp_path, *flags, train=["--kind", "b", "--bad", "hangs"], trials=1)
+    assert done.returncode == 0, done.stderr
+    assert "(ended early)" in done.stdout
+    assert [t.state.name for t in trials_of(tmp_path)] == ["COMPLETE", "COMPLETE", "PRUNED"]
+
+
+def test_what_cannot_work_is_said(tmp_path):
+    for flags, train, message in [
+        ([], [], "nothing to search over"),
+        (SPACE, ["--bad", "fails"], "the command failed with exit code 1"),
+        ([*SPACE, "--metric", "reward"], [], "has 'reward': is it one of ['score', 'step', 'x']"),
+    ]:
+        done = sweep(tmp_path, *flags, train=train, trials=2)
+        assert done.returncode != 0
+        assert message in done.stderr
+    assert {t.state.name for t in trials_of(tmp_path)} == {"FAIL"}
