@@ -34,32 +34,56 @@ def masked(x: Tensor, mask: Tensor | None, fill: float = 0.0) -> Tensor:
 def check_float(**tensors: Tensor | None) -> None:
     """Each given tensor is floating point."""
     for name, x in tensors.items():
-        if x is not None and not torch.is_floating_point(x):
+        if x is not None and not (isinstance(x, Tensor) and torch.is_floating_point(x)):
             raise TypeError(f"{name} must be a floating-point tensor, got {_what(x)}")
 
 
 def check_same_shape(**tensors: Tensor | None) -> None:
-    """All given tensors have one shape."""
+    """All given tensors have one shape, and live on one device."""
     given = [(name, x) for name, x in tensors.items() if x is not None]
     for name, x in given[1:]:
         if x.shape != given[0][1].shape:
             raise ValueError(
                 f"{name} must have the shape of {given[0][0]}, {list(given[0][1].shape)}, got {list(x.shape)}"
             )
+    check_same_device(**tensors)
+
+
+def check_same_device(**tensors: Tensor | None) -> None:
+    """All given tensors live on one device: a segment reduction would read a foreign address and die."""
+    given = [(name, x) for name, x in tensors.items() if x is not None]
+    for name, x in given[1:]:
+        first, like = given[0]
+        if x.device != like.device:
+            raise ValueError(f"{name} must be on the device of {first}, {like.device}, got {x.device}; move it there")
 
 
 def check_mask(mask: Tensor | None, **like: Tensor) -> None:
     """`mask` is bool and has the shape of the one tensor given by keyword."""
     if mask is None:
         return
-    if mask.dtype != torch.bool:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool (True = trainable), got {_what(mask)}; use mask.bool()")
     check_same_shape(**like, mask=mask)
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
+def check_cu_seqlens(cu_seqlens: Tensor, **packed: Tensor) -> None:
+    """`cu_seqlens` are bounds of sequences of the one tensor given by keyword, which is `[T]`, on its device."""
+    ((name, x),) = packed.items()
+    if x.ndim != 1:
+        raise ValueError(f"{name} must be packed, of shape [T], got {list(x.shape)}; see rlkit.packing.from_padded")
+    check_bounds(cu_seqlens, x.shape[0])
+    check_same_device(cu_seqlens=cu_seqlens, **packed)
+
+
+def check_bounds(cu_seqlens: Tensor, num_tokens: int | None) -> None:
     """int32 or int64, 1-D, from 0 to `num_tokens`, never falling (values: on CPU tensors, outside compilation)."""
-    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
+    if (
+        not isinstance(cu_seqlens, Tensor)
+        or cu_seqlens.dtype not in (torch.int32, torch.int64)
+        or cu_seqlens.ndim != 1
+        or cu_seqlens.numel() < 1
+    ):
         raise TypeError(f"cu_seqlens must be int32 or int64 of shape [N+1], got {_what(cu_seqlens)}")
     if not readable(cu_seqlens):
         return
@@ -67,21 +91,31 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
         raise ValueError(
             f"cu_seqlens must start at 0, got {cu_seqlens[0].item()}; prepend a 0 to the cumulative lengths"
         )
-    if cu_seqlens[-1] != num_tokens:
+    if num_tokens is not None and cu_seqlens[-1] != num_tokens:
         raise ValueError(f"cu_seqlens must end at the number of tokens, {num_tokens}, got {cu_seqlens[-1].item()}")
     if (cu_seqlens.diff() < 0).any():
         raise ValueError(f"cu_seqlens must never fall, got {cu_seqlens.tolist()[:16]}")
 
 
-def check_ids(num: int | None = None, **ids: Tensor) -> None:
-    """Each is a 1-D integer tensor of non-negative ids (of length `num`, where given)."""
+def check_ids(like: Tensor | None = None, **ids: Tensor) -> None:
+    """Each is a 1-D integer tensor of non-negative ids, one for each entry of `like` (where given), on its device."""
     for name, x in ids.items():
-        if x.dtype not in (torch.int32, torch.int64) or x.ndim != 1:
+        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.ndim != 1:
             raise TypeError(f"{name} must be int32 or int64 of shape [N], got {_what(x)}")
-        if num is not None and x.numel() != num:
-            raise ValueError(f"{name} must have one entry per sequence, {num}, got {x.numel()}")
+        if like is not None and x.shape != like.shape:
+            raise ValueError(
+                f"{name} must have one entry for each value, both [N]; got {x.numel()} and values {list(like.shape)}"
+            )
+        check_same_device(values=like, **{name: x})
         if readable(x) and x.numel() and x.min() < 0:
             raise ValueError(f"{name} must be >= 0, got {x.min().item()}")
+
+
+def check_below(num: int, **ids: Tensor) -> None:
+    """Each id is below `num`, the length of what it points into (values: on CPU tensors, outside compilation)."""
+    for name, x in ids.items():
+        if readable(x) and x.numel() and x.max() >= num:
+            raise ValueError(f"{name} must be below {num}, the number of entries they point into, got {x.max().item()}")
 
 
 def readable(x: Tensor) -> bool:
@@ -89,7 +123,9 @@ def readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def _what(x: Tensor) -> str:
+def _what(x: object) -> str:
+    if not isinstance(x, Tensor):
+        return f"a {type(x).__name__}"
     return f"{str(x.dtype).removeprefix('torch.')} of shape {list(x.shape)}"
 
 

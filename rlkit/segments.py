@@ -6,7 +6,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_cu_seqlens, check_float, check_ids, check_mask, masked, upcast
+from rlkit._tensors import (
+    check_bounds,
+    check_cu_seqlens,
+    check_float,
+    check_ids,
+    check_mask,
+    check_same_device,
+    masked,
+    upcast,
+)
 
 
 def seq_lens(cu_seqlens: Int[Tensor, "N1"]) -> Int[Tensor, "N"]:
@@ -40,8 +49,10 @@ def broadcast_to_tokens(
 
     `num_tokens` is `cu_seqlens[-1]`; give it where reading that value would cost a device sync.
     """
-    if x.numel() != cu_seqlens.numel() - 1:
-        raise ValueError(f"x must have one entry per sequence, {cu_seqlens.numel() - 1}, got {list(x.shape)}")
+    check_bounds(cu_seqlens, num_tokens)
+    if x.shape != (cu_seqlens.numel() - 1,):
+        raise ValueError(f"x must have one entry per sequence, [{cu_seqlens.numel() - 1}], got {list(x.shape)}")
+    check_same_device(cu_seqlens=cu_seqlens, x=x)
     return x.repeat_interleave(seq_lens(cu_seqlens), output_size=num_tokens)
 
 
@@ -51,14 +62,14 @@ def seq_sum(
     """Sum over each sequence's (masked-in) tokens; 0 for an empty one."""
     check_float(x=x)
     check_mask(mask, x=x)
-    check_cu_seqlens(cu_seqlens, x.shape[0])
+    check_cu_seqlens(cu_seqlens, x=x)
     return torch.segment_reduce(masked(upcast(x), mask), "sum", offsets=cu_seqlens, initial=0, unsafe=True)
 
 
 def seq_count(mask: Bool[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"]) -> Int[Tensor, "N"]:
     """Number of True tokens of each sequence (int64)."""
     check_mask(mask, tokens=mask)
-    check_cu_seqlens(cu_seqlens, mask.shape[0])
+    check_cu_seqlens(cu_seqlens, mask=mask)
     total = cumulative(mask.long())
     return total[cu_seqlens[1:]] - total[cu_seqlens[:-1]]
 
@@ -75,7 +86,7 @@ def seq_mean(
 def group_sum(x: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Sum over each member's group, given back to every member. Groups may be ragged and in any order."""
     check_float(x=x)
-    check_ids(x.shape[0], group_ids=group_ids)
+    check_ids(x, group_ids=group_ids)
     return _by_group(upcast(x), group_ids)
 
 

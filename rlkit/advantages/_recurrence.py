@@ -11,7 +11,16 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from rlkit._tensors import check_cu_seqlens, check_float, check_mask, check_same_shape, masked, readable, upcast
+from rlkit._tensors import (
+    check_cu_seqlens,
+    check_float,
+    check_mask,
+    check_same_device,
+    check_same_shape,
+    masked,
+    readable,
+    upcast,
+)
 from rlkit.kernels.linear_scan import linear_scan
 
 
@@ -19,11 +28,9 @@ def prepared(mask: Tensor, cu_seqlens: Tensor, **tensors: Tensor) -> tuple[Tenso
     """The `[T]` tensors in the order given, checked, in one dtype (fp32 or fp64), and 0 where the mask is False."""
     check_float(**tensors)
     name, first = next(iter(tensors.items()))
-    if first.ndim != 1:
-        raise ValueError(f"{name} must be packed, of shape [T], got {list(first.shape)}; see rlkit.packing.from_padded")
     check_same_shape(**tensors)
     check_mask(mask, **{name: first})
-    check_cu_seqlens(cu_seqlens, first.shape[0])
+    check_cu_seqlens(cu_seqlens, **{name: first})
     dtype = reduce(torch.promote_types, (upcast(x[:0]).dtype for x in tensors.values()))
     return tuple(masked(x.to(dtype), mask) for x in tensors.values())
 
@@ -49,6 +56,7 @@ def end_values(bootstrap: Tensor | None, cu_seqlens: Tensor, like: Tensor) -> Te
     if bootstrap is None:
         return like.new_zeros(num_seqs)
     check_float(bootstrap=bootstrap)
+    check_same_device(cu_seqlens=cu_seqlens, bootstrap=bootstrap)
     if bootstrap.shape != (num_seqs,):
         raise ValueError(f"bootstrap must have one value per sequence, [{num_seqs}], got {list(bootstrap.shape)}")
     return bootstrap.to(like.dtype)

@@ -95,7 +95,7 @@ class _Sorted(NamedTuple):
 
 def _sorted_groups(rewards: Tensor, group_ids: Tensor) -> _Sorted:
     check_float(rewards=rewards)
-    check_ids(rewards.shape[0], group_ids=group_ids)
+    check_ids(rewards, group_ids=group_ids)
     by_reward = torch.argsort(rewards, stable=True)
     order = by_reward[torch.argsort(group_ids[by_reward], stable=True)]
     ids = group_ids[order]

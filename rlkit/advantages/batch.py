@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_float, check_ids, check_mask, masked, upcast
+from rlkit._tensors import check_below, check_float, check_ids, check_mask, masked, upcast
 from rlkit.advantages.outcome import group_centered, group_zscore
 from rlkit.advantages.traces import discounted_returns
 from rlkit.segments import broadcast_to_tokens
@@ -163,6 +163,7 @@ def gigpo(
     Differs:  from verl-agent: its episode mean counts an episode once per step; here once, as in the paper.
     Reference: Feng et al. 2025, https://arxiv.org/abs/2505.10978, eq. 3-8
     """
-    check_ids(step_returns.shape[0], step_seq_ids=step_seq_ids)
+    check_ids(step_returns, step_seq_ids=step_seq_ids, step_group_ids=step_group_ids)
+    check_below(rewards.shape[0], step_seq_ids=step_seq_ids)
     episode = baseline(rewards, group_ids=group_ids)[step_seq_ids]
     return episode + step_weight * baseline(step_returns, group_ids=step_group_ids)

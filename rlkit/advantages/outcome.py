@@ -29,7 +29,7 @@ def group_centered(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) 
     Reference: Liu et al. 2025, https://arxiv.org/abs/2503.20783
     """
     check_float(rewards=rewards)
-    check_ids(rewards.shape[0], group_ids=group_ids)
+    check_ids(rewards, group_ids=group_ids)
     rewards = upcast(rewards)
     shifted = rewards - rewards[first_of_group(group_ids)]  # equal rewards become exact zeros before any rounding
     return shifted - group_mean(shifted, group_ids=group_ids)

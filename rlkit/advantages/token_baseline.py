@@ -44,7 +44,7 @@ def optimal_token_baseline(
     if is_weights is not None:
         given["is_weights"] = is_weights
     rewards, logp, sum_pi_squared, *rest = prepared(mask, cu_seqlens, **given)
-    check_ids(cu_seqlens.numel() - 1, group_ids=group_ids)
+    check_ids(cu_seqlens[1:], group_ids=group_ids)
     if rewards.numel() == 0:
         return rewards
     one = torch.ones_like(rewards)

@@ -47,7 +47,7 @@ def bootstrap_values(
     Reference: Pardo et al. 2018, https://arxiv.org/abs/1712.00378
     """
     check_float(values=values)
-    check_cu_seqlens(cu_seqlens, values.shape[0])
+    check_cu_seqlens(cu_seqlens, values=values)
     num_seqs = cu_seqlens.numel() - 1
     if truncated.dtype != torch.bool or truncated.shape != (num_seqs,):
         raise TypeError(f"truncated must be bool of shape [{num_seqs}], got {truncated.dtype} {list(truncated.shape)}")

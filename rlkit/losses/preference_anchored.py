@@ -37,6 +37,8 @@ def kto(
     OpenRLHF `VanillaKTOLoss` takes the chosen term's reference point from the rejected responses and vice versa.
     Reference: arXiv:2402.01306, equation 7.
     """
+    check_float(chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
+    check_same_shape(chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
     return kto_unpaired(
         chosen_log_ratio,
         torch.ones_like(chosen_log_ratio, dtype=torch.bool),

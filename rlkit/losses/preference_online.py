@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit._tensors import masked
+from rlkit._tensors import check_same_shape, masked
 from rlkit.losses._inputs import check_at_least, check_positive, prepared
 from rlkit.losses._pairs import PairMask, Pairs
 from rlkit.losses.preference import dpo
@@ -36,6 +36,7 @@ def xpo(
     Reference: arXiv:2405.21046, algorithm 1; TRL xpo_trainer.py.
     """
     check_at_least(0, alpha=alpha)
+    check_same_shape(chosen_log_ratio=chosen_log_ratio, reference_sample_logp=reference_sample_logp)
     (sample_logp,) = prepared(mask, reference_sample_logp=reference_sample_logp)
     return dpo(chosen_log_ratio, rejected_log_ratio, beta=beta, mask=mask) + alpha * sample_logp
 

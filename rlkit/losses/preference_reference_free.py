@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit._tensors import masked
+from rlkit._tensors import check_float, check_same_shape, masked
 from rlkit.losses._inputs import check_positive, prepared
 from rlkit.losses._pairs import PairMask, Pairs, check_between, smoothed_nll
 from rlkit.losses.preference import dpo
@@ -45,6 +45,8 @@ def cpo(
     Differs: TRL's `CPOTrainer` (`sigmoid`) adds `cpo_alpha` (1.0) times the chosen tokens' mean NLL.
     Reference: arXiv:2401.08417, equation 3; TRL experimental/cpo, `cpo_loss`.
     """
+    check_float(chosen_logp=chosen_logp, rejected_logp=rejected_logp)
+    check_same_shape(chosen_logp=chosen_logp, rejected_logp=rejected_logp)
     return dpo(chosen_logp, rejected_logp, beta=beta, label_smoothing=label_smoothing, mask=mask)
 
 
@@ -129,6 +131,8 @@ def rpo(
     likelihood over all chosen tokens of the local batch.
     Reference: arXiv:2404.19733.
     """
+    check_float(chosen_logp=chosen_logp)
+    check_same_shape(chosen_log_ratio=chosen_log_ratio, chosen_logp=chosen_logp)
     preference = dpo(chosen_log_ratio, rejected_log_ratio, beta=beta, label_smoothing=label_smoothing, mask=mask)
     return preference + sft_coef * sft(chosen_logp, mask=mask)
 

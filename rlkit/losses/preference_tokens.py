@@ -32,7 +32,7 @@ def ld_log_ratio(
     """
     check_float(log_ratio=log_ratio)
     check_mask(mask, log_ratio=log_ratio)
-    check_cu_seqlens(cu_seqlens, log_ratio.shape[0])
+    check_cu_seqlens(cu_seqlens, log_ratio=log_ratio)
     check_between(0, 1, ld_alpha=ld_alpha)
     if shared_lens.shape != (cu_seqlens.numel() - 1,):
         raise ValueError(f"shared_lens must have shape [{cu_seqlens.numel() - 1}], got {list(shared_lens.shape)}")

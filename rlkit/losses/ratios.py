@@ -5,7 +5,8 @@ from __future__ import annotations
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_same_shape, masked, upcast
+from rlkit._tensors import check_float, check_mask, masked
+from rlkit.losses._inputs import prepared
 from rlkit.segments import broadcast_to_tokens, seq_mean, seq_sum
 
 
@@ -22,6 +23,8 @@ def seq_log_ratio(
     Differs: nothing (TRL `importance_sampling_level=sequence`, verl `gspo`, ROLL `importance_sampling=seq`).
     Reference: arXiv:2507.18071, equation 7.
     """
+    check_float(log_ratio=log_ratio)
+    check_mask(mask, log_ratio=log_ratio)
     mean = seq_mean(log_ratio, cu_seqlens=cu_seqlens, mask=mask)
     return broadcast_to_tokens(mean, cu_seqlens=cu_seqlens, num_tokens=log_ratio.shape[0])
 
@@ -38,6 +41,8 @@ def seq_log_ratio_sum(
     Differs: verl `rollout_is=sequence`, TRL `sequence_truncate` and `sequence_mask`, slime mis `sequence`: as here.
     Reference: verl trainer/ppo/rollout_corr_helper.py.
     """
+    check_float(log_ratio=log_ratio)
+    check_mask(mask, log_ratio=log_ratio)
     total = seq_sum(log_ratio, cu_seqlens=cu_seqlens, mask=mask)
     return broadcast_to_tokens(total, cu_seqlens=cu_seqlens, num_tokens=log_ratio.shape[0])
 
@@ -50,8 +55,7 @@ def token_gradient(value: Float[Tensor, "*shape"], log_ratio: Float[Tensor, "*sh
     Lets a sequence's ratio weigh each token's own gradient, e.g. TOPR on sequence level:
     `topr(token_gradient(seq_log_ratio_sum(x, mask=mask, cu_seqlens=cu), x), advantages, mask=mask)`.
     """
-    check_same_shape(value=value, log_ratio=log_ratio)
-    value, log_ratio = upcast(value), upcast(log_ratio)
+    value, log_ratio = prepared(None, value=value, log_ratio=log_ratio)
     return value.detach() + (log_ratio - log_ratio.detach())
 
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp
+from rlkit._tensors import bounded_exp, check_float, check_same_shape
 from rlkit.losses._inputs import check_at_least, check_positive, prepared
 from rlkit.losses.corrections import tis
 
@@ -167,6 +167,8 @@ def decoupled_ppo(
     decoupled presets and TRL's vLLM correction are this with `max_weight`.
     Reference: arXiv:2110.00641; arXiv:2505.24298.
     """
+    check_float(behavior_log_ratio=behavior_log_ratio)
+    check_same_shape(log_ratio=log_ratio, behavior_log_ratio=behavior_log_ratio)
     loss = ppo_clip(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, mask=mask)
     return tis(behavior_log_ratio, max_weight=max_weight, mask=mask) * loss
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp
+from rlkit._tensors import bounded_exp, check_same_shape
 from rlkit.losses._inputs import check_alone, check_at_least, check_share, prepared
 from rlkit.losses.surrogates import ppo_clip
 from rlkit.losses.surrogates_is import importance_sampling
@@ -192,6 +192,7 @@ def clip_cov(
     Differs: verl and SkyRL `clip_cov` compute the choice per micro-batch. Not in TRL, OpenRLHF, slime.
     Reference: arXiv:2505.22617; verl `compute_policy_loss_clip_cov`.
     """
+    _check_selected(selected, log_ratio)
     loss = ppo_clip(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, mask=mask)
     return torch.where(selected, 0, loss)
 
@@ -215,9 +216,16 @@ def kl_cov(
     Reference: arXiv:2505.22617; verl `compute_policy_loss_kl_cov`.
     """
     check_at_least(0, kl_coef=kl_coef)
+    _check_selected(selected, log_ratio)
     loss = importance_sampling(log_ratio, advantages, mask=mask)
     (log_ratio,) = prepared(mask, log_ratio=log_ratio)
     return loss + kl_coef * torch.where(selected, log_ratio.abs(), 0)
+
+
+def _check_selected(selected: Tensor, log_ratio: Tensor) -> None:
+    if selected.dtype != torch.bool:
+        raise TypeError(f"selected must be bool (see select_between, select_top), got {selected.dtype}")
+    check_same_shape(log_ratio=log_ratio, selected=selected)
 
 
 def _moves_on(log_ratio: Tensor, advantages: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_ids, check_mask
+from rlkit._tensors import check_below, check_float, check_ids, check_mask, check_same_shape
 from rlkit.losses._inputs import check_alone, check_positive
 from rlkit.segments import broadcast_to_tokens, group_sum, seq_count
 
@@ -113,7 +113,7 @@ def prompt_mean(
     Reference: SkyRL `apply_loss_reduction_to_advantages_minibatch`; slime PR#2090.
     """
     lens = seq_count(mask, cu_seqlens=cu_seqlens)
-    check_ids(lens.numel(), group_ids=group_ids)
+    check_ids(lens, group_ids=group_ids)
     if num_groups is None:
         check_alone("num_groups")
     own = group_sum(lens.double(), group_ids=group_ids)
@@ -142,7 +142,12 @@ def per_source_mean(
     Differs: prime-rl's per-component token counts are this for components; open-instruct, TRL, verl have no such mode.
     """
     lens = seq_count(mask, cu_seqlens=cu_seqlens)
-    check_ids(lens.numel(), source_ids=source_ids)
+    check_ids(lens, source_ids=source_ids)
+    check_float(source_weights=source_weights)
+    if source_weights.ndim != 1:
+        raise ValueError(f"source_weights must have shape [S], one weight per source, got {list(source_weights.shape)}")
+    check_below(source_weights.shape[0], source_ids=source_ids)
+    check_same_shape(source_weights=source_weights, num_tokens=num_tokens)
     if num_tokens is None:
         check_alone("num_tokens")
         total = group_sum(lens.double(), group_ids=source_ids)

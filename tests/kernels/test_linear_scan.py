@@ -180,7 +180,7 @@ def test_errors_name_the_argument() -> None:
         linear_scan(a, a, cu_seqlens=torch.tensor([0, 2, 4]), x_end=a)
     with pytest.raises(ValueError, match="b must have the shape of a"):
         linear_scan(a, a[1:])
-    with pytest.raises(ValueError, match="flatten"):
+    with pytest.raises(ValueError, match="from_padded"):
         linear_scan(a[None], a[None])
     with pytest.raises(ValueError, match="impl must be one of"):
         linear_scan(a, a, impl="fast")

@@ -150,7 +150,7 @@ def test_bad_input_is_named() -> None:
         token_mean(MASK, num_tokens=-1)
     with pytest.raises(ValueError, match="max_length must be positive"):
         constant_length(MASK, cu_seqlens=CU, max_length=0)
-    with pytest.raises(ValueError, match="group_ids must have one entry per sequence"):
+    with pytest.raises(ValueError, match="group_ids must have one entry for each value"):
         prompt_mean(MASK, group_ids=GROUPS[:2], cu_seqlens=CU)
     with pytest.raises(ValueError, match="cu_seqlens must end at"):
         seq_mean(MASK, cu_seqlens=CU[:-1])

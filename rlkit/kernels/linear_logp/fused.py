@@ -94,7 +94,7 @@ def fused_loss(
             raise ValueError(f"row_data[{i}] must have first axis T = {hidden.shape[0]}, got {list(x.shape)}")
     bounds = None
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, hidden.shape[0])
+        check_cu_seqlens(cu_seqlens, targets=targets)
         bounds = cu_seqlens if mask is None else torch.nn.functional.pad(mask.cumsum(0), (1, 0))[cu_seqlens.long()]
     needs = torch.is_grad_enabled()
     task = _Task(

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_cu_seqlens, check_float, check_same_shape, upcast
+from rlkit._tensors import check_cu_seqlens, check_float, check_same_device, check_same_shape, upcast
 from rlkit.kernels import _triton
 from rlkit.kernels.linear_scan import blocked, ops
 
@@ -48,11 +48,10 @@ def linear_scan(
     """
     check_float(a=a, b=b, x_end=x_end)
     check_same_shape(a=a, b=b)
-    if a.ndim != 1:
-        raise ValueError(f"a must have shape [T], got {list(a.shape)}; flatten and give cu_seqlens")
     if cu_seqlens is None:
         cu_seqlens = torch.arange(2, device=a.device) * a.numel()
-    check_cu_seqlens(cu_seqlens, a.shape[0])
+    check_cu_seqlens(cu_seqlens, a=a)
+    check_same_device(a=a, x_end=x_end)
     num_seqs = cu_seqlens.numel() - 1
     if x_end is not None and x_end.shape != (num_seqs,):
         raise ValueError(f"x_end must have one entry per segment, [{num_seqs}], got {list(x_end.shape)}")
