@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from rlkit._tensors import uncompiled
@@ -169,6 +169,26 @@ def _windowed(bucket: Bucket, window: int | None, device: torch.device) -> Tenso
     return near if bucket.mask is None else bucket.mask & (near | (j == bucket.k_len - 1))
 
 
+def causal_sdpa(
+    q: Float[Tensor, "B H a D"],
+    k: Float[Tensor, "B Hk b D"],
+    v: Float[Tensor, "B Hk b D"],
+    mask: Bool[Tensor, "B 1 a b"] | None = None,
+    *,
+    scale: float | None = None,
+) -> Float[Tensor, "B H a D"]:
+    """torch's fused attention, of grouped queries too; causal (a == b) without a mask.
+
+    On CUDA no fused kernel takes grouped queries in fp32 or under a mask, and torch would write out all scores: keys
+    and values are repeated there.
+    """
+    if q.device.type != "cpu":
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
 def _few_queries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
     (n, heads, a, d), (kv_heads, b) = q.shape, k.shape[1:3]
     seen = torch.ones(a, b, dtype=torch.bool).tril() if mask is None else mask
@@ -186,9 +206,7 @@ def _bucket_attention(
     if softcap is None and q.shape[2] <= FEW_QUERIES and q.device.type == "cpu":
         return _few_queries(q, k, v, mask, scale=scale)
     if softcap is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return causal_sdpa(q, k, v, mask, scale=scale)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     z = softcap * torch.tanh(q @ k.mT * (scale / softcap))
     seen = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).tril() if mask is None else mask

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlkit._tensors import upcast
+from rlkit.parallel.attention import causal_sdpa
 from rlkit.rollout.decode_weights import Layer, Weights, weights_of
 
 KEEP_BYTES = 64 << 20
@@ -118,7 +119,7 @@ class Decoder:
             q, k, v = (t.unflatten(0, (len(prompts), -1)).transpose(1, 2) for t in (q, k, v))
             keys[rows, :, :longest], values[rows, :, :longest] = k, v
             if layer is not layers[-1]:  # whose output is not needed: the last prompt token is decoded
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                out = causal_sdpa(q, k, v)
                 x = _finish(x, out.transpose(1, 2).reshape(x.shape[0], -1), layer, self._eps)
 
     @torch.inference_mode()

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rlkit._tensors import upcast
-from rlkit.parallel.attention import as_inference
+from rlkit.parallel.attention import as_inference, causal_sdpa
 
 IMPLEMENTATION = "rlkit_slots"
 _HARMLESS = ("position_ids", "cache_position")  # tensors that models hand to attention, and attention does not use
@@ -117,9 +116,7 @@ class CachedForward:
         behind = positions[:, :, None] - torch.arange(self._longest, device=q.device)
         seen = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
         if softcap is None:
-            return F.scaled_dot_product_attention(
-                q, keys, values, attn_mask=seen[:, None], scale=scale, enable_gqa=True
-            )
+            return causal_sdpa(q, keys, values, seen[:, None], scale=scale)
         groups = q.shape[1] // keys.shape[1]
         scores = upcast(q @ keys.repeat_interleave(groups, 1).transpose(2, 3)) * scale
         scores = (softcap * (scores / softcap).tanh()).masked_fill(~seen[:, None], -torch.inf)

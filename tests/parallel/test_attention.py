@@ -50,6 +50,26 @@ def layouts(draw):
     return spans, start, num_keys
 
 
+def test_grouped_queries_reach_a_fused_kernel_on_a_device(monkeypatch):
+    """CUDA has none that takes fewer key heads than query heads under a mask: torch would write out all scores."""
+    heads = []
+
+    def sdpa(q, k, v, *, enable_gqa, **_):
+        heads.append((q.shape[1], k.shape[1], v.shape[1], enable_gqa))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", sdpa)
+    spans = [Segment(0, 9, [(0, 9)]), Segment(9, 3, [(0, 9), (9, 3)])]
+    for device, found in (("cpu", (4, 2, 2, True)), ("meta", (4, 4, 4, False))):  # a device without memory
+        q, k, v = (torch.empty(12, h, 8, device=device) for h in (4, 2, 2))
+        heads.clear()
+        attention.causal_sdpa(*(x.transpose(0, 1)[None] for x in (q, k, v)))
+        assert heads == [found]
+    heads.clear()
+    attend(q, k, v, plan(spans).to("meta"), scale=0.5)
+    assert set(heads) == {(4, 4, 4, False)}
+
+
 @settings(max_examples=25, deadline=None)
 @given(layouts(), st.sampled_from([None, 1, 3, 50]), st.sampled_from([None, 0.7]))
 def test_windows_and_softcaps_against_loops(layout, window, softcap):
