@@ -81,26 +81,22 @@ def plan_layout(batch: Batch, mesh: Mesh | None, *, device: torch.device, flash:
     spans = segments(batch)
     prefix, num_rows = batch.prefix_tokens.numel(), batch.prefix_tokens.numel() + batch.num_tokens
     if mesh is None or mesh.sizes.cp == 1:
-        return Layout(plan(spans, device=device, flash=flash), prefix)
+        return Layout(plan(spans, flash=flash).to(device), prefix)
     cp, rank, group = mesh.sizes.cp, mesh.cp_rank, mesh.group("cp")
     chunk = -(-num_rows // (2 * cp))
     size = 2 * cp * chunk
     spans = [*spans, Segment(num_rows, size - num_rows, [(num_rows, size - num_rows)])]
     order = torch.cat([_rows_of(r, cp, chunk) for r in range(cp)])
-    place = torch.empty_like(order)
-    place[order] = torch.arange(size)
+    place = order.argsort()
     if mesh.sizes.ulysses:
-        whole = plan(spans, device="cpu", flash=flash)
-        made = whole._replace(
-            q_index=place[whole.q_index], k_index=place[whole.k_index], out_index=whole.out_index[order]
-        )
-        exchange = Exchange(ulysses, group)
+        made = plan(spans, flash=flash)
+        made = made._replace(q_index=place[made.q_index], out_index=made.out_index[order])
     else:
-        made = plan(_mine(spans, rank, cp, chunk), device="cpu", flash=flash)
-        made = made._replace(k_index=place[made.k_index])
-        exchange = Exchange(gather_keys, group)
+        made = plan(_mine(spans, rank, cp, chunk), flash=flash)
+    exchange = Exchange(ulysses if mesh.sizes.ulysses else gather_keys, group)
+    made = made._replace(k_index=place[made.k_index], exchange=exchange)
     rows, place = _rows_of(rank, cp, chunk).to(device), place[prefix:num_rows].to(device)
-    return Layout(made.to(device)._replace(exchange=exchange), prefix, rows, place, size, group)
+    return Layout(made.to(device), prefix, rows, place, size, group)
 
 
 def gather_keys(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from rlkit.segments import cumulative, seq_lens
 from rlkit.types import Batch
@@ -29,6 +30,11 @@ class Segment(NamedTuple):
     start: int
     length: int
     keys: list[tuple[int, int]]
+
+    @property
+    def num_keys(self) -> int:
+        """Rows that its last query sees."""
+        return sum(n for _, n in self.keys)
 
 
 class Bucket(NamedTuple):
@@ -71,11 +77,7 @@ class AttentionPlan(NamedTuple):
 
     def to(self, device: torch.device | str) -> AttentionPlan:
         """The same plan with its tensors on `device`."""
-        buckets = tuple(b._replace(mask=None if b.mask is None else b.mask.to(device)) for b in self.buckets)
-        v = self.varlen
-        varlen = None if v is None else v._replace(cu_q=v.cu_q.to(device), cu_k=v.cu_k.to(device))
-        q, k, out = (x.to(device) for x in self[:3])
-        return AttentionPlan(q, k, out, buckets, varlen, self.exchange)
+        return tree_map_only(Tensor, lambda x: x.to(device), self)
 
 
 def segments(batch: Batch) -> list[Segment]:
@@ -89,78 +91,70 @@ def segments(batch: Batch) -> list[Segment]:
     return out
 
 
-def plan(spans: Sequence[Segment], *, device: torch.device | str = "cpu", flash: bool = False) -> AttentionPlan:
-    """A plan from segments, for `flash` kernels or (default) for padded buckets.
+def plan(spans: Sequence[Segment], *, flash: bool = False) -> AttentionPlan:
+    """A plan from segments, on the CPU, for `flash` kernels or (default) for padded buckets.
 
     Causality is bottom-right: the last query of a segment sees all its keys, the one before all but the last, and so
-    on. The queries must tile the stream; a segment needs at least as many keys as queries.
+    on. The queries must tile the stream, of at least one; a segment needs at least as many keys as queries.
     """
     spans = [s for s in spans if s.length]
     for i, s in enumerate(spans):
-        if s.length > (b := _num_keys(s)):
-            raise ValueError(f"segment {i} has {b} keys for {s.length} queries; a query sees at least itself")
-    made = _varlen_plan(spans) if flash else _bucket_plan(spans)
-    return made.to(device)
-
-
-def _num_keys(s: Segment) -> int:
-    return sum(n for _, n in s.keys)
+        if s.length > s.num_keys:
+            raise ValueError(f"segment {i} has {s.num_keys} keys for {s.length} queries; a query sees at least itself")
+    return _varlen_plan(spans) if flash else _bucket_plan(spans)
 
 
 def _varlen_plan(spans: Sequence[Segment]) -> AttentionPlan:
-    q_lens, k_lens = [s.length for s in spans], [_num_keys(s) for s in spans]
-    q = torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(s, s + n) for s, n, _ in spans)])
-    ranges = [r for s in spans for r in s.keys]
-    k = torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(s, s + n) for s, n in ranges)])
-    out = torch.empty_like(q)
-    out[q] = torch.arange(q.numel())
+    q_lens, k_lens = [s.length for s in spans], [s.num_keys for s in spans]
+    q = torch.from_numpy(_rows([s[:2] for s in spans]))
+    k = torch.from_numpy(_rows([r for s in spans for r in s.keys]))
     cu_q, cu_k = (cumulative(torch.tensor(x, dtype=torch.int32)) for x in (q_lens, k_lens))
-    return AttentionPlan(q, k, out, varlen=Varlen(cu_q, cu_k, max(q_lens, default=0), max(k_lens, default=0)))
+    return AttentionPlan(q, k, q.argsort(), varlen=Varlen(cu_q, cu_k, max(q_lens), max(k_lens)))
 
 
 def _bucket_plan(spans: Sequence[Segment]) -> AttentionPlan:
-    q_lens, k_lens = [s.length for s in spans], [_num_keys(s) for s in spans]
-    order = sorted(range(len(spans)), key=lambda i: (q_lens[i] > FEW_QUERIES, k_lens[i], q_lens[i]))
-    q_rows, k_rows = [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)]
+    q_rows, k_rows, is_real = [], [], []
     buckets: list[Bucket] = []
-    place = torch.empty(sum(q_lens), dtype=torch.long)
-    done = 0
-    for members in _bucketed(order, q_lens, k_lens):
-        a, b = max(q_lens[i] for i in members), max(k_lens[i] for i in members)
-        ql, kl = torch.tensor([q_lens[i] for i in members]), torch.tensor([k_lens[i] for i in members])
-        q = _left_padded([[spans[i][:2]] for i in members], a)
-        k = _left_padded([spans[i].keys for i in members], b)
-        real = torch.arange(a) >= a - ql[:, None]
-        place[q[real]] = done + real.flatten().nonzero().flatten()
-        uniform = bool((ql == a).all() and (kl == b).all())
-        buckets.append(Bucket(len(members), a, b, None if uniform and a == b else _mask(ql, kl, a, b)))
-        q_rows.append(q.flatten())
-        k_rows.append(k.flatten())
-        done += q.numel()
-    return AttentionPlan(torch.cat(q_rows), torch.cat(k_rows), place, tuple(buckets))
+    for members in _bucketed(sorted(spans, key=lambda s: (s.length > FEW_QUERIES, s.num_keys, s.length))):
+        q_lens, k_lens = torch.tensor([s.length for s in members]), torch.tensor([s.num_keys for s in members])
+        a, b = int(q_lens.max()), int(k_lens.max())
+        q_rows.append(_left_padded([[s[:2]] for s in members], a))
+        k_rows.append(_left_padded([s.keys for s in members], b))
+        is_real.append(torch.arange(a) >= a - q_lens[:, None])
+        plain = int(q_lens.min()) == b  # as many queries as keys, in all of them
+        buckets.append(Bucket(len(members), a, b, None if plain else _mask(q_lens, k_lens, a, b)))
+    q, k, real = (torch.cat([x.flatten() for x in parts]) for parts in (q_rows, k_rows, is_real))
+    place = torch.empty(sum(s.length for s in spans), dtype=torch.long)
+    place[q[real]] = real.nonzero()[:, 0]
+    return AttentionPlan(q, k, place, tuple(buckets))
 
 
-def _bucketed(order: list[int], q_lens: list[int], k_lens: list[int]) -> list[list[int]]:
+def _bucketed(spans: Sequence[Segment]) -> list[list[Segment]]:
     """Cut the sorted segments into runs whose padding stays inside the slack; few queries and many stay apart."""
-    runs: list[list[int]] = []
+    runs: list[list[Segment]] = []
     pairs = widest = 0
-    for i in order:
-        pairs, widest = pairs + q_lens[i] * k_lens[i], max(widest, q_lens[i])
-        padded = (len(runs[-1]) + 1 if runs else 1) * widest * k_lens[i]
-        alike = bool(runs) and (q_lens[runs[-1][0]] <= FEW_QUERIES) == (q_lens[i] <= FEW_QUERIES)
+    for s in spans:
+        run = runs[-1] if runs else []
+        pairs, widest = pairs + s.length * s.num_keys, max(widest, s.length)
+        padded = (len(run) + 1) * widest * s.num_keys
+        alike = bool(run) and (run[0].length <= FEW_QUERIES) == (s.length <= FEW_QUERIES)
         if alike and padded <= max(_SLACK * pairs, pairs + _FREE_PAIRS):
-            runs[-1].append(i)
+            run.append(s)
         else:
-            runs.append([i])
-            pairs, widest = q_lens[i] * k_lens[i], q_lens[i]
+            runs.append([s])
+            pairs, widest = s.length * s.num_keys, s.length
     return runs
+
+
+def _rows(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+    return np.concatenate([np.arange(s, s + n) for s, n in ranges])
 
 
 def _left_padded(ranges: list[list[tuple[int, int]]], width: int) -> Tensor:
     """Row indices `[B, width]`; padding repeats the segment's own first row, so that no other document is ever read."""
     rows = []
     for parts in ranges:
-        row = np.concatenate([np.arange(s, s + n) for s, n in parts])
+        row = _rows(parts)
         rows.append(np.concatenate([row[:1].repeat(width - row.size), row]))
     return torch.from_numpy(np.stack(rows))
 
