@@ -101,7 +101,7 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
     layout = layout if batch.num_tokens else layout.empty()
     hidden = layout.head_rows(out.last_hidden_state[0])
     found = head(hidden, lambda x: layout.spread(x.to(device)))
-    return tuple(layout.collect(x).to(model.device) for x in found)
+    return tuple(layout.collect(x).to(model.device, copy=True) for x in found)  # FSDP2 warns about views
 
 
 def _flash(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
