@@ -2,7 +2,8 @@
 
 `model/NAME` is a weight or buffer and `optimizer/KEY/NAME` the optimizer's KEY (exp_avg, step, ...) of parameter NAME.
 DTensors stay DTensors: each rank writes and reads its own shards, and torch.distributed.checkpoint reshards. A pipeline
-stage has its own names only; lists of names that are stored or compared are those of all stages.
+stage has its own names only, of which a tied weight's may be another's too; lists of names that are stored or compared
+are those of all stages.
 Its import costs a second where transformers is not loaded yet, so it waits until a checkpoint is due.
 """
 
@@ -54,7 +55,7 @@ def optimizer_options(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     own = {"groups": plain(groups, "optimizer.param_groups"), "scalars": plain(scalars, "optimizer.state")}
     stages = of_stages(model, own)
     for group, *others in zip(*(stage["groups"] for stage in stages), strict=True):
-        group["params"] += [name for other in others for name in other["params"]]
+        group["params"] = list(dict.fromkeys(name for one in (group, *others) for name in one["params"]))
     scalars = {name: entry for stage in stages for name, entry in stage["scalars"].items()}
     return {"groups": stages[0]["groups"], "scalars": scalars}
 
@@ -63,7 +64,7 @@ def empty_optimizer_tensors(path: Path, model: nn.Module, optimizer: Optimizer, 
     """Room for the state stored in `path`, sharded like the parameters. No optimizer step is needed to make it."""
     names = _names(model, optimizer)
     stages = of_stages(model, [[names[p] for p in group["params"]] for group in optimizer.param_groups])
-    groups = [sorted(name for part in parts for name in part) for parts in zip(*stages, strict=True)]
+    groups = [sorted({name for part in parts for name in part}) for parts in zip(*stages, strict=True)]
     if options is None or groups != [sorted(group["params"]) for group in options["groups"]]:
         raise ValueError(
             f"{path} was written with another optimizer: its parameters or parameter groups differ from the given one's"

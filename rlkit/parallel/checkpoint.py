@@ -137,7 +137,9 @@ def make_job(
     files = {_rank_file(): _serialized(_random_states())}
     if rank() == 0:
         files["state.pt"] = _serialized(side)
-    return Job(Path(folder), step, keep, tensors, sum(of_stages(model, num_bytes(tensors))), files)
+    sizes = of_stages(model, {name: num_bytes(x) for name, x in tensors.items()})
+    size = sum({name: size for stage in sizes for name, size in stage.items()}.values())
+    return Job(Path(folder), step, keep, tensors, size, files)
 
 
 def write_job(job: Job, *, group: dist.ProcessGroup | None = None) -> Path:

@@ -48,6 +48,17 @@ class Mesh:
         """The ranks that differ from this one only in their `dp`, `cp`, `tp` or `pp` place."""
         return self.data.get_group(name)
 
+    def backward_group(self) -> dist.ProcessGroup:
+        """The ranks of `group("pp")` as another group, for what a stage sends to the one before. Every rank calls."""
+        return _group(tuple(line[::-1] for line in self._stages()), dist.group.WORLD)
+
+    def ends_group(self) -> dist.ProcessGroup | None:
+        """The first and the last of the ranks of `group("pp")`; None on those in between. Every rank calls."""
+        return _group(tuple((line[0], line[-1]) for line in self._stages()), dist.group.WORLD)
+
+    def _stages(self) -> list[tuple[int, ...]]:
+        return list(map(tuple, self.data.mesh.movedim(0, -1).reshape(-1, self.sizes.pp).tolist()))
+
     @property
     def fsdp(self) -> DeviceMesh:
         """What `fully_shard` cuts over: (shard * cp), or (replicate, shard * cp) with more than one copy."""
@@ -112,9 +123,9 @@ def _grid(names: tuple[str, ...], shape: tuple[int, ...], kind: str, world: Any)
 
 
 @cache
-def _group(parts: tuple[tuple[int, ...], ...], world: Any) -> dist.ProcessGroup:
-    """The group of this rank, where `parts` are those that all ranks are divided into."""
-    if len(parts) == 1:
+def _group(parts: tuple[tuple[int, ...], ...], world: Any) -> Any:
+    """The group of this rank, where `parts` are those that ranks are divided into; in another order, another group."""
+    if parts == (tuple(range(world.size())),):
         return world
     return dist.new_subgroups_by_enumeration([list(part) for part in parts], timeout=timeout_of(world))[0]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rlkit.metrics import Metrics, mean
 from rlkit.parallel._ranks import distributed, reshard
+from rlkit.parallel.pipeline import sum_copies
 
 
 def adamw(
@@ -54,8 +55,9 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Metr
     ranks, pipeline stages too, all use the same bits of the norm, and skip together.
     Returns `grad_norm` (before clipping) and `skipped_step`.
     """
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = global_norm(grads)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = global_norm([p.grad for p in sum_copies(params) if p.grad is not None])
+    grads = [p.grad for p in params if p.grad is not None]
     finite = bool(norm.isfinite())
     if finite and grads:
         local = [_local(g) for g in grads]

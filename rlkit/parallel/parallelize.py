@@ -28,7 +28,7 @@ from rlkit.parallel.attention import register
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import split_experts
 from rlkit.parallel.moe_files import fused_experts, read_experts
-from rlkit.parallel.pipeline import cut_stage
+from rlkit.parallel.pipeline import cut_stage, mark_copies
 from rlkit.parallel.plans import COVERED, check_model, tensor_plan
 
 
@@ -74,6 +74,7 @@ def parallelize(
         if activation_checkpointing:  # outside, since a break of the graph inside a checkpoint cannot be compiled
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     shard(model, mesh, dtype=dtype, reduce_dtype=reduce_dtype, offload=offload)
+    mark_copies(model)
     model.rlkit_mesh, model.rlkit_dtype = mesh, dtype
     return model
 
@@ -85,8 +86,7 @@ def split_tensors(model: Any, mesh: Mesh) -> None:
     # which would say, of every weight that leaves, that gathers in two steps may be summed in another order
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     parallelize_module(model, mesh.tensor, tensor_plan(model))
-    if is_tied(model):
-        model.tie_weights()
+    tie(model)
 
 
 def shard(model: Any, mesh: Mesh, *, dtype: torch.dtype, reduce_dtype: torch.dtype, offload: bool) -> None:
@@ -148,8 +148,14 @@ def sync_gradients(model: Any, on: bool) -> None:
 
 
 def is_tied(model: Any) -> bool:
-    """Whether the head's weight is the embedding's."""
-    return bool(model.config.get_text_config().tie_word_embeddings)
+    """Whether the model has a head, and its weight is the embedding's."""
+    return model.get_output_embeddings() is not None and model.config.get_text_config().tie_word_embeddings
+
+
+def tie(model: Any) -> None:
+    """Make the head's weight the embedding's again, where the two should be one."""
+    if is_tied(model):
+        model.get_output_embeddings().weight = model.base_model.embed_tokens.weight
 
 
 def load_parallel(path: str | os.PathLike[str], mesh: Mesh, **options: Any) -> Any:
@@ -181,8 +187,8 @@ def read_weights(model: Any, folder: Path, *, device: torch.device | str) -> Non
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     model.to_empty(device=device)
-    if is_tied(model):
-        model.tie_weights()
+    tie(model)
+    mark_copies(model)
     for module in model.modules():
         if module._non_persistent_buffers_set:  # rotary frequencies, embedding scales: not in the files
             model._init_weights(module)

@@ -24,7 +24,7 @@ Reference: arXiv:2104.04473
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,7 +41,8 @@ _IN_FLIGHT = 2  # tensors on their way to a neighbour before the next one waits
 def pipelined(mesh: Mesh | None) -> Iterator[Callable[[Tensor], None]]:
     """A function that backwards a loss: at once, or under pipeline parallelism as late as the schedule wants.
 
-    On leaving the block all gradients are there.
+    On leaving the block all gradients are there; that of a tied weight in two parts, until `optimizer_step` (see
+    `sum_copies`).
     """
     ahead = 0 if mesh is None else mesh.sizes.pp - 1 - mesh.pp_rank
     waiting: deque[Tensor] = deque()
@@ -60,19 +61,22 @@ def cut_stage(model: Any, mesh: Mesh, *, dtype: torch.dtype) -> None:
     """Leave of `model`, in place, what this rank's stage holds: its layers, the embedding on the first stage, the last
     norm and the head on the last. Parameters keep their names; hidden states travel in `dtype`.
 
-    Errors: ValueError for tied embeddings, of which two stages would hold a copy each, and for too few layers.
+    A head that is tied to the embedding works on a copy of its weight, under the embedding's name (see `sum_copies`).
+
+    Errors: ValueError for too few layers.
     """
     base, stage, count = model.base_model, mesh.pp_rank, mesh.sizes.pp
-    if model.config.get_text_config().tie_word_embeddings:
-        raise ValueError(f"pp={count} needs a head of its own: the model's is tied to the embedding, on another stage")
     if len(base.layers) < count:
         raise ValueError(f"pp={count} needs at least as many layers; the model has {len(base.layers)}")
     first, end = (len(base.layers) * i // count for i in (stage, stage + 1))
     for i in [*range(first), *range(end, len(base.layers))]:
         base.layers[i] = _Elsewhere()
-    link = _Link(mesh)
+    link, head, embedding = _Link(mesh), model.get_output_embeddings(), base.embed_tokens
+    tied = head is not None and head.weight is embedding.weight
     if stage > 0:
         base.embed_tokens = _NoEmbedding(model.config.get_text_config().hidden_size, dtype)
+        if tied and stage + 1 == count:
+            base.embed_tokens.weight = embedding.weight
         base.layers[first - 1] = _Receive(link)
     if stage + 1 < count:
         base.layers[end] = _Send(link, dtype)
@@ -80,6 +84,35 @@ def cut_stage(model: Any, mesh: Mesh, *, dtype: torch.dtype) -> None:
         for name, module in model.named_children():
             if module is not base:
                 setattr(model, name, None)
+    if tied:
+        model.rlkit_ends = mesh.ends_group()
+
+
+def mark_copies(model: Any) -> None:
+    """Note on a tied weight that two stages hold which these are; its parameter is then the one that stays."""
+    if group := getattr(model, "rlkit_ends", None):
+        model.base_model.embed_tokens.weight.rlkit_ends = group
+
+
+@torch.no_grad()
+def sum_copies(params: Iterable[Any]) -> list[Any]:
+    """Sum the gradient of a tied weight over the first stage and the last, which hold a copy each (else do nothing).
+
+    All ranks call it once a step, before anything is made of the gradients, with all parameters of the optimizer. Both
+    copies then take the same step, bit for bit. Returns the parameters without the last stage's copy: for the norm.
+    """
+    own = []
+    for p in params:
+        group = getattr(p, "rlkit_ends", None)
+        if group is not None:
+            grad: Any = torch.zeros_like(p) if p.grad is None else p.grad
+            found = grad.to_local().new_tensor(p.grad is not None)
+            dist.all_reduce(found, group=group)
+            dist.all_reduce(grad.to_local(), group=group)
+            p.grad = grad if found else None
+        if group is None or group.rank() == 0:
+            own.append(p)
+    return own
 
 
 class _Link:
@@ -88,7 +121,7 @@ class _Link:
 
     def __init__(self, mesh: Mesh) -> None:
         self._rank = mesh.pp_rank
-        self._groups = {1: mesh.data.get_group("pp"), -1: mesh.parameters.get_group("pp")}
+        self._groups = {1: mesh.group("pp"), -1: mesh.backward_group()}
         self._sent: dict[int, deque[Any]] = {1: deque(), -1: deque()}
 
     def send(self, x: Tensor, step: int) -> None:

@@ -113,7 +113,7 @@ def export_hf(
     temp = path.with_name(TEMP_PREFIX + path.name)
     needed = (1 << 16) + sum(
         x.numel() * (dtype if dtype is not None and x.is_floating_point() else x.dtype).itemsize + 256
-        for x in model_tensors(model).values()
+        for x in _own(model).values()
     )
     needed = sum(each_stage(needed, mesh=mesh_of(model)))
     first(lambda: _prepare(path, temp, needed))
@@ -220,7 +220,7 @@ def _units(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     joins = _checkpoint_joins(model)
     unit: dict[str, Tensor] = {}
     last = None
-    for full, x in model_tensors(model).items():
+    for full, x in _own(model).items():
         if ".lora_" in full:
             continue
         name = full.removeprefix("model/").replace(".base_layer.", ".")
@@ -231,6 +231,13 @@ def _units(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         unit[name], last = x, block
     if unit:
         yield unit
+
+
+def _own(model: nn.Module) -> dict[str, Tensor]:
+    """The stage's tensors, without the copy of the embedding that a tied head on the last stage works on."""
+    mesh = mesh_of(model)
+    copy = mesh is not None and mesh.pp_rank > 0
+    return {k: x for k, x in model_tensors(model).items() if not (copy and k.endswith("embed_tokens.weight"))}
 
 
 def _checkpoint_joins(model: Any) -> bool:

@@ -30,10 +30,11 @@ from rlkit.types import Trajectory
 STATE = {"position": {"epoch": 1, "row": 17}, "kl": (0.1, 2.5), "seen": torch.arange(3)}
 
 
-def make(sizes: dict, seed: int, **options):
+def make(sizes: dict, seed: int, tied: bool = False, **options):
     mesh = make_mesh(Parallel(**sizes))
     shape = {"hidden": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head_dim": 8, "intermediate": 44}
-    model = parallelize(tiny_model(tiny_tokenizer(), seed=seed, **shape), mesh, **options)
+    made = tiny_model(tiny_tokenizer(), seed=seed, tie_word_embeddings=tied, **shape)
+    model = parallelize(made, mesh, **options)
     return mesh, model, adamw(model, lr=1e-2, weight_decay=0.1, eps=1e-4)
 
 
@@ -102,6 +103,7 @@ WRITERS = {
     "cp x tp": ({"cp": 2, "tp": 2}, {}, False),
     "pp x shard": ({"pp": 2}, {}, False),
     "pp x tp, in the background": ({"pp": 2, "tp": 2}, {}, True),
+    "pp x shard tied, in the background": ({"pp": 2}, {"tied": True}, True),
 }
 READERS = {
     1: [{}],
@@ -124,16 +126,18 @@ def test_resume_is_bitwise_on_the_same_layout(ranks, tmp_path, writer):
     assert len({tuple(numbers) for numbers, *_ in wrote}) == 4, "each rank has random states of its own"
 
 
-WIDELY_READ = ["shard, in the background", "shard x tp, in the background", "pp x tp, in the background"]
+WIDELY_READ = [name for name, (_, _, background) in WRITERS.items() if background]
 
 
 @pytest.mark.parametrize("writer", WIDELY_READ)
 def test_resume_on_other_ranks_and_layouts(pool, tmp_path, writer):
-    _, truth, _ = pool(4).run(write_on_rank, tmp_path, *WRITERS[writer])[0]
+    sizes, options, background = WRITERS[writer]
+    _, truth, _ = pool(4).run(write_on_rank, tmp_path, sizes, options, background)[0]
+    tied = {key: x for key, x in options.items() if key == "tied"}
     assert truth[0] > truth[-1] > 0
     for world, layouts in READERS.items():
         for sizes in layouts:
-            for _, losses, _ in pool(world).run(resume_on_rank, tmp_path, sizes, {}):
+            for _, losses, _ in pool(world).run(resume_on_rank, tmp_path, sizes, tied):
                 assert losses == pytest.approx(truth, rel=1e-5), (world, sizes)
 
 

@@ -15,7 +15,7 @@ import torch
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.metrics import finalize, largest, mean, merge
 from rlkit.packing import microbatches, pack
-from rlkit.parallel.data import rank_microbatches, reduce_metrics, summed
+from rlkit.parallel.data import each_stage, rank_microbatches, reduce_metrics, summed
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.parallel.model import forward, prepare, score
 from rlkit.parallel.optim import adamw, optimizer_step
@@ -24,6 +24,7 @@ from rlkit.parallel.pipeline import pipelined
 from rlkit.types import Trajectory
 
 STEPS = 3
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ CASES = {
     ),
     "pp2 x tp2 accumulate": Case({"pp": 2, "tp": 2}, max_tokens=40),
     "pp2 x cp2 offload accumulate": Case({"pp": 2, "cp": 2}, {"offload": True}, max_tokens=40),
+    "pp2 x shard2 tied accumulate": Case({"pp": 2}, tied=True, max_tokens=30),
+    "pp2 x replicate2 tied offload late sync": Case(
+        {"pp": 2, "replicate": 2}, {"offload": True}, tied=True, max_tokens=40, late_sync=True
+    ),
+    "pp2 x tp2 tied accumulate": Case({"pp": 2, "tp": 2}, tied=True, max_tokens=40),
     "shard checkpointing": Case({"shard": 4}, {"activation_checkpointing": True}),
     "cp2 x tp2 checkpointing": Case({"cp": 2, "tp": 2}, {"activation_checkpointing": True}, max_tokens=60),
     "shard offload": Case({"shard": 4}, {"offload": True}, tied=True),
@@ -161,6 +167,10 @@ def on_rank(rank, world, case, truth):
     cut = partial(rank_microbatches, mesh=mesh, max_tokens=case.max_tokens)
     reduce = lambda total, metrics: (summed(total, mesh=mesh), reduce_metrics(metrics, mesh=mesh))
     found = train(cut_up, cut, reduce, late_sync=case.late_sync)
+    if case.tied and mesh.sizes.pp > 1:  # the first stage and the last have a part of the gradient each, until the step
+        first, last = ([x[kind][EMBEDDING] for kind in ("grads", "params")] for x in each_stage(found, mesh=mesh))
+        assert torch.equal(first[1], last[1])
+        found["grads"][EMBEDDING] = first[0] + last[0]
     errors = {}
     for kind in ("grads", "params"):
         assert mesh.sizes.pp > 1 or found[kind].keys() == truth[kind].keys()

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.packing import microbatches, pack
@@ -35,6 +36,10 @@ def data():
     return batch, torch.sin(torch.arange(batch.num_tokens) + 1.0) / batch.num_tokens
 
 
+EMBEDDING = "model.embed_tokens.weight"
+TIED = {"tie_word_embeddings": True}
+
+
 def objective(out, w):
     return (w * (out.logp - 0.1 * out.entropy)).sum()
 
@@ -45,7 +50,11 @@ def whole(x):
 
 @pytest.fixture(scope="module")
 def truth():
-    trained, out = prepare(model()), {"loss": [], "norm": []}
+    return {False: alone(model()), True: alone(model(**TIED))}
+
+
+def alone(made):
+    trained, out = prepare(made), {"loss": [], "norm": []}
     optimizer = adamw(trained, lr=1e-2, weight_decay=0.1, eps=1e-4)
     for step in range(3):
         total = torch.zeros(())
@@ -76,10 +85,10 @@ class Order:
         self.said += "B"
 
 
-def stage_on_rank(rank, world, delayed):
+def stage_on_rank(rank, world, delayed, tied=False):
     """Four stages, one layer or two each; `delayed`: the schedule of `pipelined`, or plain backwards."""
     mesh = make_mesh(Parallel(pp=4))
-    stage = parallelize(model(), mesh)
+    stage = parallelize(model(tie_word_embeddings=tied), mesh)
     order, optimizer = Order(stage), adamw(stage, lr=1e-2, weight_decay=0.1, eps=1e-4)
     out = {"loss": [], "norm": []}
     for step in range(3):
@@ -97,10 +106,14 @@ def stage_on_rank(rank, world, delayed):
     return out | {"params": {n: whole(p) for n, p in stage.named_parameters()}}
 
 
-@pytest.mark.parametrize("delayed", [True, False])
-def test_four_stages_equal_one_process(ranks, truth, delayed):
-    names = []
-    for found in ranks.run(stage_on_rank, delayed):
+@pytest.mark.parametrize(("delayed", "tied"), [(True, False), (False, False), (True, True)])
+def test_four_stages_equal_one_process(ranks, truth, delayed, tied):
+    names, truth, stages = [], truth[tied], ranks.run(stage_on_rank, delayed, tied)
+    if tied:  # a copy each, which get their parts of the gradient, and took the same steps
+        first, last = stages[0], stages[-1]
+        first["grads"][EMBEDDING] += last["grads"].pop(EMBEDDING)
+        assert torch.equal(first["params"][EMBEDDING], last["params"].pop(EMBEDDING))
+    for found in stages:
         assert found["loss"] == pytest.approx(truth["loss"], rel=1e-5, abs=1e-6)
         assert found["norm"] == pytest.approx(truth["norm"], rel=1e-5)
         for kind in ("grads", "params"):
@@ -123,8 +136,9 @@ def test_the_schedule_is_one_forward_one_backward(ranks):
         assert found["order"] == "FB" * num
 
 
-def weights_on_rank(rank, world, sizes, lora):
-    made = add_lora(model(), rank=2) if lora else model()
+def weights_on_rank(rank, world, sizes, lora, tied):
+    made = model(tie_word_embeddings=tied)
+    made = add_lora(made, rank=2) if lora else made
     for name, p in made.named_parameters():
         if ".lora_B" in name:
             torch.nn.init.constant_(p, 0.01)
@@ -135,9 +149,18 @@ def weights_on_rank(rank, world, sizes, lora):
     return found | dict(adapter_weights(stage))
 
 
-@pytest.mark.parametrize(("sizes", "lora"), [({"pp": 4}, False), ({"pp": 2, "tp": 2}, False), ({"pp": 2}, True)])
-def test_every_rank_streams_the_weights_of_all_stages(ranks, sizes, lora):
-    true = prepare(model())
+@pytest.mark.parametrize(
+    ("sizes", "lora", "tied"),
+    [
+        ({"pp": 4}, False, False),
+        ({"pp": 2, "tp": 2}, False, False),
+        ({"pp": 2}, True, False),
+        ({"pp": 4}, False, True),
+        ({"pp": 2}, True, True),
+    ],
+)
+def test_every_rank_streams_the_weights_of_all_stages(ranks, sizes, lora, tied):
+    true = prepare(model(tie_word_embeddings=tied))
     if lora:
         add_lora(true, rank=2)
         for name, p in true.named_parameters():
@@ -145,7 +168,7 @@ def test_every_rank_streams_the_weights_of_all_stages(ranks, sizes, lora):
                 torch.nn.init.constant_(p, 0.01)
     true = dict(stream_weights(true)) | dict(adapter_weights(true))
     assert len([name for name in true if "lora" in name]) == (5 * 7 * 2 if lora else 0)
-    for found in ranks.run(weights_on_rank, sizes, lora):
+    for found in ranks.run(weights_on_rank, sizes, lora, tied):
         assert list(found) == list(true)
         for name, x in true.items():
             torch.testing.assert_close(found[name], x, rtol=0, atol=1e-7 if lora else 0)
@@ -210,14 +233,21 @@ def test_scoring_gives_every_rank_the_last_stage_s_numbers(ranks):
 
 
 def refused_on_rank(rank, world):
-    refused = [
-        ({"tie_word_embeddings": True}, {"pp": 2}, "tied to the embedding"),
-        ({"layers": 3}, {"pp": 4}, "at least as many layers"),
-    ]
-    for options, sizes, why in refused:
-        with pytest.raises(ValueError, match=why):
-            parallelize(model(**options), make_mesh(Parallel(**sizes)))
+    with pytest.raises(ValueError, match="at least as many layers"):
+        parallelize(model(layers=3), make_mesh(Parallel(pp=4)))
 
 
-def test_what_does_not_fit_is_refused(ranks):
+def test_more_stages_than_layers_are_refused(ranks):
     ranks.run(refused_on_rank)
+
+
+def groups_on_rank(rank, world):
+    mesh = make_mesh(Parallel(pp=2))
+    ahead, back = mesh.group("pp"), mesh.backward_group()
+    assert back is mesh.backward_group()
+    return dist.get_process_group_ranks(ahead), dist.get_process_group_ranks(back), ahead is back
+
+
+def test_what_goes_back_has_a_group_of_its_own(ranks):
+    """NCCL keeps the sends and receives of two ranks in one order per group; two that both begin with a send wait."""
+    assert ranks.run(groups_on_rank) == [([0, 2],) * 2 + (False,), ([1, 3],) * 2 + (False,)] * 2

@@ -28,6 +28,7 @@ LAYOUTS = {
     "shard x tp, offload": ({"tp": 2}, {"offload": True}),
     "cp x tp": ({"cp": 2, "tp": 2}, {}),
     "cp, compiled": ({"cp": 4}, {"compile": True}),
+    "pp x shard": ({"pp": 2}, {}),
 }
 
 
