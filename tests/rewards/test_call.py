@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ def samples(*texts, **extra):
     return [Sample(t, {"answer": t.upper()}, 10 + i, {k: v[i] for k, v in extra.items()}) for i, t in enumerate(texts)]
 
 
-async def run(function, items, timeout_s=5.0):
+async def run(function, items, timeout_s=60.0):
     return await score(function, items, timeout_s=timeout_s)
 
 
@@ -242,38 +243,35 @@ async def test_a_hanging_call_is_timed_out_alone(form):
     def slow(completion, row):
         calls.append(completion)
         if completion == "hang":
-            release.wait(20)
-        time.sleep(0.05)  # three of these are longer than the timeout: it is per call
+            release.wait(1000)
         return 1.0
 
     async def slow_async(completion, row):
-        await asyncio.sleep(20 if completion == "hang" else 0.05)
+        await asyncio.sleep(1000 if completion == "hang" else 0)
         return 1.0
 
     def whole(completions, rows):
         return [slow(c, r) for c, r in zip(completions, rows)]
 
     function = {"sync": slow, "async": slow_async, "batched": whole}[form]
-    start = time.monotonic()
     try:
-        with pytest.raises(RewardError, match=r"no result after 0\.12 s") as caught:
-            await run(function, samples("a", "b", "c", "hang", "d"), timeout_s=0.12)
+        with pytest.raises(RewardError, match=r"no result after 1\.5 s") as caught:
+            await run(function, samples("a", "b", "c", "hang", "d"), timeout_s=1.5)
     finally:
         release.set()
-    assert time.monotonic() - start < 5
     assert caught.value.index == (None if form == "batched" else 13)
     assert ("goes on in its thread" in str(caught.value)) == (form != "async")
     if form == "sync":
-        assert await run(slow, samples("a", "b"), timeout_s=2) == [Reward(1.0), Reward(1.0)]
+        assert await run(slow, samples("a", "b"), timeout_s=60) == [Reward(1.0), Reward(1.0)]
         assert "d" not in calls  # nothing more is called after the failure
 
 
 async def test_the_timeout_is_per_call_and_not_per_batch():
     def slow(completion, row):
-        time.sleep(0.1)
+        time.sleep(0.3)
         return 1.0
 
-    assert len(await run(slow, samples(*"abcdefg"), timeout_s=0.4)) == 7
+    assert len(await run(slow, samples(*"abcdefg"), timeout_s=1.8)) == 7
 
 
 async def test_sync_batches_take_turns_and_async_calls_run_together():
@@ -288,7 +286,7 @@ async def test_sync_batches_take_turns_and_async_calls_run_together():
         return len(completion)
 
     batches = [samples(*("x" * (i + 1) for _ in range(3))) for i in range(4)]
-    results = await asyncio.gather(*(run(sync, b, timeout_s=0.5) for b in batches))
+    results = await asyncio.gather(*(run(sync, b, timeout_s=60) for b in batches))
     assert [[r.reward for r in rs] for rs in results] == [[i + 1.0] * 3 for i in range(4)]
     assert most == 1
 
@@ -303,26 +301,31 @@ async def test_sync_batches_take_turns_and_async_calls_run_together():
         await barrier.wait()
         return 1
 
-    assert len(await run(together, samples(*"abcde"), timeout_s=2)) == 5
+    assert len(await run(together, samples(*"abcde"), timeout_s=60)) == 5
 
 
 async def test_cancelling_stops_the_worker_and_frees_the_next():
     calls = []
+    began, release = threading.Event(), threading.Event()
 
     def slow(completion, row):
-        calls.append(completion)
-        time.sleep(0.03)
+        calls.append((completion, threading.get_native_id()))
+        began.set()
+        release.wait(60)
         return 1.0
 
-    task = asyncio.create_task(run(slow, samples(*"abcdefghij")))
-    await asyncio.sleep(0.05)
+    task = asyncio.create_task(run(slow, samples(*"abcdefghij"), timeout_s=60))
+    await asyncio.to_thread(began.wait, 60)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    seen = len(calls)
-    assert await run(lambda c, r: 2.0, samples("z")) == [Reward(2.0)]
-    await asyncio.sleep(0.1)
-    assert len(calls) <= seen + 1 < 10
+    assert await run(lambda c, r: 2.0, samples("z"), timeout_s=60) == [Reward(2.0)]
+    release.set()
+    ((_, worker),) = calls
+    async with asyncio.timeout(60):
+        while os.path.exists(f"/proc/self/task/{worker}"):
+            await asyncio.sleep(0.02)
+    assert len(calls) == 1
 
 
 def test_one_function_serves_several_event_loops():
@@ -335,28 +338,32 @@ def test_a_hanging_function_does_not_keep_the_process_alive():
 import asyncio, time
 from rlkit.rewards import RewardError, Sample, score
 try:
-    asyncio.run(score(lambda c, r: time.sleep(60), [Sample("a", {}, 0)], timeout_s=0.1))
+    asyncio.run(score(lambda c, r: time.sleep(1000), [Sample("a", {}, 0)], timeout_s=0.1))
 except RewardError as error:
     print("timed out:", error.index)
 """
-    start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert (done.stdout, done.stderr) == ("timed out: 0\n", "")
-    assert time.monotonic() - start < 30
 
 
-async def test_64_cheap_calls_cost_less_than_3_ms():
+async def test_64_cheap_calls_cost_less_than_64_threads_twice():
     async def asynchronous(completion, row):
         return 1.0
 
-    items = samples(*(str(i) for i in range(64)), truncated=[False] * 64)
-    for function in (lambda c, r, truncated: 1.0, lambda completions, rows: [1.0] * len(rows), asynchronous):
+    async def threads():
+        await asyncio.gather(*(asyncio.to_thread(int) for _ in range(64)))
+
+    async def fastest(work):
         times = []
         for _ in range(30):
             start = time.perf_counter()
-            await run(function, items)
+            await work()
             times.append(time.perf_counter() - start)
-        assert min(times) < 0.003
+        return min(times)
+
+    items = samples(*(str(i) for i in range(64)), truncated=[False] * 64)
+    for function in (lambda c, r, truncated: 1.0, lambda completions, rows: [1.0] * len(rows), asynchronous):
+        assert await fastest(partial(run, function, items)) < 2 * await fastest(threads)
 
 
 async def test_texts_are_notes_and_never_numbers():
@@ -409,10 +416,10 @@ async def test_after_a_hanging_sync_call_the_others_are_still_judged():
             gate.wait(60)
         return 1.0
 
-    results = await score_each(hangs_at_b, samples("a", "b", "c"), timeout_s=0.3)
+    results = await score_each(hangs_at_b, samples("a", "b", "c"), timeout_s=1.5)
     gate.set()
     assert [isinstance(r, RewardError) for r in results] == [False, True, False]
-    assert "no result after 0.3 s" in results[1].cause
+    assert "no result after 1.5 s" in results[1].cause
 
 
 async def test_the_wait_for_a_turn_is_off_the_clock():
@@ -420,9 +427,9 @@ async def test_the_wait_for_a_turn_is_off_the_clock():
 
     async def waits(completion, row):
         async with off_the_clock():
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(1.8)
         await asyncio.sleep(float(completion))
         return 1.0
 
-    results = await score_each(waits, samples("0", "60"), timeout_s=0.2)
+    results = await score_each(waits, samples("0", "60"), timeout_s=1.5)
     assert [isinstance(r, RewardError) for r in results] == [False, True]

@@ -13,7 +13,7 @@ from rlkit.rewards import RewardError, Sample, score
 from rlkit.rewards.code import assert_tests, same_lines, same_tokens, stdin_tests
 from rlkit.rewards.sandbox import Limits
 
-SOON = Limits(wall_s=2.0, cpu_s=1.5)
+SOON = Limits(wall_s=2.0, cpu_s=60)
 pytestmark = pytest.mark.usefixtures("isolation")
 DOUBLE = {"inputs": ["1\n", "2\n", "30"], "outputs": ["2\n", "4", "60\n\n"]}
 
@@ -324,7 +324,6 @@ HOSTILE = {
     "network": ("import socket\nsocket.create_connection(('1.1.1.1', 53), 1)", "exit code 1: "),
     "home": ("import os\nprint(os.listdir(os.path.expanduser('~root') + '/.ssh'))", "FileNotFoundError"),
     "endless output": ("while True: print('2' * 999)", "more than 1048576 bytes of output"),
-    "endless loop": ("while True: pass", "timeout: no end after 2 s"),
     "kill the parent": (KILLS, "line 1 is '3'"),
     "symlink": ("import os\nos.symlink('/etc/passwd', 'a')\nprint(open('a').read())", "FileNotFoundError"),
     "write outside": ("open('/tmp/x', 'w')", "FileNotFoundError"),
@@ -333,16 +332,19 @@ HOSTILE = {
     "hard exit": ("import os\nos._exit(0)", "0 lines of output, expected 1"),
     "read the tests": (SEARCH, "line 1 is"),
     "daemon": ("import os\nif os.fork() == 0: os.setsid()", "PermissionError"),
-    "thread that stays": ("import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()", "timeout"),
     "program": ("import subprocess\nprint(subprocess.run(['/bin/echo', '2']))", "PermissionError"),
 }
+STAYS = "import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()"
+ENDLESS = {name: (source, "no end after 2 s") for name, source in {"loop": "while True: pass", "thread": STAYS}.items()}
 
 
 async def test_hostile_programs_get_nothing_and_the_reason_is_recorded():
     row = {"test_cases": {"inputs": [""], "outputs": ["2"]}}
-    ask = partial(stdin_tests, limits=Limits(wall_s=2.0, cpu_s=2.0))
-    rewards = await score(ask, [Sample(block(source), row, 0) for source, _ in HOSTILE.values()], timeout_s=60)
-    for reward, (name, (_, reason)) in zip(rewards, HOSTILE.items()):
+    ask = partial(stdin_tests, limits=Limits(wall_s=60, cpu_s=60))
+    rewards = await score(ask, [Sample(block(source), row, 0) for source, _ in HOSTILE.values()], timeout_s=120)
+    ask = partial(stdin_tests, limits=Limits(wall_s=2.0, cpu_s=60))
+    rewards += await score(ask, [Sample(block(source), row, 0) for source, _ in ENDLESS.values()], timeout_s=60)
+    for reward, (name, (_, reason)) in zip(rewards, {**HOSTILE, **ENDLESS}.items(), strict=True):
         assert reward.reward == 0.0, name
         assert reason in reward.notes["reason"], (name, reward.notes)
 

@@ -114,7 +114,7 @@ async def test_what_passes_is_tried_again():
         return failure
 
     async with serving(flaky) as (url, seen):
-        assert await post_json(url + "/x", [1], retries=5, backoff_s=0.01, timeout_s=1.0) == {"ok": [1]}
+        assert await post_json(url + "/x", [1], retries=5, backoff_s=0.01, timeout_s=2.0) == {"ok": [1]}
     assert len(seen) == 6
 
 
@@ -143,12 +143,16 @@ async def test_nobody_there():
 
 async def test_at_most_so_many_at_a_time_and_the_wait_is_off_the_clock():
     under_way = most = 0
+    four = asyncio.Event()
 
     async def slow(path, body):
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
-        await asyncio.sleep(0.15)
+        if under_way == 4:
+            four.set()
+        await four.wait()
+        await asyncio.sleep(0.5)
         under_way -= 1
         return {"n": body["n"]}
 
@@ -158,7 +162,7 @@ async def test_at_most_so_many_at_a_time_and_the_wait_is_off_the_clock():
             return (await post_json(url, row, concurrency=4))["n"]
 
         samples = [Sample("", {"n": i}, i) for i in range(16)]
-        rewards = await score(ask, samples, timeout_s=0.45)  # all together take at least 0.6 s
+        rewards = await score(ask, samples, timeout_s=1.8)  # all together take at least 2 s
     assert [r.reward for r in rewards] == list(range(16))
     assert most == 4
 
@@ -178,11 +182,9 @@ async def test_cancelling_leaves_no_task_and_no_connection():
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        for _ in range(200):
-            if number_of_sockets() <= sockets:
-                break
-            await asyncio.sleep(0.02)
-        assert number_of_sockets() <= sockets
+        async with asyncio.timeout(120):
+            while number_of_sockets() > sockets:
+                await asyncio.sleep(0.02)
         assert {t for t in asyncio.all_tasks() - tasks if "post_json" in str(t)} == set()
         assert http._clients[asyncio.get_running_loop()].session is None
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -100,13 +99,11 @@ async def test_the_answer_tag_and_a_search_anywhere():
 
 
 async def test_an_answer_that_hangs_is_undecided_and_the_next_is_not():
-    began = time.monotonic()
     verdict = await boxed(f"\\boxed{{{HANGS}}}", {"answer": "1"}, timeout_s=0.5)
     assert verdict == {
         "reward": 0.0, "answered": 1.0, "undecided": 1.0, "reason": "timeout: undecided after 0.5 s"
     }  # fmt: skip
     assert (await equal("1/2", "2/4", timeout_s=60)).equal
-    assert time.monotonic() - began < 60
 
 
 async def test_a_gold_answer_that_hangs_or_is_none_is_an_error():
@@ -124,11 +121,9 @@ async def boxed_quickly(completion, row):
 
 async def test_a_worker_that_dies_is_told_and_replaced():
     await equal("1/3", "2/6", timeout_s=60)
-    before = workers()
-    task = asyncio.create_task(equal("1", HANGS, timeout_s=60))
-    while not (busy := [pid for pid in workers() if cpu_ticks(pid) > 20]):  # the one that computes
-        await asyncio.sleep(0.02)
-    os.kill(busy[0], signal.SIGKILL)
+    before = {pid: cpu_ticks(pid) for pid in workers()}
+    task = asyncio.create_task(equal("1", HANGS, timeout_s=600))
+    os.kill(await computing(before), signal.SIGKILL)
     verdict = await task
     assert (verdict.equal, verdict.decided) == (False, False)
     assert verdict.reason.startswith("the worker died (exit code -9")
@@ -154,16 +149,16 @@ async def test_memory_is_limited(monkeypatch):
 
 
 async def test_a_cancelled_question_ends_its_worker():
+    await equal("1/3", "2/6", timeout_s=60)
+    before = {pid: cpu_ticks(pid) for pid in workers()}
     task = asyncio.create_task(equal("1", HANGS, timeout_s=600))
-    while not (busy := [pid for pid in workers() if cpu_ticks(pid) > 20]):
-        await asyncio.sleep(0.02)
+    worker = await computing(before)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    deadline = time.monotonic() + 60
-    while busy[0] in workers():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(120):
+        while worker in workers():
+            await asyncio.sleep(0.02)
 
 
 async def test_off_the_main_thread_and_many_at_once():
@@ -189,6 +184,15 @@ async def test_without_math_verify_it_says_what_to_install(monkeypatch):
     with pytest.raises(RuntimeError, match=r"No module named 'math_verify'; install the extra `math`"):
         await equal("1", "2")
     server.close()
+
+
+async def computing(before):
+    """The worker that computes now; others may have computed before."""
+    while True:
+        for pid in workers():
+            if cpu_ticks(pid) > before.get(pid, 0) + 20:
+                return pid
+        await asyncio.sleep(0.02)
 
 
 def workers():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,11 +17,11 @@ import pytest
 import rlkit.rollout
 
 GUARD = Path(rlkit.rollout.__path__[0]) / "_guard.py"
-TREE = "sleep 1000 & sleep 1001"  # a server and a worker of it
+TREE = "sleep 1000 & sleep 1001 & wait"  # a server and workers of it
 
 
 def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -32,7 +33,13 @@ def tree(process: psutil.Process) -> list[psutil.Process]:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    return not any(map(alive, processes))
+
+
+def alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -44,7 +51,7 @@ def test_the_tree_goes_with_the_server_or_when_asked(number: int) -> None:
         os.kill(guard.pid, number)
     else:
         processes[0].kill()
-    guard.wait(60)
+    guard.wait(120)
     eventually(lambda: gone(processes))
 
 

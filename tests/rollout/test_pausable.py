@@ -118,7 +118,7 @@ def test_a_pause_reaches_requests_that_are_still_on_their_way():
         assert engine.running == 0
         call.cancel()
 
-    asyncio.run(asyncio.wait_for(go(), 60))
+    asyncio.run(asyncio.wait_for(go(), 240))
 
 
 @settings(max_examples=40, deadline=None)

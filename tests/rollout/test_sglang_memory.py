@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 TRAINER = """
@@ -31,7 +30,6 @@ time.sleep(600)
 def test_a_trainer_that_ends_lets_go_of_its_pipes_while_a_server_maps_its_memory(tmp_path):
     """As in `... 2>&1 | tee log`: torch's helper for shared memory outlives the trainer, and had its stderr."""
     command = [sys.executable, "-c", TRAINER, SERVER, str(tmp_path / "said")]
-    start = time.monotonic()
     try:
         done = subprocess.run(
             command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=True
@@ -40,4 +38,3 @@ def test_a_trainer_that_ends_lets_go_of_its_pipes_while_a_server_maps_its_memory
         pid = int((tmp_path / "said").read_text().split()[0])
         os.kill(pid, 9)  # an error where it has ended already
     assert (done.stdout, done.stderr) == ("stdout\n", "stderr\n")
-    assert time.monotonic() - start < 200
