@@ -1,8 +1,8 @@
 """`python _guard.py PARENT COMMAND ...`: run the command; end its whole process group with it, or with the parent.
 
 The guard leads the group. So a server never outlives the trainer that launched it, not even one that was killed with
-SIGKILL, and none of its workers outlives the server. The files that SGLang has in /dev/shm go with them: it removes
-them at no end, and a killed process cannot. Standard library only: it starts in milliseconds.
+SIGKILL, and none of its workers outlives the server. The files that SGLang has in /dev/shm go with them, its semaphores
+included: it removes them at no end, and a killed process cannot. Standard library only: it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import sys
 import time
 from contextlib import suppress
 
-SHARED = "/dev/shm/sglang_"
+SHARED = "/dev/shm"
+NAMES = ("sglang_", "sem.mp-")
 LOOK_EVERY = 10.0  # seconds; a server that dies at once leaves nobody to ask
 
 
@@ -40,7 +41,6 @@ def main() -> None:
     sys.stderr.write(f"guard: server status {server.poll()}, stop asked: {not wanted}, parent {os.getppid()}\n")
     sys.stderr.flush()
     server.kill()  # its workers follow (SIGTERM would have it drain and diagnose for five seconds)
-    time.sleep(0.5)  # multiprocessing's resource tracker then unlinks its semaphores
     for path in files:
         with suppress(FileNotFoundError):
             os.unlink(path)
@@ -48,14 +48,16 @@ def main() -> None:
 
 
 def shared_files(group: int) -> set[str]:
-    """What the processes of a group have mapped of SGLang's own files in /dev/shm."""
-    found: set[str] = set()
+    """Files in /dev/shm that processes of a group have mapped; by their inode, for the C library renames semaphores."""
+    found: set[int] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
             if os.getpgid(int(pid)) == group:
                 with open(f"/proc/{pid}/maps") as maps:
-                    found |= {line.split(maxsplit=5)[5].strip() for line in maps if SHARED in line}
-    return {path for path in found if os.path.exists(path)}
+                    found |= {int(line.split(maxsplit=5)[4]) for line in maps if SHARED in line}
+    with suppress(OSError):
+        return {file.path for file in os.scandir(SHARED) if file.name.startswith(NAMES) and file.inode() in found}
+    return set()
 
 
 if __name__ == "__main__":

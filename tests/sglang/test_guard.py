@@ -13,7 +13,9 @@ import psutil
 from rlkit.rollout import _guard
 
 SERVER = """
-import mmap, subprocess, sys
+import mmap, multiprocessing, subprocess, sys
+multiprocessing.set_start_method("spawn")  # so that the semaphore keeps its name
+lock = multiprocessing.Lock()
 file = open(sys.argv[1], "w+b")
 file.truncate(4096)
 mapped = mmap.mmap(file.fileno(), 4096)
@@ -24,15 +26,18 @@ worker.wait()
 
 
 def test_workers_and_shared_files_go_with_the_server() -> None:
-    shared = Path(f"{_guard.SHARED}test_{os.getpid()}")
+    shared = Path(_guard.SHARED) / f"sglang_test_{os.getpid()}"
     command = [sys.executable, _guard.__file__, str(os.getpid()), sys.executable, "-c", SERVER, str(shared)]
     guard = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         worker = psutil.Process(int(guard.stdout.readline()))
-        assert _guard.shared_files(guard.pid) == {str(shared)}
+        files = _guard.shared_files(guard.pid)
+        semaphore = Path(*files - {str(shared)})
+        assert (len(files), semaphore.name[:7]) == (2, "sem.mp-")
         guard.send_signal(signal.SIGTERM)
         assert guard.wait(120) == -signal.SIGKILL
         worker.wait(120)
         assert not shared.exists()
+        assert not semaphore.exists()
     finally:
         shared.unlink(missing_ok=True)
