@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -10,6 +11,8 @@ from typing import Any, Literal
 from rlkit.rollout._http import Http, Refused, ReplicaError, all_done
 from rlkit.rollout._sglang_checkpoint import vocab_size
 from rlkit.rollout._sglang_wire import Limits, parse_version
+
+_log = logging.getLogger("rlkit.rollout")
 
 
 class Replica:
@@ -117,7 +120,7 @@ class Replicas:
 
     async def _revive(self, replica: Replica) -> None:
         was_down = replica.down is not None
-        replica.down = await self._answers(replica, "/model_info")
+        self._note(replica, await self._answers(replica, "/model_info"))
         if was_down and replica.down is None:
             replica.life += 1
             replica.has_sessions = True
@@ -134,7 +137,7 @@ class Replicas:
             replica.model_path = info.get("model_path")
             return Limits(max_len, vocab_size(info.get("model_path")))
         except (ReplicaError, TimeoutError) as error:
-            replica.down = str(error)
+            self._note(replica, str(error))
             return None
 
     async def _readmit(self, replica: Replica) -> None:
@@ -143,10 +146,8 @@ class Replicas:
         except (ReplicaError, TimeoutError):
             return  # why it went down says more
         served = parse_version(info.get("weight_version"), 0)
-        if served == self.version:
-            replica.down = None
-        else:
-            replica.down = f"it was restarted and serves version {served}, not {self.version}: call update_weights"
+        other = f"it was restarted and serves version {served}, not {self.version}: call update_weights"
+        self._note(replica, None if served == self.version else other)
 
     async def _still_there(self, replica: Replica) -> None:
         if not replica.paused and time.monotonic() - replica.last_reply >= self._stall:
@@ -161,8 +162,14 @@ class Replicas:
             question.close()
         await asyncio.shield(replica.question)
 
+    def _note(self, replica: Replica, down: str | None) -> None:
+        """Keep why a server is down, and say so when that changes: with one less a run goes on, only slower."""
+        if (down is None) != (replica.down is None):
+            _log.warning("SGLang server %s is %s", replica.url, "back" if down is None else f"left out: {down}")
+        replica.down = down
+
     async def _is_gone(self, replica: Replica) -> None:
-        replica.down = await self._answers(replica, "/model_info")
+        self._note(replica, await self._answers(replica, "/model_info"))
 
     async def _hangs(self, replica: Replica) -> None:
         for _ in range(3):
@@ -170,7 +177,7 @@ class Replicas:
             if error is None:
                 replica.last_reply = time.monotonic()
                 return
-        replica.down = f"it hangs: nothing for {self._stall} s, and it does not answer /health ({error})"
+        self._note(replica, f"it hangs: nothing for {self._stall} s, and it does not answer /health ({error})")
 
     async def _answers(self, replica: Replica, path: str) -> str | None:
         began = time.monotonic()

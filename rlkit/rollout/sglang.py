@@ -119,7 +119,11 @@ class SGLang:
         self._updating = asyncio.Lock()
 
     async def __aenter__(self) -> SGLang:
-        await self._servers.learn()
+        try:
+            await self._servers.learn()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(

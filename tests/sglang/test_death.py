@@ -46,6 +46,6 @@ async def test_one_of_two_dies_and_every_group_completes_once(
             for t in group:
                 assert t.prompt_ids == question.ids
                 assert len(t.ids) == len(t.logp) == len(t.versions) == 150
-        assert not pair[0].alive
+        assert pair[0]._process.wait(240)  # a killed process is still there for a moment
         assert pair[1].alive
         await engine.generate([1, 2, 3], params=SamplingParams(max_new_tokens=2))

@@ -18,7 +18,7 @@ from rlkit.types import SamplingParams
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 PROMPT = list(b"the quick brown fox jumps over the lazy dog")
 PARAMS = SamplingParams(max_new_tokens=40)
-LONG = SamplingParams(max_new_tokens=1500)
+LONG = SamplingParams(max_new_tokens=1500)  # ten of them fit into the server's cache
 Models = list[torch.nn.Module]
 Forward = Callable[..., list[float]]
 Until = Callable[..., Awaitable[None]]
@@ -53,9 +53,9 @@ async def gone_on(until: Until, *, running: int = 1) -> None:
 
 
 async def under_way(engine: SGLang, prompts: list[list[int]], until: Until) -> list[asyncio.Task]:
-    """Requests of which some have sampled, and which go on for a while."""
-    tasks = [asyncio.create_task(engine.generate(p, params=LONG, rid=f"request {i}")) for i, p in enumerate(prompts)]
-    await gone_on(until, running=min(len(prompts), 10))
+    """Requests that have all sampled, and go on for a while. They must fit into the server's cache."""
+    tasks = [asyncio.create_task(engine.generate(p, params=LONG)) for p in prompts]
+    await gone_on(until, running=len(prompts))
     return tasks
 
 
@@ -86,10 +86,13 @@ async def test_retract_recomputes_the_cache_and_stamps_each_token(
     engine: SGLang, models: Models, forward_logp: Forward, until: Until
 ) -> None:
     """Also with a queue: more requests than fit into the cache, so that some have not begun (SGLang pull 31962)."""
-    tasks = await under_way(engine, [[*PROMPT, i] for i in range(24)], until)
+    tasks = await under_way(engine, [[*PROMPT, i] for i in range(10)], until)
+    more = [engine.generate([*PROMPT, i], params=LONG, rid=f"more {i}") for i in range(10, 24)]
+    tasks += map(asyncio.create_task, more)
+    await until(lambda load: load["num_running_reqs"] + load["num_waiting_reqs"] == 24)
     await engine.update_weights(stream_weights(models[1]), version=1)
-    for i in range(10, 24):  # ten fit: the server may take those that had not begun before those that had
-        engine.abort(f"request {i}")
+    for i in range(10, 24):  # the server may take those that had not begun before those that had
+        engine.abort(f"more {i}")
     await more_sampled(engine, until, running=10)
     for i, task in enumerate(tasks):
         out = await task
