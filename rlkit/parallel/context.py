@@ -27,12 +27,10 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rlkit.parallel._collectives import Exchanged, Gathered, GatheredSum
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.segment_plan import AttentionPlan, Exchange, Segment, plan, segments
 from rlkit.types import Batch
-
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the names from torch 2.13 on
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Layout(NamedTuple):
@@ -67,7 +65,7 @@ class Layout(NamedTuple):
 
     def collect(self, x: Tensor) -> Tensor:
         """What the head says about its rows, as `[T]` on every rank."""
-        return x if self.rows is None else _Gathered.apply(x, self.group)[self.place]
+        return x if self.rows is None else Gathered.apply(x, self.group)[self.place]
 
     def empty(self) -> Layout:
         """The same rows with no token among them."""
@@ -107,7 +105,7 @@ def gather_keys(
     attend: Any,
 ) -> Float[Tensor, "R H D"]:
     """This rank's queries over the keys of all ranks. Backward: one reduce-scatter."""
-    both = _GatheredSum.apply(torch.stack((k, v), 1), group)
+    both = GatheredSum.apply(torch.stack((k, v), 1), group)
     return attend(q, both[:, 0], both[:, 1])
 
 
@@ -119,14 +117,12 @@ def ulysses(
     attend: Any,
 ) -> Float[Tensor, "R H D"]:
     """The tokens of all ranks, for this rank's share of the heads. Backward: the same exchanges the other way."""
-    out = attend(*(_heads_for_rows(x, group) for x in (q, k, v)))
-    parts = _Exchanged.apply(out.unflatten(0, (dist.get_world_size(group), -1)), group)
+    ranks = dist.get_world_size(group)
+    one_each = [1] * ranks
+    shares = (x.unflatten(1, (ranks, -1)).transpose(0, 1) for x in (q, k, v))
+    out = attend(*(Exchanged.apply(x, one_each, one_each, group).flatten(0, 1) for x in shares))
+    parts = Exchanged.apply(out.unflatten(0, (ranks, -1)), one_each, one_each, group)
     return parts.transpose(0, 1).flatten(1, 2)
-
-
-def _heads_for_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)
-    return _Exchanged.apply(parts, group).flatten(0, 1)
 
 
 def _rows_of(rank: int, cp: int, chunk: int) -> Tensor:
@@ -143,55 +139,3 @@ def _mine(spans: Sequence[Segment], rank: int, cp: int, chunk: int) -> list[Segm
             if a < b:
                 found.append(Segment(base + a - first, b - a, [*keys[:-1], (start, b - start)]))
     return found
-
-
-class _GatheredSum(torch.autograd.Function):
-    """All ranks' rows; every rank uses them for a part of the result, so the gradient is a sum over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        out = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
-        _reduce_scatter(out, grad.contiguous(), group=ctx.group)
-        return out, None
-
-
-class _Gathered(torch.autograd.Function):
-    """All ranks' rows; every rank computes the same from them, so a rank's gradient is its own slice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.rows = group, x.shape[0]
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        first = dist.get_rank(ctx.group) * ctx.rows
-        return grad[first : first + ctx.rows], None
-
-
-class _Exchanged(torch.autograd.Function):
-    """Entry i of the first axis goes to rank i, and entry i of the result came from it: its own inverse and adjoint."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        x = x.contiguous()  # empty_like of a permuted tensor keeps its strides and would scramble the result
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Exchanged.apply(grad, ctx.group), None
-
-
-def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.contiguous()
-    out = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
-    _gather(out, x, group=group)
-    return out

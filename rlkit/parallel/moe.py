@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from rlkit.parallel._collectives import Exchanged
 from rlkit.parallel.mesh import Mesh, grid
 
 if TYPE_CHECKING:
@@ -80,11 +81,11 @@ def expert_parallel(
     got = torch.empty_like(sent)
     dist.all_to_all_single(got, sent, group=group)
     there, here = sent.sum(1).tolist(), got.sum(1).tolist()
-    rows = _Exchange.apply(hidden[:, None].expand(-1, k, -1).flatten(0, 1)[order], there, here, group)
+    rows = Exchanged.apply(hidden[:, None].expand(-1, k, -1).flatten(0, 1)[order], there, here, group)
     ids = torch.arange(got.shape[1], device=hidden.device).repeat(ep)
     by_expert = ids.repeat_interleave(got.flatten(), output_size=rows.shape[0]).argsort(stable=True)
     rows = _grouped(experts, rows[by_expert], got.sum(0))
-    rows = _Exchange.apply(rows[by_expert.argsort()], here, there, group)
+    rows = Exchanged.apply(rows[by_expert.argsort()], here, there, group)
     return (rows[order.argsort()].view(tokens, k, -1) * weights[..., None]).sum(1).to(hidden.dtype)
 
 
@@ -100,19 +101,3 @@ def _grouped(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
         gate, value = F.linear(x, w_up).chunk(2, -1)
         out.append(F.linear(experts.act_fn(gate) * value, w_down))
     return torch.cat(out)
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows to the ranks they belong to; the gradient goes the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, there: list[int], here: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.splits = there, here, group
-        out = rows.new_empty(sum(here), rows.shape[1])
-        dist.all_to_all_single(out, rows.contiguous(), here, there, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        there, here, group = ctx.splits
-        return _Exchange.apply(grad, here, there, group), None, None, None

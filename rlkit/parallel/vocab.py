@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit.kernels.linear_logp import Partials, combine, partials, shard_logp
+from rlkit.parallel._collectives import Shared, all_gather
 from rlkit.types import LogProbs
 
 
@@ -39,28 +40,11 @@ def sharded_linear_logp(
     options["vocab_start"] = min(dist.get_rank(group) * per_rank, weight.shape[0])
     options["bias"] = None if bias is None else bias.to_local()  # type: ignore[attr-defined]
     weight = weight.to_local()  # type: ignore[attr-defined]
-    mine = torch.stack(partials(hidden, weight, targets, **options))
-    shards = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(shards, mine, group=group)
-    combined = reduce(combine, [Partials(*x.unbind()) for x in shards])
-    return shard_logp(_Shared.apply(hidden, group), weight, targets, combined=combined, **options)
+    mine = torch.stack(partials(hidden, weight, targets, **options))[None]
+    combined = reduce(combine, [Partials(*x.unbind()) for x in all_gather(mine, group)])
+    return shard_logp(Shared.apply(hidden, group), weight, targets, combined=combined, **options)
 
 
 def is_sharded(weight: Tensor) -> bool:
     """Whether a head's weight is cut along the vocabulary."""
     return hasattr(weight, "device_mesh") and weight.placements[0].is_shard(0)  # type: ignore[attr-defined]
-
-
-class _Shared(torch.autograd.Function):
-    """The same tensor on every rank, read by each for a part of the result: the gradient is the sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None

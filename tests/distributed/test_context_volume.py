@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.packing import pack
-from rlkit.parallel import context
+from rlkit.parallel import _collectives
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.parallel.model import forward
 from rlkit.parallel.parallelize import parallelize
@@ -37,18 +37,18 @@ def paper():
 
 
 class Counting:
-    """The collectives that `context` uses, with the bytes that come from other ranks counted."""
+    """The collectives of context parallelism, with the bytes that come from other ranks counted."""
 
     def __init__(self, monkeypatch) -> None:
         self.bytes = 0.0
         for name in ("_gather", "_reduce_scatter"):
-            monkeypatch.setattr(context, name, partial(self._counted, getattr(context, name)))
+            monkeypatch.setattr(_collectives, name, partial(self._counted, getattr(_collectives, name)))
         monkeypatch.setattr(dist, "all_to_all_single", partial(self._counted, dist.all_to_all_single))
 
-    def _counted(self, collective, out, x, group):
+    def _counted(self, collective, out, x, *splits, group):
         ranks = dist.get_world_size(group)
         self.bytes += max(out.numel(), x.numel()) * x.element_size() * (ranks - 1) / ranks
-        collective(out, x, group=group)
+        collective(out, x, *splits, group=group)
 
 
 def volume_on_rank(rank, world, sizes, again):
