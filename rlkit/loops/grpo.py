@@ -105,7 +105,7 @@ async def grpo(
         await engine.update_weights(stream_weights(model, dtype=DTYPES.get(dtype)), version=first)
         if start < 0 and (scores := await evaluate(0)):
             run.log(0, scores)
-        signal = True
+        signal, call = True, verbs.in_thread if staleness else verbs.here  # what waits is still judged meanwhile
         async with verbs.open_stream(
             verbs.prompt_order(prompts, seed=seed), generate=engine.generate, abort=engine.abort, params=params,
             group_size=group_size, groups_per_step=prompts_per_step, staleness=staleness, seed=seed, env=env,
@@ -122,11 +122,13 @@ async def grpo(
                 groups = mask_truncated(groups) if drop_truncated else groups
                 groups = mask_off_policy(groups, version=step) if drop_off_policy else groups
                 batch = pack_with_advantages(groups, baseline=baseline)
-                batch = with_ref_logp(ref_policy if kl_coef else None, batch, max_tokens=max_tokens, mesh=mesh)
+                reference_now = ref_policy if kl_coef else None
+                batch = await call(with_ref_logp, reference_now, batch, max_tokens=max_tokens, mesh=mesh)
                 if num_minibatches * num_epochs > 1:
-                    batch = with_old_logp(policy, batch, max_tokens=max_tokens, mesh=mesh)
+                    batch = await call(with_old_logp, policy, batch, max_tokens=max_tokens, mesh=mesh)
                 clock.lap("score")
-                metrics = merge(metrics, update(batch, lr=lr_at(step), kl_coef=kl_state.coef, seed=mix(seed, step)))
+                how = {"lr": lr_at(step), "kl_coef": kl_state.coef, "seed": mix(seed, step)}
+                metrics = merge(metrics, await call(update, batch, **how))
                 clock.lap("train")
                 done = step + 1
                 await engine.update_weights(stream_weights(model, dtype=DTYPES.get(dtype)), version=done)

@@ -140,6 +140,11 @@ def reference_policy(policy: partial[LogProbs], model: Any, reference: Any, *, m
     return without_adapter(policy, model)
 
 
+async def here(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:
+    """Call it as `in_thread` would, but in this thread: the event loop waits for it."""
+    return function(*args, **kwargs)
+
+
 async def in_thread(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:
     """Call it beside the event loop, which goes on sampling and scoring meanwhile.
 

@@ -79,8 +79,9 @@ class GroupStream:
             starts f more groups than a step needs.
         keep: whether to train on a group; see `rlkit.rollout.limits.success_between`.
         max_dropped: more groups than this dropped for one step are an error; None: 20 for every group of a step.
-        on_group: called with (prompt, group, step, kept) when a group has its rewards: `step` is the next one that
-            will be trained.
+        on_group: called with (prompt, group, step, kept) when a group has its rewards: `step` is the one that makes the
+            next weights, also where it has taken its groups already and this one waits for a later step. So a
+            checkpoint after a step has nothing of later ones.
         journal: folder where every completion is written as it is made; see `rlkit.rollout.journal`.
         version: of the weights the engine has now, which is also the number of steps taken so far.
         state: what `state` returned at this version, to go on from there.

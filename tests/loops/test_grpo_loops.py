@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from functools import cache, partial
 
@@ -15,6 +16,8 @@ from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.async_grpo import async_grpo
 from rlkit.loops.grpo import grpo
+from rlkit.loops.updates import grpo_update
+from rlkit.loops.verbs import prompt_order
 from rlkit.losses import icepop
 from rlkit.parallel.lora import add_lora
 from rlkit.parallel.model import prepare
@@ -128,6 +131,32 @@ def test_partial_rollout_continues_what_it_interrupts(tmp_path):
     assert max(line["mismatch/abs_max"] for line in lines) > 1e-3, "old tokens are off policy"
     journal = sorted(int(path.stem) for path in (tmp_path / "completions").iterdir())
     assert len(journal) <= 2, "what no checkpoint can ask for any more is deleted"
+
+
+def test_partial_rollout_judges_what_waits_while_it_trains(tmp_path, monkeypatch):
+    """Or the answer of a judge behind HTTP would be read after the step only, and seem to have come too late."""
+    order = prompt_order(PROMPTS, seed=0)
+    later = {order(place).index for place in range(4, 8)}
+    begun, training, judged = asyncio.Event(), threading.Event(), threading.Event()
+
+    async def judge(completion, row, index):
+        if index in later:
+            begun.set()
+            while not training.is_set():
+                await asyncio.sleep(0.01)
+            judged.set()
+        else:
+            await begun.wait()
+        return float(len(completion) % 2)
+
+    def update(*args, **options):
+        training.set()
+        assert judged.wait(120)
+        return grpo_update(*args, **options)
+
+    monkeypatch.setattr("rlkit.loops.grpo.grpo_update", update)
+    model = small_model()
+    run(grpo, model, LocalEngine(model, max_len=64), tmp_path, reward=judge, staleness=1.0, steps=1)
 
 
 def test_masked_old_tokens_make_partial_rollout_on_policy(tmp_path):
