@@ -1,24 +1,35 @@
-"""The README's loop runs as it stands, and learns."""
+"""The loops of the README and of docs/distillation.md run as they stand, and learn."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+
+
+def run_loop(page: Path, folder: Path) -> list[str]:
+    """The lines that the page's loop prints."""
+    code = next(c for c in re.findall(r"```python\n(.*?)```", page.read_text(), re.S) if "asyncio.run" in c)
+    assert len(code.strip().splitlines()) < 60
+    (folder / "loop.py").write_text(code)
+    out = subprocess.run(
+        [sys.executable, "loop.py"], cwd=folder, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert out.returncode == 0, out.stderr
+    return out.stdout.splitlines()
 
 
 def test_the_loop_of_the_readme_raises_its_reward(tmp_path):
-    code = next(c for c in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "asyncio.run" in c)
-    assert len(code.strip().splitlines()) < 60
-    (tmp_path / "loop.py").write_text(code)
-    out = subprocess.run(
-        [sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert out.returncode == 0, out.stderr
-    rewards = [float(line.split()[1]) for line in out.stdout.splitlines()]
+    rewards = [float(line.split()[1]) for line in run_loop(ROOT / "README.md", tmp_path)]
     assert len(rewards) == 20
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
+
+
+def test_a_student_comes_close_to_its_teacher(tmp_path):
+    kl = [float(line.split()[-4]) for line in run_loop(ROOT / "docs/distillation.md", tmp_path)]
+    assert len(kl) == 30
+    assert sum(kl[-3:]) < 0.5 * sum(kl[:3])
 
 
 def test_import_is_light():
