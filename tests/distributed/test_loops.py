@@ -1,0 +1,101 @@
+"""DPO, a reward model and PPO with a critic: each run logs on pipeline stages what it logs in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlkit.data.pairs import Pair
+from rlkit.data.prompts import Prompt
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.loops.dpo import dpo
+from rlkit.loops.ppo import ppo
+from rlkit.loops.reward_model import reward_model
+from rlkit.parallel.heads import load_reward_model, load_value_model
+from rlkit.parallel.mesh import Parallel, make_mesh
+from rlkit.parallel.model import load_model
+from rlkit.parallel.parallelize import parallelize
+from rlkit.parallel.shared import SharedEngine
+from rlkit.rollout.local import LocalEngine
+from rlkit.types import SamplingParams
+
+STEPS = 3
+PAIRS = [
+    Pair([65 + i] * (1 + i % 5), [97 + i] * (1 + i % 7) + [258], [48 + i % 10] * (8 - i % 7) + [258]) for i in range(24)
+]
+PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A model whose head is tied to the embedding."""
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 44}
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model(tiny_tokenizer(), **sizes, tie_word_embeddings=True).save_pretrained(folder)
+    return folder
+
+
+class Engine(LocalEngine):
+    """Samples from a model of its own, which takes the weights that are sent."""
+
+    def __init__(self, model) -> None:
+        super().__init__(model, max_len=64)
+        self.model = model
+
+    async def update_weights(self, weights, *, version):
+        self.model.load_state_dict(dict(weights), strict=False)  # the head's weight is the embedding's
+        await super().update_weights(version=version)
+
+
+async def score(prompt, group):
+    """The share of small bytes."""
+    return [replace(t, reward=sum(i < 128 for i in t.ids) / len(t.ids)) for t in group]
+
+
+def trained(name, path, folder, *, cut, engine):
+    """What the loop logs, and the weights that it exports."""
+    common = {"folder": folder, "steps": STEPS, "lr_at": lambda _: 3e-3, "max_tokens": 40}
+    pairs = {"batch_size": 8, "eval_pairs": PAIRS[:6], "eval_steps": 2}
+    model = cut((load_reward_model if name == "reward model" else load_model)(path))
+    if name == "dpo":
+        dpo(model, None, PAIRS, reference=cut(load_model(path)), **common, **pairs)
+    elif name == "reward model":
+        reward_model(model, None, PAIRS, **common, **pairs)
+    else:
+        work = ppo(
+            model, cut(load_value_model(path)), tiny_tokenizer(), engine(), PROMPTS, score=score, critic_steps=1,
+            params=SamplingParams(max_new_tokens=6), critic_lr_at=lambda _: 3e-3, prompts_per_step=8,
+            num_minibatches=2, kl_coef=0.05, reference=cut(load_model(path)), **common,
+        )  # fmt: skip
+        asyncio.run(work)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    counted = ("time/", "ratio/ratio_is_one")  # by the clock, in bits
+    return [{k: v for k, v in line.items() if not k.startswith(counted)} for line in lines], {
+        f"{file.parent.name}/{key}": x
+        for file in folder.glob("*/model.safetensors")
+        for key, x in load_file(file).items()
+    }
+
+
+def on_rank(rank, world, name, path, folder, sizes):
+    mesh = make_mesh(Parallel(**sizes))
+    engine = lambda: SharedEngine(Engine(load_model(path)) if rank == 0 else None)
+    return trained(name, path, folder, cut=lambda model: parallelize(model, mesh), engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("dpo", {"pp": 2, "tp": 2}), ("reward model", {"pp": 2}), ("ppo", {"pp": 2})]
+)
+def test_a_run_on_stages_logs_what_one_process_logs(ranks, path, tmp_path, name, sizes):
+    alone = lambda model: model
+    lines, weights = trained(name, path, tmp_path / "alone", cut=alone, engine=lambda: Engine(load_model(path)))
+    assert lines[-1]["step"] == STEPS
+    for found, exported in ranks.run(on_rank, name, path, tmp_path / "ranks", sizes):
+        for a, b in zip(found, lines, strict=True):
+            assert a == pytest.approx(b, rel=1e-4, abs=1e-6, nan_ok=True)
+        torch.testing.assert_close(exported, weights, rtol=0, atol=2e-4)  # Adam blows rounding up
