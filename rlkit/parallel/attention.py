@@ -39,24 +39,16 @@ def attend(
     `window`: a query sees at most that many keys, itself the last one. `softcap`: z -> softcap tanh(z / softcap) on the
     scaled scores.
     """
+    q, k, v = rows(q, plan.q_index), rows(k, plan.k_index), rows(v, plan.k_index)
     if plan.varlen is not None:
-        qs, ks, vs = rows(q, plan.q_index), rows(k, plan.k_index), rows(v, plan.k_index)
-        return flash(qs, ks, vs, plan.varlen, scale=scale, window=window, softcap=softcap)[plan.out_index]
-    sizes = [b.size * b.q_len for b in plan.buckets], [b.size * b.k_len for b in plan.buckets]
-    queries = rows(q, plan.q_index).split(sizes[0])
-    keys, values = rows(k, plan.k_index).split(sizes[1]), rows(v, plan.k_index).split(sizes[1])
-    out = [
-        _bucket_attention(
-            qb.view(bucket.size, bucket.q_len, *q.shape[1:]).transpose(1, 2),
-            kb.view(bucket.size, bucket.k_len, *k.shape[1:]).transpose(1, 2),
-            vb.view(bucket.size, bucket.k_len, *v.shape[1:]).transpose(1, 2),
-            _windowed(bucket, window, q.device),
-            scale=scale,
-            softcap=softcap,
-        )
-        for bucket, qb, kb, vb in zip(plan.buckets, queries, keys, values)
-    ]
-    return rows(torch.cat([x.transpose(1, 2).flatten(0, 1) for x in out]), plan.out_index) if out else q
+        return flash(q, k, v, plan.varlen, scale=scale, window=window, softcap=softcap)[plan.out_index]
+    q_sizes, k_sizes = [b.size * b.q_len for b in plan.buckets], [b.size * b.k_len for b in plan.buckets]
+    out = []
+    for bucket, *parts in zip(plan.buckets, q.split(q_sizes), k.split(k_sizes), v.split(k_sizes)):
+        qb, kb, vb = (x.unflatten(0, (bucket.size, -1)).transpose(1, 2) for x in parts)
+        mask = _windowed(bucket, window, q.device)
+        out.append(_bucket_attention(qb, kb, vb, mask, scale=scale, softcap=softcap).transpose(1, 2).flatten(0, 1))
+    return rows(torch.cat(out), plan.out_index)
 
 
 def rows(x: Float[Tensor, "T *rest"], index: Int[Tensor, "R"]) -> Float[Tensor, "R *rest"]:
@@ -189,10 +181,9 @@ def causal_sdpa(
     )
 
 
-def _few_queries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
+def _few_queries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float) -> Tensor:
     (n, heads, a, d), (kv_heads, b) = q.shape, k.shape[1:3]
-    seen = torch.ones(a, b, dtype=torch.bool).tril() if mask is None else mask
-    bias = torch.zeros(seen.shape, dtype=torch.promote_types(q.dtype, torch.float32)).masked_fill_(~seen, -torch.inf)
+    bias = torch.zeros(mask.shape, dtype=torch.promote_types(q.dtype, torch.float32)).masked_fill_(~mask, -torch.inf)
     lanes, grouped = n * kv_heads, (n, kv_heads, heads // kv_heads, a, b)
     bias = bias.view(-1, 1, 1, a, b).expand(grouped).reshape(lanes, -1, b)
     q, k, v = q.reshape(lanes, -1, d), k.reshape(lanes, b, d), v.reshape(lanes, b, d)
@@ -203,12 +194,14 @@ def _few_queries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale:
 def _bucket_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None
 ) -> Tensor:
-    if softcap is None and q.shape[2] <= FEW_QUERIES and q.device.type == "cpu":
-        return _few_queries(q, k, v, mask, scale=scale)
-    if softcap is None:
+    few = q.shape[2] <= FEW_QUERIES and q.device.type == "cpu"
+    if softcap is None and not few:
         return causal_sdpa(q, k, v, mask, scale=scale)
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    if softcap is None:
+        return _few_queries(q, k, v, mask, scale=scale)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     z = softcap * torch.tanh(q @ k.mT * (scale / softcap))
-    seen = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).tril() if mask is None else mask
-    z = z.masked_fill(~seen, -torch.inf)
+    z = z.masked_fill(~mask, -torch.inf)
     return z.softmax(-1, dtype=torch.promote_types(z.dtype, torch.float32)).to(v.dtype) @ v
