@@ -31,8 +31,7 @@ def check_model(config: Any, *, tp: int = 1, cp: int = 1, ulysses: bool = False)
         )
     if getattr(text, "use_bidirectional_attention", False):
         raise ValueError(f"model type {kind!r} with use_bidirectional_attention is no causal model")
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    kv_heads = text.num_key_value_heads
     split = tp * (cp if ulysses else 1)
     if kv_heads % split:
         fits = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
@@ -53,24 +52,21 @@ def tensor_plan(model: Any) -> dict[str, ParallelStyle]:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-    check_model(model.config)
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     head_dim_at = COVERED[model.config.model_type]
-    base = model.base_model
     prefix = model.base_model_prefix + "."
-    plan: dict[str, ParallelStyle] = {}
-    for pattern, style in base.config.base_model_tp_plan.items():
-        if pattern.endswith(("q_norm", "k_norm", "embed_tokens")) or ".experts" in pattern:
-            continue  # ours: below, and `rlkit.parallel.moe`
-        if style not in styles:
-            raise ValueError(f"the model's tensor parallel plan has {pattern}: {style!r}, which is not covered")
-        plan[prefix + pattern] = styles[style]()
-    plan[prefix + "embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
+    plan: dict[str, ParallelStyle] = {prefix + "embed_tokens": RowwiseParallel(input_layouts=Replicate())}
     if model.get_output_embeddings() is not None:
         plan["lm_head"] = ColwiseParallel()
     if head_dim_at is not None:
         norms = SequenceParallel(sequence_dim=head_dim_at, use_local_output=True)
         plan |= {f"{prefix}layers.*.self_attn.{n}_norm": norms for n in "qk"}
+    for pattern, style in model.base_model.config.base_model_tp_plan.items():
+        if prefix + pattern in plan or ".experts" in pattern:
+            continue  # ours: above, and `rlkit.parallel.moe`
+        if style not in styles:
+            raise ValueError(f"the model's tensor parallel plan has {pattern}: {style!r}, which is not covered")
+        plan[prefix + pattern] = styles[style]()
     names = dict(model.named_modules())
     found = {name: style for pattern, style in plan.items() for name in fnmatch.filter(names, pattern)}
     # a matrix of a layer that is not cut would be summed or repeated wrongly
