@@ -19,16 +19,16 @@ def fused_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 @torch.no_grad()
-def read_experts(model: nn.Module, folder: Path) -> None:
-    """Fill the fused expert weights of a sharded model from the safetensors files of `folder`, in place.
+def read_experts(model: nn.Module, folder: Path) -> list[str]:
+    """Fill the fused expert weights of a sharded model from the safetensors files of `folder`, in place; their names.
 
     Errors: ValueError naming weights that the files lack.
     """
     from safetensors import safe_open
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    where, opened = _files(folder), {}
-    for name, parts in fused_experts(model).items():
+    where, opened, fused = _files(folder), {}, fused_experts(model)
+    for name, parts in fused.items():
         param: Any = model.get_parameter(name)
         _, (first, *rest) = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
         for i, target in enumerate(param.to_local()):
@@ -39,6 +39,7 @@ def read_experts(model: nn.Module, folder: Path) -> None:
                 if where[x] not in opened:
                     opened[where[x]] = safe_open(folder / where[x], framework="pt")
             _copy_rows(target, [opened[where[x]].get_slice(x) for x in stored], rest)
+    return list(fused)
 
 
 def _copy_rows(target: Tensor, parts: list[Any], offset: list[int]) -> None:

@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from rlkit.parallel.attention import register
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import split_experts
-from rlkit.parallel.moe_files import fused_experts, read_experts
+from rlkit.parallel.moe_files import read_experts
 from rlkit.parallel.pipeline import cut_stage, mark_copies
 from rlkit.parallel.plans import COVERED, check_model, tensor_plan
 
@@ -91,43 +90,36 @@ def split_tensors(model: Any, mesh: Mesh) -> None:
 
 def shard(model: Any, mesh: Mesh, *, dtype: torch.dtype, reduce_dtype: torch.dtype, offload: bool) -> None:
     """FSDP2: each layer is a unit, and what is outside the layers (embedding, last norm, head) is gathered once."""
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed import fsdp
 
-    options: dict[str, Any] = {
-        "mesh": mesh.fsdp,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else OffloadPolicy(),
-    }
+    precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    memory = fsdp.CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else fsdp.OffloadPolicy()
+    options: dict[str, Any] = {"mp_policy": precision, "offload_policy": memory}
     if mesh.sizes.ep > 1 or (mesh.sizes.tp > 1 and hasattr(model.config, "num_experts")):
-        split_experts(model, mesh, **{k: v for k, v in options.items() if k != "mesh"})
+        split_experts(model, mesh, **options)
+    unit = partial(fsdp.fully_shard, mesh=mesh.fsdp, **options)
     for layer in filter(_holds_any, model.base_model.layers):
-        fully_shard(layer, **options)
+        unit(layer)
     whole_embedding = not is_tied(model) and mesh.sizes.tp == 1  # (torch warns about the view that a cut one returns)
     if whole_embedding and _holds_any(model.base_model.embed_tokens):
-        fully_shard(model.base_model.embed_tokens, **options)
-    fully_shard(model, **options)
+        unit(model.base_model.embed_tokens)
+    unit(model)
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    model.rlkit_inside = MethodType(_call, model)
-    register_fsdp_forward_method(model, "rlkit_inside")
+    model.rlkit_inside = lambda work, *args: work(model, *args)
+    fsdp.register_fsdp_forward_method(model, "rlkit_inside")
 
 
-def inside(model: Any, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def inside(model: Any, work: Callable[..., Any], *args: Any) -> Any:
     """`work(model, ...)` as the model's forward: what is outside the layers (norm, head) is whole meanwhile.
 
     Gradients flow through the tensors that `work` returns. Of a model that is not sharded it is just the call.
     """
     if not hasattr(model, "rlkit_inside"):
-        return work(model, *args, **kwargs)
-    out = model.rlkit_inside(work, *args, **kwargs)
+        return work(model, *args)
+    out = model.rlkit_inside(work, *args)
     if not torch.is_grad_enabled():
         model.reshard()  # no backward will come and do it
     return out
@@ -197,9 +189,8 @@ def read_weights(model: Any, folder: Path, *, device: torch.device | str) -> Non
     weights: dict[str, Any] = get_model_state_dict(model)
     if is_tied(model):
         weights.pop("lm_head.weight", None)
-    if any(name in fused_experts(model) for name in weights):
-        read_experts(model, folder)
-        weights = {name: x for name, x in weights.items() if name not in fused_experts(model)}
+    for name in read_experts(model, folder):
+        del weights[name]
     reader = dcp.HuggingFaceStorageReader(str(folder))
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     wrong = [f"{name} is missing" for name in weights if name not in stored]
@@ -234,7 +225,3 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
 def _holds_any(module: nn.Module) -> bool:
     """Whether it has parameters: what stands for a layer of another pipeline stage has none."""
     return next(module.parameters(), None) is not None
-
-
-def _call(model: Any, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return work(model, *args, **kwargs)
