@@ -87,10 +87,7 @@ def any_ranks(flags: Sequence[bool]) -> list[bool]:
     """`any_rank` of each flag, by one collective: before the micro-batches, or stages would wait for each other."""
     if world_size() == 1:
         return list(flags)
-    x = torch.tensor(flags, dtype=torch.float32, device=_device())
+    device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
+    x = torch.tensor(flags, dtype=torch.float32, device=device)
     dist.all_reduce(x, op=dist.ReduceOp.MAX)
     return x.bool().tolist()
-
-
-def _device() -> torch.device:
-    return torch.device("cpu") if "gloo" in dist.get_backend_config() else torch.device("cuda")

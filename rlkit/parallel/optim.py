@@ -77,7 +77,7 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
     kinds: dict[Any, list[Tensor]] = {}
     for g in grads:
         kinds.setdefault((getattr(g, "device_mesh", None), getattr(g, "placements", ())), []).append(_local(g))
-    total = torch.zeros((), device=_device(grads))
+    total = torch.zeros((), device=grads[0].device if grads else None)
     for (mesh, placements), parts in kinds.items():
         square = torch.nn.utils.get_total_norm(parts).square().to(total)
         for dim, placement in enumerate(placements):
@@ -87,18 +87,13 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
     if not distributed():
         return total.sqrt()
     alike = max((mesh.size() for mesh, _ in kinds if mesh is not None), default=dist.get_world_size())
-    agreed = torch.stack([total.nan_to_num(nan=torch.inf, posinf=torch.inf) / alike])
-    dist.all_reduce(agreed)
-    return agreed[0].sqrt()
+    total /= alike
+    dist.all_reduce(total)
+    return total.sqrt()
 
 
 def _local(x: Any) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
-
-
-def _device(grads: Sequence[Tensor]) -> torch.device:
-    """Where the norm is summed: beside the gradients, or on the GPU where they are offloaded but ranks speak NCCL."""
-    return grads[0].device if grads else torch.device("cpu")
 
 
 def constant_lr(step: int, *, lr: float, warmup_steps: int = 0) -> float:
