@@ -37,7 +37,7 @@ class Mesh:
         self.sizes = sizes
         self.parameters = parameters
         self.data = data
-        self.device = torch.device(parameters.device_type, *_device_index(parameters.device_type))
+        self.device = torch.empty(0, device=parameters.device_type).device  # of a GPU also which one
         self.dp = sizes.replicate * sizes.shard
         self.dp_rank: int = data.get_local_rank("dp")
         self.cp_rank: int = data.get_local_rank("cp")
@@ -74,13 +74,14 @@ def start(*, device: str = "cpu", timeout_s: float = 1800.0) -> None:
     """Join the process group that `torchrun` describes, or make one of this process alone. A second call does nothing.
 
     A collective that waits longer than `timeout_s` for another rank raises (gloo) or ends the process (NCCL). CUDA
-    ranks take the device of their LOCAL_RANK, and get a gloo group beside NCCL for tensors on the CPU.
+    ranks take the GPU of their LOCAL_RANK (a process alone that of `device`), and get a gloo group beside NCCL for
+    tensors on the CPU.
     """
     if dist.is_initialized():
         return
     backend = "gloo"
     if torch.device(device).type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", torch.device(device).index or 0)))
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
@@ -136,30 +137,22 @@ def resolve(sizes: Parallel, *, world_size: int) -> Parallel:
     if bad := {k: v for k, v in named.items() if v < (k != "shard")}:
         raise ValueError(f"sizes must be at least 1 (shard may be 0: all ranks that are left), got {bad}")
     fixed = math.prod(v for k, v in named.items() if k not in ("shard", "ep"))
-    shard, rest = sizes.shard or max(1, world_size // fixed), world_size // fixed
+    shard = sizes.shard or max(1, world_size // fixed)
     if fixed * shard != world_size:
         given = " * ".join(f"{k} {v}" for k, v in named.items() if v > 1 and k != "ep") or "1"
-        if world_size % fixed == 0:
-            fix = f"use shard={rest}"
-        else:
-            fix = "; ".join(f"{k}={v}" for k, v in _fitting(named, world_size).items()) or "change the number of ranks"
-            fix = f"with shard=0 each of these alone would fit: {fix}"
+        fix = f"use shard={world_size // fixed}" if world_size % fixed == 0 else _fitting(sizes, fixed, world_size)
         raise ValueError(f"{given} = {fixed * shard} ranks, but there are {world_size}; {fix}")
     if (shard * sizes.cp * sizes.tp) % sizes.ep:
         raise ValueError(f"ep={sizes.ep} must divide shard * cp * tp = {shard} * {sizes.cp} * {sizes.tp}")
     return replace(sizes, shard=shard)
 
 
-def _fitting(named: dict[str, int], world_size: int) -> dict[str, int]:
+def _fitting(sizes: Parallel, fixed: int, world_size: int) -> str:
     """For each size the nearest one that, with `shard` free and the others as they are, divides the world."""
-    out = {}
+    found = []
     for name in ("tp", "cp", "replicate", "pp"):
-        others = math.prod(v for k, v in named.items() if k not in (name, "shard", "ep"))
-        fits = [n for n in range(1, world_size + 1) if world_size % (others * n) == 0]
-        if fits and named[name] > 1:
-            out[name] = min(fits, key=lambda n: abs(n - named[name]))
-    return out
-
-
-def _device_index(kind: str) -> tuple[int, ...]:
-    return (torch.cuda.current_device(),) if kind == "cuda" else ()
+        size: int = getattr(sizes, name)
+        fits = [n for n in range(1, world_size + 1) if world_size % (fixed // size * n) == 0]
+        if fits:
+            found.append(f"{name}={min(fits, key=lambda n: abs(n - size))}")
+    return f"with shard=0 each of these alone would fit: {'; '.join(found) or 'change the number of ranks'}"

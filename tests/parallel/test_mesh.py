@@ -1,6 +1,6 @@
 import pytest
 
-from rlkit.parallel.mesh import Parallel, resolve
+from rlkit.parallel.mesh import Parallel, resolve, start
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,17 @@ def test_the_shard_size_is_what_is_left(sizes, world, shard):
 def test_sizes_that_do_not_fit_are_told_what_would(sizes, world, message):
     with pytest.raises(ValueError, match=message):
         resolve(Parallel(**sizes), world_size=world)
+
+
+@pytest.mark.parametrize(("device", "local_rank", "gpu"), [("cuda", None, 0), ("cuda:1", None, 1), ("cuda", "3", 3)])
+def test_a_rank_takes_its_own_gpu_and_a_process_alone_the_one_it_names(monkeypatch, device, local_rank, gpu):
+    taken = []
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: None)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False) if local_rank is None else monkeypatch.setenv(name, local_rank)
+    start(device=device)
+    assert taken == [gpu]
 
 
 @pytest.mark.parametrize("cp", [2, 4, 8])
