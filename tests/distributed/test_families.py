@@ -1,4 +1,4 @@
-"""Every covered architecture, with what makes it special, against transformers' own eager forward and under tp x cp."""
+"""Every covered architecture, with what makes it special, against transformers' own eager forward, and over ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from rlkit.packing import pack
+from rlkit.parallel.data import each_stage, of_last_stage
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.parallel.model import forward, prepare
 from rlkit.parallel.parallelize import parallelize
@@ -25,7 +26,7 @@ FAMILIES = {
     "Gemma2": dict(sliding_window=5, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, query_pre_attn_scalar=17),
     "Gemma3": dict(sliding_window=5, layer_types=WINDOW, query_pre_attn_scalar=9),
 }
-LAYOUTS = [dict(tp=2, cp=2), dict(tp=2), dict(cp=2, ulysses=True)]
+LAYOUTS = [dict(tp=2, cp=2), dict(tp=2), dict(cp=2, ulysses=True), dict(pp=2)]
 
 
 def build(family: str):
@@ -78,12 +79,21 @@ def on_rank(rank, world, family):
     for sizes in LAYOUTS:
         mesh = make_mesh(Parallel(**sizes))
         found, found_grads = run(parallelize(build(family), mesh), 1 / mesh.dp)
+        found_grads = added(each_stage(found_grads, mesh=mesh))
         name = " ".join(sizes)
-        errors[f"{name} logp"] = error(found, logp)
+        errors[f"{name} logp"] = error(of_last_stage(found, mesh=mesh), logp)
         assert found_grads.keys() == grads.keys()
         for n in grads:
             errors[f"{name} {n}"] = error(found_grads[n], grads[n])
     return errors
+
+
+def added(stages):
+    """The gradients of all stages; that of a tied weight is in two parts."""
+    out = {}
+    for name, x in (item for stage in stages for item in stage.items()):
+        out[name] = out[name] + x if name in out else x
+    return out
 
 
 def whole(x):
@@ -95,7 +105,7 @@ def error(a, b):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tensor_and_context_parallel_equal_one_process(ranks, family):
+def test_every_layout_equals_one_process(ranks, family):
     for errors in ranks.run(on_rank, family):
         worst = max(errors, key=errors.get)
         assert errors[worst] < 1e-5, (worst, errors[worst])
