@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rlkit.packing import pack
+from rlkit.parallel.segment_plan import plan, segments
 from rlkit.types import Trajectory
 
 
@@ -45,4 +46,5 @@ def test_a_batch_that_comes_back_is_waited_for(device: str, ahead: bool) -> None
     batch = pack([[Trajectory([1, 2], [3], [True], [0.0], [0])]])
     with Copies() as copies:
         batch.to(device)
+        plan(segments(batch)).to(device)
     assert copies.ahead == {ahead}

@@ -77,8 +77,8 @@ def value_update(
         weights = token_mean(mini.mask, num_tokens=verbs.global_count(mini.mask))
         with pipelined(mesh) as backward:
             for micro, *rest in rank_microbatches((mini, weights), mesh=mesh, max_tokens=max_tokens):
-                micro, w = micro.to(critic.device), rest[0].to(critic.device)
                 now = values(critic, micro, dtype=dtype)
+                micro, w = micro.to(critic.device), rest[0].to(critic.device, non_blocking=True)
                 loss = value_clip(now, micro.values, micro.returns, clip=clip, mask=micro.mask)
                 backward((w * loss).sum())
                 shown = {
@@ -86,7 +86,7 @@ def value_update(
                     "mean": now,
                     "return": micro.returns,
                     "error": (now - micro.returns).square(),
-                    "spread": (micro.returns - middle.to(now)).square(),
+                    "spread": (micro.returns - middle).square(),
                 }
                 metrics = merge(metrics, {f"value/{k}": mean(x, mask=micro.mask) for k, x in shown.items()})
         step = optimizer_step(optimizer, max_norm=max_norm)

@@ -64,9 +64,9 @@ def grpo_update(
         learns = any_ranks([bool(kl_coef or entropy_coef or micro.advantages.any()) for micro, *_ in micros])
         with pipelined(mesh) as backward:
             for (micro, *rest), learning in zip(micros, learns, strict=True):
-                micro, w = micro.to(device), rest[0].to(device)
                 with torch.set_grad_enabled(learning):  # where every advantage is 0, so is the gradient
-                    out = policy(micro)
+                    out = policy(micro)  # still on the host, where its segments are read without waiting for the GPU
+                micro, w = micro.to(device), rest[0].to(device, non_blocking=True)
                 old_logp = out.logp.detach() if micro.old_logp is None else micro.old_logp
                 log_ratio = out.logp - old_logp
                 w_policy = w * correction(old_logp - micro.rollout_logp)

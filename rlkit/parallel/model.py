@@ -93,14 +93,15 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
         raise ValueError(f"{type(model).__name__} is not set up for packed attention: give `prepare(model)`")
     mesh = mesh_of(model)
     device = model.device if mesh is None else mesh.device
+    move = partial(Tensor.to, device=device, non_blocking=device.type != "cpu")
     some = batch if batch.num_tokens else _dummy(batch.tokens.device)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype))
-        tokens, positions = (layout.local(x.to(device))[None] for x in join(some))
+        tokens, positions = (layout.local(move(x))[None] for x in join(some))
         out = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, attention_plan=layout.plan)
     layout = layout if batch.num_tokens else layout.empty()
     hidden = layout.head_rows(out.last_hidden_state[0])
-    found = head(hidden, lambda x: layout.spread(x.to(device)))
+    found = head(hidden, lambda x: layout.spread(move(x)))
     return tuple(layout.collect(x).to(model.device, copy=True) for x in found)  # FSDP2 warns about views
 
 
@@ -158,8 +159,9 @@ def score_tokens(
     """
     out = torch.zeros(batch.num_tokens, device=batch.tokens.device)
     rows = torch.arange(batch.num_tokens, device=batch.tokens.device)
-    for micro, *places in rank_microbatches((batch, rows), mesh=mesh, max_tokens=max_tokens):
-        out[places[0]] = function(micro).to(out)
+    parts = rank_microbatches((batch, rows), mesh=mesh, max_tokens=max_tokens)
+    for place, x in [(places[0], function(micro)) for micro, *places in parts]:  # not to wait for the GPU in between
+        out[place] = x.to(out)
     return summed(out, mesh=mesh)
 
 

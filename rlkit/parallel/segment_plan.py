@@ -77,7 +77,8 @@ class AttentionPlan(NamedTuple):
 
     def to(self, device: torch.device | str) -> AttentionPlan:
         """The same plan with its tensors on `device`."""
-        return tree_map_only(Tensor, lambda x: x.to(device), self)
+        ahead = torch.device(device).type != "cpu"  # else every copy would wait for what the GPU has still to do
+        return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=ahead), self)
 
 
 def segments(batch: Batch) -> list[Segment]:
