@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from rlkit.packing import pack
 from rlkit.parallel.attention import as_inference, register
 from rlkit.parallel.mesh import Mesh
-from rlkit.parallel.model import DTYPES, score_tokens, token_outputs
+from rlkit.parallel.model import DTYPES, check_path, score_tokens, token_outputs
 from rlkit.types import Batch, Trajectory
 
 
@@ -93,6 +93,7 @@ def _one_number(model: Any) -> Callable[[Tensor, Any], tuple[Tensor, ...]]:
 
 
 def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
+    check_path(path)
     model, info = kind.from_pretrained(str(path), num_labels=1, dtype=torch.float32, output_loading_info=True)
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear `score` head; only decoder models have one")

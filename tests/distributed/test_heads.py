@@ -40,6 +40,12 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.parametrize("load", [load_value_model, load_reward_model])
+def test_a_folder_that_is_not_there_is_said(load, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no folder; give a folder saved by save_pretrained"):
+        load(tmp_path / "judge")
+
+
 def test_values_are_those_of_token_classification(folder):
     truth = AutoModelForTokenClassification.from_pretrained(folder / "critic").eval()
     batch = pack(groups())
