@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ def nan_on_rank(rank, world, sizes):
         assert same == (len(out) == 1)
         assert all(p.grad is None for p in trained.parameters())
         assert bool(optimizer.state) == (len(out) == 2)
+    assert math.isnan(out[0]["grad_norm"])
     return [m["skipped_step"] for m in out], out[1]["grad_norm"]
 
 
