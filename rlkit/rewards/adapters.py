@@ -49,6 +49,9 @@ def scorer(
         errors = [r for r in results if isinstance(r, RewardError)]
         recent.extend(isinstance(r, RewardError) for r in results)
         if errors and sum(recent) > max_failed * _RECENT:
+            errors[0].add_note(
+                f"{sum(recent)} of the last {len(recent)} samples failed; {max_failed=} of {_RECENT} may"
+            )
             raise errors[0]
         given = [r for r in results if isinstance(r, Reward)]
         reward, mean_score = _mean([r.reward for r in given]), _mean([r.score for r in given if r.score is not None])

@@ -214,7 +214,7 @@ def _number(function: Callable[..., Any], value: Any, sample: Sample, place: str
 def _explain(error: BaseException, timeout_s: float, is_async: bool) -> tuple[str, str]:
     """Cause and fix of a call that did not return."""
     if isinstance(error, TimedOut):
-        fix = "make it faster or raise timeout_s"
+        fix = "make it faster or raise timeout_s (--reward-timeout)"
         if not is_async:
             fix += "; write a function that waits for a server as `async def`. The hanging call goes on in its thread"
         return f"no result after {timeout_s:g} s", fix
@@ -226,7 +226,10 @@ def _explain(error: BaseException, timeout_s: float, is_async: bool) -> tuple[st
             cause,
             "switch its own alarm off (math_verify: timeout_seconds=None, parsing_timeout=None); timeout_s is there",
         )
-    return cause, "handle it in the function: return what such an answer is worth"
+    return cause, (
+        "handle it in the function: return what such an answer is worth; or let a share of the samples fail, as a "
+        "server may: max_failed (--reward-max-failed)"
+    )
 
 
 def _error(function: Callable[..., Any], cause: str, fix: str, sample: Sample | None) -> RewardError:

@@ -116,7 +116,11 @@ async def _play(game: Any, talk: Chat | _TokenTalk, token_rewards: bool) -> list
     rewards: list[float] = []
     cut = None
     while (turn := await talk.turn()) is not None:
-        answer = Step(*await call(game.step, turn))
+        said = await call(game.step, turn)
+        if not isinstance(said, tuple) or not 0 < len(said) <= len(Step._fields):
+            form = f"Step({', '.join(Step._fields)})"
+            raise TypeError(f"{type(game).__name__}.step must return {form}, got {said!r:.200}")
+        answer = Step(*said)
         rewards.append(float(answer.reward))
         if answer.done or answer.truncated:
             cut = answer.truncated or None

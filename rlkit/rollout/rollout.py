@@ -156,7 +156,11 @@ _MASK = (1 << 64) - 1
 
 async def _episode(env: Env, prompt: Prompt, sample: Sample) -> Group:
     """The pieces of one episode, marked as such."""
-    out = await env(prompt, sample)
+    try:
+        out = await env(prompt, sample)
+    except Exception as error:
+        error.add_note(f"in an episode of prompt {prompt.index}")
+        raise
     if isinstance(out, Trajectory):
         return [out]
     if not out:

@@ -113,8 +113,9 @@ async def test_failures_are_counted_over_the_last_hundred_samples():
     lost = await one(True)
     assert (lost.reward, lost.score, lost.mask, lost.info["error"][:7]) == (0.0, None, [False] * 3, "OSError")
     assert [(await one(True)).reward for _ in range(2)] == [0.0, 0.0]
-    with pytest.raises(RewardError, match="no answer"):
+    with pytest.raises(RewardError, match=r"no answer(.|\n)*--reward-max-failed") as caught:
         await one(True)
+    assert caught.value.__notes__ == ["4 of the last 4 samples failed; max_failed=0.03 of 100 may"]
     assert {(await one(False)).reward for _ in range(99)} == {3.0}
     assert (await one(True)).reward == 0.0, "one of the first failures is still among the last hundred"
 

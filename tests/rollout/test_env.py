@@ -145,6 +145,22 @@ async def test_turns_restart_from_another_context():
     assert [c for c, _ in script.calls] == [[1, 2], [1, 2, 5, 8], [3]]
 
 
+@pytest.mark.parametrize("said", ["seen", ("seen", 0.0, False, False, {})])
+async def test_a_step_of_another_form_is_an_error_that_says_whose(said):
+    class Gymnasium:
+        def reset(self):
+            return "go"
+
+        def step(self, turn):
+            return said
+
+    tokenizer = tokenizer_with("chatml")
+    env = gym_env(lambda prompt: Gymnasium(), tokenizer=tokenizer)
+    message = r"Gymnasium.step must return Step\(observation, reward, done, truncated\), got .*seen"
+    with pytest.raises(TypeError, match=message):
+        await env(prompt_of(tokenizer), Script(tokenizer, "a"))
+
+
 async def test_own_rewards_stay():
     t = Trajectory([1], [2], [True], [0.0], [0], reward=3.0)
     assert await own_rewards(None, [t]) == [t]

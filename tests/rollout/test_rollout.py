@@ -116,10 +116,11 @@ def test_an_error_cancels_the_rest_and_leaves_no_task():
 
     async def main():
         engine = Ticking(delay=lambda prompt: 10_000)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ZeroDivisionError) as caught:
             await rollout(
                 [prompt_at(i) for i in range(4)], generate=engine.generate, params=PARAMS, group_size=2, seed=0, env=env
             )
+        assert caught.value.__notes__ == ["in an episode of prompt 2"]
         assert engine.running == 0
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
