@@ -105,7 +105,7 @@ def gather_keys(
     attend: Any,
 ) -> Float[Tensor, "R H D"]:
     """This rank's queries over the keys of all ranks. Backward: one reduce-scatter."""
-    both = GatheredSum.apply(torch.stack((k, v), 1), group)
+    both = GatheredSum.apply(torch.stack((k.to(v.dtype), v), 1), group)  # fp32 norms under autocast leave k in fp32
     return attend(q, both[:, 0], both[:, 1])
 
 

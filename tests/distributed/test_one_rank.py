@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.parallel.attention import as_inference
+from rlkit.parallel.context import gather_keys
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.parallel.optim import adamw
 from rlkit.parallel.parallelize import parallelize
@@ -36,6 +38,19 @@ def optimizer_after_forward(rank, world):
 
 def test_the_optimizer_holds_shards_even_after_a_forward_without_backward(ranks):
     assert all(ranks.run(optimizer_after_forward))
+
+
+def keys_of_another_type(rank, world):
+    q, k, v = (torch.randn(4, 2, 8) for _ in range(3))
+    types = []
+    attend = lambda q, k, v: types.append((k.dtype, v.dtype)) or q
+    gather_keys(q, k, v.bfloat16(), dist.group.WORLD, attend)
+    return types
+
+
+def test_gathered_keys_and_values_have_the_type_of_the_values(ranks):
+    """fp32 norms under autocast leave keys in fp32, and flash kernels take no values that were raised to it."""
+    assert ranks.run(keys_of_another_type)[0] == [(torch.bfloat16, torch.bfloat16)]
 
 
 @pytest.mark.slow
