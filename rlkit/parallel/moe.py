@@ -92,7 +92,7 @@ def expert_parallel(
 def _grouped(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
     """This rank's experts over their rows, which come expert by expert."""
     up, down = experts.gate_up_proj.to_local(), experts.down_proj.to_local()
-    if rows.is_cuda and rows.dtype == torch.bfloat16:
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and len(rows):
         offs = counts.cumsum(0).to(torch.int32)
         gate, value = F.grouped_mm(rows, up.transpose(1, 2), offs=offs).chunk(2, -1)
         return F.grouped_mm(experts.act_fn(gate) * value, down.transpose(1, 2), offs=offs)
