@@ -103,7 +103,7 @@ class Args:
     engine: Literal["local", "sglang"] = "local"
     """local: of this package, for small models; sglang: servers that were started on `model`"""
     engine_urls: tuple[str, ...] = ()
-    """of the SGLang servers; none: one is started here"""
+    """of the SGLang servers; none: one is started here, with 0.4 of what is free of the first GPU"""
     max_batch: int = 64
     """sequences the local engine decodes at once"""
     compile: bool = False
@@ -335,6 +335,7 @@ async def _start_engine(args: Args, process: dict[str, Any]) -> AsyncIterator[An
     from rlkit.rollout.sglang import connect, launch
 
     with ExitStack() as stack:
-        urls = args.engine_urls or [stack.enter_context(launch(args.model, device=args.device)).url]
+        shared = () if args.device == "cpu" else ("--mem-fraction-static", "0.4")  # of a GPU that trains as well
+        urls = args.engine_urls or [stack.enter_context(launch(args.model, device=args.device, args=shared)).url]
         async with connect(list(urls)) as engine:
             yield engine
