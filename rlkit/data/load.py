@@ -1,14 +1,16 @@
 """Rows from files and the hub, as plain dicts, and the order in which a training run visits them.
 
-JSON and JSONL are read with the standard library alone. CSV, Parquet, Arrow and hub data sets need `datasets`, which is
+JSON, JSONL and CSV are read with the standard library alone. Parquet, Arrow and hub data sets need `datasets`, which is
 imported only when one of them is asked for. What is wrong with a file is said with its name, its line and the fix.
 """
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import random
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-_TABLES = {".csv": "csv", ".parquet": "parquet"}
 _SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
 
@@ -42,6 +43,8 @@ def load_rows(
     `.parquet`, `.arrow`, or a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`. Anything else is
     taken for a hub id, which may carry its name and split.
 
+    CSV has no types: every cell is the text that stands there, "07" and "NA" too, as an answer is that a model writes.
+
     split:   which part of a hub data set or of a saved `DatasetDict`; a single file has no parts and ignores it.
     name:    the configuration of a hub data set that has several.
     columns: names every row must have, after renaming.
@@ -52,8 +55,9 @@ def load_rows(
     (an empty file, a malformed line, a row that is no object, a missing column, a column of several types; numbers are
     one type and null goes with any). Lines and rows of files are counted from 1.
 
-    Differs from `datasets.load_dataset`: no cache and no import of `datasets` for JSON; lists, not Arrow columns, so
-    that rows of different shape keep exactly the keys they have; all rows are held in memory.
+    Differs from `datasets.load_dataset`: no cache, and no import of `datasets` for JSON and CSV; lists, not Arrow
+    columns, so that rows of different shape keep exactly the keys they have; no CSV cell becomes a number or null for
+    what it looks like; all rows are held in memory.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1 or None (all rows), got {limit}")
@@ -132,11 +136,13 @@ def _from_file(path: Path, limit: int | None) -> list[tuple[str, Row]]:
         return list(_json_lines(path, limit))
     if suffix == ".json":
         return _take(_json_list(path), limit)
+    if suffix == ".csv":
+        return list(itertools.islice(_csv_rows(path), limit))
     datasets = _datasets(str(path))
     try:
         if suffix == ".arrow":
             return _take(datasets.Dataset.from_file(str(path)), limit)
-        return _take(datasets.load_dataset(_TABLES[suffix], data_files=str(path), split="train"), limit)
+        return _take(datasets.load_dataset("parquet", data_files=str(path), split="train"), limit)
     except Exception as error:
         cause = error.__cause__ or error
         raise ValueError(f"{path}: cannot be read as {suffix[1:]}: {type(cause).__name__}: {cause}") from error
@@ -163,6 +169,26 @@ def _json_lines(path: Path, limit: int | None) -> Iterator[tuple[str, Row]]:
 def _json_list(path: Path) -> Iterator[Row]:
     for number, value in enumerate(_parse(str(path), path.read_bytes().removeprefix(b"\xef\xbb\xbf")), start=1):
         yield _object(f"{path}, row {number}", value)
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # its own limit is 128 KiB a cell
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            names = list(reader.fieldnames or ())
+            if len(set(names)) < len(names):
+                raise ValueError(f"{path}: two columns have the same name: {names}")
+            for row in reader:
+                if None in row or None in row.values():
+                    raise ValueError(
+                        f"{path}, line {reader.line_num}: not {len(names)} cells, as the header {names} has"
+                    )
+                yield f"line {reader.line_num}", row
+        except csv.Error as error:
+            raise ValueError(f"{path}, in the row after line {reader.line_num}: malformed CSV: {error}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 ({error}); save it as UTF-8") from None
 
 
 def _parse(place: str, data: bytes) -> Any:
@@ -228,7 +254,7 @@ def _datasets(what: str) -> ModuleType:
         import datasets
     except ImportError as error:
         raise ImportError(
-            f"reading {what} needs the package `datasets`: pip install 'rlkit-lm[data]' (JSON and JSONL need nothing)"
+            f"reading {what} needs the package `datasets`: pip install 'rlkit-lm[data]' (JSON and CSV need nothing)"
         ) from error
     return datasets
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import builtins
+import csv
 import json
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit.data.load import batch_indices, batches, epoch_order, load_rows
+
+CELL = st.characters(exclude_categories=["Cs"])
 
 ROWS = [{"prompt": "1+1", "answer": "2"}, {"prompt": "é漢", "answer": "x\ny"}, {"prompt": "", "answer": None}]
 
@@ -127,7 +130,7 @@ def test_a_missing_file_lists_what_is_there(tmp_path):
 
 
 def test_the_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.csv", "a\n1\n")
+    path = write(tmp_path / "a.parquet", "a\n1\n")
     real = builtins.__import__
 
     def no_datasets(name, *args, **kwargs):
@@ -137,7 +140,7 @@ def test_the_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
 
     monkeypatch.delitem(sys.modules, "datasets", raising=False)
     monkeypatch.setattr(builtins, "__import__", no_datasets)
-    with pytest.raises(ImportError, match=r"a\.csv needs the package `datasets`: pip install 'rlkit-lm\[data\]'"):
+    with pytest.raises(ImportError, match=r"a\.parquet needs the package `datasets`: pip install 'rlkit-lm\[data\]'"):
         load_rows(path)
 
 
@@ -159,12 +162,11 @@ def test_tables_and_saved_folders_read_as_the_same_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rows = [{"prompt": "1+1", "answer": 2}, {"prompt": "a,b", "answer": 3}, {"prompt": "c", "answer": 4}]
     data = datasets.Dataset.from_list(rows)
-    data.to_csv(tmp_path / "a.csv")
     data.to_parquet(tmp_path / "a.parquet")
     data.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": data, "test": data.select([2])}).save_to_disk(tmp_path / "two")
     arrow = next((tmp_path / "one").glob("*.arrow"))
-    for path in (tmp_path / "a.csv", tmp_path / "a.parquet", arrow, tmp_path / "one", tmp_path / "two"):
+    for path in (tmp_path / "a.parquet", arrow, tmp_path / "one", tmp_path / "two"):
         assert load_rows(path) == rows, path
         assert load_rows(path, limit=2) == rows[:2], path
     assert load_rows(tmp_path / "two", split="test") == rows[2:]
@@ -172,6 +174,38 @@ def test_tables_and_saved_folders_read_as_the_same_rows(tmp_path, monkeypatch):
         load_rows(tmp_path / "two", split="dev")
     with pytest.raises(ValueError, match=r"bad\.parquet: cannot be read as parquet: "):
         load_rows(write(tmp_path / "bad.parquet", "not a table"))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.text(CELL), st.text(CELL)), min_size=1, max_size=5))
+def test_csv_cells_are_the_texts_that_were_written(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("csv") / "a.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows([("prompt", "answer"), *rows])
+    assert load_rows(path) == [{"prompt": a, "answer": b} for a, b in rows]
+
+
+def test_a_csv_cell_is_text_whatever_it_looks_like(tmp_path):
+    long = "x" * 200_000
+    path = write(tmp_path / "a.csv", f"\ufeffprompt,answer\n0066,007\n\n12,NA\n{long},\n")
+    rows = [("0066", "007"), ("12", "NA"), (long, "")]
+    assert load_rows(path) == [{"prompt": a, "answer": b} for a, b in rows]
+    assert load_rows(path, limit=1, rename={"answer": "label"}) == [{"prompt": "0066", "label": "007"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,2\n3\n", r"bad\.csv, line 3: not 2 cells, as the header \['a', 'b'\] has"),
+        ("a,b\n1,2,3\n", r"bad\.csv, line 2: not 2 cells"),
+        ('a\n"1\n2\n', r"bad\.csv, in the row after line 1: malformed CSV: "),
+        ("a,a\n1,2\n", "two columns have the same name"),
+        ("a,b\n", "no rows"),
+    ],
+)
+def test_what_is_wrong_with_a_csv_file_is_said_with_its_line(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_rows(write(tmp_path / "bad.csv", text))
 
 
 @settings(max_examples=25, deadline=None)
