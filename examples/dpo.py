@@ -43,12 +43,15 @@ class Args(shared.Args):
 
 
 def main(args: Args) -> Path:
+    from rlkit.data.chat import check_same_tokens
     from rlkit.data.pairs import preference_pairs
     from rlkit.loops.dpo import dpo
     from rlkit.parallel.launch import load_policy
 
     loss, reduce, needs_reference = loss_of(args)
     tokenizer, pairs, held_out, options = shared.prepared(args, preference_pairs)
+    if args.reference:
+        check_same_tokens(tokenizer, args.reference)
     load = partial(load_policy, args=args.parallel, device=args.device, dtype=args.dtype)
     model = load(args.model, lora_rank=args.lora_rank)
     reference = None
@@ -65,11 +68,13 @@ def loss_of(args: Args) -> tuple[Any, Any, bool]:
 
     options = {"beta": args.beta}
     if args.label_smoothing and args.loss not in ("dpo", "cpo", "simpo", "robust_dpo", "exo_pair"):
-        raise ValueError(f"--label-smoothing is not part of {args.loss}")
+        raise ValueError(f"--label-smoothing is not part of {args.loss}: drop it")
     if args.label_smoothing or args.loss == "robust_dpo":
         options["label_smoothing"] = args.label_smoothing
     if args.loss == "simpo":
         options["gamma"] = args.gamma
+    elif args.gamma != Args.gamma:
+        raise ValueError(f"--gamma is the margin of simpo, and not part of {args.loss}: drop it")
     free = args.loss in ("simpo", "orpo", "cpo")
     if free and args.reference:
         raise ValueError(f"--loss {args.loss} compares log-probs without a reference: drop --reference")

@@ -51,9 +51,9 @@ class Args:
     parallel: ParallelArgs = field(default_factory=ParallelArgs)
     """how the model is cut over the ranks of torchrun"""
     eval_steps: int = 50
-    """steps between evaluations"""
+    """steps between evaluations, of which the first is before any step; 0: none"""
     save_steps: int = 100
-    """steps between checkpoints"""
+    """steps between checkpoints; 0: only the last"""
     keep: int = 2
     """newest checkpoints to keep"""
     seed: int = 0
@@ -83,7 +83,7 @@ def prepared(
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     render: dict[str, Any] = {
         "tokenizer": tokenizer,
-        "max_tokens": args.max_example_tokens,
+        "max_example_tokens": args.max_example_tokens,
         "system_prompt": args.system_prompt,
         "apply_chat_template": args.chat_template,
     }

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from sampled_checks import check_flags, check_lengths, max_len
+
 from rlkit.parallel.flags import ParallelArgs
 
 
@@ -147,7 +149,7 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
     import torch
     from transformers import AutoTokenizer
 
-    from rlkit.data.chat import stop_token_ids
+    from rlkit.data.chat import check_same_tokens, stop_token_ids
     from rlkit.loops.run import keep_args
     from rlkit.parallel.launch import load_policy
     from rlkit.parallel.model import check_path
@@ -156,13 +158,17 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
 
     check_flags(args)
     check_path(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    for other in (args.reference, getattr(args, "critic", None)):
+        if other:
+            check_same_tokens(tokenizer, other)
     keep_args(args.output, args, resume=args.resume)
     torch.manual_seed(args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
     env, score = environment(args, tokenizer)
     prompts, eval_prompts = load_prompts(args, tokenizer)
     load = partial(load_policy, args=args.parallel, device=args.device, dtype=args.dtype)
     model = load(args.model, lora_rank=args.lora_rank)
+    check_lengths(args, prompts + eval_prompts, model.config.get_text_config())
     ends = stop_token_ids(tokenizer, model.config, model.generation_config) if args.chat_template else ()
     return (
         model,
@@ -209,22 +215,6 @@ def reference_model(args: Args, model: Any, load: Callable[..., Any]) -> Any:
     return model if args.lora_rank and args.reference is None else load(args.reference or args.model)
 
 
-def check_flags(args: Args) -> None:
-    """Flags that would have no effect without another one are refused."""
-    needs = [
-        (args.kl_target is not None and not args.kl_coef, "--kl-target moves --kl-coef: give one above 0"),
-        (args.reference and not (args.kl_coef or args.eval_kl), "--reference is for --kl-coef or --eval-kl: give one"),
-        (
-            getattr(args, "ref_sync_steps", 0) and args.lora_rank,
-            "--ref-sync-steps copies whole weights: not with --lora-rank",
-        ),
-        (args.engine_urls and args.engine == "local", "--engine-urls are SGLang servers: add --engine sglang"),
-    ]
-    for wrong, message in needs:
-        if wrong:
-            raise ValueError(message)
-
-
 def algorithm(args: Args) -> dict[str, Any]:
     """The keywords of a loop whose values are functions."""
     from rlkit.controllers import fixed, kl_linear
@@ -258,7 +248,7 @@ def load_prompts(args: Args, tokenizer: Any) -> tuple[list[Any], list[Any]]:
     eval_rows = load_rows(args.eval_data, rename=args.rename, limit=args.eval_limit) if args.eval_data else []
     render = {
         "tokenizer": tokenizer,
-        "max_prompt_tokens": args.max_prompt_tokens,
+        "max_prompt_tokens": min(args.max_prompt_tokens, max_len(args) - 1),  # one token of an answer
         "system_prompt": args.system_prompt,
         "apply_chat_template": args.chat_template,
         "tools": load_tools(args) or None,
@@ -300,11 +290,6 @@ def environment(args: Args, tokenizer: Any) -> tuple[Any, Any]:
     reward = load_function(args.reward)
     how = {"timeout_s": args.reward_timeout, "max_failed": args.reward_max_failed}
     return env, scorer(reward, tokenizer=tokenizer, **how)
-
-
-def max_len(args: Args) -> int:
-    """The longest context of an episode."""
-    return args.max_total_tokens or args.max_prompt_tokens + args.max_new_tokens
 
 
 @asynccontextmanager

@@ -87,7 +87,9 @@ def warmed_up(args: Args) -> Path:
     tokenizer.chat_template = names + tokenizer.chat_template.partition("{% endif %}")[2]
     task = make_task(args, tokenizer)
     rows = [{"messages": task.demonstrate(row)} for row in task.rows[args.eval_limit :] for _ in range(2)]
-    examples, _ = sft_examples(rows, tokenizer=tokenizer, max_tokens=args.max_total_tokens, tools=task.tools or None)
+    examples, _ = sft_examples(
+        rows, tokenizer=tokenizer, max_example_tokens=args.max_total_tokens, tools=task.tools or None
+    )
     model = prepare(tiny_model(tokenizer, hidden=96, layers=3, heads=3, kv_heads=1, intermediate=256, seed=args.seed))
     print("SFT: learning to talk from a teacher who gives up three times out of five")
     return sft(

@@ -7,6 +7,7 @@ cannot be continued by appending, that is said (`None`), and a new sequence star
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def render_text(
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "the tokenizer has no chat_template: set tokenizer.chat_template, take an instruction-tuned model's "
-            "tokenizer, or give plain text with apply_chat_template=False"
+            "tokenizer, or give plain text with apply_chat_template=False (of the scripts: --no-chat-template)"
         )
     apply: Any = tokenizer.apply_chat_template
     return apply(
@@ -169,6 +170,27 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[i
             "special token after an assistant's content; set tokenizer.eos_token"
         )
     return tuple(sorted(ids))
+
+
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Raises ValueError unless the model at `path` (a reference, a critic) knows every token by the same id.
+
+    A folder without a tokenizer of its own is believed; FileNotFoundError for one that is no model.
+    """
+    from transformers import AutoTokenizer
+
+    from rlkit.parallel.model import check_path
+
+    check_path(path)
+    if Path(path).is_dir() and not (Path(path) / "tokenizer_config.json").is_file():
+        return
+    theirs = AutoTokenizer.from_pretrained(path).get_vocab()
+    for token, i in tokenizer.get_vocab().items():
+        if theirs.get(token) != i:
+            raise ValueError(
+                f"model {path!r} has other tokens: {token!r} is {i} of the model that trains, and {theirs.get(token)} "
+                "there; take one with the same tokenizer"
+            )
 
 
 def _squeeze(text: Any) -> str:

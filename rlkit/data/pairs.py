@@ -27,7 +27,7 @@ def preference_pairs(
     rows: Sequence[dict[str, Any]],
     *,
     tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int,
+    max_example_tokens: int,
     system_prompt: str | None = None,
     apply_chat_template: bool = True,
     tools: Sequence[Any] | None = None,
@@ -43,9 +43,9 @@ def preference_pairs(
     sample. Of a list of messages the last one is the response; those before it belong to the prompt, and must be the
     same on both sides. A whole conversation (it begins with a system or user message) stands in place of the prompt.
 
-    A pair of which prompt and one response exceed `max_tokens` is dropped as a whole, never cut; the count is returned
-    and logged. Raises ValueError, with the row's index (from 0), for a row without the columns, two conversations that
-    differ before their last message, a response that is no text, and where every pair is too long.
+    A pair of which prompt and one response exceed `max_example_tokens` is dropped as a whole, never cut; the count is
+    returned and logged. Raises ValueError, with the row's index (from 0), for a row without the columns, two
+    conversations that differ before their last message, a response that is no text, and where every pair is too long.
 
     Differs: TRL cuts long pairs (`max_length`), and renders prompt and responses through the template and takes their
     common prefix for the prompt.
@@ -63,16 +63,16 @@ def preference_pairs(
             )
     chosen, rejected = (
         sft_examples(
-            side, tokenizer=tokenizer, max_tokens=sys.maxsize, system_prompt=system_prompt,
+            side, tokenizer=tokenizer, max_example_tokens=sys.maxsize, system_prompt=system_prompt,
             apply_chat_template=apply_chat_template, tools=tools, template_args=template_args,
         )[0]
         for side in sides.values()
     )  # fmt: skip
     pairs = [_pair(a, b) for a, b in zip(chosen, rejected, strict=True)]
     lens = [len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
-    too_long = [(index, num) for index, num in enumerate(lens) if num > max_tokens]
-    report_dropped(too_long, total=len(pairs), what="pairs", max_tokens=max_tokens)
-    return [pair for pair, num in zip(pairs, lens, strict=True) if num <= max_tokens], len(too_long)
+    too_long = [(index, num) for index, num in enumerate(lens) if num > max_example_tokens]
+    report_dropped(too_long, total=len(pairs), what="pairs", max_example_tokens=max_example_tokens)
+    return [pair for pair, num in zip(pairs, lens, strict=True) if num <= max_example_tokens], len(too_long)
 
 
 def _as_response(row: Mapping[str, Any], side: str, index: int, *, apply_chat_template: bool) -> dict[str, Any]:

@@ -82,8 +82,8 @@ def prompt_messages(
     value = row.get(column)
     if value is None:
         raise ValueError(
-            f"{place}: neither 'messages' nor 'prompt' is given; columns found: {sorted(row)}; one under another name "
-            "can be renamed when the data is loaded"
+            f"{place}: neither 'messages' nor 'prompt' is there, or both are null; columns found: {sorted(row)}; one "
+            "under another name can be renamed when the data is loaded"
         )
     messages = [{"role": "user", "content": value}] if column == "prompt" and isinstance(value, str) else value
     if not isinstance(messages, list | tuple) or not messages:
@@ -148,7 +148,9 @@ def check_plain(apply_chat_template: bool, **template_only: Any) -> None:
     """What only a chat template can use is not given without one."""
     given = [name for name, value in template_only.items() if value is not None]
     if given and not apply_chat_template:
-        raise ValueError(f"{' and '.join(given)} need the chat template; write them into the prompt text instead")
+        raise ValueError(
+            f"without the chat template there is no place for {' and '.join(given)}: write it into the prompt"
+        )
 
 
 def report_dropped(too_long: Sequence[tuple[int, int]], *, total: int, what: str, **limit: int) -> None:

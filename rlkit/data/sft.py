@@ -34,7 +34,7 @@ def sft_examples(
     rows: Sequence[dict[str, Any]],
     *,
     tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int,
+    max_example_tokens: int,
     system_prompt: str | None = None,
     apply_chat_template: bool = True,
     tools: Sequence[Any] | None = None,
@@ -57,7 +57,7 @@ def sft_examples(
     added. Where generation prompt and content would share a token, the content is tokenised apart, as in generation.
     An example ends with its last trained token.
 
-    An example of more than `max_tokens` is dropped, never cut; the count is returned and logged. Raises ValueError,
+    An example of more than `max_example_tokens` is dropped, never cut; the count is returned and logged. ValueError,
     with the row's index (from 0), for malformed rows, for a conversation without an assistant turn, where the template
     does not write the generation prompt before an assistant's turn (so that no mask is right), and where every example
     is too long.
@@ -65,7 +65,7 @@ def sft_examples(
     Differs: TRL's `assistant_only_loss` needs `{% generation %}` and adds it to the templates of known families; verl
     renders message by message. Neither splits a conversation whose history is rewritten.
     """
-    check_rows(rows, max_tokens=max_tokens)
+    check_rows(rows, max_example_tokens=max_example_tokens)
     check_plain(apply_chat_template, system_prompt=system_prompt, tools=tools, template_args=template_args)
     template = Template(tokenizer, tools, template_args)
     turns: list[_Turn] = []
@@ -81,9 +81,9 @@ def sft_examples(
         else:
             turns += _turns(template, messages, index)
     examples = list(_joined(_masked(tokenizer, turns, add_special_tokens=not apply_chat_template)))
-    too_long = [(index, len(example.ids)) for index, example in examples if len(example.ids) > max_tokens]
-    report_dropped(too_long, total=len(examples), what="examples", max_tokens=max_tokens)
-    return [example for _, example in examples if len(example.ids) <= max_tokens], len(too_long)
+    too_long = [(index, len(example.ids)) for index, example in examples if len(example.ids) > max_example_tokens]
+    report_dropped(too_long, total=len(examples), what="examples", max_example_tokens=max_example_tokens)
+    return [example for _, example in examples if len(example.ids) <= max_example_tokens], len(too_long)
 
 
 class _Turn(NamedTuple):

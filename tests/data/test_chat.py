@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.data.chat import end_of_turn_id, render, stop_token_ids, turn_tokens
+from rlkit.data.chat import check_same_tokens, end_of_turn_id, render, stop_token_ids, turn_tokens
 from rlkit.data.tiny import tiny_tokenizer
 
 START, END, SYSTEM, USER, ASSISTANT, TOOL, NL = 257, 258, 259, 260, 261, 262, 10
@@ -248,3 +248,19 @@ def test_stop_ids_are_the_union_of_all_sources():
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"no stop token.*set tokenizer\.eos_token"):
         stop_token_ids(tokenizer)
+
+
+def test_a_model_of_other_tokens_is_refused(tmp_path):
+    ours, more = tiny_tokenizer(), tiny_tokenizer()
+    more.add_tokens(["<more>"])
+    more.save_pretrained(tmp_path / "more")
+    for name in ("more", "bare"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text('{"model_type": "qwen3"}')
+    check_same_tokens(ours, str(tmp_path / "more"))
+    check_same_tokens(ours, str(tmp_path / "bare"))
+    ours.add_tokens(["<other>"])
+    with pytest.raises(ValueError, match="has other tokens: '<other>' is 263 of the model that trains, and None there"):
+        check_same_tokens(ours, str(tmp_path / "more"))
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        check_same_tokens(ours, str(tmp_path / "none"))

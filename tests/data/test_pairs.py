@@ -29,8 +29,8 @@ def answer(text):
     return {"role": "assistant", "content": text}
 
 
-def pairs(*rows, max_tokens=99, **options):
-    return preference_pairs(list(rows), tokenizer=TOKENIZER, max_tokens=max_tokens, **options)
+def pairs(*rows, max_example_tokens=99, **options):
+    return preference_pairs(list(rows), tokenizer=TOKENIZER, max_example_tokens=max_example_tokens, **options)
 
 
 FORMATS = {
@@ -68,12 +68,12 @@ def test_without_a_template_the_texts_are_taken_as_they_are():
 def test_a_pair_that_is_too_long_goes_as_a_whole(caplog):
     long = {"prompt": "hi", "chosen": "yo", "rejected": "n" * 30}
     with caplog.at_level(logging.WARNING):
-        kept, dropped = pairs(FORMATS["strings"], long, FORMATS["strings"], max_tokens=len(HI) + 4)
+        kept, dropped = pairs(FORMATS["strings"], long, FORMATS["strings"], max_example_tokens=len(HI) + 4)
     assert (kept, dropped) == ([YO_NO, YO_NO], 1)
     assert "dropped 1 of 3 pairs" in caplog.text
     assert "rows 1" in caplog.text
-    with pytest.raises(ValueError, match="all 1 pairs are longer than max_tokens=5"):
-        pairs(long, max_tokens=5)
+    with pytest.raises(ValueError, match="all 1 pairs are longer than max_example_tokens=5"):
+        pairs(long, max_example_tokens=5)
 
 
 BAD = {

@@ -53,7 +53,7 @@ def test_plain_text_is_taken_as_it_is_with_the_tokenizers_own_start():
         81,
     ]
     assert rl_prompts(rows, tokenizer=starts, max_prompt_tokens=99)[0][0].ids[:2] == [START, USER]
-    with pytest.raises(ValueError, match="system_prompt need the chat template"):
+    with pytest.raises(ValueError, match="without the chat template there is no place for system_prompt"):
         rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=9, apply_chat_template=False, system_prompt="be")
 
 
@@ -87,7 +87,7 @@ def test_many_rows_keep_their_order():
     [
         (
             {"question": "a", "answer": 1},
-            r"row 1: neither 'messages' nor 'prompt' is given; columns found: \['answer', 'q",
+            r"row 1: neither 'messages' nor 'prompt' is there, or both are null; columns found: \['answer', 'q",
         ),
         ({"messages": []}, r"row 1: 'messages' must be a list of at least one message, got \[\]"),
         ({"messages": "hi"}, r"row 1: 'messages' must be a list of at least one message, got 'hi'"),

@@ -50,8 +50,8 @@ def test_a_run_leaves_a_model_and_its_numbers(task, tmp_path, script, flags):
     done = run(task, script, tmp_path / "run", *flags)
     assert done.returncode == 0, done.stderr
     lines = numbers(tmp_path / "run")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert lines[3]["eval/loss"] < lines[1]["eval/loss"]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert lines[4]["eval/loss"] < lines[2]["eval/loss"] < lines[0]["eval/loss"]
     assert (tmp_path / "run/model/model.safetensors").exists()
     assert "accuracy" in done.stdout
 
@@ -60,6 +60,8 @@ def test_flags_that_do_not_go_together_are_refused(task, tmp_path):
     for flags, message in [
         (["--loss", "ipo", "--label-smoothing", "0.1"], "--label-smoothing is not part of ipo"),
         (["--loss", "orpo", "--reference", str(task / "model")], "drop --reference"),
+        (["--loss", "hinge", "--gamma", "2"], "--gamma is the margin of simpo, and not part of hinge: drop it"),
+        (["--reference", str(task / "nothing")], "no folder; give a folder saved by save_pretrained"),
     ]:
         done = run(task, "dpo", tmp_path / "run", *flags)
         assert done.returncode != 0

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ import grpo
 import sampled_data as shared
 from scripted import Script, check_exact, tokenizer_with
 
+from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.async_grpo import async_grpo as async_loop
 from rlkit.loops.grpo import grpo as loop
@@ -55,7 +57,8 @@ def test_every_keyword_of_a_loop_is_set_by_a_flag(files, script, function, own):
     model = tiny_model(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=64)
     for part in (model, tokenizer):
         part.save_pretrained(files / "model")
-    args = args_of(files, script.Args, output=files / "run", kl_coef=0.1, stop=("!",), max_dropped=3, seed=5)
+    args = args_of(files, script.Args, output=files / "run", kl_coef=0.1, stop=("!",), seed=5)
+    args.success_range, args.max_dropped = (0.1, 0.9), 3
     _, _, options = shared.prepared(args)
     options |= shared.group_options(args)
     assert {*options, *own, "model", "tokenizer", "engine"} == {*inspect.signature(function).parameters}
@@ -82,6 +85,61 @@ async def test_tools_of_the_command_line_are_shown_called_and_may_fail(files):
     (end,) = await score(prompt, pieces[-1:])
     assert end.reward == 1.0
     assert end.info["metrics"] == {"calls": 2.0, "failed_calls": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"ref_sync_steps": 3}, "--ref-sync-steps moves the reference of --kl-coef"),
+        ({"eval_kl": True}, "--eval-kl is measured on --eval-data"),
+        ({"max_turns": 3}, "--max-turns is for --env or --tools"),
+        ({"max_sampled_tokens": 3}, "--max-sampled-tokens is of many turns"),
+        ({"tool_calls": "json"}, "--tool-calls is how calls of --tools are read"),
+        ({"tool_calls": "json", "tools": ("a:b",), "env": "a:b"}, "where there is no --env"),
+        ({"correction": "icepop", "tis_max_weight": 3.0}, "--tis-max-weight is of --correction tis"),
+        ({"max_dropped": 3}, "--max-dropped is a limit on --success-range"),
+        ({"drop_off_policy": True}, "--drop-off-policy is for --staleness above 0"),
+        ({"minibatches": 9}, "--minibatches 9 is more than the 8 groups of --prompts-per-step"),
+        ({"epochs": 0}, "--epochs must be at least 1, got 0"),
+    ],
+)
+def test_flags_without_effect_are_refused_before_anything_runs(files, flags, message):
+    with pytest.raises(ValueError, match=message):
+        shared.prepared(args_of(files, grpo.Args, output=files / "run", **flags))
+    assert not (files / "run").exists()
+
+
+def test_flags_that_go_together_are_not_refused(files):
+    tools = {"tools": ("a:b",), "tool_calls": "json", "max_turns": 3, "max_sampled_tokens": 9}
+    reference = {"ref_sync_steps": 3, "eval_kl": True, "eval_data": "x", "reference": "y"}
+    dropped = {"max_dropped": 3, "success_range": (0.1, 0.9), "staleness": 0.5, "drop_off_policy": True}
+    shared.check_flags(args_of(files, grpo.Args, minibatches=8, **tools, **reference, **dropped))
+
+
+def test_lengths_fit_the_model_and_a_micro_batch(files):
+    (prompt,) = [Prompt([1] * 30, {}, 0)]
+    config = SimpleNamespace(max_position_embeddings=512)
+    for flags, message in [
+        ({}, r"--max-prompt-tokens \+ --max-new-tokens is 2048, and the model has 512 positions"),
+        ({"max_total_tokens": 600}, "--max-total-tokens is 600, and"),
+        (
+            {"max_total_tokens": 500, "max_new_tokens": 90, "max_tokens": 119},
+            "may have 120 tokens, and --max-tokens 119",
+        ),
+        ({"max_total_tokens": 500, "max_tokens": 499, "tools": ("a:b",)}, "may have 500 tokens, and --max-tokens 499"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            shared.check_lengths(args_of(files, **flags), [prompt], config)
+    fits = args_of(files, max_total_tokens=500, max_new_tokens=90, max_tokens=120)
+    shared.check_lengths(fits, [prompt], config)
+    shared.check_lengths(args_of(files), [prompt], SimpleNamespace())
+
+
+def test_a_prompt_without_room_for_an_answer_is_dropped(files):
+    (files / "data.jsonl").write_text('{"prompt": "12345"}\n{"prompt": "123456"}\n')
+    length = 5 + 8  # bytes, and the turn around them
+    prompts, _ = shared.load_prompts(args_of(files, max_total_tokens=length + 1), tiny_tokenizer())
+    assert [p.row["prompt"] for p in prompts] == ["12345"]
 
 
 def test_something_has_to_judge(files):
