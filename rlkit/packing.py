@@ -183,6 +183,8 @@ def split(batch: Batch, num_minibatches: int, *, epochs: int = 1, seed: int = 0)
         raise ValueError(
             f"num_minibatches must be in [1, number of groups = {group_ids.numel()}], got {num_minibatches}"
         )
+    if epochs < 1:
+        raise ValueError(f"epochs must be at least 1, got {epochs}")
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
         if num_minibatches == 1:

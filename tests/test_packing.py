@@ -159,6 +159,8 @@ def test_split_deals_whole_groups_once_per_epoch(groups, num_minibatches, epochs
     for epoch in range(epochs):
         dealt = [g for m in minis[epoch * num_minibatches :][:num_minibatches] for g in unpack(m)]
         assert sorted(map(repr, dealt)) == sorted(map(repr, unpack(batch)))
+    with pytest.raises(ValueError, match="epochs must be at least 1, got 0"):
+        next(split(batch, 1, epochs=0))
     again = list(split(batch, num_minibatches, epochs=epochs, seed=3))
     assert all(torch.equal(a.advantages, b.advantages) for a, b in zip(minis, again, strict=True))
 

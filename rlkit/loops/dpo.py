@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlkit import losses
 from rlkit.data.pairs import Pair
-from rlkit.loops.supervised import supervised
+from rlkit.loops.supervised import check_fits, supervised
 from rlkit.loops.verbs import reference_policy
 from rlkit.metrics import Metrics, mean, merge
 from rlkit.packing import pack
@@ -100,6 +100,8 @@ def train_pairs(
 ) -> Path:
     """`supervised` on pairs: `pair_losses(micro)` gives one loss a pair, of a batch in which no pair is cut."""
     mesh = mesh_of(model)
+    sizes = (len(p.prompt) + len(p.chosen) + len(p.rejected) - 1 for p in (*pairs, *eval_pairs))
+    check_fits(sizes, max_tokens=max_tokens, what="pair")
 
     def passes(some: Sequence[Pair], *, train: bool) -> tuple[Metrics, int]:
         batch = pack(pair_trajectories(some))

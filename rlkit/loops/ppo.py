@@ -139,7 +139,8 @@ async def ppo(
                 line["value/explained"] = explained(line["value/error"], line.pop("value/spread"))
                 if kl_coef:
                     line["kl/coef"] = kl_state.coef
-                    kl_state = kl_controller.update(kl_state, line.get("kl/ref", 0.0))
+                    if step >= critic_steps:  # before, there is no KL of an update to be near a target
+                        kl_state = kl_controller.update(kl_state, line["kl/ref"])
                 clock.lap("sync")
                 line |= await evaluate(done)
                 clock.lap("eval")

@@ -32,9 +32,9 @@ COLUMNS = (
 )
 
 
-def header(columns: Sequence[Column] = COLUMNS) -> str:
+def header(columns: Sequence[Column] = COLUMNS, *, fixed_data: bool = False) -> str:
     """The titles above the step lines. What is evaluated depends on what is trained on: fixed data, or rewards."""
-    evals = "loss/accuracy" if any(c.title == "loss" for c in columns) else "sampled/greedy"
+    evals = "loss/accuracy" if fixed_data else "sampled/greedy"
     return "  step" + "".join(f" {c.title:>{c.width}}" for c in columns) + f"  eval: {evals}"
 
 
@@ -81,7 +81,7 @@ class Progress:
         columns = [c for c in COLUMNS if c in self._columns or any(key in metrics for key in c.keys)]
         if columns != self._columns or self._lines % 25 == 0:
             self._columns, self._lines = columns, 0
-            self.say(header(columns))
+            self.say(header(columns, fixed_data="loss" in metrics or "eval/loss" in metrics))
         self._lines += 1
         self.say(step_line(step, metrics, columns))
         if self._bar is not None:

@@ -88,7 +88,7 @@ class Run:
 
         A plot that cannot be drawn is said in one line and never ends a run.
         """
-        if self._progress is None:
+        if self._progress is None or not (self.folder / "metrics.jsonl").exists():
             return None
         command = [sys.executable, "-m", "rlkit.plot", str(self.folder)]
         try:

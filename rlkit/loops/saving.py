@@ -23,11 +23,15 @@ def open_training(
     folder: Path, *, steps: int, start: int, resume: bool, keep: int
 ) -> Iterator[tuple[Run, Stop, BackgroundSaver]]:
     """The run folder (see `open_run`), whether somebody asked to stop, and what saves into its `checkpoints/`."""
+    if steps < 0 or keep < 1:
+        raise ValueError(f"{steps=} must be at least 0 and {keep=} at least 1")
     with (
         open_run(folder, steps=steps, start=start, resume=resume) as run,
         stop_on_interrupt() as stop,
         BackgroundSaver(run.checkpoints, keep=keep) as saver,
     ):
+        if start >= steps > 0:
+            run.say(f"nothing to train: the newest checkpoint is of step {start}, and steps is {steps}")
         yield run, stop, saver
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlkit.loops import verbs
-from rlkit.loops.supervised import supervised
+from rlkit.loops.supervised import check_fits, supervised
 from rlkit.losses import token_mean
 from rlkit.metrics import Metrics, mean, merge
 from rlkit.packing import pack
@@ -71,6 +71,7 @@ def sft(
     """
     mesh = mesh_of(model)
     policy = partial(forward, model, dtype=dtype)
+    check_fits((len(e.ids) - 1 for e in (*examples, *eval_examples)), max_tokens=max_tokens, what="example")
 
     def gradients(rows: list[int]) -> tuple[Metrics, int]:
         batch = pack_examples([examples[i] for i in rows])
@@ -78,8 +79,8 @@ def sft(
         metrics: Metrics = {}
         with pipelined(mesh) as backward:
             for micro, *rest in rank_microbatches((batch, weights), mesh=mesh, max_tokens=max_tokens):
-                micro, w = micro.to(model.device), rest[0].to(model.device)
                 out = policy(micro)
+                micro, w = micro.to(model.device), rest[0].to(model.device, non_blocking=True)
                 backward((-w * out.logp).sum())
                 new = {"loss": mean(-out.logp, mask=micro.mask), "entropy": mean(out.entropy, mask=micro.mask)}
                 metrics = merge(metrics, new)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,16 @@ from rlkit.parallel.model import mesh_of
 from rlkit.parallel.optim import adamw, optimizer_step, set_lr
 
 Backward = Callable[[list[int]], tuple[Metrics, int]]  # indices of a batch -> its metrics, its number of tokens
+
+
+def check_fits(sizes: Iterable[int], *, max_tokens: int, what: str) -> None:
+    """Every example fits a micro-batch: said before the first step, not at the one that meets the longest."""
+    longest = max(sizes)
+    if longest > max_tokens:
+        raise ValueError(
+            f"the longest {what} has {longest} tokens, and max_tokens={max_tokens} is what a micro-batch holds: raise "
+            "it, or drop long ones when they are read (max_example_tokens)"
+        )
 
 
 def supervised(
@@ -38,7 +48,8 @@ def supervised(
     """Train `model` in place for `steps` batches of the examples' indices; returns the folder of the exported model.
 
     `backward` computes a batch's loss, micro-batch by micro-batch, and leaves the gradients on the parameters; its
-    weights hold the denominators of the whole batch. `evaluate` gives metrics of held-out data, already of all ranks.
+    weights hold the denominators of the whole batch. `evaluate` gives metrics of held-out data, already of all ranks:
+    at step 0, every `eval_steps` steps and after the last one.
     Each epoch visits every example once, in an order that `seed` fixes.
     """
     mesh = mesh_of(model)
@@ -46,7 +57,15 @@ def supervised(
     state = saving.restore(folder, model=model, optimizer=optimizer, reference=None) if resume else {}
     start = state.get("step", -1)
     first = max(start, 0)
+
+    def held_out(done: int) -> dict[str, float]:
+        if evaluate is None or not verbs.is_due(done, every=eval_steps, steps=steps):
+            return {}
+        return {f"eval/{name}": value for name, value in finalize(evaluate()).items()}
+
     with saving.open_training(folder, steps=steps, start=start, resume=resume, keep=keep) as (run, stop, saver):
+        if start < 0 and (scores := held_out(0)):
+            run.log(0, scores)
         order = batches(num_examples, batch_size=batch_size, seed=seed, start_step=first)
         for step, rows in zip(range(first, steps), order):
             clock = verbs.Clock()
@@ -55,9 +74,7 @@ def supervised(
             metrics = merge(reduce_metrics(metrics, mesh=mesh), optimizer_step(optimizer, max_norm=max_norm))
 
             done = step + 1
-            line = finalize(metrics) | {"lr": lr_at(step)}
-            if evaluate and verbs.is_due(done, every=eval_steps, steps=steps):
-                line |= {f"eval/{name}": value for name, value in finalize(evaluate()).items()}
+            line = finalize(metrics) | {"lr": lr_at(step)} | held_out(done)
             run.log(done, line | clock.times(num_tokens=num_tokens))
             if saving.save_if_due(
                 run, saver, stop, done, steps=steps, every=save_steps, model=model, optimizer=optimizer, state={}

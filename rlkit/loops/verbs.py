@@ -203,7 +203,9 @@ async def evaluate(
 def say_if_no_signal(run: Run, batch: Batch, *, before: bool) -> bool:
     """Whether any advantage differs from 0. Where none does though some did in the step `before`, say so."""
     signal = bool((batch.advantages != 0).any())
-    if before and not signal:
+    if before and not batch.mask.any():
+        run.say("no token of this step is trained on: a limit cut every answer, or all are older than allowed")
+    elif before and not signal:
         rewards = sorted(set(batch.rewards.tolist()))
         shown = f"all {rewards[0]:g}" if len(rewards) == 1 else f"between {rewards[0]:g} and {rewards[-1]:g}"
         run.say(

@@ -192,7 +192,7 @@ def test_with_an_adapter_the_kl_is_to_the_model_without_it(tmp_path, loop):
     assert lines[0][1]["kl/ref"] > 1e-4
 
 
-def test_truncated_answers_are_not_trained_on(tmp_path):
+def test_truncated_answers_are_not_trained_on(tmp_path, capsys):
     """No eos, so every answer is truncated: nothing is left to learn from, and the weights stay."""
     model = small_model()
     before = {n: p.clone() for n, p in model.named_parameters()}
@@ -201,6 +201,9 @@ def test_truncated_answers_are_not_trained_on(tmp_path):
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert [line["truncated"] for line in lines_of(tmp_path)] == [1.0, 1.0]
     assert lines_of(tmp_path)[0]["length/mean"] == 6
+    said = capsys.readouterr().out
+    assert said.count("no token of this step is trained on: a limit cut every answer") == 1
+    assert "all rewards are equal" not in said
 
 
 @pytest.mark.parametrize("staleness", [0.0, 1.0, 2.0])

@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlkit import losses
 from rlkit.data.pairs import Pair
+from rlkit.data.sft import Example
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.dpo import dpo
 from rlkit.loops.reward_model import reward_model
+from rlkit.loops.sft import sft
 from rlkit.parallel.heads import load_reward_model
 from rlkit.parallel.lora import add_lora
 from rlkit.parallel.model import prepare
@@ -65,14 +67,23 @@ def lines_of(folder):
 def run(folder, loop=dpo, model=None, **changes):
     options = {"folder": folder, "steps": 6, "lr_at": lambda step: 3e-3, "batch_size": 8, "eval_steps": 3}
     model = small_model() if model is None else model
-    loop(model, tokenizer(), make_pairs(40), eval_pairs=make_pairs(10)[3:], **options | changes)
+    rows, held_out = make_pairs(40), make_pairs(10)[3:]
+    if loop is sft:
+        rows, held_out = map(chosen_examples, (rows, held_out))
+    evaluated = {"eval_examples" if loop is sft else "eval_pairs": held_out}
+    loop(model, tokenizer(), rows, **evaluated, **options | changes)
     return lines_of(folder)
 
 
+def chosen_examples(pairs):
+    made = [p.prompt + p.chosen for p in pairs]
+    return [Example(ids, [True] * len(ids)) for ids in made]
+
+
 def test_dpo_is_the_papers_loss_of_the_exported_model(tmp_path):
-    lines = run(tmp_path, reference=small_model(), loss=partial(losses.dpo, beta=BETA))
-    assert lines[0]["loss"] == pytest.approx(math.log(2))
-    assert lines[0]["margin"] == 0
+    untrained, *lines = run(tmp_path, reference=small_model(), loss=partial(losses.dpo, beta=BETA))
+    assert lines[0]["loss"] == untrained["eval/loss"] == pytest.approx(math.log(2))
+    assert lines[0]["margin"] == untrained["eval/margin"] == 0
     model, before = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tiny_model(tokenizer(), **SIZES)
     found = []
     for pair in make_pairs(10)[3:]:
@@ -134,14 +145,36 @@ def test_an_adapter_leaves_out_what_it_learned_for_its_reference(tmp_path):
 
 
 def test_a_pair_that_no_micro_batch_holds_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="less than one whole group"):
+    sizes = [len(p.prompt) + len(p.chosen) + len(p.rejected) - 1 for p in make_pairs(40)]
+    with pytest.raises(ValueError, match=f"the longest pair has {max(sizes)} tokens, and max_tokens=12 is"):
         run(tmp_path, reference=small_model(), max_tokens=12)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_at_step_0_only_the_untrained_model_is_evaluated(tmp_path, capsys):
+    model = tiny_model(tokenizer(), **SIZES)
+    (line,) = run(tmp_path / "none", sft, steps=0)
+    assert "eval: loss/accuracy\n     0  5." in capsys.readouterr().out
+    with torch.no_grad():
+        rows = [torch.tensor(p.prompt + p.chosen) for p in make_pairs(10)[3:]]
+        tables = [model(row[None]).logits[0].double().log_softmax(-1) for row in rows]
+    nll = torch.cat([-table[:-1].gather(1, row[1:, None])[:, 0] for table, row in zip(tables, rows, strict=True)])
+    assert line["eval/loss"] == pytest.approx(nll.mean().item(), rel=1e-5)
+    assert [line["step"] for line in run(tmp_path / "some", sft, steps=4)] == [0, 1, 2, 3, 4]
+    lines = run(tmp_path / "some", sft, steps=6, resume=True)
+    assert [line["step"] for line in lines if "eval/loss" in line] == [0, 3, 4, 6]
+    assert [line["step"] for line in run(tmp_path / "never", sft, eval_steps=0, steps=2)] == [1, 2]
+
+
+def test_an_example_that_no_micro_batch_holds_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"the longest example has \d+ tokens, and max_tokens=8 is what"):
+        run(tmp_path, sft, max_tokens=8)
 
 
 def test_a_reward_model_learns_and_transformers_reads_the_same_rewards(tmp_path):
     small_model().save_pretrained(tmp_path / "policy")
     lines = run(tmp_path / "run", reward_model, load_reward_model(tmp_path / "policy"), steps=12)
-    assert lines[0]["loss"] == pytest.approx(math.log(2))
+    assert lines[1]["loss"] == pytest.approx(math.log(2))
     assert lines[-1]["eval/accuracy"] == 1
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model").eval()
     found = []
@@ -168,4 +201,4 @@ def test_resuming_gives_the_same_lines(tmp_path):
     run(tmp_path / "run", reference=small_model(), steps=4)
     again = run(tmp_path / "run", reference=small_model(), resume=True)
     strip = lambda lines: [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
-    assert strip(again)[4:] == strip(whole)[4:]
+    assert strip(again)[5:] == strip(whole)[5:]

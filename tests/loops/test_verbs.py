@@ -20,7 +20,7 @@ from rlkit.data.tiny import tiny_tokenizer
 from rlkit.loops import verbs
 from rlkit.loops.dump import dump_to
 from rlkit.loops.run import Stop, open_run
-from rlkit.loops.saving import save_if_due
+from rlkit.loops.saving import open_training, save_if_due
 from rlkit.metrics import finalize
 from rlkit.parallel import checkpoint, saver
 from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint
@@ -231,3 +231,15 @@ def test_where_a_copy_has_no_room_the_run_waits_for_the_disk(saving, monkeypatch
     assert latest_checkpoint(saving.run.checkpoints).name == "step_00000002"
     monkeypatch.undo()
     assert saver._free_memory() > 2**20
+
+
+def test_what_a_run_cannot_do_is_said_before_it_starts(tmp_path, capsys):
+    for wrong in ({"steps": -1}, {"keep": 0}):
+        options = {"steps": 3, "start": -1, "resume": False, "keep": 2} | wrong
+        with pytest.raises(ValueError, match=r"must be at least 0 and keep="), open_training(tmp_path, **options):
+            pass
+    assert not list(tmp_path.iterdir())
+    with open_training(tmp_path, steps=3, start=3, resume=True, keep=2) as (run, _, _):
+        assert "nothing to train: the newest checkpoint is of step 3, and steps is 3" in capsys.readouterr().out
+        assert run.plot() is None
+    assert capsys.readouterr().out == ""
