@@ -115,7 +115,7 @@ class FromTensors:
 
     Only a handle goes over HTTP. The trainer's and the server's GPU may have different numbers in the two processes
     (it is named by its UUID), but must be visible to both. On a CPU the buckets lie in /dev/shm, `bucket_bytes`
-    of it, and a small helper process of torch's lives as long as this one.
+    of it, until `close`, and a small helper process of torch's lives as long as this one and the servers.
 
     Args:
         bucket_bytes: size of the flat buffers.
@@ -148,7 +148,8 @@ class FromTensors:
             )
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Free the shared memory: no end of this process would, as long as a server lives that has seen it."""
+        self._memory = Memory()
 
 
 class FromDisk:

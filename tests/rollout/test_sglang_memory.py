@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
+
+from rlkit.rollout._sglang_weights import FromTensors, Target
 
 TRAINER = """
 import subprocess, sys, time, torch
@@ -25,6 +30,38 @@ assert flat.sum() == 1000
 print(os.getpid(), "mapped", end="", flush=True)
 time.sleep(600)
 """
+FORGETS = """
+import base64, pickle, sys
+flat = pickle.loads(base64.b64decode(sys.argv[1]))["flattened_tensor"]
+del flat
+print("loaded", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_trainer_that_closes_frees_memory_that_a_living_server_has_seen():
+    def shared():
+        return {path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")}
+
+    async def update(servers):
+        async def post(path, body):
+            command = [sys.executable, "-c", FORGETS, *body["serialized_named_tensors"]]
+            servers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert servers[-1].stdout.readline() == b"loaded\n"
+
+        transport = FromTensors()
+        await transport.send([Target("", 0, 1, post)], [("x", torch.ones(1000))], version=1)
+        assert len(shared() - before) == 1
+        await transport.close()
+        assert servers[0].poll() is None
+        assert shared() <= before
+
+    before, servers = shared(), []
+    try:
+        asyncio.run(update(servers))
+    finally:
+        for server in servers:
+            server.communicate()
 
 
 def test_a_trainer_that_ends_lets_go_of_its_pipes_while_a_server_maps_its_memory(tmp_path):
