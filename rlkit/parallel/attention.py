@@ -123,7 +123,7 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     work = partial(attend, plan=attention_plan, scale=scale, window=sliding_window, softcap=softcap)
     exchange = attention_plan.exchange
-    out = work(q, k, v) if exchange is None else exchange.run(q, k, v, exchange.group, work)
+    out = work(q, k, v) if exchange is None else exchange(q, k, v, work)
     return out[None], None
 
 

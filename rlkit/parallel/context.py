@@ -19,8 +19,9 @@ do not fit; verl and AReaL have Ulysses alone, and cut the log-probs before the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from rlkit.parallel._collectives import Exchanged, Gathered, GatheredSum
 from rlkit.parallel.mesh import Mesh
-from rlkit.parallel.segment_plan import AttentionPlan, Exchange, Segment, plan, segments
+from rlkit.parallel.segment_plan import AttentionPlan, Segment, plan, segments
 from rlkit.types import Batch
 
 
@@ -91,7 +92,7 @@ def plan_layout(batch: Batch, mesh: Mesh | None, *, device: torch.device, flash:
         made = made._replace(q_index=place[made.q_index], out_index=made.out_index[order])
     else:
         made = plan(_mine(spans, rank, cp, chunk), flash=flash)
-    exchange = Exchange(ulysses if mesh.sizes.ulysses else gather_keys, group)
+    exchange = partial(ulysses if mesh.sizes.ulysses else gather_keys, group=group)
     made = made._replace(k_index=place[made.k_index], exchange=exchange)
     rows, place = _rows_of(rank, cp, chunk).to(device), place[prefix:num_rows].to(device)
     return Layout(made.to(device), prefix, rows, place, size, group)
@@ -101,8 +102,9 @@ def gather_keys(
     q: Float[Tensor, "R H D"],
     k: Float[Tensor, "R Hk D"],
     v: Float[Tensor, "R Hk D"],
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    *,
     group: dist.ProcessGroup,
-    attend: Any,
 ) -> Float[Tensor, "R H D"]:
     """This rank's queries over the keys of all ranks. Backward: one reduce-scatter."""
     both = GatheredSum.apply(torch.stack((k.to(v.dtype), v), 1), group)  # fp32 norms under autocast leave k in fp32
@@ -113,8 +115,9 @@ def ulysses(
     q: Float[Tensor, "R H D"],
     k: Float[Tensor, "R Hk D"],
     v: Float[Tensor, "R Hk D"],
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    *,
     group: dist.ProcessGroup,
-    attend: Any,
 ) -> Float[Tensor, "R H D"]:
     """The tokens of all ranks, for this rank's share of the heads. Backward: the same exchanges the other way."""
     ranks = dist.get_world_size(group)

@@ -8,7 +8,7 @@ Segments never see anything else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,17 +55,11 @@ class Varlen(NamedTuple):
     max_k: int
 
 
-class Exchange(NamedTuple):
-    """How the ranks of `group` share the work of one attention call: see `rlkit.parallel.context`."""
-
-    run: Callable[..., Tensor]
-    group: Any
-
-
 class AttentionPlan(NamedTuple):
     """Made once per micro-batch, used in every layer. `*_index` are rows of the packed streams, segment by segment.
 
     On the CPU (and in fp32) the segments are padded into buckets; flash kernels take them end to end.
+    `exchange(q, k, v, attend)`: how context parallel ranks share the work of one call (see `rlkit.parallel.context`).
     """
 
     q_index: Int[Tensor, "Q"]
@@ -73,7 +67,7 @@ class AttentionPlan(NamedTuple):
     out_index: Int[Tensor, "T"]
     buckets: tuple[Bucket, ...] = ()
     varlen: Varlen | None = None
-    exchange: Exchange | None = None
+    exchange: Callable[..., Tensor] | None = None
 
     def to(self, device: torch.device | str) -> AttentionPlan:
         """The same plan with its tensors on `device`."""
@@ -83,13 +77,11 @@ class AttentionPlan(NamedTuple):
 
 def segments(batch: Batch) -> list[Segment]:
     """What sees what in `[prefixes, sequences]` (see `rlkit.packing.join`): a sequence sees its prefix and itself."""
-    prefix_lens = seq_lens(batch.prefix_cu).tolist()
-    lens, prefix_ids = seq_lens(batch.cu_seqlens).tolist(), batch.prefix_ids.tolist()
-    prefix_starts, base = batch.prefix_cu.tolist(), int(batch.prefix_cu[-1])
-    out = [Segment(s, n, [(s, n)]) for s, n in zip(prefix_starts, prefix_lens)]
-    for start, n, p in zip(batch.cu_seqlens.tolist(), lens, prefix_ids):
-        out.append(Segment(base + start, n, [(prefix_starts[p], prefix_lens[p]), (base + start, n)]))
-    return out
+    prefixes = list(zip(batch.prefix_cu.tolist(), seq_lens(batch.prefix_cu).tolist()))
+    starts = batch.prefix_cu[-1] + batch.cu_seqlens
+    sequences = zip(starts.tolist(), seq_lens(batch.cu_seqlens).tolist())
+    out = [Segment(*prefix, [prefix]) for prefix in prefixes]
+    return out + [Segment(*own, [prefixes[p], own]) for own, p in zip(sequences, batch.prefix_ids.tolist())]
 
 
 def plan(spans: Sequence[Segment], *, flash: bool = False) -> AttentionPlan:
