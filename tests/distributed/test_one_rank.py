@@ -44,7 +44,7 @@ def keys_of_another_type(rank, world):
     q, k, v = (torch.randn(4, 2, 8) for _ in range(3))
     types = []
     attend = lambda q, k, v: types.append((k.dtype, v.dtype)) or q
-    gather_keys(q, k, v.bfloat16(), dist.group.WORLD, attend)
+    gather_keys(q, k, v.bfloat16(), attend, group=dist.group.WORLD)
     return types
 
 
