@@ -98,8 +98,6 @@ def make_mesh(sizes: Parallel, *, device: str = "cpu") -> Mesh:
     sizes = resolve(sizes, world_size=dist.get_world_size())
     inner = (sizes.replicate, sizes.shard * sizes.cp, sizes.tp)
     parameters = grid(("pp", "replicate", "shard", "tp"), (sizes.pp, *inner), device=device)
-    if sizes.pp == 1:
-        parameters = parameters["replicate", "shard", "tp"]
     data = (sizes.pp, sizes.replicate * sizes.shard, sizes.cp, sizes.tp)
     return Mesh(sizes, parameters, grid(("pp", "dp", "cp", "tp"), data, device=device))
 
