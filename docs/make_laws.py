@@ -42,12 +42,13 @@ from rlkit.testing import check_loss
 check_loss(my_loss)                    # prints which laws hold, and the smallest counterexample of each that does not
 ```
 
-`check_estimator` and `check_kl` do the same for advantage estimators and KL estimators;
-[the tutorial](tutorial-new-loss.md) writes a wrong loss and mends it. A single law raises with its smallest
-counterexample, or returns: `laws.additive(my_loss)`, `laws.coefficient(lambda case: case.ratio)(my_loss)`. Cases are
-packed batches drawn by Hypothesis (`rlkit.testing.strategies`): sequences of any length, empty ones too, masks with
-gaps, singleton groups, values on a grid that bf16 holds exactly, and for some laws huge and tiny ones. The same cases
-are drawn every time.
+`check_estimator` and `check_kl` do the same for advantage estimators and KL estimators, `check_weights` for what
+multiplies a loss (a correction, an aggregation, a filter); [the tutorial](tutorial-new-loss.md) writes a wrong loss
+and mends it. An argument whose name tells nothing is described: `streams={{"rate": Stream(low=0.0, high=1.0)}}`. A
+single law raises with its smallest counterexample, or returns: `laws.additive(my_loss)`,
+`laws.coefficient(lambda case: case.ratio)(my_loss)`. Cases are packed batches drawn by Hypothesis
+(`rlkit.testing.strategies`): sequences of any length, empty ones too, masks with gaps, singleton groups, values on a
+grid that bf16 holds exactly, and for some laws huge and tiny ones. The same cases are drawn every time.
 
 This page is written by `docs/make_laws.py` from `tests/laws`, where every public loss, estimator, controller and
 objective is a row ({num_rows} rows, {num_checks} checks). A law that does not hold for a row stands there with its

@@ -9,7 +9,7 @@ batches in `rlkit.testing.strategies`.
 
 from rlkit.testing import laws, strategies
 from rlkit.testing.cases import Case, Stream, Vocab
-from rlkit.testing.check import Report, Result, check_estimator, check_kl, check_loss, examine, failures
+from rlkit.testing.check import Report, Result, check_estimator, check_kl, check_loss, check_weights, examine, failures
 from rlkit.testing.subject import Subject, subject
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "check_estimator",
     "check_kl",
     "check_loss",
+    "check_weights",
     "examine",
     "failures",
     "laws",

@@ -35,9 +35,9 @@ PACKED = (
     numerics.finite,
 )
 LOSS = (*PACKED, numerics.differentiable, numerics.gradcheck)
-SURROGATE = (*LOSS, policy.on_policy, policy.descends, policy.no_advantage_no_gradient)
-WEIGHT = (*PACKED, numerics.detached)
-ESTIMATOR = (*PACKED, numerics.gradcheck)
+SURROGATE = (*LOSS, structure.all_count, policy.on_policy, policy.descends, policy.no_advantage_no_gradient)
+WEIGHT = (*PACKED, structure.all_count, numerics.detached)
+ESTIMATOR = (*PACKED, structure.all_count, numerics.gradcheck, estimators.rewards_raise)
 GROUP_BASELINE = (*ESTIMATOR, structure.singleton_is_zero, estimators.shift_invariant)
 
 
@@ -138,8 +138,29 @@ def check_kl(
               The others: as in `check_loss`; an estimator of either sign skips "non_negative".
     """
     s = subject(fn, **how)
-    wanted = [*LOSS, kl.non_negative, kl.expectation(value), kl.gradient_expectation(gradient)]
+    wanted = [*LOSS, structure.all_count, kl.non_negative, kl.expectation(value), kl.gradient_expectation(gradient)]
     return _check("check_kl", s, [*wanted, *laws], skip, compile, max_examples, out)
+
+
+def check_weights(
+    fn: Callable[..., Any],
+    *,
+    laws: Sequence[Law] = (),
+    skip: Mapping[str, str] | None = None,
+    compile: bool = False,
+    max_examples: int = 60,
+    out: TextIO | None = None,
+    **how: Any,
+) -> Report:
+    """Check what multiplies a loss (a correction, an aggregation, a filter), print the verdicts and return them.
+
+    `fn` takes `log_ratio`, `mask`, `cu_seqlens`, ..; it returns one weight per token, 0 where the mask is False, which
+    carries no gradient. A statistic of the whole batch (a mean, a count) is an argument: give it in `statistics`, as in
+    `check_weights(mine, statistics={"mean": lambda case: case.ratio.mean()})`.
+
+    Args:     as in `check_loss`; `laws.sums_to_one` is one to add for an aggregation.
+    """
+    return _check("check_weights", subject(fn, **how), [*WEIGHT, *laws], skip, compile, max_examples, out)
 
 
 def examine(s: Any, laws: Sequence[Law], *, skip: Mapping[str, str] | None = None, max_examples: int = 60) -> Report:

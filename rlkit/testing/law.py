@@ -24,7 +24,8 @@ class Counterexample(NamedTuple):
     problem: str
 
 
-def _own_cases(s: Subject) -> SearchStrategy:
+def own_cases(s: Subject) -> SearchStrategy:
+    """Batches of the streams that the function takes; the laws of one check share them."""
     return cases(s.streams) if "T" in s.axes or not s.streams else cases(s.streams, max_seqs=7)
 
 
@@ -40,7 +41,7 @@ class Law:
     statement: str
     check: Callable[[Any, Any], None]
     needs: tuple[str, ...] = ()
-    draw: SearchStrategy | Callable[[Any], SearchStrategy] = _own_cases
+    draw: SearchStrategy | Callable[[Any], SearchStrategy] = own_cases
 
     def __call__(self, fn: Callable[..., Any] | Subject, *, max_examples: int = 25, **how: Any) -> None:
         """Raise AssertionError with the smallest counterexample. `how` is what `subject` takes."""
@@ -97,7 +98,7 @@ class Law:
 
 
 def law(
-    *, needs: tuple[str, ...] = (), draw: SearchStrategy | Callable[[Any], SearchStrategy] = _own_cases
+    *, needs: tuple[str, ...] = (), draw: SearchStrategy | Callable[[Any], SearchStrategy] = own_cases
 ) -> Callable[[Callable[[Any, Any], None]], Law]:
     """Makes a law of a check: its name is the function's, its statement the first paragraph of the docstring."""
 

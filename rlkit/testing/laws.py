@@ -12,7 +12,7 @@ from rlkit.testing.laws_controllers import (
     update_is_pure,
     within_bounds,
 )
-from rlkit.testing.laws_estimators import centred, equals_loop, limit, scales, shift_invariant
+from rlkit.testing.laws_estimators import centred, equals_loop, limit, rewards_raise, scales, shift_invariant
 from rlkit.testing.laws_kl import (
     backward,
     expectation,
@@ -38,6 +38,7 @@ from rlkit.testing.laws_policy import clipped, coefficient, descends, no_advanta
 from rlkit.testing.laws_preference import margin_only, prefers_chosen
 from rlkit.testing.laws_structure import (
     additive,
+    all_count,
     group_isolation,
     group_labels,
     mask_isolation,
@@ -55,6 +56,7 @@ __all__ = [
     "Law",
     "Rule",
     "additive",
+    "all_count",
     "backward",
     "centred",
     "clipped",
@@ -92,6 +94,7 @@ __all__ = [
     "prefers_chosen",
     "pure",
     "refuses_nan",
+    "rewards_raise",
     "same",
     "scales",
     "segment_isolation",

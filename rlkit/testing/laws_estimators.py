@@ -58,6 +58,21 @@ def limit(other: Callable[[Case], Any], *, note: str, **given: Any) -> Law:
     return Law(name=f"limit: {note}", statement=f"In the limit, {note}.", check=check)
 
 
+@law(needs=("rewards",))
+def rewards_raise(s: Subject, case: Case) -> None:
+    """A larger reward never lowers the advantage of the token (or sequence) that earned it."""
+    axis, rewards, before = s.streams["rewards"].axis, case.streams["rewards"], tensors(s(case))
+    earners = case.mask.nonzero() if axis == "T" and s.takes("mask") else torch.arange(rewards.shape[0]).unsqueeze(1)
+    for place in earners:
+        mine = tokens_of(case, place) if (axis, s.axis) == ("N", "T") else place
+        raised = replaced(case, rewards=rewards.index_add(0, place, torch.ones_like(rewards[place])))
+        for x, y in zip(tensors(s(raised, whole=case)), before, strict=True):
+            for got, want in zip(x[mine].tolist(), y[mine].tolist(), strict=True):
+                if got < want - 1e-9:
+                    where = f"with the reward at {place.item()} larger by 1"
+                    raise AssertionError(f"{where} the result falls from {want:.6g} to {got:.6g} there")
+
+
 @law(needs=("group_ids",))
 def shift_invariant(s: Subject, case: Case) -> None:
     """Another zero of a group's rewards changes nothing."""

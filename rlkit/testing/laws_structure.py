@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from hypothesis.strategies import just
 from torch import Tensor
 
 from rlkit.metrics import merge
 from rlkit.packing import from_padded
-from rlkit.segments import seq_ids
+from rlkit.segments import seq_count, seq_ids
 from rlkit.testing.cases import (
     Case,
     flattened,
@@ -22,7 +23,10 @@ from rlkit.testing.cases import (
     tokens_of,
 )
 from rlkit.testing.law import law, near, same
+from rlkit.testing.laws_numerics import fixed_case
 from rlkit.testing.subject import Outcome, Subject, random_upstream, run, tensors
+
+COUNTING = (5, 0, 1, 4, 2, 3, 6, 1)  # the batch of `all_count`: groups of four, long and short sequences
 
 
 @law()
@@ -33,7 +37,8 @@ def shape(s: Subject, case: Case) -> None:
     rows = case.num_tokens if s.axis == "T" else case.num_seqs
     for x in tensors(s(case)):
         if x.ndim == 0 or x.shape[0] != rows:
-            raise AssertionError(f"the result has shape {list(x.shape)}, expected [{rows}]: leave sums to the weights")
+            why = "leave sums to the weights" if x.ndim == 0 else "give `axis`, or annotate it, if it is another one"
+            raise AssertionError(f"the result has shape {list(x.shape)}, expected [{rows}]: {why}")
 
 
 @law(needs=("mask",))
@@ -145,6 +150,21 @@ def nothing_to_train_on(s: Subject, case: Case) -> None:
         same(g, torch.zeros_like(g), f"the gradient by {name} of a fully masked batch")
 
 
+@law(draw=lambda s: just(fixed_case(s, lens=COUNTING)))
+def all_count(s: Subject, case: Case) -> None:
+    """Every argument counts, and so does each reward: some other value of it changes the result.
+
+    Where sequences matter (`cu_seqlens`), so does each entry of what is trained on: none of a sequence is forgotten.
+    """
+    for name, stream in s.streams.items():
+        rows = _trainable_rows(s, case, name)
+        alone = name == "rewards" or (stream.dtype.is_floating_point and name == s.trained and s.takes("cu_seqlens"))
+        for places in rows.split(1) if alone else [rows]:
+            if not any(_counts(s, name, places, seed) for seed in range(64)):
+                where = f" at {places.item()}" if alone else ""
+                raise AssertionError(f"no other value of {name}{where} changes the result")
+
+
 @law(needs=("mask",))
 def sums_to_one(s: Subject, case: Case) -> None:
     """The weights of a whole batch sum to 1; to 0 where nothing is trainable."""
@@ -180,6 +200,26 @@ def _same_outcome(got: Outcome, want: Outcome, what: str) -> None:
         same(x, y, f"the result {what}")
     for name, g in want.grads.items():
         same(got.grads[name], g, f"the gradient by {name} {what}")
+
+
+def _trainable_rows(s: Subject, case: Case, name: str) -> Tensor:
+    """The rows of a stream that may count: trainable tokens, or sequences that have one."""
+    rows = s.streams[name].axis
+    if not s.takes("mask"):
+        return torch.arange(case.num_tokens if rows == "T" else case.num_seqs)
+    on = case.mask if rows == "T" else seq_count(case.mask, cu_seqlens=case.cu_seqlens) > 0
+    return on.nonzero().squeeze(1)
+
+
+def _counts(s: Subject, name: str, places: Tensor, seed: int) -> bool:
+    """Whether `name` at `places` moves the result, or its gradient says so, in one batch of random values."""
+    case, other = (fixed_case(s, lens=COUNTING, seed=k) for k in (seed, seed + 100))
+    base = run(s, case)
+    if name in base.grads and base.grads[name][places].any():
+        return True
+    changed = case.streams[name].index_copy(0, places, other.streams[name][places])
+    got = tensors(s(replaced(case, **{name: changed}), whole=case))
+    return not all(torch.equal(x, y) for x, y in zip(got, base.outputs, strict=True))
 
 
 def _total(x: Tensor, weights: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def subject(
         elif param.default is param.empty:
             raise TypeError(f"argument {key} is not known: say in `streams` what it holds, or give it in `options`")
     kept = {key: s for key, s in given.items() if s is not None}
-    default_axis = "N" if {s.axis for s in kept.values()} == {"N"} else "T"
+    default_axis = "N" if {s.axis for s in kept.values()} == {"N"} and "mask" not in params else "T"
     return Subject(
         fn=fn,
         name=name or str(getattr(fn, "__name__", "function")),

@@ -160,6 +160,10 @@ def tis_of_the_inverse(log_ratio, mask, max_weight):
     return L.tis(-log_ratio, max_weight=max_weight, mask=mask)
 
 
+def opsm_whatever_the_advantage(log_ratio, advantages, mask, cu_seqlens):
+    return L.opsm(log_ratio, -torch.ones_like(log_ratio), mask=mask, cu_seqlens=cu_seqlens)
+
+
 def veto_by_token(log_ratio, mask, cu_seqlens, min_ratio):
     return L.keep_ratio(log_ratio, low=min_ratio, high=float("inf"), mask=mask)
 
@@ -287,6 +291,7 @@ MUTANTS = [
     Mutant("losses.seq_mean", "padded_is_packed", "a sequence's length counts its padding", seq_mean_of_all_tokens),
     Mutant("losses.seq_mean", "sums_to_one", "empty sequences counted", seq_mean_counts_empty),
     Mutant("losses.prompt_mean", "sums_to_one", "mean over answers inside a prompt not taken", prompt_mean_by_answer),
+    Mutant("losses.opsm", "all_count", "takes every sequence for a bad one", opsm_whatever_the_advantage),
     Mutant("losses.tis", "detached", "missing detach", tis_with_gradient),
     Mutant("losses.tis", "limit: max_weight = inf is the ratio", "rollout over old", tis_of_the_inverse),
     Mutant("losses.veto", "equals_loop", "drops the token, not its sequence", veto_by_token),

@@ -74,6 +74,12 @@ def returns_of_masked_rewards(rewards, mask, cu_seqlens, gamma, bootstrap):
     return masked(out, mask)
 
 
+def returns_but_the_last(rewards, mask, cu_seqlens, gamma, bootstrap):
+    given = {"mask": mask, "cu_seqlens": cu_seqlens}
+    left = A.discounted_returns(mask.to(rewards.dtype), **given)  # actions from here to the end
+    return A.discounted_returns(rewards * (left > 1), gamma=gamma, bootstrap=bootstrap, **given)
+
+
 def returns_forwards(rewards, mask, cu_seqlens, gamma, bootstrap):
     gamma = coefficient(mask, masked(rewards, mask), gamma=gamma)
     out = linear_scan(masked(gamma, mask, 1.0), masked(rewards, mask), cu_seqlens=cu_seqlens, reverse=False)
@@ -252,7 +258,9 @@ def keeps_a_tensor() -> Controller:
 
 MUTANTS = [
     Mutant("advantages.gae", "padded_is_packed", "decays over tool output", gae_decays_over_gaps),
-    Mutant("advantages.gae", "equals_loop", "missing bootstrap", gae_without_bootstrap),
+    Mutant("advantages.gae", "all_count", "missing bootstrap", gae_without_bootstrap),
+    Mutant("advantages.discounted_returns", "all_count", "the last action's reward forgotten", returns_but_the_last),
+    Mutant("advantages.group_centered", "rewards_raise", "mean minus reward", lambda **k: -A.group_centered(**k)),
     Mutant("advantages.gae", "equals_loop", "bootstrap counted twice", gae_bootstraps_twice),
     Mutant("advantages.gae", "equals_loop", "off by one: V in place of V'", gae_reads_its_own_value),
     Mutant("advantages.gae", "segment_isolation", "the next sequence leaks in", gae_leaks_into_the_segment_before),

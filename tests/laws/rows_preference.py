@@ -188,7 +188,11 @@ DISTILLATION = [
         family=WEIGHT,
     ),
     row(L.proximal_teacher, family=WEIGHT, options={"alpha": 0.5}),
-    row(L.iw_opd_weights, family=WEIGHT),
+    row(
+        L.iw_opd_weights,
+        family=WEIGHT,
+        skip={"all_count": "the gap of a single action is all of its sequence's drift, whatever its size"},
+    ),
     row(
         L.minillm_advantages,
         laws.limit(

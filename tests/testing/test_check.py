@@ -10,7 +10,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit import advantages, losses
-from rlkit.testing import Stream, check_estimator, check_kl, check_loss, examine, failures, laws, subject
+from rlkit._tensors import upcast
+from rlkit.advantages import discounted_returns, group_centered
+from rlkit.losses import seq_log_ratio_sum
+from rlkit.segments import broadcast_to_tokens
+from rlkit.testing import Stream, check_estimator, check_kl, check_loss, check_weights, examine, failures, laws, subject
 
 
 def quiet() -> io.StringIO:
@@ -91,7 +95,7 @@ def test_a_report_is_printed_and_returned() -> None:
     assert "FAILS    on_policy" in text
     assert "advantages = [0.125]" in text
     assert "mask_isolation" not in text
-    assert "9 hold, 3 fail, 0 skipped" in text
+    assert "10 hold, 3 fail, 0 skipped" in text
 
 
 def test_a_skip_needs_a_law_and_keeps_its_reason() -> None:
@@ -144,3 +148,52 @@ def test_estimators_and_kls() -> None:
 def test_compile_is_one_more_law() -> None:
     report = check_loss(losses.ppo_clip, compile=True, out=quiet())
     assert outcomes(report)["compiles"] == "holds"
+
+
+def test_weights_must_be_detached_and_forget_no_token() -> None:
+    def mine(log_ratio, mask, cu_seqlens, *, attached: bool = False, forgets: bool = False):
+        x = torch.where(mask, log_ratio.float() if log_ratio.dtype.itemsize == 2 else log_ratio, 0)
+        left = discounted_returns(mask.double(), mask=mask, cu_seqlens=cu_seqlens)
+        total = seq_log_ratio_sum(torch.where(left > 1, x, 0) if forgets else x, mask=mask, cu_seqlens=cu_seqlens)
+        weight = total.clamp(max=20).exp()
+        return torch.where(mask, weight if attached else weight.detach(), 0)
+
+    def broken(**how) -> list[str]:
+        return [r.law for r in failures(check_weights(mine, options=how, max_examples=20, out=quiet()))]
+
+    assert broken() == []
+    assert broken(attached=True) == ["detached"]
+    assert broken(forgets=True) == ["all_count"]
+
+
+def test_a_function_that_writes_into_its_arguments_is_found_though_laws_share_their_cases() -> None:
+    def mine(log_ratio, mask):
+        x = log_ratio.detach()
+        x[~mask] = 0
+        return torch.where(mask, (x.float() if x.dtype.itemsize == 2 else x).clamp(max=20).exp(), 0)
+
+    assert [r.law for r in failures(check_weights(mine, max_examples=20, out=quiet()))] == ["pure"]
+
+
+def test_an_estimator_of_the_wrong_sign_and_one_without_bootstrap_are_found() -> None:
+    def upside_down(rewards, group_ids):
+        return -group_centered(rewards, group_ids=group_ids)
+
+    def endless(rewards, mask, cu_seqlens, bootstrap):
+        return discounted_returns(rewards, mask=mask, cu_seqlens=cu_seqlens)
+
+    def outcome(fn) -> list[str]:
+        return [r.law for r in failures(check_estimator(fn, max_examples=20, out=quiet()))]
+
+    assert outcome(upside_down) == ["rewards_raise"]
+    assert outcome(endless) == ["all_count"]
+
+
+def test_rewards_of_sequences_may_become_advantages_of_tokens() -> None:
+    def mine(rewards: Float[Tensor, "N"], mask, cu_seqlens):
+        return torch.where(
+            mask, broadcast_to_tokens(upcast(rewards), cu_seqlens=cu_seqlens, num_tokens=mask.numel()), 0
+        )
+
+    assert subject(mine).axis == "T"
+    assert not failures(check_estimator(mine, max_examples=20, out=quiet()))
