@@ -1,0 +1,98 @@
+"""What README.md and docs/*.md name is there: files, functions, make targets, flags; and the numbers they print."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import io
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tyro
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = "rlkit|tests|docs|benchmarks|examples|tools"
+
+
+def exists(dotted: str) -> bool:
+    """Whether `rlkit.a.b` can be imported, the last names as attributes."""
+    parts = dotted.split(".")
+    for i in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:i]))
+        except ImportError:
+            continue
+        with contextlib.suppress(AttributeError):
+            for name in parts[i:]:
+                found = getattr(found, name)
+            return True
+        return False
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[p.name for p in PAGES])
+def test_what_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text()
+    dotted = set(re.findall(r"\brlkit(?:\.\w+)+", text))
+    paths = {m.rstrip(".") for m in re.findall(rf"\b(?:{FOLDERS})/[\w/.*-]+", text)}
+    links = {m for m in re.findall(r"\]\(([^)#]+)", text) if not m.startswith("http")}
+    targets = set(re.findall(r"`make ([\w-]+)`", text))
+    makefile = (ROOT / "Makefile").read_text()
+    assert [name for name in sorted(dotted) if not exists(name)] == []
+    assert [path for path in sorted(paths) if not list(ROOT.glob(path))] == []
+    assert [link for link in sorted(links) if not (page.parent / link).exists()] == []
+    assert [name for name in sorted(targets) if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        ast.parse(code)
+
+
+def flags_of(example: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The flags that the example's --help lists."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    spec = importlib.util.spec_from_file_location(f"page_{example}", ROOT / "examples" / f"{example}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
+        tyro.cli(module.Args, args=["--help"])
+    return set(re.findall(r"--[\w.-]+", re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())))
+
+
+def test_the_commands_of_the_pages_have_flags_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: dict[str, set[str]] = {}
+    for page in PAGES:
+        for example, rest in re.findall(r"examples/(\w+)\.py([^`|\n]*)", page.read_text().replace("\\\n", " ")):
+            used.setdefault(example, set()).update(re.findall(r" (--[a-z][\w.-]*)", rest.split("#")[0]))
+    wrong = {name: sorted(flags - flags_of(name, monkeypatch)) for name, flags in used.items() if flags}
+    assert len(wrong) >= 6
+    assert not any(wrong.values()), wrong
+
+
+def test_the_advantages_are_those_of_the_page() -> None:
+    """Each expression with a comment of numbers: `f(x)   # [1.0, 0.5]: why` is compared to the digits shown."""
+    names: dict[str, Any] = {}
+    compared = 0
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "advantages.md").read_text(), re.DOTALL):
+        for node in ast.parse(code).body:
+            source = ast.get_source_segment(code, node) or ""
+            comment = code.splitlines()[(node.end_lineno or 1) - 1].partition("#")[2].strip()
+            shown = re.match(r"\[[^\]]*\]", comment)
+            exec(source, names)
+            if shown is None:
+                continue
+            target = names[node.targets[0].id] if isinstance(node, ast.Assign) else eval(source, names)
+            torch.testing.assert_close(
+                target.double(), torch.tensor(ast.literal_eval(shown[0])).double(), atol=1e-4, rtol=0
+            )
+            compared += 1
+    assert compared == 6
