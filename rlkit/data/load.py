@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 _SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
 
@@ -51,6 +52,9 @@ def load_rows(
     rename:  from the names in the data to the names that are wanted.
     limit:   keep the first `limit` rows.
 
+    A column of ShareGPT turns (`from`, `value`) becomes one of messages (`role`, `content`); it is often called
+    "conversations": rename={"conversations": "messages"}.
+
     Raises FileNotFoundError (nothing there; what was tried), ImportError (`datasets` is needed and missing), ValueError
     (an empty file, a malformed line, a row that is no object, a missing column, a column of several types; numbers are
     one type and null goes with any). Lines and rows of files are counted from 1.
@@ -77,7 +81,7 @@ def load_rows(
     if rename:
         rows = [(place, _renamed(str(path_or_id), place, row, rename)) for place, row in rows]
     _check_columns(str(path_or_id), rows, columns)
-    return [row for _, row in rows]
+    return [{column: _as_messages(value) for column, value in row.items()} for _, row in rows]
 
 
 def epoch_order(n: int, *, seed: int, epoch: int) -> list[int]:
@@ -276,6 +280,16 @@ def _renamed(source: str, place: str, row: Row, names: Mapping[str, str]) -> Row
             problem = f"no column {old!r} to rename" if old not in row else f"column {new!r} is there already"
             raise ValueError(f"{source}, {place}: {problem}; columns found: {sorted(row)}")
     return {names.get(column, column): value for column, value in row.items()}
+
+
+def _as_messages(value: Any) -> Any:
+    """A conversation of {"from": "human", "value": ...} as messages; anything else as it is."""
+    turns = (
+        isinstance(value, list) and value and all(isinstance(t, dict) and {"from", "value"} <= t.keys() for t in value)
+    )
+    if not turns:
+        return value
+    return [{"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in value]
 
 
 def _check_columns(source: str, rows: list[tuple[str, Row]], required: Sequence[str]) -> None:

@@ -41,6 +41,17 @@ def test_columns_get_the_names_that_are_wanted(tmp_path):
         load_rows(path, rename={"question": "answer"})
 
 
+def test_sharegpt_turns_become_messages(tmp_path):
+    turns = [{"from": who, "value": who.upper()} for who in ("system", "human", "gpt", "observation")]
+    rows = [{"conversations": turns, "tags": [{"from": "x"}]}, {"conversations": turns[1:3], "tags": []}]
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    first, second = load_rows(path, rename={"conversations": "messages"}, columns=["messages"])
+    assert [m["role"] for m in first["messages"]] == ["system", "user", "assistant", "tool"]
+    assert second["messages"] == [{"role": "user", "content": "HUMAN"}, {"role": "assistant", "content": "GPT"}]
+    assert first["tags"] == [{"from": "x"}]
+
+
 def test_a_hub_id_may_carry_name_and_split(monkeypatch):
     import datasets
 
