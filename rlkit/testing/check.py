@@ -108,7 +108,8 @@ def check_estimator(
     `group_ids` over sequences. `gamma` and `lam` without a jaxtyping annotation are drawn as per-token tensors only
     where they have no default: give `options={"gamma": 0.9}`, or a decay over gaps goes unseen.
 
-    Args:     loop: the definition for one sequence (or one group) over Python lists, see `laws.equals_loop`.
+    Args:     loop: the definition for one sequence (or one group) over Python lists, see `laws.equals_loop`. Only it
+              knows the formula: a factor too many breaks no other law.
               The others: as in `check_loss`.
     """
     s = subject(fn, **how)
