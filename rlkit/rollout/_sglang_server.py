@@ -30,7 +30,7 @@ CPU_ENV = {
     "MALLOC_TRIM_THRESHOLD_": "2147483647",
 }
 # What torchrun tells its ranks. With it the server's processes would look for the store of the trainer, and hang.
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")
+TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -160,7 +160,8 @@ def _healthy(url: str) -> bool:
 
 
 def _inherited() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
+    others = (name for name in os.environ if name not in TORCHRUN and not name.startswith("TORCHELASTIC_"))
+    return {name: os.environ[name] for name in others}
 
 
 def _free_port(host: str) -> int:

@@ -19,7 +19,7 @@ time.sleep(3600)
 def test_a_server_that_a_rank_starts_does_not_take_itself_for_one(tmp_path, monkeypatch):
     """torch.distributed joins the store of torchrun where TORCHELASTIC_USE_AGENT_STORE says so, and waits for it."""
     ranks = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for name, value in (ranks | {"KEPT": "1"}).items():
+    for name, value in (ranks | {"RANKING": "1"}).items():
         monkeypatch.setenv(name, value)
     python, written = tmp_path / "python", tmp_path / "environment"
     python.write_text(STAND_IN)
@@ -32,4 +32,4 @@ def test_a_server_that_a_rank_starts_does_not_take_itself_for_one(tmp_path, monk
             time.sleep(0.05)
     found = json.loads(written.read_text())
     assert not ranks.keys() & found.keys()
-    assert (found["KEPT"], found["GIVEN"]) == ("1", "2")
+    assert (found["RANKING"], found["GIVEN"]) == ("1", "2")
