@@ -173,9 +173,10 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[i
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Raises ValueError unless the model at `path` (a reference, a critic) knows every token by the same id.
+    """Raises ValueError where a token has another id in the model at `path` (a reference, a critic).
 
-    A folder without a tokenizer of its own is believed; FileNotFoundError for one that is no model.
+    Tokens that only one of the two has are let be, and a folder without a tokenizer is believed. FileNotFoundError for
+    a folder that is no model.
     """
     from transformers import AutoTokenizer
 
@@ -186,10 +187,10 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         return
     theirs = AutoTokenizer.from_pretrained(path).get_vocab()
     for token, i in tokenizer.get_vocab().items():
-        if theirs.get(token) != i:
+        if theirs.get(token, i) != i:
             raise ValueError(
-                f"model {path!r} has other tokens: {token!r} is {i} of the model that trains, and {theirs.get(token)} "
-                "there; take one with the same tokenizer"
+                f"model {path!r} has other tokens: {token!r} is {theirs[token]} there and {i} in the model that trains"
+                "; take one with the same tokenizer"
             )
 
 

@@ -259,8 +259,8 @@ def test_a_model_of_other_tokens_is_refused(tmp_path):
         (tmp_path / name / "config.json").write_text('{"model_type": "qwen3"}')
     check_same_tokens(ours, str(tmp_path / "more"))
     check_same_tokens(ours, str(tmp_path / "bare"))
-    ours.add_tokens(["<other>"])
-    with pytest.raises(ValueError, match="has other tokens: '<other>' is 263 of the model that trains, and None there"):
+    ours.add_tokens(["<pad>", "<more>"])
+    with pytest.raises(ValueError, match="has other tokens: '<more>' is 263 there and 264 in the model that trains"):
         check_same_tokens(ours, str(tmp_path / "more"))
     with pytest.raises(FileNotFoundError, match="no folder"):
         check_same_tokens(ours, str(tmp_path / "none"))
