@@ -41,7 +41,7 @@ class Args:
     weight_decay: float = 0.0
     """of AdamW, on matrices only"""
     max_norm: float = 1.0
-    """global gradient norm to clip to"""
+    """global gradient norm to clip to; inf: not clipped"""
     max_tokens: int = 16384
     """packed tokens of a micro-batch, a whole pair at least: lower it when memory is short"""
     dtype: Literal["fp32", "bf16"] = "fp32"

@@ -76,7 +76,7 @@ class Args:
     weight_decay: float = 0.0
     """of AdamW, on matrices only"""
     max_norm: float = 1.0
-    """global gradient norm to clip to"""
+    """global gradient norm to clip to; inf: not clipped"""
     clip_low: float = 0.2
     """the ratio is clipped below at 1 - clip_low"""
     clip_high: float = 0.28

@@ -54,7 +54,11 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Metr
     A non-finite norm skips the step, leaves parameters and states as they were, and counts in `skipped_step`. On many
     ranks, pipeline stages too, all use the same bits of the norm, and skip together.
     Returns `grad_norm` (before clipping) and `skipped_step`.
+
+    Errors: ValueError for a `max_norm` that is not above 0. Elsewhere 0 means not to clip; here `math.inf` does.
     """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be above 0, got {max_norm}: inf clips nothing, 0 would train nothing")
     params = [p for group in optimizer.param_groups for p in group["params"]]
     norm = global_norm([p.grad for p in sum_copies(params) if p.grad is not None])
     grads = [p.grad for p in params if p.grad is not None]

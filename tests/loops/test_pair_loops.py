@@ -166,6 +166,15 @@ def test_at_step_0_only_the_untrained_model_is_evaluated(tmp_path, capsys):
     assert [line["step"] for line in run(tmp_path / "never", sft, eval_steps=0, steps=2)] == [1, 2]
 
 
+def test_a_norm_of_0_that_would_train_nothing_is_refused(tmp_path):
+    for max_norm in (0.0, math.nan):
+        with pytest.raises(ValueError, match=r"max_norm must be above 0, got .*: inf clips nothing"):
+            run(tmp_path / str(max_norm), sft, max_norm=max_norm)
+    free, tight = (run(tmp_path / str(norm), sft, max_norm=norm, steps=2) for norm in (math.inf, 1e-9))
+    assert free[1]["grad_norm"] == tight[1]["grad_norm"] > 0.1
+    assert free[2]["loss"] < tight[2]["loss"]
+
+
 def test_an_example_that_no_micro_batch_holds_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"the longest example has \d+ tokens, and max_tokens=8 is what"):
         run(tmp_path, sft, max_tokens=8)
