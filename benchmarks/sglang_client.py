@@ -7,11 +7,11 @@ prompts of 32 tokens, log-probs of every token, no stream, at most 64 or 512 req
 of `SGLang.generate` over those of `sglang.bench_serving`'s request function in the same round; `cpu_share` is the
 client's processor time over the time of the round. Both run on the machine that the server runs on.
 
-Weights. A Qwen3 of 0.5 GB in fp32; `update_weights` with `FromGroup(backend="gloo")`, whole (pause, session, all buckets,
-loading, flush, continue), over a gloo broadcast of the same bytes, from a tensor that is there to one that is there.
-`server_s` is what SGLang takes by itself for such an update when the bytes need not travel: the same control requests,
-and loading buckets of the same size that lie in shared memory already. So `raw_s + server_s` is what a client that
-costs nothing would take, and `floor` is that over `raw_s`.
+Weights. A Qwen3 of 0.5 GB in fp32; `update_weights` with `FromGroup(backend="gloo")`, whole (pause, session, all
+buckets, loading, flush, continue), over a gloo broadcast of the same bytes, from a tensor that is there to one that is
+there. `server_s` is what SGLang takes by itself for such an update when the bytes need not travel: the same control
+requests, and loading buckets of the same size that lie in shared memory already. So `raw_s + server_s` is what a client
+that costs nothing would take, and `floor` is that over `raw_s`.
 """
 
 from __future__ import annotations
