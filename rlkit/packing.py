@@ -45,6 +45,8 @@ def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) 
     the piece before it. Each names the group and the sample.
     """
     for g, group in enumerate(groups):
+        if isinstance(group, Trajectory):
+            raise TypeError(f"groups[{g}] must be a list of trajectories, one list per prompt, got a Trajectory")
         for i, t in enumerate(group):
             _check(t, f"groups[{g}][{i}]")
             if t.continues:
@@ -212,6 +214,9 @@ def microbatches(
     `ranks` gets its share; every rank gets as many micro-batches, some of them possibly empty.
     """
     batch, *tensors = streams
+    for i, x in enumerate(tensors, start=1):
+        if x.shape[:1] != batch.tokens.shape:
+            raise ValueError(f"streams[{i}] must have first axis T = {batch.num_tokens}, got {list(x.shape)}")
     everything = torch.arange(batch.num_seqs)
     parts = [everything] if apart is None else [everything[~apart], everything[apart]]
     for part in parts:

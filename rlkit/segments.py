@@ -30,6 +30,7 @@ def cumulative(lens: Int[Tensor, "N"]) -> Int[Tensor, "N1"]:
 
 def seq_ids(cu_seqlens: Int[Tensor, "N1"], *, num_tokens: int) -> Int[Tensor, "T"]:
     """For each token the index of its sequence, e.g. cu_seqlens [0, 2, 2, 3] gives [0, 0, 2]."""
+    check_bounds(cu_seqlens, num_tokens)
     num_seqs = cu_seqlens.numel() - 1
     return torch.arange(num_seqs, device=cu_seqlens.device).repeat_interleave(
         seq_lens(cu_seqlens), output_size=num_tokens

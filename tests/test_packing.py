@@ -221,3 +221,12 @@ good = Trajectory([1], [2, 3], [True, True], [-1.0, -1.0], [0, 0])
 def test_bad_trajectories_are_named(bad, message):
     with pytest.raises(ValueError, match=rf"groups\[1\]\[1\]: .*{message}"):
         pack([[good], [good, bad]])
+
+
+def test_bad_calls_are_named():
+    sample = Trajectory(prompt_ids=[1], ids=[2, 3], mask=[True, True], logp=[-1.0, -1.0], versions=[0, 0])
+    batch = pack([[sample, sample]])
+    with pytest.raises(TypeError, match=r"groups\[0\] must be a list of trajectories"):
+        pack([sample])
+    with pytest.raises(ValueError, match=r"streams\[1\] must have first axis T = 4, got \[2\]"):
+        next(microbatches((batch, torch.ones(2)), max_tokens=100))

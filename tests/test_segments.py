@@ -77,3 +77,12 @@ def test_bad_masks():
         segments.seq_sum(torch.ones(3), cu_seqlens=cu_of([3]), mask=torch.ones(3))
     with pytest.raises(ValueError, match=r"mask must have the shape of x, \[3\], got \[2\]"):
         segments.seq_sum(torch.ones(3), cu_seqlens=cu_of([3]), mask=torch.ones(2, dtype=torch.bool))
+
+
+def test_bounds_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="cu_seqlens must start at 0, got 1"):
+        segments.broadcast_to_tokens(torch.ones(2), cu_seqlens=torch.tensor([1, 2, 4]), num_tokens=3)
+    with pytest.raises(ValueError, match="cu_seqlens must end at the number of tokens, 5, got 3"):
+        segments.seq_positions(torch.tensor([0, 3]), num_tokens=5)
+    with pytest.raises(ValueError, match="x must be on the device of cu_seqlens, cpu, got meta"):
+        segments.seq_sum(torch.ones(3, device="meta"), cu_seqlens=torch.tensor([0, 3]))
