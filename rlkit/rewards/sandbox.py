@@ -216,7 +216,7 @@ class Child:
             return f"timeout: no end after {self._limits.wall_s:g} s"
         if end["reason"] == "cancelled" or "why" in end:
             return str(end.get("why", "cancelled"))
-        if code == -signal.SIGKILL and end["cpu_s"] >= self._limits.cpu_s - 0.1:
+        if code == -signal.SIGKILL and end["cpu_s"] >= 0.75 * self._limits.cpu_s:  # for a limit whole ticks are counted
             return f"timeout: more than {self._limits.cpu_s:g} s of processor time"
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
