@@ -89,7 +89,8 @@ def plan_layout(batch: Batch, mesh: Mesh | None, *, device: torch.device, flash:
     place = order.argsort()
     if mesh.sizes.ulysses:
         made = plan(spans, flash=flash)
-        made = made._replace(q_index=place[made.q_index], out_index=made.out_index[order])
+        out = order if isinstance(made.out_index, slice) else made.out_index[order]
+        made = made._replace(q_index=place[made.q_index], out_index=out)
     else:
         made = plan(_mine(spans, rank, cp, chunk), flash=flash)
     exchange = partial(ulysses if mesh.sizes.ulysses else gather_keys, group=group)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from rlkit.segments import cumulative, seq_lens
 from rlkit.types import Batch
 
+Rows = Int[Tensor, "R"] | slice
 FEW_QUERIES = 16  # up to which plain matrix products beat the CPU's fused attention: 2.7x at 7 queries over 25 keys
 _SLACK = 1.25  # a bucket may hold this many times the query-key pairs of its segments,
 _FREE_PAIRS = 8192  # or this many more: what one more call costs
@@ -62,9 +63,9 @@ class AttentionPlan(NamedTuple):
     `exchange(q, k, v, attend)`: how context parallel ranks share the work of one call (see `rlkit.parallel.context`).
     """
 
-    q_index: Int[Tensor, "Q"]
-    k_index: Int[Tensor, "K"]
-    out_index: Int[Tensor, "T"]
+    q_index: Rows
+    k_index: Rows
+    out_index: Rows
     buckets: tuple[Bucket, ...] = ()
     varlen: Varlen | None = None
     exchange: Callable[..., Tensor] | None = None
@@ -102,7 +103,13 @@ def _varlen_plan(spans: Sequence[Segment]) -> AttentionPlan:
     q = torch.from_numpy(_rows([s[:2] for s in spans]))
     k = torch.from_numpy(_rows([r for s in spans for r in s.keys]))
     cu_q, cu_k = (cumulative(torch.tensor(x, dtype=torch.int32)) for x in (q_lens, k_lens))
-    return AttentionPlan(q, k, q.argsort(), varlen=Varlen(cu_q, cu_k, max(q_lens), max(k_lens)))
+    varlen = Varlen(cu_q, cu_k, max(q_lens), max(k_lens))
+    return AttentionPlan(_as_slice(q), _as_slice(k), _as_slice(q.argsort()), varlen=varlen)
+
+
+def _as_slice(index: Tensor) -> Rows:
+    """Rows that are taken in order are a view, where gathering them costs a pass over memory each way."""
+    return slice(len(index)) if torch.equal(index, torch.arange(len(index))) else index
 
 
 def _bucket_plan(spans: Sequence[Segment]) -> AttentionPlan:

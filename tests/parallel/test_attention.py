@@ -81,16 +81,24 @@ def test_windows_and_softcaps_against_loops(layout, window, softcap):
 
 
 @settings(max_examples=25, deadline=None)
-@given(layouts(), st.sampled_from([None, 3]))
-def test_the_flash_plan_gives_a_varlen_kernel_the_same_segments(layout, window):
+@given(layouts(), st.sampled_from([None, 3]), st.booleans())
+def test_the_flash_plan_gives_a_varlen_kernel_the_same_segments(layout, window, in_order):
     spans, num_q, num_k = layout
-    spans = spans[::-1]  # not in the order of the stream
+    spans = spans if in_order else spans[::-1]
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, h, 4, generator=generator).double() for n, h in ((num_q, 4), (num_k, 2), (num_k, 2)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_kernel)
         out = attend(q, k, v, plan(spans, flash=True), scale=0.5, window=window)
     torch.testing.assert_close(out, loop(q, k, v, spans, scale=0.5, window=window))
+
+
+def test_a_flash_plan_takes_rows_that_are_in_order_as_they_are():
+    alone = [Segment(0, 3, [(0, 3)]), Segment(3, 2, [(3, 2)])]
+    assert plan(alone, flash=True)[:3] == (slice(5), slice(5), slice(5))
+    shared = plan([Segment(0, 3, [(0, 3)]), Segment(3, 2, [(0, 3), (3, 2)])], flash=True)
+    assert (shared.q_index, shared.out_index) == (slice(5), slice(5))
+    assert shared.k_index.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
 
 
 def test_gradients_of_a_windowed_bucket_are_finite_and_right():
