@@ -43,7 +43,11 @@ class Panel(NamedTuple):
 
 
 PANELS = (
-    Panel("Loss", "nats per token", (Curve("loss", "training"), Curve("eval/loss", "evaluation", sparse=True))),
+    Panel(
+        "Loss",
+        "nats per token, or per pair",
+        (Curve("loss", "training"), Curve("eval/loss", "evaluation", sparse=True)),
+    ),
     Panel(
         "Pairs ordered as preferred",
         "share",
@@ -61,7 +65,7 @@ PANELS = (
     ),
     Panel("Policy entropy", "nats per token", (Curve("entropy", "training"),)),
     Panel("Response length", "tokens per answer", (Curve("length/mean", "mean"), Curve("length/max", "max", raw=True))),
-    Panel("KL to the warm start", "nats per token", (Curve("eval/kl", "evaluation prompts", sparse=True),)),
+    Panel("KL to the reference", "nats per token", (Curve("eval/kl", "evaluation prompts", sparse=True),)),
     Panel(
         "Critic", "mean over tokens", (Curve("value/mean", "value"), Curve("value/return", "return")), from_zero=False
     ),

@@ -68,7 +68,7 @@ def test_a_run_is_drawn_into_its_folder(tmp_path, figures):
         "Reward": ["training, sampled", "evaluation, sampled", "evaluation, greedy"],
         "Policy entropy": ["training"],
         "Response length": ["mean", "max"],
-        "KL to the warm start": ["evaluation prompts"],
+        "KL to the reference": ["evaluation prompts"],
     }
     reward = figures[0].axes[0]
     raw, _, sampled, greedy = reward.get_lines()
