@@ -18,7 +18,7 @@ Backward = Callable[[list[int]], tuple[Metrics, int]]  # indices of a batch -> i
 
 def check_fits(sizes: Iterable[int], *, max_tokens: int, what: str) -> None:
     """Every example fits a micro-batch: said before the first step, not at the one that meets the longest."""
-    longest = max(sizes)
+    longest = max(sizes, default=0)
     if longest > max_tokens:
         raise ValueError(
             f"the longest {what} has {longest} tokens, and max_tokens={max_tokens} is what a micro-batch holds: raise "
