@@ -71,7 +71,7 @@ def dpo(
         return with_ref_logp(ref_policy, batch, max_tokens=max_tokens, mesh=mesh)
 
     def pair_losses(micro: Batch) -> tuple[Tensor, Metrics]:
-        out = policy(micro)
+        out, micro = policy(micro), micro.to(model.device)  # on the host its segments are read without waiting
         sums = {"mask": micro.mask, "cu_seqlens": micro.cu_seqlens}
         number = reduce(out.logp if micro.ref_logp is None else out.logp - micro.ref_logp, **sums)
         logp = seq_mean(out.logp, **sums)
@@ -98,7 +98,7 @@ def train_pairs(
     eval_pairs: Sequence[Pair],
     **options: Any,
 ) -> Path:
-    """`supervised` on pairs: `pair_losses(micro)` gives one loss a pair, of a batch in which no pair is cut."""
+    """`supervised` on pairs: `pair_losses(micro)` gives one loss a pair, of a batch on the host that cuts no pair."""
     mesh = mesh_of(model)
     sizes = (len(p.prompt) + len(p.chosen) + len(p.rejected) - 1 for p in (*pairs, *eval_pairs))
     check_fits(sizes, max_tokens=max_tokens, what="pair")
@@ -108,7 +108,7 @@ def train_pairs(
         metrics: Metrics = {}
         with pipelined(mesh) as backward:
             for micro, *_ in rank_microbatches((batch,), mesh=mesh, max_tokens=max_tokens, whole_groups=True):
-                value, new = pair_losses(micro.to(model.device))
+                value, new = pair_losses(micro)
                 if train:
                     backward(value.sum() / len(some))
                 metrics = merge(metrics, new)

@@ -74,7 +74,8 @@ def rewards(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "
         raise ValueError(
             "rewards reads every sequence to its last token; pack the trajectories with pack_whole(groups)"
         )
-    return values(model, batch, dtype=dtype)[batch.cu_seqlens[1:] - 1]
+    found = values(model, batch, dtype=dtype)
+    return found[batch.cu_seqlens[1:].to(found.device) - 1]
 
 
 def pack_whole(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) -> Batch:
