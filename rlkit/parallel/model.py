@@ -34,11 +34,18 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrain
     """A causal LM from a local folder or a hub id, ready for `forward` (see `prepare`).
 
     The parameters are fp32, whatever the checkpoint holds: under bf16 compute they are the master weights.
+
+    Errors: FileNotFoundError, and ValueError for a checkpoint that lacks weights (a classifier has no head for tokens),
+    which transformers would draw at random.
     """
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     check_path(path)
-    model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+    found: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, output_loading_info=True)
+    model, info = found
+    if info["missing_keys"]:
+        names = ", ".join(sorted(info["missing_keys"])[:5])
+        raise ValueError(f"model {str(path)!r} has no weights for {names}: is it a causal language model?")
     return prepare(model.to(device))
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForSequenceClassification
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.packing import microbatches, pack, select
@@ -176,6 +177,9 @@ def test_load_model_round_trip_and_errors(model, tmp_path):
     assert torch.equal(forward(loaded, batch).logp, forward(model, batch).logp)
     with pytest.raises(FileNotFoundError, match="no folder"):
         load_model(tmp_path / "nowhere")
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "m", num_labels=1).save_pretrained(tmp_path / "judge")
+    with pytest.raises(ValueError, match=r"no weights for lm_head\.weight"):
+        load_model(tmp_path / "judge")
     with pytest.raises(ValueError, match="fp16 gradients underflow"):
         forward(loaded, batch, dtype="fp16")
 
