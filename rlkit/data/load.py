@@ -1,4 +1,4 @@
-"""Rows from files and the hub, as plain dicts, and the order in which a training run visits them.
+"""Rows from files and the hub, as plain dicts.
 
 JSON, JSONL and CSV are read with the standard library alone. Parquet, Arrow and hub data sets need `datasets`, which is
 imported only when one of them is asked for. What is wrong with a file is said with its name, its line and the fix.
@@ -9,10 +9,8 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,51 +80,6 @@ def load_rows(
         rows = [(place, _renamed(str(path_or_id), place, row, rename)) for place, row in rows]
     _check_columns(str(path_or_id), rows, columns)
     return [{column: _as_messages(value) for column, value in row.items()} for _, row in rows]
-
-
-def epoch_order(n: int, *, seed: int, epoch: int) -> list[int]:
-    """A permutation of `range(n)` that depends on (n, seed, epoch) and on nothing else.
-
-    The indices are sorted by one uniform key each, drawn from Python's `random.Random.random()`, whose sequence for a
-    given seed is fixed across Python versions and machines (a library's `shuffle` or `permutation` need not be).
-    """
-    if n < 1:
-        raise ValueError(f"n must be at least 1 (the number of rows), got {n}")
-    return list(_order(n, seed, epoch))
-
-
-def batch_indices(n: int, *, batch_size: int, seed: int, step: int) -> list[int]:
-    """The rows of one step: a pure function of its arguments, so that a resumed run needs the step number and no state.
-
-        stream[step * batch_size : (step + 1) * batch_size],   stream = epoch_order(0) + epoch_order(1) + ...
-
-    No row is dropped at the end of an epoch: the batch is filled up from the next one. So every row comes exactly once
-    in each epoch of n, every batch is full, and a batch over an epoch's end (or larger than n) may hold a row twice.
-
-    Differs: torch's `DataLoader(shuffle=True)`, on which TRL and verl build, draws its order from a generator whose
-    state must be saved or skipped through, and it drops or shortens the last batch of an epoch.
-    """
-    if n < 1 or batch_size < 1:
-        raise ValueError(
-            f"n and batch_size must be at least 1, got n={n} (the number of rows), batch_size={batch_size}"
-        )
-    if step < 0:
-        raise ValueError(f"step must be >= 0, got {step}")
-    positions = range(step * batch_size, (step + 1) * batch_size)
-    return [_order(n, seed, position // n)[position % n] for position in positions]
-
-
-def batches(n: int, *, batch_size: int, seed: int, start_step: int = 0) -> Iterator[list[int]]:
-    """`batch_indices` for start_step, start_step + 1, ... without end."""
-    batch_indices(n, batch_size=batch_size, seed=seed, step=start_step)
-    return (batch_indices(n, batch_size=batch_size, seed=seed, step=step) for step in itertools.count(start_step))
-
-
-@lru_cache(maxsize=4)
-def _order(n: int, seed: int, epoch: int) -> tuple[int, ...]:
-    uniform = random.Random(f"{seed}/{epoch}").random
-    keys = [uniform() for _ in range(n)]
-    return tuple(sorted(range(n), key=keys.__getitem__))
 
 
 def _from_file(path: Path, limit: int | None) -> list[tuple[str, Row]]:

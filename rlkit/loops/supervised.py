@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rlkit.data.load import batches
+from rlkit.data.order import batches
 from rlkit.loops import saving, verbs
 from rlkit.metrics import Metrics, finalize, merge
 from rlkit.parallel.data import reduce_metrics

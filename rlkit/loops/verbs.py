@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlkit.data.load import batch_indices
+from rlkit.data.order import batch_indices
 from rlkit.loops.run import Run
 from rlkit.losses import k3, ratio_stats
 from rlkit.metrics import Metrics, largest, mean, merge

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.data.load import batch_indices, batches, epoch_order, load_rows
+from rlkit.data.load import load_rows
 
 CELL = st.characters(exclude_categories=["Cs"])
 
@@ -219,50 +219,6 @@ def test_what_is_wrong_with_a_csv_file_is_said_with_its_line(tmp_path, text, mes
         load_rows(write(tmp_path / "bad.csv", text))
 
 
-@settings(max_examples=25, deadline=None)
-@given(n=st.integers(1, 9), batch_size=st.integers(1, 20), seed=st.integers(0, 2**40), start=st.integers(0, 30))
-def test_batches_are_slices_of_the_stream_of_epochs(n, batch_size, seed, start):
-    stop = (start + 3) * batch_size
-    stream = [i for epoch in range(stop // n + 1) for i in epoch_order(n, seed=seed, epoch=epoch)]
-    for epoch in range(stop // n + 1):
-        assert sorted(stream[epoch * n : (epoch + 1) * n]) == list(range(n))
-    iterator = batches(n, batch_size=batch_size, seed=seed, start_step=start)
-    for step in range(start, start + 3):
-        expected = stream[step * batch_size : (step + 1) * batch_size]
-        assert next(iterator) == expected == batch_indices(n, batch_size=batch_size, seed=seed, step=step)
-
-
-def test_the_order_is_fixed_forever_and_changes_with_seed_and_epoch():
-    assert epoch_order(8, seed=0, epoch=0) == [0, 3, 7, 4, 1, 5, 2, 6]
-    orders = [epoch_order(50, seed=s, epoch=e) for s in range(4) for e in range(4)]
-    assert len({tuple(o) for o in orders}) == 16
-    # seed 1 in epoch 2 and seed 12 in epoch 0, e.g., share no stream: the pair is keyed, not its sum or its digits
-    assert epoch_order(50, seed=1, epoch=23) != epoch_order(50, seed=12, epoch=3)
-
-
-def test_the_order_is_uniform():
-    counts = [[0] * 4 for _ in range(4)]
-    for epoch in range(4000):
-        for place, row in enumerate(epoch_order(4, seed=7, epoch=epoch)):
-            counts[row][place] += 1
-    chi2 = sum((c - 1000) ** 2 / 1000 for row in counts for c in row)
-    assert chi2 < 30  # 9 degrees of freedom: 30 is exceeded once in 2000
-
-
-def test_what_epoch_order_returns_is_the_callers_own():
-    epoch_order(5, seed=3, epoch=0).reverse()
-    assert sorted(epoch_order(5, seed=3, epoch=0)) == list(range(5))
-    first = epoch_order(5, seed=3, epoch=0)
-    first[0] = 99
-    assert 99 not in epoch_order(5, seed=3, epoch=0)
-
-
-def test_bad_arguments_fail_at_the_call():
-    with pytest.raises(ValueError, match="n must be at least 1"):
-        epoch_order(0, seed=0, epoch=0)
-    with pytest.raises(ValueError, match="batch_size=0"):
-        batches(3, batch_size=0, seed=0)
-    with pytest.raises(ValueError, match="step must be >= 0, got -1"):
-        batches(3, batch_size=1, seed=0, start_step=-1)
+def test_no_rows_are_not_asked_for():
     with pytest.raises(ValueError, match="limit must be at least 1"):
         load_rows("x.jsonl", limit=0)
