@@ -46,7 +46,7 @@ def main(args: Args) -> Path:
     from rlkit.data.chat import check_same_tokens
     from rlkit.data.pairs import preference_pairs
     from rlkit.loops.dpo import dpo
-    from rlkit.parallel.launch import load_policy
+    from rlkit.parallel.launch import load_policy, reference_of
 
     loss, reduce, needs_reference = loss_of(args)
     tokenizer, pairs, held_out, options = shared.prepared(args, preference_pairs)
@@ -54,9 +54,7 @@ def main(args: Args) -> Path:
         check_same_tokens(tokenizer, args.reference)
     load = partial(load_policy, args=args.parallel, device=args.device, dtype=args.dtype)
     model = load(args.model, lora_rank=args.lora_rank)
-    reference = None
-    if needs_reference:
-        reference = model if args.lora_rank and args.reference is None else load(args.reference or args.model)
+    reference = reference_of(model, args.reference, path=args.model, load=load) if needs_reference else None
     how = {"reference": reference, "loss": loss, "reduce": reduce, "sft_coef": args.sft_coef}
     return dpo(model, tokenizer, pairs, eval_pairs=held_out, **how, **options)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -151,7 +151,7 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
 
     from rlkit.data.chat import check_same_tokens, stop_token_ids
     from rlkit.loops.run import keep_args
-    from rlkit.parallel.launch import load_policy
+    from rlkit.parallel.launch import load_policy, reference_of
     from rlkit.parallel.model import check_path
     from rlkit.parallel.optim import schedule
     from rlkit.types import SamplingParams
@@ -170,6 +170,7 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
     model = load(args.model, lora_rank=args.lora_rank)
     check_lengths(args, prompts + eval_prompts, model.config.get_text_config())
     ends = stop_token_ids(tokenizer, model.config, model.generation_config) if args.chat_template else ()
+    has_reference = args.kl_coef or args.eval_kl
     return (
         model,
         tokenizer,
@@ -189,7 +190,7 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
             "num_epochs": args.epochs,
             "clip_low": args.clip_low,
             "clip_high": args.clip_high,
-            "reference": reference_model(args, model, load),
+            "reference": reference_of(model, args.reference, path=args.model, load=load) if has_reference else None,
             "kl_coef": args.kl_coef,
             "entropy_coef": args.entropy_coef,
             "lr_at": schedule(args.lr_schedule, lr=args.lr, num_steps=args.steps, warmup_steps=args.warmup_steps),
@@ -206,13 +207,6 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
             **algorithm(args),
         },
     )
-
-
-def reference_model(args: Args, model: Any, load: Callable[..., Any]) -> Any:
-    """The second model, `model` itself where it has an adapter to leave out, or None where no KL is asked for."""
-    if not (args.kl_coef or args.eval_kl):
-        return None
-    return model if args.lora_rank and args.reference is None else load(args.reference or args.model)
 
 
 def algorithm(args: Args) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rlkit.parallel.flags import ParallelArgs
 from rlkit.parallel.heads import load_reward_model, load_value_model
-from rlkit.parallel.lora import add_lora
+from rlkit.parallel.lora import adapters, add_lora
 from rlkit.parallel.mesh import Mesh, make_mesh, start
 from rlkit.parallel.model import DTYPES, load_model
 from rlkit.parallel.parallelize import load_parallel, parallelize
@@ -41,6 +41,11 @@ def load_policy(
     if mesh is None:
         return load_model(path, device=device)
     return load_parallel(path, mesh, **_options(args, dtype))
+
+
+def reference_of(model: Any, given: str | None, *, path: str, load: Callable[..., Any]) -> Any:
+    """The model at `given`, or what `model` was when it came from `path`: with LoRA, `model` without its adapter."""
+    return model if given is None and adapters(model) else load(given or path)
 
 
 def load_judge(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
