@@ -7,7 +7,8 @@ sync: an optimizer step is seen by the next token. Tokens in, tokens out.
     completion = await engine.generate(prompt_ids, params=SamplingParams(max_new_tokens=64, stop_token_ids=(2,)))
 
 Differs from HF `generate`: requests come and go one by one instead of waiting for the longest row of a static batch,
-equal prompts are forwarded once, log-probs are returned, and a request's noise does not depend on its neighbours.
+equal prompts that run at once are forwarded once, log-probs are returned, and a request's noise does not depend on its
+neighbours.
 Differs from SGLang (`rlkit.rollout.sglang`): same contract, one process, no paged cache, no prefix cache beyond
 equal prompts in flight.
 """
@@ -17,15 +18,15 @@ from __future__ import annotations
 import asyncio
 import random
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from rlkit.rollout.backends import context_limit, model_eos, pick_decoder
-from rlkit.rollout.rows import Queue, Request, Rows, heirs, runs
+from rlkit.rollout.rows import Request, Rows, runs
 from rlkit.rollout.sampling import sample, uniforms
 from rlkit.rollout.stopping import StopStrings
 from rlkit.types import Completion, SamplingParams
@@ -90,9 +91,7 @@ class LocalEngine:
     async def __aenter__(self) -> LocalEngine:
         return self
 
-    async def __aexit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property
@@ -114,7 +113,7 @@ class LocalEngine:
         request = self._request(prompt_ids, params, rid)
         self._ensure_driver()
         self._rids[request.rid] = request
-        self._waiting.push(request)
+        self._waiting.append(request)
         try:
             return await request.future
         except asyncio.CancelledError:
@@ -214,7 +213,8 @@ class LocalEngine:
             raise
 
     def _clear(self) -> None:
-        self._rows, self._waiting = Rows(self.max_batch), Queue()
+        self._rows = Rows(self.max_batch)
+        self._waiting = deque[Request]()
         self._rids: dict[str, Request] = {}
         self._decoder.release()
 
@@ -252,8 +252,9 @@ class LocalEngine:
         new: list[Request] = []
         copies: list[tuple[Request, Request]] = []
         for _ in range(min(free, len(self._waiting))):
-            request = self._waiting.pop()
-            self._start(request, len(self._rows))
+            request = self._waiting.popleft()
+            request.epoch, request.versions = self._epoch, [(0, self.version)]
+            self._rows.add(request)
             source = cached.setdefault(request.key, request)
             if source is not request:
                 copies.append((source, request))
@@ -269,20 +270,12 @@ class LocalEngine:
     def _retire(self, finished: Sequence[tuple[int, Any]]) -> None:
         if not finished:
             return
-        taken_over = heirs(self._rows, self._waiting, [slot for slot, _ in finished], epoch=self._epoch)
         for slot, reason in finished:
             self._rids.pop(self._rows.requests[slot].rid, None)
             self._rows.complete(slot, reason)
-        for slot, heir in taken_over.items():
-            self._waiting.remove(heir)
-            self._start(heir, slot)
-        sources, targets = self._rows.remove([slot for slot, _ in finished if slot not in taken_over])
+        sources, targets = self._rows.remove([slot for slot, _ in finished])
         if sources:
             self._decoder.copy(sources, targets, int(self._rows.position[targets].max()))
-
-    def _start(self, request: Request, slot: int) -> None:
-        request.epoch, request.versions = self._epoch, [(0, self.version)]
-        self._rows.put(request, slot)
 
     def _to(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

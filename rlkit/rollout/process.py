@@ -19,7 +19,6 @@ import socket
 from collections.abc import Iterable, Sequence
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -88,9 +87,7 @@ class ProcessEngine:
     async def __aenter__(self) -> ProcessEngine:
         return self
 
-    async def __aexit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,42 +42,6 @@ class Request:
         self.future.set_result(Completion(ids=ids, logp=logp, versions=versions, finish_reason=reason))
 
 
-class Queue:
-    """Requests that wait for a row, in order of arrival, and how many there are of each prompt."""
-
-    def __init__(self) -> None:
-        self._requests: deque[Request] = deque()
-        self._of_prompt: Counter[bytes] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def push(self, request: Request) -> None:
-        """Add to the end."""
-        self._requests.append(request)
-        self._of_prompt[request.key] += 1
-
-    def pop(self) -> Request:
-        """Take the first."""
-        request = self._requests[0]
-        self.remove(request)
-        return request
-
-    def remove(self, request: Request) -> None:
-        """Take this one, wherever it stands."""
-        self._requests.remove(request)
-        self._of_prompt[request.key] -= 1
-        if not self._of_prompt[request.key]:
-            del self._of_prompt[request.key]
-
-    def twin(self, request: Request) -> Request | None:
-        """The first that waits with the same prompt."""
-        return next(r for r in self if r.key == request.key) if self._of_prompt[request.key] else None
-
-
 class Rows:
     """Per slot: the token to read next, its position, how to sample, when to stop, and what was sampled so far."""
 
@@ -99,10 +62,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def put(self, request: Request, slot: int) -> None:
-        """Give the request a slot, that of a completed one or the next; the last token of its prompt is read first."""
-        request.slot = slot
-        self.requests[slot : slot + 1] = [request]
+    def add(self, request: Request) -> None:
+        """Give the request the next slot; the last token of its prompt is read first."""
+        slot = request.slot = len(self.requests)
+        self.requests.append(request)
         params, length = request.params, len(request.prompt)
         self.token[slot], self.position[slot], self.seed[slot] = request.prompt[-1], length - 1, request.seed
         self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
@@ -155,21 +118,6 @@ class Rows:
     def _arrays(self) -> tuple[np.ndarray, ...]:
         sampling = (self.seed, self.temperature, self.top_p, self.top_k)
         return (self.token, self.position, *sampling, self._start, self._end, self._stops, self._ids, self._logp)
-
-
-def heirs(rows: Rows, queue: Queue, gone: Sequence[int], *, epoch: int) -> dict[int, Request]:
-    """Waiting twins of finished requests, of prompts that no row would hold any more: each takes over a slot, and with
-    it the prompt's keys and values."""
-    if not len(queue):
-        return {}
-    held = {r.key for r in rows.requests if r.epoch == epoch and r.slot not in gone}
-    taken_over: dict[int, Request] = {}
-    for slot in gone:
-        request = rows.requests[slot]
-        if request.epoch == epoch and request.key not in held and (twin := queue.twin(request)):
-            taken_over[slot] = twin
-            held.add(request.key)
-    return taken_over
 
 
 def runs(requests: Sequence[Request], *, max_tokens: int = 8192) -> list[list[Request]]:

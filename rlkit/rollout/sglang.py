@@ -17,7 +17,6 @@ import itertools
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal
 
 from rlkit.rollout._http import Http, ReplicaError
@@ -126,9 +125,7 @@ class SGLang:
             raise
         return self
 
-    async def __aexit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:

@@ -26,7 +26,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from rlkit.rollout.journal import Journal
@@ -132,9 +131,7 @@ class GroupStream:
             self._start(entry)
         return self
 
-    async def __aexit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._closed = True
         try:
             with suppress(Exception):  # of an engine that has died or hangs nothing can be saved
