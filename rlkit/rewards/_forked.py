@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -88,9 +89,17 @@ class Server:
         self._socket = self._process = None
 
 
-def end_of(control: socket.socket, timeout_s: float | None = None) -> dict[str, Any]:
+def readable(sockets: Sequence[socket.socket], timeout_s: float) -> bool:
+    """Whether one of these can be read before the time is up, of whatever number its fd is (`select` knows 1024)."""
+    poll = select.poll()
+    for each in sockets:
+        poll.register(each, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1e3))
+
+
+def end_of(control: socket.socket, timeout_s: float) -> dict[str, Any]:
     """How a child ended, as its server tells; a `ServerError` where it could not begin or the server is gone."""
-    if not select.select([control], [], [], timeout_s)[0]:
+    if not readable([control], timeout_s):
         raise ServerError("the server does not say how the child ended")
     message = control.recv(1 << 16)
     if not message:

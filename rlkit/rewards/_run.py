@@ -1,47 +1,95 @@
-"""Run the calls of a reward function, each under its deadline: concurrently if async, else one by one in a thread."""
+"""Deadlines and turns: a reward function's calls, each under its own deadline, and waits that do not count."""
 
 from __future__ import annotations
 
 import _thread
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from contextvars import ContextVar
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-_LIMIT: ContextVar[asyncio.Timeout | None] = ContextVar("limit", default=None)  # of the async call that is running
-_TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+T = TypeVar("T")
+_IN_THREAD = "; write a function that waits for a server as `async def`. The hanging call goes on in its thread"
 
 
 class TimedOut(Exception):
-    """A call did not return in time (not the same as a TimeoutError that the call itself raised)."""
+    """A call did not return in time (not the same as a TimeoutError that it raised itself). Arguments: cause, fix."""
 
 
-_waiting: WeakKeyDictionary[asyncio.Timeout, tuple[int, float]] = WeakKeyDictionary()  # how many wait; seconds left
+class _Clock:
+    """The deadline of one async call. It stands still while `num_waiting` is positive."""
+
+    def __init__(self, limit: asyncio.Timeout) -> None:
+        self.limit, self.num_waiting, self.left_s = limit, 0, 0.0
+
+
+_clock: ContextVar[_Clock | None] = ContextVar("clock", default=None)  # of the async call that is running
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]] = WeakKeyDictionary()
 
 
 @asynccontextmanager
 async def off_the_clock() -> AsyncIterator[None]:
     """Stop the deadline of the async call that this runs in: for what waits for its turn, or has limits of its own."""
-    limit = _LIMIT.get()
-    when = limit.when() if limit else None
-    if limit is None or (when is None and limit not in _waiting):
+    clock = _clock.get()
+    if clock is None:
         yield
         return
     now = asyncio.get_running_loop().time
-    num, left = _waiting.get(limit, (0, (when or 0.0) - now()))
-    _waiting[limit] = num + 1, left
-    limit.reschedule(None)
+    with suppress(RuntimeError):  # the call has ended already, and this is what it left behind
+        if clock.num_waiting == 0:
+            clock.left_s = (clock.limit.when() or 0.0) - now()
+            clock.limit.reschedule(None)
+    clock.num_waiting += 1
     try:
         yield
     finally:
-        num, left = _waiting.pop(limit)
-        if num > 1:
-            _waiting[limit] = num - 1, left
-        else:
-            limit.reschedule(now() + left)
+        clock.num_waiting -= 1
+        with suppress(RuntimeError):
+            if clock.num_waiting == 0:
+                clock.limit.reschedule(now() + clock.left_s)
+
+
+@asynccontextmanager
+async def turn(what: str, num: int) -> AsyncIterator[None]:
+    """Be one of at most `num` who do `what` at a time in this event loop; the wait for it is off the clock."""
+    turns = _turns.setdefault(asyncio.get_running_loop(), {})
+    free = turns.setdefault((what, num), asyncio.Semaphore(num))
+    async with off_the_clock():
+        await free.acquire()
+    try:
+        yield
+    finally:
+        free.release()
+
+
+def a_core() -> AbstractAsyncContextManager[None]:
+    """A turn for work that keeps a core busy."""
+    return turn("work on a core", _num_cores())
+
+
+async def in_thread(work: Callable[[], T], *, cancel: Callable[[], None]) -> T:
+    """What blocking work returns. When the task that waits for it is cancelled, `cancel` makes the work end soon."""
+    try:
+        return await asyncio.get_running_loop().run_in_executor(_threads(os.getpid()), work)
+    except asyncio.CancelledError:
+        cancel()
+        raise
+
+
+@cache
+def _threads(_process: int) -> ThreadPoolExecutor:
+    """A pool of this process: a forked one inherits no threads."""
+    return ThreadPoolExecutor(_num_cores(), thread_name_prefix="rlkit-rewards")
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 async def run_async(calls: Sequence[Callable[[], Any]], timeout_s: float) -> list[Any]:
@@ -51,11 +99,11 @@ async def run_async(calls: Sequence[Callable[[], Any]], timeout_s: float) -> lis
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
-                _LIMIT.set(limit)
+                _clock.set(_Clock(limit))
                 return await call()
         except TimeoutError as error:
             if limit.expired():
-                raise TimedOut from error
+                raise _timed_out(timeout_s) from error
             raise
 
     return await asyncio.gather(*map(one, calls), return_exceptions=True)
@@ -66,58 +114,53 @@ async def run_in_thread(calls: Sequence[Callable[[], Any]], timeout_s: float, *,
 
     Ends after the first exception, unless `go_on`. After a timeout that goes on in a new thread.
     """
-    loop = asyncio.get_running_loop()
-    async with _TURNS.setdefault(loop, asyncio.Lock()):
-        results: list[Any] = []
+    results: list[Any] = []
+    async with turn("call a sync function", 1):
         while len(results) < len(calls):
-            results += await _in_one_thread(calls[len(results) :], timeout_s, go_on, loop)
+            results += await _in_one_thread(calls[len(results) :], timeout_s, go_on)
             if not go_on and isinstance(results[-1], BaseException):
                 break
-        return results
+    return results
 
 
-async def _in_one_thread(
-    calls: Sequence[Callable[[], Any]], timeout_s: float, go_on: bool, loop: asyncio.AbstractEventLoop
-) -> list[Any]:
+async def _in_one_thread(calls: Sequence[Callable[[], Any]], timeout_s: float, go_on: bool) -> list[Any]:
     """Results up to the first call that hangs, or, unless `go_on`, that fails."""
-    worker = _Worker(calls, go_on, loop)
-    _thread.start_new_thread(worker.run, ())  # does not wait until it runs, as Thread.start does: 0.3 ms a call
-    try:
-        while True:
-            position, started = worker.current
-            await asyncio.wait([worker.finished], timeout=max(0.0, started + timeout_s - time.monotonic()))
-            if worker.finished.done():
-                return worker.results
-            if worker.current == (position, started) and time.monotonic() >= started + timeout_s:
-                return [*worker.results[:position], TimedOut()]
-    finally:
-        worker.stop = True
+    loop = asyncio.get_running_loop()
+    finished: asyncio.Future[None] = loop.create_future()
+    results: list[Any] = []
+    current = (0, time.monotonic())  # position and start of the call that is running: one assignment, hence atomic
 
-
-class _Worker:
-    """State that the thread writes and the event loop reads; each is one assignment, hence atomic."""
-
-    def __init__(self, calls: Sequence[Callable[[], Any]], go_on: bool, loop: asyncio.AbstractEventLoop) -> None:
-        self.calls, self.go_on, self.loop = calls, go_on, loop
-        self.finished: asyncio.Future[None] = loop.create_future()
-        self.current = (0, time.monotonic())
-        self.results: list[Any] = []
-        self.stop = False
-
-    def run(self) -> None:
-        for position, call in enumerate(self.calls):
-            if self.stop:
+    def work() -> None:
+        nonlocal current
+        for position, call in enumerate(calls):
+            if finished.done():  # nobody waits for the rest
                 return
-            self.current = (position, time.monotonic())
+            current = (position, time.monotonic())
             try:
-                self.results.append(call())
+                results.append(call())
             except BaseException as error:  # SystemExit, too, must not end the thread without a word
-                self.results.append(error)
-                if not self.go_on:
+                results.append(error)
+                if not go_on:
                     break
         with suppress(RuntimeError):  # the loop was closed while the call was hanging
-            self.loop.call_soon_threadsafe(self._finish)
+            loop.call_soon_threadsafe(finish)
 
-    def _finish(self) -> None:
-        if not self.finished.done():
-            self.finished.set_result(None)
+    def finish() -> None:
+        if not finished.done():
+            finished.set_result(None)
+
+    _thread.start_new_thread(work, ())  # does not wait until it runs, as Thread.start does: 0.3 ms a call
+    try:
+        while True:
+            position, started = current
+            await asyncio.wait([finished], timeout=max(0.0, started + timeout_s - time.monotonic()))
+            if finished.done():
+                return results
+            if current == (position, started) and time.monotonic() >= started + timeout_s:
+                return [*results[:position], _timed_out(timeout_s, _IN_THREAD)]
+    finally:
+        finished.cancel()
+
+
+def _timed_out(timeout_s: float, hint: str = "") -> TimedOut:
+    return TimedOut(f"no result after {timeout_s:g} s", f"make it faster or raise timeout_s (--reward-timeout){hint}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlkit.rewards._run import TimedOut, run_async, run_in_thread
 
@@ -96,38 +96,39 @@ async def _results(
         raise ValueError(f"timeout_s must be positive, got {timeout_s}")
     if not samples:
         return []
-    form = _form(function, samples)
-    calls = _calls(function, form, samples)
-    values = await (run_async(calls, timeout_s) if form.is_async else run_in_thread(calls, timeout_s, go_on=go_on))
-    if form.batched:
-        values = _one_each(function, values[0], samples, timeout_s, form.is_async)
+    batched, calls = _calls(function, samples)
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    values = await (run_async(calls, timeout_s) if is_async else run_in_thread(calls, timeout_s, go_on=go_on))
+    if batched:
+        values = _one_each(function, values[0], len(samples))
     return [
-        _failed(function, value, sample, timeout_s, form.is_async)
-        if isinstance(value, BaseException)
-        else _reward(function, value, sample)
+        _failed(function, value, sample) if isinstance(value, BaseException) else _reward(function, value, sample)
         for value, sample in zip(values, samples)
     ]
 
 
-class _Form(NamedTuple):
-    batched: bool
-    is_async: bool
-    extra: tuple[str, ...]
+def _calls(function: Callable[..., Any], samples: Sequence[Sample]) -> tuple[bool, list[Callable[[], Any]]]:
+    """Whether the function takes all samples at once, and its one call, or its call for each sample."""
+    known = [{"index": sample.index, **sample.extra} for sample in samples]
+    leading, names = _parameters(function, set(known[0]).intersection(*known))
+    if leading == "completions":
+        extra = {name: [sample[name] for sample in known] for name in names}
+        return True, [partial(function, [s.completion for s in samples], [s.row for s in samples], **extra)]
+    return False, [partial(function, s.completion, s.row, **{n: k[n] for n in names}) for s, k in zip(samples, known)]
 
 
-def _form(function: Callable[..., Any], samples: Sequence[Sample]) -> _Form:
-    """How the function is to be called, from its signature."""
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+def _parameters(function: Callable[..., Any], available: set[str]) -> tuple[str, list[str]]:
+    """The name of the first parameter, and which of the `available` names the function asks for."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some functions written in C have no signature
-        return _Form(False, is_async, ())
+        return "", []
+    kinds = {p.kind for p in parameters}
     leading = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
-    if len(leading) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    if len(leading) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
         raise TypeError(
             f"{_name(function)} must take (completion, row) or (completions, rows), got {inspect.signature(function)}"
         )
-    available = {"index"}.union(set(samples[0].extra).intersection(*(s.extra for s in samples)))
     further = [p for p in parameters if p not in leading and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     missing = [p.name for p in further if p.name not in available and p.default is p.empty]
     if missing:
@@ -135,32 +136,17 @@ def _form(function: Callable[..., Any], samples: Sequence[Sample]) -> _Form:
             f"{_name(function)} asks for {missing}, which the samples do not have; after (completion, row) it may ask "
             f"for {sorted(available)}; columns of the data are in `row`"
         )
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    extra = [p.name for p in further if p.name in available]
-    if takes_all:
-        extra = sorted({*extra, *available} - ({"index"} - set(extra)))
-    return _Form(bool(leading) and leading[0].name == "completions", is_async, tuple(extra))
+    names = available.intersection(p.name for p in further)
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        names |= available - {"index"}
+    return leading[0].name if leading else "", sorted(names)
 
 
-def _calls(function: Callable[..., Any], form: _Form, samples: Sequence[Sample]) -> list[Callable[[], Any]]:
-    if form.batched:
-        extra = {name: [_extra(s, name) for s in samples] for name in form.extra}
-        return [partial(function, [s.completion for s in samples], [s.row for s in samples], **extra)]
-    return [partial(function, s.completion, s.row, **{name: _extra(s, name) for name in form.extra}) for s in samples]
-
-
-def _extra(sample: Sample, name: str) -> Any:
-    return sample.extra.get(name, sample.index)
-
-
-def _one_each(
-    function: Callable[..., Any], values: Any, samples: Sequence[Sample], timeout_s: float, is_async: bool
-) -> list[Any]:
+def _one_each(function: Callable[..., Any], values: Any, num: int) -> list[Any]:
     """The results of a batched call, as many as there are samples; what concerns the whole batch, for each."""
-    num = len(samples)
     fix = f"return a list of {num} numbers or dicts, one for each completion, in their order"
     if isinstance(values, BaseException):
-        return [_failed(function, values, None, timeout_s, is_async)] * num
+        return [_failed(function, values, None)] * num
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__") or getattr(values, "shape", None) == ():
         return [_error(function, f"returned {_show(values)} for a batch", fix, None)] * num
     if len(values) != num:
@@ -168,12 +154,10 @@ def _one_each(
     return list(values)
 
 
-def _failed(
-    function: Callable[..., Any], error: BaseException, sample: Sample | None, timeout_s: float, is_async: bool
-) -> RewardError:
+def _failed(function: Callable[..., Any], error: BaseException, sample: Sample | None) -> RewardError:
     if isinstance(error, RewardError):
         return error
-    cause, fix = _explain(error, timeout_s, is_async)
+    cause, fix = _explain(error)
     failed = _error(function, cause, fix, sample)
     failed.__cause__ = error
     return failed
@@ -211,21 +195,16 @@ def _number(function: Callable[..., Any], value: Any, sample: Sample, place: str
     return number
 
 
-def _explain(error: BaseException, timeout_s: float, is_async: bool) -> tuple[str, str]:
+def _explain(error: BaseException) -> tuple[str, str]:
     """Cause and fix of a call that did not return."""
     if isinstance(error, TimedOut):
-        fix = "make it faster or raise timeout_s (--reward-timeout)"
-        if not is_async:
-            fix += "; write a function that waits for a server as `async def`. The hanging call goes on in its thread"
-        return f"no result after {timeout_s:g} s", fix
+        return error.args[0], error.args[1]
     cause = f"{type(error).__name__}: {error}"
     if frames := traceback.extract_tb(error.__traceback__):
         cause += f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
     if "signal only works in main thread" in str(error):
-        return (
-            cause,
-            "switch its own alarm off (math_verify: timeout_seconds=None, parsing_timeout=None); timeout_s is there",
-        )
+        fix = "switch its own alarm off (math_verify: timeout_seconds=None, parsing_timeout=None); timeout_s is there"
+        return cause, fix
     return cause, (
         "handle it in the function: return what such an answer is worth; or let a share of the samples fail, as a "
         "server may: max_failed (--reward-max-failed)"

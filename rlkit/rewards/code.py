@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlkit.rewards._run import a_core, in_thread
 from rlkit.rewards.extract import last_code_block
-from rlkit.rewards.sandbox import SLOTS, Child, Limits, Ran, run_program
+from rlkit.rewards.sandbox import Child, Limits, Ran, run_program
 
 _MARGIN_S = 5.0  # the tests' process outlives the solution's, to say what became of the rest
 _GONE = "the solution's process ended"  # as `_worker/rpc_tests.py` says it
@@ -95,7 +96,8 @@ async def assert_tests(
     if source is None:
         return _verdict(["no closed ```python block"], len(tests), all_or_nothing)
     pair = _Pair(source, tests, limits, packages)
-    reasons, ran = await SLOTS.run(pair.run, cancel=pair.cancel)
+    async with a_core():
+        reasons, ran = await in_thread(pair.run, cancel=pair.cancel)
     if _GONE in reasons and ran.reason not in ("", "cancelled"):
         reasons[reasons.index(_GONE)] = ran.reason
     return _verdict(reasons, len(tests), all_or_nothing)

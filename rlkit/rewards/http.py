@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from rlkit.rewards._run import off_the_clock
+from rlkit.rewards._run import turn
 
 if TYPE_CHECKING:
     import aiohttp
@@ -46,7 +46,7 @@ async def post_json(
     wait for one's turn does not count against a reward's deadline. Asking a judge twice does no harm; do not use this
     for requests that change something.
     """
-    async with _session() as (session, turns), _turn(turns, url, concurrency):
+    async with _session() as session, turn(url, concurrency):
         for attempt in range(retries + 1):
             try:
                 return await _once(session, url, body, headers, timeout_s)
@@ -95,17 +95,15 @@ async def _once(
 class _Client:
     """An event loop's connections, open while somebody uses them."""
 
-    def __init__(self) -> None:
-        self.num_users = 0
-        self.session: aiohttp.ClientSession | None = None
-        self.turns: dict[tuple[str, int], asyncio.Semaphore] = {}
+    num_users = 0
+    session: aiohttp.ClientSession | None = None
 
 
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, _Client] = WeakKeyDictionary()
 
 
 @asynccontextmanager
-async def _session() -> AsyncIterator[tuple[aiohttp.ClientSession, dict[tuple[str, int], asyncio.Semaphore]]]:
+async def _session() -> AsyncIterator[aiohttp.ClientSession]:
     """The loop's session. It is closed when its last user leaves, so that nothing stays open between batches."""
     try:
         import aiohttp
@@ -116,21 +114,9 @@ async def _session() -> AsyncIterator[tuple[aiohttp.ClientSession, dict[tuple[st
         client.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
     client.num_users += 1
     try:
-        yield client.session, client.turns
+        yield client.session
     finally:
         client.num_users -= 1
         if client.num_users == 0:
             session, client.session = client.session, None
-            client.turns.clear()
             await session.close()
-
-
-@asynccontextmanager
-async def _turn(turns: dict[tuple[str, int], asyncio.Semaphore], url: str, concurrency: int) -> AsyncIterator[None]:
-    turn = turns.setdefault((url, concurrency), asyncio.Semaphore(concurrency))
-    async with off_the_clock():
-        await turn.acquire()
-    try:
-        yield
-    finally:
-        turn.release()

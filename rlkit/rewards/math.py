@@ -13,18 +13,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import socket
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
-from rlkit.rewards._forked import Server, ServerError, end_of
-from rlkit.rewards._slots import Slots, num_cores
+from rlkit.rewards._forked import Server, ServerError, end_of, readable
+from rlkit.rewards._run import a_core, in_thread
 from rlkit.rewards.extract import last_boxed, last_tag
 
 _SERVER = Server("mathd", flags=(), environment=dict(os.environ))
-_SLOTS = Slots(num_cores(), "rlkit-math")
 _MEMORY_BYTES = 2 << 30
 _MAX_BYTES = 100_000  # of a question
 _AROUND = re.compile(r"\\(?:text)?color\{\w+\}|(?:\\[ ,;:!]?|~|\s)+$|(?<=[\w})\]])\.$")  # at the end: space, a stop
@@ -84,11 +83,18 @@ async def equal(gold: str, answer: str, *, search: bool = False, timeout_s: floa
     Limits: equal texts are equal without asking. Not symmetric (a gold `x = 5` equals 5), and letters are variables:
     `ab` equals `ba`. Floats are rounded to 6 decimals.
     """
-    gold = _bare(gold)
-    if not search and gold and gold == _bare(answer):
+    gold, answer = _bare(gold), answer if search else _bare(answer)
+    if not search and gold and gold == answer:
         return Verdict(True, True, "")
-    question = _Question(gold, answer if search else _bare(answer), search, timeout_s)
-    return await _SLOTS.run(question.ask, cancel=question.cancel)
+    question = json.dumps({"gold": gold, "answer": answer, "search": search}).encode()
+    if len(question) > _MAX_BYTES:
+        return Verdict(False, True, f"an answer of {len(question)} bytes")
+    async with a_core():
+        worker = _idle_worker()
+        verdict = await in_thread(partial(worker.ask, question, gold, timeout_s), cancel=worker.cancel)
+        if verdict.decided:
+            _idle.append(worker)
+    return verdict
 
 
 async def _judged(
@@ -113,85 +119,80 @@ def _bare(text: str) -> str:
     return _AROUND.sub("", text)
 
 
+class _NoReply(Exception):
+    """A worker does not reply; the text says why."""
+
+
 class _Worker:
     """A forked process with math-verify loaded."""
 
     def __init__(self) -> None:
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MAX_BYTES)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MAX_BYTES)
         with theirs:
-            self.control = _SERVER.begin({"memory_bytes": _MEMORY_BYTES}, [theirs.fileno()])
-        self.owner = os.getpid()
+            self._control = _SERVER.begin({"memory_bytes": _MEMORY_BYTES}, [theirs.fileno()])
+        self._owner = os.getpid()
 
     def alive(self) -> bool:
         """Whether this process may ask it: it has not ended, and was not started before a fork."""
-        return self.owner == os.getpid() and not select.select([self.control, self.socket], [], [], 0)[0]
+        return self._owner == os.getpid() and not readable([self._control, self._socket], 0)
 
-    def kill(self) -> None:
-        self.control.close()
-        self.socket.close()
+    def cancel(self) -> None:
+        """Have it killed, so that `ask` ends soon. Thread-safe."""
+        with suppress(OSError):
+            self._control.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """End it. Not while it is asked."""
+        self._control.close()
+        self._socket.close()
+
+    def ask(self, question: bytes, gold: str, timeout_s: float) -> Verdict:
+        """Its verdict. It can be asked again if that is decided, and is closed otherwise."""
+        try:
+            with suppress(ConnectionError):  # what became of it is asked below
+                self._socket.send(question)
+            self._read_gold(gold, timeout_s)
+            try:
+                found = self._reply(timeout_s)
+            except _NoReply as why:
+                self.close()
+                return Verdict(False, False, str(why))
+        except BaseException:
+            self.close()
+            raise
+        reason = "a wrong answer" if found["parsed"] else "math-verify finds no answer"
+        return Verdict(found["equal"], True, "" if found["equal"] else reason)
+
+    def _read_gold(self, gold: str, timeout_s: float) -> None:
+        try:
+            if not self._reply(timeout_s)["gold"]:
+                raise _NoReply("there is no mathematics in it")
+        except _NoReply as why:
+            raise ValueError(f"math-verify cannot read the gold answer {gold[:200]!r}: {why}") from None
+
+    def _reply(self, timeout_s: float) -> dict[str, Any]:
+        if not readable([self._socket], timeout_s):
+            raise _NoReply(f"timeout: undecided after {timeout_s:g} s")
+        with suppress(ConnectionError):
+            if reply := self._socket.recv(1 << 16):
+                answered: dict[str, Any] = json.loads(reply)
+                return answered
+        try:
+            end = end_of(self._control, 60)
+        except ServerError as error:
+            raise RuntimeError(f"math-verify cannot be used: {error}") from error
+        raise _NoReply(f"the worker died (exit code {end['code']}, limit {_MEMORY_BYTES >> 20} MiB)")
 
 
 _idle: deque[_Worker] = deque()
 
 
-def _worker() -> _Worker:
+def _idle_worker() -> _Worker:
     while _idle:
-        with suppress(IndexError):
+        with suppress(IndexError):  # another thread was faster
             worker = _idle.pop()
             if worker.alive():
                 return worker
-            worker.kill()
+            worker.close()
     return _Worker()
-
-
-class _Question:
-    """One comparison by a worker."""
-
-    def __init__(self, gold: str, answer: str, search: bool, timeout_s: float) -> None:
-        self._message = json.dumps({"gold": gold, "answer": answer, "search": search}).encode()
-        self._gold, self._timeout_s = gold, timeout_s
-        self._worker: _Worker | None = None
-
-    def cancel(self) -> None:
-        """Make `ask` end soon. Thread-safe."""
-        if self._worker is not None:
-            with suppress(OSError):
-                self._worker.control.shutdown(socket.SHUT_WR)
-
-    def ask(self) -> Verdict:
-        """Ask a worker, and give it back if it lives."""
-        if len(self._message) > _MAX_BYTES:
-            return Verdict(False, True, f"an answer of {len(self._message)} bytes")
-        worker = self._worker = _worker()
-        try:
-            with suppress(ConnectionError):  # what became of the worker is asked below
-                worker.socket.send(self._message)
-            about_gold = self._reply(worker)
-            if isinstance(about_gold, str) or not about_gold["gold"]:
-                why = about_gold if isinstance(about_gold, str) else "there is no mathematics in it"
-                raise ValueError(f"math-verify cannot read the gold answer {self._gold[:200]!r}: {why}")
-            found = self._reply(worker)
-        except BaseException:
-            worker.kill()
-            raise
-        if isinstance(found, str):
-            worker.kill()
-            return Verdict(False, False, found)
-        _idle.append(worker)
-        reason = "a wrong answer" if found["parsed"] else "math-verify finds no answer"
-        return Verdict(found["equal"], True, "" if found["equal"] else reason)
-
-    def _reply(self, worker: _Worker) -> dict[str, Any] | str:
-        """The next reply, or why there is none."""
-        if not select.select([worker.socket], [], [], self._timeout_s)[0]:
-            return f"timeout: undecided after {self._timeout_s:g} s"
-        with suppress(ConnectionError):
-            if reply := worker.socket.recv(1 << 16):
-                answered: dict[str, Any] = json.loads(reply)
-                return answered
-        try:
-            end = end_of(worker.control, 60)
-        except ServerError as error:
-            raise RuntimeError(f"math-verify cannot be used: {error}") from error
-        return f"the worker died (exit code {end['code']}, limit {_MEMORY_BYTES >> 20} MiB)"

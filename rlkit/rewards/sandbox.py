@@ -26,14 +26,13 @@ from functools import cache
 from typing import Any, Literal
 
 from rlkit.rewards._forked import Server, ServerError, end_of
-from rlkit.rewards._slots import Slots, num_cores
+from rlkit.rewards._run import a_core, in_thread
 
 _NEEDED = {
     name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME") if name in os.environ
 }  # by some Pythons
 _FLAGS, _ENVIRONMENT = ("-S", "-s"), {"PYTHONHASHSEED": "0", **_NEEDED}
 _SERVER = Server("sandboxd", flags=_FLAGS, environment=_ENVIRONMENT)
-SLOTS = Slots(num_cores(), "rlkit-sandbox")
 _ADD_SEALS, _ALL_SEALS = 1033, 0xF
 _STDERR_BYTES = 1 << 16
 
@@ -87,7 +86,8 @@ async def run_program(source: str, *, stdin: str = "", limits: Limits = Limits()
     Raises SandboxError where the sandbox cannot be set up, or a package cannot be imported in it.
     """
     child = Child("program", [stdin, None, None, source], limits, packages)
-    return await SLOTS.run(child.wait, cancel=child.cancel)
+    async with a_core():
+        return await in_thread(child.wait, cancel=child.cancel)
 
 
 def isolation() -> str:

@@ -1,6 +1,7 @@
 """The two ways of isolation, for the tests that must hold under both."""
 
 import os
+import resource
 from functools import cache
 
 import pytest
@@ -45,3 +46,15 @@ def isolation(request):
     if request.param == "bubblewrap":
         request.getfixturevalue("only_bubblewrap")
     return request.param
+
+
+@pytest.fixture
+def many_open_files():
+    """So many that the next ones have numbers beyond what `select` can wait for."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    yield
+    for fd in opened:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,25 @@ async def test_a_cancelled_question_ends_its_worker():
     async with asyncio.timeout(120):
         while worker in workers():
             await asyncio.sleep(0.02)
+
+
+async def test_a_question_cancelled_when_it_is_answered_already_spoils_no_other():
+    await equal("1/3", "2/6", timeout_s=60)
+    for i in range(3):
+        task = asyncio.create_task(equal("1/3", f"{i + 4}/6", timeout_s=60))
+        for _ in range(5):
+            await asyncio.sleep(0)  # it asks
+        time.sleep(0.3)  # the answer comes while the event loop is busy
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await equal("1/3", "2/6", timeout_s=60) == (True, True, "")
+
+
+@pytest.mark.usefixtures("many_open_files")
+async def test_a_process_with_many_open_files_can_ask(monkeypatch):
+    monkeypatch.setattr(math, "_idle", type(math._idle)())
+    assert await equal("1/3", "2/6", timeout_s=60) == (True, True, "")
 
 
 async def test_off_the_main_thread_and_many_at_once():

@@ -335,6 +335,11 @@ async def test_many_at_once_each_get_their_own_input_and_no_file_stays_open():
     await nothing_left()
 
 
+@pytest.mark.usefixtures("many_open_files")
+async def test_a_process_with_many_open_files_can_run_programs():
+    assert (await run("print(1)")).stdout == "1\n"
+
+
 async def test_a_cancelled_run_is_killed():
     task = asyncio.create_task(run("while True: pass"))
     while not (sandbox._SERVER._process and descendants()):

@@ -9,6 +9,7 @@ other end of its control socket is closed, and when fd 0 is closed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -21,6 +22,15 @@ from typing import Any, NamedTuple
 Start = Callable[[dict[str, Any], list[int]], int]  # request and its file descriptors -> pid; the child never returns
 
 
+def refuse(why: str) -> Start:
+    """What starts nothing, and says why."""
+
+    def start(_request: dict[str, Any], _fds: list[int]) -> int:
+        raise RuntimeError(why)
+
+    return start
+
+
 class _Child(NamedTuple):
     pid: int
     control: socket.socket
@@ -31,81 +41,73 @@ class _Child(NamedTuple):
 def serve(start: Start) -> None:
     """Serve fd 0 until it is closed."""
     requests = socket.socket(fileno=0)
-    wake, wake_write = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(wake_write, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    poll = select.poll()
-    for fd in (0, wake):
-        poll.register(fd, select.POLLIN)
+    wake = _wake_when_a_child_ends()
     children: dict[int, _Child] = {}  # by the fd of the control socket
     while True:
-        for fd, _ in poll.poll(_milliseconds(children)):
-            if fd == 0:
-                message, fds, _flags, _address = socket.recv_fds(requests, 1 << 16, 8)
-                if not message:
-                    for child in children.values():
-                        os.kill(child.pid, signal.SIGKILL)
-                    return
-                _begin(start, json.loads(message), fds, children, poll)
-            elif fd == wake:
-                with suppress(BlockingIOError):
-                    os.read(wake, 4096)
-            elif fd in children:  # the other end hung up
-                _end(children[fd], children, poll, "cancelled")
-        _reap(children, poll)
-        now = time.monotonic()
-        for child in [c for c in children.values() if c.deadline <= now]:
-            _end(child, children, poll, "timeout")
+        ready = _ready([0, wake, *children], min((c.deadline for c in children.values()), default=math.inf))
+        if wake in ready:
+            os.read(wake, 4096)
+        if 0 in ready:
+            message, fds, _flags, _address = socket.recv_fds(requests, 1 << 16, 8)
+            if not message:
+                break
+            if child := _begun(start, json.loads(message), fds):
+                children[fds[0]] = child
+        for fd, child in list(children.items()):
+            if _ended(child, hung_up=fd in ready):
+                del children[fd]
+    for child in children.values():
+        os.kill(child.pid, signal.SIGKILL)
 
 
-def _milliseconds(children: dict[int, _Child]) -> float | None:
-    nearest = min((c.deadline for c in children.values()), default=float("inf"))
-    return None if nearest == float("inf") else max(0.0, (nearest - time.monotonic()) * 1e3 + 1)
+def _wake_when_a_child_ends() -> int:
+    """A pipe that can be read then."""
+    wake, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    return wake
 
 
-def _begin(
-    start: Start, request: dict[str, Any], fds: list[int], children: dict[int, _Child], poll: select.poll
-) -> None:
+def _ready(fds: list[int], deadline: float) -> set[int]:
+    """Which of these can be read, as soon as one can be, or when it is time."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    milliseconds = None if deadline == math.inf else max(0.0, (deadline - time.monotonic()) * 1e3 + 1)
+    return {fd for fd, _ in poll.poll(milliseconds)}
+
+
+def _begun(start: Start, request: dict[str, Any], fds: list[int]) -> _Child | None:
     control = socket.socket(fileno=fds[0])
     try:
         pid = start(request, fds)
     except Exception as error:
         _tell(control, {"error": f"{type(error).__name__}: {error}"})
-        control.close()
-    else:
-        now = time.monotonic()
-        children[fds[0]] = _Child(pid, control, now, now + (request.get("wall_s") or float("inf")))
-        poll.register(fds[0], select.POLLIN)
-    for fd in fds[1:]:
-        os.close(fd)
+        return None
+    finally:
+        for fd in fds[1:]:
+            os.close(fd)
+    now = time.monotonic()
+    return _Child(pid, control, now, now + request.get("wall_s", math.inf))
 
 
-def _end(child: _Child, children: dict[int, _Child], poll: select.poll, reason: str) -> None:
-    os.kill(child.pid, signal.SIGKILL)
-    _, status, usage = os.wait4(child.pid, 0)
-    _report(child, children, poll, status, usage, reason)
-
-
-def _reap(children: dict[int, _Child], poll: select.poll) -> None:
-    for child in list(children.values()):
-        pid, status, usage = os.wait4(child.pid, os.WNOHANG)
-        if pid:
-            _report(child, children, poll, status, usage, "exit")
-
-
-def _report(
-    child: _Child, children: dict[int, _Child], poll: select.poll, status: int, usage: Any, reason: str
-) -> None:
-    poll.unregister(child.control)
-    del children[child.control.fileno()]
-    code = os.waitstatus_to_exitcode(status)
-    wall_s, cpu_s = time.monotonic() - child.started, usage.ru_utime + usage.ru_stime
-    _tell(child.control, {"reason": reason, "code": code, "wall_s": wall_s, "cpu_s": cpu_s})
-    child.control.close()
+def _ended(child: _Child, *, hung_up: bool) -> bool:
+    """Whether a child has ended, by itself or because it had to; then this is told."""
+    pid, status, usage = os.wait4(child.pid, os.WNOHANG)
+    reason = "exit"
+    if not pid and (hung_up or child.deadline <= time.monotonic()):
+        os.kill(child.pid, signal.SIGKILL)
+        pid, status, usage = os.wait4(child.pid, 0)
+        reason = "cancelled" if hung_up else "timeout"
+    if pid:
+        code, cpu_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+        wall_s = time.monotonic() - child.started
+        _tell(child.control, {"reason": reason, "code": code, "wall_s": wall_s, "cpu_s": cpu_s})
+    return bool(pid)
 
 
 def _tell(control: socket.socket, message: dict[str, Any]) -> None:
-    with suppress(OSError):  # nobody listens any more
+    """The last word on a control socket."""
+    with control, suppress(OSError):  # nobody listens any more
         control.send(json.dumps(message).encode())

@@ -106,8 +106,6 @@ def _map_ids(pid: int) -> None:
 
 def _isolate(ready: int, limits: dict[str, Any], shown: Sequence[str]) -> None:
     _check(_libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "asking to die with the server")
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if os.read(ready, 1) != b"1":
         raise OSError("the server could not map user ids")
     os.close(ready)
@@ -178,7 +176,9 @@ def _new_root(sources: list[tuple[str, int]], scratch_bytes: int) -> None:
 
 
 def only_these(fds: list[int]) -> None:
-    """Make `fds` the fds 0, 1, 2, ... and close every other one."""
+    """Leave the server behind: its signal handlers, and every fd but these, which become 0, 1, 2, ..."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     high = max(fds) + len(fds) + 1
     for i, fd in enumerate(fds):  # out of the way first: they may lie on each other's places
         os.dup2(fd, high + i)

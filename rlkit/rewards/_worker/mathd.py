@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 import os
 import resource
-import signal
 import socket
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
-from . import forkd
+from . import forkd, isolate
 
 
 def main() -> None:
@@ -23,37 +21,29 @@ def main() -> None:
     try:
         import math_verify
     except ImportError as error:
-        forkd.serve(partial(_refuse, f"{error}; install the extra `math`: pip install 'rlkit-lm[math]'"))
+        forkd.serve(forkd.refuse(f"{error}; install the extra `math`: pip install 'rlkit-lm[math]'"))
         return
     math_verify.parser.TIMEOUT_WARNING_SHOWN = math_verify.grader.TIMEOUT_WARNING_SHOWN = True
     _equal(_gold("1"), "2", False)  # the first use loads more
     forkd.serve(_start)
 
 
-def _refuse(explanation: str, _request: dict[str, Any], _fds: list[int]) -> int:
-    raise ImportError(explanation)
-
-
 def _start(request: dict[str, Any], fds: list[int]) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            _work(socket.socket(fileno=fds[1]), request["memory_bytes"])
+            isolate.only_these([fds[1], 1, 2])
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            limit = request["memory_bytes"]
+            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+            _work(socket.socket(fileno=0))
         finally:
             os._exit(0)
     return pid
 
 
-def _work(requests: socket.socket, memory_bytes: int) -> None:
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    here = requests.fileno()
-    os.closerange(3, here)
-    os.closerange(here + 1, 1 << 16)
-    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+def _work(requests: socket.socket) -> None:
     while message := requests.recv(1 << 20):
         request = json.loads(message)
         gold = _gold(request["gold"])

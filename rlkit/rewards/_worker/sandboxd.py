@@ -14,7 +14,6 @@ import os
 import socket
 import sys
 import sysconfig
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +113,6 @@ def _problem(start: forkd.Start, limits: dict[str, Any]) -> str:
     return "" if "began" in message else message.get("error") or said.decode("utf-8", "replace").strip()
 
 
-def _refuse(why: str, _request: dict[str, Any], _fds: list[int]) -> int:
-    raise RuntimeError(why)
-
-
 def _choice(places: dict[str, str]) -> forkd.Start:
     """How programs are started here: forked into namespaces, by bubblewrap, or not at all."""
     packages = _Packages(places)
@@ -125,7 +120,7 @@ def _choice(places: dict[str, str]) -> forkd.Start:
     try:
         packages.load()
     except ImportError as error:
-        return partial(_refuse, str(error))
+        return forkd.refuse(str(error))
     gc.collect()
     gc.freeze()
     base_pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -140,7 +135,7 @@ def _choice(places: dict[str, str]) -> forkd.Start:
         if not problem:
             return start
         problems.append(f"{name}: {problem}")
-    return partial(_refuse, "; ".join(problems))
+    return forkd.refuse("; ".join(problems))
 
 
 def main() -> None:
