@@ -43,6 +43,10 @@ def check_flags(args: Any) -> None:
             many > groups,
             f"--minibatches {many} is more than the {groups} groups of --prompts-per-step: no group is cut",
         ),
+        (
+            (args.top_p < 1 or args.top_k) and getattr(args, "staleness", 0),
+            "--top-p and --top-k are for samples of the weights of now: not with --staleness above 0 (async_grpo.py)",
+        ),
         (args.epochs < 1, f"--epochs must be at least 1, got {args.epochs}"),
     ]
     for wrong, message in needs:

@@ -59,6 +59,10 @@ class Args:
     """of an episode, in all of its turns together; None: no limit but those of turns and context"""
     temperature: float = 1.0
     """of sampling, and of all log-probs"""
+    top_p: float = 1.0
+    """sample from the most probable tokens that have so much probability together; the loss allows for what is cut"""
+    top_k: int = 0
+    """sample from so many most probable tokens; 0: all"""
     stop: tuple[str, ...] = ()
     """texts that end a turn, besides the model's own tokens for that"""
     system_prompt: str | None = None
@@ -181,7 +185,12 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
             "folder": args.output,
             "steps": args.steps,
             "params": SamplingParams(
-                max_new_tokens=args.max_new_tokens, temperature=args.temperature, stop=args.stop, stop_token_ids=ends
+                max_new_tokens=args.max_new_tokens,
+                temperature=args.temperature,
+                top_p=args.top_p,
+                top_k=args.top_k,
+                stop=args.stop,
+                stop_token_ids=ends,
             ),
             "prompts_per_step": args.prompts_per_step,
             "group_size": args.group_size,

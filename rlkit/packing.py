@@ -25,7 +25,7 @@ from rlkit.balancing import plan_microbatches
 from rlkit.segments import cumulative, seq_lens
 from rlkit.types import Batch, Trajectory
 
-_FLOATS = ("token_rewards", "rollout_logp", "old_logp", "ref_logp", "advantages", "values", "returns")
+_FLOATS = ("token_rewards", "rollout_logp", "old_logp", "ref_logp", "kept_mass", "advantages", "values", "returns")
 _PER_TOKEN = ("tokens", "targets", "mask", "versions", *_FLOATS)
 _PER_SEQ = ("rewards", "truncated")
 _IDS = ("group_ids", "episode_ids")

@@ -67,6 +67,11 @@ class SamplingParams:
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0 (0 is off), got {self.top_k}")
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens can never be sampled."""
+        return self.top_p < 1 or self.top_k > 0
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -126,8 +131,8 @@ class Batch:
     whose mask is False: its place holds the bootstrap value. Unshared packing is the same type with empty prefixes.
 
     `episode_ids` are equal for the pieces of one episode; left out, every sequence is an episode of its own. Where they
-    matter (baselines, means over sequences) see `rlkit.episodes`. The five streams after `versions` are None until
-    something fills them in.
+    matter (baselines, means over sequences) see `rlkit.episodes`. The six streams after `versions` are None until
+    something fills them in; `kept_mass` only where sampling was truncated (see `with_kept_mass`).
     """
 
     tokens: Int[Tensor, "T"]
@@ -145,6 +150,7 @@ class Batch:
     versions: Int[Tensor, "T"]
     old_logp: Float[Tensor, "T"] = None  # type: ignore[assignment]
     ref_logp: Float[Tensor, "T"] = None  # type: ignore[assignment]
+    kept_mass: Float[Tensor, "T"] = None  # type: ignore[assignment]
     advantages: Float[Tensor, "T"] = None  # type: ignore[assignment]
     values: Float[Tensor, "T"] = None  # type: ignore[assignment]
     returns: Float[Tensor, "T"] = None  # type: ignore[assignment]

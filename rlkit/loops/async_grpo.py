@@ -84,7 +84,8 @@ async def async_grpo(
     `GroupStream`; TRL samples one step ahead in a thread.
     Reference: arXiv:2505.24298 (AReaL); arXiv:2110.00641 (decoupled PPO).
     """
-    verbs.check_sampling(params, needs_reference=bool(kl_coef or ref_sync_steps), reference=reference)
+    needs_reference = bool(kl_coef or ref_sync_steps)
+    verbs.check_sampling(params, needs_reference=needs_reference, reference=reference, stale=True)
     mesh, moving = mesh_of(model), reference if ref_sync_steps else None
     policy = partial(forward, model, temperature=params.temperature, dtype=dtype)
     ref_policy = verbs.reference_policy(policy, model, reference, moves=bool(ref_sync_steps))

@@ -16,7 +16,7 @@ from rlkit.loops.dump import dump_to
 from rlkit.loops.updates import grpo_update, pack_with_advantages
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
-from rlkit.parallel.model import DTYPES, forward, mesh_of, with_old_logp, with_ref_logp
+from rlkit.parallel.model import DTYPES, forward, mesh_of, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.parallel.optim import adamw
 from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
@@ -81,11 +81,14 @@ async def grpo(
     3. no KL term unless `kl_coef` > 0 (`kl_controller` may then move it); then k3 against `reference`, scaled by the
        ratio so that its gradient is that of KL(policy || reference) also off policy
     4. tokens are weighted by `correction(log pi_old / pi_rollout)` for what the engine, or older weights, did otherwise
+    5. under top-p or top-k, tokens are weighted by the mass that was kept, for one forward more (with `staleness` 0)
     """
-    verbs.check_sampling(params, needs_reference=bool(kl_coef or ref_sync_steps), reference=reference)
+    needs_reference = bool(kl_coef or ref_sync_steps)
+    verbs.check_sampling(params, needs_reference=needs_reference, reference=reference, stale=staleness > 0)
     mesh, moving = mesh_of(model), reference if ref_sync_steps else None
     policy = partial(forward, model, temperature=params.temperature, dtype=dtype)
     ref_policy = verbs.reference_policy(policy, model, reference, moves=bool(ref_sync_steps))
+    with_kept = partial(with_kept_mass, model, params=params, max_tokens=max_tokens, dtype=dtype, mesh=mesh)
     optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
     update = partial(
         grpo_update, policy=policy, optimizer=optimizer, num_minibatches=num_minibatches, num_epochs=num_epochs,
@@ -126,6 +129,7 @@ async def grpo(
                 batch = await call(with_ref_logp, reference_now, batch, max_tokens=max_tokens, mesh=mesh)
                 if num_minibatches * num_epochs > 1:
                     batch = await call(with_old_logp, policy, batch, max_tokens=max_tokens, mesh=mesh)
+                batch = await call(with_kept, batch)
                 clock.lap("score")
                 how = {"lr": lr_at(step), "kl_coef": kl_state.coef, "seed": mix(seed, step)}
                 metrics = merge(metrics, await call(update, batch, **how))

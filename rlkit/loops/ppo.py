@@ -17,7 +17,7 @@ from rlkit.loops.updates import grpo_update
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
 from rlkit.packing import pack
-from rlkit.parallel.model import DTYPES, forward, mesh_of, with_old_logp, with_ref_logp
+from rlkit.parallel.model import DTYPES, forward, mesh_of, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.parallel.optim import adamw
 from rlkit.parallel.weights import export_hf, stream_weights
 from rlkit.rollout.limits import mask_truncated
@@ -80,7 +80,8 @@ async def ppo(
        start (VC-PPO, arXiv:2503.01491)
     2. a new critic starts at 0 everywhere, and an answer cut by a limit ends in its value, not in 0 (`bootstrap`)
     3. critic and policy have two models and two learning rates, and gradients clipped apart
-    4. tokens are weighted by `correction(log pi_old / pi_rollout)` for what the engine did otherwise
+    4. tokens are weighted by `correction(log pi_old / pi_rollout)` for what the engine did otherwise, and under top-p
+       or top-k by the mass that was kept (one forward more)
     """
     verbs.check_sampling(params, needs_reference=bool(kl_coef), reference=reference)
     mesh, both = mesh_of(model), nn.ModuleDict({"policy": model, "critic": critic})
@@ -127,6 +128,7 @@ async def ppo(
                 batch = with_ref_logp(ref_policy if kl_coef else None, batch, max_tokens=max_tokens, mesh=mesh)
                 if kl_coef or num_minibatches * num_epochs > 1:
                     batch = with_old_logp(policy, batch, max_tokens=max_tokens, mesh=mesh)
+                batch = with_kept_mass(model, batch, params=params, max_tokens=max_tokens, dtype=dtype, mesh=mesh)
                 batch = estimate(batch, kl_coef=kl_state.coef)
                 clock.lap("score")
                 metrics = merge(metrics, learn_values(batch, lr=critic_lr_at(step), seed=mix(seed, step)))

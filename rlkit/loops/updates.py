@@ -51,9 +51,10 @@ def grpo_update(
     """`num_minibatches * num_epochs` optimizer steps on one batch: the clipped surrogate, averaged over all tokens of a
     step, plus `kl_coef` * KL to the reference and minus `entropy_coef` * entropy.
 
-    `correction(old_logp - rollout_logp)` weighs the surrogate's tokens. Without `old_logp` in the batch (one update per
-    rollout) it is the current log-prob, and no forward was spent on it. With a `mesh` every rank gives the whole batch,
-    and computes its share.
+    `correction(old_logp - rollout_logp)` weighs the surrogate's tokens. Truncated sampling drew a token from p / S and
+    not from p, so there S (`kept_mass`) weighs the tokens of surrogate and KL. Without `old_logp` in the batch (one
+    update per rollout) it is the current log-prob, and no forward was spent on it. With a `mesh` every rank gives the
+    whole batch, and computes its share.
     """
     set_lr(optimizer, lr)
     metrics: Metrics = {}
@@ -69,10 +70,11 @@ def grpo_update(
                 micro, w = micro.to(device), rest[0].to(device, non_blocking=True)
                 old_logp = out.logp.detach() if micro.old_logp is None else micro.old_logp
                 log_ratio = out.logp - old_logp
-                w_policy = w * correction(old_logp - micro.rollout_logp)
+                w_drawn = w if micro.kept_mass is None else w * micro.kept_mass
+                w_policy = w_drawn * correction(old_logp - micro.rollout_logp)
                 loss = w_policy * ppo_clip(log_ratio, micro.advantages, clip_low=clip_low, clip_high=clip_high)
                 if kl_coef:
-                    loss = loss + kl_coef * w * unbiased_kl(out.logp, micro.ref_logp, old_logp)
+                    loss = loss + kl_coef * w_drawn * unbiased_kl(out.logp, micro.ref_logp, old_logp)
                 if entropy_coef:
                     loss = loss - entropy_coef * w * out.entropy
                 if learning:

@@ -93,6 +93,8 @@ def policy_metrics(out: LogProbs, old_logp: Float[Tensor, "T"], batch: Batch, **
         "mismatch/abs_max": largest(gap.abs(), mask=mask),
         "mismatch/k3": mean(k3(batch.rollout_logp, old_logp), mask=mask),
     }
+    if batch.kept_mass is not None:
+        metrics["kept_mass"] = mean(batch.kept_mass, mask=mask)
     if batch.ref_logp is not None:
         metrics["kl/ref"] = mean(k3(logp, batch.ref_logp), mask=mask)
     return metrics
@@ -109,17 +111,24 @@ def open_stream(prompt_at: Callable[[int], Prompt], **options: Any) -> GroupStre
     return make() if world_size() == 1 else SharedStream(make)
 
 
-def check_sampling(params: SamplingParams, *, needs_reference: bool, reference: Any) -> None:
-    """Refuses, before anything runs, what would bias every ratio of the loss or make all samples of a group alike."""
+def check_sampling(params: SamplingParams, *, needs_reference: bool, reference: Any, stale: bool = False) -> None:
+    """Refuses, before anything runs, what would bias every ratio of the loss or make all samples of a group alike.
+
+    Truncated sampling is corrected for by the mass it kept (`with_kept_mass`), which only the weights that sampled
+    can tell: not where samples may be `stale`.
+    """
     if needs_reference and reference is None:
         raise ValueError("kl_coef and ref_sync_steps need a reference model")
     if params.temperature == 0:
         raise ValueError("params.temperature is 0: greedy samples of a group are all alike; use e.g. 1.0")
-    if params.top_p < 1 or params.top_k:
+    truncation = f"params.top_p={params.top_p}, params.top_k={params.top_k}"
+    if params.truncates and stale:
         raise ValueError(
-            f"params.top_p={params.top_p}, params.top_k={params.top_k}: log-probs are of the untruncated distribution, "
-            "so truncated sampling would bias every ratio by the mass it keeps; use top_p=1.0 and top_k=0"
+            f"{truncation}: what truncated sampling keeps is known of the weights of now, not of older ones that may "
+            "have sampled here; use top_p=1.0 and top_k=0, or sample and train in turn (grpo with staleness 0)"
         )
+    if params.top_p < 1 and params.top_k:
+        raise ValueError(f"{truncation}: engines differ in what the two keep together; use one of them")
 
 
 def reference_policy(policy: partial[LogProbs], model: Any, reference: Any, *, moves: bool = False) -> Policy | None:

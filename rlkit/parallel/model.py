@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlkit.kernels.linear_logp import linear_logp
+from rlkit.kernels.linear_logp import linear_logp, log_kept_mass
 from rlkit.packing import join, pack, with_streams
 from rlkit.parallel.attention import IMPLEMENTATION, as_inference, has_flash, register
 from rlkit.parallel.context import plan_layout
@@ -20,13 +20,14 @@ from rlkit.parallel.data import rank_microbatches, summed
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.parallelize import inside, mesh_of
 from rlkit.parallel.vocab import is_sharded, sharded_linear_logp
-from rlkit.types import Batch, LogProbs, Trajectory
+from rlkit.types import Batch, LogProbs, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Policy = Callable[[Batch], LogProbs]  # `partial(forward, model, temperature=...)`
-Head = Callable[[Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, ...]]
+Spread = Callable[[Tensor], Tensor]
+Head = Callable[[Tensor, Spread], tuple[Tensor, ...]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -74,7 +75,7 @@ def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, d
     if dtype not in DTYPES:
         why = "fp16 gradients underflow without loss scaling; use bf16" if dtype == "fp16" else "choose fp32 or bf16"
         raise ValueError(f"dtype {dtype!r} is not supported: {why}")
-    head = partial(_log_probs, model, batch=batch, temperature=temperature, dtype=DTYPES[dtype])
+    head = partial(_log_probs, model=model, batch=batch, temperature=temperature, dtype=DTYPES[dtype])
     return LogProbs(*token_outputs(model, batch, head, outputs=2, dtype=DTYPES[dtype]))
 
 
@@ -121,22 +122,34 @@ def _flash(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _log_probs(
-    model: Any,
-    hidden: Tensor,
-    spread: Callable[[Tensor], Tensor],
-    *,
-    batch: Batch,
-    temperature: float,
-    dtype: torch.dtype,
+    hidden: Tensor, spread: Spread, *, model: Any, batch: Batch, temperature: float, dtype: torch.dtype
 ) -> LogProbs:
+    hidden, weight, options = _logits(model, hidden, temperature=temperature, dtype=dtype)
+    compute = sharded_linear_logp if is_sharded(weight) else linear_logp
+    return compute(hidden, weight, spread(batch.targets), mask=spread(batch.mask), **options)
+
+
+def _log_kept_mass(
+    hidden: Tensor, spread: Spread, *, model: Any, batch: Batch, params: SamplingParams, dtype: torch.dtype
+) -> tuple[Tensor]:
+    hidden, weight, options = _logits(model, hidden, temperature=params.temperature, dtype=dtype)
+    if is_sharded(weight):  # a nucleus takes the most probable tokens of all shards
+        weight, bias = weight.full_tensor(), options["bias"]  # type: ignore[attr-defined]
+        options["bias"] = None if bias is None else bias.full_tensor()
+    limits: dict[str, Any] = {"top_p": params.top_p, "top_k": params.top_k}
+    return (log_kept_mass(hidden, weight, mask=spread(batch.mask), **limits, **options),)
+
+
+def _logits(
+    model: Any, hidden: Tensor, *, temperature: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """What the logits are made of: hidden states and weight in the dtype of the product, and the rest by name."""
     head = model.get_output_embeddings()
     weight, bias = head.weight, getattr(head, "bias", None)
     if dtype != torch.float32:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    options: dict[str, Any] = {"bias": bias, "temperature": temperature, "mask": spread(batch.mask)}
-    options["softcap"] = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    compute = sharded_linear_logp if is_sharded(weight) else linear_logp
-    return compute(hidden, weight, spread(batch.targets), **options)
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return hidden, weight, {"bias": bias, "temperature": temperature, "softcap": softcap}
 
 
 def with_old_logp(policy: Policy, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
@@ -149,6 +162,29 @@ def with_ref_logp(reference: Policy | None, batch: Batch, *, max_tokens: int, me
     if reference is None:
         return batch
     return with_streams(batch, ref_logp=score(reference, batch, max_tokens=max_tokens, mesh=mesh))
+
+
+def with_kept_mass(
+    model: PreTrainedModel,
+    batch: Batch,
+    *,
+    params: SamplingParams,
+    max_tokens: int,
+    dtype: str = "fp32",
+    mesh: Mesh | None = None,
+) -> Batch:
+    """The batch with `kept_mass`: how much of the probability top-p or top-k kept, at the weights of now.
+
+    Those must be the weights that sampled. Unchanged where `params` truncate nothing.
+    """
+    if not params.truncates:
+        return batch
+
+    def log_kept(micro: Batch) -> Tensor:
+        head = partial(_log_kept_mass, model=model, batch=micro, params=params, dtype=DTYPES[dtype])
+        return token_outputs(model, micro, head, dtype=DTYPES[dtype])[0]
+
+    return with_streams(batch, kept_mass=score_tokens(log_kept, batch, max_tokens=max_tokens, mesh=mesh).exp())
 
 
 def score(policy: Policy, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Float[Tensor, "T"]:

@@ -13,10 +13,10 @@ from rlkit.loops.updates import grpo_update, pack_with_advantages
 from rlkit.losses import tis
 from rlkit.metrics import finalize
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.parallel.model import forward, prepare, with_old_logp, with_ref_logp
+from rlkit.parallel.model import forward, prepare, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.parallel.optim import adamw
 from rlkit.parallel.parallelize import parallelize
-from rlkit.types import Trajectory
+from rlkit.types import SamplingParams, Trajectory
 
 
 def model(seed):
@@ -46,6 +46,8 @@ def logged(sizes, **options):
     batch = pack_with_advantages(sampled(), baseline=group_centered)
     batch = with_ref_logp(reference, batch, max_tokens=60, mesh=mesh)
     batch = with_old_logp(policy, batch, max_tokens=60, mesh=mesh)
+    params = SamplingParams(max_new_tokens=15, top_p=0.9)
+    batch = with_kept_mass(made[0], batch, params=params, max_tokens=60, mesh=mesh)
     metrics = grpo_update(
         batch, policy=policy, optimizer=adamw(made[0], lr=1e-3, eps=1e-4), lr=1e-3, num_minibatches=2, num_epochs=2,
         clip_low=0.01, clip_high=0.01, correction=partial(tis, max_weight=2.0), kl_coef=0.1, entropy_coef=0.01,
@@ -76,6 +78,7 @@ LAYOUTS = [
 def test_the_update_logs_what_one_process_logs(pool, alone, world, sizes, options):
     assert {"grad_norm", "entropy", "kl/ref", "mismatch/k3", "mismatch/abs_max"} <= alone.keys()
     assert alone["grad_norm"] > 0.01
+    assert 0.9 < alone["kept_mass"] < 0.99
     assert alone["ratio/clip_low"] + alone["ratio/clip_high"] > 0.01, "the policy moved away from old_logp"
     for found in pool(world).run(logged_on_rank, sizes, options):
         assert found.keys() == alone.keys()
