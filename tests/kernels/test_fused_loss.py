@@ -218,6 +218,28 @@ def test_gradients_are_handed_out_once() -> None:
         loss.backward()
 
 
+def test_a_second_derivative_is_refused() -> None:
+    """Not a first one that looks like a constant to the second."""
+    (hidden, weight, _), data, targets = problem(9, 12)
+    loss = fused_loss(hidden, weight.requires_grad_(), targets, loss_fn=clipped, row_data=data).loss
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, weight, create_graph=True)
+
+
+def test_a_loss_scale_brings_back_what_fp16_cannot_hold() -> None:
+    """Gradients of 1e-9 are 0 in fp16; the loss scale that would lift them arrives after they were computed."""
+    (hidden, weight, bias), _, targets = problem(9, 12, dtype=torch.float16)
+    mask = torch.arange(9) != 4
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    loss = fused_loss(hidden, weight, targets, bias=bias, mask=mask, loss_fn=lambda out: 1e-9 * out.logp).loss
+    got = torch.autograd.grad(2.0**26 * loss, leaves)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    want = torch.autograd.grad(linear_logp(*exact[:2], targets, bias=exact[2], mask=mask).logp.sum(), exact)
+    for x, y in zip(got, want):
+        assert x.dtype == torch.float16
+        torch.testing.assert_close(x.double(), 2.0**26 * 1e-9 * y, rtol=2e-3, atol=1e-5)
+
+
 def test_losses_that_couple_rows_are_refused() -> None:
     (hidden, weight, _), data, targets = problem(10, 12)
 
@@ -232,10 +254,14 @@ def test_losses_that_couple_rows_are_refused() -> None:
 
     with pytest.raises(ValueError, match="pass cu_seqlens"):
         run(ratio_of_all)
-    with pytest.raises(ValueError, match="must not depend on the other sequences"):
+    for running_sum in (lambda out, *_: out.logp.cumsum(0), lambda out, *_: out.logp.flip(0).cumsum(0).flip(0)):
+        with pytest.raises(ValueError, match="does not depend on the other rows"):
+            run(running_sum)
+    with pytest.raises(ValueError, match="does not depend on the other sequences"):
         run(coupled_sequences, cu_seqlens=torch.tensor([0, 4, 10]))
-    with pytest.raises(ValueError, match="one loss per row"):
-        run(lambda *a: clipped(*a).sum())
+    for other, found in ((lambda *a: clipped(*a).sum(), r"\[\]"), (lambda *a: None, "a NoneType")):
+        with pytest.raises(ValueError, match=f"one loss per row, .*got {found}"):
+            run(other)
 
 
 def test_errors_name_the_argument() -> None:

@@ -255,7 +255,8 @@ def test_one_entry_has_no_choice(mode: str) -> None:
     assert (out.entropy == 0).all()
 
 
-def test_banned_and_very_negative_logits(mode: str) -> None:
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+def test_banned_and_very_negative_logits(mode: str, impl: str) -> None:
     """A bias of -inf removes an entry exactly; -1e4 everywhere changes nothing (SkyRL#2141 had NaN there)."""
     tensors, targets = problem(8, 40, 4, dtype=torch.float32, bias=True)
     banned = torch.zeros(40, dtype=torch.bool)
@@ -264,7 +265,7 @@ def test_banned_and_very_negative_logits(mode: str) -> None:
     targets = kept_ids[targets % len(kept_ids)]
     low = torch.where(banned, -math.inf, tensors[2] - 1e4)
     g_logp, g_entropy = torch.randn(2, 8)
-    got = with_grads(ours(targets), [tensors[0], tensors[1], low], torch.float32, g_logp, g_entropy)
+    got = with_grads(ours(targets, impl=impl), [tensors[0], tensors[1], low], torch.float32, g_logp, g_entropy)
     short = [tensors[0].double(), tensors[1][~banned].double(), low[~banned].double()]
     want = with_grads(materialised(torch.searchsorted(kept_ids, targets)), short, torch.float64, g_logp, g_entropy)
     for name in ("logp", "entropy", "hidden"):
@@ -403,6 +404,8 @@ def test_dtypes(mode: str) -> None:
     mixed = [tensors[0].bfloat16().requires_grad_(), tensors[1].requires_grad_()]
     linear_logp(*mixed, targets).logp.sum().backward()
     assert [x.grad.dtype for x in mixed if x.grad is not None] == [torch.bfloat16, torch.float32]
+    for impl in ("chunked", "reference"):  # one tensor in fp64 is enough
+        assert linear_logp(*tensors, targets, bias=tensors[1][:, 0].double(), impl=impl).logp.dtype == torch.float64
 
 
 def test_errors_name_the_argument() -> None:

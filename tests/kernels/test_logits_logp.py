@@ -124,10 +124,15 @@ def test_masked_and_dead_rows(inplace: bool, impl: str) -> None:
 
 @pytest.mark.parametrize("split", [[40], [25, 15], [1, 30, 9], [0, 40]])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_vocabulary_shards(split: list[int], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_vocabulary_shards(split: list[int], options: dict[str, Any], masked: bool) -> None:
     logits, targets = problem()
     g_logp, g_entropy = torch.randn(2, 17, dtype=torch.float64)
-    want = with_grads(materialised(targets, **options), logits, g_logp, g_entropy)
+    mask = torch.arange(17) % 3 != 1
+    plain = materialised(targets, **options)
+    run = (lambda z: [torch.where(mask, x, 0.0) for x in plain(z)]) if masked else plain
+    want = with_grads(run, logits, g_logp, g_entropy)
+    options = {**options, "mask": mask if masked else None}
     starts = [0, *torch.tensor(split).cumsum(0).tolist()]
     shards = [(a, logits[:, a:b]) for a, b in pairwise(starts)]
     combined = reduce(combine, [partials(x, targets, vocab_start=a, **options) for a, x in shards])
@@ -141,18 +146,19 @@ def test_vocabulary_shards(split: list[int], options: dict[str, Any]) -> None:
     torch.testing.assert_close(torch.cat(grads, 1), want[2], rtol=1e-12, atol=1e-12)
 
 
-def test_banned_entries_and_offsets() -> None:
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+def test_banned_entries_and_offsets(impl: str) -> None:
     """-inf removes an entry; +1000 everywhere costs the rounding of the logits and nothing more."""
     logits, targets = problem(dtype=torch.float32)
     logits = (logits * 8).round() / 8
-    moved = logits_logp(logits + 1000, targets)
-    plain = logits_logp(logits, targets)
+    moved = logits_logp(logits + 1000, targets, impl=impl)
+    plain = logits_logp(logits, targets, impl=impl)
     for x, y in zip(moved, plain, strict=True):
         assert (x - y).abs().max() < 2e-6
     banned = logits.clone()
     banned[:, 5:10] = -math.inf
     some = torch.where((targets >= 5) & (targets < 10), 0, targets)
-    got = with_grads(lambda x: logits_logp(x, some), banned, torch.ones(17), torch.ones(17))
+    got = with_grads(lambda x: logits_logp(x, some, impl=impl), banned, torch.ones(17), torch.ones(17))
     keep = [v for v in range(40) if not 5 <= v < 10]
     short = torch.tensor([keep.index(v) for v in some.tolist()])
     want = with_grads(materialised(short), banned[:, keep], torch.ones(17), torch.ones(17))

@@ -76,7 +76,7 @@ def fused_loss(
     `cu_seqlens`: chunks then hold whole sequences, and `loss_fn(out, *row_data, cu_seqlens=...)` gets their bounds
     among the rows that entered; a long sequence makes its chunk as long. Without it a loss must be one of each row by
     itself: on the CPU half of the first chunk is evaluated alone as well, and a loss that changes (a sequence-level
-    ratio, a mean) is refused.
+    ratio, a mean, a running sum) is refused.
 
     Example:
         def loss_fn(out, old_logp, advantages, weights):
@@ -116,8 +116,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tuple[Tensor, ...]:
-        loss, logp, entropy, grads = _run(hidden, weight, bias, task)
-        ctx.grads = grads
+        loss, logp, entropy, ctx.grads = _run(hidden, weight, bias, task)
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         ctx.mark_non_differentiable(logp, entropy)
         return loss, logp, entropy
 
@@ -127,11 +127,15 @@ class _Fused(torch.autograd.Function):
             raise RuntimeError(
                 "the gradients of fused_loss were handed out already; call it again for another backward"
             )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "fused_loss has no second derivative; use linear_logp(impl='reference') for create_graph=True"
+            )
         grads, ctx.grads = ctx.grads, None
         g = upstream[0]
-        if readable(g) and g == 1:
-            return *grads, None
-        return *(None if x is None else x.mul_(g) for x in grads), None
+        if not (readable(g) and g == 1):
+            grads = [None if x is None else x.mul_(g) for x in grads]
+        return *(None if x is None else x.to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)), None
 
 
 def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tuple[Tensor, Tensor, Tensor, _Wanted]:
@@ -139,7 +143,7 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tu
     head = Head(weight, finite(bias, dtype), task.temperature, task.softcap)
     h, targets, *data = (x if rows is None else x[rows] for x in (hidden, task.targets.long(), *task.row_data))
     chunks = _chunks(h, engine.chunk_rows(h.device, max(1, weight.shape[0])), task.cu_seqlens)
-    d_hidden = torch.zeros_like(h) if task.need[0] else None
+    d_hidden = torch.zeros_like(h, dtype=_kept(h)) if task.need[0] else None
     d_weight = torch.zeros_like(weight, dtype=dtype) if task.need[1] else None
     d_bias = h.new_zeros(weight.shape[0], dtype=dtype) if task.need[2] else None
     total, out = h.new_zeros((), dtype=dtype), h.new_zeros(2, h.shape[0], dtype=dtype)
@@ -160,10 +164,15 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tu
             engine.backward(hc, head, terms, kept, alive, d_hc, d_weight, d_bias)
     if rows is not None:
         out = out.new_zeros(2, hidden.shape[0]).index_copy_(1, rows, out)
-        d_hidden = None if d_hidden is None else torch.zeros_like(hidden).index_copy_(0, rows, d_hidden)
-    d_weight = None if d_weight is None else d_weight.to(weight.dtype)
-    d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
+        d_hidden = None if d_hidden is None else d_hidden.new_zeros(hidden.shape).index_copy_(0, rows, d_hidden)
+    d_weight = None if d_weight is None else d_weight.to(_kept(weight))
+    d_bias = None if d_bias is None or bias is None else d_bias.to(_kept(bias))
     return total, out[0], out[1], (d_hidden, d_weight, d_bias)
+
+
+def _kept(x: Tensor) -> torch.dtype:
+    """Of the gradient of `x` until the backward: what fp16 cannot hold yet, a loss scale may still bring into range."""
+    return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
 def _engine(impl: str) -> Any:
@@ -182,11 +191,6 @@ def _loss_and_slopes(
     with torch.enable_grad():
         leaves = LogProbs(*(x.detach().requires_grad_() for x in values))
         losses = _call(loss_fn, leaves, data, bounds)
-        if losses.shape != values.logp.shape:
-            raise ValueError(
-                f"loss_fn must return one loss per row, {list(values.logp.shape)}, got {list(losses.shape)}; "
-                "leave the sum to fused_loss"
-            )
         if not losses.requires_grad:
             return losses, torch.zeros_like(values.logp), None
         slopes: list[Tensor | None] = list(torch.autograd.grad(losses.sum(), leaves, allow_unused=True))
@@ -196,27 +200,33 @@ def _loss_and_slopes(
 
 
 def _call(loss_fn: Callable[..., Tensor], out: LogProbs, data: list[Tensor], bounds: Tensor | None) -> Tensor:
-    return loss_fn(out, *data) if bounds is None else loss_fn(out, *data, cu_seqlens=bounds)
+    losses = loss_fn(out, *data) if bounds is None else loss_fn(out, *data, cu_seqlens=bounds)
+    if isinstance(losses, Tensor) and losses.shape == out.logp.shape:
+        return losses
+    found = list(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+    raise ValueError(
+        f"loss_fn must return one loss per row, {list(out.logp.shape)}, got {found}; leave the sum to fused_loss"
+    )
 
 
 def _check_rows(loss_fn: Callable[..., Tensor], values: LogProbs, data: list[Tensor], bounds: Tensor | None) -> None:
-    """Half of the rows (sequences) alone must have the losses that they have among the others."""
-    half = values.logp.shape[0] // 2 if bounds is None else int(bounds[(bounds.numel() - 1) // 2])
-    if half == 0:
+    """The middle half of the rows (sequences) alone must have the losses that they have between the others."""
+    num = values.logp.shape[0] if bounds is None else bounds.numel() - 1
+    first, last = (num + 2) // 4, (num + 2) // 4 + num // 2
+    some = None if bounds is None else bounds[first : last + 1] - bounds[first]
+    rows = slice(first, last) if bounds is None else slice(int(bounds[first]), int(bounds[last]))
+    if rows.start == rows.stop:
         return
     with torch.no_grad():
-        whole = _call(loss_fn, values, data, bounds)
-        first = LogProbs(*(x[:half] for x in values))
-        some = None if bounds is None else bounds[: (bounds.numel() - 1) // 2 + 1]
-        alone = _call(loss_fn, first, [x[:half] for x in data], some)
-    if whole.ndim and alone.shape == (half,) and torch.allclose(whole[:half], alone, rtol=1e-3, equal_nan=True):
-        return
-    unit = "row" if bounds is None else "sequence"
-    raise ValueError(
-        f"loss_fn must return one loss per row, and that of a {unit} must not depend on the other {unit}s (it did; "
-        "or it returned another shape). For sequence-level ratios pass cu_seqlens; for losses that couple sequences "
-        "use linear_logp and your loss on its output"
-    )
+        among = _call(loss_fn, values, data, bounds)[rows]
+        alone = _call(loss_fn, LogProbs(*(x[rows] for x in values)), [x[rows] for x in data], some)
+    if not torch.allclose(among, alone, rtol=1e-3, equal_nan=True):
+        unit = "row" if bounds is None else "sequence"
+        raise ValueError(
+            f"loss_fn must give a {unit} a loss that does not depend on the other {unit}s, and here it does. For "
+            "sequence-level ratios pass cu_seqlens; for losses that couple sequences use linear_logp and your loss on "
+            "its output"
+        )
 
 
 def _chunks(h: Tensor, size: int, cu_seqlens: list[int] | None) -> list[tuple[slice, Tensor | None]]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from rlkit.kernels.linear_logp.stats import LOWEST
 from rlkit.types import LogProbs
 
 CHUNK_ELEMENTS = 1 << 24
@@ -24,7 +25,7 @@ def linear_logp(
     mask: Bool[Tensor, "T"] | None = None,
 ) -> LogProbs:
     """Log-softmax of the logits by chunks of rows, each computed again in the backward: memory is one chunk."""
-    double = torch.float64 in (hidden.dtype, weight.dtype)
+    double = torch.float64 in (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
     dtype = torch.float64 if double else torch.float32
     rows = torch.arange(hidden.shape[0], device=hidden.device) if mask is None else mask.nonzero().squeeze(1)
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -43,7 +44,5 @@ def _rows(
     z = linear(h, w, b)
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    log_p = torch.log_softmax(z / temperature, dim=-1)
-    p = log_p.exp()
-    plogp = torch.where(p > 0, p * log_p, torch.zeros_like(p))
-    return log_p.gather(1, targets.unsqueeze(1)).squeeze(1), -plogp.sum(-1)
+    log_p = torch.log_softmax((z / temperature).clamp(min=LOWEST), dim=-1)
+    return log_p.gather(1, targets.unsqueeze(1)).squeeze(1), -(log_p.exp() * log_p).sum(-1)

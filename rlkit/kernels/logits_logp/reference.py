@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import upcast
+from rlkit.kernels.linear_logp.stats import LOWEST
 from rlkit.types import LogProbs
 
 
@@ -23,9 +24,8 @@ def logits_logp(
     z = upcast(logits[rows])
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    log_p = torch.log_softmax(z / temperature, dim=-1)
-    p = log_p.exp()
-    entropy = -torch.where(p > 0, p * log_p, torch.zeros_like(p)).sum(-1)
+    log_p = torch.log_softmax((z / temperature).clamp(min=LOWEST), dim=-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
     logp = log_p.gather(1, targets[rows].long().unsqueeze(1)).squeeze(1)
     zeros = z.new_zeros(logits.shape[0])
     return LogProbs(zeros.index_copy(0, rows, logp), zeros.index_copy(0, rows, entropy))
