@@ -7,18 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlkit import losses
 from rlkit.data.pairs import Pair
-from rlkit.loops.supervised import check_fits, supervised
+from rlkit.loops.supervised import check_fits, response, train_examples
 from rlkit.loops.verbs import reference_policy
-from rlkit.metrics import Metrics, mean, merge
+from rlkit.metrics import Metrics, mean
 from rlkit.packing import pack
-from rlkit.parallel.data import rank_microbatches, reduce_metrics
 from rlkit.parallel.model import forward, mesh_of, with_ref_logp
-from rlkit.parallel.pipeline import pipelined
 from rlkit.segments import seq_mean, seq_sum
 from rlkit.types import Batch, Trajectory
 
@@ -98,32 +95,16 @@ def train_pairs(
     eval_pairs: Sequence[Pair],
     **options: Any,
 ) -> Path:
-    """`supervised` on pairs: `pair_losses(micro)` gives one loss a pair, of a batch on the host that cuts no pair."""
-    mesh = mesh_of(model)
+    """`train_examples` on pairs: `pair_losses(micro)` gives one loss a pair."""
     sizes = (len(p.prompt) + len(p.chosen) + len(p.rejected) - 1 for p in (*pairs, *eval_pairs))
     check_fits(sizes, max_tokens=max_tokens, what="pair")
-
-    def passes(some: Sequence[Pair], *, train: bool) -> tuple[Metrics, int]:
-        batch = pack(pair_trajectories(some))
-        metrics: Metrics = {}
-        with pipelined(mesh) as backward:
-            for micro, *_ in rank_microbatches((batch,), mesh=mesh, max_tokens=max_tokens, whole_groups=True):
-                value, new = pair_losses(micro)
-                if train:
-                    backward(value.sum() / len(some))
-                metrics = merge(metrics, new)
-        return metrics, batch.num_tokens
-
-    def evaluate() -> Metrics:
-        with torch.no_grad():
-            return reduce_metrics(passes(eval_pairs, train=False)[0], mesh=mesh)
-
-    return supervised(
+    return train_examples(
         model,
         tokenizer,
-        num_examples=len(pairs),
-        backward=lambda rows: passes([pairs[i] for i in rows], train=True),
-        evaluate=evaluate if eval_pairs else None,
+        pairs,
+        prepare=lambda some: (pack(pair_trajectories(some)), pair_losses),
+        max_tokens=max_tokens,
+        eval_examples=eval_pairs,
         **options,
     )
 
@@ -141,8 +122,4 @@ def pair_metrics(numbers: Tensor) -> Metrics:
 
 def pair_trajectories(pairs: Sequence[Pair]) -> list[list[Trajectory]]:
     """One group a pair, chosen before rejected: the prompt is stored, and forwarded, once for both."""
-    return [[_trajectory(p.prompt, p.chosen), _trajectory(p.prompt, p.rejected)] for p in pairs]
-
-
-def _trajectory(prompt: list[int], ids: list[int]) -> Trajectory:
-    return Trajectory(prompt, ids, [True] * len(ids), [0.0] * len(ids), [-1] * len(ids))
+    return [[response(p.prompt, p.chosen), response(p.prompt, p.rejected)] for p in pairs]

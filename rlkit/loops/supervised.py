@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from rlkit.data.order import batches
 from rlkit.loops import saving, verbs
 from rlkit.metrics import Metrics, finalize, merge
-from rlkit.parallel.data import reduce_metrics
+from rlkit.parallel.data import rank_microbatches, reduce_metrics
 from rlkit.parallel.model import mesh_of
 from rlkit.parallel.optim import adamw, optimizer_step, set_lr
+from rlkit.parallel.pipeline import pipelined
+from rlkit.types import Batch, Trajectory
 
+X = TypeVar("X")
 Backward = Callable[[list[int]], tuple[Metrics, int]]  # indices of a batch -> its metrics, its number of tokens
+Losses = Callable[[Batch], tuple[Tensor, Metrics]]  # a micro-batch -> one loss for each example in it, what to log
 
 
 def check_fits(sizes: Iterable[int], *, max_tokens: int, what: str) -> None:
@@ -24,6 +31,53 @@ def check_fits(sizes: Iterable[int], *, max_tokens: int, what: str) -> None:
             f"the longest {what} has {longest} tokens, and max_tokens={max_tokens} is what a micro-batch holds: raise "
             "it, or drop long ones when they are read (max_example_tokens)"
         )
+
+
+def response(prompt: list[int], ids: list[int], *, reward: float = 0.0) -> Trajectory:
+    """A response that was written down, all of it to be trained on."""
+    return Trajectory(prompt, ids, [True] * len(ids), [0.0] * len(ids), [-1] * len(ids), reward)
+
+
+def train_examples(
+    model: Any,
+    tokenizer: Any,
+    examples: Sequence[X],
+    *,
+    prepare: Callable[[Sequence[X]], tuple[Batch, Losses]],
+    max_tokens: int,
+    eval_examples: Sequence[X],
+    **options: Any,
+) -> Path:
+    """`supervised` on the mean of one loss an example, over the examples of a step.
+
+    `prepare` makes of some examples their batch, and a function that gives the losses of a micro-batch of it, which is
+    on the host and cuts no group. What couples the examples is computed there, once for all of them.
+    """
+    mesh = mesh_of(model)
+
+    def passes(some: Sequence[X], *, train: bool) -> tuple[Metrics, int]:
+        batch, losses = prepare(some)
+        metrics: Metrics = {}
+        with pipelined(mesh) as backward:
+            for micro, *_ in rank_microbatches((batch,), mesh=mesh, max_tokens=max_tokens, whole_groups=True):
+                value, new = losses(micro)
+                if train:
+                    backward(value.sum() / len(some))
+                metrics = merge(metrics, new)
+        return metrics, batch.num_tokens
+
+    def evaluate() -> Metrics:
+        with torch.no_grad():
+            return reduce_metrics(passes(eval_examples, train=False)[0], mesh=mesh)
+
+    return supervised(
+        model,
+        tokenizer,
+        num_examples=len(examples),
+        backward=lambda rows: passes([examples[i] for i in rows], train=True),
+        evaluate=evaluate if eval_examples else None,
+        **options,
+    )
 
 
 def supervised(
