@@ -51,9 +51,7 @@ def preference_pairs(
     common prefix for the prompt.
     """
     sides = {
-        side: [
-            _as_response(row, side, index, apply_chat_template=apply_chat_template) for index, row in enumerate(rows)
-        ]
+        side: [as_response(row, side, index, apply_chat_template=apply_chat_template) for index, row in enumerate(rows)]
         for side in ("chosen", "rejected")
     }
     for index, (a, b) in enumerate(zip(sides["chosen"], sides["rejected"], strict=True)):
@@ -75,7 +73,7 @@ def preference_pairs(
     return [pair for pair, num in zip(pairs, lens, strict=True) if num <= max_example_tokens], len(too_long)
 
 
-def _as_response(row: Mapping[str, Any], side: str, index: int, *, apply_chat_template: bool) -> dict[str, Any]:
+def as_response(row: Mapping[str, Any], side: str, index: int, *, apply_chat_template: bool) -> dict[str, Any]:
     """The row as `sft_examples` takes it: prompt or messages, and a response."""
     answer = row.get(side)
     if isinstance(answer, str):

@@ -1,0 +1,84 @@
+"""Labelled responses: the tokens of prompt and response and the label, in every format that rows come in."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from rlkit.data.labelled import Labelled, labelled_examples
+from rlkit.data.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+START, END, USER, ASSISTANT, NL = 257, 258, 260, 261, 10
+HI = [START, USER, NL, *b"hi", END, NL, START, ASSISTANT, NL]
+YO, NO = Labelled(HI, [*b"yo", END], True), Labelled(HI, [*b"no!", END], False)
+
+
+def examples(*rows, max_example_tokens=99, **options):
+    return labelled_examples(list(rows), tokenizer=TOKENIZER, max_example_tokens=max_example_tokens, **options)
+
+
+def messages(text, role="assistant"):
+    return [{"role": role, "content": text}]
+
+
+FORMATS = {
+    "strings": {"prompt": "hi", "completion": "yo", "label": True},
+    "response": {"prompt": "hi", "response": "yo", "label": 1},
+    "a conversation": {"messages": messages("hi", "user"), "response": "yo", "label": True},
+    "messages": {"prompt": messages("hi", "user"), "completion": messages("yo"), "label": True},
+    "text of a CSV file": {"prompt": "hi", "completion": "yo", "label": "true"},
+    "a digit of a CSV file": {"prompt": "hi", "completion": "yo", "label": " 1"},
+}
+
+
+@pytest.mark.parametrize("row", FORMATS.values(), ids=FORMATS)
+def test_every_format_gives_the_same_tokens(row):
+    false = {"True": False, "true": "FALSE", "1": 0, " 1": "0 "}[str(row["label"])]
+    assert examples(row, {**row, "label": false, "source": "x"}) == ([YO, Labelled(HI, YO.response, False)], 0)
+
+
+def test_a_pair_is_two_examples():
+    pair = {"prompt": "hi", "chosen": "yo", "rejected": "no!"}
+    assert examples(pair, pair) == ([YO, NO, YO, NO], 0)
+
+
+def test_labels_stay_with_their_responses_where_one_is_too_long(caplog):
+    rows = [{"prompt": "hi", "completion": "n" * 30, "label": False}, FORMATS["strings"]]
+    with caplog.at_level(logging.WARNING):
+        assert examples(*rows, max_example_tokens=len(HI) + 3) == ([YO], 1)
+    assert "dropped 1 of 2 examples" in caplog.text
+    assert "rows 0 (41 tokens)" in caplog.text
+    with pytest.raises(ValueError, match="all 2 examples are longer than max_example_tokens=5"):
+        examples(*rows, max_example_tokens=5)
+
+
+def test_without_a_template_the_texts_are_taken_as_they_are():
+    row = {"prompt": "2+2=", "completion": "4", "label": False}
+    assert examples(row, apply_chat_template=False) == ([Labelled([*b"2+2="], [*b"4", END], False)], 0)
+
+
+BAD = {
+    "no column 'completion' or 'response'; columns found: .'answer', 'label', 'prompt'.": {
+        "prompt": "hi", "answer": "yo", "label": True,
+    },
+    "no column 'label'; columns found: .'completion', 'prompt'.": {"prompt": "hi", "completion": "yo"},
+    "column 'label' must be true or false, got 'good'": {"prompt": "hi", "completion": "yo", "label": "good"},
+    "column 'label' must be true or false, got None": {"prompt": "hi", "completion": "yo", "label": None},
+    "column 'label' must be true or false, got 0.5": {"prompt": "hi", "completion": "yo", "label": 0.5},
+    "'completion' must be a string": {"prompt": "hi", "completion": 4, "label": True},
+    "neither 'messages' nor 'prompt'": {"question": "hi", "completion": "yo", "label": True},
+    "no column 'completion' or 'response'": {"prompt": "hi", "chosen": "yo", "rejected": "no"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_is_no_labelled_response_is_named_with_its_row(message):
+    with pytest.raises(ValueError, match=f"row 1: .*{message}"):
+        examples(FORMATS["strings"], BAD[message])
+
+
+def test_no_rows_are_said_as_such():
+    with pytest.raises(ValueError, match="rows is empty"):
+        examples()
