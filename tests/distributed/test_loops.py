@@ -1,4 +1,4 @@
-"""DPO, a reward model and PPO with a critic: each run logs on pipeline stages what it logs in one process."""
+"""DPO, KTO, a reward model and PPO with a critic: each run logs on pipeline stages what it logs in one process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlkit.data.labelled import Labelled
 from rlkit.data.pairs import Pair
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.dpo import dpo
+from rlkit.loops.kto import kto
 from rlkit.loops.ppo import ppo
 from rlkit.loops.reward_model import reward_model
 from rlkit.parallel.heads import load_reward_model, load_value_model
@@ -28,6 +30,7 @@ STEPS = 3
 PAIRS = [
     Pair([65 + i] * (1 + i % 5), [97 + i] * (1 + i % 7) + [258], [48 + i % 10] * (8 - i % 7) + [258]) for i in range(24)
 ]
+LABELLED = [Labelled(p.prompt, ids, ids is p.chosen) for p in PAIRS for ids in (p.chosen, p.rejected)]
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(40)]
 
 
@@ -64,6 +67,9 @@ def trained(name, path, folder, *, cut, engine):
     model = cut((load_reward_model if name == "reward model" else load_model)(path))
     if name == "dpo":
         dpo(model, None, PAIRS, reference=cut(load_model(path)), **common, **pairs)
+    elif name == "kto":
+        how = {"batch_size": 8, "eval_examples": LABELLED[:7], "eval_steps": 2}
+        kto(model, None, LABELLED, reference=cut(load_model(path)), **common, **how)
     elif name == "reward model":
         reward_model(model, None, PAIRS, **common, **pairs)
     else:
@@ -88,9 +94,10 @@ def on_rank(rank, world, name, path, folder, sizes):
     return trained(name, path, folder, cut=lambda model: parallelize(model, mesh), engine=engine)
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"), [("dpo", {"pp": 2, "tp": 2}), ("reward model", {"pp": 2}), ("ppo", {"pp": 2})]
-)
+LAYOUTS = [("dpo", {"pp": 2, "tp": 2}), ("kto", {"pp": 2}), ("reward model", {"pp": 2}), ("ppo", {"pp": 2})]
+
+
+@pytest.mark.parametrize(("name", "sizes"), LAYOUTS)
 def test_a_run_on_stages_logs_what_one_process_logs(ranks, path, tmp_path, name, sizes):
     alone = lambda model: model
     lines, weights = trained(name, path, tmp_path / "alone", cut=alone, engine=lambda: Engine(load_model(path)))
