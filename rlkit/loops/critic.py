@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from rlkit.advantages import gae_decoupled, whiten
-from rlkit.loops import verbs
-from rlkit.losses import kl_in_reward, token_mean, value_clip
+from rlkit.loops.aggregate import per_token
+from rlkit.losses import kl_in_reward, value_clip
 from rlkit.metrics import Metrics, mean, merge
 from rlkit.packing import split, with_streams
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
@@ -74,7 +74,7 @@ def value_update(
     metrics: Metrics = {}
     middle = batch.returns[batch.mask].mean()
     for mini in split(batch, num_minibatches, epochs=num_epochs, seed=seed):
-        weights = token_mean(mini.mask, num_tokens=verbs.global_count(mini.mask))
+        weights = per_token(mini)
         with pipelined(mesh) as backward:
             for micro, *rest in rank_microbatches((mini, weights), mesh=mesh, max_tokens=max_tokens):
                 now = values(critic, micro, dtype=dtype)

@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlkit.loops import verbs
+from rlkit.loops.aggregate import per_token
 from rlkit.loops.supervised import check_fits, supervised
-from rlkit.losses import token_mean
 from rlkit.metrics import Metrics, mean, merge
 from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches
@@ -75,7 +74,7 @@ def sft(
 
     def gradients(rows: list[int]) -> tuple[Metrics, int]:
         batch = pack_examples([examples[i] for i in rows])
-        weights = token_mean(batch.mask, num_tokens=verbs.global_count(batch.mask))
+        weights = per_token(batch)
         metrics: Metrics = {}
         with pipelined(mesh) as backward:
             for micro, *rest in rank_microbatches((batch, weights), mesh=mesh, max_tokens=max_tokens):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from rlkit.episodes import episode_advantages
 from rlkit.loops import verbs
-from rlkit.losses import ppo_clip, token_mean, unbiased_kl
+from rlkit.loops.aggregate import per_token
+from rlkit.losses import ppo_clip, unbiased_kl
 from rlkit.metrics import Metrics, merge
 from rlkit.packing import pack, split, with_streams
 from rlkit.parallel.data import any_ranks, rank_microbatches, reduce_metrics
@@ -20,6 +22,9 @@ from rlkit.parallel.pipeline import pipelined
 from rlkit.rollout.rollout import Group
 from rlkit.segments import broadcast_to_tokens, seq_sum
 from rlkit.types import Batch
+
+Surrogate = Callable[[Tensor, Batch], Tensor]  # log_ratio [T] and the micro-batch it is of -> a loss per token
+Aggregate = Callable[[Batch], Tensor]  # the batch of an optimizer step -> what each token weighs
 
 
 def pack_with_advantages(groups: list[Group], *, baseline: Callable[..., Tensor]) -> Batch:
@@ -47,19 +52,27 @@ def grpo_update(
     device: torch.device | str,
     seed: int,
     mesh: Mesh | None = None,
+    surrogate: Surrogate | None = None,
+    aggregate: Aggregate = per_token,
 ) -> Metrics:
-    """`num_minibatches * num_epochs` optimizer steps on one batch: the clipped surrogate, averaged over all tokens of a
-    step, plus `kl_coef` * KL to the reference and minus `entropy_coef` * entropy.
+    """`num_minibatches * num_epochs` optimizer steps on one batch: a surrogate, plus `kl_coef` * KL to the reference
+    and minus `entropy_coef` * entropy, each weighed by `aggregate(batch of the optimizer step)` and summed.
+
+    `surrogate(log_ratio, batch)` is any loss per token; None is `ppo_clip` with `clip_low` and `clip_high`, which also
+    say what `ratio/clip_*` count:
+
+        grpo_update(..., surrogate=lambda x, b: gspo(x, b.advantages, mask=b.mask, cu_seqlens=b.cu_seqlens))
 
     `correction(old_logp - rollout_logp)` weighs the surrogate's tokens. Truncated sampling drew a token from p / S and
     not from p, so there S (`kept_mass`) weighs the tokens of surrogate and KL. Without `old_logp` in the batch (one
     update per rollout) it is the current log-prob, and no forward was spent on it. With a `mesh` every rank gives the
     whole batch, and computes its share.
     """
+    surrogate = surrogate or partial(_clipped, clip_low=clip_low, clip_high=clip_high)
     set_lr(optimizer, lr)
     metrics: Metrics = {}
     for mini in split(batch, num_minibatches, epochs=num_epochs, seed=seed):
-        weights = token_mean(mini.mask, num_tokens=verbs.global_count(mini.mask))
+        weights = aggregate(mini)
         flat = seq_sum(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
         micros = list(rank_microbatches((mini, weights), mesh=mesh, max_tokens=max_tokens, apart=flat))
         learns = any_ranks([bool(kl_coef or entropy_coef or micro.advantages.any()) for micro, *_ in micros])
@@ -72,7 +85,7 @@ def grpo_update(
                 log_ratio = out.logp - old_logp
                 w_drawn = w if micro.kept_mass is None else w * micro.kept_mass
                 w_policy = w_drawn * correction(old_logp - micro.rollout_logp)
-                loss = w_policy * ppo_clip(log_ratio, micro.advantages, clip_low=clip_low, clip_high=clip_high)
+                loss = w_policy * surrogate(log_ratio, micro)
                 if kl_coef:
                     loss = loss + kl_coef * w_drawn * unbiased_kl(out.logp, micro.ref_logp, old_logp)
                 if entropy_coef:
@@ -83,3 +96,7 @@ def grpo_update(
                 metrics = merge(metrics, new)
         metrics = merge(metrics, optimizer_step(optimizer, max_norm=max_norm))
     return reduce_metrics(metrics, mesh=mesh)
+
+
+def _clipped(log_ratio: Tensor, batch: Batch, *, clip_low: float, clip_high: float) -> Tensor:
+    return ppo_clip(log_ratio, batch.advantages, clip_low=clip_low, clip_high=clip_high)

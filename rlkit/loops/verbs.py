@@ -1,4 +1,4 @@
-"""What the loops share, as plain functions: counts, what to log, evaluation, resuming, saving."""
+"""What the loops share, as plain functions: what to log, evaluation, resuming, saving."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from rlkit.data.order import batch_indices
@@ -29,11 +29,6 @@ from rlkit.rollout.stream import GroupStream
 from rlkit.types import Batch, Generate, LogProbs, SamplingParams, Trajectory
 
 X = TypeVar("X")
-
-
-def global_count(mask: Bool[Tensor, "T"]) -> int:
-    """Trainable tokens of the whole optimizer step: every rank holds the whole batch's metadata, so its own count."""
-    return int(mask.sum())
 
 
 class Clock:

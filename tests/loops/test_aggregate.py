@@ -1,0 +1,90 @@
+"""What tokens weigh, by counting; and the update under other surrogates and means than PPO's clip over all tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.loops.aggregate import per_episode, per_length, per_prompt, per_token
+from rlkit.loops.updates import grpo_update
+from rlkit.losses import cispo, gspo, tis
+from rlkit.packing import pack, with_streams
+from rlkit.parallel.model import forward, prepare
+from rlkit.types import Trajectory
+
+
+def sample(prompt, n, *, trained=True, **changes):
+    ids = [40 + 3 * i + n for i in range(n)]
+    return replace(Trajectory(prompt, ids, [trained] * n, [-5.0] * n, [0] * n), **changes)
+
+
+def groups():
+    """Two prompts; of the first one an episode in two pieces, and one that nothing is trained of."""
+    first = [sample([5, 6], 1), sample([5, 6], 2), sample([5, 6], 3, continues=True), sample([5, 6], 4, trained=False)]
+    return [first, [sample([7], 5)]]
+
+
+@pytest.mark.parametrize(
+    ("weigh", "per_sequence"),
+    [
+        (per_token, [1 / 11, 1 / 11, 1 / 11, 0, 1 / 11]),
+        (per_episode, [1 / 3, 1 / 15, 1 / 15, 0, 1 / 15]),
+        (per_prompt, [1 / 12, 1 / 12, 1 / 12, 0, 1 / 10]),
+        (partial(per_length, max_length=8), [1 / 24, 1 / 24, 1 / 24, 0, 1 / 24]),
+    ],
+)
+def test_weights_by_counting(weigh, per_sequence):
+    batch = pack(groups())
+    true = [w for w, n in zip(per_sequence, [1, 2, 3, 4, 5], strict=True) for _ in range(n)]
+    assert weigh(batch).tolist() == pytest.approx(true, rel=1e-6)
+    nothing = replace(batch, mask=torch.zeros_like(batch.mask))
+    assert weigh(nothing).eq(0).all()
+
+
+def by_hand(log_ratio, advantages, lens, loss):
+    """The mean over sequences of the mean over their tokens, in fp64, token by token."""
+    total, end = 0.0, 0
+    for n in lens:
+        x, a = log_ratio[end : end + n], advantages[end]
+        if loss == "gspo":
+            s = (sum(x) / n).exp()
+            each = [torch.maximum(-a * s, -a * s.clamp(0.9, 1.1))] * n
+        else:
+            each = [-y.detach().exp().clamp(max=1.05) * a * y for y in x]
+        total, end = total + sum(each) / n / len(lens), end + n
+    return total
+
+
+SURROGATES = {
+    "gspo": lambda x, b: gspo(x, b.advantages, mask=b.mask, cu_seqlens=b.cu_seqlens, clip_low=0.1, clip_high=0.1),
+    "cispo": lambda x, b: cispo(x, b.advantages, max_weight=1.05),
+}
+
+
+@pytest.mark.parametrize("max_tokens", [8, 1000])
+@pytest.mark.parametrize("loss", SURROGATES)
+def test_the_update_takes_any_surrogate_and_mean(loss, max_tokens):
+    sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
+    model, lens = prepare(tiny_model(tiny_tokenizer(), **sizes)), [3, 1, 5, 2]
+    policy = partial(forward, model)
+    batch = pack([[sample([5, 6], n) for n in lens[:2]], [sample([7, 8], n) for n in lens[2:]]])
+    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0]).repeat_interleave(torch.tensor(lens))
+    logp = policy(batch).logp
+    old_logp = logp.detach() - 0.2 * torch.randn(sum(lens), generator=torch.Generator().manual_seed(0))
+    batch = with_streams(batch, advantages=advantages, old_logp=old_logp, rollout_logp=old_logp)
+    weights = list(model.parameters())
+    truth = by_hand((logp.double() - old_logp.double()), advantages.double(), lens, loss)
+    true = torch.autograd.grad(truth, weights)
+    before = [w.detach().clone() for w in weights]
+    grpo_update(
+        batch, policy=policy, optimizer=torch.optim.SGD(weights), lr=1.0, num_minibatches=1, num_epochs=1,
+        clip_low=0.2, clip_high=0.2, surrogate=SURROGATES[loss], aggregate=per_episode,
+        correction=partial(tis, max_weight=2.0), kl_coef=0.0, entropy_coef=0.0, max_norm=1e9, max_tokens=max_tokens,
+        device="cpu", seed=0,
+    )  # fmt: skip
+    for old, w, want in zip(before, weights, true, strict=True):
+        assert (old - w - want).abs().max() <= 2e-4 * want.abs().max() + 1e-6
