@@ -63,12 +63,14 @@ def make_data(folder: Path, *, seed: int, num_sft: int = 9600, num_train: int = 
 def main(args: Args) -> None:
     import grpo
     import sft
+    from checks import check_values
 
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
     from rlkit.parallel._ranks import first
     from rlkit.parallel.checkpoint import export_hf
     from rlkit.parallel.launch import open_mesh
 
+    check_values(args)
     started = time.perf_counter()
     open_mesh(args.parallel, device="cpu")
     first(lambda: make_folder(args))
@@ -113,10 +115,12 @@ def main(args: Args) -> None:
 
 
 def make_folder(args: Args) -> None:
-    """An empty folder with the data."""
-    if args.output.exists():
+    """An empty folder with the data. Nothing but an earlier demo is deleted for it."""
+    if args.output.exists() and any(args.output.iterdir()):
+        if not all((args.output / name).exists() for name in ("sft.jsonl", "train.jsonl", "eval.jsonl", "random")):
+            raise FileExistsError(f"--output {args.output} holds other things than a demo: give a folder of its own")
         shutil.rmtree(args.output)
-    args.output.mkdir(parents=True)
+    args.output.mkdir(parents=True, exist_ok=True)
     make_data(args.output, seed=args.seed)
 
 

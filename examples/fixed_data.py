@@ -68,6 +68,7 @@ def prepared(
     """The tokenizer, the training data and the held-out data as `read` makes them of rows, and the keywords of a loop
     that all of these flags say; the run folder is made."""
     import torch
+    from checks import check_values
     from transformers import AutoTokenizer
 
     from rlkit.data.load import load_rows
@@ -75,6 +76,7 @@ def prepared(
     from rlkit.parallel.model import check_path
     from rlkit.parallel.optim import schedule
 
+    check_values(args)
     check_path(args.model)
     keep_args(args.output, args, resume=args.resume)
     torch.manual_seed(args.seed)

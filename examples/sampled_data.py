@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from sampled_checks import check_flags, check_lengths, max_len
+from checks import check_flags, check_lengths, max_len
 
 from rlkit.parallel.flags import ParallelArgs
 
@@ -151,7 +151,7 @@ class GroupArgs(Args):
 def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
     """The model, the tokenizer, and the keywords of a loop that all of these flags say; the run folder is made."""
     import torch
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     from rlkit.data.chat import check_same_tokens, stop_token_ids
     from rlkit.loops.run import keep_args
@@ -171,8 +171,8 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
     env, score = environment(args, tokenizer)
     prompts, eval_prompts = load_prompts(args, tokenizer)
     load = partial(load_policy, args=args.parallel, device=args.device, dtype=args.dtype)
+    check_lengths(args, prompts + eval_prompts, AutoConfig.from_pretrained(args.model).get_text_config())
     model = load(args.model, lora_rank=args.lora_rank)
-    check_lengths(args, prompts + eval_prompts, model.config.get_text_config())
     ends = stop_token_ids(tokenizer, model.config, model.generation_config) if args.chat_template else ()
     has_reference = args.kl_coef or args.eval_kl
     return (
@@ -276,8 +276,6 @@ def environment(args: Args, tokenizer: Any) -> tuple[Any, Any]:
     from rlkit.rollout.rollout import single_turn
     from rlkit.rollout.tools import tool_env
 
-    if args.env is None and args.reward is None:
-        raise ValueError("give --reward, --env or both: something has to judge what is sampled")
     env: Any = single_turn
     if args.env is not None:
         env = load_function(args.env)

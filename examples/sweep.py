@@ -46,7 +46,9 @@ class Args:
 def main(args: Args, command: list[str]) -> Any:
     """The finished study."""
     import optuna
+    from checks import check_values
 
+    check_values(args)
     if not (args.range or args.log_range or args.choice):
         raise ValueError("nothing to search over: give --range, --log-range or --choice")
     if not command:

@@ -100,6 +100,7 @@ def warmed_up(args: Args) -> Path:
 
 def main(args: Args) -> Path:
     import torch
+    from checks import check_values
     from transformers import AutoTokenizer
 
     from rlkit.data.chat import stop_token_ids
@@ -113,6 +114,7 @@ def main(args: Args) -> Path:
     from rlkit.rollout.local import LocalEngine
     from rlkit.types import SamplingParams
 
+    check_values(args)
     path = args.model or str(warmed_up(args))
     torch.manual_seed(args.seed)
     model = load_model(path, device=args.device)

@@ -265,6 +265,9 @@ def resume_command(*flags: str) -> str:
 
 
 def _refuse_a_run(folder: Path, resume: bool) -> None:
+    for path in (folder, *folder.parents):
+        if path.is_file():
+            raise NotADirectoryError(f"{path} is a file: --output is the folder of a run, which may be new")
     if not resume and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "completions")):
         raise FileExistsError(f"{folder} already holds a run: resume it (--resume), delete it or take another folder")
 

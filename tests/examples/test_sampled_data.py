@@ -140,8 +140,3 @@ def test_a_prompt_without_room_for_an_answer_is_dropped(files):
     length = 5 + 8  # bytes, and the turn around them
     prompts, _ = shared.load_prompts(args_of(files, max_total_tokens=length + 1), tiny_tokenizer())
     assert [p.row["prompt"] for p in prompts] == ["12345"]
-
-
-def test_something_has_to_judge(files):
-    with pytest.raises(ValueError, match="--reward, --env or both"):
-        shared.environment(args_of(files, reward=None), tiny_tokenizer())
