@@ -20,7 +20,7 @@ from rlkit.rewards.extract import last_code_block
 from rlkit.rewards.sandbox import Child, Limits, Ran, run_program
 
 _MARGIN_S = 5.0  # the tests' process outlives the solution's, to say what became of the rest
-_GONE = "the solution's process ended"  # as `_worker/rpc_tests.py` says it
+_GONE = "the solution's process ended"  # as `_worker/rpc.py` says it
 
 
 async def stdin_tests(
@@ -95,12 +95,7 @@ async def assert_tests(
     source = last_code_block(completion)
     if source is None:
         return _verdict(["no closed ```python block"], len(tests), all_or_nothing)
-    pair = _Pair(source, tests, limits, packages)
-    async with a_core():
-        reasons, ran = await in_thread(pair.run, cancel=pair.cancel)
-    if _GONE in reasons and ran.reason not in ("", "cancelled"):
-        reasons[reasons.index(_GONE)] = ran.reason
-    return _verdict(reasons, len(tests), all_or_nothing)
+    return _verdict(await _run_tests(source, tests, limits, packages), len(tests), all_or_nothing)
 
 
 def same_lines(actual: str, expected: str) -> bool:
@@ -122,39 +117,35 @@ def _close(a: str, b: str, tolerance: float) -> bool:
         return False
 
 
-class _Pair:
-    """A solution and its tests, in two sandboxes joined by a socket."""
+async def _run_tests(source: str, tests: list[str], limits: Limits, packages: Sequence[str]) -> list[str]:
+    """Run a solution and its tests, in two sandboxes joined by a socket: a reason per test, empty if it passed."""
+    solution = Child("solution", ["", -1, -1, source], limits, packages)
+    longer = replace(limits, wall_s=limits.wall_s + _MARGIN_S, cpu_s=limits.cpu_s + _MARGIN_S)
+    testing = Child("tests", ["", None, None, json.dumps(tests)], longer, packages)
 
-    def __init__(self, source: str, tests: Sequence[str], limits: Limits, packages: Sequence[str]) -> None:
-        longer = replace(limits, wall_s=limits.wall_s + _MARGIN_S, cpu_s=limits.cpu_s + _MARGIN_S)
-        self._solution = Child("solution", ["", -1, -1, source], limits, packages)
-        self._tests = Child("tests", ["", None, None, json.dumps(tests)], longer, packages)
-        self._num = len(tests)
-
-    def cancel(self) -> None:
-        self._solution.cancel()
-        self._tests.cancel()
-
-    def run(self) -> tuple[list[str], Ran]:
-        """A reason per test, empty for those that passed, and how the solution ended."""
+    def run() -> tuple[Ran, Ran]:
         ends = socket.socketpair()
+        with ends[0], ends[1]:
+            solution.start(ends[0].fileno())
+            testing.start(ends[1].fileno())
         try:
-            self._solution.start(ends[0].fileno())
-            self._tests.start(ends[1].fileno())
-        except BaseException:
-            self.cancel()
-            raise
+            told = testing.wait()
         finally:
-            for end in ends:
-                end.close()
-        try:
-            told = self._tests.wait()
-        finally:
-            self._solution.cancel()  # where it has not ended yet
-            ran = self._solution.wait()
-        reasons = [json.loads(line) or "" for line in told.stdout.splitlines()]
-        rest = f"the tests ended early: {told.reason}" if told.reason else "not reached"
-        return [*reasons, *[rest] * (self._num - len(reasons))], ran
+            solution.cancel()  # where it has not ended yet
+            ran = solution.wait()
+        return told, ran
+
+    def cancel() -> None:
+        solution.cancel()
+        testing.cancel()
+
+    async with a_core():
+        told, ran = await in_thread(run, cancel=cancel)
+    reasons = [json.loads(line) or "" for line in told.stdout.split("\n")[:-1]]  # whole lines
+    if _GONE in reasons and ran.reason not in ("", "cancelled"):
+        reasons[reasons.index(_GONE)] = ran.reason
+    rest = f"the tests ended early: {told.reason}" if told.reason else "not reached"
+    return [*reasons, *[rest] * (len(tests) - len(reasons))]
 
 
 def _verdict(reasons: Sequence[str], num_tests: int, all_or_nothing: bool) -> dict[str, Any]:

@@ -13,12 +13,10 @@ from rlkit.objectives import weighted_sum
 from rlkit.rewards._run import off_the_clock
 from rlkit.rewards.call import Reward, RewardError, Sample, score_each
 
-Batched = Callable[..., Any]
-
 
 def weighted(
     functions: Mapping[str, Callable[..., Any]], *, weights: Mapping[str, float], timeout_s: float = 60.0
-) -> Batched:
+) -> Callable[..., Any]:
     """A reward function that is the weighted sum of others.
 
         r_i = sum_k w_k r_ik
@@ -35,7 +33,7 @@ def weighted(
 
 def combined(
     functions: Mapping[str, Callable[..., Any]], *, scalarize: Callable[[Tensor], Tensor], timeout_s: float = 60.0
-) -> Batched:
+) -> Callable[..., Any]:
     """A reward function that makes one number of several named ones, `[N, K] -> [N]`, K in the order of `functions`.
 
     The functions may have any form that `score` calls, all are called at once, and `timeout_s` holds for each of their

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from rlkit.rewards._run import turn
 
 if TYPE_CHECKING:
     import aiohttp
 
-_RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
+_PASSING = {408, 409, 425, 429}  # besides 5xx
 _LONGEST_WAIT_S = 60.0
 
 
@@ -46,77 +44,48 @@ async def post_json(
     wait for one's turn does not count against a reward's deadline. Asking a judge twice does no harm; do not use this
     for requests that change something.
     """
-    async with _session() as session, turn(url, concurrency):
+    try:
+        import aiohttp
+    except ImportError as error:
+        raise ImportError(f"{error}; install the extra `http`: pip install 'rlkit-lm[http]'") from error
+    limit = aiohttp.ClientTimeout(total=timeout_s)
+    async with turn(url, concurrency), aiohttp.ClientSession(headers=headers, timeout=limit) as session:
         for attempt in range(retries + 1):
             try:
-                return await _once(session, url, body, headers, timeout_s)
+                return await _once(session, url, body)
             except _Passing as failure:
                 if attempt == retries:
                     tries = "once" if retries == 0 else f"{retries + 1} times"
-                    raise HttpError(f"{url}: {failure}, tried {tries}", status=failure.status) from failure
+                    raise HttpError(f"{failure}, tried {tries}", status=failure.status) from failure
                 wait = backoff_s * 2**attempt * random.uniform(0.5, 1.5)
                 await asyncio.sleep(min(_LONGEST_WAIT_S, max(wait, failure.retry_after)))
 
 
-class _Passing(Exception):
+class _Passing(HttpError):
     """A failure that may not happen again."""
 
-    def __init__(self, message: str, *, status: int | None = None, retry_after: float = 0.0) -> None:
-        super().__init__(message)
-        self.status, self.retry_after = status, retry_after
+    retry_after = 0.0
 
 
-async def _once(
-    session: aiohttp.ClientSession, url: str, body: Any, headers: Mapping[str, str] | None, timeout_s: float
-) -> Any:
+async def _once(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
     import aiohttp
 
     try:
-        limit = aiohttp.ClientTimeout(total=timeout_s)
-        async with session.post(url, json=body, headers=headers, timeout=limit) as response:
+        async with session.post(url, json=body) as response:
             text = await response.text(errors="replace")
-            status = response.status
-            retry_after = response.headers.get("Retry-After", "")
     except TimeoutError as error:
-        raise _Passing(f"no answer after {timeout_s:g} s") from error
+        raise _Passing(f"{url}: no answer after {session.timeout.total:g} s", status=None) from error
     except (aiohttp.ClientError, OSError) as error:
-        raise _Passing(f"{type(error).__name__}: {error}") from error
-    if status in _RETRIED:
-        seconds = float(retry_after) if retry_after.isdigit() else 0.0
-        raise _Passing(f"HTTP {status}: {text[:300]}", status=status, retry_after=seconds)
+        raise _Passing(f"{url}: {type(error).__name__}: {error}", status=None) from error
+    status = response.status
+    if status >= 500 or status in _PASSING:
+        passing = _Passing(f"{url}: HTTP {status}: {text[:300]}", status=status)
+        retry_after = response.headers.get("Retry-After", "")
+        passing.retry_after = float(retry_after) if retry_after.isdigit() else 0.0
+        raise passing
     if status >= 300:
         raise HttpError(f"{url}: HTTP {status}: {text[:300]}", status=status)
     try:
         return json.loads(text)
     except ValueError as error:
-        raise _Passing(f"the answer is not JSON: {text[:300]!r}", status=status) from error
-
-
-class _Client:
-    """An event loop's connections, open while somebody uses them."""
-
-    num_users = 0
-    session: aiohttp.ClientSession | None = None
-
-
-_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, _Client] = WeakKeyDictionary()
-
-
-@asynccontextmanager
-async def _session() -> AsyncIterator[aiohttp.ClientSession]:
-    """The loop's session. It is closed when its last user leaves, so that nothing stays open between batches."""
-    try:
-        import aiohttp
-    except ImportError as error:
-        raise ImportError(f"{error}; install the extra `http`: pip install 'rlkit-lm[http]'") from error
-    client = _clients.setdefault(asyncio.get_running_loop(), _Client())
-    if client.session is None:
-        client.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-    client.num_users += 1
-    try:
-        yield client.session
-    finally:
-        client.num_users -= 1
-        if client.num_users == 0:
-            session, client.session = client.session, None
-            await session.close()
+        raise _Passing(f"{url}: the answer is not JSON: {text[:300]!r}", status=status) from error

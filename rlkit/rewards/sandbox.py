@@ -32,7 +32,7 @@ _NEEDED = {
     name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME") if name in os.environ
 }  # by some Pythons
 _FLAGS, _ENVIRONMENT = ("-S", "-s"), {"PYTHONHASHSEED": "0", **_NEEDED}
-_SERVER = Server("sandboxd", flags=_FLAGS, environment=_ENVIRONMENT)
+_SERVER = Server("sandboxd", flags=_FLAGS, environment=_ENVIRONMENT, arguments=("{}",))
 _ADD_SEALS, _ALL_SEALS = 1033, 0xF
 _STDERR_BYTES = 1 << 16
 
@@ -90,16 +90,33 @@ async def run_program(source: str, *, stdin: str = "", limits: Limits = Limits()
         return await in_thread(child.wait, cancel=child.cancel)
 
 
+@cache
 def isolation() -> str:
     """What isolates programs here: "namespaces", or "bubblewrap", where a run takes some 70 ms more.
 
     Both are tried, in this order, when the first program is run, by isolating a process in earnest. Raises SandboxError
     with what either said where none works.
     """
-    child = Child("nothing", ["", -1, None], Limits(wall_s=300))
-    if reason := child.wait().reason:
-        raise SandboxError(f"the sandbox does not answer: {reason}")
-    return child.isolation
+    system, machine = platform.system(), platform.machine()
+    if system != "Linux" or machine not in ("x86_64", "aarch64"):
+        raise SandboxError(f"the sandbox needs Linux on x86_64 or aarch64, this is {system} on {machine}")
+    problems = []
+    for way in ("namespaces", "bubblewrap"):
+        try:
+            reason = Child("nothing", ["", None, None], Limits(wall_s=300), way=way).wait().reason
+        except SandboxError as error:
+            reason = str(error)
+        if not reason:
+            return way
+        problems.append(f"{way}: {reason}")
+    raise SandboxError(
+        f"the sandbox cannot be set up, and nothing was run: {'; '.join(problems)}. It needs user, mount, pid and "
+        "network namespaces. In a container: start it with `--security-opt seccomp=unconfined` or "
+        "`--cap-add SYS_ADMIN`. On the machine: `sysctl user.max_user_namespaces` must be positive and "
+        "`kernel.unprivileged_userns_clone` 1, where these exist. Where "
+        "`kernel.apparmor_restrict_unprivileged_userns` is 1 (Ubuntu), set it to 0, or install bubblewrap with its "
+        "AppArmor profile (bwrap-userns-restrict). Or run the training as root."
+    )
 
 
 @cache
@@ -121,15 +138,19 @@ def _place(package: str) -> str:
 
 
 class Child:
-    """A process in the sandbox. `fds` are its fds 0, 1, ...: a text is a file, None a pipe that `wait` reads (stdout
-    and stderr), -1 is /dev/null; nothing is opened before `start`."""
+    """A process in the sandbox. `fds` are its fds 0, 1, ...: a text is a file, None a pipe that `wait` reads (both
+    stdout and stderr, or neither), -1 is /dev/null; nothing is opened before `start`."""
 
     def __init__(
-        self, run: str, fds: Sequence[str | Literal[-1] | None], limits: Limits, packages: Sequence[str] = ()
+        self,
+        run: str,
+        fds: Sequence[str | Literal[-1] | None],
+        limits: Limits,
+        packages: Sequence[str] = (),
+        way: str = "",
     ) -> None:
-        self._run, self._limits, self._fds = run, limits, fds
+        self._run, self._limits, self._fds, self._way = run, limits, fds, way
         self._server = _with_packages(tuple(sorted({*packages}))) if packages else _SERVER
-        self.isolation = ""
         self._control: socket.socket | None = None
         self._cancelled = False
 
@@ -142,7 +163,7 @@ class Child:
 
     def start(self, *shared: int) -> None:
         """Have it started. `shared` are further fds for it, which stay the caller's."""
-        _check_platform()
+        way = self._way or isolation()
         self._pipes: list[int] = []
         mine: list[int] = []
         for fd in self._fds:
@@ -152,7 +173,8 @@ class Child:
                 mine.append(write)
             else:
                 mine.append(_file(fd) if isinstance(fd, str) else os.open(os.devnull, os.O_WRONLY))
-        request = {"run": self._run, "limits": asdict(self._limits), "wall_s": self._limits.wall_s}
+        limits = asdict(self._limits)
+        request = {"run": self._run, "isolation": way, "limits": limits, "wall_s": self._limits.wall_s}
         try:
             self._control = self._server.begin(request, [*mine, *shared])
         except ServerError as error:
@@ -168,45 +190,42 @@ class Child:
         if self._control is None:
             self.start()
         assert self._control is not None
-        limits = dict(zip(self._pipes, (self._limits.output_bytes, _STDERR_BYTES)))
         try:
-            texts, flooded = self._read(limits)
+            out, err, flooded = self._read()
             end: dict[str, Any] = {}
             while "reason" not in end:  # what is said from inside comes before
                 end |= end_of(self._control, self._limits.wall_s + 60)
         except ServerError as error:
-            raise _explained(str(error)) from error
+            raise SandboxError(str(error)) from error
         finally:
             _close(self._pipes)
             self._control.close()
-        out, err = (text.decode("utf-8", "replace") for text in [*texts, bytearray(), bytearray()][:2])
-        self.isolation = end.get("began", "")
-        if not self.isolation and end["reason"] == "exit":
-            raise _explained(f"the process ended before it was isolated: {err.strip()[:300]}")
-        reason = self._reason(end, err, flooded)
-        return Ran(reason, out, err, end["wall_s"], end["cpu_s"])
+        if "began" not in end and end["reason"] == "exit":
+            raise SandboxError(f"the process ended before it was isolated: {err.strip()[:300]}")
+        return Ran(self._reason(end, err, flooded), out, err, end["wall_s"], end["cpu_s"])
 
-    def _read(self, limits: dict[int, int]) -> tuple[list[bytearray], bool]:
-        """What the pipes give until all are closed; kills a child that writes too much (stderr is cut in silence)."""
-        texts = {fd: bytearray() for fd in limits}
+    def _read(self) -> tuple[str, str, bool]:
+        """What both pipes give until they are closed; kills a child that writes too much (stderr is cut in silence)."""
+        texts, most = (bytearray(), bytearray()), (self._limits.output_bytes, _STDERR_BYTES)
         waiting = select.poll()
-        for fd in limits:
+        for fd in self._pipes:
             waiting.register(fd, select.POLLIN)
-        num_open, flooded = len(limits), False
+        num_open, flooded = len(self._pipes), False
         while num_open:
             for fd, _ in waiting.poll():
                 data = os.read(fd, 1 << 16)
                 if not data:
                     waiting.unregister(fd)
                     num_open -= 1
-                    continue
-                texts[fd] += data
-                if len(texts[fd]) > limits[fd]:
-                    del texts[fd][limits[fd] :]
-                    if fd == self._pipes[0] and not flooded:
+                which = self._pipes.index(fd)
+                texts[which].extend(data)
+                if len(texts[which]) > most[which]:
+                    del texts[which][most[which] :]
+                    if which == 0 and not flooded:
                         flooded = True
                         self.cancel()
-        return list(texts.values()), flooded
+        out, err = (text.decode("utf-8", "replace") for text in texts)
+        return out, err, flooded
 
     def _reason(self, end: dict[str, Any], err: str, flooded: bool) -> str:
         code = -end["signal"] if "signal" in end else end["code"]
@@ -240,23 +259,3 @@ def _file(text: str) -> int:
     fcntl(fd, _ADD_SEALS, _ALL_SEALS)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
-
-
-def _check_platform() -> None:
-    system, machine = platform.system(), platform.machine()
-    if system != "Linux" or machine not in ("x86_64", "aarch64"):
-        raise SandboxError(
-            f"the sandbox needs Linux on x86_64 or aarch64, this is {system} on {machine}; nothing was run"
-        )
-
-
-def _explained(error: str) -> SandboxError:
-    if "cannot be imported in the sandbox" in error:
-        return SandboxError(f"nothing was run: {error}")
-    return SandboxError(
-        f"the sandbox cannot be set up, and nothing was run: {error}. It needs user, mount, pid and network "
-        "namespaces. In a container: start it with `--security-opt seccomp=unconfined` or `--cap-add SYS_ADMIN`. On "
-        "the machine: `sysctl user.max_user_namespaces` must be positive and `kernel.unprivileged_userns_clone` 1, "
-        "where these exist. Where `kernel.apparmor_restrict_unprivileged_userns` is 1 (Ubuntu), set it to 0, or "
-        "install bubblewrap with its AppArmor profile (bwrap-userns-restrict). Or run the training as root."
-    )

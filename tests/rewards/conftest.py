@@ -2,7 +2,6 @@
 
 import os
 import resource
-from functools import cache
 
 import pytest
 
@@ -10,24 +9,25 @@ from rlkit.rewards import sandbox
 from rlkit.rewards._forked import Server
 from rlkit.rewards._worker import bubble
 
-
-def _server_without(*ways, arguments=()):
-    """A server of its own in which these ways of isolation fail."""
-    broken = {"namespaces": "sandboxd.isolate._NAMESPACES |= 0x10000", "bubblewrap": "sandboxd.bubble.PLACES = ()"}
-    server = Server("sandboxd", flags=sandbox._FLAGS, environment=sandbox._ENVIRONMENT, arguments=arguments)
-    lines = "; ".join(broken[way] for way in ways)
-    server._command[4] = server._command[4].replace("sandboxd.main()", f"{lines}; sandboxd.main()")
-    return server
+ISOLATION = sandbox.isolation
 
 
 @pytest.fixture
-def server_without():
-    return _server_without
+def without(monkeypatch):
+    """Replaces the sandbox's server by one of its own in which these ways of isolation fail."""
+    broken = {"namespaces": "sandboxd.isolate._NAMESPACES |= 0x10000", "bubblewrap": "sandboxd.bubble.PLACES = ()"}
+    server = Server("sandboxd", flags=sandbox._FLAGS, environment=sandbox._ENVIRONMENT, arguments=("{}",))
 
+    def replace(*ways):
+        lines = "; ".join(broken[way] for way in ways)
+        server._command[4] = server._command[4].replace("sandboxd.main()", f"{lines}; sandboxd.main()")
+        monkeypatch.setattr(sandbox, "_SERVER", server)
+        monkeypatch.setattr(sandbox, "isolation", ISOLATION)
+        ISOLATION.cache_clear()
 
-@cache
-def _only_bubblewrap(arguments=()):
-    return _server_without("namespaces", arguments=arguments)
+    yield replace
+    server.close()
+    ISOLATION.cache_clear()
 
 
 @pytest.fixture
@@ -35,9 +35,7 @@ def only_bubblewrap(monkeypatch):
     """Programs run as where this process may not make namespaces, but bubblewrap may."""
     if not any(os.access(place, os.X_OK) for place in bubble.PLACES):
         pytest.skip("bubblewrap is not installed")
-    ordinary = sandbox._with_packages
-    monkeypatch.setattr(sandbox, "_SERVER", _only_bubblewrap())
-    monkeypatch.setattr(sandbox, "_with_packages", lambda names: _only_bubblewrap(tuple(ordinary(names)._command[5:])))
+    monkeypatch.setattr(sandbox, "isolation", lambda: "bubblewrap")
 
 
 @pytest.fixture(params=["namespaces", pytest.param("bubblewrap", marks=pytest.mark.slow)])

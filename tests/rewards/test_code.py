@@ -227,7 +227,7 @@ TRICKS = {
     "protocol": """
         import socket, struct, json
         s = socket.socket(fileno=4)
-        def send(m): d = json.dumps(m).encode(); s.sendall(struct.pack("<I", len(d)) + d)
+        def send(m): d = json.dumps(m).encode(); s.sendall(struct.pack("!i", len(d)) + d)
         send(["", {"f": ["ref", "mine", 1, None]}])
         for _ in range(9): send(["value", True]); send(["raised", None, "SystemExit", [0]])
         def f(x): pass
@@ -292,6 +292,15 @@ async def test_a_hanging_solution_keeps_the_tests_passed_before_it_hung():
     assert verdict["reward"] == 0.5
     assert verdict["reason"] == "test 3 of 4: timeout: no end after 2 s"
     assert verdict["timeout"] == 1.0
+
+
+async def test_reasons_beyond_the_limit_of_output_are_left_out():
+    limits = Limits(wall_s=60, cpu_s=60, output_bytes=1000)
+    verdict = await check(
+        "def f(x): return x", ["assert f(1) == 1"] + ["assert f(1) == 2, 'x' * 150"] * 9, limits=limits
+    )
+    assert verdict["passed"] == 0.1
+    assert verdict["reason"].startswith("test 2 of 10: AssertionError: xxx")
 
 
 async def test_tests_cannot_harm_either():

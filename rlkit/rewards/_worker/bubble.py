@@ -60,7 +60,7 @@ def _walls() -> Iterator[str]:
 @cache
 def _mounts(scratch_bytes: int, shown: tuple[str, ...]) -> list[str]:
     """What a program sees, in the order in which it is mounted."""
-    library, masks = isolate.standard_library(), isolate.masks()
+    library, masked = isolate.LIBRARY, isolate.MASKED
     system = _system((*library, *shown))
     targets = (*library, *shown, *isolate.DEVICES, _WORKER, *system)
     folders = sorted({str(parent) for path in targets for parent in Path(path).parents} - {"/"})
@@ -68,9 +68,9 @@ def _mounts(scratch_bytes: int, shown: tuple[str, ...]) -> list[str]:
     return [
         *(x for folder in folders for x in ("--perms", "0755", "--dir", folder)),  # bwrap's own are its user's only
         *(x for path in library for x in ("--ro-bind", path, path)),
-        *(x for folder in masks for x in ("--tmpfs", folder)),
+        *(x for folder in masked for x in ("--tmpfs", folder)),
         *(x for path in shown for x in ("--ro-bind", path, path)),
-        *(x for folder in masks for x in ("--remount-ro", folder)),
+        *(x for folder in masked for x in ("--remount-ro", folder)),
         *(x for path in isolate.DEVICES for x in ("--dev-bind", path, path)),
         *("--ro-bind", str(Path(__file__).parent), _WORKER),
         *(x for path, to in system.items() for x in (("--symlink", to, path) if to else ("--ro-bind", path, path))),
@@ -111,7 +111,7 @@ def wall_in(request: dict[str, Any]) -> None:
             isolate.drop_capabilities()
             isolate.set_limits(request["limits"], others=1)
             isolate.install_filter(forks=request["limits"]["processes"] > 0)
-            isolate.tell(control, began="bubblewrap")
+            isolate.tell(control, began=True)
             return
         isolate.drop_capabilities()
         os.closerange(0, control)

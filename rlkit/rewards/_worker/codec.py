@@ -10,32 +10,38 @@ from collections.abc import Callable
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
+from operator import methodcaller
 from typing import Any
 
 Refer = Callable[[Any], list[Any]]  # any other object -> a reference
 Resolve = Callable[..., Any]  # a reference's parts -> the object, or something that stands for it
 
 _LARGE = 1 << 10_000  # larger ones would hit the limit on converting integers to decimal text
-_PLAIN = {type(None), bool, float, str}
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
-    "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "range": lambda a: range(*a),
-    "complex": lambda a: complex(*a), "Fraction": lambda a: Fraction(*a), "Decimal": lambda a: Decimal(*a),
-    "date": lambda a: date(*a), "datetime": lambda a: datetime(*a), "timedelta": lambda a: timedelta(*a),
-}  # fmt: skip
-_MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "defaultdict": dict}
-_PARTS: dict[type, tuple[str, Callable[[Any], Any]]] = {
-    list: ("list", list),
-    tuple: ("tuple", list),
-    set: ("set", list),
-    frozenset: ("frozenset", list),
-    deque: ("deque", list),
-    range: ("range", lambda x: [x.start, x.stop, x.step]),
-    complex: ("complex", lambda x: [x.real, x.imag]),
-    Fraction: ("Fraction", lambda x: [x.numerator, x.denominator]),
-    Decimal: ("Decimal", lambda x: [str(x)]),
-    date: ("date", lambda x: [x.year, x.month, x.day]),
-    timedelta: ("timedelta", lambda x: [x.days, x.seconds, x.microseconds]),
+_PLAIN = {type(None), bool, float, str}  # as JSON has them
+_items = methodcaller("items")
+# a type: (value -> parts, parts -> value), where the parts are values again
+_KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[list[Any]], Any]]] = {
+    list: (list, list),
+    tuple: (list, tuple),
+    set: (list, set),
+    frozenset: (list, frozenset),
+    deque: (list, deque),
+    dict: (_items, dict),
+    OrderedDict: (_items, OrderedDict),
+    defaultdict: (_items, dict),
+    Counter: (_items, lambda items: Counter(dict(items))),
+    int: (lambda x: [hex(x)], lambda parts: int(parts[0], 16)),  # a large one
+    range: (lambda x: [x.start, x.stop, x.step], lambda parts: range(*parts)),
+    complex: (lambda x: [x.real, x.imag], lambda parts: complex(*parts)),
+    bytes: (lambda x: [x.hex()], lambda parts: bytes.fromhex(parts[0])),
+    bytearray: (lambda x: [x.hex()], lambda parts: bytearray.fromhex(parts[0])),
+    Fraction: (lambda x: [x.numerator, x.denominator], lambda parts: Fraction(*parts)),
+    Decimal: (lambda x: [str(x)], lambda parts: Decimal(*parts)),
+    date: (lambda x: [x.isoformat()], lambda parts: date.fromisoformat(*parts)),
+    datetime: (lambda x: [x.isoformat()], lambda parts: datetime.fromisoformat(*parts)),
+    timedelta: (lambda x: [x.days, x.seconds, x.microseconds], lambda parts: timedelta(*parts)),
 }
+_BUILDERS = {kind.__name__: build for kind, (_, build) in _KINDS.items()}
 # modules whose functions and classes mean the same on both sides, and harm neither
 _SHARED = frozenset([
     "abc", "bisect", "builtins", "cmath", "collections", "collections.abc", "copy", "dataclasses", "datetime",
@@ -53,20 +59,11 @@ _NOT_SHARED = frozenset([
 def encode(value: Any, refer: Refer) -> Any:
     """JSON for a value."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _PLAIN or (kind is int and -_LARGE < value < _LARGE):
         return value
-    if kind is int:
-        return value if -_LARGE < value < _LARGE else ["int", hex(value)]
-    if kind in _PARTS:
-        name, parts = _PARTS[kind]
-        found = parts(value)
-        return [name, found if set(map(type, found)) <= _PLAIN else [encode(x, refer) for x in found]]
-    if kind is datetime and value.tzinfo is None:
-        return ["datetime", [*value.timetuple()[:6], value.microsecond]]
-    if kind in (dict, OrderedDict, defaultdict, Counter):
-        return [kind.__name__, [[encode(k, refer), encode(v, refer)] for k, v in value.items()]]
-    if kind in (bytes, bytearray):
-        return [kind.__name__, value.hex()]
+    if kind in _KINDS:
+        parts = list(_KINDS[kind][0](value))
+        return [kind.__name__, parts if set(map(type, parts)) <= _PLAIN else [encode(x, refer) for x in parts]]
     if kind is types.ModuleType and value.__name__ in _SHARED:
         return ["module", value.__name__]
     if _is_shared(value):
@@ -81,16 +78,8 @@ def decode(data: Any, resolve: Resolve) -> Any:
     tag, *rest = data
     if tag == "ref":
         return resolve(*rest)
-    if tag in _SEQUENCES:
-        return _SEQUENCES[tag]([decode(x, resolve) if isinstance(x, list) else x for x in rest[0]])
-    if tag == "Counter":
-        return Counter({decode(k, resolve): decode(v, resolve) for k, v in rest[0]})
-    if tag in _MAPPINGS:
-        return _MAPPINGS[tag]([(decode(k, resolve), decode(v, resolve)) for k, v in rest[0]])
-    if tag == "int":
-        return int(rest[0], 16)
-    if tag in ("bytes", "bytearray"):
-        return (bytes if tag == "bytes" else bytearray).fromhex(rest[0])
+    if tag in _BUILDERS:
+        return _BUILDERS[tag]([decode(x, resolve) if isinstance(x, list) else x for x in rest[0]])
     if tag == "module" and rest[0] in _SHARED:
         return importlib.import_module(rest[0])
     if tag == "shared":
@@ -128,11 +117,5 @@ def replace_content(old: Any, new: Any) -> None:
     """Make a copied value what it has become on the other side."""
     if new is None or not mutable(old) or old == new:
         return
-    if isinstance(old, dict | set):
-        old.clear()
-        old.update(new)
-    elif isinstance(old, deque):
-        old.clear()
-        old.extend(new)
-    else:
-        old[:] = new
+    old.clear()
+    (old.update if isinstance(old, dict | set) else old.extend)(new)

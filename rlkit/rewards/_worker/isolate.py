@@ -18,7 +18,6 @@ import stat
 import sysconfig
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,11 @@ _PDEATHSIG, _KEEPCAPS, _SECCOMP, _NO_NEW_PRIVS = 1, 8, 22, 38
 _INSIDE = 1000  # the only user and group id inside
 _NOBODY = 65534  # what they are outside, if the server is root: of root, the kernel does not count the processes
 _THREADS = 16
+LIBRARY = tuple({os.path.realpath(sysconfig.get_path(name)): 0 for name in ("stdlib", "platstdlib")})
+"""The folders of Python that a program may read."""
+_INSTALLED = (f"{path}/{name}" for path in LIBRARY for name in ("site-packages", "dist-packages"))
+MASKED = tuple(path for path in _INSTALLED if os.path.isdir(path))
+"""The folders inside the library that hold what was installed: a program sees them empty."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 SCRATCH = "/scratch"
 SCRATCH_FILES = 4096
@@ -60,7 +64,7 @@ def enter(child: Callable[[], None], fds: list[int], control: int, limits: dict[
             ctypes.pythonapi.PyOS_AfterFork_Child()
             only_these([*fds, control, ready])
             _isolate(len(fds) + 1, limits, shown)
-            tell(len(fds), began="namespaces")
+            tell(len(fds), began=True)
         except BaseException as error:
             tell(len(fds), error=str(error))
             os._exit(1)
@@ -110,7 +114,7 @@ def _isolate(ready: int, limits: dict[str, Any], shown: Sequence[str]) -> None:
         raise OSError("the server could not map user ids")
     os.close(ready)
     os.setsid()
-    paths = (*standard_library(), *shown, *DEVICES)
+    paths = (*LIBRARY, *shown, *DEVICES)
     sources = [(path, os.open(path, os.O_PATH)) for path in paths]  # while root may still look in /root
     become(_INSIDE)
     _new_root(sources, limits["scratch_bytes"])
@@ -130,23 +134,9 @@ def become(user: int) -> None:
     _check(_libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "asking to die with the server")
 
 
-@cache
-def standard_library() -> tuple[str, ...]:
-    """The folders that a program may read."""
-    paths = sysconfig.get_paths()
-    return tuple(dict.fromkeys(os.path.realpath(paths[name]) for name in ("stdlib", "platstdlib")))
-
-
-def masks() -> list[str]:
-    """The folders inside the standard library that hold what was installed: a program sees them empty."""
-    folders = [f"{path}/{name}" for path in standard_library() for name in ("site-packages", "dist-packages")]
-    return [folder for folder in folders if os.path.isdir(folder)]
-
-
 def _new_root(sources: list[tuple[str, int]], scratch_bytes: int) -> None:
     """Make a new root from the opened sources, and leave the old one for ever."""
     base = next(path for path in ("/tmp", "/mnt", "/var") if os.path.isdir(path))
-    hidden = masks()
     _mount(None, "/", None, _REC | _PRIVATE)
     _mount("tmpfs", base, "tmpfs", _NOSUID | _NODEV, "size=1m,nr_inodes=1024,mode=0755")
     for path, fd in sources:
@@ -160,10 +150,10 @@ def _new_root(sources: list[tuple[str, int]], scratch_bytes: int) -> None:
         os.close(fd)
         if path not in DEVICES:
             _mount(None, target, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
-        for folder in hidden:
+        for folder in MASKED:
             if os.path.dirname(folder) == path:
                 _mount("tmpfs", base + folder, "tmpfs", _NOSUID | _NODEV, "size=4k,mode=0755")
-    for folder in hidden:  # only now: what is shown may lie in them
+    for folder in MASKED:  # only now: what is shown may lie in them
         _mount(None, base + folder, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
     os.mkdir(base + SCRATCH)
     options = f"size={scratch_bytes},nr_inodes={SCRATCH_FILES},mode=0700"
@@ -215,7 +205,7 @@ def drop_capabilities() -> None:
 
 def install_filter(*, forks: bool) -> None:
     """Deny the system calls that no solution needs, for ever."""
-    program = syscalls.deny_filter(forks=forks)
+    program = syscalls.DENY[forks]
     code = ctypes.create_string_buffer(program, len(program))
 
     class Program(ctypes.Structure):
@@ -240,10 +230,3 @@ def _check(result: int, what: str) -> None:
 
 def _error(what: str, number: int) -> OSError:
     return OSError(number, f"{what}: {errno.errorcode.get(number, number)} {os.strerror(number)}")
-
-
-def prepare() -> None:
-    """Work out, once, what every child would."""
-    standard_library()
-    for forks in (False, True):
-        syscalls.deny_filter(forks=forks)

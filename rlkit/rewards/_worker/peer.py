@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import builtins
 import json
-import socket
-import struct
+import operator
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 from . import codec
 
 _MAX_BYTES = 16 << 20
+_ALONE = ("len", "iter", "next", "str", "repr", "float", "int", "bool", "abs")  # built-in functions of one object
+_ITEMS = ("getitem", "setitem", "delitem")
+_BETWEEN = ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv")  # only with another object of the same side
 _SPECIAL: dict[str, Callable[..., Any]] = {
-    "len": len, "iter": iter, "next": next, "str": str, "repr": repr, "float": float, "int": int, "bool": bool,
-    "abs": abs, "neg": lambda a: -a, "getitem": lambda a, k: a[k], "setitem": lambda a, k, v: a.__setitem__(k, v),
-    "delitem": lambda a, k: a.__delitem__(k), "eq": lambda a, b: a == b, "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b, "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "truediv": lambda a, b: a / b,
-    "isinstance": lambda a, b: isinstance(b, a), "enter": lambda a: a.__enter__(),
+    **{name: getattr(builtins, name) for name in _ALONE},
+    **{name: getattr(operator, name) for name in ("neg", "eq", *_ITEMS, *_BETWEEN)},
+    "isinstance": lambda a, b: isinstance(b, a),
+    "enter": lambda a: a.__enter__(),
     "exit": lambda a: a.__exit__(None, None, None),
-}  # fmt: skip
+}
 
 
 class Gone(BaseException):
@@ -39,8 +40,8 @@ class Remote(Exception):
 class Peer:
     """One end. `may(obj, attribute)` says which attributes of its own objects the other end may use."""
 
-    def __init__(self, end: socket.socket, may: Callable[[Any, str], bool]) -> None:
-        self._socket = end
+    def __init__(self, socket_fd: int, may: Callable[[Any, str], bool]) -> None:
+        self._end = Connection(socket_fd)
         self._may = may
         self.mine: dict[int, Any] = {}
         self._exceptions: dict[int, type[BaseException]] = {}
@@ -65,19 +66,16 @@ class Peer:
         """One message."""
         data = json.dumps(message).encode()
         try:
-            self._socket.sendall(struct.pack("<I", len(data)) + data)
+            self._end.send_bytes(data)
         except OSError as error:
             raise Gone from error
 
     def receive(self) -> Any:
         """The next message."""
-        (size,) = struct.unpack("<I", self._exactly(4))
-        if size > _MAX_BYTES:
-            raise Gone(f"a message of {size} bytes")
         try:
-            return json.loads(self._exactly(size))
-        except ValueError as error:
-            raise Gone("a message that is not JSON") from error
+            return json.loads(self._end.recv_bytes(_MAX_BYTES))
+        except (EOFError, OSError, ValueError) as error:  # the end, too large, not JSON
+            raise Gone from error
 
     def encode(self, value: Any) -> Any:
         """A value for the other side."""
@@ -86,16 +84,6 @@ class Peer:
     def decode(self, data: Any) -> Any:
         """A value from the other side."""
         return codec.decode(data, self._resolve)
-
-    def _exactly(self, size: int) -> bytes:
-        parts = []
-        while size:
-            part = self._socket.recv(min(size, 1 << 20))
-            if not part:
-                raise Gone
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
 
     def _answer(self, message: Any) -> None:
         try:
@@ -222,9 +210,7 @@ def _between_proxies(verb: str) -> Callable[[Proxy, Any], Any]:
     return method
 
 
-for _verb in ("len", "iter", "next", "str", "repr", "float", "int", "bool", "abs", "neg", "enter"):
+for _verb in (*_ALONE, "neg", "enter", *_ITEMS):
     setattr(Proxy, f"__{_verb}__", _forward(_verb))
-for _verb in ("getitem", "setitem", "delitem"):
-    setattr(Proxy, f"__{_verb}__", _forward(_verb))
-for _verb in ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv"):
+for _verb in _BETWEEN:
     setattr(Proxy, f"__{_verb}__", _between_proxies(_verb))

@@ -11,18 +11,14 @@ import importlib
 import importlib.machinery
 import json
 import os
-import socket
 import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
-from . import bubble, forkd, isolate, program, rpc_solution, rpc_tests
+from . import bubble, forkd, isolate, program, rpc
 
-_RUN = {"program": program.run, "solution": rpc_solution.run, "tests": rpc_tests.run, "nothing": lambda: None}
-_PROBE = {
-    "cpu_s": 10, "memory_bytes": 1 << 28, "scratch_bytes": 1 << 20, "processes": 0, "open_files": 64
-}  # fmt: skip
+_RUN = {"program": program.run, "solution": rpc.run_solution, "tests": rpc.run_tests, "nothing": lambda: None}
 _PURE = [
     "abc", "argparse", "ast", "asyncio", "base64", "bisect", "calendar", "collections", "contextlib", "copy",
     "csv", "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions", "functools", "graphlib",
@@ -73,16 +69,6 @@ class _Packages:
                 ) from error
 
 
-def _start_forked(packages: _Packages, request: dict[str, Any], fds: list[int]) -> int:
-    control, *fds = fds
-    return isolate.enter(_RUN[request["run"]], fds, control, request["limits"], packages.shown())
-
-
-def _start_bubble(packages: _Packages, request: dict[str, Any], fds: list[int]) -> int:
-    control, *fds = fds
-    return bubble.enter(request, fds, control, packages.shown())
-
-
 def inside() -> None:
     """The start of a Python of its own, in what bubblewrap made. Does not return."""
     request = json.loads(sys.argv[1])
@@ -93,49 +79,26 @@ def inside() -> None:
     os._exit(0)
 
 
-def _problem(start: forkd.Start, limits: dict[str, Any]) -> str:
-    """Why nothing can be isolated so; empty where it can."""
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    read, write = os.pipe()
-    null = os.open(os.devnull, os.O_RDWR)
-    try:
-        os.waitpid(start({"run": "nothing", "limits": limits}, [theirs.fileno(), null, null, write]), 0)
-    except OSError as error:
-        return str(error)
-    finally:
-        theirs.close()
-        os.close(write)
-        os.close(null)
-    message = json.loads(mine.recv(1 << 16) or "{}")
-    said = b"" if "began" in message else os.read(read, 1 << 12)
-    mine.close()
-    os.close(read)
-    return "" if "began" in message else message.get("error") or said.decode("utf-8", "replace").strip()
-
-
-def _choice(places: dict[str, str]) -> forkd.Start:
-    """How programs are started here: forked into namespaces, by bubblewrap, or not at all."""
+def _start(places: dict[str, str]) -> forkd.Start:
+    """Load the packages; and how a process is started that may use them."""
     packages = _Packages(places)
     sys.meta_path.append(packages)
     try:
         packages.load()
     except ImportError as error:
-        return forkd.refuse(str(error))
+        return forkd.refuse(f"nothing was run: {error}")
     gc.collect()
     gc.freeze()
     base_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    problems = []
-    for name, enter in [("namespaces", _start_forked), ("bubblewrap", _start_bubble)]:
 
-        def start(request: dict[str, Any], fds: list[int], enter: Any = enter) -> int:
-            limits = {**request["limits"], "base_pages": base_pages}
-            return enter(packages, {**request, "limits": limits, "places": places}, fds)
+    def start(request: dict[str, Any], fds: list[int]) -> int:
+        control, *fds = fds
+        limits = {**request["limits"], "base_pages": base_pages}
+        if request["isolation"] == "bubblewrap":
+            return bubble.enter({**request, "limits": limits, "places": places}, fds, control, packages.shown())
+        return isolate.enter(_RUN[request["run"]], fds, control, limits, packages.shown())
 
-        problem = _problem(start, _PROBE)
-        if not problem:
-            return start
-        problems.append(f"{name}: {problem}")
-    return forkd.refuse("; ".join(problems))
+    return start
 
 
 def main() -> None:
@@ -143,5 +106,4 @@ def main() -> None:
     sys.dont_write_bytecode = True
     os.umask(0o077)
     _preload()
-    isolate.prepare()
-    forkd.serve(_choice(json.loads(sys.argv[1]) if sys.argv[1:] else {}))
+    forkd.serve(_start(json.loads(sys.argv[1])))

@@ -8,73 +8,37 @@ from __future__ import annotations
 import errno
 import platform
 import struct
-from functools import cache
 
 # name: (x86_64, aarch64); None: the machine has no such call
 _NUMBERS: dict[str, tuple[int | None, int | None]] = {
-    "socket": (41, 198),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "pidfd_getfd": (438, 438),
-    "kcmp": (312, 272),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "fanotify_init": (300, 262),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    "vmsplice": (278, 75),
-    "move_pages": (279, 239),
-    "mbind": (237, 235),
-    "personality": (135, 92),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
+    # the network, other programs
+    "socket": (41, 198), "execve": (59, 221), "execveat": (322, 281),
+    # other processes
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440), "pidfd_getfd": (438, 438), "kcmp": (312, 272),
+    # file systems
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
+    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
+    "fspick": (433, 433), "mount_setattr": (442, 442), "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265), "fanotify_init": (300, 262), "swapon": (167, 224), "swapoff": (168, 225),
     "acct": (163, 89),
-    "syslog": (103, 116),
-    "modify_ldt": (154, None),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-}
-MACHINES = {"x86_64": 0, "aarch64": 1}
-_column = MACHINES.get(platform.machine(), 0)
+    # namespaces, keys
+    "unshare": (272, 97), "setns": (308, 268), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    # large parts of the kernel
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    # memory that no limit counts, messages
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
+    "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "vmsplice": (278, 75), "move_pages": (279, 239),
+    "mbind": (237, 235),
+    # the machine
+    "personality": (135, 92), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142), "syslog": (103, 116),
+    "modify_ldt": (154, None), "iopl": (172, None), "ioperm": (173, None),
+}  # fmt: skip
+_column = 1 if platform.machine() == "aarch64" else 0
 CLONE = (56, 220)[_column]
-PIVOT_ROOT = (155, 41)[_column]
+PIVOT_ROOT = _NUMBERS["pivot_root"][_column]
 CAPSET = (126, 91)[_column]
 _FORKS = ((57, 58), ())[_column]  # fork, vfork
 _CLONE3 = 435
@@ -85,8 +49,7 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 
-@cache
-def deny_filter(*, forks: bool) -> bytes:
+def _deny_filter(*, forks: bool) -> bytes:
     """A seccomp program: denied calls fail with EPERM, `clone3` with ENOSYS (libc then takes `clone`).
 
     Without `forks`, `clone` may only start threads; with them, processes too, but never new namespaces.
@@ -115,3 +78,7 @@ def deny_filter(*, forks: bool) -> bytes:
         program.append((_EQUAL, len(listed) - position, 0, number))
     program += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, deny)]
     return b"".join(struct.pack("<HBBI", *step) for step in program)
+
+
+DENY = {forks: _deny_filter(forks=forks) for forks in (False, True)}
+"""The filters by whether a program may fork."""

@@ -1,14 +1,10 @@
-"""Inside a sandbox of their own: tests that call a solution in another one. They are JSON on fd 3; the solution on 4.
-
-One JSON line per test goes to fd 1 as soon as the test is done: null if it passed, otherwise the reason.
-"""
+"""Inside two sandboxes: a solution, and tests that call it. Each has its text on fd 3 and the other process on fd 4."""
 
 from __future__ import annotations
 
 import builtins
 import json
 import os
-import socket
 import sys
 import traceback
 from typing import Any
@@ -16,31 +12,49 @@ from typing import Any
 from . import peer, program
 
 _NAME = "tests"
+_GONE = "the solution's process ended"
 _COMPARING = ("math", "cmath", "statistics", "operator", "unittest")  # by these names tests mean the real modules
 
 
-def run() -> None:
-    """Run the tests in their order, in one namespace. Does not return."""
+def run_solution() -> None:
+    """Run the solution's text, tell its names, and answer calls until the other side ends. Does not return."""
+    source = program.read_all(3)
+    program.open_streams()
+    end = peer.Peer(4, lambda _object, _name: True)
+    module = program.fresh_module("solution")
+    code, problem = program.execute(source, module)
+    try:
+        end.send([problem, {name: end.encode(x) for name, x in vars(module).items() if not name.startswith("__")}])
+        end.serve()
+    except peer.Gone:
+        program.leave(code)
+
+
+def run_tests() -> None:
+    """Run the tests, a JSON list of texts, in their order and in one namespace. Does not return.
+
+    One JSON line per test goes to fd 1 as soon as the test is done: null if it passed, otherwise the reason.
+    """
     tests = json.loads(program.read_all(3))
     report = os.dup(1)
     os.dup2(2, 1)
     program.open_streams()
-    end = peer.Peer(socket.socket(fileno=4), _may)
+    end = peer.Peer(4, _may)
     module = sys.modules["__main__"] = program.fresh_module(_NAME)  # where `unittest.main` looks
-    problem = _names(end, module)
+    problem = _take_names(end, module)
     for source in tests:
         reason = problem or _reason(source, module)
         os.write(report, json.dumps(reason).encode() + b"\n")
     os._exit(0)
 
 
-def _names(end: peer.Peer, module: Any) -> str | None:
-    """Put the solution's names into the module; why there are none."""
+def _take_names(end: peer.Peer, module: Any) -> str | None:
+    """Put the solution's names into the module, but for those that tests mean otherwise; why there are none."""
     try:
         problem, names = end.receive()
         found = {str(name): end.decode(value) for name, value in names.items()}
     except peer.Gone:
-        return "the solution's process ended"
+        return _GONE
     except Exception as error:
         return f"the solution does not answer as it should ({type(error).__name__})"
     if problem:
@@ -56,7 +70,7 @@ def _reason(source: str, module: Any) -> str | None:
     try:
         exec(compile(source, _NAME, "exec", dont_inherit=True), vars(module))
     except peer.Gone:
-        return "the solution's process ended"
+        return _GONE
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:  # of `unittest.main`; a solution's arrives as `Remote`
             return None
