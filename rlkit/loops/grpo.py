@@ -64,6 +64,7 @@ async def grpo(
     dtype: str = "fp32",
     eval_prompts: Sequence[Prompt] = (),
     eval_steps: int = 0,
+    eval_samples: int = 1,
     save_steps: int = 0,
     keep: int = 2,
     seed: int = 0,
@@ -106,8 +107,8 @@ async def grpo(
         dump = dump_to(run, tokenizer, engine=engine)
         evaluate = partial(
             verbs.evaluate_if_due, prompts=eval_prompts, every=eval_steps, steps=steps, dump=dump, params=params,
-            generate=engine.generate, env=env, score=score, seed=seed, policy=policy, reference=ref_policy,
-            max_tokens=max_tokens, mesh=mesh,
+            num_samples=eval_samples, generate=engine.generate, env=env, score=score, seed=seed, policy=policy,
+            reference=ref_policy, max_tokens=max_tokens, mesh=mesh,
         )  # fmt: skip
         await engine.update_weights(stream_weights(model, dtype=DTYPES.get(dtype)), version=first)
         if start < 0 and (scores := await evaluate(0)):
@@ -145,7 +146,8 @@ async def grpo(
                 line = finalize(metrics) | {"lr": lr_at(step), "groups/dropped": stream.num_dropped}
                 if kl_coef:
                     line["kl/coef"] = kl_state.coef
-                    kl_state = kl_controller.update(kl_state, line["kl/ref"])
+                    if "kl/ref" in line:  # some token was trained on
+                        kl_state = kl_controller.update(kl_state, line["kl/ref"])
                 clock.lap("sync")
                 line |= await evaluate(done)
                 clock.lap("eval")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlkit.controllers import fixed
 from rlkit.loops import saving, verbs
-from rlkit.loops.critic import explained, value_update, with_gae
+from rlkit.loops.critic import value_update, with_gae
 from rlkit.loops.dump import dump_to
 from rlkit.loops.updates import grpo_update
 from rlkit.losses import tis
@@ -64,6 +64,7 @@ async def ppo(
     dtype: str = "fp32",
     eval_prompts: Sequence[Prompt] = (),
     eval_steps: int = 0,
+    eval_samples: int = 1,
     save_steps: int = 0,
     keep: int = 2,
     seed: int = 0,
@@ -106,8 +107,8 @@ async def ppo(
         dump = dump_to(run, tokenizer, engine=engine)
         evaluate = partial(
             verbs.evaluate_if_due, prompts=eval_prompts, every=eval_steps, steps=steps, dump=dump, params=params,
-            generate=engine.generate, env=env, score=score, seed=seed, policy=policy, reference=ref_policy,
-            max_tokens=max_tokens, mesh=mesh,
+            num_samples=eval_samples, generate=engine.generate, env=env, score=score, seed=seed, policy=policy,
+            reference=ref_policy, max_tokens=max_tokens, mesh=mesh,
         )  # fmt: skip
         await engine.update_weights(stream_weights(model, dtype=DTYPES.get(dtype)), version=first)
         if start < 0 and (scores := await evaluate(0)):
@@ -138,10 +139,11 @@ async def ppo(
                 done = step + 1
                 await engine.update_weights(stream_weights(model, dtype=DTYPES.get(dtype)), version=done)
                 line = finalize(metrics) | {"lr": lr_at(step), "lr/critic": critic_lr_at(step)}
-                line["value/explained"] = explained(line["value/error"], line.pop("value/spread"))
+                if (spread := line.pop("value/spread", 0.0)) > 1e-6:  # else all returns are equal
+                    line["value/explained"] = 1 - line["value/error"] / spread
                 if kl_coef:
                     line["kl/coef"] = kl_state.coef
-                    if step >= critic_steps:  # before, there is no KL of an update to be near a target
+                    if "kl/ref" in line:  # the policy was updated, on some token
                         kl_state = kl_controller.update(kl_state, line["kl/ref"])
                 clock.lap("sync")
                 line |= await evaluate(done)

@@ -23,7 +23,6 @@ from rlkit.parallel.lora import adapters, without_adapter
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.model import Policy, with_old_logp, with_ref_logp
 from rlkit.parallel.shared import SharedStream, from_first
-from rlkit.rollout.limits import success
 from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, rollout, single_turn
 from rlkit.rollout.stream import GroupStream
 from rlkit.types import Batch, Generate, LogProbs, SamplingParams, Trajectory
@@ -169,6 +168,7 @@ async def evaluate(
     params: SamplingParams,
     score: Score | None,
     seed: int,
+    num_samples: int = 1,
     env: Env = single_turn,
     policy: Policy | None = None,
     reference: Policy | None = None,
@@ -176,32 +176,42 @@ async def evaluate(
     on_group: Callable[..., None] | None = None,
     mesh: Mesh | None = None,
 ) -> dict[str, float]:
-    """Mean score (the reward, where a reward function gives no score) on held-out prompts, sampled once and greedy.
+    """Mean score (the reward, where a reward function gives no score) on held-out prompts, sampled and greedy.
 
-    With `policy` and `reference`, also `eval/kl`: the k3 estimate of KL(policy || reference) in nats per sampled token.
+    `num_samples` of each prompt are sampled; with several, `eval/best` is the mean over prompts of the best (pass@n,
+    where scores are 0 and 1). A sample that could not be judged does not count. With `policy` and `reference`, also
+    `eval/kl`: the k3 estimate of KL(policy || reference) in nats per sampled token.
     """
     out = {}
-    for name, how in (("sampled", params), ("greedy", replace(params, temperature=0.0))):
+    for name, how, n in (("sampled", params, num_samples), ("greedy", replace(params, temperature=0.0), 1)):
         sample = partial(
             rollout,
             prompts,
             generate=generate,
             params=how,
-            group_size=1,
+            group_size=n,
             seed=mix(seed),
             env=env,
             score=score,
             on_group=None if on_group is None else partial(on_group, kind=f"eval_{name}"),
         )
         groups = await from_first(sample)
-        judged = [group for group in groups if not group[-1].info.get("metrics", {}).get("failed")]
-        out[f"eval/{name}"] = sum(map(success, judged)) / max(1, len(judged))
+        scores = [found for group in groups if (found := _scores(group))]
+        out[f"eval/{name}"] = sum(sum(found) / len(found) for found in scores) / max(1, len(scores))
+        if n > 1:
+            out["eval/best"] = sum(map(max, scores)) / max(1, len(scores))
         if name == "sampled" and policy is not None and reference is not None:
             batch = with_old_logp(policy, pack(groups), max_tokens=max_tokens, mesh=mesh)
             batch = with_ref_logp(reference, batch, max_tokens=max_tokens, mesh=mesh)
             kl = mean(k3(batch.old_logp, batch.ref_logp), mask=batch.mask)
             out["eval/kl"] = float(kl.total / kl.count)
     return out
+
+
+def _scores(group: Sequence[Trajectory]) -> list[float]:
+    """Of the episodes that could be judged."""
+    judged = [t for t in last_pieces(group) if not t.info.get("metrics", {}).get("failed")]
+    return [t.reward if t.score is None else t.score for t in judged]
 
 
 def say_if_no_signal(run: Run, batch: Batch, *, before: bool) -> bool:

@@ -103,6 +103,22 @@ def test_dynamic_sampling_trains_on_groups_inside_the_range_and_writes_the_other
     assert len(order) == 4 * len(set(order)), "sampled = kept + dropped: each prompt of the epoch once"
 
 
+def test_held_out_prompts_are_sampled_several_times(tmp_path):
+    """The mean, and the mean of the best of each prompt, are those of the answers written down."""
+    model = small_model()
+    options = {"steps": 1, "eval_prompts": PROMPTS[:5], "eval_steps": 1, "eval_samples": 3}
+    run(grpo, model, LocalEngine(model, max_len=64), tmp_path, **options)
+    for step, line in enumerate(lines_of(tmp_path)):
+        rows, by_prompt = rows_of(tmp_path, "eval_sampled")[step], {}
+        for row in rows:
+            by_prompt.setdefault(row["prompt"], []).append(row["reward"])
+        assert sorted(map(len, by_prompt.values())) == [3] * 5
+        assert line["eval/sampled"] == pytest.approx(sum(row["reward"] for row in rows) / 15)
+        assert line["eval/best"] == pytest.approx(sum(map(max, by_prompt.values())) / 5)
+        assert line["eval/best"] > line["eval/sampled"]
+        assert len(rows_of(tmp_path, "eval_greedy")[step]) == 5
+
+
 async def unequal(prompt, sample):
     """Answers of up to 2, 10 or 18 tokens, by the prompt."""
     return await single_turn(prompt, lambda ids: sample(ids, max_new_tokens=2 + 8 * (prompt.index % 3)))
