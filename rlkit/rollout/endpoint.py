@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from aiohttp import web
     from transformers import PreTrainedTokenizerBase
 
-Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-
 
 class _BadRequest(ValueError):
     """What the program asks for cannot be given; `code` is OpenAI's name for it."""
@@ -59,11 +57,10 @@ def agent_env(
 
     Needs aiohttp (the extra `http`). Differs: verl's and SkyRL's agent servers tokenise each conversation anew.
     """
-    server = _Server()
 
     async def env(prompt: Prompt, sample: Sample) -> list[Trajectory]:
         episode = _Episode(prompt, sample, tokenizer, parse, template_args)
-        async with server.serving(episode.answer) as base_url:
+        async with _serving(episode.answer) as base_url:
             try:
                 end = await call(agent, prompt, base_url)
             except Exception as error:
@@ -104,47 +101,16 @@ class _Episode:
         return _completion(turn, self._parse(turn.text), model=body.get("model", ""), num_prompt=num_prompt)
 
 
-class _Server:
-    """One HTTP server for all episodes that run; it is closed after the last of them."""
+@asynccontextmanager
+async def _serving(answer: Callable[[Any], Awaitable[dict[str, Any]]]) -> AsyncIterator[str]:
+    """The `base_url` of a server for one episode. A request that is left at its end is cancelled.
 
-    def __init__(self) -> None:
-        self._episodes: dict[str, Answer] = {}
-        self._started: asyncio.Task[tuple[web.AppRunner, int]] | None = None
+    The name in it is for programs that outlive their episode: another one may get its port.
+    """
+    from aiohttp import web
 
-    @asynccontextmanager
-    async def serving(self, answer: Answer) -> AsyncIterator[str]:
-        """The `base_url` of an episode."""
-        name = secrets.token_hex(8)
-        if not self._episodes:
-            self._started = asyncio.ensure_future(self._start())
-        started = self._started
-        assert started is not None
-        self._episodes[name] = answer
-        try:
-            _, port = await asyncio.shield(started)
-            yield f"http://127.0.0.1:{port}/{name}/v1"
-        finally:
-            del self._episodes[name]
-            if not self._episodes:
-                runner, _ = await started
-                await runner.cleanup()
-
-    async def _start(self) -> tuple[web.AppRunner, int]:
-        from aiohttp import web
-
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/{episode}/v1/chat/completions", self._respond)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
-        await site.start()
-        return runner, runner.addresses[0][1]
-
-    async def _respond(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
-        answer = self._episodes.get(request.match_info["episode"])
-        if answer is None:
+    async def respond(request: web.Request) -> web.Response:
+        if request.match_info["episode"] != name:
             return _failure(404, "this episode is over", "not_found")
         try:
             return web.json_response(await answer(await request.json()))
@@ -152,6 +118,17 @@ class _Server:
             return _failure(400, str(error), error.code)
         except Exception as error:
             return _failure(500, f"{type(error).__name__}: {error}", "server_error")
+
+    name = secrets.token_hex(8)
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_post("/{episode}/v1/chat/completions", respond)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/{name}/v1"
+    finally:
+        await runner.cleanup()
 
 
 def _failure(status: int, message: str, code: str) -> web.Response:

@@ -167,7 +167,7 @@ async def test_errors_end_the_run():
         await agent_env(lambda prompt, base_url: None, tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer))
 
 
-def test_many_episodes_share_a_server_that_is_gone_afterwards():
+def test_many_episodes_at_once_and_no_server_afterwards():
     """Against the real engine, twice, in event loops of their own."""
     tokenizer = tokenizer_with("chatml")
     model = tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64)
@@ -221,6 +221,30 @@ async def test_a_cancelled_episode_leaves_no_server():
         await all_or_cancel([agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer)), fails()])
     with pytest.raises(OSError, match="refused"):
         await asyncio.to_thread(post, urls[0], messages=[user("a")])
+
+
+async def test_a_request_in_flight_does_not_hold_up_the_end_of_a_cancelled_episode():
+    tokenizer = tokenizer_with("chatml")
+    asked, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def hangs(prompt_ids, *, max_new_tokens=None):
+        asked.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            cancelled.set()
+
+    def agent(prompt, base_url):
+        post(base_url, messages=[user("question")])
+
+    async def fails():
+        await asked.wait()
+        raise RuntimeError("another one failed")
+
+    async with asyncio.timeout(40):
+        with pytest.raises(RuntimeError, match="another one failed"):
+            await all_or_cancel([agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), hangs), fails()])
+        await cancelled.wait()
 
 
 @pytest.mark.skipif(find_spec("openai") is None, reason="without the openai package")
