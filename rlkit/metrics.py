@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,13 +25,13 @@ class Mean(NamedTuple):
 
 
 class Max(NamedTuple):
-    """A largest value; -inf when there was none."""
+    """A largest value; -inf when there was none, which `finalize` leaves out."""
 
     value: Tensor
 
 
 class Min(NamedTuple):
-    """A smallest value; +inf when there was none."""
+    """A smallest value; +inf when there was none, which `finalize` leaves out."""
 
     value: Tensor
 
@@ -96,11 +97,23 @@ def all_reduce(metrics: Metrics, *, group: torch.distributed.ProcessGroup | None
 
 
 def finalize(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Plain numbers, read from the device in one copy. A mean of nothing is NaN, and stays visible as such."""
+    """Plain numbers, read from the device in one copy.
+
+    What there was nothing of (a mean over no token, the largest of none) is left out, so a NaN in the result is one
+    that was measured.
+    """
     if not metrics:
         return {}
-    values = [m.total / m.count if isinstance(m, Mean) else m.value for m in metrics.values()]
-    return dict(zip(metrics, stacked(values).tolist(), strict=True))
+    read = iter(stacked([part for metric in metrics.values() for part in metric]).tolist())
+    out: dict[str, float] = {}
+    for key, metric in metrics.items():
+        if isinstance(metric, Mean):
+            total, count = next(read), next(read)
+            if count:
+                out[key] = total / count
+        elif (value := next(read)) != (-math.inf if isinstance(metric, Max) else math.inf):
+            out[key] = value
+    return out
 
 
 def stacked(values: Sequence[Tensor]) -> Tensor:

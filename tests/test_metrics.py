@@ -26,10 +26,15 @@ def test_masks_and_weights():
     assert finalize({"w": mean(torch.tensor([1.0, 4.0]), weights=torch.tensor([3.0, 1.0]))}) == {"w": 1.75}
 
 
-def test_a_mean_of_nothing_stays_visible():
-    out = finalize({"m": mean(torch.zeros(0)), "a": largest(torch.zeros(0))})
-    assert math.isnan(out["m"])
-    assert out["a"] == -math.inf
+def test_what_there_was_nothing_of_is_left_out_and_what_is_wrong_stays():
+    none = {"m": mean(torch.zeros(0)), "a": largest(torch.zeros(0)), "i": smallest(torch.zeros(0))}
+    masked = {"w": mean(torch.ones(2), mask=torch.zeros(2, dtype=torch.bool))}
+    wrong = {"nan": mean(torch.tensor([1.0, math.nan])), "inf": largest(torch.tensor([1.0, math.inf]))}
+    out = finalize({"first": mean(2.0)} | none | masked | wrong | {"last": smallest(-3.0)})
+    assert list(out) == ["first", "nan", "inf", "last"]
+    assert math.isnan(out["nan"])
+    assert (out["first"], out["inf"], out["last"]) == (2.0, math.inf, -3.0)
+    assert finalize(merge(none, {"m": mean(4.0)})) == {"m": 4.0}
 
 
 def test_one_key_has_one_type():

@@ -118,6 +118,7 @@ async def async_grpo(
             score=score, keep=keep_group, max_dropped=max_dropped, on_group=dump,
             journal=folder / "completions", version=first, state=state.get("stream"),
         ) as stream:  # fmt: skip
+            signal = True
             for step in range(first, steps):
                 clock = verbs.Clock()
                 stream.advance(version=step)
@@ -147,6 +148,7 @@ async def async_grpo(
                 line |= await evaluate(done)
                 clock.lap("eval")
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens))
+                signal = verbs.say_if_no_signal(run, batch, before=signal)
                 if saving.save_if_due(
                     run, saver, stop, done, steps=steps, every=save_steps, model=model, optimizer=optimizer,
                     reference=moving, stream=stream, state={"kl": tuple(kl_state)},

@@ -68,7 +68,8 @@ def value_update(
     tokens of a step.
 
     Logged under `value/`: `loss`, `mean`, `return`, `grad_norm`, `skipped_step`, and `error` and `spread`, mean squares
-    over the batch: of value minus return, and of return minus the batch's mean return (see `explained`).
+    over the batch: of value minus return, and of return minus the batch's mean return. So 1 - error / spread is the
+    share of the returns' variance that the values explain: 0 is what their mean would, below 0 is worse.
     """
     set_lr(optimizer, lr)
     metrics: Metrics = {}
@@ -92,11 +93,3 @@ def value_update(
         step = optimizer_step(optimizer, max_norm=max_norm)
         metrics = merge(metrics, {f"value/{name}": x for name, x in step.items()})
     return reduce_metrics(metrics, mesh=mesh)
-
-
-def explained(error: float, spread: float) -> float:
-    """The share of the returns' variance that the values explain: 1 is all, 0 what their mean would, below 0 is worse.
-
-    NaN where all returns are equal.
-    """
-    return 1 - error / spread if spread > 1e-6 else float("nan")

@@ -118,6 +118,7 @@ async def ppo(
             group_size=group_size, groups_per_step=prompts_per_step, seed=seed, env=env, score=score, on_group=dump,
             journal=folder / "completions" if journal else None, version=first, state=state.get("stream"),
         ) as stream:  # fmt: skip
+            signal = True
             for step in range(first, steps):
                 clock = verbs.Clock()
                 stream.advance(version=step)
@@ -149,6 +150,7 @@ async def ppo(
                 line |= await evaluate(done)
                 clock.lap("eval")
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens))
+                signal = verbs.say_if_no_signal(run, batch, before=signal)
                 if saving.save_if_due(
                     run, saver, stop, done, steps=steps, every=save_steps, model=both, optimizer=optimizer,
                     state={"kl": tuple(kl_state)}, stream=stream,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 from dataclasses import replace
 from functools import cache, partial
@@ -208,12 +209,18 @@ def test_with_an_adapter_the_kl_is_to_the_model_without_it(tmp_path, loop):
     assert lines[0][1]["kl/ref"] > 1e-4
 
 
-def test_truncated_answers_are_not_trained_on(tmp_path, capsys):
-    """No eos, so every answer is truncated: nothing is left to learn from, and the weights stay."""
-    model = small_model()
+@pytest.mark.parametrize("loop", [grpo, async_grpo])
+def test_truncated_answers_are_not_trained_on(tmp_path, capsys, loop):
+    """No eos, so every answer is truncated: nothing is left to learn from, or to measure, and the weights stay."""
+    model, reference = small_model(), small_model()
     before = {n: p.clone() for n, p in model.named_parameters()}
-    engine = LocalEngine(model, max_len=64, eos_token_ids=())
-    run(grpo, model, engine, tmp_path, drop_truncated=True, steps=2)
+    engine = {grpo: LocalEngine, async_grpo: lambda _, **how: CopyEngine(**how)}[loop](model, eos_token_ids=())
+    kl = {"kl_coef": 0.1, "kl_controller": CONTROLLER, "reference": reference}
+    run(loop, model, engine, tmp_path, drop_truncated=True, steps=2, **kl)
+    for line in lines_of(tmp_path):
+        assert all(map(math.isfinite, line.values()))
+        assert not {"entropy", "kl/ref", "mismatch/abs_max"} & line.keys()
+        assert line["kl/coef"] == 0.1
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert [line["truncated"] for line in lines_of(tmp_path)] == [1.0, 1.0]
     assert lines_of(tmp_path)[0]["length/mean"] == 6

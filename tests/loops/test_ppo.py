@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,7 +15,7 @@ from transformers import AutoModelForTokenClassification
 from rlkit.controllers import kl_linear
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.critic import explained, value_update, with_gae
+from rlkit.loops.critic import value_update, with_gae
 from rlkit.loops.ppo import ppo
 from rlkit.packing import pack, with_streams
 from rlkit.parallel.heads import load_value_model, values
@@ -21,6 +23,7 @@ from rlkit.parallel.model import prepare
 from rlkit.parallel.optim import adamw
 from rlkit.rewards.adapters import scorer
 from rlkit.rollout.local import LocalEngine
+from rlkit.rollout.rollout import single_turn
 from rlkit.types import SamplingParams, Trajectory
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
@@ -161,10 +164,32 @@ def test_policy_and_critic_learn_and_are_exported(folder, tmp_path):
     assert (tmp_path / "run/model/config.json").exists()
 
 
-def test_what_a_critic_explains():
-    assert explained(0.0, 2.0) == 1
-    assert explained(2.0, 2.0) == 0
-    assert explained(0.1, 0.0) != explained(0.1, 0.0)
+def test_what_a_critic_explains(folder, tmp_path):
+    """1 - error / variance; there is none where all rewards are equal, and no number of no token."""
+    run(folder, tmp_path / "run", steps=1, num_minibatches=1)
+    line = lines_of(tmp_path / "run")[0]
+    rows = (tmp_path / "run/trajectories/train_000001.jsonl").read_text().splitlines()
+    rewards = torch.tensor([row["reward"] for row in map(json.loads, rows) for _ in range(row["length"])])
+    error = rewards.square().mean()  # a new critic says 0
+    assert line["value/explained"] == pytest.approx(float(1 - error / rewards.var(correction=0)), rel=1e-4)
+
+    equal = scorer(lambda completion, row: 0.5, tokenizer=tokenizer(), timeout_s=30.0)
+    run(folder, tmp_path / "equal", steps=1, score=equal)
+    line = lines_of(tmp_path / "equal")[0]
+    assert all(map(math.isfinite, line.values()))
+    assert "value/explained" not in line
+
+
+def test_a_step_of_nothing_but_cut_answers_says_so_and_logs_no_nan(folder, tmp_path, capsys):
+    async def cut(prompt, sample):
+        return replace(await single_turn(prompt, sample), truncated=True)
+
+    reference = prepare(tiny_model(tokenizer(), **SIZES))
+    run(folder, tmp_path, steps=2, env=cut, drop_truncated=True, kl_coef=0.1, reference=reference)
+    assert capsys.readouterr().out.count("no token of this step is trained on") == 1
+    for line in lines_of(tmp_path):
+        assert all(map(math.isfinite, line.values()))
+        assert not {"entropy", "kl/ref", "value/mean", "value/explained"} & line.keys()
 
 
 def test_the_critic_learns_alone_at_first(folder, tmp_path):
