@@ -1,4 +1,4 @@
-"""What examples/sft.py, dpo.py and reward_model.py share: the flags and the data of training on what was written down."""
+"""What examples/sft.py, dpo.py, kto.py and reward_model.py share: flags and data of training on what was written down."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Args:
     output: Path = Path("runs")
     """run folder: metrics, plot, checkpoints, exported model"""
     eval_data: str | None = None
-    """held-out rows, for `eval/loss` and, of pairs, `eval/accuracy` and `eval/margin`; None: no evaluation"""
+    """held-out rows, for `eval/loss` and, of preferences, `eval/accuracy` and more; None: no evaluation"""
     steps: int = 300
     """optimizer steps"""
     batch_size: int = 64
-    """examples or pairs of a step"""
+    """examples, pairs or labelled responses of a step"""
     max_example_tokens: int = 2048
     """longer examples, or pairs with a longer response, are dropped, counted and reported"""
     system_prompt: str | None = None

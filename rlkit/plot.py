@@ -45,12 +45,12 @@ class Panel(NamedTuple):
 PANELS = (
     Panel(
         "Loss",
-        "nats per token, or per pair",
+        "nats per token, or per preference",
         (Curve("loss", "training"), Curve("eval/loss", "evaluation", sparse=True)),
     ),
     Panel(
-        "Pairs ordered as preferred",
-        "share",
+        "Preferences met",
+        "share of pairs, or of labels",
         (Curve("accuracy", "training"), Curve("eval/accuracy", "evaluation", sparse=True)),
     ),
     Panel(

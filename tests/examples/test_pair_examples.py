@@ -1,4 +1,4 @@
-"""The scripts on preference pairs as a user runs them, alone and under torchrun."""
+"""The scripts on preference pairs and on labelled responses as a user runs them, alone and under torchrun."""
 
 from __future__ import annotations
 
@@ -26,11 +26,17 @@ def task(tmp_path_factory):
     tokenizer.save_pretrained(folder / "model")
     rows = [{"prompt": f"{i}+1", "chosen": f"{i + 1}", "rejected": "x" * (1 + i % 6)} for i in range(40)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    labels = [i % 4 > 0 for i in range(40)]
+    rows = [
+        {"prompt": row["prompt"], "completion": row["chosen" if good else "rejected"], "label": good}
+        for row, good in zip(rows, labels, strict=True)
+    ]
+    (folder / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
 def run(task, script, output, *flags, prefix=()):
-    data = str(task / "pairs.jsonl")
+    data = str(task / ("labelled.jsonl" if script == "kto" else "pairs.jsonl"))
     command = [sys.executable, *prefix, str(ROOT / "examples" / f"{script}.py"), "--model", str(task / "model")]
     command += ["--data", data, "--eval-data", data, "--steps", "4", "--eval-steps", "2", "--batch-size", "8"]
     command += ["--lr", "1e-3", "--max-tokens", "100", "--output", str(output), *flags]
@@ -44,7 +50,13 @@ def numbers(output):
 
 @pytest.mark.parametrize(
     ("script", "flags"),
-    [("dpo", []), ("dpo", ["--loss", "simpo", "--beta", "2"]), ("reward_model", ["--dtype", "bf16"])],
+    [
+        ("dpo", []),
+        ("dpo", ["--loss", "simpo", "--beta", "2"]),
+        ("kto", []),
+        ("kto", ["--loss", "apo_zero", "--lora-rank", "4", "--undesirable-weight", "3"]),
+        ("reward_model", ["--dtype", "bf16"]),
+    ],
 )
 def test_a_run_leaves_a_model_and_its_numbers(task, tmp_path, script, flags):
     done = run(task, script, tmp_path / "run", *flags)
@@ -54,6 +66,8 @@ def test_a_run_leaves_a_model_and_its_numbers(task, tmp_path, script, flags):
     assert lines[4]["eval/loss"] < lines[2]["eval/loss"] < lines[0]["eval/loss"]
     assert (tmp_path / "run/model/model.safetensors").exists()
     assert "accuracy" in done.stdout
+    hint = "30 desirable and 10 undesirable responses: weigh them against that, with --undesirable-weight 3 or"
+    assert (hint in done.stderr) == (script == "kto" and not flags)
 
 
 def test_flags_that_do_not_go_together_are_refused(task, tmp_path):
@@ -69,7 +83,7 @@ def test_flags_that_do_not_go_together_are_refused(task, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["dpo", "reward_model"])
+@pytest.mark.parametrize("script", ["dpo", "kto", "reward_model"])
 def test_two_ranks_log_the_same_numbers(task, tmp_path, script):
     assert run(task, script, tmp_path / "alone").returncode == 0
     for flags in ([], ["--parallel.tp", "2"]):
