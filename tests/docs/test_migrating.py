@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import importlib
 import json
+import math
 import re
 import shlex
 from functools import partial
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from rlkit.advantages import group_centered, group_zscore
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.loops.aggregate import per_episode
 from rlkit.loops.updates import grpo_update, pack_with_advantages
-from rlkit.losses import tis
+from rlkit.losses import dual_clip, tis
 from rlkit.packing import with_streams
 from rlkit.parallel.flags import ParallelArgs
 from rlkit.rewards import Sample, score
@@ -250,19 +252,28 @@ def batch_of(theta: Tensor, ref: Tensor, baseline: Any) -> Batch:
     return with_streams(batch, old_logp=old, ref_logp=policy(ref, batch).logp)
 
 
-def trl_loss(theta: Tensor, old: Tensor, ref: Tensor, *, eps: float, beta: float, scale: bool) -> Tensor:
-    """`loss_type="dapo"` as TRL 1.16 adds it up, over 2 processes of 2 micro-batches of 2 completions.
+def their_loss(
+    theta: Tensor,
+    old: Tensor,
+    ref: Tensor,
+    *,
+    eps: float = math.nan,
+    beta: float = 0.0,
+    mean: str = "tokens",
+    clip_c: float = math.inf,
+) -> Tensor:
+    """The loss as TRL 1.16 adds up `loss_type="dapo"` and "grpo", over 2 processes of 2 micro-batches of 2 completions.
 
-    A micro-batch's sum is divided by the generation batch's tokens over the number of processes; micro-batches add up,
-    processes average.
+    "tokens": a micro-batch's sum is divided by the generation batch's tokens over the number of processes. "sequences":
+    its sequence means are averaged, over the number of micro-batches. Micro-batches add up, processes average.
+    `eps` nan: advantages are not divided by the standard deviation. `clip_c`: verl's bound where A < 0.
     """
     samples = []
     for answers, rewards in zip(ANSWERS, REWARDS, strict=True):
-        mean = sum(rewards) / 4
-        std = (sum((r - mean) ** 2 for r in rewards) / 3) ** 0.5
-        samples += [
-            (ids, (r - mean) / (std + eps) if scale else r - mean) for ids, r in zip(answers, rewards, strict=True)
-        ]
+        center = sum(rewards) / 4
+        std = (sum((r - center) ** 2 for r in rewards) / 3) ** 0.5
+        scale = 1 if math.isnan(eps) else std + eps
+        samples += [(ids, (r - center) / scale) for ids, r in zip(answers, rewards, strict=True)]
     num_items = sum(len(ids) for ids, _ in samples)
     processes = []
     for process in (samples[:4], samples[4:]):
@@ -273,47 +284,60 @@ def trl_loss(theta: Tensor, old: Tensor, ref: Tensor, *, eps: float, beta: float
                     logp = logp_of(theta, state, action)
                     ratio = (logp - logp_of(old, state, action)).exp()
                     loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                    if advantage < 0:
+                        loss = loss.clamp(max=-advantage * clip_c)
                     d = logp_of(ref, state, action) - logp
                     loss = loss + beta * (d.exp() - d - 1) * ratio
-                    accumulated = accumulated + loss / (num_items / 2)
+                    accumulated = accumulated + loss / (num_items / 2 if mean == "tokens" else len(ids) * 2 * 2)
         processes.append(accumulated)
     return sum(processes) / 2  # type: ignore[return-value]
 
 
+TRL = partial(group_zscore, eps=1e-4)
+DUAL = lambda x, b: dual_clip(x, b.advantages, clip_low=0.2, clip_high=0.2, clip_c=1.01)
+
+
 @pytest.mark.parametrize(
-    ("baseline", "eps", "scale", "beta"),
+    ("baseline", "options", "theirs"),
     [
-        pytest.param(partial(group_zscore, eps=1e-4), 1e-4, True, 0.0, id="TRL"),
-        pytest.param(partial(group_zscore, eps=1e-4), 1e-4, True, 0.3, id="TRL with beta"),
-        pytest.param(group_zscore, 1e-6, True, 0.0, id="verl, OpenRLHF group_norm, slime per token"),
-        pytest.param(group_centered, 0.0, False, 0.0, id="RL2, OpenRLHF dr_grpo"),
+        pytest.param(TRL, {}, {"eps": 1e-4}, id="TRL"),
+        pytest.param(TRL, {"kl_coef": 0.3}, {"eps": 1e-4, "beta": 0.3}, id="TRL with beta"),
+        pytest.param(group_zscore, {}, {"eps": 1e-6}, id="verl but for its dual clip, OpenRLHF group_norm"),
+        pytest.param(group_zscore, {"surrogate": DUAL}, {"eps": 1e-6, "clip_c": 1.01}, id="verl with its dual clip"),
+        pytest.param(group_zscore, {"aggregate": per_episode}, {"eps": 1e-6, "mean": "sequences"}, id="slime"),
+        pytest.param(group_centered, {}, {}, id="RL2, OpenRLHF dr_grpo"),
     ],
 )
-def test_the_update_has_the_loss_that_the_page_says(baseline: Any, eps: float, scale: bool, beta: float) -> None:
+def test_the_update_has_the_loss_that_the_page_says(
+    baseline: Any, options: dict[str, Any], theirs: dict[str, Any]
+) -> None:
     """Three updates per rollout, so that ratios leave 1 and the clip takes part; the same parameters in fp64."""
     g = torch.Generator().manual_seed(0)
     start, ref = (torch.randn(V, V, dtype=torch.float64, generator=g) for _ in range(2))
-    theta = torch.nn.Parameter(start.clone())
-    lr = 2.0
+    theta, lr = torch.nn.Parameter(start.clone()), 2.0
+    options = {"kl_coef": 0.0, **options}
     grpo_update(
         batch_of(start, ref, baseline), policy=partial(policy, theta), optimizer=torch.optim.SGD([theta], lr=lr), lr=lr,
         num_minibatches=1, num_epochs=3, clip_low=0.2, clip_high=0.2, correction=partial(tis, max_weight=2.0),
-        kl_coef=beta, entropy_coef=0.0, max_norm=float("inf"), max_tokens=8, device="cpu", seed=0,
+        entropy_coef=0.0, max_norm=float("inf"), max_tokens=8, device="cpu", seed=0, **options,
     )  # fmt: skip
-    theirs, clipped = start.clone(), 0
+    found = three_updates(start, ref, lr=lr, **theirs)
+    tokens = [(s, a) for answers in ANSWERS for ids in answers for s, a in zip((0, *ids[:-1]), ids, strict=True)]
+    ratios = [float((logp_of(found, s, a) - logp_of(start, s, a)).exp()) for s, a in tokens]
+    assert sum(not 0.8 < ratio < 1.2 for ratio in ratios) >= 3
+    for option in theirs.items() - {("eps", 1e-6)}:  # each changes what comes out
+        without = three_updates(start, ref, lr=lr, **dict(theirs.items() - {option}))
+        assert (without - found).abs().max() > 1e-5, option
+    torch.testing.assert_close(theta.detach(), found, rtol=0, atol=1e-7)
+
+
+def three_updates(start: Tensor, ref: Tensor, *, lr: float, **theirs: Any) -> Tensor:
+    theta = start.clone()
     for _ in range(3):
-        theirs.requires_grad_()
-        loss = trl_loss(theirs, start, ref, eps=eps, beta=beta, scale=scale)
-        (grad,) = torch.autograd.grad(loss, theirs)
-        theirs = (theirs - lr * grad).detach()
-    for answers in ANSWERS:
-        for ids in answers:
-            for state, action in zip((0, *ids[:-1]), ids, strict=True):
-                ratio = (logp_of(theirs, state, action) - logp_of(start, state, action)).exp()
-                clipped += not 0.8 < ratio < 1.2
-    assert clipped >= 3
-    assert (theirs - start).abs().max() > 0.1
-    torch.testing.assert_close(theta.detach(), theirs, rtol=0, atol=1e-7)
+        theta.requires_grad_()
+        (grad,) = torch.autograd.grad(their_loss(theta, start, ref, **theirs), theta)
+        theta = (theta - lr * grad).detach()
+    return theta
 
 
 def test_the_share_that_the_std_of_trl_differs_by_is_that_of_the_page() -> None:
