@@ -1,10 +1,15 @@
-"""Find the answer in a completion. Every function gives the text it looks for, or None where there is none."""
+"""Find the answer in a completion. Every function gives the text it looks for, or None where there is none.
+
+All take time linear in the length of the text, whatever a model repeats: they run where many samples wait.
+"""
 
 from __future__ import annotations
 
 import re
 
 _BOX = re.compile(r"\\f?boxed\s*")
+_UNBRACED = re.compile(r"\\[A-Za-z]+|[^\s{}\\$]")
+_FENCE = re.compile(r"^[ \t]*(`{3,}(?=[^`\n]*$)|~{3,})([^\n]*)$", re.MULTILINE)  # one of Markdown, and its info
 
 
 def last_boxed(text: str) -> str | None:
@@ -19,33 +24,29 @@ def last_boxed(text: str) -> str | None:
     Differs: verl's and TRL's `last_boxed_only_string` count escaped braces, so `\boxed{\{1, 2\}}` works there only
     because they balance; an unclosed last box gives None there.
     """
+    closing = _closing_braces(text)
     for match in reversed(list(_BOX.finditer(text))):
         start = match.end()
         if text[start : start + 1] == "{":
-            end = _closing(text, start)
-            if end is not None:
-                return text[start + 1 : end].strip()
-        elif found := re.match(r"\\[A-Za-z]+|[^\s{}\\$]", text[start:]):
+            if start in closing:
+                return text[start + 1 : closing[start]].strip()
+        elif found := _UNBRACED.match(text, start):
             if match.group().endswith(("d", "x")) and found.group()[0].isalpha():
                 continue  # \boxedx is another command
             return found.group()
     return None
 
 
-def _closing(text: str, start: int) -> int | None:
-    depth, position = 0, start
-    while position < len(text):
-        char = text[position]
-        if char == "\\":
-            position += 1
-        elif char == "{":
-            depth += 1
-        elif char == "}":
-            depth -= 1
-            if depth == 0:
-                return position
-        position += 1
-    return None
+def _closing_braces(text: str) -> dict[int, int]:
+    """Where each brace that is closed is closed."""
+    opened: list[int] = []
+    closing = {}
+    for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        if found.group() == "{":
+            opened.append(found.start())
+        elif found.group() == "}" and opened:
+            closing[opened.pop()] = found.start()
+    return closing
 
 
 def last_tag(text: str, *, tag: str = "answer") -> str | None:
@@ -73,8 +74,17 @@ def last_code_block(text: str, *, languages: tuple[str, ...] = ("python", "py", 
 
     Fences of three or more backticks or tildes are known, and a block ends only at a fence as long as its own.
     """
-    found = None
-    for match in re.finditer(r"^[ \t]*(`{3,}|~{3,})[ \t]*(\S*)[^\n]*\n(.*?)^[ \t]*\1[`~]*[ \t]*$", text, re.M | re.S):
-        if match.group(2).lower() in languages:
-            found = match.group(3)
+    fences = [(fence.group(1), fence.group(2).strip(), fence) for fence in _FENCE.finditer(text)]
+    found, position, unclosed = None, 0, set()
+    while position < len(fences):
+        mark, info, opening = fences[position]
+        position += 1
+        later = range(position, len(fences)) if mark not in unclosed else ()
+        end = next((i for i in later if fences[i][0].startswith(mark) and not fences[i][1]), None)
+        if end is None:
+            unclosed.add(mark)
+            continue
+        if (info.split() or [""])[0].lower() in languages:
+            found = text[opening.end() + 1 : fences[end][2].start()]
+        position = end + 1
     return found

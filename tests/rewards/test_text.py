@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 
 import pytest
@@ -170,3 +171,31 @@ def test_counts_agree_with_a_regular_expression():
     text = "a b c a b c a b"
     grams = Counter(re.findall(r"(?=(\w \w \w))", text))
     assert repeated_share(text.split(), n=3) == pytest.approx(1 - len(grams) / sum(grams.values()))
+
+
+REPEATED = ["\\boxed{", "\\boxed{1 + ", "{{{\\boxed{", "\\boxed 1", "```python\n", "```python\nx=1\n", "<answer>", "1,1.1 "]
+    "\\boxed{",
+    "so \\boxed{1 + ",
+    "{{{\\boxed{",
+    "\\boxed 1",
+    "```python\n",
+    "```python\nx=1\n",
+    "<answer>",
+    "1,1.1 ",
+]
+
+
+@pytest.mark.parametrize("piece", REPEATED)
+@pytest.mark.parametrize("find", [last_boxed, last_code_block, last_tag, last_number])
+def test_what_a_model_repeats_for_ever_is_read_in_no_time(find, piece):
+    began = time.process_time()
+    find(piece * 10_000)
+    assert time.process_time() - began < 2.0
+
+
+def test_a_fence_that_is_never_closed_or_is_none_hides_no_block():
+    block = "```python\na\n```"
+    assert last_code_block(f"~~~~\n{block}") == "a\n"
+    assert last_code_block(f"````\n{block}") == "a\n"
+    assert last_code_block(f"```x = 1``` is it:\n{block}") == "a\n"
+    assert last_code_block(block.replace("\n", "\r\n")) == "a\r\n"
