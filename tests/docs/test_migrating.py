@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
 import tyro
+from pyarrow import parquet
 from torch import Tensor
 
 from rlkit.advantages import group_centered, group_zscore
@@ -116,18 +118,21 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder / "model")
     turn = [{"role": "user", "content": "2+2?"}]
     kinds: dict[str, dict[str, Any]] = {
-        "gsm8k": {"question": "2+2?", "answer": "2+2=4\n#### 4"},
+        "gsm8k.jsonl": {"question": "2+2?", "answer": "2+2=4\n#### 4"},
         "train.parquet": {
             "data_source": "openai/gsm8k", "prompt": turn, "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 0},
         },
         "train.jsonl": {"messages": turn, "extra_info": {"answer": "4"}},
-        "dapo-math-17k": {"prompt": turn, "label": "4"},
-        "pairs": {"chosen": [*turn, {"role": "assistant", "content": "4"}],
+        "dapo-math-17k.jsonl": {"prompt": turn, "label": "4"},
+        "pairs.jsonl": {"chosen": [*turn, {"role": "assistant", "content": "4"}],
                   "rejected": [*turn, {"role": "assistant", "content": "5"}]},
     }  # fmt: skip
     for name, row in kinds.items():
-        (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 8)
+        if name.endswith(".parquet"):
+            parquet.write_table(pyarrow.Table.from_pylist([row] * 8), folder / name)
+        else:
+            (folder / name).write_text((json.dumps(row) + "\n") * 8)
     (wrappers,) = re.findall(r"```python\n(from types.*?)```", PAGE, re.DOTALL)
     (folder / "my_rewards.py").write_text(THEIRS + wrappers)
     return folder
@@ -156,10 +161,7 @@ async def step(state, action, extra_info):
 """
 
 
-def file_of(data: str) -> str:
-    """The test's stand-in for the data of a command."""
-    known = {"openai/gsm8k:main:train": "gsm8k", "trl-lib/ultrafeedback_binarized": "pairs"}
-    return known.get(data, data.removesuffix(".jsonl") if data != "train.jsonl" else data)
+HUB = {"openai/gsm8k:main:train": "gsm8k.jsonl", "trl-lib/ultrafeedback_binarized": "pairs.jsonl"}
 
 
 @pytest.mark.parametrize(("script", "flags"), COMMANDS, ids=[f"{i}-{c[0]}" for i, c in enumerate(COMMANDS)])
@@ -167,7 +169,7 @@ def test_the_commands_run(script: str, flags: str, task: Path, tmp_path: Path) -
     """Parsed as they stand; run with a tiny model, little data and one process."""
     module = importlib.import_module(script)
     args = tyro.cli(module.Args, args=shlex.split(flags.split("#")[0]))
-    data = str(task / f"{file_of(args.data)}.jsonl")
+    data = str(task / HUB.get(args.data, args.data))
     small = {
         "model": str(task / "model"),
         "data": data,
