@@ -4,12 +4,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rlkit.packing import pack
+from rlkit.parallel.context import plan_layout
+from rlkit.parallel.flags import Parallel
 from rlkit.parallel.segment_plan import plan, segments
 from rlkit.types import Trajectory
 
@@ -47,4 +51,7 @@ def test_a_batch_that_comes_back_is_waited_for(device: str, ahead: bool) -> None
     with Copies() as copies:
         batch.to(device)
         plan(segments(batch)).to(device)
+        for ulysses in (False, True):
+            sizes = Parallel(cp=2, ulysses=ulysses)
+            plan_layout(batch, SimpleNamespace(sizes=sizes, cp_rank=1, group=str), device=torch.device(device))
     assert copies.ahead == {ahead}

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from rlkit.parallel._collectives import Exchanged, Gathered, GatheredSum
 from rlkit.parallel.mesh import Mesh
-from rlkit.parallel.segment_plan import AttentionPlan, Segment, plan, segments
+from rlkit.parallel.segment_plan import AttentionPlan, Segment, moved, plan, segments
 from rlkit.types import Batch
 
 
@@ -95,8 +95,8 @@ def plan_layout(batch: Batch, mesh: Mesh | None, *, device: torch.device, flash:
         made = plan(_mine(spans, rank, cp, chunk), flash=flash)
     exchange = partial(ulysses if mesh.sizes.ulysses else gather_keys, group=group)
     made = made._replace(k_index=place[made.k_index], exchange=exchange)
-    rows, place = _rows_of(rank, cp, chunk).to(device), place[prefix:num_rows].to(device)
-    return Layout(made.to(device), prefix, rows, place, size, group)
+    layout = Layout(made, prefix, _rows_of(rank, cp, chunk), place[prefix:num_rows], size, group)
+    return moved(layout, device)
 
 
 def gather_keys(
