@@ -67,7 +67,8 @@ def save_checkpoint(
     Model, optimizer and random states are only read: a run that saves has the same bits as one that does not.
 
     Errors: OSError (ENOSPC, EDQUOT, EFBIG) with the path and the space needed and free, where the disk is full: nothing
-    of the new checkpoint stays, the old ones do. TypeError for a `state` entry that could not be read back.
+    of the new checkpoint stays, the old ones do. TypeError for a `state` entry that could not be read back. ValueError
+    (on many ranks RuntimeError) where nodes do not share the folder's disk.
 
     Differs: TRL, verl and OpenRLHF write into the final folder and find the newest by its name or a pointer file.
     torch's `get_optimizer_state_dict` takes an optimizer step with zero gradients where the state is still empty, so
@@ -180,6 +181,11 @@ def _write_files(files: dict[str, bytes], temp: Path) -> dict[str, dict[str, int
 
 def _publish(step: int, files: list[dict[str, dict[str, int]]], temp: Path, final: Path) -> None:
     """The manifest, then the rename: from here on the checkpoint exists."""
+    if lost := [(r, name) for r, of_rank in enumerate(files) for name in of_rank if not (temp / name).exists()]:
+        r, name = lost[0]
+        raise ValueError(
+            f"rank 0 does not see {name}, which rank {r} wrote into {temp}: use a disk that all nodes share"
+        )
     earlier = [_manifest(path) for path in _complete(final.parent)]
     manifest = {
         "step": step,
