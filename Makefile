@@ -48,7 +48,7 @@ gpu:  # on the machine with the device: its own Python, nothing is installed; un
 	tests=$$?; $(PYTHON) benchmarks/gpu_kernels.py --seconds 260 --out $(RESULTS) && exit $$tests
 
 gpu-rest:  # the shapes that `make gpu` had no time for
-	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) benchmarks/gpu_kernels.py --seconds 540 --rest --out $(RESULTS)
+	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) benchmarks/gpu_kernels.py --seconds 500 --rest --out $(RESULTS)
 
 gpu-train:  # a model on the device: attention, bf16, FSDP2, checkpoints, a GRPO run; under 5 minutes
 	PYTHONPATH=.:$$PYTHONPATH timeout -s INT 300 $(PYTHON) -m pytest -m gpu tests/test_gpu.py

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,28 @@ Row = dict[str, Any]
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 FIRST_RUNS_SECONDS = 90.0  # of compiling at one shape; what has not run by then is left out
+FLUSH_BYTES = 256 << 20  # several times the largest L2 cache
+WITHOUT: set[str] = set()  # runs that are not tried
+
+
+class DeviceLost(Exception):
+    """The run of this name left the device unusable for this process."""
+
+
+def lost() -> bool:
+    """Whether nothing works on the device any more (after an illegal access, not after a lack of memory)."""
+    try:
+        if CUDA:
+            torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False
+
+
+@cache
+def flush() -> torch.Tensor:
+    """What is written before each timing: inputs come from memory, and the host is ahead when the clock starts."""
+    return torch.empty(FLUSH_BYTES, dtype=torch.int8, device=DEVICE)
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
@@ -28,6 +51,7 @@ def milliseconds(run: Callable[[], Any]) -> float:
         run()
         return 1e3 * (time.perf_counter() - before)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush().zero_()
     start.record()
     run()
     stop.record()
@@ -57,17 +81,15 @@ def reason(error: Exception) -> str:
 
 def time_all(runs: dict[str, Callable[[], Any]], *, seconds: float, rounds: int = 15) -> dict[str, Row]:
     """Milliseconds of each, after one untimed run that also gives its peak memory; what fails is reported as such."""
-    rows: dict[str, Row] = {}
+    rows: dict[str, Row] = {name: {"name": name, "error": "left out"} for name in runs if name in WITHOUT}
     end = time.monotonic() + FIRST_RUNS_SECONDS
     for name, run in runs.items():
-        rows[name] = {"name": name}
+        if name in WITHOUT or time.monotonic() > end:
+            continue
         try:
-            rows[name]["peak_mb"] = round(peak_mb(run), 1)
-            rows[name]["ms"] = []
+            rows[name] = {"name": name, "peak_mb": round(peak_mb(run), 1), "ms": []}
         except Exception as error:
-            rows[name]["error"] = reason(error)
-        if time.monotonic() > end:
-            break
+            rows[name] = failed(name, error)
     end = time.monotonic() + seconds
     for number in range(rounds):
         for name in [n for n, row in rows.items() if "ms" in row]:
@@ -76,8 +98,15 @@ def time_all(runs: dict[str, Callable[[], Any]], *, seconds: float, rounds: int 
             try:
                 rows[name]["ms"].append(milliseconds(runs[name]))
             except Exception as error:
-                rows[name] = {"name": name, "error": reason(error)}
+                rows[name] = failed(name, error)
     return rows
+
+
+def failed(name: str, error: Exception) -> Row:
+    """The row of a run that raised; raises itself where nothing after it would run."""
+    if lost():
+        raise DeviceLost(name) from error
+    return {"name": name, "error": reason(error)}
 
 
 def median_ms(run: Callable[[], Any], *, seconds: float = 1.0, rounds: int = 15) -> float:

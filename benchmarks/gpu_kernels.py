@@ -3,7 +3,9 @@
     PYTHONPATH=. python benchmarks/gpu_kernels.py --seconds 300          # the first shapes, within the time
     PYTHONPATH=. python benchmarks/gpu_kernels.py --seconds 540 --rest   # those that are not in the file yet
 
-Everything of one shape runs in turn, round by round, in one process, so that clocks and temperature hit all alike.
+Everything of one shape, the bare products too, runs in turn, round by round, in one process, so that clocks and
+temperature hit all alike, and nothing is in the L2 cache when a run begins. A run that leaves the device unusable (an
+illegal access in some library) is left out, and a fresh process goes on.
 Floors are the bare products with the operands of the real ones: 1 for scoring, 4 where any loss may follow, 3 where the
 loss is known in advance. `extra_mb` is the peak over the inputs, less the gradients that are handed out. The results,
 with device, versions and commit, are written after every shape to `--out`/<device>.json.
@@ -14,17 +16,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import gpu_peers as peers
 import torch
-from _gpu import CUDA, DEVICE, Row, machine, median_ms, reason, save, time_all
+from _gpu import CUDA, DEVICE, WITHOUT, DeviceLost, Row, machine, median_ms, reason, save, time_all
 from torch import Tensor
 
 from rlkit.kernels.linear_logp import fused_loss, linear_logp
@@ -73,16 +77,22 @@ def linear(name: str, *, seconds: float) -> dict[str, Any]:
     hidden = torch.randn(num_rows, dim, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     weight = (torch.randn(vocab, dim, device=DEVICE, dtype=torch.bfloat16) / dim**0.5).requires_grad_()
     targets = torch.randint(vocab, (num_rows,), device=DEVICE)
-    floors = products(hidden, weight)
     runs = {
+        **products(hidden, weight),
         **scoring(hidden, weight, targets),
         **any_loss(hidden, weight, targets),
         **known_loss(hidden, weight, targets),
     }
     if name not in COMPILED or not CUDA:
         runs.pop("any loss, materialised, torch.compile")
-    rows = time_all(runs, seconds=seconds)
-    gradients = {"score": 0, "any loss": hidden.nbytes + weight.nbytes, "known loss": hidden.nbytes + weight.nbytes}
+    rows = time_all(dict(sorted(runs.items(), key=lambda run: urgency(run[0]))), seconds=seconds)
+    floors = sums_of_products(rows)
+    gradients = {
+        "product": 0,
+        "score": 0,
+        "any loss": hidden.nbytes + weight.nbytes,
+        "known loss": hidden.nbytes + weight.nbytes,
+    }
     for run, row in rows.items():
         handed_out = next(v for k, v in gradients.items() if run.startswith(k))
         handed_out -= weight.nbytes if "in place" in run else 0
@@ -91,8 +101,13 @@ def linear(name: str, *, seconds: float) -> dict[str, Any]:
     return {"rows": num_rows, "dim": dim, "vocab": vocab, "floors_ms": floors, "results": summarised(rows, floors)}
 
 
-def products(hidden: Tensor, weight: Tensor) -> dict[str, float]:
-    """Milliseconds of the bare matrix products: medians of the sums over chunks of rows."""
+def urgency(run: str) -> int:
+    """Ours and the floors first, and last what takes a minute to compile: time may run out, or a library hang."""
+    return 0 if run.startswith("product") or "rlkit" in run else 2 if "torch.compile" in run else 1
+
+
+def products(hidden: Tensor, weight: Tensor) -> dict[str, Callable[[], Any]]:
+    """The bare matrix products, over chunks of rows."""
     h, w = hidden.detach(), weight.detach()
     z = torch.empty(min(PRODUCT_ROWS, h.shape[0]), w.shape[0], device=DEVICE, dtype=h.dtype).normal_()
     d_h, d_w = torch.empty_like(h), torch.empty_like(w)
@@ -102,14 +117,20 @@ def products(hidden: Tensor, weight: Tensor) -> dict[str, float]:
             part = h[top : top + z.shape[0]]
             product(part, z[: part.shape[0]])
 
-    runs = {
-        "logits": partial(each, lambda part, z: torch.mm(part, w.T, out=z)),
-        "d_hidden": partial(each, lambda part, z: torch.mm(z, w, out=d_h[: part.shape[0]])),
-        "d_weight": partial(each, lambda part, z: torch.mm(z.T, part, out=d_w)),
+    return {
+        "product, logits": partial(each, lambda part, z: torch.mm(part, w.T, out=z)),
+        "product, d_hidden": partial(each, lambda part, z: torch.mm(z, w, out=d_h[: part.shape[0]])),
+        "product, d_weight": partial(each, lambda part, z: torch.mm(z.T, part, out=d_w)),
     }
-    ms = {name: median_ms(run, rounds=7) for name, run in runs.items()}
-    both = ms["d_hidden"] + ms["d_weight"]
-    return {"score": ms["logits"], "any loss": 2 * ms["logits"] + both, "known loss": ms["logits"] + both}
+
+
+def sums_of_products(rows: dict[str, Row]) -> dict[str, float]:
+    """Milliseconds that the products of each kind of run take; empty where one of them failed."""
+    ms = {name: row["ms"] for name, row in rows.items() if name.startswith("product") and row.get("ms")}
+    if len(ms) < 3:
+        return {}
+    z, d_h, d_w = (statistics.median(x) for x in ms.values())
+    return {"score": z, "any loss": 2 * z + d_h + d_w, "known loss": z + d_h + d_w}
 
 
 def scoring(hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Callable[[], Any]]:
@@ -220,12 +241,7 @@ def scan(num_tokens: int, *, seconds: float) -> dict[str, Any]:
     floor = {"": median_ms(lambda: torch.add(a, plain))}
     runs: dict[str, Callable[[], Any]] = {"linear_scan": lambda: linear_scan(a, plain, cu_seqlens=cu)}
     if CUDA:
-        graph = torch.cuda.CUDAGraph()
-        linear_scan(a, plain, cu_seqlens=cu)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            linear_scan(a, plain, cu_seqlens=cu)
-        runs["linear_scan in a CUDA graph"] = graph.replay
+        runs["linear_scan in a CUDA graph"] = recorded(runs["linear_scan"])
     runs |= {
         "linear_scan, forward in time": lambda: linear_scan(a, plain, cu_seqlens=cu, reverse=False),
         "linear_scan and its gradient": lambda: torch.autograd.grad(linear_scan(a, b, cu_seqlens=cu).sum(), b),
@@ -235,28 +251,57 @@ def scan(num_tokens: int, *, seconds: float) -> dict[str, Any]:
     return {"tokens": num_tokens, "segments": cu.numel() - 1, "results": summarised(rows, floor)}
 
 
+def recorded(run: Callable[[], Any]) -> Callable[[], Any]:
+    """The same from a CUDA graph, which is recorded when it is first asked for."""
+    graph = torch.cuda.CUDAGraph()
+
+    @cache
+    def record() -> None:
+        run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            run()
+
+    def replay() -> None:
+        record()
+        graph.replay()
+
+    return replay
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0, help="stop after this long; what is done is kept")
     parser.add_argument("--cap", type=float, default=22.0, help="seconds of timing per shape")
     parser.add_argument("--rest", action="store_true", help="only what the file does not have yet")
+    parser.add_argument("--only", nargs="*", help="names of shapes; all if not given")
+    parser.add_argument("--without", nargs="*", default=[], help="names of runs to leave out")
     parser.add_argument("--rehearse", action="store_true", help="without a device: tiny shapes on the CPU")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
     args = parser.parse_args()
     if not CUDA and not args.rehearse:
         parser.error("no CUDA device; --rehearse --out SOMEWHERE runs every line on the CPU")
     end, about = time.monotonic() + args.seconds, {"machine": machine() | peers.about()}
+    WITHOUT.update(args.without)
     path = args.out / (re.sub(r"[^a-z0-9]+", "_", about["machine"]["device"].lower()).strip("_") + ".json")
     done = json.loads(path.read_text()) if args.rest and path.exists() else {}
-    for section, name, job in jobs(args.cap):
-        if name in done.get(section, {}):
-            continue
-        if time.monotonic() + 1.5 * args.cap > end:
+    todo = [
+        (section, name, job)
+        for section, name, job in jobs(args.cap)
+        if name not in done.get(section, {}) and (args.only is None or name in args.only)
+    ]
+    for i, (section, name, job) in enumerate(todo):
+        if time.monotonic() + args.cap + 40 > end:
             print(f"no time left for {section}, {name}: run again with --rest")
             continue
         print(f"{section}, {name}", flush=True)
         try:
             save(path, section, name, about | job())
+        except DeviceLost as run:
+            print(f"  {run} left the device unusable: again without it", flush=True)
+            left = [f"--seconds={end - time.monotonic():.0f}", f"--cap={args.cap}", f"--out={args.out}"]
+            others = ["--without", *WITHOUT, str(run), "--only", *(rest[1] for rest in todo[i:])]
+            os.execv(sys.executable, [sys.executable, __file__, *left, *others])
         except Exception as error:  # the other shapes are worth having
             print(f"  failed: {reason(error)}", flush=True)
             if args.rehearse:

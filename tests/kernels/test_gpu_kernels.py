@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,12 +33,23 @@ SIZES = {  # blocks of 1024 rows and 8192 columns that are not whole; odd rows; 
 
 
 @pytest.fixture(autouse=True)
-def _seeded_and_poisoned() -> None:
-    """What the allocator hands out next holds NaN, from the pool of small blocks and from that of large ones."""
+def _seeded_and_poisoned() -> Iterator[None]:
+    """What the allocator hands out next holds NaN, from the pool of small blocks and from that of large ones.
+
+    After an illegal access nothing works in a process any more: pytest-xdist then starts another for the next tests.
+    """
     torch.manual_seed(0)
     if torch.cuda.is_available():
         held = [torch.full((n,), math.nan, device="cuda") for n in [1 << 17] * 64 + [1 << 27]]
         del held
+    yield
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            raise
+        os._exit(1)
 
 
 @pytest.mark.parametrize("size", SIZES)
