@@ -149,7 +149,7 @@ def tile_gradient(u: Tensor, rows: Rows, head: Head, *, first: int, out: Tensor,
     """Gradient of a tile of logits divided by `rows.scale`, from u = z - offset, in `out`. `spare` is overwritten."""
     exp_into(u, out=out)
     if rows.base is not None and rows.slope is not None:
-        out.mul_(torch.mul(u, rows.slope.unsqueeze(1), out=spare).add_(rows.base.unsqueeze(1)))
+        out.mul_(torch.addcmul(rows.base.unsqueeze(1), u, rows.slope.unsqueeze(1), out=spare))
     index, inside = local_targets(rows.targets, first=head.start + first, width=u.shape[1])
     out.scatter_(1, index, torch.where(inside, rows.at_target.unsqueeze(1), out.gather(1, index)))
     if head.softcap is not None:  # d softcap * tanh(x / softcap) / dx = 1 - (z temperature / softcap)^2
