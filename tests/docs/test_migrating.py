@@ -81,7 +81,7 @@ def test_the_flags_and_defaults_of_the_tables_are_those_of_the_scripts() -> None
 
 def test_every_other_flag_that_the_page_names_is_theirs_or_exists() -> None:
     """Their options are those of the first column, of the PPO table, and the few that the text sets beside ours."""
-    text = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)
+    text = re.sub(r"```.*?```|`python -m [^`]*`", "", PAGE, flags=re.DOTALL)
     flag = r"--[a-z][\w.-]*\w"
     ppo = text.index("## PPO")
     cells = [line.split("|") for line in text[:ppo].splitlines() if line.startswith("|")]
@@ -134,7 +134,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             (folder / name).write_text((json.dumps(row) + "\n") * 8)
     (wrappers,) = re.findall(r"```python\n(from types.*?)```", PAGE, re.DOTALL)
-    (folder / "my_rewards.py").write_text(THEIRS + wrappers)
+    (folder / "my_rewards.py").write_text(THEIRS + wrappers + PATIENT)
     return folder
 
 
@@ -161,6 +161,11 @@ async def step(state, action, extra_info):
 """
 
 
+PATIENT = """
+from functools import partial
+from rlkit.rewards import math
+anywhere, boxed = (partial(judge, timeout_s=120) for judge in (math.anywhere, math.boxed))
+"""
 HUB = {"openai/gsm8k:main:train": "gsm8k.jsonl", "trl-lib/ultrafeedback_binarized": "pairs.jsonl"}
 
 
@@ -180,8 +185,9 @@ def test_the_commands_run(script: str, flags: str, task: Path, tmp_path: Path) -
     if script == "grpo":
         small |= {"prompts_per_step": 4, "max_new_tokens": 8, "max_prompt_tokens": 64, "eval_limit": 2}
         small |= {"engine": "local", "engine_urls": ()}
-        if args.reward.startswith("my_rewards"):
-            small["reward"] = f"{task}/{args.reward}"
+        file, name = args.reward.split(":")
+        assert file in ("my_rewards.py", "rlkit.rewards.math")
+        small |= {"reward": f"{task}/my_rewards.py:{name}", "reward_timeout": 300.0}
     else:
         small |= {"batch_size": 4}
     exported = module.main(dataclasses.replace(args, **small))
