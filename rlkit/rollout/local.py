@@ -130,7 +130,7 @@ class LocalEngine:
         for request in requests:
             if request.slot < 0:
                 self._waiting.remove(request)
-                request.finish([], [], "abort")
+                request.finish("abort")
         self._retire([(r.slot, "abort") for r in requests if r.slot >= 0])
         for request in requests:
             self._rids.pop(request.rid, None)
@@ -147,19 +147,16 @@ class LocalEngine:
         self._decoder.refresh()
         self.version = version
         self._epoch += 1
-        for slot, request in enumerate(self._rows.requests):
-            request.versions.append((self._rows.num_generated(slot), version))
+        for request in self._rows.requests:
+            request.versions.append((len(request.ids), version))
 
     async def close(self) -> None:
         """Abort what is in flight and free the cache. A closed engine refuses `generate`."""
         self._closed = True
         self.abort()
-        if (
-            self._driver is not None
-            and not self._driver.done()
-            and self._driver.get_loop() is asyncio.get_running_loop()
-        ):
-            await self._driver
+        driver = self._driver
+        if driver is not None and not driver.done() and driver.get_loop() is asyncio.get_running_loop():
+            await driver
         self._decoder.release()
 
     def _request(self, prompt_ids: list[int], params: SamplingParams, rid: str | None) -> Request:
@@ -180,9 +177,9 @@ class LocalEngine:
             prompt=list(prompt_ids),
             key=np.asarray(prompt_ids, np.int64).tobytes(),
             params=params,
-            stop_token_ids=(*params.stop_token_ids, *self._eos),
+            stop_token_ids=frozenset((*params.stop_token_ids, *self._eos)),
             seed=(self._seeds.getrandbits(64) if params.seed is None else params.seed) & _U64,
-            end=min(len(prompt_ids) + params.max_new_tokens, self.max_len),
+            max_tokens=min(params.max_new_tokens, self.max_len - len(prompt_ids)),
             future=asyncio.get_running_loop().create_future(),
             stop=StopStrings(self._tokenizer, params.stop) if params.stop else None,
         )
@@ -271,8 +268,9 @@ class LocalEngine:
         if not finished:
             return
         for slot, reason in finished:
-            self._rids.pop(self._rows.requests[slot].rid, None)
-            self._rows.complete(slot, reason)
+            request = self._rows.requests[slot]
+            self._rids.pop(request.rid, None)
+            request.finish(reason)
         sources, targets = self._rows.remove([slot for slot, _ in finished])
         if sources:
             self._decoder.copy(sources, targets, int(self._rows.position[targets].max()))

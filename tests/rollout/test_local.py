@@ -264,7 +264,7 @@ def test_versions_are_stamped_per_token(model):
         running = asyncio.create_task(engine.generate([3], params=params, rid="a"))
         waiting = asyncio.create_task(engine.generate([3], params=params))
         for version in (4, 7):
-            while len(engine._rows) == 0 or engine._rows.num_generated(0) < version - 2:
+            while len(engine._rows) == 0 or len(engine._rows.requests[0].ids) < version - 2:
                 await asyncio.sleep(0)
             await engine.update_weights(iter([("ignored", None)]), version=version)
         return await running, await waiting
