@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import dataclasses
 import importlib
+import inspect
 import json
 import math
 import re
@@ -20,11 +22,12 @@ import tyro
 from pyarrow import parquet
 from torch import Tensor
 
+from rlkit import advantages, losses
 from rlkit.advantages import group_centered, group_zscore
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.aggregate import per_episode
+from rlkit.loops import aggregate
+from rlkit.loops.grpo import grpo
 from rlkit.loops.updates import grpo_update, pack_with_advantages
-from rlkit.losses import dual_clip, tis
 from rlkit.packing import with_streams
 from rlkit.parallel.flags import ParallelArgs
 from rlkit.rewards import Sample, score
@@ -196,6 +199,19 @@ def test_the_commands_run(script: str, flags: str, task: Path, tmp_path: Path) -
     assert lines[-1]["step"] == 2
 
 
+def test_the_call_of_the_page_names_arguments_of_the_loop() -> None:
+    ((source, functions),) = re.findall(r"```python\n(grpo\((.*?))```", PAGE, re.DOTALL)
+    call = ast.parse(source).body[0].value  # type: ignore[attr-defined]
+    names = {keyword.arg for keyword in call.keywords} | {"eval_samples"}
+    assert len(names) == 4
+    assert "`eval_samples`" in PAGE
+    assert names <= set(inspect.signature(grpo).parameters)
+    for function in ("leave_one_out", "per_episode", "dual_clip"):
+        assert function in functions
+        assert any(hasattr(module, function) for module in (advantages, aggregate, losses))
+    assert "clip_c" in inspect.signature(losses.dual_clip).parameters
+
+
 def test_there_is_a_command_for_every_system() -> None:
     for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[2:7]:
         assert re.search(r"examples/grpo\.py +--model", section), section[:20]
@@ -302,7 +318,7 @@ def their_loss(
 
 
 TRL = partial(group_zscore, eps=1e-4)
-DUAL = lambda x, b: dual_clip(x, b.advantages, clip_low=0.2, clip_high=0.2, clip_c=1.01)
+DUAL = lambda x, b: losses.dual_clip(x, b.advantages, clip_low=0.2, clip_high=0.2, clip_c=1.01)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +328,9 @@ DUAL = lambda x, b: dual_clip(x, b.advantages, clip_low=0.2, clip_high=0.2, clip
         pytest.param(TRL, {"kl_coef": 0.3}, {"eps": 1e-4, "beta": 0.3}, id="TRL with beta"),
         pytest.param(group_zscore, {}, {"eps": 1e-6}, id="verl but for its dual clip, OpenRLHF group_norm"),
         pytest.param(group_zscore, {"surrogate": DUAL}, {"eps": 1e-6, "clip_c": 1.01}, id="verl with its dual clip"),
-        pytest.param(group_zscore, {"aggregate": per_episode}, {"eps": 1e-6, "mean": "sequences"}, id="slime"),
+        pytest.param(
+            group_zscore, {"aggregate": aggregate.per_episode}, {"eps": 1e-6, "mean": "sequences"}, id="slime"
+        ),
         pytest.param(group_centered, {}, {}, id="RL2, OpenRLHF dr_grpo"),
     ],
 )
@@ -326,7 +344,7 @@ def test_the_update_has_the_loss_that_the_page_says(
     options = {"kl_coef": 0.0, **options}
     grpo_update(
         batch_of(start, ref, baseline), policy=partial(policy, theta), optimizer=torch.optim.SGD([theta], lr=lr), lr=lr,
-        num_minibatches=1, num_epochs=3, clip_low=0.2, clip_high=0.2, correction=partial(tis, max_weight=2.0),
+        num_minibatches=1, num_epochs=3, clip_low=0.2, clip_high=0.2, correction=partial(losses.tis, max_weight=2.0),
         entropy_coef=0.0, max_norm=float("inf"), max_tokens=8, device="cpu", seed=0, **options,
     )  # fmt: skip
     found = three_updates(start, ref, lr=lr, **theirs)
