@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from rlkit.parallel.attention import as_inference
 from rlkit.rollout.decode import Decoder
@@ -19,28 +16,7 @@ from rlkit.rollout.fallback import CachedForward, Recompute
 logger = logging.getLogger(__name__)
 
 
-class Backend(Protocol):
-    """What the engine asks of a decoder. Slots are 0..max_batch-1; `decode` serves slots 0..B-1, B in `sizes`."""
-
-    sizes: list[int]
-
-    def reserve(self, rows: int, length: int, *, keep: int) -> None:
-        """Make room for `length` positions in slots 0..rows-1; slots below `keep` keep what they hold."""
-
-    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
-        """Read each prompt into its slot."""
-
-    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """The first `length` positions of each source slot, into its target slot."""
-
-    def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
-        """Read `tokens[i]` at `positions[i]` of slot i: the logits of what follows. Room for B rows is reserved."""
-
-    def refresh(self) -> None:
-        """The model's parameters may be other tensors now."""
-
-    def release(self) -> None:
-        """Free what is cached: nothing runs."""
+Backend = Decoder | CachedForward | Recompute  # they take the same calls: see `Decoder`
 
 
 def pick_decoder(model: Any, *, max_batch: int, max_len: int, compile: bool = False) -> Backend:

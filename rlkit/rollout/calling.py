@@ -7,16 +7,17 @@ import contextvars
 import inspect
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+X = TypeVar("X")
 
 
 async def call(function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
-    """The result of `function(*args)`: awaited if it is async, else run in a daemon thread of its own.
+    """The result of `function(*args)`: awaited if it is async, else from `in_own_thread`.
 
     Raises what it raises (a SystemExit or StopIteration, which no task may raise, as RuntimeError), and TimeoutError
-    after `timeout_s`. A thread cannot be stopped: a sync function that hangs goes on in the background, keeps neither
-    the others nor the end of the process waiting, and its result is dropped.
+    after `timeout_s`; a sync function that hangs then goes on in the background, and its result is dropped.
     """
     return await asyncio.wait_for(_run(function, *args), timeout_s)
 
@@ -26,38 +27,30 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+async def in_own_thread(function: Callable[[], X]) -> X:
+    """As `asyncio.to_thread`, but in a daemon thread of its own.
+
+    A thread cannot be stopped, and one of an executor that hangs would block its other calls and the end of the
+    process.
+    """
+    future: Future[X] = Future()
+    future.set_running_or_notify_cancel()  # who waits may leave, the thread goes on
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            future.set_result(context.run(function))
+        except BaseException as error:
+            fit = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            future.set_exception(error if fit else RuntimeError(f"{type(error).__name__}: {error}"))
+
+    threading.Thread(target=run, name="rlkit-call", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
 async def _run(function: Callable[..., Any], *args: Any) -> Any:
     try:
-        result = function(*args) if is_async(function) else await _in_thread(lambda: function(*args))
+        result = function(*args) if is_async(function) else await in_own_thread(lambda: function(*args))
         return await result if inspect.isawaitable(result) else result
     except SystemExit as error:
         raise RuntimeError(f"SystemExit: {error}") from error
-
-
-async def _in_thread(function: Callable[[], Any]) -> Any:
-    """One daemon thread per call: an executor's hung thread would block its other calls and the interpreter's exit."""
-    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def finish(result: Any, error: BaseException | None) -> None:
-        if future.done():  # timed out or cancelled meanwhile
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result: Any = None
-        error: BaseException | None = None
-        try:
-            result = context.run(function)
-        except Exception as raised:
-            error = RuntimeError(f"StopIteration: {raised}") if isinstance(raised, StopIteration) else raised
-        except BaseException as raised:
-            error = RuntimeError(f"{type(raised).__name__}: {raised}")
-        with suppress(RuntimeError):  # the loop was closed while the function was hanging
-            loop.call_soon_threadsafe(finish, result, error)
-
-    threading.Thread(target=run, name="rlkit-call", daemon=True).start()
-    return await future

@@ -27,7 +27,7 @@ fixed base; where a template rewrites history they train on tokens that were not
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.data.chat import Message
 from rlkit.rollout.calling import call
@@ -40,7 +40,7 @@ from rlkit.types import Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Chat", "Game", "Step", "Text", "Turn", "Turns", "gym_env", "own_rewards", "refuse_vision"]
+__all__ = ["Chat", "Step", "Text", "Turn", "Turns", "gym_env", "own_rewards", "refuse_vision"]
 
 
 class Step(NamedTuple):
@@ -55,18 +55,6 @@ class Step(NamedTuple):
     truncated: bool = False
 
 
-class Game(Protocol):
-    """A Gym-like environment for one episode. Both methods may be async; a `close()` is called at the end, if any."""
-
-    def reset(self) -> str | Sequence[Message] | Sequence[int] | None:
-        """The opening: a string, messages or token ids; None is the prompt itself."""
-        ...
-
-    def step(self, turn: Turn) -> Step:
-        """The answer to the policy's turn."""
-        ...
-
-
 def gym_env(
     make: Callable[[Prompt], Any],
     *,
@@ -75,7 +63,10 @@ def gym_env(
     template_args: Mapping[str, Any] | None = None,
     token_rewards: bool = False,
 ) -> Env:
-    """An environment from objects with `reset()` and `step(turn) -> Step` (see `Game`), one made for each episode.
+    """An environment from Gym-like objects, one made for each episode.
+
+    `reset()` gives the opening: a string, messages or token ids, or None for the prompt itself. `step(turn) -> Step`
+    answers a `Turn` of the policy. Both may be async; a `close()` is called at the end, if there is one.
 
     `make(prompt)` is called for every sample of a group, so what they have in common (the secret, the seed) must come
     from the prompt: `make=lambda prompt: Guessing(random.Random(prompt.index))`. Sync methods run in a thread, so that

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from array import array
 from dataclasses import asdict
@@ -84,5 +83,4 @@ def _key(seed: int | None, prompt_ids: list[int], done: Completion) -> Key:
 
 
 def _version(path: Path) -> int:
-    match = re.fullmatch(r"(\d+)", path.stem)
-    return int(match[1]) if match else -1
+    return int(path.stem) if path.stem.isdecimal() else -1

@@ -33,7 +33,7 @@ class Pausable:
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._pauses = 0
-        self.num_running = self.num_tokens = 0
+        self.num_running = 0
 
     async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
         """See `rlkit.types.Generate`. "abort" is returned only where somebody else than `pause` aborted the call."""
@@ -43,7 +43,6 @@ class Pausable:
                 await self._open.wait()
             pauses = self._pauses
             out = await self._count(continued(self._generate, prompt_ids, done, params=params, rid=rid))
-            self.num_tokens += len(out.ids)
             done = joined(done, out)
             if out.finish_reason != "abort" or pauses == self._pauses:
                 return done

@@ -13,20 +13,39 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import multiprocessing
+import os
 import pickle
+import signal
 import socket
+import struct
 from collections.abc import Iterable, Sequence
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlkit.rollout._process_child import HEAD, Piece, read, serve
-from rlkit.rollout.local import Progress
+from rlkit.rollout.local import LocalEngine, Progress
 from rlkit.types import Completion, SamplingParams
+
+_HEAD = struct.Struct("!Q")
+
+
+class _Piece(NamedTuple):
+    """A tensor in the shared block."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+
+    def view(self, block: SharedMemory) -> Tensor:
+        """Its numbers, where they lie."""
+        count = math.prod(self.shape)
+        return torch.frombuffer(block.buf, dtype=self.dtype, count=count, offset=self.start).view(self.shape)
 
 
 async def launch(
@@ -53,8 +72,8 @@ async def launch(
         "max_batch": max_batch, "max_len": max_len, "eos_token_ids": eos_token_ids, "seed": seed, "compile": compile,
     }  # fmt: skip
     process = multiprocessing.get_context("spawn").Process(
-        target=serve,
-        args=(theirs, str(path), options, device, num_threads, tuple(cpus)),
+        target=_serve,
+        args=(theirs, _Child(str(path), options, device), num_threads, tuple(cpus)),
         daemon=True,
         name="rlkit-engine",
     )
@@ -103,18 +122,12 @@ class ProcessEngine:
 
         ValueError where names or shapes are not those of the engine's model; its weights are then as they were.
         """
-        pieces: list[Piece] = []
-        tensors: list[Tensor] = []
-        offset = 0
-        for name, tensor in named_tensors:
-            pieces.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
-            tensors.append(tensor.detach())
-            offset += -(-tensor.nbytes // 16) * 16
-        block = self._block(offset)
-        for (_, dtype, shape, start), tensor in zip(pieces, tensors, strict=True):
-            if tensor.numel():
-                kind = getattr(torch, dtype)
-                torch.frombuffer(block.buf, dtype=kind, count=tensor.numel(), offset=start).view(shape).copy_(tensor)
+        tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
+        ends = list(itertools.accumulate((-(-t.nbytes // 16) * 16 for _, t in tensors), initial=0))
+        pieces = [_Piece(n, t.dtype, t.shape, start) for (n, t), start in zip(tensors, ends, strict=False)]
+        block = self._block(ends[-1])
+        for piece, (_, tensor) in zip(pieces, tensors, strict=True):
+            piece.view(block).copy_(tensor)
         await self._ask("update", block.name, pieces, version)
         self.version = version
 
@@ -152,15 +165,14 @@ class ProcessEngine:
         self._outbox.append(data)
 
     def _flush(self) -> None:
-        data = b"".join(self._outbox)
+        self._writer.write(_framed(self._outbox))
         self._outbox.clear()
-        self._writer.write(HEAD.pack(len(data)) + data)
 
     async def _listen(self) -> None:
         """Hand answers to those who wait; when the other end is gone, everyone gets an error."""
         try:
             while True:
-                for number, answer, progress in await read(self._reader):
+                for number, answer, progress in await _received(self._reader):
                     self.progress = progress
                     future = self._waiting.get(number)
                     if future is None or future.done():
@@ -187,3 +199,97 @@ class ProcessEngine:
             self._shared.close()
             self._shared.unlink()
             self._shared = None
+
+
+class _Child:
+    """The other side: a LocalEngine that answers messages until the connection closes."""
+
+    def __init__(self, path: str, options: dict[str, Any], device: str) -> None:
+        self._path, self._options, self._device = path, options, device
+        self._engine: Any = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self, connection: socket.socket) -> None:
+        reader, self._writer = await asyncio.open_unix_connection(sock=connection)
+        try:
+            while True:
+                for message in await _received(reader):
+                    self._begin(*message)
+        except (EOFError, OSError):
+            for task in self._tasks.values():
+                task.cancel()
+
+    def _begin(self, what: str, number: int, args: tuple[Any, ...]) -> None:
+        if what == "cancel":
+            if number in self._tasks:
+                self._tasks[number].cancel()
+            return
+        task = asyncio.create_task(self._answer(number, getattr(self, f"_{what}")(*args)))
+        self._tasks[number] = task
+        task.add_done_callback(lambda _: self._tasks.pop(number))
+
+    async def _answer(self, number: int, work: Any) -> None:
+        try:
+            answer = await work
+        except Exception as error:
+            answer = _portable(error)
+        progress = Progress(0, 0, 0) if self._engine is None else self._engine.progress
+        self._writer.write(_framed([pickle.dumps((number, answer, progress))]))
+
+    async def _ready(self) -> None:
+        from transformers import AutoTokenizer
+
+        from rlkit.parallel.model import load_model
+
+        self._model = load_model(self._path, device=self._device)
+        tokenizer = AutoTokenizer.from_pretrained(self._path)
+        self._engine = LocalEngine(self._model, tokenizer=tokenizer, **self._options)
+
+    async def _generate(self, prompt_ids: list[int], params: SamplingParams, rid: str | None) -> Completion:
+        return await self._engine.generate(prompt_ids, params=params, rid=rid)
+
+    async def _abort(self, rid: str | None) -> int:
+        return self._engine.abort(rid)
+
+    async def _update(self, block: str, pieces: Sequence[_Piece], version: int) -> None:
+        """Without an await before the weights are in: the engine takes no step in between."""
+        own = self._model.state_dict(keep_vars=True)
+        given = {piece.name for piece in pieces}
+        if missing := sorted({name for name, _ in self._model.named_parameters()} - given):
+            raise ValueError(f"the new weights lack {missing[:4]} ({len(missing)} in all)")
+        wrong = [p.name for p in pieces if p.name not in own or own[p.name].shape != p.shape]
+        if wrong:
+            raise ValueError(f"the engine's model has no such weights: {wrong[:4]} ({len(wrong)} in all)")
+        shared = SharedMemory(name=block)
+        with torch.no_grad():
+            for piece in pieces:
+                own[piece.name].copy_(piece.view(shared))
+        shared.close()
+        await self._engine.update_weights(version=version)
+
+
+def _serve(connection: socket.socket, child: _Child, num_threads: int, cpus: tuple[int, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+    torch.set_num_threads(num_threads)
+    asyncio.run(child.run(connection))
+
+
+def _framed(messages: list[bytes]) -> bytes:
+    data = pickle.dumps(messages)
+    return _HEAD.pack(len(data)) + data
+
+
+async def _received(reader: asyncio.StreamReader) -> list[Any]:
+    """The messages that were sent together. EOFError when the other end is gone."""
+    (size,) = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+    return [pickle.loads(message) for message in pickle.loads(await reader.readexactly(size))]
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or its words where it cannot be pickled and made anew."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(repr(error))

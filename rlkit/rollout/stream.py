@@ -35,13 +35,11 @@ from rlkit.rollout.rollout import Env, Group, Prompt, Score, sample_group, sampl
 from rlkit.types import Generate, SamplingParams
 
 
-class Progress(NamedTuple):
-    """Groups being sampled, and ready to be taken; requests in flight; tokens sampled since the stream was made."""
+class Counts(NamedTuple):
+    """Groups being sampled, and ready to be taken."""
 
     running: int
     ready: int
-    num_requests: int
-    num_tokens: int
 
 
 @dataclass(eq=False)
@@ -151,11 +149,10 @@ class GroupStream:
         return {"next": self._next, "waiting": waiting, "oldest": oldest}
 
     @property
-    def progress(self) -> Progress:
-        """Counts of this moment, for people."""
+    def progress(self) -> Counts:
+        """Of this moment, for people."""
         ready = sum(e.group is not None for e in self._entries)
-        running = len(self._entries) - ready
-        return Progress(running, ready, self._pausable.num_running, self._pausable.num_tokens)
+        return Counts(len(self._entries) - ready, ready)
 
     async def take(self) -> list[Group]:
         """The next `groups_per_step` groups, in the order they were started. A cancelled call loses none.

@@ -20,7 +20,7 @@ import torch
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.local import LocalEngine
-from rlkit.rollout.process import launch
+from rlkit.rollout.process import _portable, launch
 from rlkit.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +137,18 @@ def test_a_killed_engine_is_an_error_in_every_call(folder):
 def test_what_cannot_be_loaded_is_an_error_of_launch(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no folder|without config"):
         asyncio.run(launch(tmp_path / "nothing"))
+
+
+class Status(RuntimeError):
+    """Pickles, and cannot be made anew: its argument has no default."""
+
+    def __init__(self, *, code):
+        super().__init__(f"status {code}")
+
+
+def test_an_error_that_does_not_travel_arrives_in_words():
+    assert repr(_portable(Status(code=3))) == "RuntimeError(\"Status('status 3')\")"
+    assert isinstance(_portable(KeyError("a")), KeyError)
 
 
 PARENT = """
