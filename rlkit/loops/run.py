@@ -16,14 +16,10 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
-import shlex
-import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -211,57 +207,6 @@ def trajectory_row(
     if with_ids:
         row |= {"prompt_ids": trajectory.prompt_ids, "ids": trajectory.ids, "logp": trajectory.logp}
     return row
-
-
-class Stop:
-    """Whether somebody asked the run to end. `requested` turns True at the first Ctrl-C or SIGTERM."""
-
-    requested = False
-
-
-@contextmanager
-def stop_on_interrupt() -> Iterator[Stop]:
-    """Inside the block the first Ctrl-C (or SIGTERM) only sets `stop.requested`; the second one aborts at once.
-
-        with stop_on_interrupt() as stop:
-            for step in ...:
-                ...
-                if stop.requested:
-                    save; print(resume_command("--resume")); break
-
-    Outside the main thread signals cannot be caught, and nothing changes. Ranks of torchrun get a Ctrl-C twice, from
-    terminal and torchrun, so two within two seconds are one; 30 s later (`--shutdown-timeout`) torchrun kills them.
-    """
-    stop, asked = Stop(), -math.inf
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def on_signal(number: int, _frame: Any) -> None:
-        nonlocal asked
-        if "RANK" in os.environ and time.monotonic() < asked + 2:
-            return
-        if stop.requested:
-            signal.signal(number, old[number])
-            raise KeyboardInterrupt
-        stop.requested, asked = True, time.monotonic()
-        if os.environ.get("RANK", "0") == "0":
-            # os.write: print may not be called again while the interrupted code is inside it
-            os.write(2, b"\nstopping after this step, then saving (Ctrl-C again aborts at once)\n")
-
-    old: dict[int, Any] = {}
-    for caught in (signal.SIGINT, signal.SIGTERM):
-        old[caught] = signal.signal(caught, on_signal)
-    try:
-        yield stop
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def resume_command(*flags: str) -> str:
-    """The command line of this process with `flags` added where they are missing: what to type to go on."""
-    return shlex.join([*sys.orig_argv, *(flag for flag in flags if flag not in sys.orig_argv)])
 
 
 def _refuse_a_run(folder: Path, resume: bool) -> None:

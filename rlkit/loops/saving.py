@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from rlkit.loops.run import Run, Stop, open_run, resume_command, stop_on_interrupt
+from rlkit.loops.run import Run, open_run
+from rlkit.loops.stopping import Stop, resume_command, stop_on_interrupt
 from rlkit.parallel._ranks import together
 from rlkit.parallel.data import any_rank
 from rlkit.parallel.saver import BackgroundSaver

@@ -153,7 +153,8 @@ async def in_thread(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:
 
     A cancelled call ends when the function does: nobody may look at a model in the middle of an optimizer step.
     """
-    work = asyncio.ensure_future(asyncio.to_thread(on_this_device(function), *args, **kwargs))
+    call = partial(on_this_device(function), *args, **kwargs)
+    work = asyncio.get_running_loop().run_in_executor(None, call)  # no task: Ctrl-C cancels those
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

@@ -19,8 +19,9 @@ from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.loops import verbs
 from rlkit.loops.dump import dump_to
-from rlkit.loops.run import Stop, open_run
+from rlkit.loops.run import open_run
 from rlkit.loops.saving import open_training, save_if_due
+from rlkit.loops.stopping import Stop
 from rlkit.metrics import finalize
 from rlkit.parallel import checkpoint, saver
 from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint
