@@ -28,7 +28,7 @@ from typing import Any
 
 import gpu_peers as peers
 import torch
-from _gpu import CUDA, DEVICE, WITHOUT, DeviceLost, Row, machine, median_ms, reason, save, time_all
+from _gpu import CUDA, DEVICE, WITHOUT, DeviceLost, Row, lost, machine, median_ms, reason, save, time_all
 from torch import Tensor
 
 from rlkit.kernels.linear_logp import fused_loss, linear_logp
@@ -297,13 +297,14 @@ def main() -> None:
         print(f"{section}, {name}", flush=True)
         try:
             save(path, section, name, about | job())
-        except DeviceLost as run:
-            print(f"  {run} left the device unusable: again without it", flush=True)
-            left = [f"--seconds={end - time.monotonic():.0f}", f"--cap={args.cap}", f"--out={args.out}"]
-            others = ["--without", *WITHOUT, str(run), "--only", *(rest[1] for rest in todo[i:])]
-            os.execv(sys.executable, [sys.executable, __file__, *left, *others])
         except Exception as error:  # the other shapes are worth having
             print(f"  failed: {reason(error)}", flush=True)
+            if lost():
+                WITHOUT.update([str(error)] if isinstance(error, DeviceLost) else [])
+                left = todo[i:] if isinstance(error, DeviceLost) else todo[i + 1 :]
+                limits = [f"--seconds={end - time.monotonic():.0f}", f"--cap={args.cap}", f"--out={args.out}"]
+                names = ["--without", *WITHOUT, "--only", *(name for _, name, _ in left)]
+                os.execv(sys.executable, [sys.executable, __file__, *limits, *names])
             if args.rehearse:
                 raise
         gc.collect()

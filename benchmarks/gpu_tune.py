@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _gpu import CUDA, DEVICE, machine, median_ms, reason, save
+from _gpu import CUDA, DEVICE, lost, machine, median_ms, reason, save
 
 from rlkit.kernels.linear_logp import fused_loss, fused_triton, linear_logp, row_kernels, triton
 from rlkit.kernels.linear_scan import linear_scan
@@ -131,6 +131,9 @@ def main() -> None:
         print(f"{name}: {len(good)} ran, {len(bad)} failed", *good[:3], *bad[:2], sep="\n  ", flush=True)
         best += [f"{key} = {value}  # {good[0]['score']}" for key, value in (good[0]["set"] if good else {}).items()]
         gc.collect()
+        if lost():
+            print("the device is lost; what is left: start again")
+            break
         if CUDA:
             torch.cuda.empty_cache()
     print("\nbest:", *best, sep="\n")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first call of a custom operator imports it, and so does AdamW: 150 MB that are nobody's here
 import tyro
 from _timing import Variants, interleaved, peak_megabytes, report
 from torch import Tensor
