@@ -76,6 +76,8 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # t
 def plot_run(*folders: Path | str, out: Path | str | None = None) -> Path:
     """Draw `metrics.png` of a run (into its folder), or several runs into one picture; returns its path.
 
+    The suffix of `out` says what it is: .png, .pdf, .svg or what else matplotlib writes.
+
     Errors: ModuleNotFoundError naming the extra where matplotlib is missing, FileNotFoundError for a folder without
     metrics, ValueError where there is nothing to draw.
     """
@@ -96,7 +98,7 @@ def plot_run(*folders: Path | str, out: Path | str | None = None) -> Path:
     figure.suptitle(", ".join(runs) if len(runs) < 4 else f"{len(runs)} runs")
     target = Path(out) if out is not None else Path(folders[0]) / "metrics.png"
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=130)
+    figure.savefig(picture, dpi=130, format=target.suffix[1:] or "png")
     plt.close(figure)
     replace_file(target, picture.getvalue())
     return target
@@ -171,7 +173,7 @@ class Args:
     folders: tyro.conf.Positional[tuple[Path, ...]]
     """Run folders, each with a metrics.jsonl."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """The picture to write; by default metrics.png in the first folder."""
+    """The picture to write, .png, .pdf or .svg; by default metrics.png in the first folder."""
 
 
 def main(args: Iterable[str] | None = None) -> None:
@@ -179,7 +181,7 @@ def main(args: Iterable[str] | None = None) -> None:
     parsed = tyro.cli(Args, args=None if args is None else list(args), prog="python -m rlkit.plot")
     try:
         sys.stdout.write(f"{plot_run(*parsed.folders, out=parsed.out)}\n")
-    except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
+    except (OSError, ModuleNotFoundError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 

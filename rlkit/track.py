@@ -134,7 +134,7 @@ def main(args: Iterable[str] | None = None) -> None:
     try:
         count = track(parsed.folder, to=parsed.to, project=parsed.project, again=again)
         sys.stdout.write(f"{count} steps sent to {parsed.to}\n")
-    except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
+    except (OSError, ModuleNotFoundError, ValueError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         pass

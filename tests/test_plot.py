@@ -110,6 +110,9 @@ def test_nothing_to_draw_and_no_run_are_said(tmp_path, capsys):
     run = write_run(tmp_path / "run", grpo_rows())
     main([str(run), "--out", str(tmp_path / "a.png")])
     assert capsys.readouterr().out.strip() == str(tmp_path / "a.png")
+    for place in (tmp_path, tmp_path / "nowhere" / "a.png", tmp_path / "a.png" / "b.png"):
+        with pytest.raises(SystemExit, match="error: "):
+            main([str(run), "-o", str(place)])
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
@@ -137,3 +140,11 @@ def test_any_plot_error_is_one_line_of_the_run(tmp_path, monkeypatch, capsys):
         run.log(1, {"reward/mean": 1.0})
         assert run.plot() is None
     assert capsys.readouterr().out.splitlines()[-1] == "no plot: RuntimeError: the back end is broken"
+
+
+def test_the_suffix_says_what_kind_of_picture(tmp_path):
+    run = write_run(tmp_path / "run", grpo_rows())
+    for name, start in (("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a.png", b"\x89PNG"), ("a", b"\x89PNG")):
+        assert plot_run(run, out=tmp_path / name).read_bytes().startswith(start)
+    with pytest.raises(SystemExit, match=r"error: .*xyz"):
+        main([str(run), "-o", str(tmp_path / "a.xyz")])
