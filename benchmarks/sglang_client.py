@@ -39,8 +39,8 @@ from _timing import machine
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.parallel.weights import stream_weights
-from rlkit.rollout._sglang_weights import Bucket, Memory, Target, _handle, flatten, groups
-from rlkit.rollout.sglang import FromGroup, Server, SGLang, connect, launch
+from rlkit.rollout._sglang_weights import Bucket, Memory, _handle, flatten, groups
+from rlkit.rollout.sglang import FromGroup, Server, SGLang, launch
 from rlkit.types import SamplingParams
 
 PEER = Path(__file__).parent / "peers" / "sglang_bench_client.py"
@@ -142,7 +142,7 @@ def measure_ours(_peer: Any, load: dict[str, Any]) -> dict[str, float]:
             assert len(out.ids) == load["new_tokens"]
 
         began = time.perf_counter()
-        async with connect(load["url"]) as engine:
+        async with SGLang(load["url"]) as engine:
             await asyncio.gather(*(one(engine, prompt) for prompt in load["prompts"]))
             return time.perf_counter() - began
 
@@ -182,7 +182,7 @@ async def alternate(url: str, model: Any, raw: Any, rounds: int) -> tuple[list[f
     named_buckets = groups(stream_weights(model), max_bytes=transport._bucket_bytes)
     there = InPlace([flatten(named, Memory()) for named, _ in named_buckets])
     times: tuple[list[float], list[float], list[float]] = ([], [], [])
-    async with connect(url, transport=transport) as engine, connect(url, transport=there) as server:
+    async with SGLang(url, transport=transport) as engine, SGLang(url, transport=there) as server:
         for number in range(rounds + 1):
             began = time.perf_counter()
             raw.broadcast([flat]).wait()
@@ -205,11 +205,11 @@ class InPlace:
     def __init__(self, buckets: list[Bucket]) -> None:
         self._buckets = buckets
 
-    async def send(self, targets: Sequence[Target], _named_tensors: Any, *, version: int) -> None:
+    async def send(self, servers: Sequence[Any], _named_tensors: Any, *, version: int) -> None:
         for bucket in self._buckets:
             body = {"serialized_named_tensors": [_handle(bucket)], "load_format": "flattened_bucket"}
             body |= {"flush_cache": False, "weight_version": str(version)}
-            await targets[0].post("/update_weights_from_tensor", body)
+            await servers[0].post("/update_weights_from_tensor", body)
 
     async def close(self) -> None: ...
 

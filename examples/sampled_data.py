@@ -318,10 +318,10 @@ async def _start_engine(args: Args, process: dict[str, Any]) -> AsyncIterator[An
         async with await launch_process(args.model, device=args.device, **options) as engine:
             yield engine
         return
-    from rlkit.rollout.sglang import connect, launch
+    from rlkit.rollout.sglang import SGLang, launch
 
     with ExitStack() as stack:
         shared = () if args.device == "cpu" else ("--mem-fraction-static", "0.4")  # of a GPU that trains as well
         urls = args.engine_urls or [stack.enter_context(launch(args.model, device=args.device, args=shared)).url]
-        async with connect(list(urls)) as engine:
+        async with SGLang(list(urls)) as engine:
             yield engine

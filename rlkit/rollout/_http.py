@@ -14,6 +14,7 @@ except ImportError as error:  # pragma: no cover
     raise ImportError("engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'") from error
 
 KEEPALIVE = 3.0  # seconds; below the 5 after which uvicorn closes an idle connection, perhaps under a request
+CONNECT_TIMEOUT = 60.0
 MIN_OPEN_FILES = 65536
 
 
@@ -32,8 +33,7 @@ class Refused(ValueError):
 class Http:
     """JSON over one `aiohttp` session for the running event loop; a new loop gets a new session."""
 
-    def __init__(self, *, connect_timeout: float = 60.0) -> None:
-        self._connect_timeout = connect_timeout
+    def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -45,7 +45,7 @@ class Http:
             Refused: status 4xx. TimeoutError: no reply within `timeout` seconds.
         """
         data = None if body is None else json.dumps(body).encode()
-        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=self._connect_timeout)
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT)
         headers = {"Content-Type": "application/json"}
         try:
             async with self._open().request(method, url, data=data, headers=headers, timeout=limits) as reply:
@@ -53,7 +53,7 @@ class Http:
         except aiohttp.ClientPayloadError as error:
             raise ReplicaError(f"{url}: the reply was cut off ({error})") from error
         except aiohttp.ConnectionTimeoutError as error:
-            raise ReplicaError(f"{url}: no connection within {self._connect_timeout} s; is the server up?") from error
+            raise ReplicaError(f"{url}: no connection within {CONNECT_TIMEOUT} s; is the server up?") from error
         except TimeoutError as error:
             raise TimeoutError(f"{url}: no reply within {timeout} s; the server hangs or the limit is low") from error
         except (aiohttp.ClientError, OSError) as error:

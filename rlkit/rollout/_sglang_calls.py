@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from rlkit.rollout._http import Http, Refused, ReplicaError
+from rlkit.rollout._http import ReplicaError
 from rlkit.rollout._sglang_replicas import Replica, Replicas
 from rlkit.rollout._sglang_wire import completion
 from rlkit.rollout.local import Progress
@@ -32,8 +32,8 @@ class _Call:
 class Calls:
     """The calls of one engine. `serving` is who samples (the servers, or a router in front of them)."""
 
-    def __init__(self, http: Http, serving: Replicas, servers: Replicas, *, timeout: float, tries: int) -> None:
-        self._http, self.serving, self._servers = http, serving, servers
+    def __init__(self, serving: Replicas, servers: Replicas, *, timeout: float, tries: int) -> None:
+        self.serving, self._servers = serving, servers
         self._timeout, self._tries = timeout, tries
         self._calls: dict[str, _Call] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -115,7 +115,7 @@ class Calls:
     async def _abort_once(self, replica: Replica, wire: str) -> None:
         for server in [replica] if replica in self._servers.all else self._servers.up():
             try:
-                await self._http.request(f"{server.url}/abort_request", {"rid": wire}, timeout=10.0)
+                await server.post("/abort_request", {"rid": wire}, timeout=10.0)
             except (ReplicaError, TimeoutError, ValueError):
                 continue  # a server that is gone samples no more
 
@@ -130,9 +130,9 @@ class Calls:
         waiting = 0
         for server in self._servers.up():
             try:
-                reply = await self._http.request(f"{server.url}/v1/loads?include=core", method="GET", timeout=5.0)
+                reply = await server.get("/v1/loads?include=core", timeout=5.0)
                 waiting += sum(load["num_waiting_reqs"] for load in reply["loads"])
-            except (ReplicaError, Refused, TimeoutError, KeyError, TypeError):
+            except (ReplicaError, TimeoutError, KeyError, TypeError):
                 continue  # a server that does not say has no queue
         self._num_waiting = waiting
 

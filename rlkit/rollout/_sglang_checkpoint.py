@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 
-from rlkit.rollout._sglang_weights import NamedTensors
-
+NamedTensors = Iterable[tuple[str, Tensor]]
 Shapes = Mapping[str, tuple[int, ...]]
 HEAD = "lm_head.weight"  # where it is tied to the embedding, a checkpoint may have it or not
 DERIVED = "rotary_emb.inv_freq"  # in old checkpoints, and computed by everybody
@@ -19,10 +19,7 @@ DERIVED = "rotary_emb.inv_freq"  # in old checkpoints, and computed by everybody
 
 def vocab_size(model_path: str | None) -> int | None:
     """Number of rows of the served embedding; None where the checkpoint is not here."""
-    try:
-        config = json.loads((_folder(model_path) / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
+    config = _config(model_path)
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
 
 
@@ -36,10 +33,9 @@ def shapes(model_path: str | None) -> Shapes:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
             header.pop("__metadata__", None)
             found |= {n: tuple(entry["shape"]) for n, entry in header.items() if not n.endswith(DERIVED)}
-        config = json.loads((_folder(model_path) / "config.json").read_text())
     except (OSError, ValueError):
         return {}
-    if config.get("tie_word_embeddings", True):
+    if _config(model_path).get("tie_word_embeddings", True):
         found.pop(HEAD, None)
     return found
 
@@ -68,10 +64,18 @@ def checked(named_tensors: NamedTensors, known: Shapes, *, unsent: tuple[str, ..
             few = ", ".join([*missing][:3])
             raise ValueError(
                 f"the served model has {len(missing)} tensors that did not come, like {few}: they would keep their old "
-                "values. Send them, or connect(unsent=...) if the trainer does not have them"
+                "values. Send them, or SGLang(unsent=...) if the trainer does not have them"
             )
 
     return stream()
+
+
+def _config(model_path: str | None) -> dict[str, Any]:
+    """{} where it is not here."""
+    try:
+        return json.loads((_folder(model_path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def _files(folder: Path) -> list[Path]:

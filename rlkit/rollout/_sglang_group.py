@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -15,7 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
-from rlkit.rollout._sglang_weights import NamedTensors, Target, flatten, groups
+from rlkit.rollout._sglang_checkpoint import NamedTensors
+from rlkit.rollout._sglang_replicas import Replica
+from rlkit.rollout._sglang_weights import flatten, groups
+from rlkit.rollout.calling import in_own_thread
+from rlkit.rollout.rollout import all_or_cancel
 
 
 class FromGroup:
@@ -25,9 +28,8 @@ class FromGroup:
     trainer's own process group: only the process that holds the engine is in it, as rank 0.
 
     Args:
-        backend: "nccl", or "gloo" for servers on CPUs.
+        backend: "nccl", from the current CUDA device, or "gloo" for servers on CPUs.
         host, port: where the ranks meet: an address of this machine that the servers can reach, and 0 for a free port.
-        device: of the buckets; by default the current CUDA device for NCCL, the CPU for gloo.
         bucket_bytes: of the tensors that one request to the servers covers, and that they receive before they load.
         timeout: seconds for the ranks to meet, and for each bucket.
 
@@ -44,23 +46,24 @@ class FromGroup:
         backend: str = "nccl",
         host: str = "127.0.0.1",
         port: int = 0,
-        device: torch.device | str | None = None,
         bucket_bytes: int = 256 << 20,
         timeout: float = 300.0,
     ) -> None:
         self._backend, self._host, self._port = backend, host, port
-        default = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        self._device = default if device is None else torch.device(device)
+        on_gpu = backend == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self._bucket_bytes, self._timeout = bucket_bytes, timeout
         self._group: dist.ProcessGroup | None = None
-        self._members: tuple[Target, ...] = ()
+        self._members: list[tuple[Replica, int]] = []  # and in which of its lives: a restarted one knows no group
         self._name = ""
 
-    async def send(self, targets: Sequence[Target], named_tensors: NamedTensors, *, version: int) -> None:
-        """See `Transport`."""
-        if self._group is None or {(t.url, t.life) for t in targets} != {(t.url, t.life) for t in self._members}:
+    async def send(self, servers: Sequence[Replica], named_tensors: NamedTensors, *, version: int) -> None:
+        """See `FromTensors.send`."""
+        members = [(server, server.life) for server in servers]
+        if members != self._members:
             await self.close()
-            await self._meet(targets)
+            await self._meet(servers)
+            self._members = members
         posts: list[asyncio.Future[Any]] = []
         for named, last in groups(named_tensors, max_bytes=self._bucket_bytes):
             on_cpu = self._device.type == "cpu"
@@ -77,7 +80,7 @@ class FromGroup:
                 parts = [tensor.to(self._device).contiguous() for _, tensor in named]
             else:
                 parts = [flatten(named, None).flat.to(self._device)]
-            posts += [asyncio.gather(*(t.post("/update_weights_from_distributed", body) for t in targets))]
+            posts += [asyncio.gather(*(server.post("/update_weights_from_distributed", body) for server in servers))]
             await self._with_ours(posts, parts)  # servers load this bucket while the next one is gathered
         await asyncio.gather(*posts)
 
@@ -85,15 +88,16 @@ class FromGroup:
         """Leave the group; the servers are asked to leave as well, as far as they are still there."""
         if self._group is None:
             return
-        group, members, self._group, self._members = self._group, self._members, None, ()
+        group, members, self._group, self._members = self._group, self._members, None, []
         body = {"group_name": self._name}
-        await asyncio.gather(*(t.post("/destroy_weights_update_group", body) for t in members), return_exceptions=True)
+        posts = (server.post("/destroy_weights_update_group", body) for server, _ in members)
+        await asyncio.gather(*posts, return_exceptions=True)
         await asyncio.to_thread(dist.destroy_process_group, group)
 
-    async def _meet(self, targets: Sequence[Target]) -> None:
+    async def _meet(self, servers: Sequence[Replica]) -> None:
         limit = timedelta(seconds=self._timeout)
         self._name = f"rlkit-{uuid4().hex[:8]}"
-        size = 1 + sum(t.num_ranks for t in targets)
+        size = 1 + sum(server.num_ranks for server in servers)
         store = dist.TCPStore(self._host, self._port, size, is_master=True, timeout=limit, wait_for_workers=False)
         body = {
             "master_address": self._host,
@@ -102,13 +106,12 @@ class FromGroup:
             "group_name": self._name,
             "backend": self._backend,
         }
-        offsets = [1 + sum(t.num_ranks for t in targets[:i]) for i in range(len(targets))]
-        posts = [
-            target.post("/init_weights_update_group", {**body, "rank_offset": offset})
-            for target, offset in zip(targets, offsets, strict=True)
-        ]
+        posts, offset = [], 1
+        for server in servers:
+            posts.append(server.post("/init_weights_update_group", {**body, "rank_offset": offset}))
+            offset += server.num_ranks
         # the same nesting of prefixes as in SGLang's init_custom_process_group, or the ranks would not find each other
-        ours = _in_thread(
+        join = partial(
             _new_process_group_helper,
             size,
             0,
@@ -118,9 +121,9 @@ class FromGroup:
             group_name=GroupName(self._name),
             timeout=limit,
         )
-        (group, _), *_ = await asyncio.gather(ours, *posts)  # one that refuses ends it at once
+        (group, _), *_ = await all_or_cancel([in_own_thread(join), *posts])  # one that refuses ends it at once
         _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # destroy_process_group looks it up
-        self._group, self._members = group, tuple(targets)
+        self._group = group
 
     async def _with_ours(self, posts: Sequence[asyncio.Future[Any]], parts: Sequence[Tensor]) -> None:
         """A broadcast blocks until everybody has come: where a server refuses, ours is torn down, not waited for."""
@@ -129,7 +132,7 @@ class FromGroup:
             open_posts = [post for post in posts if not post.done()]
             await asyncio.wait({ours, *open_posts}, return_when=asyncio.FIRST_COMPLETED)
         if any(map(_failed, [ours, *posts])):
-            group, self._group, self._members = self._group, None, ()
+            group, self._group, self._members = self._group, None, []
             await asyncio.to_thread(_tear_down, group)
             await asyncio.gather(ours, *posts, return_exceptions=True)
             for post in [*posts, ours]:
@@ -146,33 +149,10 @@ class FromGroup:
             torch.cuda.synchronize(self._device)
 
 
-def _in_thread(work: Callable[..., Any], *args: Any, **options: Any) -> asyncio.Future[Any]:
-    """As `asyncio.to_thread`, but neither the event loop nor the process waits for it at its end."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_result(result) if error is None else future.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work(*args, **options)
-        except BaseException as e:
-            error = e
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, daemon=True, name="rlkit-rendezvous").start()
-    return future
-
-
 def _failed(future: asyncio.Future[Any]) -> bool:
     return future.done() and future.exception() is not None
 
 
-def _tear_down(group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        group.abort()
-        dist.destroy_process_group(group)
+def _tear_down(group: Any) -> None:
+    group.abort()
+    dist.destroy_process_group(group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rlkit.types import Completion
@@ -26,13 +26,12 @@ class Probe(NamedTuple):
     num_tokens: int = 16
 
 
-async def check(probe: Probe, sample: Callable[[list[int]], Awaitable[Completion]], *, url: str, version: int) -> None:
-    """Compare a greedy completion's log-probs with the trainer's.
+def check(probe: Probe, out: Completion, *, url: str, version: int) -> None:
+    """Compare the log-probs of a greedy completion of the probe's prompt with the trainer's.
 
     Raises:
         WeightMismatch: they differ, or the completion carries another version.
     """
-    out = await sample(probe.prompt_ids)
     expected = list(probe.score(probe.prompt_ids, out.ids))
     if len(expected) != len(out.ids):
         raise ValueError(f"Probe.score must return {len(out.ids)} log-probs, one per token, got {len(expected)}")

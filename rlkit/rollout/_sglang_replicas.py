@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal
 
 from rlkit.rollout._http import Http, Refused, ReplicaError, all_done
 from rlkit.rollout._sglang_checkpoint import vocab_size
 from rlkit.rollout._sglang_wire import Limits, parse_version
 
+CONTROL_TIMEOUT = 600.0
 _log = logging.getLogger("rlkit.rollout")
 
 
 class Replica:
     """One server: its outstanding requests, and why it is `down` (None: it is up)."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, http: Http, url: str) -> None:
+        self._http, self.url = http, url.rstrip("/")
         self.outstanding = 0
         self.down: str | None = None
         self.paused = False
@@ -31,15 +33,26 @@ class Replica:
         self.last_reply = 0.0
         self.question: asyncio.Task[None] | None = None
 
+    async def post(self, path: str, body: Any, *, timeout: float = CONTROL_TIMEOUT) -> Any:
+        """The server's reply; see `Http.request`."""
+        return await self._http.request(self.url + path, body, timeout=timeout)
+
+    async def get(self, path: str, *, timeout: float) -> dict[str, Any]:
+        """{} where the server does not have the page."""
+        try:
+            return await self._http.request(self.url + path, method="GET", timeout=timeout) or {}
+        except Refused:
+            return {}
+
 
 class Replicas:
     """Servers of one model behind one client. A server that died is out until an update of the weights includes it."""
 
     def __init__(self, http: Http, urls: Sequence[str], *, stall: float) -> None:
-        self.all = [Replica(url) for url in urls]
+        self.all = [Replica(http, url) for url in urls]
         self.limits: Limits | None = None
         self.version = 0
-        self._http, self._stall, self._patience = http, stall, max(1.0, stall / 4)
+        self._stall, self._patience = stall, max(1.0, stall / 4)
         self._turn = 0
 
     def up(self) -> list[Replica]:
@@ -51,9 +64,8 @@ class Replicas:
         answers = await asyncio.gather(*(self._learn(r) for r in self.up()))
         if not self.up():
             raise self._none_left()
-        lengths = [a.max_len for a in answers if a is not None and a.max_len is not None]
-        sizes = [a.vocab_size for a in answers if a is not None and a.vocab_size is not None]
-        self.limits = Limits(min(lengths, default=None), min(sizes, default=None))
+        known = [answer for answer in answers if answer is not None]
+        self.limits = Limits(min(a.max_len for a in known), min(a.vocab_size for a in known))
         return self.limits
 
     async def pick(self) -> Replica:
@@ -77,7 +89,7 @@ class Replicas:
         if not replica.outstanding:
             replica.last_reply = time.monotonic()
         replica.outstanding += 1
-        task = asyncio.ensure_future(self._http.request(replica.url + path, body, timeout=timeout))
+        task = asyncio.ensure_future(replica.post(path, body, timeout=timeout))
         try:
             while not (await asyncio.wait({task}, timeout=self._stall))[0]:
                 await self._still_there(replica)
@@ -92,7 +104,7 @@ class Replicas:
     async def suspect(self, replica: Replica) -> bool:
         """After a failed request: whether the server is gone. Many callers ask once."""
         if replica.down is None:
-            await self._ask(replica, self._is_gone(replica))
+            await self._ask(replica, self._is_gone)
         return replica.down is not None
 
     async def revive(self) -> list[Replica]:
@@ -108,13 +120,13 @@ class Replicas:
 
     async def _session(self, server: Replica, edge: Literal["begin", "end"]) -> None:
         try:
-            await self._http.request(f"{server.url}/{edge}_weight_update", {}, timeout=600.0)
+            await server.post(f"/{edge}_weight_update", {})
         except Refused as error:
             if error.status == 404:
                 server.has_sessions = False
             elif edge == "begin" and "already open" in str(error):  # by a trainer that died in the middle of an update
                 await self._session(server, "end")
-                await self._http.request(f"{server.url}/begin_weight_update", {}, timeout=600.0)
+                await server.post("/begin_weight_update", {})
             else:
                 raise
 
@@ -128,21 +140,21 @@ class Replicas:
 
     async def _learn(self, replica: Replica) -> Limits | None:
         try:
-            info = await self._get(replica, "/server_info")
+            info = await replica.get("/server_info", timeout=self._patience)
             replica.num_ranks, replica.num_stages, replica.num_copies = (
                 int(info.get(f"{kind}_size") or 1) for kind in ("tp", "pp", "dp")
             )
-            models = await self._get(replica, "/v1/models")
+            models = await replica.get("/v1/models", timeout=self._patience)
             max_len = models["data"][0].get("max_model_len") if models.get("data") else None
             replica.model_path = info.get("model_path")
-            return Limits(max_len, vocab_size(info.get("model_path")))
+            return Limits(max_len or math.inf, vocab_size(replica.model_path) or math.inf)
         except (ReplicaError, TimeoutError) as error:
             self._note(replica, str(error))
             return None
 
     async def _readmit(self, replica: Replica) -> None:
         try:
-            info = await self._get(replica, "/model_info")
+            info = await replica.get("/model_info", timeout=self._patience)
         except (ReplicaError, TimeoutError):
             return  # why it went down says more
         served = parse_version(info.get("weight_version"), 0)
@@ -151,15 +163,13 @@ class Replicas:
 
     async def _still_there(self, replica: Replica) -> None:
         if not replica.paused and time.monotonic() - replica.last_reply >= self._stall:
-            await self._ask(replica, self._hangs(replica))
+            await self._ask(replica, self._hangs)
         if replica.down is not None:
             raise ReplicaError(f"{replica.url}: {replica.down}")
 
-    async def _ask(self, replica: Replica, question: Any) -> None:
+    async def _ask(self, replica: Replica, question: Callable[[Replica], Coroutine[Any, Any, None]]) -> None:
         if replica.question is None or replica.question.done():
-            replica.question = asyncio.ensure_future(question)
-        else:
-            question.close()
+            replica.question = asyncio.create_task(question(replica))
         await asyncio.shield(replica.question)
 
     def _note(self, replica: Replica, down: str | None) -> None:
@@ -182,18 +192,11 @@ class Replicas:
     async def _answers(self, replica: Replica, path: str) -> str | None:
         began = time.monotonic()
         try:
-            await self._get(replica, path)
+            await replica.get(path, timeout=self._patience)
         except (ReplicaError, TimeoutError) as error:
             ours = time.monotonic() - began > 2 * self._patience
             return None if ours else str(error)  # this process did not listen: a training step kept its event loop
         return None
-
-    async def _get(self, replica: Replica, path: str) -> dict[str, Any]:
-        """{} where the server does not have the page."""
-        try:
-            return await self._http.request(replica.url + path, method="GET", timeout=self._patience) or {}
-        except Refused:
-            return {}
 
     def _none_left(self) -> ReplicaError:
         reasons = "\n".join(f"  {r.url}: {r.down}" for r in self.all)

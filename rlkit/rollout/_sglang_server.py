@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -140,12 +139,12 @@ def launch(
 def _stop(process: subprocess.Popen[bytes], owner: int) -> None:
     if os.getpid() != owner:  # a forked worker that inherited the object
         return
-    for number, patience in ((signal.SIGTERM, 15.0), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            if process.poll() is None:
-                (os.kill if number == signal.SIGTERM else os.killpg)(process.pid, number)  # the guard ends the rest
-            process.wait(patience)
-            return
+    process.terminate()  # the guard ends the rest
+    try:
+        process.wait(15.0)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _healthy(url: str) -> bool:

@@ -1,4 +1,4 @@
-"""Ways for weights into running SGLang servers: shared memory, files, a process group. Each is given to `connect`."""
+"""Ways for weights into running SGLang servers: shared memory, files, a process group. Each is given to `SGLang`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import base64
 import io
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
@@ -20,37 +20,12 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from rlkit.rollout._http import all_done
+from rlkit.rollout._sglang_checkpoint import NamedTensors
+from rlkit.rollout._sglang_replicas import Replica
 
-NamedTensors = Iterable[tuple[str, Tensor]]
 Named = list[tuple[str, Tensor]]
 NO_TENSORS = "update_weights was given no tensors; pass (name, tensor) pairs, e.g. stream_weights(model)"
 UUID_PLACE = 6  # of the device in the arguments of torch's rebuild_cuda_tensor
-
-
-class Target(NamedTuple):
-    """A server to update: `post(path, body)` raises unless it succeeds; `num_ranks` is its tensor parallel size.
-
-    `life` differs when the server at `url` is another process than before.
-    """
-
-    url: str
-    life: int
-    num_ranks: int
-    post: Callable[[str, dict[str, Any]], Awaitable[Any]]
-
-
-class Transport(Protocol):
-    """How weights travel. `sessions` says whether its updates run between SGLang's begin and end."""
-
-    sessions: bool
-
-    async def send(self, targets: Sequence[Target], named_tensors: NamedTensors, *, version: int) -> None:
-        """Load `named_tensors` into every target and stamp the version."""
-        ...
-
-    async def close(self) -> None:
-        """Let go of what is held between updates."""
-        ...
 
 
 class Bucket(NamedTuple):
@@ -101,13 +76,12 @@ def flatten(named: Named, memory: Memory | None) -> Bucket:
     parts = [t.contiguous().reshape(-1).view(torch.uint8) for _, t in named]
     metadata, start = [], 0
     for (name, tensor), part in zip(named, parts, strict=True):
-        end = start + part.numel()
-        place = SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end)
-        metadata.append(SimpleNamespace(**vars(place), numel=end - start))
+        size, end = part.numel(), start + part.numel()
+        place = {"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "start_idx": start, "end_idx": end}
+        metadata.append(SimpleNamespace(**place, numel=size))
         start = end
-    if memory is None or parts[0].device.type != "cpu":
-        return Bucket(torch.cat(parts), metadata)
-    return Bucket(torch.cat(parts, out=memory.take(start)), metadata)
+    out = None if memory is None or parts[0].device.type != "cpu" else memory.take(start)
+    return Bucket(torch.cat(parts, out=out), metadata)
 
 
 class FromTensors:
@@ -123,28 +97,28 @@ class FromTensors:
     Differs from verl, slime and RL2, which use SGLang's own classes in the trainer: here the trainer needs no SGLang.
     """
 
-    sessions = True
+    sessions = True  # updates run between SGLang's begin and end
 
     def __init__(self, *, bucket_bytes: int = 512 << 20) -> None:
         self._bucket_bytes = bucket_bytes
         self._memory = Memory()
 
-    async def send(self, targets: Sequence[Target], named_tensors: NamedTensors, *, version: int) -> None:
-        """See `Transport`."""
+    async def send(self, servers: Sequence[Replica], named_tensors: NamedTensors, *, version: int) -> None:
+        """Load `named_tensors` into every server and stamp the version."""
         for named, last in groups(named_tensors, max_bytes=self._bucket_bytes):
             bucket = flatten(named, self._memory)
             stamp = {"weight_version": str(version)} if last else {}
             await all_done(
-                target.post(
+                server.post(
                     "/update_weights_from_tensor",
                     {
-                        "serialized_named_tensors": [_handle(bucket) for _ in range(target.num_ranks)],
+                        "serialized_named_tensors": [_handle(bucket) for _ in range(server.num_ranks)],
                         "load_format": "flattened_bucket",
                         "flush_cache": False,
                         **stamp,
                     },
                 )
-                for target in targets
+                for server in servers
             )
 
     async def close(self) -> None:
@@ -166,8 +140,8 @@ class FromDisk:
         self._folder, self._file_bytes = Path(folder).absolute(), file_bytes
         self._written: list[Path] = []
 
-    async def send(self, targets: Sequence[Target], named_tensors: NamedTensors, *, version: int) -> None:
-        """See `Transport`."""
+    async def send(self, servers: Sequence[Replica], named_tensors: NamedTensors, *, version: int) -> None:
+        """See `FromTensors.send`."""
         path = self._folder / str(version)
         path.mkdir(parents=True, exist_ok=True)
         for old in path.glob("*.safetensors"):
@@ -175,11 +149,10 @@ class FromDisk:
         for number, (named, _) in enumerate(groups(named_tensors, max_bytes=self._file_bytes)):
             await asyncio.to_thread(_write, path / f"{number:05d}.safetensors", named)
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": False}
-        await all_done(target.post("/update_weights_from_disk", body) for target in targets)
+        await all_done(server.post("/update_weights_from_disk", body) for server in servers)
         self._written.append(path)
-        for old in self._written[:-2]:
-            shutil.rmtree(old, ignore_errors=True)
-        del self._written[:-2]
+        while len(self._written) > 2:
+            shutil.rmtree(self._written.pop(0), ignore_errors=True)
 
     async def close(self) -> None:
         """The last files stay where they are."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from rlkit.rollout._http import ReplicaError
 from rlkit.types import Completion, FinishReason, SamplingParams
 
 
 class Limits(NamedTuple):
-    """Of the served model: prompt and completion together, and token ids; None where it is not known."""
+    """Of the served model: prompt and completion together, and token ids; infinite where it is not known."""
 
-    max_len: int | None
-    vocab_size: int | None
+    max_len: float
+    vocab_size: float
 
 
 def body(prompt_ids: list[int], params: SamplingParams, limits: Limits, salt: str | None) -> dict[str, Any]:
@@ -25,13 +25,12 @@ def body(prompt_ids: list[int], params: SamplingParams, limits: Limits, salt: st
     """
     if not prompt_ids:
         raise ValueError("prompt_ids must hold at least one token")
-    if min(prompt_ids) < 0 or (limits.vocab_size is not None and max(prompt_ids) >= limits.vocab_size):
+    if min(prompt_ids) < 0 or max(prompt_ids) >= limits.vocab_size:
         raise ValueError(f"prompt_ids must be in [0, {limits.vocab_size}), got {min(prompt_ids)} to {max(prompt_ids)}")
-    if limits.max_len is not None and len(prompt_ids) >= limits.max_len:
+    if len(prompt_ids) >= limits.max_len:
         raise ValueError(f"prompt_ids must be shorter than the context of {limits.max_len}, got {len(prompt_ids)}")
-    room = params.max_new_tokens if limits.max_len is None else limits.max_len - len(prompt_ids)
     sampling: dict[str, Any] = {
-        "max_new_tokens": min(params.max_new_tokens, room),
+        "max_new_tokens": min(params.max_new_tokens, limits.max_len - len(prompt_ids)),
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k or -1,
@@ -56,9 +55,11 @@ def completion(reply: Any, *, url: str, version: int) -> Completion:
         meta = reply["meta_info"]
         finish, entries, num_tokens = meta["finish_reason"], meta["output_token_logprobs"], meta["completion_tokens"]
         ids, logp = [int(e[1]) for e in entries], [float(e[0]) for e in entries]
-        reason = _reason(finish)
+        reason = finish["type"]
         if (finish.get("status_code") or 200) >= 400:
             raise ReplicaError(f"{url}: the server gave up: {finish}")
+        if reason not in get_args(FinishReason):
+            raise ValueError(f"finish_reason {reason!r}")
         if len(ids) != num_tokens or reply.get("output_ids", ids) != ids:
             raise ReplicaError(f"{url}: {num_tokens} tokens but {len(ids)} log-probs")
         versions = _versions(meta, len(ids), version)
@@ -67,11 +68,6 @@ def completion(reply: Any, *, url: str, version: int) -> Completion:
     if not all(map(math.isfinite, logp)):
         raise ReplicaError(f"{url}: a log-prob is not finite; the served weights or activations have overflowed")
     return Completion(ids, logp, versions, reason)
-
-
-def _reason(finish: dict[str, Any]) -> FinishReason:
-    reasons: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
-    return reasons[finish["type"]]
 
 
 def _versions(meta: dict[str, Any], num_tokens: int, version: int) -> list[int]:

@@ -69,13 +69,11 @@ class Chat:
             return None
         if self._last is not None:
             self._join(*self._last)
-        out = await self.turns.sample(max_new_tokens=max_new_tokens)
-        if not out.ids:
-            return None
-        text = turn_text(self._tokenizer, out.ids)
-        self.messages.append({"role": "assistant", "content": text})
-        self._last = len(self.messages), out.ids
-        return Turn(text, out.ids, out.finish_reason)
+        turn = await next_turn(self.turns, self._tokenizer, max_new_tokens=max_new_tokens)
+        if turn is not None:
+            self.messages.append({"role": "assistant", "content": turn.text})
+            self._last = len(self.messages), turn.ids
+        return turn
 
     async def reply(
         self,
@@ -181,13 +179,14 @@ def refuse_vision(*parts: Any) -> None:
 _MEDIA = ("image_processor", "video_processor", "feature_extractor", "vision_config", "audio_config")
 
 
-def turn_text(tokenizer: Any, ids: list[int]) -> str:
-    """The text of a turn, without the special token that ended it; those inside stay visible."""
-    special = special_ids(tokenizer)
-    end = len(ids)
-    while end and ids[end - 1] in special:
+async def next_turn(turns: Turns, tokenizer: Any, *, max_new_tokens: int | None = None) -> Turn | None:
+    """Sample the next turn; None where there is no room. Special tokens inside its text stay visible."""
+    out = await turns.sample(max_new_tokens=max_new_tokens)
+    special, end = special_ids(tokenizer), len(out.ids)
+    while end and out.ids[end - 1] in special:
         end -= 1
-    return tokenizer.decode(ids[:end], skip_special_tokens=False)
+    text = tokenizer.decode(out.ids[:end], skip_special_tokens=False)
+    return Turn(text, out.ids, out.finish_reason) if out.ids else None
 
 
 def special_ids(tokenizer: Any) -> set[int]:

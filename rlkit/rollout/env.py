@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.data.chat import Message
 from rlkit.rollout.calling import call
-from rlkit.rollout.chat import Chat, Turn, refuse_vision, turn_text
+from rlkit.rollout.chat import Chat, Turn, next_turn, refuse_vision
 from rlkit.rollout.rollout import Env, Prompt, Sample
 from rlkit.rollout.text import Text
 from rlkit.rollout.turns import Turns
@@ -131,10 +131,7 @@ class _TokenTalk:
         self.end = self._turns.pieces
 
     async def turn(self) -> Turn | None:
-        if self._turns.truncated:
-            return None
-        out = await self._turns.sample()
-        return Turn(turn_text(self._tokenizer, out.ids), out.ids, out.finish_reason) if out.ids else None
+        return None if self._turns.truncated else await next_turn(self._turns, self._tokenizer)
 
     def add(self, *observation: Any) -> None:
         if not _is_tokens(observation):

@@ -122,11 +122,6 @@ class CachedForward:
         scores = (softcap * (scores / softcap).tanh()).masked_fill(~seen[:, None], -torch.inf)
         return scores.softmax(-1).to(q.dtype) @ values.repeat_interleave(groups, 1)
 
-    def note(self, window: int | None) -> None:
-        """Remember that a layer slides."""
-        if window is not None:
-            self.windows.add(window)
-
 
 def slot_attention(
     module: nn.Module,
@@ -145,7 +140,8 @@ def slot_attention(
     unknown = [name for name, x in others.items() if isinstance(x, Tensor) and name not in _HARMLESS]
     if _active is None or attention_mask is not None or is_causal is False or dropout or unknown:
         raise NotImplementedError(f"attention with a mask of its own, dropout, or {unknown or 'not causal'}")
-    _active.note(sliding_window)
+    if sliding_window is not None:
+        _active.windows.add(sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: Any = module.layer_idx
     out = _active.attend(layer, query, key, value, scale=scale, window=sliding_window, softcap=softcap)

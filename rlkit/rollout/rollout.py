@@ -7,28 +7,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from rlkit.data.prompts import Prompt
 from rlkit.types import Completion, Generate, SamplingParams, Trajectory
 
 X = TypeVar("X")
-
-
-class Prompt(Protocol):
-    """What a rollout reads of a prompt: its tokens, and the data row that rewards and environments may need."""
-
-    @property
-    def ids(self) -> list[int]:
-        """Rendered tokens, ready to be continued."""
-        ...
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """The row of the data file."""
-        ...
-
-    @property
-    def index(self) -> int:
-        """Number of the row: names the prompt in dumps."""
-        ...
 
 
 class Sample(Protocol):

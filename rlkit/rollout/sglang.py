@@ -1,7 +1,7 @@
 """SGLang servers as a rollout engine: start them, sample from one or many, and put new weights into them.
 
     with launch("model", args=["--tp", "2"]) as server:
-        async with connect(server.url) as engine:
+        async with SGLang(server.url) as engine:
             completion = await engine.generate(prompt_ids, params=SamplingParams(max_new_tokens=64))
             await engine.update_weights(stream_weights(model), version=1)
 
@@ -16,17 +16,16 @@ import asyncio
 import itertools
 import warnings
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-from rlkit.rollout._http import Http, ReplicaError
+from rlkit.rollout._http import Http, ReplicaError, all_done
 from rlkit.rollout._sglang_calls import Calls
-from rlkit.rollout._sglang_checkpoint import Shapes, checked, shapes
+from rlkit.rollout._sglang_checkpoint import NamedTensors, Shapes, checked, shapes
 from rlkit.rollout._sglang_group import FromGroup
 from rlkit.rollout._sglang_probe import Probe, WeightMismatch, check
 from rlkit.rollout._sglang_replicas import Replica, Replicas
 from rlkit.rollout._sglang_server import Server, launch
-from rlkit.rollout._sglang_weights import FromDisk, FromTensors, NamedTensors, Target, Transport, all_done
+from rlkit.rollout._sglang_weights import FromDisk, FromTensors
 from rlkit.rollout._sglang_wire import body, completion
 from rlkit.rollout.local import Progress
 from rlkit.types import Completion, SamplingParams
@@ -40,28 +39,18 @@ __all__ = [
     "SGLang",
     "Server",
     "WeightMismatch",
-    "connect",
     "launch",
 ]
 
+Transport = FromTensors | FromDisk | FromGroup
 PauseMode = Literal["retract", "in_place", "abort"]
-CONTROL_TIMEOUT = 600.0
 UNFINISHED = "the update to version {} was not finished: call update_weights again"
 
 
-def connect(
-    urls: str | Sequence[str],
-    *,
-    router: str | None = None,
-    transport: Transport | None = None,
-    pause: PauseMode = "retract",
-    probe: Probe | None = None,
-    unsent: Sequence[str] = (),
-    timeout: float = 7200.0,
-    stall: float = 120.0,
-    tries: int = 3,
-) -> SGLang:
-    """An engine over running servers. Nothing is sent yet.
+class SGLang:
+    """An engine over running servers. Nothing is sent when it is made, and it starts and ends no server.
+
+    It serves one event loop at a time and can be used from one `asyncio.run` after another.
 
     Args:
         urls: the servers, replicas of one model. A request goes to the one with the fewest outstanding.
@@ -79,38 +68,31 @@ def connect(
             answer that three times, its requests go elsewhere.
         tries: how often a generation is attempted before its error is raised. Weight updates are never repeated.
     """
-    addresses = [urls] if isinstance(urls, str) else list(urls)
-    if not addresses or any(
-        not url.startswith(("http://", "https://")) for url in [*addresses, *([router or "http://"])]
-    ):
-        raise ValueError(
-            f"urls must be one or more addresses like http://host:30000, got {urls!r} and router {router!r}"
-        )
-    http = Http()
-    servers = Replicas(http, addresses, stall=stall)
-    serving = Replicas(http, [router], stall=stall) if router else servers
-    calls = Calls(http, serving, servers, timeout=timeout, tries=tries)
-    transport = FromTensors() if transport is None else transport
-    return SGLang(http, servers, calls, transport, pause=pause, probe=probe, unsent=tuple(unsent))
-
-
-class SGLang:
-    """See `connect`. It serves one event loop at a time and can be used from one `asyncio.run` after another."""
 
     def __init__(
         self,
-        http: Http,
-        servers: Replicas,
-        calls: Calls,
-        transport: Transport,
+        urls: str | Sequence[str],
         *,
-        pause: PauseMode,
-        probe: Probe | None,
-        unsent: tuple[str, ...],
+        router: str | None = None,
+        transport: Transport | None = None,
+        pause: PauseMode = "retract",
+        probe: Probe | None = None,
+        unsent: Sequence[str] = (),
+        timeout: float = 7200.0,
+        stall: float = 120.0,
+        tries: int = 3,
     ) -> None:
+        addresses = [urls] if isinstance(urls, str) else list(urls)
+        routers = [router] if router else []
+        if not addresses or not all(url.startswith(("http://", "https://")) for url in [*addresses, *routers]):
+            raise ValueError(f"urls must be one or more addresses like http://host:30000, got {urls!r}, {router=}")
         self.version = 0
-        self._http, self._servers, self._calls, self._transport = http, servers, calls, transport
-        self._pause, self._probe, self._unsent = pause, probe, unsent
+        self._http = Http()
+        self._servers = Replicas(self._http, addresses, stall=stall)
+        serving = Replicas(self._http, routers, stall=stall) if routers else self._servers
+        self._calls = Calls(serving, self._servers, timeout=timeout, tries=tries)
+        self._transport = FromTensors() if transport is None else transport
+        self._pause, self._probe, self._unsent = pause, probe, tuple(unsent)
         self._salt: str | None = None
         self._broken: str | None = None
         self._primed = self._closed = self._warned = False
@@ -177,22 +159,25 @@ class SGLang:
         """
         async with self._updating:
             servers = await self._servers.revive()
-            if self._probe is not None and not self._primed:
-                await all_done(self._probe_sample(s, self._probe.prompt_ids) for s in servers)
+            probe = self._probe
+            if probe is not None and not self._primed:
+                await all_done(self._sample(server, probe) for server in servers)
                 self._primed = True
             try:
                 await self._load(servers, named_tensors, version)
                 if self._pause == "in_place":
                     self._salt = f"rlkit-{version}"
                 self.version = self._servers.version = self._calls.serving.version = version
-                await self._check(servers)
+                if probe is not None:
+                    for server in servers:
+                        check(probe, await self._sample(server, probe), url=server.url, version=version)
             except BaseException:
                 self._broken = UNFINISHED.format(version)
                 raise
             self._broken = None
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        """Stop sampling on all servers; see `connect` for what happens to requests in flight. New ones wait."""
+        """Stop sampling on all servers; see `SGLang` for what happens to requests in flight. New ones wait."""
         await self._set_paused(self._servers.up(), mode)
 
     async def resume(self) -> None:
@@ -205,11 +190,13 @@ class SGLang:
         The server needs `--enable-memory-saver`, and nothing in flight. Released weights come back undefined: update
         them after `resume_memory`.
         """
-        await self._all(self._servers.up(), "/release_memory_occupation", {"tags": list(tags) or None})
+        body = {"tags": list(tags) or None}
+        await all_done(server.post("/release_memory_occupation", body) for server in self._servers.up())
 
     async def resume_memory(self, *tags: str) -> None:
         """Take the memory back. To keep the peak low, resume "weights", update them, then resume "kv_cache"."""
-        await self._all(self._servers.up(), "/resume_memory_occupation", {"tags": list(tags) or None})
+        body = {"tags": list(tags) or None}
+        await all_done(server.post("/resume_memory_occupation", body) for server in self._servers.up())
 
     async def close(self) -> None:
         """Abort what is in flight and close all connections. The servers go on running; a closed engine refuses."""
@@ -221,35 +208,35 @@ class SGLang:
             await self._http.close()
 
     async def _load(self, servers: Sequence[Replica], named_tensors: NamedTensors, version: int) -> None:
-        targets = [self._target(s) for s in servers]
+        for server in servers:
+            self._refuse_layout(server)
         sound = checked(named_tensors, self._known(servers[0]), unsent=self._unsent)
         try:
             await self._set_paused(servers, self._pause)
             if self._transport.sessions:
                 await self._servers.session(servers, "begin")
             try:
-                await self._transport.send(targets, sound, version=version)
+                await self._transport.send(servers, sound, version=version)
                 if self._pause != "in_place":
-                    await self._all(servers, "/flush_cache")
+                    await all_done(server.post("/flush_cache", None) for server in servers)
             finally:
                 if self._transport.sessions:
                     await self._servers.session(servers, "end")
         except BaseException:
             self._broken = UNFINISHED.format(version)
             self._calls.abort(None)  # what is in flight must not go on under a mixture of weights
-            everything = (self._control(s, "/abort_request", {"abort_all": True}) for s in servers)
+            everything = (s.post("/abort_request", {"abort_all": True}) for s in servers)
             await asyncio.gather(*everything, return_exceptions=True)
             raise
         finally:
             await self._set_paused(servers, None)
 
-    def _target(self, server: Replica) -> Target:
+    def _refuse_layout(self, server: Replica) -> None:
         if self._transport.sessions and (server.num_stages > 1 or server.num_copies > 1):
             raise ValueError(
                 f"{server.url} runs with pp_size {server.num_stages} and dp_size {server.num_copies}, to which SGLang "
                 "sends no weights but from disk: use transport=FromDisk(...), or one server per replica, --tp only"
             )
-        return Target(server.url, server.life, server.num_ranks, partial(self._control, server))
 
     def _known(self, server: Replica) -> Shapes:
         known = shapes(server.model_path)
@@ -268,27 +255,13 @@ class SGLang:
         async def one(server: Replica) -> None:
             server.paused = True
             try:
-                await self._control(server, path, body)
+                await server.post(path, body)
             finally:
                 server.paused = mode is not None
 
         await all_done(one(server) for server in servers)
 
-    async def _all(self, servers: Sequence[Replica], path: str, body: dict[str, Any] | None = None) -> None:
-        await all_done(self._control(server, path, body) for server in servers)
-
-    async def _control(self, server: Replica, path: str, body: dict[str, Any] | None = None) -> Any:
-        return await self._http.request(server.url + path, body, timeout=CONTROL_TIMEOUT)
-
-    async def _check(self, servers: Sequence[Replica]) -> None:
-        for server in servers if self._probe is not None else ():
-            assert self._probe is not None
-            sample = partial(self._probe_sample, server)
-            await check(self._probe, sample, url=server.url, version=self.version)
-
-    async def _probe_sample(self, server: Replica, prompt_ids: list[int]) -> Completion:
-        assert self._probe is not None
-        greedy = SamplingParams(max_new_tokens=self._probe.num_tokens, temperature=0.0)
-        request = body(prompt_ids, greedy, await self._servers.learn(), self._salt)
-        reply = await self._control(server, "/generate", request)
-        return completion(reply, url=server.url, version=self.version)
+    async def _sample(self, server: Replica, probe: Probe) -> Completion:
+        greedy = SamplingParams(max_new_tokens=probe.num_tokens, temperature=0.0)
+        request = body(probe.prompt_ids, greedy, await self._servers.learn(), self._salt)
+        return completion(await server.post("/generate", request), url=server.url, version=self.version)

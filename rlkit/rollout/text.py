@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import encode, encode_after_text
-from rlkit.rollout.chat import Turn, special_ids, turn_text
+from rlkit.rollout.chat import Turn, next_turn, special_ids
 from rlkit.rollout.rollout import Prompt, Sample
 from rlkit.rollout.turns import Turns
 
@@ -39,11 +39,10 @@ class Text:
             self.turns.restart(encode(self._tokenizer, context))
         else:
             self.turns.append(self._not_sampled(encode_after_text(self._tokenizer, rest) if rest else []))
-        out = await self.turns.sample()
-        if not out.ids:
-            return None
-        self._context, self._said, self._ids = context, turn_text(self._tokenizer, out.ids), out.ids
-        return Turn(self._said, out.ids, out.finish_reason)
+        turn = await next_turn(self.turns, self._tokenizer)
+        if turn is not None:
+            self._context, self._said, self._ids = context, turn.text, turn.ids
+        return turn
 
     def _rest(self, context: str) -> str | None:
         if context.startswith(self._context):

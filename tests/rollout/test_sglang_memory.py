@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from rlkit.rollout._sglang_weights import FromTensors, Target
+from rlkit.rollout._sglang_weights import FromTensors
 
 TRAINER = """
 import subprocess, sys, time, torch
@@ -50,7 +51,7 @@ def test_a_trainer_that_closes_frees_memory_that_a_living_server_has_seen():
             assert servers[-1].stdout.readline() == b"loaded\n"
 
         transport = FromTensors()
-        await transport.send([Target("", 0, 1, post)], [("x", torch.ones(1000))], version=1)
+        await transport.send([SimpleNamespace(num_ranks=1, post=post)], [("x", torch.ones(1000))], version=1)
         assert len(shared() - before) == 1
         await transport.close()
         assert servers[0].poll() is None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from rlkit.rollout.rollout import rollout
-from rlkit.rollout.sglang import Server, connect
+from rlkit.rollout.sglang import Server, SGLang
 from rlkit.types import SamplingParams, Trajectory
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
@@ -36,7 +36,7 @@ async def test_one_of_two_dies_and_every_group_completes_once(
         if len(done) == 1:
             kill(pair[0])
 
-    async with connect([server.url for server in pair]) as engine:
+    async with SGLang([server.url for server in pair]) as engine:
         groups = await rollout(
             QUESTIONS, generate=engine.generate, params=PARAMS, group_size=8, seed=0, on_group=on_group
         )

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from rlkit.rollout._http import Http, ReplicaError
 from rlkit.rollout._sglang_replicas import Replicas
-from rlkit.rollout.sglang import FromGroup, SGLang, connect
+from rlkit.rollout.sglang import FromGroup, SGLang
 from rlkit.types import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=3)
@@ -101,7 +101,7 @@ async def serving(*handlers: Handler, calls: list[str] | None = None, **pages: H
 
 
 async def test_a_good_reply_is_read_whole() -> None:
-    async with serving(good) as urls, connect(urls) as engine:
+    async with serving(good) as urls, SGLang(urls) as engine:
         out = await engine.generate([1, 2], params=PARAMS)
     assert out == type(out)([7, 8, 9], [-0.5, -1.0, -1.5], [3, 4, 4], "length")
 
@@ -122,7 +122,7 @@ BAD = {
 @pytest.mark.parametrize("message", BAD)
 async def test_a_bad_reply_is_a_clear_error(message: str) -> None:
     calls: list[str] = []
-    async with serving(BAD[message], calls=calls) as urls, connect(urls) as engine:
+    async with serving(BAD[message], calls=calls) as urls, SGLang(urls) as engine:
         with pytest.raises(ReplicaError, match=message) as caught:
             await engine.generate([1, 2], params=PARAMS)
     assert urls[0] in str(caught.value)
@@ -139,7 +139,7 @@ async def test_a_bad_reply_is_asked_for_again_and_each_call_returns_once(message
         failed.add(prompt)
         return await (BAD[message] if first else good)(request)
 
-    async with serving(at_first) as urls, connect(urls) as engine:
+    async with serving(at_first) as urls, SGLang(urls) as engine:
         outs = await asyncio.gather(*(engine.generate([1, i], params=PARAMS) for i in range(10)))
     assert [out.ids for out in outs] == [[7, 8, 9]] * 10
 
@@ -149,7 +149,7 @@ async def test_a_refused_request_is_not_repeated() -> None:
         return web.json_response({"error": {"message": "The input is longer than the context"}}, status=400)
 
     calls: list[str] = []
-    async with serving(refuses, good, calls=calls) as urls, connect(urls) as engine:
+    async with serving(refuses, good, calls=calls) as urls, SGLang(urls) as engine:
         with pytest.raises(ValueError, match="longer than the context") as caught:
             await asyncio.gather(engine.generate([1], params=PARAMS), engine.generate([1], params=PARAMS))
     assert urls[0] in str(caught.value)
@@ -159,13 +159,13 @@ async def test_a_refused_request_is_not_repeated() -> None:
 async def test_a_server_that_hangs_loses_its_requests_to_the_other() -> None:
     async with serving(hangs, good) as urls:
         hanging = {"health": hangs, "model_info": hangs}
-        async with serving(hangs, **hanging) as stuck, connect([*stuck, urls[1]], stall=0.4) as engine:
+        async with serving(hangs, **hanging) as stuck, SGLang([*stuck, urls[1]], stall=0.4) as engine:
             outs = await asyncio.gather(*(engine.generate([1, i], params=PARAMS) for i in range(20)))
             assert [out.ids for out in outs] == [[7, 8, 9]] * 20
 
 
 async def test_a_server_that_hangs_alone_is_a_clear_error() -> None:
-    async with serving(hangs, health=hangs, model_info=hangs) as urls, connect(urls, stall=0.4) as engine:
+    async with serving(hangs, health=hangs, model_info=hangs) as urls, SGLang(urls, stall=0.4) as engine:
         with pytest.raises(ReplicaError, match=r"no SGLang server is up(.|\n)*it hangs"):
             await engine.generate([1], params=PARAMS)
 
@@ -176,7 +176,7 @@ async def test_a_server_that_is_only_slow_is_waited_for() -> None:
         return web.json_response(good_reply())
 
     calls: list[str] = []
-    async with serving(slow, calls=calls, health=good) as urls, connect(urls, stall=0.3) as engine:
+    async with serving(slow, calls=calls, health=good) as urls, SGLang(urls, stall=0.3) as engine:
         assert (await engine.generate([1], params=PARAMS)).ids == [7, 8, 9]
     assert len(calls) == 1
 
@@ -194,7 +194,7 @@ async def test_a_training_step_that_blocks_the_event_loop_is_not_taken_for_a_ser
 
 
 async def test_the_timeout_of_a_request_is_an_error_that_names_it() -> None:
-    async with serving(hangs, health=good) as urls, connect(urls, timeout=0.3) as engine:
+    async with serving(hangs, health=good) as urls, SGLang(urls, timeout=0.3) as engine:
         with pytest.raises(TimeoutError, match=r"/generate: no reply within 0\.3 s"):
             await engine.generate([1], params=PARAMS)
 
@@ -202,7 +202,7 @@ async def test_the_timeout_of_a_request_is_an_error_that_names_it() -> None:
 async def test_nobody_there() -> None:
     async with serving(good) as urls:
         pass
-    engine = connect(urls)
+    engine = SGLang(urls)
     with pytest.raises(ReplicaError, match=r"no SGLang server is up(.|\n)*Connect call failed"):
         await engine.generate([1], params=PARAMS)
     await engine.close()
@@ -213,7 +213,7 @@ async def test_nobody_there() -> None:
 async def test_nobody_there_at_the_start_leaves_no_session_open() -> None:
     async with serving(good) as urls:
         pass
-    engine = connect(urls)
+    engine = SGLang(urls)
     with pytest.raises(ReplicaError, match=r"no SGLang server is up(.|\n)*Connect call failed"):
         async with engine:
             pass
@@ -228,7 +228,7 @@ async def test_requests_go_where_the_fewest_are() -> None:
         return web.json_response(good_reply())
 
     calls: list[str] = []
-    async with serving(together, together, together, calls=calls) as urls, connect(urls) as engine:
+    async with serving(together, together, together, calls=calls) as urls, SGLang(urls) as engine:
         await asyncio.gather(*(engine.generate([1, i], params=PARAMS) for i in range(30)))
     assert {path: calls.count(path) for path in set(calls)} == {f"{i}/generate": 10 for i in range(3)}
 
@@ -245,7 +245,7 @@ async def test_a_router_gets_the_requests_and_the_servers_the_weights() -> None:
     async with (
         serving(good, calls=calls, **dict.fromkeys(pages, note)) as urls,
         serving(good) as router,
-        connect(urls, router=router[0]) as engine,
+        SGLang(urls, router=router[0]) as engine,
     ):
         await engine.generate([1], params=PARAMS)
         with pytest.warns(UserWarning, match="cannot read the checkpoint None"):
@@ -258,7 +258,7 @@ async def test_a_router_gets_the_requests_and_the_servers_the_weights() -> None:
 
 @pytest.mark.parametrize("fields", [{"weight_versions": None}, {"weight_versions": None, "weight_version": None}])
 async def test_servers_without_versions_per_token(fields: dict[str, Any]) -> None:
-    async with serving(replying(**fields)) as urls, connect(urls) as engine:
+    async with serving(replying(**fields)) as urls, SGLang(urls) as engine:
         engine.version = 6
         out = await engine.generate([1], params=PARAMS)
     assert out.versions == ([4, 4, 4] if "weight_version" not in fields else [6, 6, 6])
@@ -277,7 +277,7 @@ async def test_weight_updates_are_not_repeated() -> None:
         return web.json_response({})
 
     pages = {"pause_generation": fine, "continue_generation": fine, "update_weights_from_tensor": fails}
-    async with serving(good, **pages) as urls, connect(urls) as engine:
+    async with serving(good, **pages) as urls, SGLang(urls) as engine:
         with pytest.raises(ReplicaError, match="status 500"):
             await engine.update_weights([("w", torch.ones(3))], version=1)
         assert posts == 1
@@ -302,9 +302,9 @@ async def test_a_server_that_died_unnoticed_is_left_out_of_an_update_and_none_st
 ) -> None:
     seen: list[str] = []
     async with serving(good, **noting(seen)) as alive:
-        async with serving(good, **noting([])) as dead, connect([*dead, *alive]) as engine:
+        async with serving(good, **noting([])) as dead, SGLang([*dead, *alive]) as engine:
             pass
-        engine = connect([*dead, *alive])
+        engine = SGLang([*dead, *alive])
         await engine.update_weights([("w", torch.ones(3))], version=1)
         assert seen[-1] == "continue_generation"
         assert (await engine.generate([1], params=PARAMS)).ids == [7, 8, 9]
@@ -338,7 +338,7 @@ async def test_an_update_that_fails_anywhere_refuses_at_once_and_lets_go(page: s
     async def fails(request: web.Request) -> web.Response:
         return web.json_response({"success": False, "message": "out of luck"}, status=400)
 
-    async with serving(good, **{**pages, "abort_request": aborting, page: fails}) as urls, connect(urls) as engine:
+    async with serving(good, **{**pages, "abort_request": aborting, page: fails}) as urls, SGLang(urls) as engine:
         with pytest.raises(ValueError, match=f"{page}: status 400: .*out of luck"):
             await engine.update_weights([("w", torch.ones(3))], version=1)
         assert "version 1 was not finished" in str(refused[0])
@@ -348,7 +348,7 @@ async def test_an_update_that_fails_anywhere_refuses_at_once_and_lets_go(page: s
 async def test_a_layout_that_sglang_cannot_send_weights_to_is_refused() -> None:
     seen: list[str] = []
     pages = noting(seen, server_info=({"tp_size": 2, "dp_size": 4},))
-    async with serving(good, **pages) as urls, connect(urls) as engine:
+    async with serving(good, **pages) as urls, SGLang(urls) as engine:
         with pytest.raises(ValueError, match="pp_size 1 and dp_size 4"):
             await engine.update_weights([("w", torch.ones(3))], version=1)
     assert "pause_generation" not in seen
@@ -360,7 +360,7 @@ async def test_a_server_that_refuses_the_process_group_is_not_waited_for() -> No
         return web.json_response({"success": False, "message": "no such backend"}, status=400)
 
     pages = {**noting([]), "init_weights_update_group": refuses}
-    async with serving(good, **pages) as urls, connect(urls, transport=FromGroup(backend="gloo")) as engine:
+    async with serving(good, **pages) as urls, SGLang(urls, transport=FromGroup(backend="gloo")) as engine:
         with pytest.raises(ValueError, match=r"init_weights_update_group: status 400: .*no such backend"):
             await asyncio.wait_for(engine.update_weights([("w", torch.ones(3))], version=1), 120)
 
@@ -376,7 +376,7 @@ async def test_progress_counts_what_waits_inside_the_servers() -> None:
     async def loads(_request: web.Request) -> web.Response:
         return web.json_response({"loads": [{"num_running_reqs": 3, "num_waiting_reqs": 2}]})
 
-    async with serving(waits, **{"v1/loads": loads}) as urls, connect(urls) as engine:
+    async with serving(waits, **{"v1/loads": loads}) as urls, SGLang(urls) as engine:
         assert engine.progress == (0, 0, 0)
         tasks = [asyncio.create_task(engine.generate([2], params=PARAMS)) for _ in range(5)]
         await engine.generate([1], params=PARAMS)
@@ -391,12 +391,12 @@ async def test_progress_counts_what_waits_inside_the_servers() -> None:
 @pytest.mark.parametrize("urls", [[], "localhost:3000"])
 def test_addresses_are_checked(urls: Any) -> None:
     with pytest.raises(ValueError, match="http://host"):
-        connect(urls)
+        SGLang(urls)
 
 
 async def test_one_engine_serves_one_event_loop_after_another() -> None:
     async with serving(good) as urls:
-        engine = connect(urls)
+        engine = SGLang(urls)
 
         async def once(engine: SGLang) -> list[int]:
             return (await engine.generate([1], params=PARAMS)).ids

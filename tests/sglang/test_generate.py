@@ -12,7 +12,7 @@ import torch
 
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.parallel.weights import stream_weights
-from rlkit.rollout.sglang import Server, SGLang, connect
+from rlkit.rollout.sglang import Server, SGLang
 from rlkit.types import Completion, SamplingParams
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
@@ -26,7 +26,7 @@ Until = Callable[..., Awaitable[None]]
 @pytest.fixture
 async def engine(server: Server, models: Models) -> AsyncIterator[SGLang]:
     """The server with the weights and the version that it started with, whatever other tests left it with."""
-    async with connect(server.url) as engine:
+    async with SGLang(server.url) as engine:
         await engine.update_weights(stream_weights(models[0]), version=0)
         yield engine
 
@@ -142,7 +142,7 @@ async def test_a_partial_completion_goes_on_where_it_was(
 @pytest.mark.parametrize("after", [0.0, 0.02, 0.2, 1.0])
 async def test_cancel_leaks_no_task_request_or_connection(after: float, server: Server, until: Until) -> None:
     before = asyncio.all_tasks()
-    engine = connect(server.url)
+    engine = SGLang(server.url)
     tasks = [asyncio.create_task(engine.generate([*PROMPT, i], params=LONG)) for i in range(24)]
     await asyncio.sleep(after)
     for task in tasks:

@@ -21,7 +21,7 @@ from rlkit.parallel.model import load_model
 from rlkit.rollout._http import ReplicaError
 from rlkit.rollout.limits import success_between
 from rlkit.rollout.rollout import single_turn
-from rlkit.rollout.sglang import Server, connect
+from rlkit.rollout.sglang import Server, SGLang
 from rlkit.types import SamplingParams
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
@@ -40,7 +40,7 @@ async def unequal(prompt: Prompt, sample: Any) -> Any:
 
 def train(loop: Any, url: str, model: Any, folder: Path, **changes: Any) -> Path:
     async def run() -> Path:
-        async with connect(url) as engine:
+        async with SGLang(url) as engine:
             path = await loop(
                 model, tiny_tokenizer(), engine, PROMPTS,
                 **{

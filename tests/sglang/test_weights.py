@@ -12,7 +12,7 @@ import torch
 
 from rlkit.parallel.weights import stream_weights
 from rlkit.rollout._http import Http
-from rlkit.rollout.sglang import FromDisk, FromGroup, FromTensors, Probe, Server, SGLang, WeightMismatch, connect
+from rlkit.rollout.sglang import FromDisk, FromGroup, FromTensors, Probe, Server, SGLang, WeightMismatch
 from rlkit.types import SamplingParams
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
@@ -27,7 +27,7 @@ Until = Callable[..., Awaitable[None]]
 @pytest.fixture
 async def engine(server: Server, models: Models) -> AsyncIterator[SGLang]:
     """The server with the weights and the version that it started with, whatever other tests left it with."""
-    async with connect(server.url) as engine:
+    async with SGLang(server.url) as engine:
         await engine.update_weights(stream_weights(models[0]), version=0)
         yield engine
 
@@ -76,7 +76,7 @@ async def test_every_transport_gives_the_trainer_s_log_probs(
         "group": lambda: FromGroup(backend="gloo", bucket_bytes=100_000),
     }[kind]()
     await assert_equal_forward(engine, models[0], forward_logp, 0)
-    async with connect(server.url, transport=transport) as ours:
+    async with SGLang(server.url, transport=transport) as ours:
         for version, model in [(1, models[1]), (2, models[2]), (3, models[0])]:
             await ours.update_weights(stream_weights(model), version=version)
             await assert_equal_forward(ours, model, forward_logp, version)
@@ -107,7 +107,7 @@ async def test_retract_recomputes_the_cache_and_stamps_each_token(
 async def test_in_place_keeps_old_keys_of_running_requests_and_of_no_others(
     server: Server, engine: SGLang, models: Models, forward_logp: Forward, until: Until
 ) -> None:
-    async with connect(server.url, pause="in_place") as ours:
+    async with SGLang(server.url, pause="in_place") as ours:
         await assert_equal_forward(ours, models[0], forward_logp, 0)  # fills the prefix cache
         tasks = await under_way(ours, [[*PROMPT, 9, i] for i in range(3)], until)
         await ours.update_weights(stream_weights(models[1]), version=1)
@@ -124,7 +124,7 @@ async def test_in_place_keeps_old_keys_of_running_requests_and_of_no_others(
 
 
 async def test_abort_returns_what_there_is(server: Server, engine: SGLang, models: Models, until: Until) -> None:
-    async with connect(server.url, pause="abort") as ours:
+    async with SGLang(server.url, pause="abort") as ours:
         tasks = await under_way(ours, [[*PROMPT, 5, i] for i in range(3)], until)
         await ours.update_weights(stream_weights(models[1]), version=1)
         outs = [await task for task in tasks]
@@ -138,7 +138,7 @@ async def test_probe_accepts_the_trainer_and_stops_on_anything_else(
 ) -> None:
     trainer = models[1]
     probe = Probe(PROMPT, lambda prompt, ids: forward_logp(trainer, prompt, ids), tolerance=1e-4)
-    async with connect(server.url, probe=probe) as ours:
+    async with SGLang(server.url, probe=probe) as ours:
         await ours.update_weights(stream_weights(trainer), version=1)
         with pytest.raises(WeightMismatch, match=r"version 2 .* differ from the trainer's by"):
             await ours.update_weights(stream_weights(models[2]), version=2)
@@ -178,7 +178,7 @@ async def test_weights_that_would_kill_the_server_are_refused(
     narrow = [(name, t[..., :-1] if "q_proj" in name else t) for name, t in good]
     unknown = [(f"policy.{name}", t) for name, t in good]
     for transport in (FromTensors(), FromDisk(tmp_path), FromGroup(backend="gloo", timeout=60)):
-        async with connect(server.url, transport=transport) as ours:
+        async with SGLang(server.url, transport=transport) as ours:
             with pytest.raises(ValueError, match=r"q_proj.weight: shape \(128, 63\), but the served model has"):
                 await ours.update_weights(narrow, version=1)
             with pytest.raises(ValueError, match=r"no tensor 'policy\."):
@@ -205,7 +205,7 @@ async def test_a_server_that_forgot_the_group_is_an_error_and_the_next_update_ma
     server: Server, models: Models, forward_logp: Forward
 ) -> None:
     """As one does that was restarted: the broadcast must not wait for it."""
-    async with connect(server.url, transport=FromGroup(backend="gloo")) as ours:
+    async with SGLang(server.url, transport=FromGroup(backend="gloo")) as ours:
         await ours.update_weights(stream_weights(models[0]), version=0)
         http = Http()
         gone = {"group_name": ours._transport._name}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from rlkit.rollout._sglang_weights import Memory, flatten, groups
 from rlkit.rollout._sglang_wire import Limits, body
 from rlkit.types import SamplingParams
 
-NONE = Limits(None, None)
+NONE = Limits(math.inf, math.inf)
 
 
 def test_sampling_parameters() -> None:
