@@ -12,7 +12,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "at least 1": (
         lambda x: 1 <= x < inf,
         "batch_size prompts_per_step group_size minibatches epochs max_example_tokens max_prompt_tokens max_new_tokens "
-        "max_turns max_total_tokens max_sampled_tokens max_tokens max_batch eval_limit keep engine_threads replicate cp "
+        "max_turns max_total_tokens max_sampled_tokens max_tokens max_batch eval_limit eval_samples keep engine_threads replicate cp "
         "tp pp ep trials startup_trials",
     ),
     "at least 0": (

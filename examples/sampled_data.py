@@ -118,6 +118,8 @@ class Args:
     """steps between evaluations; 0: none"""
     eval_limit: int = 128
     """held-out prompts to use at most"""
+    eval_samples: int = 1
+    """samples of each, for `eval/sampled` (their mean) and `eval/best` (the best of each prompt)"""
     eval_kl: bool = False
     """report the KL to the reference model on evaluation prompts (loads it)"""
     reward_timeout: float = 30.0
@@ -209,6 +211,7 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
             "dtype": args.dtype,
             "eval_prompts": eval_prompts,
             "eval_steps": args.eval_steps,
+            "eval_samples": args.eval_samples,
             "save_steps": args.save_steps,
             "keep": args.keep,
             "seed": args.seed,

@@ -61,7 +61,8 @@ def test_every_keyword_of_a_loop_is_set_by_a_flag(files, script, function, own):
     args.success_range, args.max_dropped = (0.1, 0.9), 3
     _, _, options = shared.prepared(args)
     options |= shared.group_options(args)
-    assert {*options, *own, "model", "tokenizer", "engine"} == {*inspect.signature(function).parameters}
+    maths = {"surrogate", "aggregate"}  # functions: another algorithm is another script, not a flag
+    assert {*options, *own, *maths, "model", "tokenizer", "engine"} == {*inspect.signature(function).parameters}
     assert options["max_dropped"] == 3
     assert options["params"].stop == ("!",)
     assert tokenizer.eos_token_id in options["params"].stop_token_ids
