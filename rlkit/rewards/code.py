@@ -83,7 +83,8 @@ async def assert_tests(
     that is equal to everything wins nothing. The price is that tests see objects of the solution's own classes through
     proxies: their attributes, methods, len, iteration, indexing, str, float and comparison with each other work; their
     arithmetic or ordering with plain values and a plain value's `in` do not, nor do subclasses of the solution's
-    classes. Lists, dicts and sets that the solution changes in place are changed for the tests (one level deep).
+    classes, nor awaiting its coroutines. Built-in values and numpy's numbers and arrays are copied. Lists, dicts and
+    sets that the solution changes in place are changed for the tests (one level deep).
     Comparing two objects of the solution's own class asks that class: only there it is believed.
 
     `limits` hold for all tests of a completion together; after a timeout the remaining tests have failed.

@@ -376,3 +376,35 @@ async def test_packages_may_be_used_by_the_solution_and_by_its_tests():
     program = block("import numpy\nprint(numpy.arange(int(input())))")
     assert (await stdin_tests(program, row, limits=limits, packages=["numpy"]))["reward"] == 1.0
     assert (await stdin_tests(program, row, limits=limits))["reward"] == 0.0
+
+
+async def test_numbers_and_arrays_of_numpy_are_values_on_both_sides():
+    solution = """
+        import numpy as np
+        def mean(xs): return np.mean(xs)
+        def count(xs): return np.sum(np.asarray(xs) > 1)
+        def squares(n, kind): return (np.arange(n).reshape(1, -1) ** 2).astype(kind)
+        def twice(xs): return list(xs * 2)
+        def words(): return np.array(["a", "bc"])
+        def objects(): return np.array([None, {}], dtype=object)
+    """
+    tests = [
+        "import numpy as np",
+        "assert abs(mean([1, 2]) - 1.5) < 1e-9 and f'{mean([1]):.1f}' == '1.0' and isinstance(mean([1]), float)",
+        "assert count([1, 2, 3]) == 2 and count([2]) + 1 == 2 and type(count([2])) is np.int64 and count([0]) < 1",
+        "for kind in ('float32', '>i2', 'complex64', 'uint8'):\n"
+        "    x = squares(3, kind)\n"
+        "    assert x.dtype == kind and x.tolist() == [[0, 1, 4]] and np.array_equal(x, np.array([[0, 1, 4]]))",
+        "x = np.arange(4.0)[::2]\nassert twice(x) == [0, 4] and sorted(twice(-x)) == [-4, 0]",
+        "x = squares(2, 'f8')\nx[0, 0] = 7\nassert np.testing.assert_allclose(x, [[7, 1]]) is None",
+        "assert words().tolist() == ['a', 'bc'] and len(objects()) == 2",
+    ]
+    verdict = await assert_tests(
+        block(solution), {"tests": tests}, limits=Limits(wall_s=60, cpu_s=60), packages=["numpy"]
+    )
+    assert verdict["reward"] == 1.0, verdict
+    cheat = "import socket, struct, json\ns = socket.socket(fileno=4)\n"
+    cheat += "d = json.dumps(['', {'f': ['numpy', 'O', [1], '00' * 8, True]}]).encode()\n"
+    cheat += "s.sendall(struct.pack('!i', len(d)) + d)"
+    verdict = await assert_tests(block(cheat), {"tests": ["assert f is None"]}, packages=["numpy"])
+    assert "does not answer as it should (ValueError)" in verdict["reason"]

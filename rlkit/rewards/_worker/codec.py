@@ -1,4 +1,4 @@
-"""Python values as JSON: built-in types exactly, some of the standard library, everything else by reference."""
+"""Python values as JSON: built-in types exactly, some of the standard library and numpy, others by reference."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ _KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[list[Any]], Any]]] = {
     datetime: (lambda x: [x.isoformat()], lambda parts: datetime.fromisoformat(*parts)),
     timedelta: (lambda x: [x.days, x.seconds, x.microseconds], lambda parts: timedelta(*parts)),
 }
+_NUMBERS_AND_TEXT = "biufcSU"  # kinds of numpy's types that hold no objects
 _BUILDERS = {kind.__name__: build for kind, (_, build) in _KINDS.items()}
 # modules whose functions and classes mean the same on both sides, and harm neither
 _SHARED = frozenset([
@@ -64,6 +65,9 @@ def encode(value: Any, refer: Refer) -> Any:
     if kind in _KINDS:
         parts = list(_KINDS[kind][0](value))
         return [kind.__name__, parts if set(map(type, parts)) <= _PLAIN else [encode(x, refer) for x in parts]]
+    numpy: Any = sys.modules.get("numpy")  # there if the caller named it as a package
+    if numpy and issubclass(kind, numpy.ndarray | numpy.generic) and value.dtype.kind in _NUMBERS_AND_TEXT:
+        return ["numpy", value.dtype.str, value.shape, value.tobytes().hex(), issubclass(kind, numpy.generic)]
     if kind is types.ModuleType and value.__name__ in _SHARED:
         return ["module", value.__name__]
     if _is_shared(value):
@@ -80,6 +84,8 @@ def decode(data: Any, resolve: Resolve) -> Any:
         return resolve(*rest)
     if tag in _BUILDERS:
         return _BUILDERS[tag]([decode(x, resolve) if isinstance(x, list) else x for x in rest[0]])
+    if tag == "numpy":
+        return _array(*rest)
     if tag == "module" and rest[0] in _SHARED:
         return importlib.import_module(rest[0])
     if tag == "shared":
@@ -87,6 +93,15 @@ def decode(data: Any, resolve: Resolve) -> Any:
         if _is_shared(found):
             return found
     raise ValueError(f"cannot decode {tag!r}")
+
+
+def _array(dtype: str, shape: list[int], data: str, is_scalar: bool) -> Any:
+    numpy: Any = sys.modules["numpy"]
+    kind = numpy.dtype(dtype)
+    if kind.kind not in _NUMBERS_AND_TEXT:
+        raise ValueError(f"cannot decode an array of {dtype!r}")
+    array = numpy.frombuffer(bytearray.fromhex(data), kind).reshape(shape)
+    return array[()] if is_scalar else array
 
 
 def _is_shared(value: Any) -> bool:
