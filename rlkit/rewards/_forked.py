@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import select
@@ -36,11 +35,13 @@ class Server:
         code = _RUN.format(folder=str(_FOLDER), module=module)
         self._command = [sys.executable, *flags, "-c", code, *arguments]
         self._environment = environment
-        self._lock = threading.Lock()
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()  # a new one: at a fork another thread may hold it
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._owner = 0
-        atexit.register(self.close)
 
     def begin(self, request: dict[str, Any], fds: list[int]) -> socket.socket:
         """Start a child. The socket that comes back reports its end; closing it kills the child."""
@@ -53,7 +54,7 @@ class Server:
                         socket.send_fds(self._connected(), [message], [theirs.fileno(), *fds])
                         break
                     except (BrokenPipeError, ConnectionResetError) as error:
-                        self._forget()
+                        self.close()
                         if attempt == 2:
                             raise ServerError(f"the server {self._name} dies as soon as it starts") from error
         except BaseException:
@@ -63,24 +64,18 @@ class Server:
             theirs.close()
         return mine
 
-    def close(self) -> None:
-        """End the server and all its children. The next request starts it again."""
-        with self._lock:
-            if self._owner == os.getpid() and self._process is not None:
-                self._forget()
-
     def _connected(self) -> socket.socket:
-        if self._socket is None or self._owner != os.getpid():
+        if self._socket is None:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._process = subprocess.Popen(
                 self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=self._environment, cwd="/",
                 start_new_session=True,  # Ctrl-C is for this process; the server ends when this one has ended
             )  # fmt: skip
-            self._owner = os.getpid()
             theirs.close()
         return self._socket
 
-    def _forget(self) -> None:
+    def close(self) -> None:
+        """End the server and all its children. The next request starts it again."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:

@@ -76,16 +76,18 @@ def a_core() -> AbstractAsyncContextManager[None]:
 async def in_thread(work: Callable[[], T], *, cancel: Callable[[], None]) -> T:
     """What blocking work returns. When the task that waits for it is cancelled, `cancel` makes the work end soon."""
     try:
-        return await asyncio.get_running_loop().run_in_executor(_threads(os.getpid()), work)
+        return await asyncio.get_running_loop().run_in_executor(_threads(), work)
     except asyncio.CancelledError:
         cancel()
         raise
 
 
 @cache
-def _threads(_process: int) -> ThreadPoolExecutor:
-    """A pool of this process: a forked one inherits no threads."""
+def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_num_cores(), thread_name_prefix="rlkit-rewards")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process inherits no threads
 
 
 def _num_cores() -> int:

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.prompts import prompt_messages
@@ -39,13 +40,11 @@ def scorer(
     if not 0 <= max_failed < 1:
         raise ValueError(f"max_failed must be in [0, 1), got {max_failed}")
     recent: deque[bool] = deque(maxlen=_RECENT)
+    not_failed = {"failed": 0.0} if max_failed else {}
 
     async def score_group(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
         samples = [_sample(tokenizer, prompt, trajectory) for trajectory in group]
-        if max_failed == 0:
-            rewards = await score(function, samples, timeout_s=timeout_s)
-            return [_rewarded(t, r, r.metrics) for t, r in zip(group, rewards, strict=True)]
-        results = await score_each(function, samples, timeout_s=timeout_s)
+        results = await (score_each if max_failed else score)(function, samples, timeout_s=timeout_s)
         errors = [r for r in results if isinstance(r, RewardError)]
         recent.extend(isinstance(r, RewardError) for r in results)
         if errors and sum(recent) > max_failed * _RECENT:
@@ -53,35 +52,35 @@ def scorer(
                 f"{sum(recent)} of the last {len(recent)} samples failed; {max_failed=} of {_RECENT} may"
             )
             raise errors[0]
-        given = [r for r in results if isinstance(r, Reward)]
-        reward, mean_score = _mean([r.reward for r in given]), _mean([r.score for r in given if r.score is not None])
+        mean = _mean([r for r in results if isinstance(r, Reward)])
         return [
-            _set_aside(t, r, reward or 0.0, mean_score)
-            if isinstance(r, RewardError)
-            else _rewarded(t, r, {**r.metrics, "failed": 0.0})
-            for t, r in zip(group, results, strict=True)
+            _set_aside(trajectory, mean, result)
+            if isinstance(result, RewardError)
+            else _rewarded(trajectory, replace(result, metrics={**result.metrics, **not_failed}))
+            for trajectory, result in zip(group, results, strict=True)
         ]
 
     return score_group
 
 
-def _rewarded(trajectory: Trajectory, reward: Reward, metrics: dict[str, float]) -> Trajectory:
-    told = {"metrics": metrics, "notes": reward.notes}
-    info = {**trajectory.info, **{name: what for name, what in told.items() if what}}
-    return replace(trajectory, reward=reward.reward, score=reward.score, info=info)
+def _rewarded(trajectory: Trajectory, reward: Reward) -> Trajectory:
+    told = {name: what for name, what in (("metrics", reward.metrics), ("notes", reward.notes)) if what}
+    return replace(trajectory, reward=reward.reward, score=reward.score, info={**trajectory.info, **told})
 
 
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _mean(rewards: list[Reward]) -> Reward:
+    """What stands in for a sample that could not be judged."""
+    scores = [r.score for r in rewards if r.score is not None]
+    reward = fmean(r.reward for r in rewards) if rewards else 0.0
+    return Reward(reward, fmean(scores) if scores else None, {"failed": 1.0})
 
 
-def _set_aside(trajectory: Trajectory, error: RewardError, reward: float, score: float | None) -> Trajectory:
+def _set_aside(trajectory: Trajectory, mean: Reward, error: RewardError) -> Trajectory:
     _log.warning("a sample does not train: %s", error)
     num = len(trajectory.ids)
-    info = {**trajectory.info, "error": error.cause, "metrics": {"failed": 1.0}}
-    return replace(
-        trajectory, reward=reward, mask=[False] * num, logp=[0.0] * num, versions=[-1] * num, score=score, info=info
-    )
+    told = {**trajectory.info, "error": error.cause}
+    untrained = replace(trajectory, mask=[False] * num, logp=[0.0] * num, versions=[-1] * num, info=told)
+    return _rewarded(untrained, mean)
 
 
 def with_messages(reward_fn: Callable[[list[dict[str, Any]], Any], Any]) -> Callable[..., Any]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from rlkit.data.prompts import prompt_messages
 from rlkit.rewards.http import HttpError, post_json
 
+T = TypeVar("T")
 JUDGE = """You grade an answer to a question.
 
 <question>
@@ -80,16 +82,11 @@ async def chat(
     parts = {"question": question, "reference": row.get(column, "none"), "completion": completion}
     message = re.sub(r"\{(question|reference|completion)\}", lambda m: str(parts[m.group(1)]), prompt)
     body = {"model": model, "messages": [{"role": "user", "content": message}], "temperature": 0.0, **(options or {})}
+    post = partial(post_json, headers=headers, timeout_s=timeout_s, retries=retries, concurrency=concurrency)
     for attempt in range(retries + 1):
-        answer = await post_json(
-            f"{url.rstrip('/')}/v1/chat/completions",
-            body if attempt == 0 else {**body, "temperature": 1.0, "seed": attempt},
-            headers=headers,
-            timeout_s=timeout_s,
-            retries=retries,
-            concurrency=concurrency,
-        )
-        text = _text(answer)
+        varied = {"temperature": 1.0, "seed": attempt} if attempt else {}
+        answer = await post(f"{url.rstrip('/')}/v1/chat/completions", {**body, **varied})
+        text = _taken(answer, lambda a: a["choices"][0]["message"]["content"] or "", "a chat completion")
         try:
             return {"reward": read(text), "judge": text}
         except ValueError as error:
@@ -97,12 +94,11 @@ async def chat(
     raise ValueError(f"{refused} ({retries + 1} attempts)")
 
 
-def _text(answer: Any) -> str:
+def _taken(answer: Any, take: Callable[[Any], T], form: str) -> T:
     try:
-        text = answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"the server's answer is not a chat completion: {str(answer)[:200]}") from error
-    return text or ""
+        return take(answer)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"the server's answer is not {form}: {str(answer)[:200]}") from error
 
 
 class Wire(NamedTuple):
@@ -156,16 +152,11 @@ async def reward_model(
         for completion, row in zip(completions, rows, strict=True)
     ]
 
+    post = partial(post_json, headers=headers, timeout_s=timeout_s, retries=retries, concurrency=concurrency)
+
     async def ask(batch: list[str]) -> Sequence[float | Exception]:
         try:
-            answer = await post_json(
-                f"{url.rstrip('/')}{wire.path}",
-                {**wire.request(batch), **(body or {})},
-                headers=headers,
-                timeout_s=timeout_s,
-                retries=retries,
-                concurrency=concurrency,
-            )
+            answer = await post(f"{url.rstrip('/')}{wire.path}", {**wire.request(batch), **(body or {})})
             return _numbers(wire, answer, len(batch))
         except HttpError as error:
             refused = error.status is not None and 400 <= error.status < 500
@@ -180,10 +171,7 @@ async def reward_model(
 
 
 def _numbers(wire: Wire, answer: Any, num: int) -> list[float]:
-    try:
-        numbers = [float(x) for x in wire.read(answer)]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"the server's answer is not of the expected form: {str(answer)[:200]}") from error
+    numbers = _taken(answer, lambda a: [float(x) for x in wire.read(a)], "of the expected form")
     if len(numbers) != num:
         raise ValueError(f"the server gives {len(numbers)} numbers for {num} texts")
     return numbers

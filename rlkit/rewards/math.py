@@ -131,11 +131,10 @@ class _Worker:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MAX_BYTES)
         with theirs:
             self._control = _SERVER.begin({"memory_bytes": _MEMORY_BYTES}, [theirs.fileno()])
-        self._owner = os.getpid()
 
     def alive(self) -> bool:
-        """Whether this process may ask it: it has not ended, and was not started before a fork."""
-        return self._owner == os.getpid() and not readable([self._control, self._socket], 0)
+        """Whether it may be asked: it has not ended."""
+        return not readable([self._control, self._socket], 0)
 
     def cancel(self) -> None:
         """Have it killed, so that `ask` ends soon. Thread-safe."""
@@ -153,11 +152,10 @@ class _Worker:
             with suppress(ConnectionError):  # what became of it is asked below
                 self._socket.send(question)
             self._read_gold(gold, timeout_s)
-            try:
-                found = self._reply(timeout_s)
-            except _NoReply as why:
-                self.close()
-                return Verdict(False, False, str(why))
+            found = self._reply(timeout_s)
+        except _NoReply as why:
+            self.close()
+            return Verdict(False, False, str(why))
         except BaseException:
             self.close()
             raise
@@ -186,6 +184,7 @@ class _Worker:
 
 
 _idle: deque[_Worker] = deque()
+os.register_at_fork(after_in_child=lambda: _idle.clear())
 
 
 def _idle_worker() -> _Worker:

@@ -28,11 +28,6 @@ from typing import Any, Literal
 from rlkit.rewards._forked import Server, ServerError, end_of
 from rlkit.rewards._run import a_core, in_thread
 
-_NEEDED = {
-    name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME") if name in os.environ
-}  # by some Pythons
-_FLAGS, _ENVIRONMENT = ("-S", "-s"), {"PYTHONHASHSEED": "0", **_NEEDED}
-_SERVER = Server("sandboxd", flags=_FLAGS, environment=_ENVIRONMENT, arguments=("{}",))
 _ADD_SEALS, _ALL_SEALS = 1033, 0xF
 _STDERR_BYTES = 1 << 16
 
@@ -120,11 +115,14 @@ def isolation() -> str:
 
 
 @cache
-def _with_packages(packages: tuple[str, ...]) -> Server:
-    """A server of its own for these packages, which it has loaded."""
-    one_thread = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+def _server(packages: tuple[str, ...]) -> Server:
+    """A server that has loaded these packages."""
+    needed = ("LD_LIBRARY_PATH", "PYTHONHOME")  # by some Pythons
+    environment = {"PYTHONHASHSEED": "0", **{name: os.environ[name] for name in needed if name in os.environ}}
+    if packages:
+        environment |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
     places = json.dumps({name: _place(name) for name in packages})
-    return Server("sandboxd", flags=_FLAGS, environment={**_ENVIRONMENT, **one_thread}, arguments=(places,))
+    return Server("sandboxd", flags=("-S", "-s"), environment=environment, arguments=(places,))
 
 
 def _place(package: str) -> str:
@@ -150,7 +148,7 @@ class Child:
         way: str = "",
     ) -> None:
         self._run, self._limits, self._fds, self._way = run, limits, fds, way
-        self._server = _with_packages(tuple(sorted({*packages}))) if packages else _SERVER
+        self._server = _server(tuple(sorted({*packages})))
         self._control: socket.socket | None = None
         self._cancelled = False
 

@@ -70,18 +70,20 @@ def repetition(completion: str, _row: dict[str, Any], *, n: int = 3, max_penalty
     Differs:   from open-r1's `get_repetition_penalty_reward`: nothing. The paper spreads it over the repeated tokens.
     Reference: https://arxiv.org/abs/2502.03373, appendix C.2
     """
-    if max_penalty > 0:
-        raise ValueError(f"max_penalty must not be positive, got {max_penalty}")
-    return max_penalty * repeated_share(completion.lower().split(), n=n)
+    return _penalty(completion.lower().split(), n, max_penalty)
 
 
 def repetition_of_tokens(
     _completion: str, _row: dict[str, Any], completion_ids: Sequence[int], *, n: int = 20, max_penalty: float = -1.0
 ) -> float:
     """`repetition` of tokens instead of words: for any language, and for loops in code or digits."""
+    return _penalty(completion_ids, n, max_penalty)
+
+
+def _penalty(items: Sequence[Hashable], n: int, max_penalty: float) -> float:
     if max_penalty > 0:
         raise ValueError(f"max_penalty must not be positive, got {max_penalty}")
-    return max_penalty * repeated_share(completion_ids, n=n)
+    return max_penalty * repeated_share(items, n=n)
 
 
 def repeated_share(items: Sequence[Hashable], *, n: int) -> float:

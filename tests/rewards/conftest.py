@@ -6,7 +6,6 @@ import resource
 import pytest
 
 from rlkit.rewards import sandbox
-from rlkit.rewards._forked import Server
 from rlkit.rewards._worker import bubble
 
 ISOLATION = sandbox.isolation
@@ -16,12 +15,12 @@ ISOLATION = sandbox.isolation
 def without(monkeypatch):
     """Replaces the sandbox's server by one of its own in which these ways of isolation fail."""
     broken = {"namespaces": "sandboxd.isolate._NAMESPACES |= 0x10000", "bubblewrap": "sandboxd.bubble.PLACES = ()"}
-    server = Server("sandboxd", flags=sandbox._FLAGS, environment=sandbox._ENVIRONMENT, arguments=("{}",))
+    server = sandbox._server.__wrapped__(())
 
     def replace(*ways):
         lines = "; ".join(broken[way] for way in ways)
         server._command[4] = server._command[4].replace("sandboxd.main()", f"{lines}; sandboxd.main()")
-        monkeypatch.setattr(sandbox, "_SERVER", server)
+        monkeypatch.setattr(sandbox, "_server", lambda _packages: server)
         monkeypatch.setattr(sandbox, "isolation", ISOLATION)
         ISOLATION.cache_clear()
 

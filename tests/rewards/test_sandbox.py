@@ -28,7 +28,7 @@ async def run(source, *, stdin="", limits=Limits(wall_s=60, cpu_s=60)):
 
 def descendants():
     """Processes of this machine that descend from the sandbox's server, whoever their parent is now."""
-    server = sandbox._SERVER._process.pid
+    server = sandbox._server(())._process.pid
     children = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -342,7 +342,7 @@ async def test_a_process_with_many_open_files_can_run_programs():
 
 async def test_a_cancelled_run_is_killed():
     task = asyncio.create_task(run("while True: pass"))
-    while not (sandbox._SERVER._process and descendants()):
+    while not (sandbox._server(())._process and descendants()):
         await asyncio.sleep(0.02)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -357,7 +357,7 @@ async def test_a_killed_server_is_an_error_and_is_replaced():
     while not descendants():
         await asyncio.sleep(0.02)
     children = descendants()
-    os.kill(sandbox._SERVER._process.pid, signal.SIGKILL)
+    os.kill(sandbox._server(())._process.pid, signal.SIGKILL)
     with pytest.raises(SandboxError, match="the server died while the child was running"):
         await task
     deadline = time.monotonic() + 120
@@ -426,7 +426,7 @@ def test_it_ends_with_its_process():
     code = (
         "import os\nfrom rlkit.rewards import sandbox\nimport asyncio\nasyncio.run(sandbox.run_program('print(1)'))\n"
     )
-    code += "print(sandbox._SERVER._process.pid, flush=True)\nos.kill(os.getpid(), 9)"
+    code += "print(sandbox._server(())._process.pid, flush=True)\nos.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     deadline = time.monotonic() + 120
@@ -440,6 +440,26 @@ def _alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_forked_process_has_a_server_of_its_own():
+    assert asyncio.run(run("print(1)")).stdout == "1\n"
+    server, lock = sandbox._server(())._process.pid, sandbox._server(())._lock
+    with lock:  # as if another thread were asking
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                told = asyncio.run(run("print(2)")).stdout
+                code = 0 if told == "2\n" and sandbox._server(())._process.pid != server else 2
+            finally:
+                os._exit(code)
+    deadline = time.monotonic() + 120
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    assert asyncio.run(run("print(3)")).stdout == "3\n"
 
 
 async def test_threads_share_the_server():

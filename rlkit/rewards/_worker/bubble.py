@@ -108,9 +108,7 @@ def wall_in(request: dict[str, Any]) -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
             if os.getuid() == 0:  # process 1 stays what bwrap is, which could not kill it otherwise
                 isolate.become(request["user"])
-            isolate.drop_capabilities()
-            isolate.set_limits(request["limits"], others=1)
-            isolate.install_filter(forks=request["limits"]["processes"] > 0)
+            isolate.confine(request["limits"], others=1)
             isolate.tell(control, began=True)
             return
         isolate.drop_capabilities()

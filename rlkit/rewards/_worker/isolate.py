@@ -118,10 +118,7 @@ def _isolate(ready: int, limits: dict[str, Any], shown: Sequence[str]) -> None:
     sources = [(path, os.open(path, os.O_PATH)) for path in paths]  # while root may still look in /root
     become(_INSIDE)
     _new_root(sources, limits["scratch_bytes"])
-    set_limits(limits)
-    drop_capabilities()
-    _check(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up new privileges")
-    install_filter(forks=limits["processes"] > 0)
+    confine(limits)
 
 
 def become(user: int) -> None:
@@ -177,8 +174,8 @@ def only_these(fds: list[int]) -> None:
     os.closerange(len(fds), 1 << 20)
 
 
-def set_limits(limits: dict[str, Any], *, others: int = 0) -> None:
-    """Resource limits of this process; `others`: processes of its user that are not the program's."""
+def confine(limits: dict[str, Any], *, others: int = 0) -> None:
+    """Limits, no privileges, a filter, for ever; `others`: processes of this one's user that are not the program's."""
     pages = int(limits["base_pages"])
     cpu_s = max(1, int(limits["cpu_s"] + 0.999))
     for which, value in {
@@ -192,9 +189,17 @@ def set_limits(limits: dict[str, Any], *, others: int = 0) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }.items():
-        hard = resource.getrlimit(which)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(which, (value, value))
+        set_limit(which, value)
+    drop_capabilities()
+    _check(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up new privileges")
+    _install_filter(forks=limits["processes"] > 0)
+
+
+def set_limit(which: int, value: int) -> None:
+    """A resource limit of this process, for ever; not above the one that it has."""
+    hard = resource.getrlimit(which)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(which, (value, value))
 
 
 def drop_capabilities() -> None:
@@ -203,7 +208,7 @@ def drop_capabilities() -> None:
     _check(_libc.syscall(syscalls.CAPSET, header, (ctypes.c_uint32 * 6)()), "dropping capabilities")
 
 
-def install_filter(*, forks: bool) -> None:
+def _install_filter(*, forks: bool) -> None:
     """Deny the system calls that no solution needs, for ever."""
     program = syscalls.DENY[forks]
     code = ctypes.create_string_buffer(program, len(program))

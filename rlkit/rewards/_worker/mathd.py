@@ -33,10 +33,7 @@ def _start(request: dict[str, Any], fds: list[int]) -> int:
     if pid == 0:
         try:
             isolate.only_these([fds[1], 1, 2])
-            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-            limit = request["memory_bytes"]
-            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+            isolate.set_limit(resource.RLIMIT_AS, request["memory_bytes"])
             _work(socket.socket(fileno=0))
         finally:
             os._exit(0)

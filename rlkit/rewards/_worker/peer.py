@@ -108,7 +108,7 @@ class Peer:
 
     def _refer(self, value: Any) -> Any:
         if isinstance(value, Proxy):
-            return ["yours", object.__getattribute__(value, "_rlkit_id")]
+            return ["yours", value._rlkit_id]
         number = id(value)
         self.mine[number] = value
         if isinstance(value, type) and issubclass(value, BaseException):
@@ -177,12 +177,10 @@ class Proxy:
     def __eq__(self, other: object) -> Any:
         if isinstance(other, Proxy):
             return _ask(self, "eq", other)
-        base = object.__getattribute__(self, "_rlkit_base")
-        return bool(base) and base[0] == other
+        return bool(self._rlkit_base) and self._rlkit_base[0] == other
 
     def __hash__(self) -> int:
-        base = object.__getattribute__(self, "_rlkit_base")
-        return hash(base[0]) if base else object.__getattribute__(self, "_rlkit_id")
+        return hash(self._rlkit_base[0]) if self._rlkit_base else self._rlkit_id
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, Proxy) and bool(_ask(self, "isinstance", instance))
@@ -192,8 +190,7 @@ class Proxy:
 
 
 def _ask(proxy: Proxy, verb: str, *arguments: Any) -> Any:
-    peer = object.__getattribute__(proxy, "_rlkit_peer")
-    return peer.ask(verb, object.__getattribute__(proxy, "_rlkit_id"), *arguments)
+    return proxy._rlkit_peer.ask(verb, proxy._rlkit_id, *arguments)
 
 
 def _forward(verb: str) -> Callable[..., Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import _sitebuiltins
 import atexit
 import builtins
-import io
 import os
 import random
 import sys
@@ -32,9 +31,9 @@ def read_all(fd: int) -> bytes:
 
 def open_streams() -> None:
     """Text streams on fds 0, 1, 2, as Python itself opens them, and the environment that a program sees."""
-    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), "utf-8", "surrogateescape")
-    sys.stdout = _writer(1, "surrogateescape")
-    sys.stderr = _writer(2, "backslashreplace")
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 - by lines
     builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "")  # as the module site does
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     folder = os.getcwd()
@@ -44,11 +43,6 @@ def open_streams() -> None:
     sys.path.insert(0, folder)
     sys.argv = [SOLUTION]
     random.seed(0)
-
-
-def _writer(fd: int, errors: str) -> io.TextIOWrapper:
-    raw = io.FileIO(fd, "w")
-    return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", errors, line_buffering=fd == 2)
 
 
 def fresh_module(name: str) -> types.ModuleType:
