@@ -35,21 +35,6 @@ class Shared(torch.autograd.Function):
         return grad, None
 
 
-class GatheredSum(torch.autograd.Function):
-    """All ranks' rows; every rank uses them for a part of the result, so the gradient is a sum over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        out = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
-        _reduce_scatter(out, grad.contiguous(), group=ctx.group)
-        return out, None
-
-
 class Gathered(torch.autograd.Function):
     """All ranks' rows; every rank computes the same from them, so a rank's gradient is its own slice."""
 
@@ -62,6 +47,16 @@ class Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         first = dist.get_rank(ctx.group) * ctx.rows
         return grad[first : first + ctx.rows], None
+
+
+class GatheredSum(Gathered):
+    """All ranks' rows; every rank uses them for a part of the result, so the gradient is a sum over ranks."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        out = grad.new_empty(ctx.rows, *grad.shape[1:])
+        _reduce_scatter(out, grad.contiguous(), group=ctx.group)
+        return out, None
 
 
 class Exchanged(torch.autograd.Function):

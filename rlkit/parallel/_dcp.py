@@ -47,25 +47,20 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 def optimizer_options(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """What the optimizer holds beside tensors: options per group, and any number it keeps per parameter."""
     names = _names(model, optimizer)
-    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+    groups = [{**g, "params": own} for g, own in zip(optimizer.param_groups, _groups(model, optimizer), strict=True)]
     scalars = {
         names[p]: {key: x for key, x in entry.items() if not isinstance(x, Tensor)}
         for p, entry in optimizer.state.items()
     }
-    own = {"groups": plain(groups, "optimizer.param_groups"), "scalars": plain(scalars, "optimizer.state")}
-    stages = of_stages(model, own)
-    for group, *others in zip(*(stage["groups"] for stage in stages), strict=True):
-        group["params"] = list(dict.fromkeys(name for one in (group, *others) for name in one["params"]))
-    scalars = {name: entry for stage in stages for name, entry in stage["scalars"].items()}
-    return {"groups": stages[0]["groups"], "scalars": scalars}
+    stages = of_stages(model, plain(scalars, "optimizer.state"))
+    merged = {name: entry for stage in stages for name, entry in stage.items()}
+    return {"groups": plain(groups, "optimizer.param_groups"), "scalars": merged}
 
 
 def empty_optimizer_tensors(path: Path, model: nn.Module, optimizer: Optimizer, options: Any) -> dict[str, Tensor]:
     """Room for the state stored in `path`, sharded like the parameters. No optimizer step is needed to make it."""
-    names = _names(model, optimizer)
-    stages = of_stages(model, [[names[p] for p in group["params"]] for group in optimizer.param_groups])
-    groups = [sorted({name for part in parts for name in part}) for parts in zip(*stages, strict=True)]
-    if options is None or groups != [sorted(group["params"]) for group in options["groups"]]:
+    names, groups = _names(model, optimizer), _groups(model, optimizer)
+    if options is None or [*map(sorted, groups)] != [sorted(group["params"]) for group in options["groups"]]:
         raise ValueError(
             f"{path} was written with another optimizer: its parameters or parameter groups differ from the given one's"
         )
@@ -187,15 +182,6 @@ def of_stages(model: nn.Module, value: T) -> list[T]:
     return each_stage(value, mesh=mesh)  # type: ignore[arg-type]
 
 
-def num_bytes(value: Any) -> int:
-    """About what the tensors in nested dicts, lists and tuples take on the disk: the whole ones, however sharded."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size() + 2048  # its record: name, type, shape
-    if isinstance(value, dict | list | tuple):
-        return sum(map(num_bytes, value.values() if isinstance(value, dict) else value))
-    return 0
-
-
 def _quiet() -> None:
     """One process alone is what is meant. (Not `catch_warnings`: it is no thing for threads.)"""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -216,6 +202,13 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
             f"{list(missing[0].shape)}; give all trained modules as one nn.ModuleDict"
         )
     return names
+
+
+def _groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The names in each group of the optimizer, of all pipeline stages."""
+    names = _names(model, optimizer)
+    stages = of_stages(model, [[names[p] for p in group["params"]] for group in optimizer.param_groups])
+    return [list(dict.fromkeys(name for part in parts for name in part)) for parts in zip(*stages, strict=True)]
 
 
 def _clean_name(name: str) -> str:

@@ -27,27 +27,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rlkit.parallel import _files
 from rlkit.parallel._dcp import (
     empty_optimizer_tensors,
     install_optimizer,
     model_tensors,
-    num_bytes,
     of_stages,
     optimizer_options,
     optimizer_tensors,
     plain,
     read_tensors,
     write_tensors,
-)
-from rlkit.parallel._files import (
-    TEMP_PREFIX,
-    crc32,
-    explain_full_disk,
-    remove_folder,
-    removed_on_error,
-    replace_folder,
-    require_room,
-    write_file,
 )
 from rlkit.parallel._ranks import first, rank, together, world_size
 from rlkit.parallel.weights import export_hf as export_hf
@@ -138,7 +128,8 @@ def make_job(
     files = {_rank_file(): _serialized(_random_states())}
     if rank() == 0:
         files["state.pt"] = _serialized(side)
-    sizes = of_stages(model, {name: num_bytes(x) for name, x in tensors.items()})
+    record = 2048  # of each tensor: name, type, shape
+    sizes = of_stages(model, {name: x.numel() * x.element_size() + record for name, x in tensors.items()})
     size = sum({name: size for stage in sizes for name, size in stage.items()}.values())
     return Job(Path(folder), step, keep, tensors, size, files)
 
@@ -146,13 +137,13 @@ def make_job(
 def write_job(job: Job, *, group: dist.ProcessGroup | None = None) -> Path:
     """Write a checkpoint, publish it and delete old ones. `group`: all ranks, in a group that nobody else uses now."""
     final = job.folder / f"step_{job.step:08d}"
-    temp = job.folder / (TEMP_PREFIX + final.name)
+    temp = job.folder / (_files.TEMP_PREFIX + final.name)
     own = len(job.files[_rank_file()])
     needed = job.size + sum(map(len, job.files.values())) + (world_size() - 1) * own + (1 << 16)
     what = f"the checkpoint of step {job.step}"
     first(lambda: _make_room(job.folder, temp, what, needed), group=group)
-    cleanup = removed_on_error(temp) if rank() == 0 else nullcontext()
-    with explain_full_disk(what, job.folder, needed=needed, fix=_SAVE_FIX), cleanup:
+    cleanup = _files.removed_on_error(temp) if rank() == 0 else nullcontext()
+    with _files.explain_full_disk(what, job.folder, needed=needed, fix=_SAVE_FIX), cleanup:
         write_tensors(job.tensors, temp, group=group)
         files = together(lambda: _write_files(job.files, temp), group=group)
         first(lambda: _publish(job.step, files, temp, final), group=group)
@@ -163,20 +154,20 @@ def write_job(job: Job, *, group: dist.ProcessGroup | None = None) -> Path:
 def _make_room(folder: Path, temp: Path, what: str, needed: int) -> None:
     """Delete what crashed saves left, refuse early where the disk is too full, and make the temporary folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(TEMP_PREFIX + "*"):
-        remove_folder(leftover)
-    require_room(what, folder, needed=needed, fix=_SAVE_FIX)
+    for leftover in folder.glob(_files.TEMP_PREFIX + "*"):
+        _files.remove_folder(leftover)
+    _files.require_room(what, folder, needed=needed, fix=_SAVE_FIX)
     temp.mkdir()
 
 
 def _write_files(files: dict[str, bytes], temp: Path) -> dict[str, dict[str, int]]:
     """Write this rank's other files; name, size and checksum of every file that this rank wrote."""
     for name, data in files.items():
-        write_file(temp / name, data)
+        _files.write_file(temp / name, data)
     own = [temp / name for name in files] + [f for f in temp.iterdir() if f.name.startswith(f"__{rank()}_")]
     if rank() == 0:
         own.append(temp / ".metadata")
-    return {f.name: {"size": f.stat().st_size, "crc32": crc32(f)} for f in own}
+    return {f.name: {"size": f.stat().st_size, "crc32": _files.crc32(f)} for f in own}
 
 
 def _publish(step: int, files: list[dict[str, dict[str, int]]], temp: Path, final: Path) -> None:
@@ -194,20 +185,20 @@ def _publish(step: int, files: list[dict[str, dict[str, int]]], temp: Path, fina
         "torch": torch.__version__,
         "files": {name: entry for of_rank in files for name, entry in sorted(of_rank.items())},
     }
-    write_file(temp / _MANIFEST, json.dumps(manifest, indent=1).encode())
-    replace_folder(temp, final)
+    _files.write_file(temp / _MANIFEST, json.dumps(manifest, indent=1).encode())
+    _files.replace_folder(temp, final)
 
 
 def _prune(folder: Path, keep: int) -> None:
     for path in _complete(folder)[:-keep]:
-        remove_folder(path)
+        _files.remove_folder(path)
 
 
 def _complete(folder: Path) -> list[Path]:
     """Complete checkpoints, in the order in which they were written."""
     if not folder.is_dir():
         return []
-    found = {path: _manifest(path) for path in folder.iterdir() if not path.name.startswith(TEMP_PREFIX)}
+    found = {path: _manifest(path) for path in folder.iterdir() if not path.name.startswith(_files.TEMP_PREFIX)}
     return sorted((p for p, m in found.items() if m), key=lambda p: found[p]["order"])
 
 
@@ -230,7 +221,7 @@ def _verified(path: Path) -> dict[str, Any]:
             "latest_checkpoint(folder) finds the newest complete one"
         )
     mine = list(manifest["files"].items())[rank() :: world_size()]
-    found = together(lambda: [name for name, entry in mine if crc32(path / name) != entry["crc32"]])
+    found = together(lambda: [name for name, entry in mine if _files.crc32(path / name) != entry["crc32"]])
     if changed := [name for names in found for name in names]:
         raise ValueError(f"{path}: {', '.join(changed)} changed after it was written; delete it to use an earlier one")
     return manifest
