@@ -10,6 +10,7 @@ Every row holds `prompt` (a string) or `messages`, and `chosen` and `rejected` (
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,8 @@ class Args(shared.Args):
     """weight of the chosen response's NLL per token (orpo and cpo: 1 in their papers)"""
     reference: str | None = None
     """reference model; None: the initial weights of `model` (with LoRA, `model` without its adapter: no second one)"""
+    precompute_reference: bool = False
+    """compute the reference's log-probs once, before training, and free it: less memory, less work from epoch 2 on"""
     lora_rank: int = 0
     """rank of LoRA adapters on all linear layers, which then are all that trains; 0: every weight (needs peft)"""
     lr: float = 1e-6
@@ -45,7 +48,7 @@ class Args(shared.Args):
 def main(args: Args) -> Path:
     from rlkit.data.chat import check_same_tokens
     from rlkit.data.pairs import preference_pairs
-    from rlkit.loops.dpo import dpo
+    from rlkit.loops.dpo import dpo, with_reference
     from rlkit.parallel.launch import load_policy, reference_of
 
     loss, reduce, needs_reference = loss_of(args)
@@ -54,7 +57,15 @@ def main(args: Args) -> Path:
         check_same_tokens(tokenizer, args.reference)
     load = partial(load_policy, args=args.parallel, device=args.device, dtype=args.dtype)
     model = load(args.model, lora_rank=args.lora_rank)
-    reference = reference_of(model, args.reference, path=args.model, load=load) if needs_reference else None
+    reference = None
+    if needs_reference and args.precompute_reference:
+        first = load(args.reference) if args.reference else model  # a checkpoint is only read later
+        scoring = {"max_tokens": args.max_tokens, "dtype": args.dtype}
+        pairs, held_out = with_reference(pairs, first, **scoring), with_reference(held_out, first, **scoring)
+        del first
+        gc.collect()  # a sharded model is part of cycles
+    elif needs_reference:
+        reference = reference_of(model, args.reference, path=args.model, load=load)
     how = {"reference": reference, "loss": loss, "reduce": reduce, "sft_coef": args.sft_coef}
     return dpo(model, tokenizer, pairs, eval_pairs=held_out, **how, **options)
 
@@ -76,6 +87,8 @@ def loss_of(args: Args) -> tuple[Any, Any, bool]:
     free = args.loss in ("simpo", "orpo", "cpo")
     if free and args.reference:
         raise ValueError(f"--loss {args.loss} compares log-probs without a reference: drop --reference")
+    if free and args.precompute_reference:
+        raise ValueError(f"--loss {args.loss} has no reference: drop --precompute-reference")
     reduce = seq_mean if args.loss in ("simpo", "orpo", "ipo") else seq_sum
     return partial(getattr(losses, args.loss), **options), reduce, not free
 

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pair:
-    """The tokens of a prompt and of its two responses, end of turn included."""
+    """The tokens of a prompt and of its two responses, end of turn included.
+
+    `ref_logp` are a reference's log-probs of the two, where they were computed beforehand.
+    """
 
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
+    ref_logp: tuple[Sequence[float], Sequence[float]] | None = None
 
 
 def preference_pairs(

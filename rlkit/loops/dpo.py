@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ from rlkit.data.pairs import Pair
 from rlkit.loops.supervised import check_fits, response, train_examples
 from rlkit.loops.verbs import reference_policy
 from rlkit.metrics import Metrics, mean
-from rlkit.packing import pack
-from rlkit.parallel.model import forward, mesh_of, with_ref_logp
-from rlkit.segments import seq_mean, seq_sum
+from rlkit.packing import pack, with_streams
+from rlkit.parallel.model import forward, mesh_of, score, with_ref_logp
+from rlkit.segments import seq_lens, seq_mean, seq_sum
 from rlkit.types import Batch, Trajectory
+
+_AT_ONCE = 256  # pairs that are packed together to be scored
 
 
 def dpo(
@@ -55,7 +59,8 @@ def dpo(
         dpo(..., loss=partial(losses.orpo, beta=0.1), reduce=seq_mean, sft_coef=1.0)         ORPO
 
     plus `sft_coef` times the chosen response's mean NLL per token. The reference's log-probs are computed with each
-    batch, without gradient. The two losses that couple the pairs of a batch (`aot`, `aot_paired`) see a micro-batch.
+    batch, without gradient; or once for all of them, by `with_reference`. The two losses that couple the pairs of a
+    batch (`aot`, `aot_paired`) see a micro-batch.
 
     Logged: `accuracy` (the chosen number is the larger one), `margin`, `chosen`, `rejected` (the numbers themselves),
     and the mean log-probs per token `logp/chosen`, `logp/rejected`: where `logp/chosen` falls, consider `sft_coef`.
@@ -64,7 +69,13 @@ def dpo(
     policy = partial(forward, model, dtype=dtype)
     ref_policy = reference_policy(policy, model, reference)
 
+    scored = {pair.ref_logp is not None for pair in (*pairs, *eval_pairs)}
+    if True in scored and (False in scored or reference is not None):
+        raise ValueError("pairs carry a reference's log-probs (`with_reference`): all of them, and without `reference`")
+
     def prepare(batch: Batch) -> Batch:
+        if True in scored:
+            return with_streams(batch, ref_logp=batch.rollout_logp)
         return with_ref_logp(ref_policy, batch, max_tokens=max_tokens, mesh=mesh)
 
     def pair_losses(micro: Batch) -> tuple[Tensor, Metrics]:
@@ -82,6 +93,27 @@ def dpo(
         max_tokens=max_tokens, eval_pairs=eval_pairs, eval_steps=eval_steps, save_steps=save_steps, keep=keep,
         seed=seed, resume=resume,
     )  # fmt: skip
+
+
+def with_reference(pairs: Sequence[Pair], model: Any, *, max_tokens: int = 16384, dtype: str = "fp32") -> list[Pair]:
+    """The pairs with the log-probs that `model` gives their responses now: `dpo` then needs no reference in memory.
+
+        pairs = with_reference(pairs, model)                # before training the model is its own reference
+        dpo(model, tokenizer, pairs, ...)                   # in every epoch, on a resumed run too: the same numbers
+
+    One forward over the pairs, 4 bytes a token on every rank, and no forward of a reference in any step: less work from
+    the second epoch on. The numbers are those of `dpo(reference=...)` up to the rounding of other micro-batches, which
+    decides the `accuracy` of a model that still is its reference.
+    Differs: TRL's `precompute_ref_log_probs` keeps sums, in a cache file.
+    """
+    policy, found = partial(forward, model, dtype=dtype), []
+    for start in range(0, len(pairs), _AT_ONCE):
+        some = pairs[start : start + _AT_ONCE]
+        batch = pack(pair_trajectories(some))
+        logp = score(policy, batch, max_tokens=max_tokens, mesh=mesh_of(model))
+        rows = [array("f", row.tolist()) for row in logp.split(seq_lens(batch.cu_seqlens).tolist())]
+        found += [replace(p, ref_logp=both) for p, both in zip(some, zip(rows[0::2], rows[1::2]), strict=True)]
+    return found
 
 
 def train_pairs(
@@ -122,4 +154,7 @@ def pair_metrics(numbers: Tensor) -> Metrics:
 
 def pair_trajectories(pairs: Sequence[Pair]) -> list[list[Trajectory]]:
     """One group a pair, chosen before rejected: the prompt is stored, and forwarded, once for both."""
-    return [[response(p.prompt, p.chosen), response(p.prompt, p.rejected)] for p in pairs]
+    return [
+        [response(p.prompt, ids, logp=logp) for ids, logp in zip((p.chosen, p.rejected), p.ref_logp or (None, None))]
+        for p in pairs
+    ]

@@ -33,9 +33,11 @@ def check_fits(sizes: Iterable[int], *, max_tokens: int, what: str) -> None:
         )
 
 
-def response(prompt: list[int], ids: list[int], *, reward: float = 0.0) -> Trajectory:
+def response(
+    prompt: list[int], ids: list[int], *, reward: float = 0.0, logp: Sequence[float] | None = None
+) -> Trajectory:
     """A response that was written down, all of it to be trained on."""
-    return Trajectory(prompt, ids, [True] * len(ids), [0.0] * len(ids), [-1] * len(ids), reward)
+    return Trajectory(prompt, ids, [True] * len(ids), list(logp or [0.0] * len(ids)), [-1] * len(ids), reward)
 
 
 def train_examples(

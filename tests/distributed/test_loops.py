@@ -14,7 +14,7 @@ from rlkit.data.labelled import Labelled
 from rlkit.data.pairs import Pair
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.dpo import dpo
+from rlkit.loops.dpo import dpo, with_reference
 from rlkit.loops.kto import kto
 from rlkit.loops.ppo import ppo
 from rlkit.loops.reward_model import reward_model
@@ -92,6 +92,23 @@ def on_rank(rank, world, name, path, folder, sizes):
     mesh = make_mesh(Parallel(**sizes))
     engine = lambda: SharedEngine(Engine(load_model(path)) if rank == 0 else None)
     return trained(name, path, folder, cut=lambda model: parallelize(model, mesh), engine=engine)
+
+
+def scored(model):
+    return [[list(logp) for logp in pair.ref_logp] for pair in with_reference(PAIRS, model, max_tokens=40)]
+
+
+def scored_on_rank(rank, world, path, sizes):
+    return scored(parallelize(load_model(path), make_mesh(Parallel(**sizes))))
+
+
+def test_every_rank_gets_the_references_log_probs_of_all_pairs(ranks, path):
+    alone = scored(load_model(path))
+    assert [list(map(len, both)) for both in alone] == [[len(p.chosen), len(p.rejected)] for p in PAIRS]
+    for found in ranks.run(scored_on_rank, path, {"pp": 2}):
+        for a, b in zip(found, alone, strict=True):
+            assert a[0] == pytest.approx(b[0], abs=1e-5)
+            assert a[1] == pytest.approx(b[1], abs=1e-5)
 
 
 LAYOUTS = [("dpo", {"pp": 2, "tp": 2}), ("kto", {"pp": 2}), ("reward model", {"pp": 2}), ("ppo", {"pp": 2})]

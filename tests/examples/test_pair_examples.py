@@ -53,6 +53,7 @@ def numbers(output):
     [
         ("dpo", []),
         ("dpo", ["--loss", "simpo", "--beta", "2"]),
+        ("dpo", ["--loss", "ipo", "--lora-rank", "4", "--precompute-reference"]),
         ("kto", []),
         ("kto", ["--loss", "apo_zero", "--lora-rank", "4", "--undesirable-weight", "3"]),
         ("reward_model", ["--dtype", "bf16"]),
@@ -74,6 +75,7 @@ def test_flags_that_do_not_go_together_are_refused(task, tmp_path):
     for flags, message in [
         (["--loss", "ipo", "--label-smoothing", "0.1"], "--label-smoothing is not part of ipo"),
         (["--loss", "orpo", "--reference", str(task / "model")], "drop --reference"),
+        (["--loss", "cpo", "--precompute-reference"], "cpo has no reference: drop --precompute-reference"),
         (["--loss", "hinge", "--gamma", "2"], "--gamma is the margin of simpo, and not part of hinge: drop it"),
         (["--reference", str(task / "nothing")], "no folder; give a folder saved by save_pretrained"),
     ]:

@@ -14,7 +14,7 @@ from rlkit import losses
 from rlkit.data.pairs import Pair
 from rlkit.data.sft import Example
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.dpo import dpo
+from rlkit.loops.dpo import dpo, with_reference
 from rlkit.loops.reward_model import reward_model
 from rlkit.loops.sft import sft
 from rlkit.parallel.heads import load_reward_model
@@ -142,6 +142,28 @@ def test_an_adapter_leaves_out_what_it_learned_for_its_reference(tmp_path):
     torch.testing.assert_close(adapted(ids).logits, whole(ids).logits, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="reference is the model that trains"):
         run(tmp_path / "same", dpo, whole, reference=whole)
+
+
+def test_log_probs_of_the_reference_that_were_computed_once_give_the_same_lines(tmp_path, monkeypatch):
+    """Over two epochs, with evaluation and a resumed run; the model before training is its own reference."""
+    import rlkit.loops.dpo as module
+
+    monkeypatch.setattr(module, "_AT_ONCE", 7)
+    whole = run(tmp_path / "whole", reference=small_model(), steps=9)
+    for steps, resume in ((4, False), (9, True)):
+        model = small_model()
+        scored = [with_reference(pairs, model, max_tokens=25) for pairs in (make_pairs(40), make_pairs(10)[3:])]
+        options = {"folder": tmp_path / "run", "batch_size": 8, "eval_steps": 3, "steps": steps, "resume": resume}
+        dpo(model, tokenizer(), scored[0], eval_pairs=scored[1], lr_at=lambda step: 3e-3, **options)
+    for a, b in zip(lines_of(tmp_path / "run"), whole, strict=True):
+        ties = {"accuracy", "eval/accuracy"} if b["step"] <= 1 else set()  # before a step: equal up to rounding
+        for key in b.keys() - {k for k in b if k.startswith("time/")} - ties:
+            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), key
+    assert whole[-1]["margin"] > 1
+    other = {"folder": tmp_path / "other", "steps": 1, "lr_at": lambda step: 0.0}
+    for rows, options in [(scored[0], {"reference": small_model()}), (scored[0], {"eval_pairs": make_pairs(3)})]:
+        with pytest.raises(ValueError, match=r"pairs carry a reference's log-probs .* all of them, and without"):
+            dpo(small_model(), tokenizer(), rows, **other, **options)
 
 
 def test_a_pair_that_no_micro_batch_holds_is_refused(tmp_path):
