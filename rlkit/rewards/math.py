@@ -26,6 +26,7 @@ from rlkit.rewards.extract import last_boxed, last_tag
 _SERVER = Server("mathd", flags=(), environment=dict(os.environ))
 _MEMORY_BYTES = 2 << 30
 _MAX_BYTES = 100_000  # of a question
+_SEARCHED = 12_000  # characters at the end of a text; they fit into a question in any alphabet
 _AROUND = re.compile(r"\\(?:text)?color\{\w+\}|(?:\\[ ,;:!]?|~|\s)+$|(?<=[\w})\]])\.$")  # at the end: space, a stop
 
 
@@ -68,6 +69,7 @@ async def anywhere(
     """1 if what math-verify takes for the answer of the text after the last `</think>` equals `row[column]`, else 0.
 
     It prefers a box, then "the answer is ...", then the last formula or number: lenient, for models without a format.
+    Of a long text the last 12 000 characters are read.
 
     Differs: TRL's `accuracy_reward` and verl's `math_verify` read the thinking, too.
     """
@@ -75,7 +77,7 @@ async def anywhere(
 
 
 async def equal(gold: str, answer: str, *, search: bool = False, timeout_s: float = 10.0) -> Verdict:
-    """Whether two answers are the same mathematics. With `search`, `answer` is a text in which to look for one.
+    """Whether two answers are the same mathematics. With `search`, `answer` is a text at whose end to look for one.
 
     `timeout_s` is for this comparison; the wait for a free worker (there are as many as cores) does not count.
     Raises ValueError if the gold answer cannot be parsed, RuntimeError if math-verify cannot be loaded.
@@ -83,7 +85,7 @@ async def equal(gold: str, answer: str, *, search: bool = False, timeout_s: floa
     Limits: equal texts are equal without asking. Not symmetric (a gold `x = 5` equals 5), and letters are variables:
     `ab` equals `ba`. Floats are rounded to 6 decimals.
     """
-    gold, answer = _bare(gold), answer if search else _bare(answer)
+    gold, answer = _bare(gold), answer[-_SEARCHED:] if search else _bare(answer)
     if not search and gold and gold == answer:
         return Verdict(True, True, "")
     question = json.dumps({"gold": gold, "answer": answer, "search": search}).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import textwrap
 from functools import partial
 
@@ -135,7 +136,8 @@ async def test_functions_and_classes_are_called():
     verdict = await check(solution, tests)
     assert verdict["reward"] == 1.0, verdict
     failing = await check("def add(a): return a", [tests[-1]])
-    assert failing["reason"] == "test 1 of 1: SystemExit: True at unittest.main()"
+    code = 1 if sys.version_info >= (3, 12) else True
+    assert failing["reason"] == f"test 1 of 1: SystemExit: {code} at unittest.main()"
     broken = await check(
         "def add(a, b): return a - b", ["assert add(1, 1) == 0", "assert add(1, 2) == 3", "assert add"]
     )

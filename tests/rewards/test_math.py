@@ -99,6 +99,13 @@ async def test_the_answer_tag_and_a_search_anywhere():
     assert (await anywhere("<think>The answer is 1/4.</think> It is 3.", row))["reward"] == 0.0
 
 
+@pytest.mark.parametrize("filler", ["we think and think ", "我们想一想。"])
+async def test_an_answer_after_a_long_text_is_found(filler):
+    text = filler * 20_000 + "\nThe answer is 1/4."
+    assert (await anywhere(text, {"answer": "0.25"}, timeout_s=60))["reward"] == 1.0
+    assert (await anywhere(text, {"answer": "0.5"}, timeout_s=60))["reward"] == 0.0
+
+
 async def test_an_answer_that_hangs_is_undecided_and_the_next_is_not():
     verdict = await boxed(f"\\boxed{{{HANGS}}}", {"answer": "1"}, timeout_s=0.5)
     assert verdict == {
