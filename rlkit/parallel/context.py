@@ -5,7 +5,7 @@ and late ones many, so each rank has about the same work on one long sequence, a
 attention looks across ranks, in one of two ways:
 
     gather_keys   all-gather keys and values, each rank computes its own queries: any head count, O(stream) memory for
-                  one layer's keys
+                  one layer's keys, and for every layer's until the backward without activation checkpointing
     ulysses       all-to-all from tokens to heads and back: each rank computes all tokens of its heads; the volume falls
                   as 1 / cp, and cp must divide the heads (arXiv:2309.14509)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -31,16 +30,13 @@ def load_policy(
 ) -> Any:
     """The model of a script's flags: cut over the ranks by `load_parallel`, or in a plain process by `load_model`.
 
-    With `lora_rank` adapters of that rank are all that trains (alpha is twice the rank); then every rank holds the
-    whole model in CPU memory before it is cut.
+    With `lora_rank` adapters of that rank are all that trains (alpha is twice the rank).
     """
-    if lora_rank:
-        load = partial(_load_with_adapters, rank=lora_rank)
-        return _load_whole(load, path, args, device, dtype)
     mesh = open_mesh(args, device=device)
-    if mesh is None:
-        return load_model(path, device=device)
-    return load_parallel(path, mesh, **_options(args, dtype))
+    if mesh is not None:
+        return load_parallel(path, mesh, lora_rank=lora_rank, **_options(args, dtype))
+    model = load_model(path, device=device)
+    return add_lora(model, rank=lora_rank, alpha=2 * lora_rank) if lora_rank else model
 
 
 def reference_of(model: Any, given: str | None, *, path: str, load: Callable[..., Any]) -> Any:
@@ -56,10 +52,6 @@ def load_judge(path: str | os.PathLike[str], args: ParallelArgs, *, device: str 
 def load_critic(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
     """Likewise a critic, as `load_judge`."""
     return _load_whole(load_value_model, path, args, device, dtype)
-
-
-def _load_with_adapters(path: str | os.PathLike[str], *, rank: int, device: str = "cpu") -> Any:
-    return add_lora(load_model(path, device=device), rank=rank, alpha=2 * rank)
 
 
 def _load_whole(

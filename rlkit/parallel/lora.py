@@ -1,6 +1,7 @@
 """LoRA through `peft`: low-rank updates of the linear layers are all that trains.
 
-    model = add_lora(load_model(path), rank=16)              # then `parallelize`, `adamw`, `forward` as ever
+    model = add_lora(load_model(path), rank=16)              # then `adamw`, `forward` as ever
+    model = load_parallel(path, mesh, lora_rank=16)          # on many ranks
     reference = without_adapter(policy, model)               # the model it started from, in the same memory
     await engine.update_weights(stream_weights(model), ...)  # merged weights under their checkpoint names
     save_adapter(model, folder)                              # a few MB, which `peft` and engines load
@@ -11,6 +12,7 @@ tensor parallel, and not on fused expert weights, which are no linear layers. Re
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,17 +42,38 @@ def add_lora(
 ) -> Any:
     """Freeze `model` and add an adapter to each target, in place; call it before `parallelize`.
 
-    b starts at 0, so nothing changes until the first step; a depends on `seed` only, and is alike on all ranks.
+    b starts at 0, so nothing changes until the first step; a depends on `seed` and its layer only, on any layout.
     `targets`: module names as peft takes them, such as ["q_proj", "v_proj"]; "all-linear" is all but the head.
     """
     import peft
 
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
         peft.inject_adapter_in_model(config, model)
+    reset_adapters(model, seed=seed)
     model.rlkit_lora = config
     return model
+
+
+@torch.no_grad()
+def reset_adapters(model: nn.Module, *, seed: int = 0) -> None:
+    """Give the adapters what they start with (a as in `peft`), also those of a model that is cut already."""
+    for name, layer in model.named_modules():
+        if (adapter := adapter_of(layer)) is not None:
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+            bound = adapter.a.shape[1] ** -0.5
+            a = torch.empty(adapter.a.shape, device="cpu").uniform_(-bound, bound, generator=generator)
+            _copy(a, adapter.a)
+            adapter.b.zero_()
+
+
+def _copy(whole: Tensor, to: Any) -> None:
+    if not hasattr(to, "placements"):
+        to.copy_(whole)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    to.to_local().copy_(distribute_tensor(whole, to.device_mesh, to.placements, src_data_rank=None).to_local())
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:

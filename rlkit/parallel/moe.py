@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,9 @@ from rlkit.parallel.mesh import Mesh, grid
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+# A fused weight holds these, one after the other, in the dimension after the experts'.
+PARTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
 
 
 def split_experts(model: Any, mesh: Mesh, **fsdp: Any) -> None:
@@ -80,7 +84,7 @@ def expert_parallel(
     sent = chosen.flatten().bincount(minlength=experts.num_experts).view(ep, -1)
     got = torch.empty_like(sent)
     dist.all_to_all_single(got, sent, group=group)
-    there, here = sent.sum(1).tolist(), got.sum(1).tolist()
+    there, here = torch.stack((sent, got)).sum(2).tolist()
     rows = Exchanged.apply(hidden[:, None].expand(-1, k, -1).flatten(0, 1)[order], there, here, group)
     ids = torch.arange(got.shape[1], device=hidden.device).repeat(ep)
     by_expert = ids.repeat_interleave(got.flatten(), output_size=rows.shape[0]).argsort(stable=True)
@@ -101,3 +105,40 @@ def _grouped(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
         gate, value = F.linear(x, w_up).chunk(2, -1)
         out.append(F.linear(experts.act_fn(gate) * value, w_down))
     return torch.cat(out)
+
+
+@torch.no_grad()
+def read_experts(model: nn.Module, folder: Path) -> list[str]:
+    """Fill the fused experts of a cut model from the files of `folder`, which hold each apart, in place; their names.
+
+    Errors: ValueError naming weights that the files lack.
+    """
+    from safetensors import safe_open
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    fused = {name: parts for name, _ in model.named_parameters() for end, parts in PARTS.items() if name.endswith(end)}
+    stored: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors") if fused else ():
+        file = safe_open(path, framework="pt")
+        stored |= dict.fromkeys(file.keys(), file)
+    for name, parts in fused.items():
+        param: Any = model.get_parameter(name)
+        _, (first, *rest) = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+        for i, target in enumerate(param.to_local()):
+            wanted = [f"{name.rsplit('.', 1)[0]}.{first + i}.{part}.weight" for part in parts]
+            if missing := [x for x in wanted if x not in stored]:
+                raise ValueError(f"{folder} does not hold this model: {missing[0]} is missing")
+            _copy_rows(target, [stored[x].get_slice(x) for x in wanted], rest)
+    return list(fused)
+
+
+def _copy_rows(target: Tensor, parts: list[Any], offset: list[int]) -> None:
+    """`target` is the block at `offset` of the parts stacked on top of each other."""
+    (row, column), (height, width) = offset, target.shape
+    start = 0
+    for part in parts:
+        size = part.get_shape()[0]
+        a, b = max(row, start), min(row + height, start + size)
+        if a < b:
+            target[a - row : b - row] = part[a - start : b - start, column : column + width].to(target)
+        start += size

@@ -25,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlkit.parallel.attention import register
 from rlkit.parallel.mesh import Mesh
-from rlkit.parallel.moe import split_experts
-from rlkit.parallel.moe_files import read_experts
+from rlkit.parallel.moe import read_experts, split_experts
 from rlkit.parallel.pipeline import cut_stage, mark_copies
 from rlkit.parallel.plans import COVERED, check_model, tensor_plan
 
@@ -150,25 +149,33 @@ def tie(model: Any) -> None:
         model.get_output_embeddings().weight = model.base_model.embed_tokens.weight
 
 
-def load_parallel(path: str | os.PathLike[str], mesh: Mesh, **options: Any) -> Any:
+def load_parallel(path: str | os.PathLike[str], mesh: Mesh, *, lora_rank: int = 0, **options: Any) -> Any:
     """A causal LM from a folder or hub id, cut over the mesh; no rank ever holds all of it.
 
     It is built on the meta device, cut, and then each rank reads its shards from the safetensors files. The options are
-    those of `parallelize`. A hub id is downloaded once per node.
+    those of `parallelize`. A hub id is downloaded once per node. With `lora_rank` adapters of that rank are all that
+    trains (see `rlkit.parallel.lora`; alpha is twice the rank).
 
     Errors: those of `parallelize`; FileNotFoundError for a folder without config or weights; ValueError naming weights
     that the files lack or hold in another shape.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    from rlkit.parallel.lora import add_lora, reset_adapters
 
     folder = local_folder(path)
     config = AutoConfig.from_pretrained(folder)
     check_model(config)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if (folder / "generation_config.json").is_file():  # an export must stop where the model did
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if lora_rank:
+        add_lora(model, rank=lora_rank, alpha=2 * lora_rank)
     parallelize(model, mesh, **options)
     read_weights(model, folder, device="cpu" if options.get("offload") else mesh.device)
+    reset_adapters(model)
     return model
 
 
@@ -186,7 +193,8 @@ def read_weights(model: Any, folder: Path, *, device: torch.device | str) -> Non
             model._init_weights(module)
         for name, x in module._buffers.items():  # offloading is for parameters
             module._buffers[name] = x if x is None else x.to(model.rlkit_mesh.device)
-    weights: dict[str, Any] = get_model_state_dict(model)
+    held: dict[str, Any] = get_model_state_dict(model)
+    weights = {name.replace(".base_layer.", "."): x for name, x in held.items() if ".lora_" not in name}
     if is_tied(model):
         weights.pop("lm_head.weight", None)
     for name in read_experts(model, folder):

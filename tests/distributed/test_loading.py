@@ -17,6 +17,7 @@ from rlkit.types import Trajectory
 def save(folder, *, tied, dtype=torch.float32, **options):
     sizes = {"hidden": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 44}
     model = tiny_model(tiny_tokenizer(), **sizes, tie_word_embeddings=tied, seed=7)
+    model.generation_config.eos_token_id = [5, 7]
     model.to(dtype).save_pretrained(folder, **options)
 
 
@@ -32,6 +33,7 @@ def load_on_rank(rank, world, folder, sizes, options):
     held = {name for stage in each_stage(set(names), mesh=mesh_of(model)) for name in stage}
     assert held == dict(true.named_parameters()).keys()
     assert all(p.dtype == torch.float32 and not p.is_meta for p in names.values())
+    assert model.generation_config.eos_token_id == true.generation_config.eos_token_id == [5, 7]
     true_names = dict(true.named_parameters())
     for name, p in names.items():
         assert torch.equal(p.full_tensor(), true_names[name]), name

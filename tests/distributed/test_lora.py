@@ -10,13 +10,15 @@ import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.packing import pack
+from rlkit.parallel import launch
 from rlkit.parallel.checkpoint import load_checkpoint, save_checkpoint
 from rlkit.parallel.data import rank_microbatches
-from rlkit.parallel.lora import adapter_off, adapters, add_lora, save_adapter, without_adapter
+from rlkit.parallel.flags import ParallelArgs
+from rlkit.parallel.lora import adapter_off, adapter_weights, adapters, add_lora, save_adapter, without_adapter
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.parallel.model import forward, prepare, score
 from rlkit.parallel.optim import adamw, optimizer_step
-from rlkit.parallel.parallelize import parallelize
+from rlkit.parallel.parallelize import mesh_of, parallelize
 from rlkit.parallel.weights import export_hf, stream_weights
 from rlkit.rollout.local import LocalEngine
 from rlkit.types import SamplingParams, Trajectory
@@ -140,3 +142,28 @@ def test_four_ranks_train_the_same_adapter(ranks, trained, tmp_path, sizes, opti
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "adapter").merge_and_unload()
     torch.testing.assert_close(logp(prepare(loaded)), expected, atol=1e-4, rtol=1e-4)
+
+
+def from_files_on_rank(rank, world, folder, sizes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "load_model", None)  # it would hold the whole model on every rank
+        model = launch.load_policy(folder, ParallelArgs(**sizes), lora_rank=4)
+    before = {name: x.clone() for name, x in adapter_weights(model)}
+    train(model, mesh_of(model))
+    return before, {name: x.clone() for name, x in stream_weights(model)}
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 4}, {"replicate": 2}, {"pp": 2, "offload": True}])
+def test_ranks_read_their_shards_and_start_with_the_adapter_of_one_process(ranks, tmp_path, sizes):
+    base().save_pretrained(tmp_path)
+    alone = launch.load_policy(tmp_path, ParallelArgs(), lora_rank=4)
+    start = {name: x.clone() for name, x in adapter_weights(alone)}
+    assert min(float(x.std()) for name, x in start.items() if "lora_A" in name) > 0.05
+    train(alone)
+    truth = dict(stream_weights(alone))
+    for before, weights in ranks.run(from_files_on_rank, tmp_path, sizes):
+        assert before.keys() == start.keys()
+        assert all(torch.equal(x, start[name]) for name, x in before.items())
+        assert weights.keys() == truth.keys()
+        for name, x in weights.items():
+            torch.testing.assert_close(x, truth[name], atol=3e-6, rtol=1e-5)
