@@ -87,6 +87,29 @@ async def test_a_failing_program_is_told_apart(source, reason):
     assert (await run(source)).reason.startswith(reason)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import atexit, io, sys\nsys.stdout = io.StringIO()\n"
+        "atexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nprint(5)",
+        "out = open(1, 'w')\nout.write('5')\nprint('4')",
+        "import io, sys\nprint(5)\nsys.stdout = io.StringIO()\nprint(6)",
+        "import sys\nprint(5)\nsys.stdout.close()",
+        "import sys\nprint(5)\nsys.stdout.flush()\nsys.stdout = None",
+        "import io, os, sys\nclass Fast(io.IOBase):\n    def __init__(self): self.buffer = io.BytesIO()\n"
+        "    def write(self, text): self.buffer.write(text.encode())\n"
+        "    def flush(self): os.write(1, self.buffer.getvalue()); self.buffer.truncate(0), self.buffer.seek(0)\n"
+        "sys.stdout = Fast()\nprint(5)",
+    ],
+)
+async def test_what_is_left_in_a_buffer_comes_out_as_python_writes_it(source):
+    plain = subprocess.run(
+        [sys.executable, "-S", "-c", source], capture_output=True, text=True, check=True, timeout=200
+    )
+    ran = await run(source)
+    assert (ran.reason, ran.stdout) == ("", plain.stdout)
+
+
 async def test_endless_programs_end_in_time():
     sources = ["while True: pass", "import time; time.sleep(1000)"]
     loops, sleeps = await asyncio.gather(*(run(source, limits=SOON) for source in sources))
