@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ import torch
 from aiohttp import web
 
 from rlkit.rollout._http import Http, ReplicaError
-from rlkit.rollout._sglang_replicas import Replicas
 from rlkit.rollout.sglang import FromGroup, SGLang
+from rlkit.rollout.sglang.replicas import Replicas
 from rlkit.types import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=3)
@@ -348,9 +349,11 @@ async def test_an_update_that_fails_anywhere_refuses_at_once_and_lets_go(page: s
 async def test_a_layout_that_sglang_cannot_send_weights_to_is_refused() -> None:
     seen: list[str] = []
     pages = noting(seen, server_info=({"tp_size": 2, "dp_size": 4},))
-    async with serving(good, **pages) as urls, SGLang(urls) as engine:
+    async with serving(good, **pages) as urls:
+        engine = SGLang(urls)  # an update may be its first call
         with pytest.raises(ValueError, match="pp_size 1 and dp_size 4"):
             await engine.update_weights([("w", torch.ones(3))], version=1)
+        await engine.close()
     assert "pause_generation" not in seen
 
 
@@ -386,6 +389,20 @@ async def test_progress_counts_what_waits_inside_the_servers() -> None:
         release.set()
         await asyncio.gather(*tasks)
         assert engine.progress == (0, 0, 18)
+
+
+async def test_a_server_that_was_updated_from_disk_is_still_known_by_its_checkpoint(tmp_path: Path) -> None:
+    """SGLang then names the folder of the update as its model, which has no config and is deleted later."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+    paths = iter([str(tmp_path), "/updates/3"])
+
+    async def info(_request: web.Request) -> web.Response:
+        return web.json_response({"model_path": next(paths)})
+
+    async with serving(good, server_info=info) as urls, SGLang(urls) as engine:
+        await engine._servers.learn()
+        with pytest.raises(ValueError, match=r"must be in \[0, 9\), got 9"):
+            await engine.generate([9], params=PARAMS)
 
 
 @pytest.mark.parametrize("urls", [[], "localhost:3000"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from rlkit.rollout import _guard
+from rlkit.rollout.sglang import guard
 
 SERVER = """
 import mmap, multiprocessing, subprocess, sys
@@ -26,16 +26,16 @@ worker.wait()
 
 
 def test_workers_and_shared_files_go_with_the_server() -> None:
-    shared = Path(_guard.SHARED) / f"sglang_test_{os.getpid()}"
-    command = [sys.executable, _guard.__file__, str(os.getpid()), sys.executable, "-c", SERVER, str(shared)]
-    guard = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    shared = Path(guard.SHARED) / f"sglang_test_{os.getpid()}"
+    command = [sys.executable, guard.__file__, str(os.getpid()), sys.executable, "-c", SERVER, str(shared)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        worker = psutil.Process(int(guard.stdout.readline()))
-        files = _guard.shared_files(guard.pid)
+        worker = psutil.Process(int(process.stdout.readline()))
+        files = guard.shared_files(process.pid)
         semaphore = Path(*files - {str(shared)})
         assert (len(files), semaphore.name[:7]) == (2, "sem.mp-")
-        guard.send_signal(signal.SIGTERM)
-        assert guard.wait(120) == -signal.SIGKILL
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == -signal.SIGKILL
         worker.wait(120)
         assert not shared.exists()
         assert not semaphore.exists()

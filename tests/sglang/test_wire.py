@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from rlkit.rollout._sglang_weights import Memory, flatten, groups
-from rlkit.rollout._sglang_wire import Limits, body
+from rlkit.rollout.sglang.weights import Memory, flatten, groups
+from rlkit.rollout.sglang.wire import Limits, body
 from rlkit.types import SamplingParams
 
 NONE = Limits(math.inf, math.inf)

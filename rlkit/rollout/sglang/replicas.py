@@ -10,8 +10,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal
 
 from rlkit.rollout._http import Http, Refused, ReplicaError, all_done
-from rlkit.rollout._sglang_checkpoint import vocab_size
-from rlkit.rollout._sglang_wire import Limits, parse_version
+from rlkit.rollout.sglang.checks import vocab_size
+from rlkit.rollout.sglang.wire import Limits, parse_version
 
 CONTROL_TIMEOUT = 600.0
 _log = logging.getLogger("rlkit.rollout")
@@ -110,6 +110,8 @@ class Replicas:
     async def revive(self) -> list[Replica]:
         """The servers that new weights go to: those that answer, also those that have come back."""
         await all_done(self._revive(replica) for replica in self.all)
+        if self.limits is None:
+            await self.learn()
         if not self.up():
             raise self._none_left()
         return self.up()
@@ -146,7 +148,7 @@ class Replicas:
             )
             models = await replica.get("/v1/models", timeout=self._patience)
             max_len = models["data"][0].get("max_model_len") if models.get("data") else None
-            replica.model_path = info.get("model_path")
+            replica.model_path = replica.model_path or info.get("model_path")  # that of an update from disk, later on
             return Limits(max_len or math.inf, vocab_size(replica.model_path) or math.inf)
         except (ReplicaError, TimeoutError) as error:
             self._note(replica, str(error))

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlkit.rollout.backends import context_limit, model_eos, pick_decoder
-from rlkit.rollout.rows import Request, Rows, runs
+from rlkit.rollout.local.backends import context_limit, model_eos, pick_decoder
+from rlkit.rollout.local.rows import Request, Rows, StopStrings, runs
 from rlkit.rollout.sampling import sample, uniforms
-from rlkit.rollout.stopping import StopStrings
 from rlkit.types import Completion, SamplingParams
 
 _U64 = 2**64 - 1

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
-from rlkit.rollout._sglang_checkpoint import NamedTensors
-from rlkit.rollout._sglang_replicas import Replica
-from rlkit.rollout._sglang_weights import flatten, groups
 from rlkit.rollout.calling import in_own_thread
 from rlkit.rollout.rollout import all_or_cancel
+from rlkit.rollout.sglang.checks import NamedTensors
+from rlkit.rollout.sglang.replicas import Replica
+from rlkit.rollout.sglang.weights import flatten, groups
 
 
 class FromGroup:

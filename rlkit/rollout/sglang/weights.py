@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from rlkit.rollout._http import all_done
-from rlkit.rollout._sglang_checkpoint import NamedTensors
-from rlkit.rollout._sglang_replicas import Replica
+from rlkit.rollout.sglang.checks import NamedTensors
+from rlkit.rollout.sglang.replicas import Replica
 
 Named = list[tuple[str, Tensor]]
 NO_TENSORS = "update_weights was given no tensors; pass (name, tensor) pairs, e.g. stream_weights(model)"

@@ -108,7 +108,7 @@ def launch(
         env: more environment variables, beside those of this process (without what torchrun told it).
         python: the interpreter that has SGLang; by default $RLKIT_SGLANG_PYTHON, else the running one.
         host, port: where to listen; by default on this machine only, at a free port.
-        log: file for the server's output; by default a new one in the temporary folder.
+        log: file for the server's output; by default in a new folder of the temporary one.
         wait: whether to return only when the server is healthy (half a minute and more). To start several at once,
             pass False and call `Server.wait`.
 
@@ -121,11 +121,11 @@ def launch(
     command = [python, "-m", "sglang.launch_server", "--model-path", str(model_path), "--host", host]
     command += ["--port", str(port), "--weight-version", "0"]
     command += [*(CPU_ARGS if device == "cpu" else ()), *(("--dtype", dtype) if dtype else ()), *args]
-    path = Path(log) if log is not None else Path(tempfile.mkstemp(prefix=f"rlkit-sglang-{port}-", suffix=".log")[1])
+    path = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix=f"rlkit-sglang-{port}-"), "server.log")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-S", "-E", str(Path(__file__).with_name("_guard.py")), str(os.getpid()), *command],
+            [sys.executable, "-S", "-E", str(Path(__file__).with_name("guard.py")), str(os.getpid()), *command],
             env={**_inherited(), **(CPU_ENV if device == "cpu" else {}), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,

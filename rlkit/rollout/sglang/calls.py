@@ -10,9 +10,9 @@ from typing import Any
 from uuid import uuid4
 
 from rlkit.rollout._http import ReplicaError
-from rlkit.rollout._sglang_replicas import Replica, Replicas
-from rlkit.rollout._sglang_wire import completion
 from rlkit.rollout.local import Progress
+from rlkit.rollout.sglang.replicas import Replica, Replicas
+from rlkit.rollout.sglang.wire import completion
 from rlkit.types import Completion
 
 ASK_QUEUES_EVERY = 1.0  # seconds

@@ -1,4 +1,4 @@
-"""Decoders for models that `rlkit.rollout.decode` does not cover, through the model's own forward.
+"""Decoders for models that `rlkit.rollout.local.decode` does not cover, through the model's own forward.
 
 `CachedForward` keeps keys and values in slots by way of a transformers attention function; `Recompute` forwards whole
 sequences and asks nothing of the model at all. Both make the same calls as `Decoder`, whose docstrings describe them.

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from rlkit.parallel.attention import as_inference
-from rlkit.rollout.decode import Decoder
-from rlkit.rollout.decode_weights import why_unsupported
-from rlkit.rollout.fallback import CachedForward, Recompute
+from rlkit.rollout.local.decode import Decoder
+from rlkit.rollout.local.decode_weights import why_unsupported
+from rlkit.rollout.local.fallback import CachedForward, Recompute
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Which models `rlkit.rollout.decode` can run, and the parameters that it reads of one."""
+"""Which models `rlkit.rollout.local.decode` can run, and the parameters that it reads of one."""
 
 from __future__ import annotations
 

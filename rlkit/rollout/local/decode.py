@@ -1,6 +1,6 @@
 """Prefill and one-token decoding with a slotted key-value cache, over the weights of a Hugging Face model as they are.
 
-Covers the dense Llama family (see `rlkit.rollout.decode_weights`): RMS norms before attention and MLP, rotary
+Covers the dense Llama family (see `rlkit.rollout.local.decode_weights`): RMS norms before attention and MLP, rotary
 positions, grouped queries, gated MLP. Nothing is copied from the model but its rotary table and weights with a LoRA
 adapter: every step reads the parameters, so an optimizer step is seen by the next token, and one of an adapter after
 `refresh`. What makes it faster than the model's own forward is fewer operators, and better-shaped ones for one new
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlkit._tensors import upcast
 from rlkit.parallel.attention import causal_sdpa
-from rlkit.rollout.decode_weights import Layer, Weights, weights_of
+from rlkit.rollout.local.decode_weights import Layer, Weights, weights_of
 
 KEEP_BYTES = 64 << 20
 TALL = range(16, 257)

@@ -1,4 +1,4 @@
-"""`python _guard.py PARENT COMMAND ...`: run the command; end its whole process group with it, or with the parent.
+"""`python guard.py PARENT COMMAND ...`: run the command; end its whole process group with it, or with the parent.
 
 The guard leads the group. So a server never outlives the trainer that launched it, not even one that was killed with
 SIGKILL, and none of its workers outlives the server. The files that SGLang has in /dev/shm go with them, its semaphores

@@ -19,15 +19,14 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rlkit.rollout._http import Http, ReplicaError, all_done
-from rlkit.rollout._sglang_calls import Calls
-from rlkit.rollout._sglang_checkpoint import NamedTensors, Shapes, checked, shapes
-from rlkit.rollout._sglang_group import FromGroup
-from rlkit.rollout._sglang_probe import Probe, WeightMismatch, check
-from rlkit.rollout._sglang_replicas import Replica, Replicas
-from rlkit.rollout._sglang_server import Server, launch
-from rlkit.rollout._sglang_weights import FromDisk, FromTensors
-from rlkit.rollout._sglang_wire import body, completion
 from rlkit.rollout.local import Progress
+from rlkit.rollout.sglang.calls import Calls
+from rlkit.rollout.sglang.checks import NamedTensors, Probe, Shapes, WeightMismatch, check_probe, checked, shapes
+from rlkit.rollout.sglang.group import FromGroup
+from rlkit.rollout.sglang.replicas import Replica, Replicas
+from rlkit.rollout.sglang.server import Server, launch
+from rlkit.rollout.sglang.weights import FromDisk, FromTensors
+from rlkit.rollout.sglang.wire import body, completion
 from rlkit.types import Completion, SamplingParams
 
 __all__ = [
@@ -170,7 +169,7 @@ class SGLang:
                 self.version = self._servers.version = self._calls.serving.version = version
                 if probe is not None:
                     for server in servers:
-                        check(probe, await self._sample(server, probe), url=server.url, version=version)
+                        check_probe(probe, await self._sample(server, probe), url=server.url, version=version)
             except BaseException:
                 self._broken = UNFINISHED.format(version)
                 raise
