@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 8 examples/kto.py --parallel.tp 2 --model PATH_OR_HUB_ID --data labelled.jsonl
 
 Every row holds `prompt` (a string) or `messages`, `completion` or `response` (a string or messages), and `label` (true
-or false). Rows of preference pairs (see examples/dpo.py) are read too, as two responses each.
+or false); `messages` alone is a conversation that ends with the response. Rows of preference pairs (see
+examples/dpo.py) are read too, as two responses each.
 """
 
 from __future__ import annotations

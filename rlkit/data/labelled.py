@@ -14,6 +14,7 @@ from rlkit.data.sft import sft_examples
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_RESPONSES = ("completion", "response", "messages")  # the first that a row has holds its response
 _LABELS = {"true": True, "1": True, "false": False, "0": False}  # a cell of a CSV file is text
 
 
@@ -40,7 +41,8 @@ def labelled_examples(
 
         {"prompt": "2+2?", "completion": "4", "label": true}
         {"messages": [...], "response": [{"role": "assistant", ...}], "label": false}
-        {"prompt": "2+2?", "chosen": "4", "rejected": "5"}            two examples: a desirable one and another
+        {"messages": [..., {"role": "assistant", ...}], "label": false}         a whole conversation
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5"}                      two examples, the first desirable
 
     A label is true or false, 1 or 0, also as text. Prompt and response are rendered as `preference_pairs` does, and
     rows that are pairs are read by it. An example of more than `max_example_tokens` is dropped (of two, both), never
@@ -63,7 +65,7 @@ def labelled_examples(
         both = [(Labelled(p.prompt, p.chosen, True), Labelled(p.prompt, p.rejected, False)) for p in pairs]
         return [example for two in both for example in two], num_dropped
     labels = [_label(row, index) for index, row in enumerate(rows)]
-    columns = ["completion" if "completion" in row else "response" for row in rows]
+    columns = [next(column for column in _RESPONSES if column in row) for row in rows]
     named = [
         as_response(row, column, index, apply_chat_template=apply_chat_template)
         for index, (row, column) in enumerate(zip(rows, columns, strict=True))
@@ -77,8 +79,9 @@ def labelled_examples(
 
 
 def _label(row: Mapping[str, Any], index: int) -> bool:
-    if not {"completion", "response"} & row.keys() or "label" not in row:
-        missing = "'label'" if {"completion", "response"} & row.keys() else "'completion' or 'response'"
+    has_response = any(column in row for column in _RESPONSES)
+    if not has_response or "label" not in row:
+        missing = "'label'" if has_response else "'completion' or 'response'"
         raise ValueError(
             f"row {index}: no column {missing}; columns found: {sorted(row)}; one under another name can be renamed "
             "when the data is loaded"

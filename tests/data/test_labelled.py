@@ -28,6 +28,7 @@ FORMATS = {
     "response": {"prompt": "hi", "response": "yo", "label": 1},
     "a conversation": {"messages": messages("hi", "user"), "response": "yo", "label": True},
     "messages": {"prompt": messages("hi", "user"), "completion": messages("yo"), "label": True},
+    "a whole conversation": {"messages": messages("hi", "user") + messages("yo"), "label": True},
     "text of a CSV file": {"prompt": "hi", "completion": "yo", "label": "true"},
     "a digit of a CSV file": {"prompt": "hi", "completion": "yo", "label": " 1"},
 }
@@ -68,6 +69,7 @@ BAD = {
     "column 'label' must be true or false, got None": {"prompt": "hi", "completion": "yo", "label": None},
     "column 'label' must be true or false, got 0.5": {"prompt": "hi", "completion": "yo", "label": 0.5},
     "'completion' must be a string": {"prompt": "hi", "completion": 4, "label": True},
+    "'messages' must end with an assistant message": {"messages": messages("hi", "user"), "label": True},
     "neither 'messages' nor 'prompt'": {"question": "hi", "completion": "yo", "label": True},
     "no column 'completion' or 'response'": {"prompt": "hi", "chosen": "yo", "rejected": "no"},
 }  # fmt: skip
