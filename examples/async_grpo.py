@@ -28,13 +28,15 @@ class Args(shared.GroupArgs):
 
 
 def main(args: Args) -> Path:
+    from sampled_engines import own_engine
+
     from rlkit.loops.async_grpo import async_grpo
 
     model, tokenizer, options = shared.prepared(args)
     options |= shared.group_options(args)
 
     async def run() -> Path:
-        async with shared.own_engine(args, num_threads=args.engine_threads, cpus=args.engine_cpus) as engine:
+        async with own_engine(args, num_threads=args.engine_threads, cpus=args.engine_cpus) as engine:
             return await async_grpo(model, tokenizer, engine, staleness=args.staleness, **options)
 
     return asyncio.run(run())

@@ -63,7 +63,7 @@ def make_data(folder: Path, *, seed: int, num_sft: int = 9600, num_train: int = 
 def main(args: Args) -> None:
     import grpo
     import sft
-    from checks import check_values
+    from flag_checks import check_values
 
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
     from rlkit.parallel._ranks import first

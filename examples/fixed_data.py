@@ -68,7 +68,7 @@ def prepared(
     """The tokenizer, the training data and the held-out data as `read` makes them of rows, and the keywords of a loop
     that all of these flags say; the run folder is made."""
     import torch
-    from checks import check_values
+    from flag_checks import check_values
     from transformers import AutoTokenizer
 
     from rlkit.data.load import load_rows

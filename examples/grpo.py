@@ -10,11 +10,8 @@ The reward is a Python function, `def score(completion: str, row: dict) -> float
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import sampled_data as shared
 
@@ -33,6 +30,8 @@ class Args(shared.GroupArgs):
 
 
 def main(args: Args) -> Path:
+    from sampled_engines import open_engine
+
     from rlkit.loops.grpo import grpo
 
     model, tokenizer, options = shared.prepared(args)
@@ -51,21 +50,6 @@ def main(args: Args) -> Path:
             )
 
     return asyncio.run(run())
-
-
-@asynccontextmanager
-async def open_engine(args: shared.Args, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
-    """The engine of the command line: embedded where it can share the model, else one with weights of its own."""
-    from rlkit.parallel.model import mesh_of
-
-    if args.engine == "local" and mesh_of(model) is None:
-        from rlkit.rollout.local import LocalEngine
-
-        max_len = shared.max_len(args)
-        yield LocalEngine(model, tokenizer=tokenizer, max_batch=args.max_batch, max_len=max_len, compile=args.compile)
-        return
-    async with shared.own_engine(args) as engine:
-        yield engine
 
 
 if __name__ == "__main__":

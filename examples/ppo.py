@@ -47,7 +47,7 @@ class Args(shared.Args):
 
 
 def main(args: Args) -> Path:
-    from grpo import open_engine
+    from sampled_engines import open_engine
 
     from rlkit.loops.ppo import ppo
     from rlkit.parallel.launch import load_critic

@@ -1,15 +1,13 @@
-"""What examples/grpo.py, async_grpo.py and ppo.py share: flags, prompts, environments and engines."""
+"""What examples/grpo.py, async_grpo.py and ppo.py share: flags, prompts and environments."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from checks import check_flags, check_lengths, max_len
+from flag_checks import check_flags, check_lengths, max_len
 
 from rlkit.parallel.flags import ParallelArgs
 
@@ -294,37 +292,3 @@ def environment(args: Args, tokenizer: Any) -> tuple[Any, Any]:
     reward = load_function(args.reward)
     how = {"timeout_s": args.reward_timeout, "max_failed": args.reward_max_failed}
     return env, scorer(reward, tokenizer=tokenizer, **how)
-
-
-@asynccontextmanager
-async def own_engine(args: Args, **process: Any) -> AsyncIterator[Any]:
-    """An engine with weights of its own, which the first of many ranks has. `process`: how a local one's runs."""
-    from rlkit.parallel._ranks import rank, world_size
-
-    if world_size() == 1:
-        async with _start_engine(args, process) as engine:
-            yield engine
-        return
-    from rlkit.parallel.shared import SharedEngine
-
-    async with _start_engine(args, process) if rank() == 0 else nullcontext() as engine:
-        yield SharedEngine(engine)
-
-
-@asynccontextmanager
-async def _start_engine(args: Args, process: dict[str, Any]) -> AsyncIterator[Any]:
-    """A local one in a process, or SGLang; a server that was started for it ends with it."""
-    if args.engine == "local":
-        from rlkit.rollout.process import launch as launch_process
-
-        options = {"max_batch": args.max_batch, "max_len": max_len(args), "compile": args.compile, **process}
-        async with await launch_process(args.model, device=args.device, **options) as engine:
-            yield engine
-        return
-    from rlkit.rollout.sglang import SGLang, launch
-
-    with ExitStack() as stack:
-        shared = () if args.device == "cpu" else ("--mem-fraction-static", "0.4")  # of a GPU that trains as well
-        urls = args.engine_urls or [stack.enter_context(launch(args.model, device=args.device, args=shared)).url]
-        async with SGLang(list(urls)) as engine:
-            yield engine

@@ -46,7 +46,7 @@ class Args:
 def main(args: Args, command: list[str]) -> Any:
     """The finished study."""
     import optuna
-    from checks import check_values
+    from flag_checks import check_values
 
     check_values(args)
     if not (args.range or args.log_range or args.choice):

@@ -100,7 +100,7 @@ def warmed_up(args: Args) -> Path:
 
 def main(args: Args) -> Path:
     import torch
-    from checks import check_values
+    from flag_checks import check_values
     from transformers import AutoTokenizer
 
     from rlkit.data.chat import stop_token_ids

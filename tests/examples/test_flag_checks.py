@@ -12,7 +12,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
-from checks import RANGES, check_flags, check_values
+from flag_checks import RANGES, check_flags, check_values
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(p.stem for p in EXAMPLES.glob("*.py") if "tyro.cli(Args" in p.read_text())
