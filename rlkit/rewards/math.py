@@ -27,7 +27,8 @@ _SERVER = Server("mathd", flags=(), environment=dict(os.environ))
 _MEMORY_BYTES = 2 << 30
 _MAX_BYTES = 100_000  # of a question
 _SEARCHED = 12_000  # characters at the end of a text; they fit into a question in any alphabet
-_AROUND = re.compile(r"\\(?:text)?color\{\w+\}|(?:\\[ ,;:!]?|~|\s)+$|(?<=[\w})\]])\.$")  # at the end: space, a stop
+_COLOR = re.compile(r"\\(?:text)?color\{\w+\}")
+_BLANKS = re.compile(r"(?:[ ,;:!]?\\|~|\s)*")  # TeX's, read backwards: that takes linear time
 
 
 class Verdict(NamedTuple):
@@ -118,7 +119,10 @@ def _bare(text: str) -> str:
     text = last_boxed(text) or text
     while len(text) > 1 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()
-    return _AROUND.sub("", text)
+    text = _COLOR.sub("", text)
+    blanks = _BLANKS.match(text[::-1])
+    text = text[: len(text) - blanks.end()] if blanks else text
+    return text[:-1] if re.fullmatch(r"[\w})\]]\.", text[-2:]) else text
 
 
 class _NoReply(Exception):

@@ -70,13 +70,32 @@ async def test_pairs_decided_by_hand(gold, answer, right):
     assert verdict == (right, True, "" if right else "a wrong answer")
 
 
-AROUND = ["7.", " 7\\ ", "7\\,", "7~", "\\color{red}7", "\\textcolor{red}{7}", "\\mathbf{7}", "$7$.", "7\\text{ kg}."]
+AROUND = [
+    "7.",
+    " 7\\ ",
+    "7\\,",
+    "7~",
+    "\\color{red}7",
+    "\\textcolor{red}{7}",
+    "\\mathbf{7}",
+    "$7$.",
+    "7\\text{ kg}.",
+    "7.\\ ",
+]
 
 
 @pytest.mark.parametrize("box", AROUND)
 async def test_what_stands_around_an_answer_does_not_change_it(box):
     assert (await boxed(f"It is \\boxed{{{box}}}.", {"answer": "7"}))["reward"] == 1.0
     assert (await boxed(f"It is \\boxed{{{box}}}.", {"answer": "70"}))["reward"] == 0.0
+
+
+@pytest.mark.parametrize("piece", ["\\ ", " ", "\\; ", "~", "\\\\", "\\color{a", "$", "#### "])
+async def test_what_is_repeated_around_an_answer_is_read_in_no_time(piece):
+    began = time.process_time()
+    for text in (piece * 10_000, piece * 10_000 + "x", "x" + piece * 10_000, "x" + piece * 10_000 + "x"):
+        math._bare(text)
+    assert time.process_time() - began < 2.0
 
 
 async def test_the_last_box_is_the_answer():
