@@ -7,6 +7,7 @@ FSDP2, tensor parallel, pipeline stages or a product of these, and never hold th
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlkit.parallel import _files
 from rlkit.parallel._dcp import model_tensors
-from rlkit.parallel._files import (
-    TEMP_PREFIX,
-    explain_full_disk,
-    remove_folder,
-    removed_on_error,
-    replace_folder,
-    require_room,
-)
 from rlkit.parallel._ranks import first, rank, together
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.lora import Adapter, adapters, merged
@@ -31,7 +25,7 @@ from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.parallelize import mesh_of
 
 _INDEX = "model.safetensors.index.json"
-_EXPORT_FIX = "What was at the path is untouched. Free space there or give another path."
+_WHAT, _FIX = "the model", "What was at the path is untouched. Free space there or give another path."
 
 
 @torch.no_grad()
@@ -60,17 +54,19 @@ def stream_weights(
 
 def _buckets(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
     """What this pipeline stage holds, as full tensors under their checkpoint names."""
-    dtypes, updates = _dtypes(model, dtype), adapters(model)
+    updates = adapters(model)
     bucket: dict[str, Tensor] = {}
     size = 0
-    for unit in _units(model):
-        cast = {name: (x, dtypes(name, x)) for name, x in unit.items()}
-        added = sum(x.numel() * kind.itemsize for x, kind in cast.values())
-        if bucket and size + added > bucket_bytes:
+    for full, x in _own(model).items():
+        if ".lora_" in full:
+            continue
+        name = full.removeprefix("model/").replace(".base_layer.", ".")
+        kind = _dtype(model, name, x, dtype)
+        if bucket and size + x.numel() * kind.itemsize > bucket_bytes:
             yield _realized(model, bucket, updates)
             size = 0
-        bucket |= {name: _start_gather(x, kind) for name, (x, kind) in cast.items()}
-        size += added
+        bucket[name] = _start_gather(x, kind)
+        size += x.numel() * kind.itemsize
     yield _realized(model, bucket, updates)
 
 
@@ -110,39 +106,29 @@ def export_hf(
     beside the consolidated files and cannot name the experts of a mixture.
     """
     path = Path(path).absolute()
-    temp = path.with_name(TEMP_PREFIX + path.name)
-    needed = (1 << 16) + sum(
-        x.numel() * (dtype if dtype is not None and x.is_floating_point() else x.dtype).itemsize + 256
-        for x in _own(model).values()
-    )
-    needed = sum(each_stage(needed, mesh=mesh_of(model)))
+    temp = path.with_name(_files.TEMP_PREFIX + path.name)
+    own = sum(x.numel() * _dtype(model, name, x, dtype).itemsize + 256 for name, x in _own(model).items())
+    needed = (1 << 16) + sum(each_stage(own, mesh=mesh_of(model)))
     first(lambda: _prepare(path, temp, needed))
     weights = stream_weights(model, dtype=dtype)
-    together(lambda: _write(model, tokenizer, temp, path, weights, dtype, shard_bytes, needed))
+
+    def write() -> None:
+        with _files.explain_full_disk(_WHAT, path.parent, needed=needed, fix=_FIX), _files.removed_on_error(temp):
+            _write_weights(temp, weights, shard_bytes)
+            _write_config(model, temp, dtype)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temp)
+            _files.replace_folder(temp, path)
+
+    def gather() -> None:
+        try:
+            if rank() == 0:
+                write()
+        finally:
+            deque(weights, maxlen=0)  # the other ranks gather on, also where rank 0 has failed
+
+    together(gather)
     return path
-
-
-def _write(
-    model: Any,
-    tokenizer: Any,
-    temp: Path,
-    path: Path,
-    weights: Iterator[tuple[str, Tensor]],
-    dtype: torch.dtype | None,
-    shard_bytes: int,
-    needed: int,
-) -> None:
-    try:
-        if rank() == 0:
-            with explain_full_disk("the model", path.parent, needed=needed, fix=_EXPORT_FIX), removed_on_error(temp):
-                _write_weights(temp, weights, shard_bytes)
-                _write_config(model, temp, dtype)
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(temp)
-                replace_folder(temp, path)
-    finally:
-        for _ in weights:  # the other ranks gather on, also where rank 0 has failed
-            pass
 
 
 def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
@@ -176,61 +162,31 @@ def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], shard_by
 
 
 def _write_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = [_class_name(model)]
+    classes = (c for c in type(model).__mro__ if not issubclass(c, FSDPModule))  # FSDP2 makes a subclass of its own
+    config["architectures"] = [next(classes).__name__]
     config["dtype"] = str(dtype if dtype is not None else model.dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _class_name(model: nn.Module) -> str:
-    """The name of the class before FSDP2 made its own subclass of it."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))
 
 
 def _prepare(path: Path, temp: Path, needed: int) -> None:
     if path.exists() and any(path.iterdir()) and not (path / "config.json").exists():
         raise FileExistsError(f"{path} exists and is not a Hugging Face model folder; give another path or delete it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_folder(temp)
-    require_room("the model", path.parent, needed=needed, fix=_EXPORT_FIX)
+    _files.remove_folder(temp)
+    _files.require_room(_WHAT, path.parent, needed=needed, fix=_FIX)
     temp.mkdir()
 
 
-def _dtypes(model: nn.Module, dtype: torch.dtype | None) -> Any:
-    """(name, tensor) -> the dtype to send it in."""
-    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-
-    def of(name: str, x: Tensor) -> torch.dtype:
-        keep = dtype is None or not x.is_floating_point() or any(part in name for part in kept)
-        return x.dtype if keep else dtype  # type: ignore[return-value]
-
-    return of
-
-
-def _units(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Weights that must be in one bucket: single ones, or whole blocks where the checkpoint joins what we have apart.
-
-    Fused experts are single in any case: the checkpoint has them apart.
-    """
-    joins = _checkpoint_joins(model)
-    unit: dict[str, Tensor] = {}
-    last = None
-    for full, x in _own(model).items():
-        if ".lora_" in full:
-            continue
-        name = full.removeprefix("model/").replace(".base_layer.", ".")
-        block = name.rsplit(".", 2)[0] if joins and x.ndim < 3 else name
-        if unit and block != last:
-            yield unit
-            unit = {}
-        unit[name], last = x, block
-    if unit:
-        yield unit
+def _dtype(model: Any, name: str, x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What a weight is sent in."""
+    kept = any(part in name for part in model._keep_in_fp32_modules_strict or ())
+    return x.dtype if dtype is None or kept or not x.is_floating_point() else dtype
 
 
 def _own(model: nn.Module) -> dict[str, Tensor]:
@@ -238,18 +194,6 @@ def _own(model: nn.Module) -> dict[str, Tensor]:
     mesh = mesh_of(model)
     copy = mesh is not None and mesh.pp_rank > 0
     return {k: x for k, x in model_tensors(model).items() if not (copy and k.endswith("embed_tokens.weight"))}
-
-
-def _checkpoint_joins(model: Any) -> bool:
-    """Whether a tensor of the checkpoint is made of several of the model's."""
-    if not hasattr(model, "config"):
-        return False
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
-
-    known = getattr(model, "_weight_conversions", None)
-    conversions = get_model_conversion_mapping(model, add_legacy=False) if known is None else known
-    return any(isinstance(c, WeightConverter) and len(c.source_patterns) < len(c.target_patterns) for c in conversions)
 
 
 def _start_gather(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -268,15 +212,11 @@ def _start_gather(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _realized(model: Any, bucket: dict[str, Tensor], updates: dict[str, Adapter]) -> dict[str, Tensor]:
     """Wait for the bucket, merge adapters and give checkpoint names. The bucket is empty afterwards."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from transformers.core_model_loading import revert_weight_conversion
 
     for name, x in bucket.items():
         full = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
         bucket[name] = merged(full, updates[name]) if name in updates else full
-    if hasattr(model, "config"):
-        from transformers.core_model_loading import revert_weight_conversion
-
-        out = dict(revert_weight_conversion(model, bucket))
-    else:
-        out = dict(bucket)
+    out = dict(revert_weight_conversion(model, bucket))
     bucket.clear()
     return out
