@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -31,8 +30,8 @@ class BackgroundSaver:
     the saver can then go on. All ranks make it, save and wait together. Nothing else may save into the folder
     meanwhile. A block that is interrupted (Ctrl-C) does not wait; what was half written is no checkpoint.
 
-    Memory: one copy of this rank's shards on the host, kept for the next save (pinned, where they are on a GPU). A rank
-    whose host has no room for it waits for the disk instead.
+    Memory: one copy of this rank's shards on the host, kept for the next save (pinned, where they are on a GPU, each
+    rounded up to a power of two). A rank whose host has no room for it waits for the disk instead.
     Differs: torch's `async_save` has no atomic end, and leaves it to the caller to look at its future.
     """
 
@@ -50,9 +49,7 @@ class BackgroundSaver:
     def __enter__(self) -> BackgroundSaver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not issubclass(kind, Exception):
             return
         try:
@@ -117,7 +114,8 @@ class BackgroundSaver:
 def _has_room(tensors: dict[str, Tensor]) -> bool:
     """Whether the ranks of this host, if all are like this one, can copy their shards without being killed for it."""
     local = (x.to_local() if hasattr(x, "to_local") else x for x in tensors.values())
-    return sum(x.nbytes for x in local) * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < 0.9 * _free_memory()
+    taken = (1 << (x.nbytes - 1).bit_length() if x.is_cuda and x.nbytes else x.nbytes for x in local)  # torch pins so
+    return sum(taken) * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < 0.9 * _free_memory()
 
 
 def _free_memory() -> float:

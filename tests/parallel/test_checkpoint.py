@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.parallel import checkpoint
+from rlkit.parallel import checkpoint, saver
 from rlkit.parallel.checkpoint import export_hf, latest_checkpoint, load_checkpoint, save_checkpoint
 from rlkit.parallel.model import prepare
 
@@ -532,6 +533,16 @@ def test_a_folder_that_the_nodes_do_not_share_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"rank 0 does not see __8_0\.distcp, which rank 1 wrote"):
         save_simple(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("nbytes", "is_cuda", "free", "room"), [
+    (5, False, 6.0, True), (5, True, 6.0, False), (5, True, 9.0, True), (4, True, 5.0, True), (0, True, 1.0, True),
+])  # fmt: skip
+def test_a_copy_from_a_gpu_needs_room_for_what_torch_pins(monkeypatch, nbytes, is_cuda, free, room):
+    """Pinned memory comes in powers of two, and a host that runs out of memory kills the run."""
+    monkeypatch.setattr(saver, "_free_memory", lambda: free)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert saver._has_room({"x": SimpleNamespace(nbytes=nbytes, is_cuda=is_cuda)}) == room
 
 
 def test_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
