@@ -10,14 +10,13 @@ batch.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from rlkit.parallel._ranks import rank, world_size
-from rlkit.types import Completion
 
 X = TypeVar("X")
 
@@ -26,20 +25,17 @@ async def from_first(work: Callable[[], Awaitable[X]]) -> X:
     """What `work` returns on rank 0, on every rank. What it raises there raises everywhere."""
     if world_size() == 1:
         return await work()
-    result: Any = None
+    sent: list[Any] = [None, None]  # what it returned, what it raised
     error: Exception | None = None
     if rank() == 0:
         try:
-            result = await work()
+            sent[0] = await work()
         except Exception as e:
-            error = e
-    sent: list[Any] = [(result, None if error is None else repr(error))]
+            error, sent[1] = e, repr(e)
     dist.broadcast_object_list(sent, src=0)
-    if error is not None:
-        raise error
-    if sent[0][1] is not None:
-        raise RuntimeError(f"rank 0: {sent[0][1]}")
-    return result if rank() == 0 else sent[0][0]
+    if sent[1] is not None:
+        raise error or RuntimeError(f"rank 0: {sent[1]}")
+    return sent[0]
 
 
 class SharedEngine:
@@ -47,15 +43,7 @@ class SharedEngine:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-
-    async def generate(self, prompt_ids: list[int], **options: Any) -> Completion:
-        """As the engine's. On rank 0 only."""
-        return await self._engine.generate(prompt_ids, **options)
-
-    async def abort(self, rid: str | None = None) -> Any:
-        """As the engine's. On rank 0 only."""
-        out = self._engine.abort(rid)
-        return await out if isinstance(out, Awaitable) else out
+        self.generate, self.abort = getattr(engine, "generate", None), getattr(engine, "abort", None)
 
     async def update_weights(self, weights: Iterable[Any], *, version: int) -> None:
         """As the engine's. Every rank reads the stream to its end, since gathering takes all of them."""
@@ -64,10 +52,10 @@ class SharedEngine:
             try:
                 await self._engine.update_weights(weights, version=version)
             finally:
-                _exhaust(weights)
+                deque(weights, maxlen=0)
 
         if rank() != 0:
-            _exhaust(weights)
+            deque(weights, maxlen=0)
         await from_first(send)
 
     @property
@@ -89,11 +77,9 @@ class SharedStream:
             await self._stream.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: Any) -> None:
         if self._stream is not None:
-            await self._stream.__aexit__(kind, error, trace)
+            await self._stream.__aexit__(*error)
 
     async def take(self) -> Any:
         """The next groups, on every rank."""
@@ -124,8 +110,3 @@ class SharedStream:
     def state(self) -> dict[str, Any]:
         """For a checkpoint, into which rank 0 writes; empty on the others."""
         return {} if self._stream is None else self._stream.state
-
-
-def _exhaust(weights: Iterable[Any]) -> None:
-    for _ in weights:
-        pass
