@@ -146,8 +146,6 @@ class LocalEngine:
         self._decoder.refresh()
         self.version = version
         self._epoch += 1
-        for request in self._rows.requests:
-            request.versions.append((len(request.ids), version))
 
     async def close(self) -> None:
         """Abort what is in flight and free the cache. A closed engine refuses `generate`."""
@@ -237,7 +235,7 @@ class LocalEngine:
         if not np.isfinite(logp_host).all():
             raise FloatingPointError("the model's logits are not finite; its weights or activations have overflowed")
         self._num_tokens += n
-        self._retire(rows.push(ids.cpu().numpy(), logp_host))
+        self._retire(rows.push(ids.cpu().numpy(), logp_host, self.version))
 
     def _admit(self) -> None:
         free = self.max_batch - len(self._rows)
@@ -249,7 +247,7 @@ class LocalEngine:
         copies: list[tuple[Request, Request]] = []
         for _ in range(min(free, len(self._waiting))):
             request = self._waiting.popleft()
-            request.epoch, request.versions = self._epoch, [(0, self.version)]
+            request.epoch = self._epoch
             self._rows.add(request)
             source = cached.setdefault(request.key, request)
             if source is not request:

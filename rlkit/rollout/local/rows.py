@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,7 @@ class StopStrings:
 class Request:
     """One call of `generate`, and what was sampled for it so far.
 
-    `max_tokens` is where it must stop; `epoch` numbers the weights that computed its prompt's keys and values;
-    `versions` holds (first token, weight version) pairs.
+    `max_tokens` is where it must stop; `epoch` numbers the weights that computed its prompt's keys and values.
     """
 
     rid: str
@@ -62,27 +62,23 @@ class Request:
     stop: StopStrings | None
     slot: int = -1
     epoch: int = -1
-    versions: list[tuple[int, int]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
-    def push(self, token: int, logp: float) -> FinishReason | None:
+    def push(self, token: int, logp: float, version: int) -> FinishReason | None:
         """Add a token: why it is the last one, or None."""
         self.ids.append(token)
         self.logp.append(logp)
+        self.versions.append(version)
         if token in self.stop_token_ids or (self.stop is not None and self.stop.push(token)):
             return "stop"
         return "length" if len(self.ids) == self.max_tokens else None
 
     def finish(self, reason: FinishReason) -> None:
         """Hand the completion to the waiter, unless it has gone."""
-        if self.future.done():
-            return
-        starts = [start for start, _ in self.versions[1:]] + [len(self.ids)]
-        versions: list[int] = []
-        for end, (_, version) in zip(starts, self.versions, strict=False):
-            versions += [version] * (end - len(versions))
-        self.future.set_result(Completion(self.ids, self.logp, versions, reason))
+        if not self.future.done():
+            self.future.set_result(Completion(self.ids, self.logp, self.versions, reason))
 
 
 class Rows:
@@ -112,12 +108,14 @@ class Rows:
         )
         self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
 
-    def push(self, ids: Int[np.ndarray, "n"], logp: Float[np.ndarray, "n"]) -> list[tuple[int, FinishReason]]:
-        """Note one sampled token per row; which slots are finished now, and why."""
+    def push(
+        self, ids: Int[np.ndarray, "n"], logp: Float[np.ndarray, "n"], version: int
+    ) -> list[tuple[int, FinishReason]]:
+        """Note one token per row, sampled by weights of `version`; which slots are finished now, and why."""
         n = len(self.requests)
         self.token[:n] = ids
         self.position[:n] += 1
-        reasons = map(Request.push, self.requests, ids.tolist(), logp.tolist())
+        reasons = map(Request.push, self.requests, ids.tolist(), logp.tolist(), repeat(version))
         return [(slot, reason) for slot, reason in enumerate(reasons) if reason is not None]
 
     def remove(self, gone: Sequence[int]) -> tuple[list[int], list[int]]:
