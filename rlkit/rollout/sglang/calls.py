@@ -61,7 +61,9 @@ class Calls:
         finally:
             call.done = True
             del self._calls[name]
-            self._ask_queues()
+            if self._calls and time.monotonic() - self._asked > ASK_QUEUES_EVERY:
+                self._asked = time.monotonic()
+                self._spawn(self._count_waiting())
 
     def abort(self, name: str | None) -> int:
         """End one call, or all. They end a moment later. Returns how many."""
@@ -113,28 +115,16 @@ class Calls:
             pause = min(2 * pause, 1.0)
 
     async def _abort_once(self, replica: Replica, wire: str) -> None:
-        for server in [replica] if replica in self._servers.all else self._servers.up():
-            try:
-                await server.post("/abort_request", {"rid": wire}, timeout=10.0)
-            except (ReplicaError, TimeoutError, ValueError):
-                continue  # a server that is gone samples no more
-
-    def _ask_queues(self) -> None:
-        """Now and then, when a call has ended: how many requests wait inside the servers, for `progress`."""
-        now = time.monotonic()
-        if self._calls and now - self._asked > ASK_QUEUES_EVERY:
-            self._asked = now
-            self._spawn(self._count_waiting())
+        servers = [replica] if replica in self._servers.all else self._servers.up()
+        posts = (server.post("/abort_request", {"rid": wire}, timeout=10.0) for server in servers)
+        await asyncio.gather(*posts, return_exceptions=True)  # a server that is gone samples no more
 
     async def _count_waiting(self) -> None:
-        waiting = 0
-        for server in self._servers.up():
-            try:
-                reply = await server.get("/v1/loads?include=core", timeout=5.0)
-                waiting += sum(load["num_waiting_reqs"] for load in reply["loads"])
-            except (ReplicaError, TimeoutError, KeyError, TypeError):
-                continue  # a server that does not say has no queue
-        self._num_waiting = waiting
+        """How many requests wait inside the servers, for `progress`. One that does not say has no queue."""
+        asked = (server.get("/v1/loads?include=core", timeout=5.0) for server in self._servers.up())
+        replies = await asyncio.gather(*asked, return_exceptions=True)
+        loads = [load for reply in replies if isinstance(reply, dict) for load in reply.get("loads", [])]
+        self._num_waiting = sum(load.get("num_waiting_reqs", 0) for load in loads)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
