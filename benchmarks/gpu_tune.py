@@ -56,16 +56,21 @@ def groups() -> dict[str, tuple[Choices, Callable[[], Workloads]]]:
     }  # fmt: skip
 
 
-def head() -> tuple[torch.Tensor, ...]:
-    h, w = (torch.randn(n, DIM, device=DEVICE, dtype=DTYPE) / DIM**0.25 for n in (ROWS, VOCAB))
+def head(dim: int = DIM) -> tuple[torch.Tensor, ...]:
+    h, w = (torch.randn(n, dim, device=DEVICE, dtype=DTYPE) / dim**0.25 for n in (ROWS, VOCAB))
     return h.requires_grad_(), w.requires_grad_(), torch.randint(VOCAB, (ROWS,), device=DEVICE)
 
 
 def from_hidden(gradient: bool) -> Workloads:
-    h, w, t = head()
-    run = partial(linear_logp, h, w, t, impl="triton")
-    both = lambda: torch.autograd.grad(sum(x.sum() for x in run()), (h, w))  # noqa: E731
-    return {"linear_logp": both if gradient else torch.no_grad()(run)}
+    """At the usual width, and at one so small that the host may be slower than the device."""
+
+    def make(dim: int) -> Callable[[], Any]:
+        h, w, t = head(dim)
+        run = partial(linear_logp, h, w, t, impl="triton")
+        both = lambda: torch.autograd.grad(sum(x.sum() for x in run()), (h, w))  # noqa: E731
+        return both if gradient else torch.no_grad()(run)
+
+    return {f"linear_logp, {dim} wide": make(dim) for dim in (DIM, DIM // 4)}
 
 
 def from_logits(gradient: bool) -> Workloads:
