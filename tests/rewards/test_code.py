@@ -391,6 +391,7 @@ async def test_numbers_and_arrays_of_numpy_are_values_on_both_sides():
         def objects(): return np.array([None, {}], dtype=object)
     """
     tests = [
+        "assert count([2, 2]) == 2",  # before the tests import it
         "import numpy as np",
         "assert abs(mean([1, 2]) - 1.5) < 1e-9 and f'{mean([1]):.1f}' == '1.0' and isinstance(mean([1]), float)",
         "assert count([1, 2, 3]) == 2 and count([2]) + 1 == 2 and type(count([2])) is np.int64 and count([0]) < 1",

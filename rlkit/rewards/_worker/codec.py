@@ -65,7 +65,7 @@ def encode(value: Any, refer: Refer) -> Any:
     if kind in _KINDS:
         parts = list(_KINDS[kind][0](value))
         return [kind.__name__, parts if set(map(type, parts)) <= _PLAIN else [encode(x, refer) for x in parts]]
-    numpy: Any = sys.modules.get("numpy")  # there if the caller named it as a package
+    numpy: Any = sys.modules.get("numpy")  # a package that the caller named
     if numpy and issubclass(kind, numpy.ndarray | numpy.generic) and value.dtype.kind in _NUMBERS_AND_TEXT:
         return ["numpy", value.dtype.str, value.shape, value.tobytes().hex(), issubclass(kind, numpy.generic)]
     if kind is types.ModuleType and value.__name__ in _SHARED:
@@ -96,7 +96,7 @@ def decode(data: Any, resolve: Resolve) -> Any:
 
 
 def _array(dtype: str, shape: list[int], data: str, is_scalar: bool) -> Any:
-    numpy: Any = sys.modules["numpy"]
+    numpy = importlib.import_module("numpy")
     kind = numpy.dtype(dtype)
     if kind.kind not in _NUMBERS_AND_TEXT:
         raise ValueError(f"cannot decode an array of {dtype!r}")
