@@ -208,6 +208,8 @@ def test_frozen_tensors_and_no_grad() -> None:
         quiet = fused_loss(hidden, weight, targets, loss_fn=clipped, row_data=data)
     assert torch.equal(quiet.loss, out.loss.detach())
     assert not quiet.loss.requires_grad
+    with torch.inference_mode():
+        assert torch.equal(fused_loss(hidden, weight, targets, loss_fn=clipped, row_data=data).loss, quiet.loss)
 
 
 def test_gradients_are_handed_out_once() -> None:

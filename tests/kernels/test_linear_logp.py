@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from rlkit.kernels.linear_logp import chunked, linear_logp, ops, small, which_impl
 
@@ -302,6 +303,20 @@ def test_into_the_weights_own_gradient(mode: str, dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(hidden.grad, 2 * plain["hidden"])
     torch.testing.assert_close(weight.grad, 2 * plain["weight"] + 2, rtol=4 * eps, atol=8 * eps)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_into_the_weights_own_gradient_from_a_checkpoint(mode: str, reentrant: bool) -> None:
+    """What autograd saved of the weight comes back as another tensor there."""
+    (hidden, weight), targets = problem(7, 11, 4)
+    grads = []
+    for into_grad in (True, False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        run = lambda h, w, i=into_grad: linear_logp(h * 1, w, targets, into_grad=i).logp.sum()
+        checkpoint(run, h, w, use_reentrant=reentrant).backward()
+        grads.append((h.grad, w.grad))
+    for got, want in zip(*grads):
+        torch.testing.assert_close(got, want)
 
 
 def test_into_grad_is_refused_where_it_would_go_wrong() -> None:

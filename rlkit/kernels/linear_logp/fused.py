@@ -154,10 +154,12 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tu
         values = finish(stats)
         if chunk.start == 0 and readable(h):
             _check_rows(task.loss_fn, values, part, bounds)
-        losses, g_logp, g_entropy = _loss_and_slopes(task.loss_fn, values, part, bounds)
-        total += losses.sum()
         out[:, chunk] = torch.stack(values)
-        if any(task.need):
+        if not any(task.need):
+            total += _call(task.loss_fn, values, part, bounds).sum()
+        else:
+            losses, g_logp, g_entropy = _loss_and_slopes(task.loss_fn, values, part, bounds)
+            total += losses.sum()
             terms = row_terms(targets[chunk], stats.max, stats.sum, *values, g_logp, g_entropy)
             alive = present(g_logp != 0 if g_entropy is None else (g_logp != 0) | (g_entropy != 0))
             d_hc = None if d_hidden is None else d_hidden[chunk]

@@ -217,7 +217,8 @@ def _shard_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 def _save(ctx: Any, tensors: Any, saved: Any, kept: Tensor | None, constants: tuple[Any, ...], into_grad: bool) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *saved, kept)
-    ctx.constants, ctx.into_grad = constants, into_grad
+    ctx.constants = constants
+    ctx.leaf = tensors[1] if into_grad else None  # what is saved may come back as a copy (checkpoints, offloading)
 
 
 def _backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -227,11 +228,10 @@ def _backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: Non
     saved = [logp, entropy, offset, total]
     rest = [None] * (len(wanted) - 4)
     args = (g_logp, g_entropy, *inputs, saved, kept, *ctx.constants, need)
-    if ctx.into_grad and need[1]:
-        weight = inputs[1]
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        d_hidden, d_bias = backward_op_(*args, weight.grad)
+    if ctx.leaf is not None and need[1]:
+        if ctx.leaf.grad is None:
+            ctx.leaf.grad = torch.zeros_like(ctx.leaf)
+        d_hidden, d_bias = backward_op_(*args, ctx.leaf.grad)
         return d_hidden if need[0] else None, None, None, d_bias if need[2] else None, *rest
     d_hidden, d_weight, d_bias = (g if needed else None for g, needed in zip(backward_op(*args), need, strict=True))
     return d_hidden, d_weight, None, d_bias, *rest
