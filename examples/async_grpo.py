@@ -12,11 +12,11 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-import sampled_data as shared
+import sampled_groups
 
 
 @dataclass
-class Args(shared.GroupArgs):
+class Args(sampled_groups.Args):
     output: Path = Path("runs/async_grpo")
     """run folder: metrics, trajectories, completions, plot, checkpoints, exported model"""
     staleness: float = 1.0
@@ -32,8 +32,7 @@ def main(args: Args) -> Path:
 
     from rlkit.loops.async_grpo import async_grpo
 
-    model, tokenizer, options = shared.prepared(args)
-    options |= shared.group_options(args)
+    model, tokenizer, options = sampled_groups.prepared(args)
 
     async def run() -> Path:
         async with own_engine(args, num_threads=args.engine_threads, cpus=args.engine_cpus) as engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
@@ -12,8 +13,8 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "at least 1": (
         lambda x: 1 <= x < inf,
         "batch_size prompts_per_step group_size minibatches epochs max_example_tokens max_prompt_tokens max_new_tokens "
-        "max_turns max_total_tokens max_sampled_tokens max_tokens max_batch eval_limit eval_samples keep engine_threads replicate cp "
-        "tp pp ep trials startup_trials",
+        "max_turns max_total_tokens max_sampled_tokens max_tokens max_batch eval_limit eval_samples keep engine_threads "
+        "replicate cp tp pp ep trials startup_trials",
     ),
     "at least 0": (
         lambda x: 0 <= x < inf,
@@ -74,6 +75,7 @@ def _check_device(device: str) -> None:
 def check_flags(args: Any) -> None:
     """`check_values`, and of the scripts that sample: no flag has no effect without another, or fails after hours."""
     check_values(args)
+    json_object("--template-args", args.template_args)
     has_reference = args.kl_coef or args.eval_kl
     sync, many, groups = getattr(args, "ref_sync_steps", 0), args.minibatches, args.prompts_per_step
     one_turn = args.env is None and not args.tools
@@ -123,6 +125,11 @@ def check_flags(args: Any) -> None:
             many > groups,
             f"--minibatches {many} is more than the {groups} groups of --prompts-per-step: no group is cut",
         ),
+        (
+            getattr(args, "loss", "") in ("cispo", "sapo") and _given(args, "clip_low", "clip_high"),
+            "--clip-low and --clip-high are not part of cispo and sapo: drop them",
+        ),
+        (args.eval_samples > 1 and not args.eval_data, "--eval-samples are of --eval-data: give some"),
         (args.top_p < 1 and args.top_k, "--top-p and --top-k: engines differ in what the two keep together; use one"),
         (
             (args.top_p < 1 or args.top_k) and getattr(args, "staleness", 0),
@@ -132,6 +139,17 @@ def check_flags(args: Any) -> None:
     for wrong, message in needs:
         if wrong:
             raise ValueError(message)
+
+
+def json_object(flag: str, text: str) -> dict[str, Any]:
+    """The value of a flag that takes JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f'{flag} must be a JSON object like {{"name": true}}, got {text!r}')
+    return value
 
 
 def _given(args: Any, *names: str) -> bool:

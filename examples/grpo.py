@@ -13,11 +13,11 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-import sampled_data as shared
+import sampled_groups
 
 
 @dataclass
-class Args(shared.GroupArgs):
+class Args(sampled_groups.Args):
     output: Path = Path("runs/grpo")
     """run folder: metrics, trajectories, plot, checkpoints, exported model"""
     staleness: float = 0.0
@@ -34,8 +34,7 @@ def main(args: Args) -> Path:
 
     from rlkit.loops.grpo import grpo
 
-    model, tokenizer, options = shared.prepared(args)
-    options |= shared.group_options(args)
+    model, tokenizer, options = sampled_groups.prepared(args)
 
     async def run() -> Path:
         async with open_engine(args, model, tokenizer) as engine:

@@ -24,6 +24,8 @@ class Args(shared.Args):
     """prompts of a batch"""
     group_size: int = 1
     """samples of each prompt"""
+    clip_low: float = 0.2
+    """the ratio is clipped below at 1 - clip_low"""
     clip_high: float = 0.2
     """the ratio is clipped above at 1 + clip_high"""
     kl_coef: float = 0.0
@@ -66,6 +68,8 @@ def main(args: Args) -> Path:
                 engine,
                 critic_lr_at=schedule(args.lr_schedule, lr=args.critic_lr, **falling),
                 critic_steps=args.critic_steps,
+                clip_low=args.clip_low,
+                clip_high=args.clip_high,
                 gamma=args.gamma,
                 lam_policy=args.lam_policy,
                 lam_value=args.lam_value,

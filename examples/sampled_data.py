@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from flag_checks import check_flags, check_lengths, max_len
+from flag_checks import check_flags, check_lengths, json_object, max_len
 
 from rlkit.parallel.flags import ParallelArgs
 
@@ -67,6 +67,8 @@ class Args:
     """put before every conversation that has none"""
     chat_template: bool = True
     """render with the model's chat template; off for base models"""
+    template_args: str = "{}"
+    """JSON of what else the chat template takes, e.g. {"enable_thinking": false} for Qwen3"""
     lora_rank: int = 0
     """rank of LoRA adapters on all linear layers, which then are all that trains; 0: every weight (needs peft)"""
     lr: float = 1e-6
@@ -79,13 +81,9 @@ class Args:
     """of AdamW, on matrices only"""
     max_norm: float = 1.0
     """global gradient norm to clip to; inf: not clipped"""
-    clip_low: float = 0.2
-    """the ratio is clipped below at 1 - clip_low"""
-    clip_high: float = 0.28
-    """the ratio is clipped above at 1 + clip_high"""
-    correction: Literal["tis", "icepop"] = "tis"
+    correction: Literal["tis", "icepop", "none"] = "tis"
     """for tokens that older weights, or an engine of other numerics, sampled: tis caps a token's weight, icepop drops
-    those whose weight is outside [0.5, 5]"""
+    those whose weight is outside [0.5, 5], none gives all the weight 1"""
     tis_max_weight: float = 2.0
     """the cap of tis"""
     kl_coef: float = 0.0
@@ -117,7 +115,7 @@ class Args:
     eval_limit: int = 128
     """held-out prompts to use at most"""
     eval_samples: int = 1
-    """samples of each, for `eval/sampled` (their mean) and `eval/best` (the best of each prompt)"""
+    """samples of each, for `eval/sampled` (their mean) and `eval/best` (the mean of each prompt's best: pass@n)"""
     eval_kl: bool = False
     """report the KL to the reference model on evaluation prompts (loads it)"""
     reward_timeout: float = 30.0
@@ -132,20 +130,6 @@ class Args:
     """of data order and sampling"""
     resume: bool = False
     """go on from the newest checkpoint in `output`"""
-
-
-@dataclass
-class GroupArgs(Args):
-    """Of what compares the samples of a prompt with each other."""
-
-    success_range: tuple[float, float] | None = None
-    """dynamic sampling: replace groups whose mean score is outside, e.g. 0.01 0.99; None: keep all"""
-    max_dropped: int | None = None
-    """groups that dynamic sampling may replace in a step before it is an error; None: 20 * prompts_per_step"""
-    scale_by_std: bool = False
-    """divide advantages by their group's standard deviation, as the GRPO paper does"""
-    ref_sync_steps: int = 0
-    """copy the policy into the reference every so many steps; 0: never"""
 
 
 def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
@@ -197,8 +181,6 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
             "drop_truncated": args.drop_truncated,
             "num_minibatches": args.minibatches,
             "num_epochs": args.epochs,
-            "clip_low": args.clip_low,
-            "clip_high": args.clip_high,
             "reference": reference_of(model, args.reference, path=args.model, load=load) if has_reference else None,
             "kl_coef": args.kl_coef,
             "entropy_coef": args.entropy_coef,
@@ -221,25 +203,15 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
 
 def algorithm(args: Args) -> dict[str, Any]:
     """The keywords of a loop whose values are functions."""
+    import torch
+
     from rlkit.controllers import fixed, kl_linear
     from rlkit.losses import icepop, tis
 
+    corrections = {"tis": partial(tis, max_weight=args.tis_max_weight), "icepop": icepop, "none": torch.ones_like}
     return {
-        "correction": icepop if args.correction == "icepop" else partial(tis, max_weight=args.tis_max_weight),
+        "correction": corrections[args.correction],
         "kl_controller": fixed() if args.kl_target is None else kl_linear(target=args.kl_target, rate=args.kl_coef),
-    }
-
-
-def group_options(args: GroupArgs) -> dict[str, Any]:
-    """The keywords of the GRPO loops that PPO does not have."""
-    from rlkit.advantages import group_centered, group_zscore
-    from rlkit.rollout.limits import success_between
-
-    return {
-        "baseline": group_zscore if args.scale_by_std else group_centered,
-        "keep_group": None if args.success_range is None else success_between(*args.success_range),
-        "max_dropped": args.max_dropped,
-        "ref_sync_steps": args.ref_sync_steps,
     }
 
 
@@ -256,6 +228,7 @@ def load_prompts(args: Args, tokenizer: Any) -> tuple[list[Any], list[Any]]:
         "system_prompt": args.system_prompt,
         "apply_chat_template": args.chat_template,
         "tools": load_tools(args) or None,
+        "template_args": json_object("--template-args", args.template_args),
     }
     return rl_prompts(rows, **render)[0], rl_prompts(eval_rows, **render)[0] if eval_rows else []
 
@@ -283,7 +256,9 @@ def environment(args: Args, tokenizer: Any) -> tuple[Any, Any]:
         env = env if is_async(env) else env(tokenizer)
     elif args.tools:
         parse = getattr(tool_calls, f"{args.tool_calls}_calls")
-        env = tool_env(load_tools(args), tokenizer=tokenizer, parse=parse, system_prompt=args.system_prompt)
+        template_args = json_object("--template-args", args.template_args)
+        chat: Any = {"system_prompt": args.system_prompt, "template_args": template_args}
+        env = tool_env(load_tools(args), tokenizer=tokenizer, parse=parse, **chat)
     if env is not single_turn:
         bounds = {"max_total_tokens": max_len(args), "max_sampled_tokens": args.max_sampled_tokens}
         env = limited(env, max_turns=args.max_turns, **bounds)

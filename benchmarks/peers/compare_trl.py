@@ -74,8 +74,9 @@ def command(side: str, args: Args, task: dict[str, Any], *, steps: int, seed: in
         *("--reward", f"{ROOT / 'examples' / 'sorting_reward.py'}:score"),
         *("--prompts-per-step", PROMPTS, "--group-size", GROUP, "--max-new-tokens", 8, "--seed", seed),
     ]
-    own = ["--max-prompt-tokens", 32, "--scale-by-std", "--eval-steps", 0, "--save-steps", 0] if side == "rlkit" else []
-    return [str(part) for part in (*script, Path(__file__).with_name(f"{side}_grpo.py"), *common, *own)]
+    own = ["--max-prompt-tokens", 32, "--baseline", "group_zscore", "--eval-steps", 0, "--save-steps", 0]
+    parts = [*script, Path(__file__).with_name(f"{side}_grpo.py"), *common, *(own if side == "rlkit" else [])]
+    return [str(part) for part in parts]
 
 
 def train(line: list[str], output: Path, *, threads: int) -> Run:

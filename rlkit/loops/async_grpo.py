@@ -14,7 +14,7 @@ from rlkit.controllers import fixed
 from rlkit.loops import saving, verbs
 from rlkit.loops.aggregate import per_token
 from rlkit.loops.dump import dump_to
-from rlkit.loops.updates import Aggregate, Surrogate, grpo_update, pack_with_advantages
+from rlkit.loops.updates import Aggregate, Surrogate, clipped, grpo_update, pack_with_advantages
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
 from rlkit.parallel.model import DTYPES, forward, mesh_of, with_old_logp, with_ref_logp
@@ -46,9 +46,7 @@ async def async_grpo(
     baseline: Callable[..., Tensor] = group_centered,
     num_minibatches: int = 1,
     num_epochs: int = 1,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    surrogate: Surrogate | None = None,
+    surrogate: Surrogate = clipped,
     aggregate: Aggregate = per_token,
     correction: Callable[..., Tensor] = partial(tis, max_weight=2.0),
     kl_coef: float = 0.0,
@@ -96,8 +94,8 @@ async def async_grpo(
     optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
     update = partial(
         grpo_update, policy=policy, optimizer=optimizer, num_minibatches=num_minibatches, num_epochs=num_epochs,
-        clip_low=clip_low, clip_high=clip_high, surrogate=surrogate, aggregate=aggregate, correction=correction,
-        entropy_coef=entropy_coef, max_norm=max_norm, max_tokens=max_tokens, device=model.device, mesh=mesh,
+        surrogate=surrogate, aggregate=aggregate, correction=correction, entropy_coef=entropy_coef, max_norm=max_norm,
+        max_tokens=max_tokens, device=model.device, mesh=mesh,
     )  # fmt: skip
     state = saving.restore(folder, model=model, optimizer=optimizer, reference=moving) if resume else {}
     start, first, kl_state = state.get("step", -1), max(state.get("step", -1), 0), kl_controller.init(kl_coef)

@@ -14,7 +14,7 @@ from rlkit.controllers import fixed
 from rlkit.loops import saving, verbs
 from rlkit.loops.aggregate import per_token
 from rlkit.loops.dump import dump_to
-from rlkit.loops.updates import Aggregate, Surrogate, grpo_update, pack_with_advantages
+from rlkit.loops.updates import Aggregate, Surrogate, clipped, grpo_update, pack_with_advantages
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
 from rlkit.parallel.model import DTYPES, forward, mesh_of, with_kept_mass, with_old_logp, with_ref_logp
@@ -48,9 +48,7 @@ async def grpo(
     baseline: Callable[..., Tensor] = group_centered,
     num_minibatches: int = 1,
     num_epochs: int = 1,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    surrogate: Surrogate | None = None,
+    surrogate: Surrogate = clipped,
     aggregate: Aggregate = per_token,
     correction: Callable[..., Tensor] = partial(tis, max_weight=2.0),
     kl_coef: float = 0.0,
@@ -81,7 +79,7 @@ async def grpo(
 
     Differs from the GRPO paper (arXiv:2402.03300):
     1. advantages are not divided by the group's standard deviation (arXiv:2503.20783); pass `group_zscore` to do so
-    2. token mean instead of the mean of sequence means, and `clip_high` 0.28 (both arXiv:2503.14476); other losses
+    2. token mean instead of the mean of sequence means, and a clip at 1.28 (both arXiv:2503.14476); other losses
        (GSPO, CISPO, ...) and means are `surrogate` and `aggregate`, see `grpo_update` and `rlkit.loops.aggregate`
     3. no KL term unless `kl_coef` > 0 (`kl_controller` may then move it); then k3 against `reference`, scaled by the
        ratio so that its gradient is that of KL(policy || reference) also off policy
@@ -97,8 +95,8 @@ async def grpo(
     optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
     update = partial(
         grpo_update, policy=policy, optimizer=optimizer, num_minibatches=num_minibatches, num_epochs=num_epochs,
-        clip_low=clip_low, clip_high=clip_high, surrogate=surrogate, aggregate=aggregate, correction=correction,
-        entropy_coef=entropy_coef, max_norm=max_norm, max_tokens=max_tokens, device=model.device, mesh=mesh,
+        surrogate=surrogate, aggregate=aggregate, correction=correction, entropy_coef=entropy_coef, max_norm=max_norm,
+        max_tokens=max_tokens, device=model.device, mesh=mesh,
     )  # fmt: skip
     state = saving.restore(folder, model=model, optimizer=optimizer, reference=moving) if resume else {}
     start, first, kl_state = state.get("step", -1), max(state.get("step", -1), 0), kl_controller.init(kl_coef)

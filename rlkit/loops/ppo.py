@@ -13,7 +13,7 @@ from rlkit.controllers import fixed
 from rlkit.loops import saving, verbs
 from rlkit.loops.critic import value_update, with_gae
 from rlkit.loops.dump import dump_to
-from rlkit.loops.updates import grpo_update
+from rlkit.loops.updates import clipped, grpo_update
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
 from rlkit.packing import pack
@@ -92,8 +92,9 @@ async def ppo(
     many: dict[str, Any] = {"num_minibatches": num_minibatches, "num_epochs": num_epochs, "max_norm": max_norm}
     how: dict[str, Any] = {"max_tokens": max_tokens, "mesh": mesh}
     update: Any = partial(
-        grpo_update, policy=policy, clip_low=clip_low, clip_high=clip_high, correction=correction, kl_coef=0.0,
-        entropy_coef=entropy_coef, device=model.device, optimizer=optimizer, **many, **how,
+        grpo_update, policy=policy, surrogate=partial(clipped, clip_low=clip_low, clip_high=clip_high),
+        correction=correction, kl_coef=0.0, entropy_coef=entropy_coef, device=model.device, optimizer=optimizer,
+        **many, **how,
     )  # fmt: skip
     how |= {"critic": critic, "dtype": dtype}
     estimate: Any = partial(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from rlkit.episodes import episode_advantages
-from rlkit.loops import verbs
 from rlkit.loops.aggregate import per_token
-from rlkit.losses import ppo_clip, unbiased_kl
-from rlkit.metrics import Metrics, merge
+from rlkit.losses import k3, ppo_clip, ratio_stats, unbiased_kl
+from rlkit.metrics import Metrics, largest, mean, merge
 from rlkit.packing import pack, split, with_streams
 from rlkit.parallel.data import any_ranks, rank_microbatches, reduce_metrics
 from rlkit.parallel.mesh import Mesh
@@ -21,10 +20,15 @@ from rlkit.parallel.optim import optimizer_step, set_lr
 from rlkit.parallel.pipeline import pipelined
 from rlkit.rollout.rollout import Group
 from rlkit.segments import broadcast_to_tokens, seq_sum
-from rlkit.types import Batch
+from rlkit.types import Batch, LogProbs
 
 Surrogate = Callable[[Tensor, Batch], Tensor]  # log_ratio [T] and the micro-batch it is of -> a loss per token
 Aggregate = Callable[[Batch], Tensor]  # the batch of an optimizer step -> what each token weighs
+
+
+def clipped(log_ratio: Tensor, batch: Batch, *, clip_low: float = 0.2, clip_high: float = 0.28) -> Tensor:
+    """PPO's clip with DAPO's upper bound, as the loops take a surrogate: a loss per token of a micro-batch."""
+    return ppo_clip(log_ratio, batch.advantages, clip_low=clip_low, clip_high=clip_high)
 
 
 def pack_with_advantages(groups: list[Group], *, baseline: Callable[..., Tensor]) -> Batch:
@@ -42,8 +46,6 @@ def grpo_update(
     lr: float,
     num_minibatches: int,
     num_epochs: int,
-    clip_low: float,
-    clip_high: float,
     correction: Callable[..., Tensor],
     kl_coef: float,
     entropy_coef: float,
@@ -52,15 +54,15 @@ def grpo_update(
     device: torch.device | str,
     seed: int,
     mesh: Mesh | None = None,
-    surrogate: Surrogate | None = None,
+    surrogate: Surrogate = clipped,
     aggregate: Aggregate = per_token,
 ) -> Metrics:
     """`num_minibatches * num_epochs` optimizer steps on one batch: a surrogate, plus `kl_coef` * KL to the reference
     and minus `entropy_coef` * entropy, each weighed by `aggregate(batch of the optimizer step)` and summed.
 
-    `surrogate(log_ratio, batch)` is any loss per token; None is `ppo_clip` with `clip_low` and `clip_high`, which also
-    say what `ratio/clip_*` count:
+    `surrogate(log_ratio, batch)` is any loss per token:
 
+        grpo_update(..., surrogate=partial(clipped, clip_high=0.2))
         grpo_update(..., surrogate=lambda x, b: gspo(x, b.advantages, mask=b.mask, cu_seqlens=b.cu_seqlens))
 
     `correction(old_logp - rollout_logp)` weighs the surrogate's tokens. Truncated sampling drew a token from p / S and
@@ -68,7 +70,6 @@ def grpo_update(
     update per rollout) it is the current log-prob, and no forward was spent on it. With a `mesh` every rank gives the
     whole batch, and computes its share.
     """
-    surrogate = surrogate or partial(_clipped, clip_low=clip_low, clip_high=clip_high)
     set_lr(optimizer, lr)
     metrics: Metrics = {}
     for mini in split(batch, num_minibatches, epochs=num_epochs, seed=seed):
@@ -92,11 +93,43 @@ def grpo_update(
                     loss = loss - entropy_coef * w * out.entropy
                 if learning:
                     backward(loss.sum())
-                new = verbs.policy_metrics(out, old_logp, micro, clip_low=clip_low, clip_high=clip_high)
+                new = policy_metrics(out, old_logp, micro, surrogate=surrogate)
                 metrics = merge(metrics, new)
         metrics = merge(metrics, optimizer_step(optimizer, max_norm=max_norm))
     return reduce_metrics(metrics, mesh=mesh)
 
 
-def _clipped(log_ratio: Tensor, batch: Batch, *, clip_low: float, clip_high: float) -> Tensor:
-    return ppo_clip(log_ratio, batch.advantages, clip_low=clip_low, clip_high=clip_high)
+def policy_metrics(out: LogProbs, old_logp: Float[Tensor, "T"], batch: Batch, *, surrogate: Surrogate) -> Metrics:
+    """How the policy stands to itself (`ratio/`), to the engine that sampled (`mismatch/`), to the reference (`kl/`).
+
+    mismatch/k3 and mismatch/abs_mean compare old_logp with rollout_logp: 0 up to rounding where the engine is right.
+    """
+    logp, mask = out.logp.detach(), batch.mask
+    stats = ratio_stats(logp - old_logp, mask=mask) | clip_shares(surrogate, logp - old_logp, batch)
+    gap = old_logp - batch.rollout_logp
+    metrics: Metrics = {f"ratio/{name}": value for name, value in stats.items()}
+    metrics |= {
+        "entropy": mean(out.entropy, mask=mask),
+        "mismatch/abs_mean": mean(gap.abs(), mask=mask),
+        "mismatch/abs_max": largest(gap.abs(), mask=mask),
+        "mismatch/k3": mean(k3(batch.rollout_logp, old_logp), mask=mask),
+    }
+    if batch.kept_mass is not None:
+        metrics["kept_mass"] = mean(batch.kept_mass, mask=mask)
+    if batch.ref_logp is not None:
+        metrics["kl/ref"] = mean(k3(logp, batch.ref_logp), mask=mask)
+    return metrics
+
+
+def clip_shares(surrogate: Surrogate, log_ratio: Float[Tensor, "T"], batch: Batch) -> Metrics:
+    """Shares of tokens that get no gradient though they have an advantage: `clip_low` of A < 0, `clip_high` of A > 0.
+
+    That is what the clip of any surrogate takes away. Differs: from verl and TRL for sequence ratios only, whose clip
+    they count in sequences.
+    """
+    with torch.enable_grad():
+        x = log_ratio.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(surrogate(x, batch).sum(), x)
+    silent = gradient == 0
+    signs = {"clip_low": batch.advantages < 0, "clip_high": batch.advantages > 0}
+    return {name: mean(silent & sign, mask=batch.mask) for name, sign in signs.items()}

@@ -10,12 +10,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from rlkit.data.order import batch_indices
 from rlkit.loops.run import Run
-from rlkit.losses import k3, ratio_stats
+from rlkit.losses import k3
 from rlkit.metrics import Metrics, largest, mean, merge
 from rlkit.packing import pack
 from rlkit.parallel._ranks import on_this_device, world_size
@@ -70,28 +68,6 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
         "staleness/mean": mean(ages),
         "staleness/max": largest(ages),
     }
-
-
-def policy_metrics(out: LogProbs, old_logp: Float[Tensor, "T"], batch: Batch, **clip: float) -> Metrics:
-    """How the policy stands to itself (`ratio/`), to the engine that sampled (`mismatch/`), to the reference (`kl/`).
-
-    mismatch/k3 and mismatch/abs_mean compare old_logp with rollout_logp: 0 up to rounding where the engine is right.
-    """
-    logp, mask = out.logp.detach(), batch.mask
-    stats = ratio_stats(logp - old_logp, mask=mask, advantages=batch.advantages, **clip)
-    gap = old_logp - batch.rollout_logp
-    metrics: Metrics = {f"ratio/{name}": value for name, value in stats.items()}
-    metrics |= {
-        "entropy": mean(out.entropy, mask=mask),
-        "mismatch/abs_mean": mean(gap.abs(), mask=mask),
-        "mismatch/abs_max": largest(gap.abs(), mask=mask),
-        "mismatch/k3": mean(k3(batch.rollout_logp, old_logp), mask=mask),
-    }
-    if batch.kept_mass is not None:
-        metrics["kept_mass"] = mean(batch.kept_mass, mask=mask)
-    if batch.ref_logp is not None:
-        metrics["kl/ref"] = mean(k3(logp, batch.ref_logp), mask=mask)
-    return metrics
 
 
 def prompt_order(prompts: Sequence[Prompt], *, seed: int) -> Callable[[int], Prompt]:

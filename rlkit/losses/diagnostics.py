@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -16,8 +18,8 @@ def ratio_stats(
     log_ratio: Float[Tensor, "*shape"],
     *,
     mask: Bool[Tensor, "*shape"] | None,
-    clip_low: float,
-    clip_high: float,
+    clip_low: float = inf,
+    clip_high: float = inf,
     advantages: Float[Tensor, "*shape"] | None = None,
 ) -> Metrics:
     """How far the policy has moved, and how much of the batch the clip silences.

@@ -9,7 +9,7 @@ import torch
 
 from rlkit.advantages import group_centered
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.updates import grpo_update, pack_with_advantages
+from rlkit.loops.updates import clipped, grpo_update, pack_with_advantages
 from rlkit.losses import tis
 from rlkit.metrics import finalize
 from rlkit.parallel.mesh import Parallel, make_mesh
@@ -50,7 +50,8 @@ def logged(sizes, **options):
     batch = with_kept_mass(made[0], batch, params=params, max_tokens=60, mesh=mesh)
     metrics = grpo_update(
         batch, policy=policy, optimizer=adamw(made[0], lr=1e-3, eps=1e-4), lr=1e-3, num_minibatches=2, num_epochs=2,
-        clip_low=0.01, clip_high=0.01, correction=partial(tis, max_weight=2.0), kl_coef=0.1, entropy_coef=0.01,
+        surrogate=partial(clipped, clip_low=0.01, clip_high=0.01), correction=partial(tis, max_weight=2.0),
+        kl_coef=0.1, entropy_coef=0.01,
         max_norm=0.5, max_tokens=60, device="cpu", seed=3, mesh=mesh,
     )  # fmt: skip
     return finalize(metrics)

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlkit import losses
 from rlkit.advantages import group_centered, group_zscore
 from rlkit.loops import aggregate
-from rlkit.loops.updates import grpo_update, pack_with_advantages
+from rlkit.loops.updates import clipped, grpo_update, pack_with_advantages
 from rlkit.packing import with_streams
 from rlkit.types import Batch, LogProbs, Trajectory
 
@@ -123,10 +123,10 @@ def test_the_update_has_the_loss_that_the_page_says(
     g = torch.Generator().manual_seed(0)
     start, ref = (torch.randn(V, V, dtype=torch.float64, generator=g) for _ in range(2))
     theta, lr = torch.nn.Parameter(start.clone()), 2.0
-    options = {"kl_coef": 0.0, **options}
+    options = {"kl_coef": 0.0, "surrogate": partial(clipped, clip_low=0.2, clip_high=0.2), **options}
     grpo_update(
         batch_of(start, ref, baseline), policy=partial(policy, theta), optimizer=torch.optim.SGD([theta], lr=lr), lr=lr,
-        num_minibatches=1, num_epochs=3, clip_low=0.2, clip_high=0.2, correction=partial(losses.tis, max_weight=2.0),
+        num_minibatches=1, num_epochs=3, correction=partial(losses.tis, max_weight=2.0),
         entropy_coef=0.0, max_norm=float("inf"), max_tokens=8, device="cpu", seed=0, **options,
     )  # fmt: skip
     found = three_updates(start, ref, lr=lr, **theirs)

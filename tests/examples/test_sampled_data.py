@@ -12,12 +12,17 @@ sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 import async_grpo
 import grpo
 import sampled_data as shared
+import sampled_groups
+import torch
 from scripted import Script, check_exact, tokenizer_with
 
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.async_grpo import async_grpo as async_loop
 from rlkit.loops.grpo import grpo as loop
+from rlkit.losses import recipes
+from rlkit.packing import pack, with_streams
+from rlkit.types import Trajectory
 
 TOOLS = '''
 def weather(city: str) -> str:
@@ -59,15 +64,34 @@ def test_every_keyword_of_a_loop_is_set_by_a_flag(files, script, function, own):
         part.save_pretrained(files / "model")
     args = args_of(files, script.Args, output=files / "run", kl_coef=0.1, stop=("!",), seed=5)
     args.success_range, args.max_dropped = (0.1, 0.9), 3
-    _, _, options = shared.prepared(args)
-    options |= shared.group_options(args)
-    maths = {"surrogate", "aggregate"}  # functions: another algorithm is another script, not a flag
-    assert {*options, *own, *maths, "model", "tokenizer", "engine"} == {*inspect.signature(function).parameters}
+    _, _, options = sampled_groups.prepared(args)
+    assert {*options, *own, "model", "tokenizer", "engine"} == {*inspect.signature(function).parameters}
     assert options["max_dropped"] == 3
     assert options["params"].stop == ("!",)
     assert tokenizer.eos_token_id in options["params"].stop_token_ids
     assert options["reference"] is not None
     assert (files / "run" / "args.json").exists()
+
+
+RECIPES = {"ppo_clip": "dapo", "gspo": "gspo", "gmpo": "gmpo", "cispo": "cispo", "sapo": "sapo"}
+
+
+@pytest.mark.parametrize("loss", RECIPES)
+def test_a_loss_of_the_command_line_is_that_of_its_paper(files, loss):
+    rows = [Trajectory([5], [6] * n, [True] * n, [-1.0] * n, [0] * n) for n in (1, 4, 2, 6)]
+    noise = torch.randn(2, 13, generator=torch.Generator().manual_seed(0))
+    advantages = torch.tensor([1.0, -0.5, 2.0, -1.0]).repeat_interleave(torch.tensor([1, 4, 2, 6]))
+    batch = with_streams(pack([rows[:2], rows[2:]]), old_logp=noise[0] - 2, advantages=advantages)
+    logp = batch.old_logp + 0.3 * noise[1]
+
+    def value(**flags):
+        options = sampled_groups.loss_of(args_of(files, grpo.Args, loss=loss, **flags))
+        return (options["aggregate"](batch) * options["surrogate"](logp - batch.old_logp, batch)).sum().item()
+
+    assert value() == pytest.approx(getattr(recipes, RECIPES[loss])(logp, batch).item(), rel=1e-5)
+    assert len({round(value(aggregate=mean), 6) for mean in ("token", "episode", "prompt", "length")}) == 4
+    if loss in ("ppo_clip", "gspo", "gmpo"):
+        assert abs(value(clip_low=0.9, clip_high=9.0) - value()) > 1e-3
 
 
 async def test_tools_of_the_command_line_are_shown_called_and_may_fail(files):
@@ -101,6 +125,8 @@ async def test_tools_of_the_command_line_are_shown_called_and_may_fail(files):
         ({"max_dropped": 3}, "--max-dropped is a limit on --success-range"),
         ({"drop_off_policy": True}, "--drop-off-policy is for --staleness above 0"),
         ({"minibatches": 9}, "--minibatches 9 is more than the 8 groups of --prompts-per-step"),
+        ({"loss": "cispo", "clip_high": 4.0}, "--clip-low and --clip-high are not part of cispo"),
+        ({"eval_samples": 4}, "--eval-samples are of --eval-data"),
         ({"epochs": 0}, "--epochs must be at least 1, got 0"),
     ],
 )

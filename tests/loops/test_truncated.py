@@ -97,7 +97,7 @@ def test_the_expected_gradient_under_truncated_sampling_is_that_of_the_whole_dis
         before = [w.detach().clone() for w in weights]
         grpo_update(
             one, policy=policy, optimizer=torch.optim.SGD(model.parameters()), lr=1.0, num_minibatches=1, num_epochs=1,
-            clip_low=0.2, clip_high=0.2, correction=partial(tis, max_weight=2.0), kl_coef=kl_coef, entropy_coef=0.0,
+            correction=partial(tis, max_weight=2.0), kl_coef=kl_coef, entropy_coef=0.0,
             max_norm=1e9, max_tokens=64, device="cpu", seed=0,
         )  # fmt: skip
         with torch.no_grad():
