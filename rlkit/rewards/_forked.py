@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -36,6 +37,7 @@ class Server:
         self._command = [sys.executable, *flags, "-c", code, *arguments]
         self._environment = environment
         self._reset()
+        atexit.register(self.close)
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
