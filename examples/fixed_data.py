@@ -32,6 +32,8 @@ class Args:
     """put before every conversation that has none"""
     chat_template: bool = True
     """render with the model's chat template; off for base models and plain strings"""
+    template_args: str = "{}"
+    """JSON of what else the chat template takes, e.g. {"enable_thinking": false} for Qwen3"""
     lr: float = 1e-5
     """highest learning rate"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -68,7 +70,7 @@ def prepared(
     """The tokenizer, the training data and the held-out data as `read` makes them of rows, and the keywords of a loop
     that all of these flags say; the run folder is made."""
     import torch
-    from flag_checks import check_values
+    from flag_checks import check_values, json_object
     from transformers import AutoTokenizer
 
     from rlkit.data.load import load_rows
@@ -77,6 +79,7 @@ def prepared(
     from rlkit.parallel.optim import schedule
 
     check_values(args)
+    template_args = json_object("--template-args", args.template_args)
     check_path(args.model)
     keep_args(args.output, args, resume=args.resume)
     torch.manual_seed(args.seed)
@@ -88,6 +91,7 @@ def prepared(
         "max_example_tokens": args.max_example_tokens,
         "system_prompt": args.system_prompt,
         "apply_chat_template": args.chat_template,
+        "template_args": template_args,
     }
     options = {
         "folder": args.output,

@@ -12,7 +12,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
-from flag_checks import RANGES, check_flags, check_values
+from flag_checks import RANGES, check_flags, check_values, json_object
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(p.stem for p in EXAMPLES.glob("*.py") if "tyro.cli(Args" in p.read_text())
@@ -121,3 +121,10 @@ def test_the_demo_deletes_nothing_but_a_demo(tmp_path):
     (again.output / "old").touch()
     demo.make_folder(again)
     assert sorted(p.name for p in again.output.iterdir()) == ["eval.jsonl", "sft.jsonl", "train.jsonl"]
+
+
+@pytest.mark.parametrize("text", ["", "enable_thinking=false", "[1]", '{"a": }'])
+def test_a_flag_of_json_names_itself(text):
+    with pytest.raises(ValueError, match="--template-args must be a JSON object"):
+        json_object("--template-args", text)
+    assert json_object("--template-args", '{"enable_thinking": false}') == {"enable_thinking": False}

@@ -48,6 +48,11 @@ def numbers(output):
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
 
 
+def without_ties(lines):
+    """Without the shares at steps 0 and 1, where the policy still is its reference: rounding decides them."""
+    return [{k: v for k, v in line.items() if line["step"] > 1 or not k.endswith("accuracy")} for line in lines]
+
+
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
@@ -92,5 +97,5 @@ def test_two_ranks_log_the_same_numbers(task, tmp_path, script):
         output = tmp_path / f"ranks{len(flags)}"
         done = run(task, script, output, *flags, prefix=TORCHRUN)
         assert done.returncode == 0, done.stderr[-4000:]
-        for a, b in zip(numbers(output), numbers(tmp_path / "alone"), strict=True):
+        for a, b in zip(*(without_ties(numbers(folder)) for folder in (output, tmp_path / "alone")), strict=True):
             assert a == pytest.approx(b, rel=1e-3, abs=1e-5)

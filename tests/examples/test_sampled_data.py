@@ -94,6 +94,16 @@ def test_a_loss_of_the_command_line_is_that_of_its_paper(files, loss):
         assert abs(value(clip_low=0.9, clip_high=9.0) - value()) > 1e-3
 
 
+def test_template_arguments_reach_the_prompts(files):
+    tokenizer = tokenizer_with("qwen3")
+    texts = []
+    for given in ("{}", '{"enable_thinking": false}'):
+        (prompt,), _ = shared.load_prompts(args_of(files, template_args=given), tokenizer)
+        texts.append(tokenizer.decode(prompt.ids))
+    assert "<think>" not in texts[0]
+    assert texts[1].endswith("<think>\n\n</think>\n\n")
+
+
 async def test_tools_of_the_command_line_are_shown_called_and_may_fail(files):
     tokenizer = tokenizer_with("qwen3")
     args = args_of(files, tools=(f"{files / 'mine.py'}:weather",), max_sampled_tokens=300, max_turns=5)
