@@ -77,7 +77,8 @@ async def sample_group(
 
     An environment may return an episode in pieces (a list; see `Trajectory.continues`): they follow each other in the
     group. `score` sees the last piece of each episode and returns them with rewards; an episode's reward goes to all
-    its pieces, whether `score` or the environment set it.
+    its pieces, whether `score` or the environment set it. Where `score` leaves nothing of a piece to train on (its mask
+    is False throughout), nothing of the episode is.
     """
     episodes = await all_or_cancel([_episode(env, prompt, sample) for sample in samplers])
     last = [pieces[-1] for pieces in episodes]
@@ -88,7 +89,11 @@ async def sample_group(
         last = scored
     group: Group = []
     for pieces, end in zip(episodes, last, strict=True):
-        group += [*(replace(piece, reward=end.reward) for piece in pieces[:-1]), end]
+        dropped = any(pieces[-1].mask) and not any(end.mask)
+        for piece in pieces[:-1]:
+            mask = [False] * len(piece.mask) if dropped else piece.mask
+            group.append(replace(piece, reward=end.reward, mask=mask))
+        group.append(end)
     return group
 
 

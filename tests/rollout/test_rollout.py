@@ -82,6 +82,18 @@ def test_score_sees_the_last_piece_and_its_reward_goes_to_all():
     assert pack([group]).episode_ids.tolist() == [0, 0, 0, 1, 2, 2, 2]
 
 
+def test_an_episode_that_score_takes_out_of_training_goes_with_all_its_pieces():
+    async def env(prompt, sample):
+        return [piece(n=1), piece(n=2), piece(n=3)]
+
+    async def score(prompt, group):
+        return [group[0], replace(group[1], mask=[False] * 3)]
+
+    group = asyncio.run(sample_group(None, [None, None], env=env, score=score))
+    assert [any(t.mask) for t in group] == [True] * 3 + [False] * 3
+    assert [len(t.mask) for t in group] == [len(t.ids) for t in group]
+
+
 def test_without_score_the_environments_reward_is_the_episodes():
     async def env(prompt, sample):
         return [piece(9.0), piece(0.25)]
