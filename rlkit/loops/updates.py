@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -76,10 +77,11 @@ def grpo_update(
         weights = aggregate(mini)
         flat = seq_sum(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
         micros = list(rank_microbatches((mini, weights), mesh=mesh, max_tokens=max_tokens, apart=flat))
-        learns = any_ranks([bool(kl_coef or entropy_coef or micro.advantages.any()) for micro, *_ in micros])
+        always = bool(kl_coef or entropy_coef) or _pulls(surrogate, mini)
+        learns = any_ranks([always or bool(micro.advantages.any()) for micro, *_ in micros])
         with pipelined(mesh) as backward:
             for (micro, *rest), learning in zip(micros, learns, strict=True):
-                with torch.set_grad_enabled(learning):  # where every advantage is 0, so is the gradient
+                with torch.set_grad_enabled(learning):
                     out = policy(micro)  # still on the host, where its segments are read without waiting for the GPU
                 micro, w = micro.to(device), rest[0].to(device, non_blocking=True)
                 old_logp = out.logp.detach() if micro.old_logp is None else micro.old_logp
@@ -97,6 +99,12 @@ def grpo_update(
                 metrics = merge(metrics, new)
         metrics = merge(metrics, optimizer_step(optimizer, max_norm=max_norm))
     return reduce_metrics(metrics, mesh=mesh)
+
+
+def _pulls(surrogate: Surrogate, batch: Batch) -> bool:
+    """Whether a token without an advantage has a gradient all the same (`dro`, `kimi15`)."""
+    neutral = replace(batch, advantages=torch.zeros_like(batch.advantages))
+    return bool(_slope(surrogate, torch.full_like(batch.advantages, 0.1), neutral).any())
 
 
 def policy_metrics(out: LogProbs, old_logp: Float[Tensor, "T"], batch: Batch, *, surrogate: Surrogate) -> Metrics:
@@ -127,9 +135,13 @@ def clip_shares(surrogate: Surrogate, log_ratio: Float[Tensor, "T"], batch: Batc
     That is what the clip of any surrogate takes away. Differs: from verl and TRL for sequence ratios only, whose clip
     they count in sequences.
     """
-    with torch.enable_grad():
-        x = log_ratio.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(surrogate(x, batch).sum(), x)
-    silent = gradient == 0
+    silent = _slope(surrogate, log_ratio, batch) == 0
     signs = {"clip_low": batch.advantages < 0, "clip_high": batch.advantages > 0}
     return {name: mean(silent & sign, mask=batch.mask) for name, sign in signs.items()}
+
+
+def _slope(surrogate: Surrogate, log_ratio: Float[Tensor, "T"], batch: Batch) -> Tensor:
+    """The gradient of the surrogate's sum by log_ratio."""
+    with torch.enable_grad():
+        x = log_ratio.detach().requires_grad_()
+        return torch.autograd.grad(surrogate(x, batch).sum(), x)[0]

@@ -11,7 +11,7 @@ import torch
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.aggregate import per_episode, per_length, per_prompt, per_token
 from rlkit.loops.updates import clip_shares, clipped, grpo_update
-from rlkit.losses import cispo, gspo, ratio_stats, tis
+from rlkit.losses import cispo, dro, gspo, ratio_stats, tis
 from rlkit.metrics import finalize
 from rlkit.packing import pack, with_streams
 from rlkit.parallel.model import forward, prepare
@@ -54,6 +54,8 @@ def by_hand(log_ratio, advantages, lens, loss):
         if loss == "gspo":
             s = (sum(x) / n).exp()
             each = [torch.maximum(-a * s, -a * s.clamp(0.9, 1.1))] * n
+        elif loss == "dro":
+            each = [-a * y + 0.4 * y * y for y in x]
         else:
             each = [-y.detach().exp().clamp(max=1.05) * a * y for y in x]
         total, end = total + sum(each) / n / len(lens), end + n
@@ -63,6 +65,7 @@ def by_hand(log_ratio, advantages, lens, loss):
 SURROGATES = {
     "gspo": lambda x, b: gspo(x, b.advantages, mask=b.mask, cu_seqlens=b.cu_seqlens, clip_low=0.1, clip_high=0.1),
     "cispo": lambda x, b: cispo(x, b.advantages, max_weight=1.05),
+    "dro": lambda x, b: dro(x, b.advantages, beta=0.8),  # has a gradient where the advantage is 0, too
 }
 
 
@@ -73,7 +76,7 @@ def test_the_update_takes_any_surrogate_and_mean(loss, max_tokens):
     model, lens = prepare(tiny_model(tiny_tokenizer(), **sizes)), [3, 1, 5, 2]
     policy = partial(forward, model)
     batch = pack([[sample([5, 6], n) for n in lens[:2]], [sample([7, 8], n) for n in lens[2:]]])
-    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0]).repeat_interleave(torch.tensor(lens))
+    advantages = torch.tensor([1.0, -1.0, 0.0, 2.0]).repeat_interleave(torch.tensor(lens))
     logp = policy(batch).logp
     old_logp = logp.detach() - 0.2 * torch.randn(sum(lens), generator=torch.Generator().manual_seed(0))
     batch = with_streams(batch, advantages=advantages, old_logp=old_logp, rollout_logp=old_logp)
@@ -99,7 +102,7 @@ def test_the_share_that_is_clipped_is_that_of_the_surrogate():
     x = torch.tensor([0.5, 0.5, 0.5, -0.5, 0.5, -0.5, 0.5, -0.5, 0.0, 0.5, 0.5])
     shares = {name: finalize(clip_shares(surrogate, x, batch)) for name, surrogate in SURROGATES.items()}
     assert shares["gspo"] == pytest.approx({"clip_high": 3 / 11, "clip_low": 1 / 11}), "two sequences of three whole"
-    assert shares["cispo"] == {"clip_high": 0.0, "clip_low": 0.0}
+    assert shares["cispo"] == shares["dro"] == {"clip_high": 0.0, "clip_low": 0.0}
     counted = finalize(ratio_stats(x, mask=batch.mask, clip_low=0.2, clip_high=0.28, advantages=advantages))
     own = finalize(clip_shares(clipped, x, batch))
     assert own == {name: counted[name] for name in own}
