@@ -1,10 +1,14 @@
 """What a server is started with; the server is a stand-in that writes its environment down."""
 
 import json
+import socket
 import sys
 import time
+from pathlib import Path
 
-from rlkit.rollout.sglang import launch
+import pytest
+
+from rlkit.rollout.sglang import launch, server
 
 STAND_IN = f"""#!{sys.executable}
 import json, os, sys, time
@@ -33,3 +37,27 @@ def test_a_server_that_a_rank_starts_does_not_take_itself_for_one(tmp_path, monk
     found = json.loads(written.read_text())
     assert not ranks.keys() & found.keys()
     assert (found["RANKING"], found["GIVEN"]) == ("1", "2")
+
+
+def test_the_port_is_none_that_the_system_gives_away_while_the_server_starts():
+    first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = {server._free_port("127.0.0.1") for _ in range(20)}
+    assert len(ports) > 10
+    assert all(1024 < port < first for port in ports) or first < 4096 + 1024
+    for port in ports:
+        socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_a_port_that_is_taken_is_said_at_once(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="is taken"):
+        launch(tmp_path, port=taken.getsockname()[1])
+
+
+def test_a_server_that_lost_its_port_is_not_waited_for(tmp_path):
+    """SGLang does not exit then: it waits for its own warm-up."""
+    python = tmp_path / "python"
+    said = "[Errno 98] error while attempting to bind on address ('127.0.0.1', 1): address already in use"
+    python.write_text(f"#!{sys.executable}\nimport time\nprint({said!r}, flush=True)\ntime.sleep(3600)\n")
+    python.chmod(0o755)
+    with pytest.raises(RuntimeError, match="address already in use"):
+        launch(tmp_path, python=str(python), log=tmp_path / "log")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -29,6 +30,7 @@ CPU_ENV = {
 }
 # What torchrun tells its ranks. With it the server's processes would look for the store of the trainer, and hang.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_LOST_PORT = "error while attempting to bind on address"
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -60,7 +62,8 @@ class Server:
         """
         end = time.monotonic() + timeout
         while not _healthy(self.url):
-            if not self.alive:
+            if not self.alive or _LOST_PORT in self._tail():  # then it would wait for itself for minutes
+                self.close()
                 raise RuntimeError(
                     f"the SGLang server exited while it started; its log {self.log} ends:\n{self._tail()}"
                 )
@@ -113,8 +116,10 @@ def launch(
             pass False and call `Server.wait`.
 
     Raises:
-        RuntimeError, TimeoutError: see `Server.wait`.
+        ValueError: `port` is taken. RuntimeError, TimeoutError: see `Server.wait`.
     """
+    if port is not None and not _is_free(host, port):
+        raise ValueError(f"port {port} of {host} is taken: give another one, or none")
     port = _free_port(host) if port is None else port
     dtype = _own_dtype(Path(model_path)) if dtype is None else dtype
     python = python or os.environ.get("RLKIT_SGLANG_PYTHON") or sys.executable
@@ -161,9 +166,26 @@ def _inherited() -> dict[str, str]:
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+    """A free port below those that the system gives to whoever asks for any: the server takes it seconds later, and a
+    few above it for its own use."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        first = 32768
+    below = range(max(2048, first - 16384), first - 2048)
+    for port in random.SystemRandom().sample(below, min(100, len(below))):
+        if _is_free(host, port):
+            return port
+    with socket.create_server((host, 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def _own_dtype(model_path: Path) -> str | None:
