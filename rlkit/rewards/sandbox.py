@@ -203,14 +203,20 @@ class Child:
         return Ran(self._reason(end, err, flooded), out, err, end["wall_s"], end["cpu_s"])
 
     def _read(self) -> tuple[str, str, bool]:
-        """What both pipes give until they are closed; kills a child that writes too much (stderr is cut in silence)."""
+        """What both pipes give until they are closed, or the child has ended and nothing is left in them (whatever else
+        holds them open); kills a child that writes too much (stderr is cut in silence)."""
+        assert self._control is not None
         texts, most = (bytearray(), bytearray()), (self._limits.output_bytes, _STDERR_BYTES)
         waiting = select.poll()
+        waiting.register(self._control, 0)  # says when its other end is closed: after the child's end
         for fd in self._pipes:
             waiting.register(fd, select.POLLIN)
         num_open, flooded = len(self._pipes), False
         while num_open:
-            for fd, _ in waiting.poll():
+            ready = [fd for fd, _ in waiting.poll() if fd in self._pipes]
+            if not ready:
+                break
+            for fd in ready:
                 data = os.read(fd, 1 << 16)
                 if not data:
                     waiting.unregister(fd)

@@ -374,6 +374,37 @@ async def test_a_cancelled_run_is_killed():
     assert (await run("print(1)")).stdout == "1\n"
 
 
+def test_a_run_that_is_cancelled_in_its_first_moments_ends():
+    """Killed before its own child watches over it, bwrap leaves one that holds the pipes."""
+    run_nothing = sandbox.Child("nothing", ["", None, None], Limits(wall_s=300))
+    assert run_nothing.wait().reason == ""
+    for i in range(150):
+        child = sandbox.Child("program", ["", None, None, "while True: pass"], Limits(wall_s=300))
+        waiting = threading.Thread(target=child.wait, daemon=True)
+        waiting.start()
+        time.sleep(i % 50 * 0.00025)
+        child.cancel()
+        waiting.join(60)
+        assert not waiting.is_alive()
+
+
+def test_a_run_ends_with_its_child_whoever_holds_its_pipes(monkeypatch):
+    held, close = [], sandbox._close
+
+    def keep(fds):
+        held.extend(map(os.dup, fds))
+        close(fds)
+
+    child = sandbox.Child("program", ["", None, None, "print('x' * 100_000)"], Limits(wall_s=60))
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox, "_close", keep)
+        child.start()
+    ran = child.wait()
+    close(held)
+    assert held
+    assert (ran.reason, ran.stdout) == ("", "x" * 100_000 + "\n")
+
+
 async def test_a_killed_server_is_an_error_and_is_replaced():
     assert (await run("print(1)")).stdout == "1\n"
     task = asyncio.create_task(run("import time; time.sleep(60)"))

@@ -38,6 +38,7 @@ def enter(request: dict[str, Any], fds: list[int], control: int, shown: Sequence
     pid = os.fork()
     if pid == 0:
         try:
+            os.setpgid(0, 0)  # see forkd
             inside = {**request, "control": len(fds), "user": _USERS + os.getpid() % 20000}
             isolate.only_these([*fds, control])
             os.execv(bwrap, [*walls, *python, json.dumps(inside)])

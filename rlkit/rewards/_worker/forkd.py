@@ -57,7 +57,7 @@ def serve(start: Start) -> None:
             if _ended(child, hung_up=fd in ready):
                 del children[fd]
     for child in children.values():
-        os.kill(child.pid, signal.SIGKILL)
+        _kill(child.pid)
 
 
 def _wake_when_a_child_ends() -> int:
@@ -97,7 +97,7 @@ def _ended(child: _Child, *, hung_up: bool) -> bool:
     pid, status, usage = os.wait4(child.pid, os.WNOHANG)
     reason = "exit"
     if not pid and (hung_up or child.deadline <= time.monotonic()):
-        os.kill(child.pid, signal.SIGKILL)
+        _kill(child.pid)
         pid, status, usage = os.wait4(child.pid, 0)
         reason = "cancelled" if hung_up else "timeout"
     if pid:
@@ -105,6 +105,13 @@ def _ended(child: _Child, *, hung_up: bool) -> bool:
         wall_s = time.monotonic() - child.started
         _tell(child.control, {"reason": reason, "code": code, "wall_s": wall_s, "cpu_s": cpu_s})
     return bool(pid)
+
+
+def _kill(pid: int) -> None:
+    """Kill a child, and its group where it leads one: bwrap's own child does not die with bwrap at first."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
 
 
 def _tell(control: socket.socket, message: dict[str, Any]) -> None:
