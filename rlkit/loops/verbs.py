@@ -21,6 +21,7 @@ from rlkit.parallel.lora import adapters, without_adapter
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.model import Policy, with_old_logp, with_ref_logp
 from rlkit.parallel.shared import SharedStream, from_first
+from rlkit.rollout.limits import score_of
 from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, rollout, single_turn
 from rlkit.rollout.stream import GroupStream
 from rlkit.types import Batch, Generate, LogProbs, SamplingParams, Trajectory
@@ -187,8 +188,7 @@ async def evaluate(
 
 def _scores(group: Sequence[Trajectory]) -> list[float]:
     """Of the episodes that could be judged."""
-    judged = [t for t in last_pieces(group) if not t.info.get("metrics", {}).get("failed")]
-    return [t.reward if t.score is None else t.score for t in judged]
+    return [score_of(t) for t in last_pieces(group) if not t.info.get("metrics", {}).get("failed")]
 
 
 def say_if_no_signal(run: Run, batch: Batch, *, before: bool) -> bool:

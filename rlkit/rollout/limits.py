@@ -15,7 +15,12 @@ from rlkit.types import Completion, Trajectory
 def success(group: Sequence[Trajectory]) -> float:
     """Mean over the group's episodes of `score`, or of the reward where there is no score."""
     ends = last_pieces(group)
-    return sum(t.reward if t.score is None else t.score for t in ends) / max(1, len(ends))
+    return sum(map(score_of, ends)) / max(1, len(ends))
+
+
+def score_of(trajectory: Trajectory) -> float:
+    """Its score, or its reward where there is no score."""
+    return trajectory.reward if trajectory.score is None else trajectory.score
 
 
 def success_between(low: float, high: float) -> Callable[[Sequence[Trajectory]], bool]:
