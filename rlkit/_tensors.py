@@ -21,14 +21,36 @@ def upcast(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def cumsum(x: Tensor, dim: int) -> Tensor:
+    """`x.cumsum(dim)` in fp64; on the CPU where deterministic algorithms are asked of CUDA, which has none for it."""
+    if x.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return x.cpu().cumsum(dim, dtype=torch.float64).to(x.device)
+    return x.cumsum(dim, dtype=torch.float64)
+
+
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp with its argument bounded from above at 20 (never from below), so that a huge ratio stays finite."""
-    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    capped = torch.where(log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, log_ratio)  # clamp has gradient 0 at NaN
+    return capped.exp()
 
 
 def masked(x: Tensor, mask: Tensor | None, fill: float = 0.0) -> Tensor:
     """`x` with `fill` where the mask is False. For *inputs*: a NaN there then reaches neither value nor gradient."""
     return x if mask is None else torch.where(mask, x, torch.full((), fill, dtype=x.dtype, device=x.device))
+
+
+def carry_nan(x: Tensor, *sources: Tensor) -> Tensor:
+    """`x` with NaN where a source is NaN: every comparison with NaN is False, which would give a plausible 0 or 1."""
+    for source in sources:
+        x = torch.where(source.isnan(), torch.nan, x)
+    return x
+
+
+def check_no_nan(mask: Tensor | None, **tensors: Tensor) -> None:
+    """No trainable entry is NaN (CPU tensors, outside compilation): for functions whose result cannot hold one."""
+    for name, x in tensors.items():
+        if readable(x) and masked(x, mask).isnan().any():
+            raise ValueError(f"{name} must not be NaN at a trainable place, got {int(masked(x, mask).isnan().sum())}")
 
 
 def check_float(**tensors: Tensor | None) -> None:

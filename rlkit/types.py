@@ -33,10 +33,13 @@ class LogProbs(NamedTuple):
 
 
 class Controller(NamedTuple):
-    """A pure feedback rule over a NamedTuple of floats: `state = init(...)`, `state = update(state, measured)`."""
+    """A pure feedback rule over a NamedTuple of floats: `state = init(coef)`, `state = update(state, measured)`.
 
-    init: Callable[..., Any]
-    update: Callable[..., Any]
+    `state.coef` is the coefficient of the next step. All rules have these signatures, so any fits any loop.
+    """
+
+    init: Callable[[float], Any]
+    update: Callable[[Any, float], Any]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,57 @@
+"""What counts as a reward: one finite real number, within the range of float32, in which rewards are trained on."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any
+
+_LARGEST = 3.4028234663852886e38  # of float32
+
+
+def to_number(value: Any) -> float:
+    """A bool, int, float, or a numpy or torch scalar as a float.
+
+    >>> to_number(True), to_number(2)
+    (1.0, 2.0)
+
+    Raises TypeError for anything else (complex, text, a tensor of several elements), ValueError for nan, infinity and
+    what is beyond +-3.4e38.
+    """
+    if type(value) is not float:
+        if getattr(value, "shape", None) == ():
+            value = value.item()
+        if not isinstance(value, Real):
+            raise TypeError(f"not a real number: {show(value)}")
+    try:
+        number = float(value)
+    except OverflowError:  # an int or a Fraction beyond float64
+        raise ValueError(f"{show(value)}, beyond float64") from None
+    if not -_LARGEST <= number <= _LARGEST:  # nan as well
+        raise ValueError(str(number))
+    return number
+
+
+def is_number(value: Any) -> bool:
+    """Whether `to_number` takes it.
+
+    >>> is_number(0.5), is_number(float("nan")), is_number(10**400), is_number(None)
+    (True, False, False, False)
+    """
+    try:
+        to_number(value)
+    except Exception:  # whatever the conversion of a foreign type raises
+        return False
+    return True
+
+
+def show(value: Any) -> str:
+    """The type and the start of the repr, in one line, of any value.
+
+    >>> show("0.5")
+    "str '0.5'"
+    """
+    try:
+        text = repr(value)
+    except Exception as error:  # Python refuses to print an int of more than 4300 digits
+        text = f"({error})"
+    return f"{type(value).__name__} {' '.join(text.split())[:80]}"

@@ -1,0 +1,65 @@
+"""Repeat a request that a busy server did not take: exponential back-off with jitter, Retry-After, bounded in total."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Awaitable, Callable
+from email.utils import parsedate_to_datetime
+from typing import TypeVar
+
+T = TypeVar("T")
+BUSY = frozenset({408, 425, 429, 503})
+"""The HTTP statuses of a request that was not processed and may be sent again."""
+_LONGEST_S = 60.0
+
+
+def retry_after_s(header: str | None) -> float:
+    """The seconds that a Retry-After header asks to wait: a number or a date; 0 where there is none to read.
+
+    >>> retry_after_s("2.5"), retry_after_s(None), retry_after_s("soon"), retry_after_s("nan")
+    (2.5, 0.0, 0.0, 0.0)
+    """
+    try:
+        return max(0.0, float(header or 0))  # max: 0 for nan
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(header or "").timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
+async def retried(
+    attempt: Callable[[], Awaitable[T]],
+    *,
+    on: type[Exception],
+    backoff_s: float = 0.5,
+    total_s: float = 600.0,
+    max_retries: int | None = None,
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+) -> T:
+    """`await attempt()`, repeated while it raises `on`.
+
+        wait_n = max(min(60, backoff_s 2^n) u_n, error.retry_after_s)        u_n ~ U[0.5, 1.5],  n = 0, 1, ...
+
+    Errors: the last error is raised, with the number of tries in its message, after `max_retries` retries (None: no
+    limit), or where the next wait would end more than `total_s` seconds after the first attempt began.
+    Reference: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
+    """
+    end = time.monotonic() + total_s
+    for n in itertools.count():
+        try:
+            return await attempt()
+        except on as error:
+            asked = getattr(error, "retry_after_s", 0.0)
+            wait = max(min(_LONGEST_S, backoff_s * 2.0 ** min(n, 30)) * random.uniform(0.5, 1.5), asked)
+            if n == max_retries or time.monotonic() + wait > end:
+                times = "once" if n == 0 else f"{n + 1} times"
+                longer = f"; the server asks to wait {asked:g} s" if asked > total_s else ""
+                error.args = (f"{error}, tried {times}{longer}", *error.args[1:])
+                raise
+        await sleep(wait)
+    raise AssertionError
