@@ -3,11 +3,13 @@
 Each function takes the rule's constants and gives a `Controller(init, update)`. The state is a NamedTuple of floats
 whose `coef` is what the next step multiplies in; nothing else is kept: `state._asdict()` is JSON and a checkpoint.
 
-    kl_rule = kl_exponential(target=0.1)
+    kl_rule = kl_exponential(target=0.1, num_samples=512)
     state = kl_rule.init(0.05)
     ...                                                     a step with state.coef
-    state = kl_rule.update(state, measured_kl, num_samples=512)
+    state = kl_rule.update(state, measured_kl)
 
+Every rule has these two signatures: what else it needs is a constant. KL and entropy are in nats per token; which KL
+estimate is controlled is the caller's choice (`rlkit.loops.coefficients` says which one the loops measure).
 `update` never changes its argument. A measurement that is not finite raises: one NaN would stay in the state for ever.
 Measure over the whole batch (`rlkit.metrics` adds up over ranks), so that all ranks hold the same state.
 """
@@ -37,9 +39,10 @@ class PidState(NamedTuple):
 
 
 class ScheduleState(NamedTuple):
-    """The output and the number of updates so far."""
+    """The output, where it started, and the number of updates so far."""
 
     coef: float
+    start: float
     num_updates: float
 
 
@@ -68,26 +71,27 @@ def fixed() -> Controller:
     return Controller(_init_coef, update)
 
 
-def kl_exponential(*, target: float, horizon: float = 10_000, max_error: float = 0.2) -> Controller:
+def kl_exponential(*, target: float, num_samples: float, horizon: float = 10_000, max_error: float = 0.2) -> Controller:
     """Multiply the KL coefficient up while the KL is above its target, down while it is below.
 
         error = clip(kl / target - 1, -max_error, max_error)
         coef  = coef (1 + error num_samples / horizon)
 
-    `init(coef)`, `update(state, kl, num_samples=...)`. `num_samples` is what the step trained on, so that the speed
-    does not depend on the batch size: at most a factor e^max_error per `horizon` samples.
+    `init(coef)`, `update(state, kl)`. `num_samples` is the number of samples of a step, so that the speed does not
+    depend on the batch size: at most a factor e^max_error per `horizon` samples.
 
-    Limits:   kl = target leaves coef; coef = 0 stays 0; coef never changes sign for num_samples < horizon / max_error.
-    Differs:  from verl, OpenRLHF, SkyRL, ROLL, TRL's `AdaptiveKLController`: nothing, except that a batch so large that
-              the sign would flip is an error here.
+    Limits:   kl = target leaves coef; coef = 0 stays 0; coef never changes sign.
+    Errors:   ValueError for num_samples >= horizon / max_error, which could flip the sign.
+    Differs:  from verl, OpenRLHF, SkyRL and ROLL `AdaptiveKLController`: that error, nothing else.
     Reference: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2
     """
-    _positive(target=target, horizon=horizon, max_error=max_error)
+    _positive(target=target, num_samples=num_samples, horizon=horizon, max_error=max_error)
+    if not num_samples * max_error < horizon:
+        raise ValueError(
+            f"num_samples must be below horizon / max_error = {horizon / max_error:g}, got {num_samples}; raise horizon"
+        )
 
-    def update(state: Coef, measured: float, *, num_samples: float) -> Coef:
-        if not 0 <= num_samples * max_error < horizon:
-            most = horizon / max_error
-            raise ValueError(f"num_samples must be in [0, horizon / max_error = {most:g}), got {num_samples}")
+    def update(state: Coef, measured: float) -> Coef:
         error = _clip(_finite(measured) / target - 1, -max_error, max_error)
         return Coef(state.coef * (1 + error * num_samples / horizon))
 
@@ -158,25 +162,25 @@ def kl_pid(
     return Controller(init, update)
 
 
-def schedule_linear(*, start: float, end: float, num_updates: float) -> Controller:
-    """Move from `start` to `end` in a straight line, then stay.
+def schedule_linear(*, end: float, num_updates: float) -> Controller:
+    """Move from the start to `end` in a straight line, then stay.
 
         coef = start + (end - start) min(1, n / num_updates)          n: updates so far
 
-    `init()`, `update(state)`; a measurement may be given and is not used.
+    `init(start)`, `update(state, measured)`; the measurement is not used.
     """
-    return _schedule(start, end, num_updates, lambda progress: progress)
+    return _schedule(end, num_updates, lambda progress: progress)
 
 
-def schedule_cosine(*, start: float, end: float, num_updates: float) -> Controller:
-    """Move from `start` to `end` along half a cosine, then stay.
+def schedule_cosine(*, end: float, num_updates: float) -> Controller:
+    """Move from the start to `end` along half a cosine, then stay.
 
         coef = end + (start - end) (1 + cos(pi min(1, n / num_updates))) / 2          n: updates so far
 
-    `init()`, `update(state)`; a measurement may be given and is not used.
+    `init(start)`, `update(state, measured)`; the measurement is not used.
     Reference: Loshchilov & Hutter 2016, https://arxiv.org/abs/1608.03983, eq. 5
     """
-    return _schedule(start, end, num_updates, lambda progress: (1 - math.cos(math.pi * progress)) / 2)
+    return _schedule(end, num_updates, lambda progress: (1 - math.cos(math.pi * progress)) / 2)
 
 
 def target_entropy(*, target: float, delta: float = 0.005, min_coef: float = 0.0, max_coef: float = 1.0) -> Controller:
@@ -196,6 +200,7 @@ def target_entropy(*, target: float, delta: float = 0.005, min_coef: float = 0.0
     _range(min_coef, max_coef)
 
     def init(coef: float = 0.0) -> TargetEntropyState:
+        _at_least_zero(coef=coef)
         return TargetEntropyState(coef=0.0, ungated=_clip(float(coef), min_coef, max_coef))
 
     def update(state: TargetEntropyState, measured: float) -> TargetEntropyState:
@@ -220,6 +225,8 @@ def lagrange_at_most(*, bound: float, rate: float, penalty: float = 0.0, max_coe
     Reference: Hestenes 1969 and Powell 1969, as in Nocedal & Wright, Numerical Optimization, chapter 17; for RL,
                Tessler et al. 2018, https://arxiv.org/abs/1805.11074
     """
+    if not math.isfinite(bound):
+        raise ValueError(f"bound must be finite, got {bound}")
     _positive(rate=rate)
     _at_least_zero(penalty=penalty)
     _range(0.0, max_coef)
@@ -257,15 +264,18 @@ def _init_coef(coef: float) -> Coef:
     return Coef(float(coef))
 
 
-def _schedule(start: float, end: float, num_updates: float, shape: Callable[[float], float]) -> Controller:
+def _schedule(end: float, num_updates: float, shape: Callable[[float], float]) -> Controller:
     _positive(num_updates=num_updates)
+    _at_least_zero(end=end)
 
-    def init() -> ScheduleState:
-        return ScheduleState(float(start), 0.0)
+    def init(start: float) -> ScheduleState:
+        _at_least_zero(start=start)
+        return ScheduleState(float(start), float(start), 0.0)
 
-    def update(state: ScheduleState, measured: float = 0.0) -> ScheduleState:  # noqa: ARG001
+    def update(state: ScheduleState, measured: float) -> ScheduleState:  # noqa: ARG001
         done = state.num_updates + 1
-        return ScheduleState(start + (end - start) * shape(min(1.0, done / num_updates)), done)
+        progress = shape(min(1.0, done / num_updates))
+        return ScheduleState(state.start + (end - state.start) * progress, state.start, done)
 
     return Controller(init, update)
 

@@ -55,4 +55,8 @@ def episode_advantages(baseline: Callable[..., Float[Tensor, "E"]], batch: Batch
     """
     first = is_first_piece(batch.episode_ids)
     per_episode = baseline(batch.rewards[first], group_ids=batch.group_ids[first])
+    shape = getattr(per_episode, "shape", None)
+    if shape != (num := int(first.sum()),):
+        found = type(per_episode).__name__ if shape is None else f"shape {list(shape)}"
+        raise ValueError(f"baseline must return one advantage per episode, a tensor [{num}], got {found}")
     return per_episode[(first.cumsum(0) - 1)[first_of_group(batch.episode_ids)]]

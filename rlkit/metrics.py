@@ -80,10 +80,16 @@ def merge(*many: Mapping[str, Metric]) -> Metrics:
 
 
 def all_reduce(metrics: Metrics, *, group: torch.distributed.ProcessGroup | None = None) -> Metrics:
-    """The same metrics over all ranks of `group`; three collectives in all. Every rank must hold the same keys."""
+    """The same metrics over all ranks of `group`; three collectives in all. Every rank must hold the same keys.
+
+    A NaN on any rank stays NaN: whether a backend's MAX keeps one depends on the order of the ranks, so that they are
+    counted beside the means.
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return metrics
-    out = dict(metrics)
+    extremes = {k: m for k, m in metrics.items() if not isinstance(m, Mean)}
+    nans = {f"{k} is nan": Mean(m[0].isnan().double(), torch.zeros_like(m[0])) for k, m in extremes.items()}
+    out = metrics = {**metrics, **nans}
     op = torch.distributed.ReduceOp
     kinds: list[tuple[Any, Any]] = [(Mean, op.SUM), (Max, op.MAX), (Min, op.MIN)]
     for kind, how in kinds:
@@ -92,7 +98,10 @@ def all_reduce(metrics: Metrics, *, group: torch.distributed.ProcessGroup | None
             flat = stacked([part for k in keys for part in metrics[k]])
             torch.distributed.all_reduce(flat, op=how, group=group)
             parts = flat.view(len(keys), -1).unbind()
-            out.update({k: kind._make(part.unbind()) for k, part in zip(keys, parts, strict=True)})
+            out = {**out, **{k: kind._make(part.unbind()) for k, part in zip(keys, parts, strict=True)}}
+    for k, m in extremes.items():
+        has_nan: Any = out.pop(f"{k} is nan")
+        out[k] = type(m)(torch.where(has_nan.total > 0, torch.nan, out[k][0]))
     return out
 
 

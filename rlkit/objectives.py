@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_float, readable, upcast
+from rlkit._tensors import check_float, check_no_nan, readable, upcast
 from rlkit.advantages import normalize_then_sum
 
 __all__ = [
@@ -91,8 +91,9 @@ def smooth_tchebycheff(
 def dominates(a: Float[Tensor, "*batch K"], b: Float[Tensor, "*batch K"]) -> Bool[Tensor, "*batch"]:
     """Whether a is at least as good as b in every objective and better in one. The leading axes broadcast.
 
-    A point does not dominate itself or its equal.
+    A point does not dominate itself or its equal. NaN, which compares with nothing, raises ValueError (on the CPU).
     """
+    check_no_nan(None, a=a, b=b)
     return (a >= b).all(-1) & (a > b).any(-1)
 
 

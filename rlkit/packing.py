@@ -17,12 +17,13 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import check_mask, masked
 from rlkit.balancing import plan_microbatches
-from rlkit.segments import cumulative, seq_lens
+from rlkit.episodes import episode_advantages
+from rlkit.segments import broadcast_to_tokens, cumulative, seq_lens
 from rlkit.types import Batch, Trajectory
 
 _FLOATS = ("token_rewards", "rollout_logp", "old_logp", "ref_logp", "kept_mass", "advantages", "values", "returns")
@@ -248,6 +249,20 @@ def with_streams(batch: Batch, **streams: Tensor) -> Batch:
             raise ValueError(f"{name} is no per-token float stream of Batch; choose from {list(_FLOATS)}")
         check_mask(batch.mask, **{name: x})
     return replace(batch, **{k: masked(x, batch.mask) for k, x in streams.items()})
+
+
+def with_advantages(batch: Batch, baseline: Callable[..., Float[Tensor, "E"]]) -> Batch:
+    """The batch with `advantages [T]`: each token gets the advantage of its episode, 0 where the mask is False.
+
+        A_t = baseline({r_e, g_e : e an episode})[episode of t]
+
+    `baseline(rewards, group_ids=group_ids)` is a function of `rlkit.advantages` over episodes (`group_centered`,
+    `leave_one_out`, ...), or your own. An episode that was sampled in several pieces enters its baseline once.
+
+    Example:  batch = with_advantages(pack(groups), group_centered)
+    """
+    advantages = episode_advantages(baseline, batch)
+    return with_streams(batch, advantages=broadcast_to_tokens(advantages, cu_seqlens=batch.cu_seqlens))
 
 
 def _rows(cu: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

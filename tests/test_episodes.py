@@ -3,6 +3,7 @@
 import statistics
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from rlkit.advantages import group_centered, group_zscore, leave_one_out, opo
 from rlkit.episodes import episode_advantages, is_first_piece
 from rlkit.losses import prompt_mean, seq_mean, token_mean
-from rlkit.packing import microbatches, pack, select, split, unpack
+from rlkit.packing import microbatches, pack, select, split, unpack, with_advantages
 from rlkit.segments import group_sum, seq_count
 from rlkit.types import Batch, Trajectory
 
@@ -111,6 +112,23 @@ def test_an_advantage_does_not_depend_on_the_number_of_pieces(groups, baseline):
     assert torch.equal(got, expected[numbers(groups)])
 
 
+@settings(max_examples=40, deadline=None)
+@given(group_lists())
+def test_each_trained_token_gets_the_advantage_of_its_episode(groups):
+    """The README's two lines from groups to advantages, where they meet episodes of several pieces."""
+    page = (Path(__file__).parents[1] / "README.md").read_text()
+    lines = [line.strip() for line in page.split("await rollout(")[1].split("with_old_logp(")[0].splitlines()[1:-1]]
+    imports = [line for line in page.splitlines() if line.startswith("from rlkit.")]
+    names = {"groups": flat(groups)}
+    exec("\n".join([*imports, *lines]), names)
+    want = []
+    for group in groups:
+        baseline = statistics.fmean(e[0].reward for e in group)
+        for piece in (p for e in group for p in e):
+            want += [(piece.reward - baseline) * m for m in piece.mask]
+    torch.testing.assert_close(names["batch"].advantages.tolist(), want, rtol=1e-6, atol=1e-6)
+
+
 @settings(max_examples=30, deadline=None)
 @given(group_lists(), st.randoms(use_true_random=False))
 def test_advantages_of_shuffled_pieces_against_a_loop(groups, random):
@@ -164,3 +182,16 @@ def test_bad_pieces_are_named():
         pack([[good], [replace(good, continues=True)]])
     with pytest.raises(ValueError, match=r"groups\[0\]\[1\]: continues an episode of reward 1.0, but has reward 2.0"):
         pack([[good, replace(good, continues=True, reward=2.0)]])
+
+
+def test_a_baseline_of_another_length_is_refused():
+    """One advantage per sequence, where an episode has two pieces: they would go to the wrong episodes."""
+    shared = {"prompt_ids": [1], "ids": [7], "mask": [True], "logp": [0.0], "versions": [0]}
+    first = Trajectory(**shared, reward=1.0)
+    batch = pack([[first, replace(first, continues=True), Trajectory(**shared, reward=0.0)]])
+    for wrong, found in (
+        (lambda r, group_ids: batch.rewards, r"shape \[3\]"),
+        (lambda r, group_ids: [0.0, 1.0], "list"),
+    ):
+        with pytest.raises(ValueError, match=rf"one advantage per episode, a tensor \[2\], got {found}"):
+            with_advantages(batch, wrong)

@@ -75,8 +75,8 @@ def pass_at_k(
     better = _share(g.rank - 1, k - 2, g.size - 1, k - 1) * r
     above = group_sum(better, group_ids=g.ids) - _sum_below(better, g) - better
     with_i = _share(g.rank, k - 1, g.size - 1, k - 1) * r + above
-    std = torch.where(var > 0, var, 1).sqrt()
-    return g.restore(torch.where(var > 0, (with_i - mean) / (std + eps), 0), like=rewards)
+    std = torch.where(var == 0, 1, var).sqrt()
+    return g.restore(torch.where(var == 0, 0, (with_i - mean) / (std + eps)), like=rewards)
 
 
 class _Sorted(NamedTuple):

@@ -26,8 +26,8 @@ def whiten(
         (x - mean) / (std + eps)          std unbiased; 0 where the mask is False and where all entries are equal
 
     Limits:   invariant under a shift and (eps -> 0) a positive scale; of [N] rewards `group_zscore` with one group.
-    Differs:  from verl `masked_whiten`: (x - mean) / sqrt(var + 1e-8), and a single entry is an error there. From
-              OpenRLHF: biased variance, clamped at 1e-8. From TRL (PPOTrainer): eps 1e-8 inside the root.
+    Differs:  from verl (`masked_whiten`): (x - mean) / sqrt(var + 1e-8), and a single entry is an error there. From
+              OpenRLHF: biased variance, clamped at 1e-8.
     Reference: Andrychowicz et al. 2020, https://arxiv.org/abs/2006.05990
     """
     check_float(advantages=advantages)
@@ -41,8 +41,8 @@ def whiten(
         x = masked(x - x.flatten().index_select(0, first), mask)
     centered = masked(x - x.sum() / count.clamp(min=1), mask)
     var = centered.square().sum() / (count - 1).clamp(min=1)
-    std = torch.where(var > 0, var, torch.ones_like(var)).sqrt()
-    return torch.where(var > 0, centered / (std + eps), torch.zeros_like(centered))
+    std = torch.where(var == 0, torch.ones_like(var), var).sqrt()
+    return masked(torch.where(var == 0, torch.zeros_like(centered), centered / (std + eps)), mask)
 
 
 def reinforce_pp(
@@ -160,7 +160,6 @@ def gigpo(
     (`discounted_returns` over steps). `baseline` is any `(rewards, *, group_ids)` function of this package.
 
     Limits:   step_weight = 0, or states that never repeat, give the episode's advantage.
-    Differs:  from verl-agent: its episode mean counts an episode once per step; here once, as in the paper.
     Reference: Feng et al. 2025, https://arxiv.org/abs/2505.10978, eq. 3-8
     """
     check_ids(step_returns, step_seq_ids=step_seq_ids, step_group_ids=step_group_ids)

@@ -4,7 +4,7 @@
 
 The ratio's exponent is bounded from above at 20. Everything that `rlkit.advantages.traces` says of masked tokens,
 `gamma`, `lam`, `bootstrap` and dtypes holds here too. A cap above 1 on what multiplies the trace (`c_max`; `rho_max` in
-`clipped_is_returns`) makes the scan sequential: about 0.3 s for a million tokens. No LLM system has these functions.
+`clipped_is_returns`) makes the scan sequential: about 0.3 s for a million tokens.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def clipped_is_returns(
     its variance grows exponentially with the length; biased low (for rewards >= 0) under a cap.
 
     Limits:   ratio = 1 is `discounted_returns`; it is `vtrace` targets at V = 0, lam = 1 and both caps rho_max.
-    Differs:  no LLM system has it; they weigh the loss of each token by one ratio instead (`rlkit.losses.tis`).
+    Differs:  from LLM systems: they weigh the loss of each token by one ratio instead (`rlkit.losses.tis`).
     Reference: Precup, Sutton & Singh 2000, Eligibility traces for off-policy policy evaluation, section 4; the cap
                as in https://arxiv.org/abs/1802.01561
     """

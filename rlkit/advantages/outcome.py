@@ -73,7 +73,8 @@ def max_rl(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], eps: flo
     maximum likelihood, of whose gradient this is an unbiased estimate truncated at order n. Made for rewards >= 0.
 
     Limits:   scales neither with the rewards nor with their unit (eps -> 0); a group without success gets 0.
-    Differs:  from prime-rl (`max_rl`), SkyRL (`maxrl`) and TRL (MaxRLTrainer): the exact 0 where the mean is 0.
+    Differs:  from SkyRL (`maxrl`): its singleton keeps the raw reward. From prime-rl (`max_rl`): no epsilon there, and
+              0 where the mean is negative.
     Reference: Tajwar et al. 2026, https://arxiv.org/abs/2602.02710
     """
     centered = group_centered(rewards, group_ids=group_ids)
@@ -150,7 +151,7 @@ def gpg(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Te
     Reference: Chu et al. 2025, https://arxiv.org/abs/2504.02546
     """
     centered = group_centered(rewards, group_ids=group_ids)
-    varies = group_sum(centered.abs(), group_ids=group_ids) > 0
+    varies = group_sum(centered.abs(), group_ids=group_ids) != 0
     return centered * centered.numel() / varies.sum().clamp(min=1)
 
 
@@ -163,5 +164,5 @@ def first_of_group(group_ids: Tensor) -> Tensor:
 def _over_std(centered: Tensor, sum_squares: Tensor, count: Tensor, eps: float) -> Tensor:
     """`centered / (std + eps)` with the unbiased std; 0, also in the gradient, where the std is 0."""
     var = sum_squares / (count - 1).clamp(min=1)
-    std = torch.where(var > 0, var, torch.ones_like(var)).sqrt()
-    return torch.where(var > 0, centered / (std + eps), torch.zeros_like(centered))
+    std = torch.where(var == 0, torch.ones_like(var), var).sqrt()
+    return torch.where(var == 0, torch.zeros_like(centered), centered / (std + eps))

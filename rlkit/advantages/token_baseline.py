@@ -74,8 +74,8 @@ def _minus_weighted_mean(x: Tensor, weights: Tensor, keys: Tensor, mask: Tensor)
     def run_sum(y: Tensor) -> Tensor:
         return torch.segment_reduce(y, "sum", offsets=bounds, initial=0, unsafe=True)[run]
 
-    weights = torch.where(run_sum(weights) > 0, weights, mask.to(x.dtype))
+    weights = torch.where(run_sum(weights) <= 0, mask.to(x.dtype), weights)
     x = masked(x - x[first], mask)  # equal values become exact zeros
     total = run_sum(weights)
-    mean = run_sum(weights * x) / torch.where(total > 0, total, 1)
+    mean = run_sum(weights * x) / torch.where(total <= 0, 1, total)
     return torch.empty_like(x).index_copy(0, order, x - mean)

@@ -43,7 +43,7 @@ def bootstrap_values(
     A truncated sequence is packed with its last sampled token as one more input, whose mask is False: the value there
     is that of the state in which the episode was cut. An empty sequence gives 0.
 
-    Differs:  from TRL, verl and OpenRLHF, which let a cut episode end in value 0 and so punish length.
+    Differs:  from verl and OpenRLHF, which let a cut episode end in value 0 and so punish length.
     Reference: Pardo et al. 2018, https://arxiv.org/abs/1712.00378
     """
     check_float(values=values)
@@ -70,8 +70,8 @@ def discounted_returns(
         G_t = r_t + gamma_t G'          G' after the last action: bootstrap
 
     Limits:   gamma = 0 gives the rewards; gamma = 1 the sum of what is left (reward-to-go).
-    Differs:  from SkyRL (`reinforce_plus_plus`: a masked token's reward counts, and cuts what comes before it)
-              and slime, miles (a gap of k tokens costs gamma^k): here a gap costs nothing.
+    Differs:  from SkyRL (`reinforce++`: a masked token's reward counts, and cuts what comes before it) and slime, miles
+              (a gap of k tokens costs gamma^k): here a gap costs nothing.
     Reference: Sutton & Barto, Reinforcement Learning, eq. 3.8; http://incompleteideas.net/book/the-book.html
     """
     (rewards,) = prepared(mask, cu_seqlens, rewards=rewards)
@@ -95,7 +95,7 @@ def td_lambda(
         G_t = r_t + gamma_t ((1 - lam_t) V' + lam_t G')          G' after the last action: bootstrap
 
     Limits:   lam = 1 is `discounted_returns`; lam = 0 is r + gamma V'; in between it is V + the advantages of `gae`.
-    Differs:  from rlax `lambda_returns`: nothing but the masked gaps. No LLM system has it by itself.
+    Differs:  from rlax (`lambda_returns`): nothing but the masked gaps.
     Reference: Sutton & Barto, chapter 12; https://github.com/google-deepmind/rlax (multistep.py)
     """
     rewards, values = prepared(mask, cu_seqlens, rewards=rewards, values=values)
@@ -123,8 +123,8 @@ def gae(
         returns_t = A_t + V_t
 
     Limits:   lam = 1 gives `discounted_returns` - V; lam = 0 gives delta; returns are `td_lambda`.
-    Differs:  from verl (`gae`), TRL (PPOTrainer) and OpenRLHF: no whitening inside (compose with `whiten`) and a
-              `bootstrap` for cut episodes; verl, miles and NeMo-RL skip masked gaps alike. From SkyRL: its gaps count.
+    Differs:  from verl (`gae`) and OpenRLHF: no whitening inside (compose with `whiten`) and a `bootstrap` for cut
+              episodes. From SkyRL: masked gaps count there.
     Reference: Schulman et al. 2015, https://arxiv.org/abs/1506.02438
     """
     values, advantages = _gae(rewards, values, mask, cu_seqlens, gamma, bootstrap, lam=lam)
@@ -149,7 +149,7 @@ def gae_decoupled(
     VAPO takes lam_value = 1 (unbiased targets, whatever the length) and `lam_policy = length_adaptive_lam(mask, ..)`.
 
     Limits:   lam_policy = lam_value is `gae`.
-    Differs:  from NeMo-RL (`gae_lambda_policy`, `gae_lambda_value`): no whitening inside. No other LLM system has it.
+    Differs:  from NeMo-RL (`gae_lambda_policy`, `gae_lambda_value`): no whitening inside.
     Reference: Yuan et al. 2025, https://arxiv.org/abs/2503.01491; Yue et al. 2025, https://arxiv.org/abs/2504.05118
     """
     lams = {"lam_policy": lam_policy, "lam_value": lam_value}
@@ -217,7 +217,7 @@ def n_step(
     One step is the map x -> gamma_t x + r_t; n of them compose along the next-action index in log2(n) doublings.
 
     Limits:   n = 1 is r + gamma V'; n >= the number of actions is `discounted_returns`.
-    Differs:  no LLM system has it; rlax `n_step_bootstrapped_returns` costs n passes and has no masks.
+    Differs:  rlax `n_step_bootstrapped_returns` costs n passes and has no masks.
     Reference: Sutton & Barto, eq. 7.1
     """
     if n < 1:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp, check_float, check_mask, masked, upcast
+from rlkit._tensors import bounded_exp, carry_nan, check_float, check_mask, masked, upcast
 from rlkit.losses._inputs import check_alone, check_at_least, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio
 from rlkit.rollout.sampling import kept_support
@@ -30,8 +30,7 @@ def tis(
         w = min(exp(log_ratio), max_weight)            detached
 
     Limits: max_weight = inf is plain importance sampling (unbiased, heavy tails). The usual cap is 2.
-    Differs: verl `rollout_is=token` with `rollout_is_threshold`, TRL `vllm_importance_sampling_mode=token_truncate`,
-    OpenRLHF and slime (`--tis-clip`) alike; RL2 takes the *current* log-probs over the rollout's and scales the KL too.
+    Differs: RL2 `tis_coef` takes the *current* log-probs over the rollout's, and after 0.0.2 scales the KL too.
     Reference: https://fengyao.notion.site/off-policy-rl, verl PR#2953.
     """
     check_positive(max_weight=max_weight)
@@ -46,7 +45,7 @@ def clipped_is(
         w = clip(exp(log_ratio), low, high)            detached
 
     Limits: low = 0 is `tis`.
-    Differs: slime mis `clip` and AReaL `action=clamp` as here; not in TRL, verl, OpenRLHF.
+    Differs: nothing (AReaL `action=clamp`; slime `clip`, in its example of a mismatch helper).
     Reference: slime examples/train_infer_mismatch_helper/mis.py.
     """
     check_at_least(0, low=low)
@@ -66,8 +65,7 @@ def icepop(
 
         w = r where low <= r <= high, else 0           r = exp(log_ratio), detached
 
-    Differs: verl `rollout_is_threshold="0.5_5.0"`, TRL `token_mask`, OpenRLHF, NeMo and slime (`icepop_function`)
-    alike; on the sequence level it is TRL's default `sequence_mask`.
+    Differs: nothing; on the sequence level it is TRL `sequence_mask`, its default.
     Reference: https://ringtech.notion.site/icepop, arXiv:2510.18855.
     """
     weight = clipped_is(log_ratio, low=0.0, high=float("inf"), mask=mask)
@@ -77,34 +75,32 @@ def icepop(
 def keep_ratio(
     log_ratio: Float[Tensor, "*shape"], *, low: float, high: float, mask: Bool[Tensor, "*shape"] | None = None
 ) -> Float[Tensor, "*shape"]:
-    """Rejection by ratio: 1 where low <= exp(log_ratio) <= high, else 0. Detached.
+    """Rejection by ratio: 1 where low <= exp(log_ratio) <= high, else 0; NaN where it is NaN. Detached.
 
     With `seq_log_ratio` it keeps or drops whole sequences by their geometric mean, with `seq_log_ratio_sum` by their
     exact ratio.
-    Differs: verl `rollout_rs` `token_k1`, `seq_mean_k1`, `seq_sum_k1` bound -log_ratio, i.e. 1 / r, instead of r;
-    ROLL's token and sequence ratio masks, slime mis `mask`, SkyRL geometric and product masks: as here.
+    Differs: verl `token_k1`, `seq_mean_k1`, `seq_sum_k1` bound 1 / r in place of r.
     Reference: verl trainer/ppo/rollout_corr_helper.py.
     """
     check_at_least(low, high=high)
     (log_ratio,) = prepared(mask, log_ratio=log_ratio.detach())
     ratio = bounded_exp(log_ratio)
-    return masked(((ratio >= low) & (ratio <= high)).to(ratio.dtype), mask)
+    return masked(carry_nan(((ratio >= low) & (ratio <= high)).to(ratio.dtype), ratio), mask)
 
 
 def keep_divergence(
     divergence: Float[Tensor, "*shape"], *, max_divergence: float, mask: Bool[Tensor, "*shape"] | None = None
 ) -> Float[Tensor, "*shape"]:
-    """Rejection by divergence: 1 where it is at most `max_divergence`, else 0. Detached.
+    """Rejection by divergence: 1 where it is at most `max_divergence`, else 0; NaN where it is NaN. Detached.
 
     The divergence is any non-negative one: `k2` or `k3(rollout_logp, old_logp)` per token, or its sum, mean or maximum
     over a sequence from `rlkit.segments`, broadcast to tokens.
-    Differs: verl `rollout_rs` `token_k2`, `token_k3`, `seq_sum_*`, `seq_mean_*`; AReaL `RejectionSamplingConfig(metric=
-    kl_*)`: as here.
+    Differs: nothing (verl `token_k2`, `token_k3`; AReaL `kl_k2`, `kl_k3`).
     Reference: verl trainer/ppo/rollout_corr_helper.py.
     """
     check_at_least(0, max_divergence=max_divergence)
     (divergence,) = prepared(mask, divergence=divergence.detach())
-    return masked((divergence <= max_divergence).to(divergence.dtype), mask)
+    return masked(carry_nan((divergence <= max_divergence).to(divergence.dtype), divergence), mask)
 
 
 def keep_whole_sequences(
@@ -112,11 +108,12 @@ def keep_whole_sequences(
 ) -> Float[Tensor, "T"]:
     """Turns a token's rejection into its sequence's: 0 on all tokens of a sequence of which any trainable one is 0.
 
-    Differs: verl `seq_max_k2`, `seq_max_k3` and AReaL `agg=max` are `keep_divergence` followed by this.
+    Differs: verl `seq_max_k2` and AReaL `agg=max` are `keep_divergence` followed by this.
     """
     (keep,) = prepared(mask, keep=keep.detach())
-    rejected = seq_sum((keep == 0).to(keep.dtype), cu_seqlens=cu_seqlens, mask=mask)
-    kept = broadcast_to_tokens((rejected == 0).to(keep.dtype), cu_seqlens=cu_seqlens, num_tokens=keep.shape[0])
+    rejected = seq_sum(carry_nan((keep == 0).to(keep.dtype), keep), cu_seqlens=cu_seqlens, mask=mask)
+    whole = carry_nan((rejected == 0).to(keep.dtype), rejected)
+    kept = broadcast_to_tokens(whole, cu_seqlens=cu_seqlens, num_tokens=keep.shape[0])
     return masked(kept, mask)
 
 
@@ -131,7 +128,7 @@ def veto(
 
         w = 0 on a sequence with any r < min_ratio, else 1
 
-    Differs: slime mis `rs_veto_threshold` and miles as here; verl had it as `rollout_token_veto_threshold`.
+    Differs: nothing (slime and miles `rs_veto_threshold`).
     Reference: slime examples/train_infer_mismatch_helper/mis.py, `calculate_veto_mask`.
     """
     keep = keep_ratio(log_ratio, low=min_ratio, high=float("inf"), mask=mask)
@@ -151,7 +148,7 @@ def seq_mask_tis(
 
         w_t = min(r_t, max_weight) 1[low <= exp(mean log r) <= high]
 
-    Differs: OpenRLHF and NeMo `seq-mask-tis` as here, untruncated. Not in TRL, verl, slime by that name.
+    Differs: nothing (NeMo-RL `seq-mask-tis`; OpenRLHF `is_correction_level=seq`).
     Reference: https://yingru.notion.site/When-Speed-Kills-Stability, NeMo-RL docs/guides/grpo.md.
     """
     geometric = seq_log_ratio(log_ratio.detach(), mask=mask, cu_seqlens=cu_seqlens)
@@ -172,12 +169,13 @@ def opsm(
         w_t = 0 where A_t < 0 and mean(-log_ratio) > delta over t's sequence, else 1
 
     `log_ratio` is the *current* logp minus rollout_logp, so that both staleness and engine mismatch count.
-    Differs: TRL `off_policy_mask_threshold` and slime `--use-opsm --opsm-delta` (1e-4) as here. Not in verl, OpenRLHF.
+    Differs: nothing (TRL `off_policy_mask_threshold`; slime `--use-opsm`, `--opsm-delta` 1e-4).
     Reference: DeepSeek-V3.2, arXiv:2512.02556; TRL `get_off_policy_mask`.
     """
     drift = -seq_log_ratio(log_ratio.detach(), mask=mask, cu_seqlens=cu_seqlens)
     drift, advantages = prepared(mask, log_ratio=drift, advantages=advantages.detach())
-    return masked((~((advantages < 0) & (drift > delta))).to(drift.dtype), mask)
+    kept = (~((advantages < 0) & (drift > delta))).to(drift.dtype)
+    return masked(carry_nan(kept, advantages, drift), mask)
 
 
 def batch_normalized(
@@ -191,8 +189,7 @@ def batch_normalized(
         w / mean(w)                                    0 where the mean is 0
 
     `mean` is that of the whole optimizer step's batch; left out, it is the mean of the tokens given.
-    Differs: verl `rollout_is_batch_normalize` and slime `tis_batch_normalize` as here; for sequence weights verl
-    averages over sequences: give that `mean`.
+    Differs: verl `rollout_is_batch_normalize` averages sequence weights over sequences: give that `mean`.
     Reference: verl trainer/ppo/rollout_corr_helper.py.
     """
     (weights,) = prepared(mask, weights=weights.detach())
@@ -201,7 +198,7 @@ def batch_normalized(
         count = torch.ones_like(weights).sum() if mask is None else mask.sum()
         mean = weights.sum() / count.clamp(min=1)
     mean = torch.as_tensor(mean, dtype=weights.dtype, device=weights.device)
-    return torch.where(mean > 0, weights / torch.where(mean > 0, mean, 1), 0)
+    return torch.where(mean == 0, 0, weights / torch.where(mean == 0, 1, mean))
 
 
 def effective_sample_size(
@@ -216,7 +213,7 @@ def effective_sample_size(
     """
     (weights,) = prepared(mask, weights=weights.detach())
     squares = weights.square().sum()
-    return torch.where(squares > 0, weights.sum().square() / torch.where(squares > 0, squares, 1), 0)
+    return torch.where(squares == 0, 0, weights.sum().square() / torch.where(squares == 0, 1, squares))
 
 
 def log_kept_mass(

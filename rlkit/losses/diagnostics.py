@@ -7,7 +7,7 @@ from math import inf
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp
+from rlkit._tensors import bounded_exp, carry_nan
 from rlkit.losses._inputs import check_at_least, prepared
 from rlkit.losses.kl import k3
 from rlkit.metrics import Metrics, largest, mean, smallest
@@ -34,8 +34,7 @@ def ratio_stats(
         abs_log_ratio_max            largest |log_ratio|
 
     Without `advantages` the clip shares count every ratio outside the interval, on its side.
-    Differs: verl `pg_clipfrac` and TRL `clip_ratio/*` count only active clips, as here; OpenRLHF and slime count one
-    share.
+    Differs: verl `pg_clipfrac` counts the active clips of both sides as one share.
     """
     check_at_least(0, clip_low=clip_low, clip_high=clip_high)
     (log_ratio,) = prepared(mask, log_ratio=log_ratio.detach())
@@ -43,7 +42,8 @@ def ratio_stats(
     below, above = ratio < 1 - clip_low, ratio > 1 + clip_high
     if advantages is not None:
         _, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages.detach())
-        below, above = below & (advantages < 0), above & (advantages > 0)
+        below = carry_nan((below & (advantages < 0)).double(), advantages)
+        above = carry_nan((above & (advantages > 0)).double(), advantages)
     return {
         "ratio": mean(ratio, mask=mask),
         "ratio_max": largest(ratio, mask=mask),
@@ -70,8 +70,6 @@ def mismatch_stats(
         mismatch_prob_max            its largest value
         mismatch_chi2                mean of r^2 - 1: the chi-square divergence, which bounds the variance of weights
 
-    Differs: verl `rollout_corr/*` and slime's mis metrics have these among others; TRL logs `mismatch_abs` and its
-    maximum.
     """
     old_logp, rollout_logp = prepared(mask, old_logp=old_logp.detach(), rollout_logp=rollout_logp.detach())
     x = old_logp - rollout_logp

@@ -47,7 +47,7 @@ def forward_kl(
 
         loss = KL(p || q) = sum_v p_v (log p_v - log q_v)             gradient by the logits: (q - p) / temperature
 
-    Differs: nothing (TRL GKD `beta=0`; NeMo-RL `forward`; OpenRLHF `KDLoss` lacks the teacher's entropy, a constant).
+    Differs: nothing (TRL `GKDTrainer` with `beta=0`; NeMo-RL `forward`).
     Reference: arXiv:2306.13649.
     """
     return _divergence(forward_kl_rows, student_logits, teacher_logits, temperature, chunk_size, mask)
@@ -66,7 +66,7 @@ def reverse_kl(
         loss = KL(q || p) = sum_v q_v (log q_v - log p_v)
 
     On the student's own samples this is the exact, per-state form of `opd_advantages`, and MiniLLM's single-step term.
-    Differs: nothing (TRL GKD `beta=1`; NeMo-RL `reverse`).
+    Differs: nothing (TRL `GKDTrainer` with `beta=1`; NeMo-RL `reverse`).
     Reference: arXiv:2306.08543; arXiv:2306.13649.
     """
     return _divergence(reverse_kl_rows, student_logits, teacher_logits, temperature, chunk_size, mask)
@@ -109,7 +109,7 @@ def jsd(
     For 0 < beta < 1 it is at most the entropy of (beta, 1 - beta), and shrinks to 0 at both ends: loss / beta tends to
     KL(p || q) as beta -> 0, loss / (1 - beta) to KL(q || p) as beta -> 1. At the ends themselves it is *defined* as the
     limit, not as 0: beta = 0 is `forward_kl`, beta = 1 `reverse_kl`, as in TRL; so the scale jumps there.
-    Differs: nothing (TRL `GKDTrainer`, `DistillationTrainer`); verl cuts log-probs at log 1e-8.
+    Differs: nothing (TRL `GKDTrainer`, `DistillationTrainer`).
     Reference: arXiv:2306.13649, equation 1.
     """
     return _divergence(jsd_rows(beta), student_logits, teacher_logits, temperature, chunk_size, mask)

@@ -34,9 +34,8 @@ def opd_advantages(
     `logp` is of the student that sampled (`old_logp`), both at one temperature. The expectation of A is
     -KL(student || teacher); a perfect student has A = 0 everywhere, without a baseline.
     Discount: `discounted_returns(opd_advantages(...), mask=mask, cu_seqlens=cu_seqlens, gamma=gamma)`; this function
-    is gamma = 0, which the tinker cookbook and NeMo-RL use. Rewards join by addition.
-    Differs: nothing (NeMo-RL `OPDAdvantageEstimator`; tinker scales it by `kl_penalty_coef`, slime by `opd_kl_coef`;
-    verl differentiates a KL estimator of the sampled token instead: `k1(logp, teacher_logp)` and its siblings).
+    is gamma = 0, the default of Tinker `kl_discount_factor`. Rewards join by addition.
+    Differs: verl differentiates a KL estimator of the sampled token instead: `k1(logp, teacher_logp)` and its siblings.
     Reference: arXiv:2601.02780, equation 8; arXiv:2306.13649.
     """
     logp, teacher_logp = prepared(mask, logp=logp.detach(), teacher_logp=teacher_logp.detach())
@@ -57,8 +56,7 @@ def proximal_teacher(
     Takes the teacher's place in `opd_advantages`, which is then at least log(1 - alpha): a token that the teacher
     rules out no longer dominates the step.
     Limits: alpha = 1 is the teacher.
-    Differs: nothing (NeMo-RL `proximal_teacher_alpha`, TROPD).
-    Reference: NeMo-RL, guide on on-policy distillation ("Trust-region teacher").
+    Reference: arXiv:2607.04751 (Trust Region Policy Distillation).
     """
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha must lie in (0, 1], got {alpha}")
@@ -93,7 +91,7 @@ def iw_opd_weights(
     total = seq_sum(gap, cu_seqlens=cu_seqlens)
     before = linear_scan(torch.ones_like(gap), gap, cu_seqlens=cu_seqlens, reverse=False) - gap
     total = broadcast_to_tokens(total, cu_seqlens=cu_seqlens, num_tokens=gap.numel())
-    drift = torch.where(total > 0, before / total, 0.0)
+    drift = torch.where(total == 0, 0.0, before / total)
     return masked((1 + gamma * (1 - drift)).to(advantages.dtype), mask)
 
 
@@ -112,8 +110,7 @@ def minillm_advantages(
     Keeps the student from ending early just to stop losing. MiniLLM adds `reverse_kl` per token (its single-step
     term, which has less variance than the sampled one) and trains with `ppo_clip`.
     Limits: gamma = 0 is `opd_advantages`.
-    Differs: the paper's code divides by the number of tokens left, the same at gamma = 1, and whitens afterwards;
-    TRL's former `MiniLLMTrainer` (gone in 1.16) scales A_t by gamma^t without its length normalisation.
+    Differs: the paper's code divides by the number of tokens left, the same at gamma = 1, and whitens afterwards.
     Reference: arXiv:2306.08543; LMOps minillm/losses.py.
     """
     gap = opd_advantages(logp, teacher_logp, mask=mask)

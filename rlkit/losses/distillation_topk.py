@@ -75,8 +75,8 @@ def reverse_kl_topk(
     On the teacher's top-k it does not see where in the tail the student's mass lies; on the *student's* top-k, scored
     by the teacher, it sees most of it (TRL's choice of support for this direction).
     Limits: K = V is `reverse_kl`.
-    Differs: see the module; verl `reverse_kl_topk`, NeMo-RL `reverse`.
-    Reference: TRL experimental/iw_opd; verl verl/trainer/distillation/losses.py.
+    Differs: see the module; NeMo-RL `reverse`.
+    Reference: TRL experimental/iw_opd.
     """
     return _topk(reverse_kl_rows, student_logits, ids, teacher_logp, temperature, chunk_size, mask)
 
@@ -118,8 +118,7 @@ def jsd_topk(
         loss = beta KL(p || m) + (1 - beta) KL(q || m)          m = beta p + (1 - beta) q
 
     Limits: K = V is `jsd`.
-    Differs: see the module; TRL takes the union of both models' top-k for 0 < beta < 1 (pass it as `ids`); verl
-    `jsd_topk`.
+    Differs: TRL `IWOPDTrainer` takes the union of both models' top-k for 0 < beta < 1: pass it as `ids`.
     Reference: arXiv:2306.13649, equation 1; TRL experimental/iw_opd.
     """
     return _topk(jsd_rows(beta), student_logits, ids, teacher_logp, temperature, chunk_size, mask)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlkit._tensors import check_float, check_mask, masked, upcast
+from rlkit._tensors import carry_nan, check_float, check_mask, check_no_nan, masked, upcast
 from rlkit.losses._inputs import check_alone, check_share, prepared
 
 
@@ -22,7 +22,7 @@ def entropy_bonus(
 
     Adaptive: `coef` is the output of a target-entropy controller (`rlkit.controllers`), read before the step. It is not
     scaled by rollout corrections.
-    Differs: TRL `entropy_coef`, verl `entropy_coeff`, OpenRLHF and slime `entropy_coef`: as here.
+    Differs: nothing (TRL, OpenRLHF and slime `entropy_coef`, verl `entropy_coeff`).
     Reference: Williams and Peng 1991; arXiv:1602.01783.
     """
     (entropy,) = prepared(mask, entropy=entropy)
@@ -65,7 +65,7 @@ def entropy_quantile(
     above = torch.minimum(below + 1, (count - 1).clamp(min=0))
     ends = ranked.index_select(0, torch.stack([below, above])).double()
     value = torch.lerp(ends[0], ends[1], place - below)
-    return torch.where(count > 0, value, -torch.inf).to(entropy.dtype)
+    return carry_nan(torch.where(count > 0, value, -torch.inf), masked(entropy, mask).mean()).to(entropy.dtype)
 
 
 def top_entropy_mask(
@@ -81,12 +81,13 @@ def top_entropy_mask(
 
     `threshold` is `entropy_quantile` of the whole batch, and in a process alone may be left out. The mask multiplies
     the policy term; TRL and the paper keep all tokens in the denominator: give `token_mean` the original mask.
-    Differs: TRL `top_entropy_quantile` as here. Not in verl, OpenRLHF, slime.
+    Differs: nothing (TRL `top_entropy_quantile`).
     Reference: arXiv:2506.01939, equation 5; TRL `get_high_entropy_mask`.
     """
     if threshold is None:
         check_alone("threshold")
         threshold = entropy_quantile(entropy, top=top, mask=mask)
     (entropy,) = prepared(mask, entropy=entropy.detach())
+    check_no_nan(mask, entropy=entropy)
     high = entropy >= threshold
     return high if mask is None else high & mask

@@ -36,7 +36,7 @@ def k1(
         k1 = d = logp - ref_logp
 
     As a loss its expected gradient is 0: it pulls towards nothing and only adds noise. Use it in the reward.
-    Differs: nothing (verl `kl`, TRL has none, OpenRLHF `k1`, slime `k1`).
+    Differs: nothing (verl, OpenRLHF and slime `k1`).
     Reference: http://joschu.net/blog/kl-approx.html
     """
     logp, ref_logp = prepared(mask, logp=logp, ref_logp=ref_logp)
@@ -51,7 +51,7 @@ def k2(
         k2 = d^2 / 2
 
     Expected on-policy gradient: grad KL(pi || ref).
-    Differs: nothing (verl `mse`, OpenRLHF and slime `k2`).
+    Differs: nothing (verl, OpenRLHF and slime `k2`).
     Reference: http://joschu.net/blog/kl-approx.html
     """
     logp, ref_logp = prepared(mask, logp=logp, ref_logp=ref_logp)
@@ -68,8 +68,7 @@ def k3(
     Expected on-policy gradient as a loss: that of the *other* direction, KL(ref || pi).
     Limits: d -> 0 gives d^2 / 2. Below d = -20 the exponential is held at e^20, in the value and in the slope (which
     keeps its sign); the linear term is not clamped.
-    Differs: verl `low_var_kl` clamps d to +-20 and the result to +-10; NeMo 20 and 10;
-    OpenRLHF +-10; TRL and GRPO nothing.
+    Differs: verl clamps d to +-20 and the result to +-10, OpenRLHF and NeMo-RL likewise; TRL nothing.
     Reference: http://joschu.net/blog/kl-approx.html, arXiv:2402.03300 equation 4.
     """
     logp, ref_logp = prepared(mask, logp=logp, ref_logp=ref_logp)
@@ -108,7 +107,7 @@ def kl_in_reward(
 
     With k1 the return's gradient is that of the KL between whole sequences, exactly.
     `estimator` is any `f(logp, ref_logp, *, mask)` of this module; for values of either sign keep k1.
-    Differs: masked tokens (tool output) add nothing here, in slime#1372 and miles#1383 they leaked.
+    Differs: masked tokens (tool output) add nothing here (they leaked in slime issue 1372, miles issue 1383).
     Reference: arXiv:2203.02155, equation 2.
     """
     rewards, logp, ref_logp = prepared(mask, rewards=rewards, logp=logp, ref_logp=ref_logp)
@@ -123,7 +122,7 @@ def k1_straight_through(
         k2 - sg(k2) + sg(k1)
 
     As a value unbiased; expected on-policy gradient: grad KL(pi || ref).
-    Differs: verl `k1+` as here. Not in TRL, OpenRLHF, slime.
+    Differs: nothing (verl `k1+`; OpenRLHF `unbiased_gradient`, with a ratio of at most 10).
     Reference: verl `kl_penalty`, trainer/ppo/core_algos.py.
     """
     return _value_of(k1(logp, ref_logp, mask=mask), gradient_of=k2(logp, ref_logp, mask=mask))
@@ -137,7 +136,7 @@ def k3_straight_through(
         k2 - sg(k2) + sg(k3)
 
     As a value unbiased and never negative; expected on-policy gradient: grad KL(pi || ref).
-    Differs: verl `k3+` as here. Not in TRL, OpenRLHF, slime.
+    Differs: nothing (verl `k3+`; OpenRLHF `unbiased_gradient`, with a ratio of at most 10).
     Reference: verl `kl_penalty`, trainer/ppo/core_algos.py.
     """
     return _value_of(k3(logp, ref_logp, mask=mask), gradient_of=k2(logp, ref_logp, mask=mask))
@@ -157,8 +156,7 @@ def unbiased_kl(
 
     For samples of pi_old: E[value] = KL(pi || ref) and E[gradient] = grad KL(pi || ref), per state, with `k1` or `k3`.
     `old_logp` is the policy that sampled; on-policy give `logp.detach()`.
-    Differs: TRL `use_bias_correction_kl`, slime `--use-unbiased-kl` (which clamps `low_var_kl` at 10) as here; NeMo
-    detaches r, which leaves the gradient of k3 that of KL(ref || pi). Not in verl, OpenRLHF.
+    Differs: NeMo-RL `use_on_policy_kl_approximation` is this over the rollout's log-probs, clamped to +-10.
     Reference: DeepSeek-V3.2, arXiv:2512.02556; TRL#4967.
     """
     kl = estimator(logp, ref_logp, mask=mask)
@@ -179,7 +177,6 @@ def kl_from_logits(
     Give temperature-scaled logits. A logit of -inf in `logits` contributes 0; one only in `ref_logits` makes the KL
     inf. Swap the arguments for KL(ref || pi). Memory: several copies of [*shape, V]; call it on slices of the
     positions.
-    Differs: verl `full` is not implemented; TRL, OpenRLHF and slime estimate from the sampled token only.
     """
     check_float(logits=logits, ref_logits=ref_logits)
     check_same_shape(logits=logits, ref_logits=ref_logits)

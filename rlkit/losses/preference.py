@@ -40,8 +40,7 @@ def dpo(
     e in [0, 1/2] is the probability that a label is flipped; with e > 0 the margin has an optimum at
     beta delta = log((1 - e) / e) instead of growing for ever.
     Limits: e = 0 is DPO, ln 2 at delta = 0; e = 1/2 is symmetric in the two responses.
-    Differs: OpenRLHF `DPOLoss` has both in one; TRL `sigmoid` has no smoothing; NeMo-RL averages over tokens with
-    `preference_average_log_probs` (pass averaged log-ratios here). TRL's default beta is 0.1, NeMo-RL's 0.05.
+    Differs: TRL `sigmoid` has no smoothing. NeMo-RL `reference_policy_kl_penalty`, its beta, is 0.05 by default.
     Reference: arXiv:2305.18290, equation 7; cDPO: https://ericmitchell.ai/cdpo.pdf, equation 3.
     """
     check_between(0, 0.5, label_smoothing=label_smoothing)

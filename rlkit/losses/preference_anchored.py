@@ -33,8 +33,7 @@ def kto(
 
     `kl` is the reference point, a detached number of the whole batch (`kto_reference_point`).
     Limits: kl = 0 (the default) with unit weights is `apo_zero`.
-    Differs: TRL and OpenRLHF `KTOLoss` average over the 2N responses, so their mean is half the mean of this;
-    OpenRLHF `VanillaKTOLoss` takes the chosen term's reference point from the rejected responses and vice versa.
+    Differs: TRL `KTOTrainer` averages over the 2N responses, so its mean is half the mean of this.
     Reference: arXiv:2402.01306, equation 7.
     """
     check_float(chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
@@ -75,7 +74,7 @@ def kto_unpaired(
 
     No gradient flows through `kl`. For unbalanced data choose w_d n_d / (w_u n_u) between 1 and 4/3 (n: number of
     responses), the range outside which TRL warns.
-    Differs: TRL's `KTOTrainer` and OpenRLHF's `KTOLoss` split the batch by label; here the label is a tensor.
+    Differs: TRL `KTOTrainer` splits the batch by label; here the label is a tensor.
     Reference: arXiv:2402.01306, equation 7 (with lambda_D, lambda_U as weights of the loss, as in both systems).
     """
     check_positive(beta=beta)
@@ -98,7 +97,7 @@ def kto_reference_point(log_ratio: Pairs, *, mask: PairMask = None) -> Float[Ten
 
     `log_ratio` is of prompts paired with *other* prompts' responses (e.g. rolled by one within the batch). It is a
     statistic of the whole batch: compute it once, over all ranks, before the batch is split. No response at all: 0.
-    Differs: nothing (TRL gathers over ranks, OpenRLHF all-reduces).
+    Differs: nothing (TRL gathers over ranks).
     Reference: arXiv:2402.01306; TRL kto_trainer.py.
     """
     (log_ratio,) = prepared(mask, log_ratio=log_ratio.detach())
@@ -119,8 +118,8 @@ def bco_pair(
         loss = -log sigmoid(beta chosen_log_ratio - delta) - log sigmoid(delta - beta rejected_log_ratio)
 
     `delta` is the paper's reward shift, the running mean of all rewards beta * log_ratio; no gradient flows through it.
-    Differs: TRL's DPO `bco_pair` has delta = 0 (the default here); its `BCOTrainer` keeps delta as a moving average.
-    Reference: arXiv:2404.04656; TRL experimental/bco, `bco_loss`.
+    Differs: TRL `bco_pair` has delta = 0, the default here.
+    Reference: arXiv:2404.04656.
     """
     check_positive(beta=beta)
     chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)

@@ -32,8 +32,7 @@ def xpo(
     One response of the pair is sampled from the policy, the other from the reference model; `reference_sample_logp` is
     the *policy's* log-prob of the latter, chosen or not. Making it less likely makes the policy explore.
     Limits: alpha = 0 is `dpo`. alpha is tiny (1e-5): the term is linear and unbounded below.
-    Differs: nothing (TRL's former `XPOTrainer`, gone in 1.16).
-    Reference: arXiv:2405.21046, algorithm 1; TRL xpo_trainer.py.
+    Reference: arXiv:2405.21046, algorithm 1.
     """
     check_at_least(0, alpha=alpha)
     check_same_shape(chosen_log_ratio=chosen_log_ratio, reference_sample_logp=reference_sample_logp)
@@ -49,9 +48,7 @@ def nash_md(logp: Pairs, ref_logp: Pairs, win_prob: Pairs, *, beta: float, mask:
     `logp` and `ref_logp` are of a response sampled from the policy; `win_prob` is the probability that it beats one
     sampled from the geometric mixture of policy and reference. 1/2 is the control variate. The gradient is the exact
     policy gradient of win_prob - beta KL(policy || reference) over sequences.
-    Differs: TRL's `NashMDTrainer` multiplies token log-ratios with the log-probs of the same tokens, which drops the
-    KL of the tokens that come after.
-    Reference: arXiv:2312.00886; TRL nash_md_trainer.py.
+    Reference: arXiv:2312.00886.
     """
     check_at_least(0, beta=beta)
     logp, ref_logp, win_prob = prepared(mask, logp=logp, ref_logp=ref_logp, win_prob=win_prob)
@@ -93,7 +90,7 @@ def reward_aware_kl(
         loss = KL(p || q)          p = sigmoid(reward_scale reward_gap), q = sigmoid(beta delta), as Bernoullis
 
     Limits: reward_scale -> inf with a positive gap is `dpo`; p = 1 - e is cDPO less the label's entropy.
-    Differs: nothing (NeMo-Aligner calls this direction `rpo_bwd_kl`).
+    Differs: nothing (NeMo-Aligner `rpo_bwd_kl`).
     Reference: arXiv:2406.11704 (RPO); NeMo-Aligner megatron_gpt_dpo_model.py.
     """
     implicit, given = _gaps(chosen_log_ratio, rejected_log_ratio, reward_gap, beta, reward_scale, mask)
@@ -114,7 +111,7 @@ def reward_aware_reverse_kl(
         loss = KL(q || p)          p = sigmoid(reward_scale reward_gap), q = sigmoid(beta delta), as Bernoullis
 
     Limits: p = 1 - e is `exo_pair`.
-    Differs: nothing (NeMo-Aligner calls this direction `rpo_fwd_kl`).
+    Differs: nothing (NeMo-Aligner `rpo_fwd_kl`).
     Reference: arXiv:2406.11704 (RPO); NeMo-Aligner megatron_gpt_dpo_model.py.
     """
     implicit, given = _gaps(chosen_log_ratio, rejected_log_ratio, reward_gap, beta, reward_scale, mask)

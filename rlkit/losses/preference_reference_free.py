@@ -127,8 +127,7 @@ def rpo(
     This needs a reference model; it stands here as the sum of `dpo` and `sft`. "RPO" also names NVIDIA's reward-aware
     losses: `reward_aware_kl` and its siblings.
     Limits: sft_coef = 0 is `dpo`.
-    Differs: TRL (formerly `rpo_alpha`, in 1.16 `loss_type=["sigmoid", "sft"]`) averages the
-    likelihood over all chosen tokens of the local batch.
+    Differs: TRL `loss_type=["sigmoid", "sft"]` averages the likelihood over all chosen tokens of the local batch.
     Reference: arXiv:2404.19733.
     """
     check_float(chosen_logp=chosen_logp)

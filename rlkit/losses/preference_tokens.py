@@ -57,7 +57,7 @@ def wpo_weights(
     `log_collision` is log sum_v p(v)^2 of each token's distribution, `logsumexp(2 log_probs)`; the expected
     probability of a sample normalises the token's, so on-policy text has weights near 1 whatever the entropy.
     A pair's weight is the product of its two: `w[chosen] * w[rejected] * dpo(...)`. A response without tokens has 1.
-    Differs: TRL 1.16 `use_weighting` is the same; older releases cut the pair's weight at 1.
+    Differs: nothing (TRL `use_weighting`).
     Reference: arXiv:2406.11827, equation 2; TRL dpo_trainer.py.
     """
     check_float(logp=logp, log_collision=log_collision)

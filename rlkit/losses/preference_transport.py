@@ -62,11 +62,14 @@ def aot_paired(
 
 
 def _sorted_dpo(high: Tensor, low: Tensor, beta: float, label_smoothing: float, mask: Tensor | None) -> Tensor:
-    """DPO's loss of the gaps between order statistics; masked entries sort to the end and give 0."""
+    """DPO's loss of the gaps between order statistics; masked entries sort to the end and give 0.
+
+    NaN sorts last: filled in at masked places, a trainable NaN still stands before the end of those that are kept.
+    """
     check_positive(beta=beta)
     check_between(0, 0.5, label_smoothing=label_smoothing)
     if high.ndim != 1:
         raise ValueError(f"AOT ranks one batch: inputs must have shape [N], got {list(high.shape)}")
     kept = None if mask is None else torch.arange(high.numel(), device=high.device) < mask.sum()
-    high, low = (masked(masked(x, mask, float("inf")).sort().values, kept) for x in (high, low))
+    high, low = (masked(masked(x, mask, float("nan")).sort().values, kept) for x in (high, low))
     return masked(smoothed_nll(beta * (high - low), label_smoothing), kept)

@@ -38,7 +38,7 @@ def seq_log_ratio_sum(
 
     exp(S) is the product of the token ratios: the sequence's exact importance weight, unbiased, with a variance that
     grows with length.
-    Differs: verl `rollout_is=sequence`, TRL `sequence_truncate` and `sequence_mask`, slime mis `sequence`: as here.
+    Differs: nothing (verl `rollout_is=sequence`, TRL `sequence_truncate`).
     Reference: verl trainer/ppo/rollout_corr_helper.py.
     """
     check_float(log_ratio=log_ratio)
@@ -67,7 +67,7 @@ def gspo_token_log_ratio(
         sg(seq_log_ratio) + x - sg(x)
 
     With one advantage per sequence the gradient is GSPO's; with an advantage per token each keeps its own.
-    Differs: verl `gspo` and TRL's experimental GSPO-token as here, except that they clamp the sum at 10 from above.
+    Differs: verl `gspo` is this, with the sum held at 10 from above.
     Reference: arXiv:2507.18071, equations 14 and 15.
     """
     return token_gradient(seq_log_ratio(log_ratio, mask=mask, cu_seqlens=cu_seqlens), masked(log_ratio, mask))

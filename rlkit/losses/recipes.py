@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rlkit import advantages as adv
 from rlkit import losses
+from rlkit._tensors import carry_nan, masked
 from rlkit.losses.weights import Count
 from rlkit.segments import broadcast_to_tokens, seq_sum
 from rlkit.types import Batch
@@ -124,6 +125,7 @@ def vapo(
         a = _gae(batch.token_rewards, batch, lam).advantages
     correct = batch.mask & _per_token(batch.rewards > 0, batch)
     loss = losses.ppo_clip(x, a, clip_low=clip_low, clip_high=clip_high, mask=batch.mask)
+    loss = carry_nan(loss, masked(_per_token(batch.rewards, batch), batch.mask))  # a NaN reward is not a wrong answer
     imitation = losses.nll(logp, mask=correct) * losses.token_mean(correct, num_tokens=num_correct_tokens)
     return (losses.token_mean(batch.mask, num_tokens=num_tokens) * loss + nll_coef * imitation).sum()
 

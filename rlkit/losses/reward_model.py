@@ -29,8 +29,8 @@ def bradley_terry(
     `margin` is one number or one per pair (how much better the chosen response was rated). `center_coef` fixes the
     offset that the pairwise term leaves free; TRL recommends 0.01.
     Limits: ln 2 at r_c = r_r = 0 without margin.
-    Differs: nothing (TRL `center_rewards_coefficient`, OpenRLHF `PairWiseLoss`; RL2, NeMo-RL and AReaL have neither
-    margin nor centring). To weight pairs by their margin instead (NeMo-Aligner `scale`), multiply the result.
+    Differs: nothing (TRL `center_rewards_coefficient`, OpenRLHF `PairWiseLoss`). To weight pairs by their margin
+    instead, multiply the result.
     Reference: arXiv:2307.09288 (margin); arXiv:2312.09244, equation 2 (centring); TRL reward_trainer.py.
     """
     check_at_least(0, center_coef=center_coef)
@@ -46,8 +46,7 @@ def log_exp(chosen_rewards: Pairs, rejected_rewards: Pairs, *, mask: PairMask = 
         loss = log(1 + exp(r_r - r_c))
 
     The same number as `bradley_terry` without margin or centring.
-    Differs: OpenRLHF `LogExpLoss` computes the exponential as written, which overflows for gaps above 88 in fp32, and
-    takes a margin that it ignores.
+    Differs: OpenRLHF `LogExpLoss` computes the exponential as written, which overflows for gaps above 88 in fp32.
     Reference: arXiv:2204.05862; OpenRLHF openrlhf/models/loss.py.
     """
     return bradley_terry(chosen_rewards, rejected_rewards, mask=mask)
@@ -61,8 +60,7 @@ def process_bce(logits: Pairs, labels: Pairs, *, mask: PairMask = None) -> Pairs
     z is the score at the last token of a step (mask: True there), y in [0, 1] says whether the step is right: 0 or 1,
     or the share of rollouts from it that reach the answer.
     Limits: y = 1/2 has its minimum ln 2 at z = 0.
-    Differs: TRL's `PRMTrainer` has two logits per token and a softmax, the same as z = their difference.
-    Reference: arXiv:2211.14275; arXiv:2312.08935 (soft labels); TRL experimental/prm.
+    Reference: arXiv:2211.14275; arXiv:2312.08935 (soft labels).
     """
     z, y = prepared(mask, logits=logits, labels=labels.detach())
     if readable(y) and y.numel() and not (y.min() >= 0 and y.max() <= 1):
@@ -77,8 +75,7 @@ def process_two_token(positive_logits: Pairs, negative_logits: Pairs, labels: Pa
 
     The logits are those of the two tokens at a step's placeholder; no other token takes part.
     Limits: `process_bce` of the difference of the logits.
-    Differs: nothing (OpenRLHF `PRMLoss` with `reward_token_ids`; without them it trains the whole vocabulary).
-    Reference: OpenRLHF openrlhf/models/loss.py (its head has no process rewards any more).
+    Reference: OpenRLHF `PRMLoss` with `reward_token_ids`, up to 0.8.
     """
     positive, negative = prepared(mask, positive_logits=positive_logits, negative_logits=negative_logits)
     return process_bce(positive - negative, labels, mask=mask)

@@ -36,9 +36,7 @@ def ppo_clip(
     distances may be tensors: one number of the whole batch (`bapo_clip_range`) or one per token.
     Limits: clip_low = clip_high = inf is `importance_sampling`; clip_low = clip_high = 0 keeps only steps back towards
     1.
-    Differs: `clip_high` 0.28 is DAPO's clip-higher. TRL (`epsilon`, `epsilon_high`), OpenRLHF (`eps_clip_low_high`) and
-    slime (`--eps-clip`, `--eps-clip-high`) as here; verl `vanilla` always adds the dual clip and bounds log_ratio on
-    both sides at 20.
+    Differs: verl `vanilla` always adds the dual clip; verl and OpenRLHF bound log_ratio on both sides at 20.
     Reference: arXiv:1707.06347, equation 7; asymmetric: arXiv:2503.14476.
     """
     check_at_least(0, clip_low=clip_low, clip_high=clip_high)
@@ -62,9 +60,7 @@ def dual_clip(
 
     Coefficient: that of `ppo_clip`, and 0 also where A < 0 and r > clip_c.
     Limits: clip_c = inf is `ppo_clip`. The usual value is 3.
-    Differs: always on in verl `vanilla` (`clip_ratio_c`, 3) and optional in OpenRLHF (`--actor.dual_clip`), slime
-    (`--eps-clip-c`), SkyRL, AReaL (`c_clip`), NeMo: as here. ROLL's `dual_clip_loss` fixes clip_c = 1 + 2 * clip.
-    AReaL takes min(loss, sign(A) c A), which is the same.
+    Differs: always on in verl `vanilla` (`clip_ratio_c` 3); ROLL `dual_clip_loss` fixes clip_c = 1 + 2 * clip.
     Reference: arXiv:1912.09729.
     """
     if not clip_c > 1:
@@ -89,7 +85,7 @@ def two_sided_clip(
 
     Coefficient: that of `ppo_clip`, and 0 also where A < 0 and r > delta. For these delta it is `dual_clip` with
     clip_c = delta, to the last bit: two papers, one function.
-    Differs: TRL `delta` as here, and accepts a delta below 1 + clip_high, which would clip A > 0 at delta.
+    Differs: TRL `delta` accepts a delta below 1 + clip_high, which clips A > 0 at delta.
     Reference: arXiv:2505.07291.
     """
     if not delta > 1 + clip_high:
@@ -113,7 +109,7 @@ def aspo(
 
     Coefficient: min(1 / r, max_weight) for A > 0, 0 above the clip; that of `ppo_clip` for A < 0.
     Limits: on-policy it is `reinforce`. The paper's soft dual clip of 1 / r is `max_weight`; it names no number for it.
-    Differs: in none of TRL, verl, OpenRLHF, slime. A plain 1 / r, without stop-gradient, would push good tokens *down*.
+    A plain 1 / r, without stop-gradient, would push good tokens *down*.
     Reference: arXiv:2510.06062.
     """
     check_positive(max_weight=max_weight)
@@ -137,8 +133,7 @@ def unbounded_positive(
         loss = -A log_ratio where A > 0, dual_clip where A <= 0
 
     Coefficient: 1 for A > 0, with no clip at all; that of `dual_clip` for A < 0.
-    Differs: verl `up` as here (its value for A > 0 is -A). Not in TRL, OpenRLHF, slime.
-    Reference: arXiv:2607.06987, equation 15; verl `compute_policy_loss_up`.
+    Reference: arXiv:2607.06987, equation 15.
     """
     negative = dual_clip(log_ratio, advantages, clip_c=clip_c, clip_low=clip_low, clip_high=clip_low, mask=mask)
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
@@ -163,8 +158,7 @@ def decoupled_ppo(
     Coefficient: the behaviour weight times that of `ppo_clip`; 1 where all three agree.
     Limits: behavior_log_ratio = 0 is `ppo_clip`. It is `tis(...) * ppo_clip(...)`, no more; with `icepop` or another
     correction in its place write that product.
-    Differs: AReaL `use_decoupled_loss` masks or clamps the weight by `rejection_sampling`; slime `--use-tis`, verl's
-    decoupled presets and TRL's vLLM correction are this with `max_weight`.
+    Differs: AReaL `use_decoupled_loss` masks or clamps the weight by `rejection_sampling`.
     Reference: arXiv:2110.00641; arXiv:2505.24298.
     """
     check_float(behavior_log_ratio=behavior_log_ratio)

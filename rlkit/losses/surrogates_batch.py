@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp, check_same_shape
+from rlkit._tensors import bounded_exp, carry_nan, check_no_nan, check_same_shape, cumsum, masked
 from rlkit.losses._inputs import check_alone, check_at_least, check_share, prepared
 from rlkit.losses.surrogates import ppo_clip
 from rlkit.losses.surrogates_is import importance_sampling
@@ -43,11 +43,12 @@ def m2_cutoff(
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio.detach(), advantages=advantages.detach())
     m2 = torch.where(_moves_on(log_ratio, advantages), log_ratio.square(), torch.inf).flatten().double().sort().values
     ahead = torch.cat([m2[1:], m2.new_full((min(1, m2.numel()),), torch.inf)])
-    mean = m2.cumsum(0) / torch.arange(1, m2.numel() + 1, device=m2.device)
+    mean = cumsum(m2, 0) / torch.arange(1, m2.numel() + 1, device=m2.device)
     fits = (mean <= max_m2) & (ahead > m2)
     cutoff = torch.cat([torch.where(fits, m2, 0), m2.new_zeros(1)]).amax()
     all_fit = torch.where(m2.isfinite(), m2 <= cutoff, True).all()
-    return torch.where(all_fit, torch.inf, cutoff).to(log_ratio.dtype)
+    cutoff = carry_nan(torch.where(all_fit, torch.inf, cutoff), log_ratio.sum(), advantages.sum())
+    return cutoff.to(log_ratio.dtype)
 
 
 def m2po(
@@ -65,14 +66,14 @@ def m2po(
     policy that sampled, however stale. Aggregate with `token_mean`: dropped tokens stay in the denominator.
     Limits: cutoff = inf is `importance_sampling`.
     Differs: AReaL `m2_threshold` masks by the *proximal* over the behaviour policy and all tokens, then runs PPO's
-    clip; the authors' code turns the cutoff into a clip range of at least [0.7, 1.5]. Not in TRL, verl, OpenRLHF,
-    slime.
+    clip; the authors' code turns the cutoff into a clip range of at least [0.7, 1.5].
     Reference: arXiv:2510.01161, equation 5.
     """
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
     fixed = log_ratio.detach()
     dropped = _moves_on(fixed, advantages) & (fixed.square() > cutoff)
-    return importance_sampling(log_ratio, advantages, mask=~dropped)
+    loss = importance_sampling(log_ratio, advantages, mask=~dropped)
+    return masked(carry_nan(loss, torch.as_tensor(cutoff, device=loss.device)), mask)
 
 
 def bapo_clip_range(
@@ -95,8 +96,7 @@ def bapo_clip_range(
     The schedule widens c_high from high[0] to high[1] by `step_high`, then raises c_low from low[0] to low[1] by
     `step_low`; where no range reaches the target, its last one is taken. The loss is `ppo_clip` with the range found.
     Raising c_low makes N larger, so by this equation it never helps: the second half runs to its end or not at all.
-    Differs: the authors' code raises c_low first, leaves pi_old out and compares P / N. Not in TRL, verl, OpenRLHF,
-    slime.
+    Differs: the authors' code raises c_low first, leaves pi_old out and compares P / N.
     Reference: arXiv:2510.18927, equation 8 and algorithm 1.
     """
     check_share(target=target)
@@ -113,7 +113,8 @@ def bapo_clip_range(
     loss = torch.cat([negative[:1].expand(len(highs)), negative[1:]])
     reached = gain >= target * (gain + loss)
     reached[-1] = True
-    chosen = ratio.new_tensor(schedule).index_select(0, reached.int().argmax().view(1)).to(log_ratio.dtype)
+    chosen = ratio.new_tensor(schedule).index_select(0, reached.int().argmax().view(1))
+    chosen = carry_nan(chosen, (gain + loss).sum()).to(log_ratio.dtype)
     return ClipRange(1 - chosen[0, 0], chosen[0, 1] - 1)
 
 
@@ -129,28 +130,40 @@ def token_covariance(
 
         cov_t = (A_t - mean A) (logp_t - mean logp)          means over the whole batch's trainable tokens; detached
 
+    A mean that is given is used; one that is left out is that of the tokens given.
     Reference: arXiv:2505.22617, equation 10.
     """
     logp, advantages = prepared(mask, logp=logp.detach(), advantages=advantages.detach())
-    if mean_logp is None or mean_advantage is None:
-        check_alone("mean_logp and mean_advantage")
-        count = (torch.ones_like(logp, dtype=torch.bool) if mask is None else mask).sum().clamp(min=1)
-        mean_logp, mean_advantage = logp.sum() / count, advantages.sum() / count
+    count = (torch.ones_like(logp, dtype=torch.bool) if mask is None else mask).sum().clamp(min=1)
+    if mean_logp is None:
+        check_alone("mean_logp")
+        mean_logp = logp.sum() / count
+    if mean_advantage is None:
+        check_alone("mean_advantage")
+        mean_advantage = advantages.sum() / count
     (cov,) = prepared(mask, cov=(advantages - mean_advantage) * (logp - mean_logp))
     return cov
 
 
 def select_top(
-    cov: Float[Tensor, "*shape"], *, fraction: float = 2e-4, mask: Bool[Tensor, "*shape"] | None = None
+    cov: Float[Tensor, "*shape"],
+    *,
+    fraction: float = 2e-4,
+    mask: Bool[Tensor, "*shape"] | None = None,
+    generator: torch.Generator | None = None,
 ) -> Bool[Tensor, "*shape"]:
     """The `fraction` of trainable tokens with the largest covariance, at least one: KL-Cov's choice.
 
-    Differs: verl and its paper 2e-4, SkyRL's default 0.2. Ties at the edge are all taken.
+    Among equal covariances at the edge the choice is random, and `generator` fixes it: exactly
+    max(1, floor(fraction * trainable tokens)) are chosen, also where all advantages are equal and every covariance is
+    0. Errors: ValueError for NaN at a trainable place (on the CPU).
+    Differs: verl and its paper 2e-4, SkyRL's default 0.2.
     """
     check_share(fraction=fraction)
     (cov,) = prepared(mask, cov=cov.detach())
+    check_no_nan(mask, cov=cov)
     allowed = torch.ones_like(cov, dtype=torch.bool) if mask is None else mask
-    return _smallest(-cov, allowed=allowed, fraction=fraction, count=allowed.sum())
+    return _smallest(-cov, _noise(cov, generator), allowed=allowed, fraction=fraction, count=allowed.sum())
 
 
 def select_between(
@@ -165,14 +178,16 @@ def select_between(
     """A random choice, as many as `fraction` of all trainable tokens, among those with covariance in (low, high).
 
     Clip-Cov's choice; at least one where there is any. `generator` fixes it.
+    Errors: ValueError for NaN at a trainable place (on the CPU).
     Differs: verl leaves tokens that PPO already clips out of the choice: give `mask & ~clipped` for that.
     """
     check_share(fraction=fraction)
     (cov,) = prepared(mask, cov=cov.detach())
+    check_no_nan(mask, cov=cov)
     trainable = torch.ones_like(cov, dtype=torch.bool) if mask is None else mask
-    keys = torch.rand(cov.shape, generator=generator, device=cov.device, dtype=torch.float64)
     allowed = trainable & (cov > low) & (cov < high)
-    return _smallest(keys, allowed=allowed, fraction=fraction, count=trainable.sum())
+    same = torch.zeros_like(cov)
+    return _smallest(same, _noise(cov, generator), allowed=allowed, fraction=fraction, count=trainable.sum())
 
 
 def clip_cov(
@@ -189,7 +204,7 @@ def clip_cov(
         loss = ppo_clip, and 0 on `selected` tokens          selected = select_between(token_covariance(...))
 
     Coefficient: that of `ppo_clip`, and 0 on selected tokens, on-policy too.
-    Differs: verl and SkyRL `clip_cov` compute the choice per micro-batch. Not in TRL, OpenRLHF, slime.
+    Differs: verl and SkyRL `clip_cov` compute the choice per micro-batch.
     Reference: arXiv:2505.22617; verl `compute_policy_loss_clip_cov`.
     """
     _check_selected(selected, log_ratio)
@@ -211,8 +226,7 @@ def kl_cov(
 
     Gradient: -r A dlogp, plus kl_coef sign(log_ratio) dlogp on selected tokens (0 on-policy): not a multiple of A
     there.
-    Differs: verl `kl_cov` (coefficient 1 in code, 0.1 in its YAML) and SkyRL choose per micro-batch. Not in TRL,
-    OpenRLHF, slime.
+    Differs: verl and SkyRL `kl_cov` compute the choice per micro-batch.
     Reference: arXiv:2505.22617; verl `compute_policy_loss_kl_cov`.
     """
     check_at_least(0, kl_coef=kl_coef)
@@ -238,10 +252,14 @@ def _steps(start: float, end: float, step: float) -> list[float]:
     return [start + i * step for i in range(count + 1)]
 
 
-def _smallest(keys: Tensor, *, allowed: Tensor, fraction: float, count: Tensor) -> Tensor:
-    """The allowed places with the smallest keys, `fraction * count` of them, at least one."""
-    if keys.numel() == 0:
-        return allowed
-    ranked = torch.where(allowed, keys, torch.inf).flatten().sort().values
-    wanted = (count * fraction).long().clamp(min=1)
-    return allowed & (keys <= ranked.index_select(0, wanted.clamp(max=keys.numel()).view(1) - 1))
+def _noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.rand(like.shape, generator=generator, device=like.device, dtype=torch.float64)
+
+
+def _smallest(keys: Tensor, ties: Tensor, *, allowed: Tensor, fraction: float, count: Tensor) -> Tensor:
+    """The allowed places with the smallest keys, among equal ones with the smallest `ties`: `fraction * count` of them,
+    at least one, where so many are allowed."""
+    order = ties.flatten().argsort()
+    order = order[torch.where(allowed, keys, torch.inf).flatten()[order].argsort(stable=True)]
+    rank = torch.empty_like(order).index_copy(0, order, torch.arange(order.numel(), device=order.device))
+    return allowed & (rank < (count * fraction).long().clamp(min=1)).view(allowed.shape)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp
+from rlkit._tensors import bounded_exp, carry_nan
 from rlkit.losses._inputs import check_at_least, check_positive, prepared
 from rlkit.losses.corrections import icepop
 
@@ -26,7 +26,7 @@ def reinforce(
         loss = -A log_ratio
 
     Coefficient: c = 1 everywhere; no clip, no importance weight. `log_ratio` may as well be `logp`.
-    Differs: ROLL `vanilla`, verl `bypass_mode` with `loss_type=reinforce`, NeMo `disable_ppo_ratio`: as here.
+    Differs: nothing (ROLL `vanilla`; verl `bypass_mode` with `loss_type=reinforce`; NeMo-RL `disable_ppo_ratio`).
     Reference: Williams 1992, doi:10.1007/BF00992696.
     """
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
@@ -44,7 +44,7 @@ def gpg(
         loss = -A log_ratio
 
     Coefficient: c = 1. The paper's factor for groups that teach nothing is in `rlkit.advantages.gpg`.
-    Differs: verl `gpg` as here, without that factor. Not in TRL, OpenRLHF, slime.
+    Differs: nothing (verl `gpg`).
     Reference: arXiv:2504.02546; verl `compute_policy_loss_gpg`.
     """
     return reinforce(log_ratio, advantages, mask=mask)
@@ -62,8 +62,7 @@ def importance_sampling(
 
     Coefficient: c = r, unbounded up to e^20.
     Limits: on-policy `reinforce`.
-    Differs: Tinker and SkyRL `importance_sampling` as here; TRL, verl, OpenRLHF and slime have it only as PPO with the
-    clip opened wide.
+    Differs: nothing (Tinker and SkyRL `importance_sampling`).
     Reference: https://tinker-docs.thinkingmachines.ai/losses
     """
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
@@ -85,8 +84,8 @@ def cispo(
     Coefficient: c = clip(r, min_weight, max_weight), whatever the sign of A; never 0.
     Both bounds are absolute ratios. The lower one is off, as MiniMax-M1 and ScaleRL run it; 5 is ScaleRL's cap.
     Limits: max_weight = inf has the gradient of `importance_sampling`; max_weight = min_weight = 1 is `reinforce`.
-    Differs: TRL `cispo` takes `epsilon_high` as absolute too, and falls back to 0.2 (c = 0.2 everywhere) if it is
-    unset; verl, slime, SkyRL, ROLL and NeMo take distances from 1 and clip below as well. Not in OpenRLHF.
+    Differs: TRL `epsilon_high` is an absolute bound too, 0.2 if unset; verl, slime, SkyRL, ROLL and NeMo-RL take
+    distances from 1 and clip below as well.
     Reference: arXiv:2506.13585, equation 4; arXiv:2510.13786.
     """
     check_at_least(0, min_weight=min_weight)
@@ -109,8 +108,8 @@ def double_sided_is(
 
     Coefficient: c = r inside the interval, 0 outside. `icepop` as a surrogate: meant for log_ratio = logp -
     rollout_logp.
-    Differs: SkyRL `rollout_is` leaves the two end points out. Not in TRL, verl, OpenRLHF, slime.
-    Reference: SkyRL `rollout_is_policy_loss`, backends/skyrl_train/utils/ppo_utils.py.
+    Differs: SkyRL `rollout_is` leaves the two end points out.
+    Reference: SkyRL `rollout_is_policy_loss`.
     """
     check_at_least(0, clip_low=clip_low, clip_high=clip_high)
     weight = icepop(log_ratio, low=1 - clip_low, high=1 + clip_high, mask=mask)
@@ -129,8 +128,7 @@ def topr(
 
     Coefficient: c = 1 for A > 0, min(r, 1) for A < 0.
     The paper's ratio is the whole sequence's: give it `token_gradient(seq_log_ratio_sum(...), log_ratio)`.
-    Differs: ROLL `topr` uses the token's ratio and splits by the sign of the score, not of A. Not in TRL, verl,
-    OpenRLHF, slime.
+    Differs: ROLL `topr` uses the token's ratio and splits by the sign of the score, not of A.
     Reference: arXiv:2503.14286, equation 8.
     """
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
@@ -153,7 +151,7 @@ def sapo(
     Coefficient: c = 4 p (1 - p) r with p = sigmoid(tau (r - 1)), whatever the sign of A: 1 at r = 1, at tau 1 at most
     1.6 near r = 2, then towards 0, sooner for a larger tau. No hard clip.
     Limits: at r = 1 the gate is 2 / tau and its slope 1.
-    Differs: TRL, verl, SkyRL and AReaL as here (verl bounds log_ratio at +-20). Not in OpenRLHF, slime.
+    Differs: nothing (TRL, verl and SkyRL `sapo`, AReaL `use_sapo_loss`).
     Reference: arXiv:2511.20347.
     """
     check_positive(tau_pos=tau_pos, tau_neg=tau_neg)
@@ -181,15 +179,14 @@ def dppo(
     Coefficient: c = min(r, max_weight), and 0 outside the trust region in the direction of the step.
     A rare token may move by a large factor, a common one may not. `old_logp` is log pi_old, log_ratio = logp -
     old_logp.
-    Differs: verl `dppo_tv` as here; prime-rl's default loss without `max_weight`, plus 1e-3 * log_ratio^2; SkyRL `dppo`
-    without `max_weight`. Not in TRL, OpenRLHF, slime.
+    Differs: SkyRL `dppo` and prime-rl have no `max_weight`; prime-rl `kl_tau` (1e-3) adds that much log_ratio^2.
     Reference: arXiv:2602.04879, equation 13; verl `compute_policy_loss_dppo_tv`.
     """
     check_at_least(0, delta_low=delta_low, delta_high=delta_high)
     check_positive(max_weight=max_weight)
     log_ratio, advantages, old_logp = prepared(mask, log_ratio=log_ratio, advantages=advantages, old_logp=old_logp)
     moved = (old_logp + log_ratio.detach()).exp() - old_logp.exp()
-    keep = torch.where(advantages > 0, moved <= delta_high, moved >= -delta_low)
+    keep = carry_nan(torch.where(advantages > 0, moved <= delta_high, moved >= -delta_low).to(moved.dtype), old_logp)
     return _weighted(bounded_exp(log_ratio).clamp(max=max_weight) * keep, log_ratio, advantages)
 
 
@@ -209,8 +206,7 @@ def dppo_kl(
         drop where D > delta_high and p > q (A > 0), or D > delta_low and p < q (A <= 0)
 
     Coefficient: c = min(r, max_weight), and 0 where dropped.
-    Differs: verl `dppo_kl` (example threshold 0.05) and SkyRL `binary_kl` as here, with 1e-8 added to 1 - p and 1 - q;
-    here both are held at 1e-8 from below. Not in TRL, OpenRLHF, slime.
+    Differs: verl `dppo_kl` and SkyRL `binary_kl` add 1e-8 to 1 - p and 1 - q; here both are held at 1e-8 from below.
     Reference: arXiv:2602.04879, equation 14; verl `compute_policy_loss_dppo_kl`.
     """
     check_at_least(0, delta_low=delta_low, delta_high=delta_high)
@@ -220,7 +216,7 @@ def dppo_kl(
     p, q = (old_logp + fixed).exp(), old_logp.exp()
     divergence = -q * fixed + (1 - q) * ((1 - q).clamp(min=1e-8).log() - (1 - p).clamp(min=1e-8).log())
     up, down = (divergence > delta_high) & (fixed > 0), (divergence > delta_low) & (fixed < 0)
-    keep = ~torch.where(advantages > 0, up, down)
+    keep = carry_nan((~torch.where(advantages > 0, up, down)).to(p.dtype), old_logp)
     return _weighted(bounded_exp(log_ratio).clamp(max=max_weight) * keep, log_ratio, advantages)
 
 
@@ -237,8 +233,8 @@ def dro(
 
     Gradient: -(A - beta log_ratio) dlogp: not a multiple of A. On-policy it is that of `reinforce`; c is not defined
     elsewhere, and where A = 0 the pull remains. No clip; off-policy data is welcome.
-    Differs: verl and Tinker `dro` as here; Tinker's notes call it distributionally robust, which it is not. The whole
-    sequence's square is `kimi15`. Not in TRL, OpenRLHF, slime.
+    Differs: the whole sequence's square is `kimi15`. Tinker names it `dro` too, and reads it as distributionally
+    robust.
     Reference: arXiv:2405.19107; https://tinker-docs.thinkingmachines.ai/losses
     """
     check_at_least(0, beta=beta)
@@ -253,7 +249,7 @@ def nll(logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = 
 
     The positive-example loss of VAPO is this on the tokens of correct samples; ECHO is 0.1 times this on the tokens
     that the environment wrote (their log-probs come from a forward whose mask includes them).
-    Differs: NeMo `positive_example_nll_weight`, prime-rl `ce` and `echo`: as here, each with its own token count.
+    Differs: nothing (NeMo-RL `positive_example_nll_weight`; prime-rl `echo`, with a token count of its own).
     Reference: arXiv:2504.05118, equation 10.
     """
     (logp,) = prepared(mask, logp=logp)

@@ -33,9 +33,7 @@ def gspo(
 
     Coefficient: c = s, and 0 for the whole sequence where `ppo_clip` would be clipped. Aggregate with `seq_mean`.
     Limits: sequences of one token are `ppo_clip`.
-    Differs: verl and slime as here (verl forces `seq-mean-token-mean` and bounds the exponent at 10); TRL
-    `importance_sampling_level=sequence`, OpenRLHF `gspo` as here. `gspo_token_log_ratio` inside `ppo_clip` is
-    GSPO-token.
+    Differs: nothing; `gspo_token_log_ratio` inside `ppo_clip` is GSPO-token.
     Reference: arXiv:2507.18071, equation 5.
     """
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
@@ -58,7 +56,7 @@ def luspo(
 
     Coefficient: c = length * s, so not 1 on-policy: with `seq_mean` weights the length cancels, and each token's
     gradient weighs 1 / num_seqs. The same gradient comes from `gspo` with `seq_mean_token_sum`.
-    Differs: TRL `luspo` as here. Not in verl, OpenRLHF, slime.
+    Differs: nothing (TRL `luspo`).
     Reference: arXiv:2602.05261.
     """
     loss = gspo(log_ratio, advantages, mask=mask, cu_seqlens=cu_seqlens, clip_low=clip_low, clip_high=clip_high)
@@ -83,8 +81,7 @@ def gmpo(
     Coefficient: c = exp(mean x), and 0 for a token whose own log-ratio is clipped. Aggregate with `seq_mean`.
     The clip distances are in *log* space: 0.4 means ratios in [0.67, 1.49]. A is one number per sequence.
     Limits: no clip active: `gspo` without its clip.
-    Differs: TRL's experimental `gmpo` and verl `geo_mean` as here (verl takes the mean of A over the sequence). Not in
-    OpenRLHF, slime.
+    Differs: verl `geo_mean` takes the mean of A over the sequence.
     Reference: arXiv:2507.20673.
     """
     check_at_least(0, clip_low=clip_low, clip_high=clip_high)
@@ -111,8 +108,7 @@ def vespo(
     with k, lambda = k_pos, lambda_pos where A >= 0, k_neg, lambda_neg where A < 0.
     Coefficient: c = phi(W), 1 at W = 1 and towards 0 on both sides; its peak is at W = k / lambda. No clip.
     `log_ratio` is best logp - rollout_logp, so that no further correction multiplies it.
-    Differs: TRL `vespo` as here, except that it clamps each token's log-ratio to +-20 and log W to [-18.4, 20]. Not in
-    verl (the authors' fork has it), OpenRLHF, slime.
+    Differs: TRL `vespo` clamps each token's log-ratio to +-20 and log W to [-18.4, 20].
     Reference: arXiv:2602.10693; TRL `get_gamma_weights`.
     """
     check_positive(k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
@@ -138,7 +134,7 @@ def kimi15(
     Gradient of the sum: -(A - tau S) dlogp: that of `reinforce` on-policy, and no multiple of A elsewhere; c is not
     defined. Aggregate with `seq_mean_token_sum`. A is r minus the group's mean.
     Limits: sequences of one token are `dro` with beta = tau.
-    Differs: ROLL `kimi15` (tau 0.1) squares each token's log-ratio, which is `dro`. Not in TRL, verl, OpenRLHF, slime.
+    Differs: ROLL `kimi15` (tau 0.1) squares each token's log-ratio, which is `dro`.
     Reference: arXiv:2501.12599, equation 3.
     """
     check_at_least(0, tau=tau)

@@ -24,7 +24,7 @@ def value_mse(
         loss = 1/2 (V - R)^2                                gradient: V - R
 
     The 1/2 is inside, here and in `value_clip`.
-    Differs: verl, TRL (PPO), OpenRLHF and NeMo-RL also have the 1/2; RL2 has not, so its learning rate is half ours.
+    Differs: RL2 has no 1/2.
     Reference: verl `compute_value_loss`, trainer/ppo/core_algos.py.
     """
     values, returns = prepared(mask, values=values, returns=returns.detach())
@@ -46,7 +46,7 @@ def value_clip(
     Gradient V - R, and 0 where V lies beyond the clip and yet nearer to R than the clip's border. `clip` is in units of
     the value.
     Limits: clip = inf is `value_mse`.
-    Differs: nothing but the 1/2, which RL2 lacks. The default of RL2 and verl is clip = 0.5.
+    Differs: nothing but the 1/2, which RL2 lacks.
     Reference: OpenAI baselines ppo2/model.py; verl `compute_value_loss`.
     """
     check_at_least(0, clip=clip)
@@ -73,7 +73,6 @@ def hl_gauss(
     The gradient is bounded, whatever the scale of the returns. `hl_gauss_value` reads the value back. The loss's
     minimum is the entropy of p, not 0.
     `sigma` is in units of the value; None is 0.75 bin widths, the paper's recommendation.
-    Differs: none of TRL, verl and OpenRLHF has it.
     Reference: arXiv:2403.03950; histogram loss: arXiv:1806.04613.
     """
     check_float(logits=logits, returns=returns)

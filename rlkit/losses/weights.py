@@ -32,8 +32,7 @@ def token_mean(mask: Bool[Tensor, "*shape"], *, num_tokens: Count | None = None)
         w_t = m_t / num_tokens
 
     `num_tokens`: trainable tokens of the whole optimizer step; see the module for when it may be left out.
-    Differs: verl `token-mean`, TRL `dapo`, SkyRL `token_mean`: as here. TRL `bnpo` and OpenRLHF's default divide by the
-    micro-batch's own count, so the result depends on how the batch is split.
+    Differs: TRL `bnpo` divides by the micro-batch's own count, so the result depends on how the batch is split.
     Reference: arXiv:2503.14476, section 3.3.
     """
     weights = _as_float(mask)
@@ -45,7 +44,7 @@ def token_sum(mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
         w_t = m_t
 
-    Differs: verl `token-sum`, Tinker's losses: as here.
+    Differs: nothing (verl `token-sum`).
     """
     return _as_float(mask)
 
@@ -59,7 +58,7 @@ def seq_mean(
 
     `num_seqs`: sequences of the whole optimizer step that have a trainable token. An episode in k pieces counts k
     times; `prompt_mean(mask, group_ids=batch.episode_ids, ...)` counts it once.
-    Differs: verl `seq-mean-token-mean`, TRL `grpo`, SkyRL `sequence_mean`; TRL and SkyRL also count empty sequences.
+    Differs: TRL `grpo` and SkyRL `sequence_mean` also count empty sequences.
     Reference: arXiv:2402.03300, equation 3.
     """
     lens = seq_count(mask, cu_seqlens=cu_seqlens)
@@ -74,7 +73,7 @@ def seq_mean_token_sum(
 
         w_t = m_t / num_seqs
 
-    Differs: verl `seq-mean-token-sum`, ROLL `seq-mean-token-sum`: as here.
+    Differs: nothing (verl and ROLL `seq-mean-token-sum`).
     """
     lens = seq_count(mask, cu_seqlens=cu_seqlens)
     return _as_float(mask) / _count("num_seqs", num_seqs, lens > 0)
@@ -109,7 +108,7 @@ def prompt_mean(
 
     `num_groups`: groups of the whole step that have a trainable token. `group_tokens`: for each sequence the trainable
     tokens of its whole group; needed only where groups are cut between the processes.
-    Differs: SkyRL `prompt_mean` as here (it also counts empty prompts); AReaL and slime know it per request only.
+    Differs: SkyRL `prompt_mean` also counts empty prompts.
     Reference: SkyRL `apply_loss_reduction_to_advantages_minibatch`; slime PR#2090.
     """
     lens = seq_count(mask, cu_seqlens=cu_seqlens)
@@ -139,7 +138,6 @@ def per_source_mean(
     `num_tokens`: trainable tokens of each source over the whole step. An absent source contributes 0; the others are
     not scaled up.
     Limits: one source of weight 1 is `token_mean`.
-    Differs: prime-rl's per-component token counts are this for components; open-instruct, TRL, verl have no such mode.
     """
     lens = seq_count(mask, cu_seqlens=cu_seqlens)
     check_ids(lens, source_ids=source_ids)

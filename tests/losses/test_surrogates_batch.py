@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -136,6 +137,46 @@ def test_covariance_is_the_product_of_deviations() -> None:
     means = {"mean_logp": torch.tensor(mean_l), "mean_advantage": torch.tensor(mean_a)}
     part = token_covariance(logp[:2], a[:2], mask=mask[:2], **means)
     torch.testing.assert_close(part, cov[:2])
+
+
+def test_each_mean_of_the_covariance_is_used_where_it_is_given() -> None:
+    logp, a = torch.tensor([-1.0, -3.0], dtype=torch.float64), torch.tensor([2.0, -1.0], dtype=torch.float64)
+    one = token_covariance(logp, a, mean_logp=torch.tensor(-5.0, dtype=torch.float64))
+    torch.testing.assert_close(one, torch.tensor([(2 - 0.5) * 4.0, (-1 - 0.5) * 2.0], dtype=torch.float64))
+    other = token_covariance(logp, a, mean_advantage=torch.tensor(1.0, dtype=torch.float64))
+    torch.testing.assert_close(other, torch.tensor([1.0 * 1.0, -2.0 * -1.0], dtype=torch.float64))
+
+
+def test_select_top_breaks_ties_by_its_seed() -> None:
+    def chosen(cov: torch.Tensor, seed: int, fraction: float = 1e-3) -> list[int]:
+        mask = torch.arange(cov.numel()) % 4 != 3
+        generator = torch.Generator().manual_seed(seed)
+        return select_top(cov, fraction=fraction, mask=mask, generator=generator).nonzero().flatten().tolist()
+
+    equal = torch.zeros(1000)
+    drawn = [chosen(equal, seed) for seed in range(40)]
+    assert all(len(x) == 1 and x[0] % 4 != 3 for x in drawn), "one of 750 trainable ones, though all are tied"
+    assert len({x[0] for x in drawn}) > 30
+    assert chosen(equal, 0) == drawn[0]
+    edge = torch.cat([torch.tensor([9.0, 5.0, 5.0, 9.9, 5.0]), torch.arange(35) / 100])
+    drawn = [chosen(edge, seed, fraction=0.1) for seed in range(40)]  # three of thirty
+    assert all(len(x) == 3 and 0 in x and {*x} <= {0, 1, 2, 4} for x in drawn)
+    assert {i for x in drawn for i in x} == {0, 1, 2, 4}
+
+
+def test_kl_cov_penalises_the_share_it_was_asked_for_where_all_advantages_are_equal() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logp = -torch.rand(1000, generator=generator, dtype=torch.float64)
+    selected = select_top(token_covariance(logp, torch.ones(1000, dtype=torch.float64)), generator=generator)
+    assert selected.sum() == 1
+
+
+@pytest.mark.parametrize("select", [select_top, partial(select_between, low=-1.0)])
+def test_a_choice_refuses_nan(select) -> None:
+    cov = torch.tensor([1.0, float("nan"), 2.0])
+    with pytest.raises(ValueError, match="cov must not be NaN at a trainable place, got 1"):
+        select(cov)
+    assert select(cov, mask=torch.tensor([True, False, True])).sum() == 1
 
 
 def test_select_top_takes_the_largest() -> None:
