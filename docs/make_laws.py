@@ -44,8 +44,8 @@ check_loss(my_loss)                    # prints which laws hold, and the smalles
 
 `check_estimator` and `check_kl` do the same for advantage estimators and KL estimators, `check_weights` for what
 multiplies a loss (a correction, an aggregation, a filter); [the tutorial](tutorial-new-loss.md) writes a wrong loss
-and mends it. An argument whose name tells nothing is described: `streams={{"rate": Stream(low=0.0, high=1.0)}}`. A
-single law raises with its smallest counterexample, or returns: `laws.additive(my_loss)`,
+and mends it. `print(report)` shows a report again, `failures(report)` holds the laws that do not hold. A single law
+raises with its smallest counterexample, or returns: `laws.additive(my_loss)`,
 `laws.coefficient(lambda case: case.ratio)(my_loss)`. Cases are packed batches drawn by Hypothesis
 (`rlkit.testing.strategies`): sequences of any length, empty ones too, masks with gaps, singleton groups, values on a
 grid that bf16 holds exactly, and for some laws huge and tiny ones. The same cases are drawn every time.
@@ -53,6 +53,20 @@ grid that bf16 holds exactly, and for some laws huge and tiny ones. The same cas
 This page is written by `docs/make_laws.py` from `tests/laws`, where every public loss, estimator, controller and
 objective is a row ({num_rows} rows, {num_checks} checks). A law that does not hold for a row stands there with its
 reason, and a test shows that it really does not hold. {num_mutants} wrong variants show that the laws bite.
+
+## Arguments
+
+A check calls the function with tensors by name. It recognises `log_ratio`, `logp`, `old_logp`, `ref_logp`,
+`advantages`, `rewards`, `values`, `returns`, `gamma`, `lam` and other names of the field, also at the end of a longer
+name (`greedy_rewards`), and reads shapes from jaxtyping annotations. `mask`, `cu_seqlens` and `group_ids` are the
+batch's own. Every other argument is described by the caller:
+
+- a number, a string or a fixed tensor: `check_loss(my_loss, options={{"beta": 0.1}})`
+- a tensor, one value per token: `streams={{"rate": Stream(low=0.0, high=1.0)}}`; `Stream(axis="N")` is one per sequence
+- a statistic of the whole batch: `statistics={{"mean": lambda case: case.rewards.mean()}}`
+
+A `case` has each stream as an attribute (`case.advantages`), beside `case.mask`, `case.cu_seqlens`, `case.group_ids`
+and `case.ratio` (the exponential of the log-ratio).
 
 ## The laws
 

@@ -7,6 +7,13 @@ Needs the extra `testing` (hypothesis). The laws by themselves are in `rlkit.tes
 batches in `rlkit.testing.strategies`.
 """
 
+from rlkit._extras import missing
+
+try:
+    import hypothesis  # noqa: F401
+except ImportError as error:
+    raise missing(error, "hypothesis", "testing", "rlkit.testing needs") from None
+
 from rlkit.testing import laws, strategies
 from rlkit.testing.cases import Case, Stream, Vocab
 from rlkit.testing.check import Report, Result, check_estimator, check_kl, check_loss, check_weights, examine, failures

@@ -47,6 +47,13 @@ class Case(NamedTuple):
         """All streams by name."""
         return {**self.tokens, **self.seqs}
 
+    def __getattr__(self, name: str) -> Tensor:
+        """A stream by its name: `case.advantages` is `case.streams["advantages"]`."""
+        streams = {} if name.startswith("__") else self.streams
+        if name not in streams:
+            raise AttributeError(f"this case has no stream {name!r}: its function takes {sorted(streams)}")
+        return streams[name]
+
     @property
     def num_tokens(self) -> int:
         """T."""

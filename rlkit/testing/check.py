@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TextIO
 
@@ -33,12 +34,14 @@ PACKED = (
     numerics.dtypes,
     numerics.pure,
     numerics.finite,
+    structure.nan_shows,
 )
 LOSS = (*PACKED, numerics.differentiable, numerics.gradcheck)
 SURROGATE = (*LOSS, structure.all_count, policy.on_policy, policy.descends, policy.no_advantage_no_gradient)
 WEIGHT = (*PACKED, structure.all_count, numerics.detached)
 ESTIMATOR = (*PACKED, structure.all_count, numerics.gradcheck, estimators.rewards_raise)
-GROUP_BASELINE = (*ESTIMATOR, structure.singleton_is_zero, estimators.shift_invariant)
+GROUP_BASELINE = (*ESTIMATOR, structure.singleton_is_zero, estimators.shift_invariant, estimators.stated_scale)
+TARGETS = re.compile(r"(^|_)(returns?|targets?|old_values)$")  # arguments of a loss that must get no gradient
 
 
 class Result(NamedTuple):
@@ -50,7 +53,18 @@ class Result(NamedTuple):
     statement: str
 
 
-Report = list[Result]
+class Report(list[Result]):
+    """The verdicts in order. `print(report)` shows them as the check did; `repr` is their count."""
+
+    def __init__(self, results: Iterable[Result] = (), *, title: str = "") -> None:
+        super().__init__(results)
+        self.title = title
+
+    def __str__(self) -> str:
+        return text(self.title, self)
+
+    def __repr__(self) -> str:
+        return text("", self).splitlines()[-1]
 
 
 def check_loss(
@@ -84,6 +98,9 @@ def check_loss(
     wanted: list[Law] = list(SURROGATE if s.takes("advantages") else LOSS)
     if any(name.startswith("chosen_") for name in s.streams):
         wanted.append(preference.prefers_chosen)
+    targets = [name for name, x in s.streams.items() if TARGETS.search(name) and x.dtype.is_floating_point]
+    if targets:
+        wanted.append(numerics.no_gradient_by(*targets))
     if coefficient is not None:
         wanted.append(policy.coefficient(coefficient))
     if clip_low is not None and clip_high is not None:
@@ -185,18 +202,20 @@ def examine(s: Any, laws: Sequence[Law], *, skip: Mapping[str, str] | None = Non
                 found = x.search(s, max_examples=max_examples) or found
             note = "" if found is None else report(s, found)
             results.append(Result(x.name, "holds" if found is None else "fails", note, x.statement))
-    return results
+    return Report(results)
 
 
 def failures(results: Report) -> Report:
     """The laws that do not hold: `assert not failures(check_loss(my_loss))`."""
-    return [r for r in results if r.outcome == "fails"]
+    return Report([r for r in results if r.outcome == "fails"], title=results.title)
 
 
 def text(title: str, results: Report) -> str:
-    """The verdicts as lines."""
+    """The verdicts as lines, without the laws that do not apply."""
     lines = [title]
     for r in results:
+        if r.outcome == "does not apply":
+            continue
         if r.outcome == "fails":
             lines += [f"FAILS    {r.law}: {r.statement}", *(f"       {line}" for line in r.note.splitlines())]
         else:
@@ -228,6 +247,6 @@ def _check(
     results = examine(returned, wanted, skip=skip, max_examples=max_examples)
     if returned is not s:  # say once that it reduces, by the law of its shape, and check the rest on the number
         results[0] = examine(s, wanted[:1], max_examples=1)[0]
-    shown = [r for r in results if r.outcome != "does not apply"]
-    (sys.stdout if out is None else out).write(text(f"{title}({s.name})", shown) + "\n")
+    results.title = f"{title}({s.name})"
+    (sys.stdout if out is None else out).write(f"{results}\n")
     return results

@@ -12,7 +12,15 @@ from rlkit.testing.laws_controllers import (
     update_is_pure,
     within_bounds,
 )
-from rlkit.testing.laws_estimators import centred, equals_loop, limit, rewards_raise, scales, shift_invariant
+from rlkit.testing.laws_estimators import (
+    centred,
+    equals_loop,
+    limit,
+    rewards_raise,
+    scales,
+    shift_invariant,
+    stated_scale,
+)
 from rlkit.testing.laws_kl import (
     backward,
     expectation,
@@ -43,6 +51,7 @@ from rlkit.testing.laws_structure import (
     group_labels,
     mask_isolation,
     masked_is_zero,
+    nan_shows,
     nothing_to_train_on,
     padded_is_packed,
     permutation,
@@ -81,6 +90,7 @@ __all__ = [
     "mask_isolation",
     "masked_is_zero",
     "monotone",
+    "nan_shows",
     "near",
     "no_advantage_no_gradient",
     "no_gradient_by",
@@ -102,6 +112,7 @@ __all__ = [
     "shift_invariant",
     "singleton_is_zero",
     "state_is_plain",
+    "stated_scale",
     "sums_to_one",
     "temperature_is_scale",
     "update_is_pure",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rlkit.testing.law import law
@@ -13,7 +12,7 @@ from rlkit.types import Controller
 
 
 class Rule(NamedTuple):
-    """A controller under test: `init(*start)`, `update(state, measured, **more)`.
+    """A controller under test: `init(*start)`, `update(state, measured)`.
 
     `direction` is +1 where a larger measurement must not lower the coefficient, -1 where it must not raise it, 0 where
     it plays no role.
@@ -21,7 +20,6 @@ class Rule(NamedTuple):
 
     controller: Controller
     start: tuple[float, ...] = ()
-    more: Mapping[str, Any] = {}
     direction: int = 1
     low: float = 0.0
     high: float = math.inf
@@ -36,7 +34,7 @@ class Rule(NamedTuple):
         """The state after these measurements."""
         state = self.controller.init(*self.start) if state is None else state
         for x in measured:
-            state = self.controller.update(state, x, **self.more)
+            state = self.controller.update(state, x)
         return state
 
 
@@ -59,9 +57,9 @@ def update_is_pure(r: Rule, measured: list[float]) -> None:
     """`update` leaves its state as it was and gives the same answer every time; nothing is kept elsewhere."""
     state = r.after(measured[:-1])
     copy = type(state)(*state)
-    first = r.controller.update(state, measured[-1], **r.more)
+    first = r.controller.update(state, measured[-1])
     r.after([3.0, 0.0, 1.0])
-    second = r.controller.update(state, measured[-1], **r.more)
+    second = r.controller.update(state, measured[-1])
     if state != copy:
         raise AssertionError(f"the state became {state}, it was {copy}")
     if first != second:
@@ -91,7 +89,7 @@ def refuses_nan(r: Rule, measured: list[float]) -> None:
     state = r.after(measured)
     for bad in (math.nan, math.inf, -math.inf):
         try:
-            r.controller.update(state, bad, **r.more)
+            r.controller.update(state, bad)
         except ValueError:
             continue
         raise AssertionError(f"update took {bad}")

@@ -97,6 +97,24 @@ def scales(*, degree: int, names: Sequence[str] = ("rewards",)) -> Law:
     return scales
 
 
+@law(needs=("group_ids", "rewards"))
+def stated_scale(s: Subject, case: Case) -> None:
+    """Three times the rewards give three times the advantages, or the same ones; those have standard deviation 1.
+
+    A group's deviation (or the batch's) may divide by n or by n - 1; an `eps` of at most 1e-3 is not seen.
+    """
+    factor, (got,) = 3.0, tensors(s(case))
+    (scaled,) = tensors(s(replaced(case, rewards=factor * case.seqs["rewards"])))
+    if torch.allclose(scaled, factor * got, rtol=1e-6, atol=1e-9):
+        return
+    near(scaled, got, f"the result is not {factor:g} times as large; with rewards times {factor:g} it", tolerance=1e-2)
+    for group in case.group_ids.unique():
+        mine = got[case.group_ids == group]
+        found = [x.std(correction=k).item() for x in (mine, got) for k in (0, 1) if len(x) > k]
+        if mine.any() and not any(abs(x - 1) < 1e-2 for x in found):
+            raise AssertionError(f"the standard deviation of group {int(group)} is {found[0]:.6g}, expected 1")
+
+
 @law(needs=("group_ids",))
 def centred(s: Subject, case: Case) -> None:
     """The advantages of each group sum to 0."""

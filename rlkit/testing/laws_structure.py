@@ -165,6 +165,33 @@ def all_count(s: Subject, case: Case) -> None:
                 raise AssertionError(f"no other value of {name}{where} changes the result")
 
 
+@law()
+def nan_shows(s: Subject, case: Case) -> None:
+    """NaN at a trainable place whose value counts gives NaN somewhere in the result, or raises ValueError.
+
+    Every comparison with NaN is False: `where(var > 0, x / std, 0)` turns one broken number into zeros for a batch.
+    """
+    random = case.random()
+    for name, stream in s.streams.items():
+        rows = _trainable_rows(s, case, name)
+        if not stream.dtype.is_floating_point or not rows.numel():
+            continue
+        row = rows[torch.randint(rows.numel(), (1,), generator=random)]
+        place = torch.zeros_like(case.streams[name], dtype=torch.bool)
+        place[row] = torch.randperm(place[row].numel(), generator=random).view_as(place[row]) == 0
+        try:
+            outputs = tensors(s(_with_value(case, name, place, torch.nan)))
+        except ValueError:
+            continue
+        if any(x.isnan().any() for x in outputs):
+            continue
+        steps = [stream.low + share * (stream.high - stream.low) for share in (0.0, 0.3, 0.6, 1.0)]
+        results = [tensors(s(_with_value(case, name, place, value))) for value in steps]
+        if any(not torch.equal(x, y) for other in results for x, y in zip(other, results[0], strict=True)):
+            shown = ", ".join(short(x) for x in outputs)
+            raise AssertionError(f"with NaN in {name} at {row.item()} the result is {shown}, expected NaN")
+
+
 @law(needs=("mask",))
 def sums_to_one(s: Subject, case: Case) -> None:
     """The weights of a whole batch sum to 1; to 0 where nothing is trainable."""
@@ -220,6 +247,10 @@ def _counts(s: Subject, name: str, places: Tensor, seed: int) -> bool:
     changed = case.streams[name].index_copy(0, places, other.streams[name][places])
     got = tensors(s(replaced(case, **{name: changed}), whole=case))
     return not all(torch.equal(x, y) for x, y in zip(got, base.outputs, strict=True))
+
+
+def _with_value(case: Case, name: str, place: Tensor, value: float) -> Case:
+    return replaced(case, **{name: case.streams[name].masked_fill(place, value)})
 
 
 def _total(x: Tensor, weights: Tensor) -> Tensor:

@@ -127,7 +127,10 @@ def subject(
         if stream is not None and (param.default is param.empty or param.default is None or _axes(param.annotation)):
             given[key] = stream
         elif param.default is param.empty:
-            raise TypeError(f"argument {key} is not known: say in `streams` what it holds, or give it in `options`")
+            raise TypeError(
+                f"argument {key} is not known: give its value, options={{'{key}': 0.1}}, or, where it is a tensor, say "
+                f"what it holds, streams={{'{key}': Stream(low=0.0, high=1.0)}} (docs/laws.md, Arguments)"
+            )
     kept = {key: s for key, s in given.items() if s is not None}
     default_axis = "N" if {s.axis for s in kept.values()} == {"N"} and "mask" not in params else "T"
     return Subject(

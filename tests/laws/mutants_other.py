@@ -142,6 +142,16 @@ def large_eps(rewards, group_ids, eps):
     return A.group_zscore(rewards, group_ids=group_ids, eps=0.1)
 
 
+def divided_by_the_variance(rewards, group_ids, eps):
+    centred = A.group_centered(rewards, group_ids=group_ids)
+    squares = group_mean(centred**2, group_ids=group_ids)[group_ids]
+    return torch.where(squares > 0, centred / squares, 0)
+
+
+def half_as_large(rewards, group_ids, eps):
+    return A.group_zscore(rewards, group_ids=group_ids, eps=eps) / 2
+
+
 def keeps_the_singleton(rewards, group_ids):
     centred = A.group_centered(rewards, group_ids=group_ids)
     return torch.where(group_count(group_ids) == 1, rewards, centred)
@@ -221,7 +231,7 @@ def boxes_added_up(points, reference):
 def remembers_between_calls() -> Controller:
     calls: list[float] = []
 
-    def update(state: C.Coef, measured: float, num_samples: float) -> C.Coef:
+    def update(state: C.Coef, measured: float) -> C.Coef:
         calls.append(measured)
         return C.Coef(state.coef + 0.01 * len(calls))
 
@@ -229,14 +239,14 @@ def remembers_between_calls() -> Controller:
 
 
 def pushes_away() -> Controller:
-    def update(state: C.Coef, measured: float, num_samples: float) -> C.Coef:
+    def update(state: C.Coef, measured: float) -> C.Coef:
         return C.Coef(state.coef * (1 - 0.1 * min(max(measured - 1, -0.2), 0.2)))
 
     return Controller(lambda coef: C.Coef(coef), update)
 
 
 def takes_nan() -> Controller:
-    def update(state: C.Coef, measured: float, num_samples: float) -> C.Coef:
+    def update(state: C.Coef, measured: float) -> C.Coef:
         return C.Coef(state.coef * (1 + 0.1 * min(max(measured - 1, -0.2), 0.2)))
 
     return Controller(lambda coef: C.Coef(coef), update)
@@ -256,7 +266,14 @@ def keeps_a_tensor() -> Controller:
     return Controller(lambda coef: C.Coef(coef), update)
 
 
+def zscore_by_a_comparison(rewards, group_ids, eps):
+    centered = A.group_centered(rewards, group_ids=group_ids)
+    var = group_sum(centered.square(), group_ids=group_ids) / (group_count(group_ids) - 1).clamp(min=1)
+    return torch.where(var > 0, centered / (torch.where(var > 0, var, 1).sqrt() + eps), 0)
+
+
 MUTANTS = [
+    Mutant("advantages.group_zscore", "nan_shows", "NaN makes the group's advantages 0", zscore_by_a_comparison),
     Mutant("advantages.gae", "padded_is_packed", "decays over tool output", gae_decays_over_gaps),
     Mutant("advantages.gae", "all_count", "missing bootstrap", gae_without_bootstrap),
     Mutant("advantages.discounted_returns", "all_count", "the last action's reward forgotten", returns_but_the_last),
@@ -279,6 +296,8 @@ MUTANTS = [
     Mutant("advantages.clipped_is_returns", "equals_loop", "the next token's ratio", clipped_is_of_the_next_ratio),
     Mutant("advantages.group_zscore", "equals_loop", "biased standard deviation", biased_std),
     Mutant("advantages.group_zscore", "group_isolation", "standard deviation of the batch", std_of_the_batch),
+    Mutant("advantages.group_zscore", "stated_scale", "divided by the variance", divided_by_the_variance),
+    Mutant("advantages.group_zscore", "stated_scale", "half as large", half_as_large),
     Mutant("advantages.group_zscore", "scales", "eps in the range of the rewards", large_eps),
     Mutant("advantages.group_centered", "singleton_is_zero", "a singleton keeps its reward", keeps_the_singleton),
     Mutant("advantages.group_centered", "shift_invariant", "mean of the batch", centred_on_the_batch),

@@ -174,13 +174,20 @@ OUTCOME = [
         loop=loops.max_rl,
         streams={"rewards": REWARDS},
         options=EPS,
-        skip={"shift_invariant": "the mean of the rewards is its denominator: it is made for success rates"},
+        skip={
+            "shift_invariant": "the mean of the rewards is its denominator: it is made for success rates",
+            "stated_scale": "it divides by the mean of the rewards, not by their deviation",
+        },
     ),
     baseline(
         A.group_mean_batch_std,
         degree=0,
         options=EPS,
-        skip={**WIDENED, "shift_invariant": "the spread between groups is in the batch's std"},
+        skip={
+            **WIDENED,
+            "shift_invariant": "the spread between groups is in the batch's std",
+            "stated_scale": "it divides by the deviation of the rewards, which the groups' means are still part of",
+        },
     ),
     baseline(A.opo, degree=1, loop=loops.opo),
     row(A.remax, laws.scales(degree=1, names=UNITS), family=ESTIMATOR),
@@ -192,8 +199,20 @@ OUTCOME = [
         loop=loops.max_at_k,
         options={"k": 2},
     ),
-    baseline(A.pass_at_k, degree=0, loop=loops.pass_at_k, options={"k": 2, **EPS}, skip={"rewards_raise": SPREAD}),
-    baseline(A.normalize_then_sum, laws.centred, degree=0, options=EPS),
+    baseline(
+        A.pass_at_k,
+        degree=0,
+        loop=loops.pass_at_k,
+        options={"k": 2, **EPS},
+        skip={"rewards_raise": SPREAD, "stated_scale": "it divides by the deviation of pass@k, not of what it returns"},
+    ),
+    baseline(
+        A.normalize_then_sum,
+        laws.centred,
+        degree=0,
+        options=EPS,
+        skip={"stated_scale": "a sum of several normalised rewards has another deviation"},
+    ),
     baseline(A.gdpo, laws.centred, degree=0, options=EPS, skip=WIDENED),
 ]
 

@@ -25,19 +25,19 @@ IGNORES = "a schedule takes a measurement and does not use it"
 RULE = (laws.state_is_plain, laws.update_is_pure, laws.feedback, laws.within_bounds, laws.refuses_nan)
 
 
-def rule(fn, *start, direction: int = 1, high: float = math.inf, low: float = 0.0, more=None, skip=None, **constants):
-    subject = laws.Rule(fn(**constants), start, more or {}, direction, low, high, fn.__name__)
+def rule(fn, *start, direction: int = 1, high: float = math.inf, low: float = 0.0, skip=None, **constants):
+    subject = laws.Rule(fn(**constants), start, direction, low, high, fn.__name__)
     return Row(fn, subject, RULE, skip or {})
 
 
 CONTROLLERS = [
     rule(C.fixed, 0.5, direction=0, low=0.5, high=0.5),
-    rule(C.kl_exponential, 0.5, target=1.0, horizon=100.0, more={"num_samples": 50.0}),
+    rule(C.kl_exponential, 0.5, target=1.0, horizon=100.0, num_samples=50.0),
     rule(C.kl_linear, 0.5, target=1.0, rate=0.25, max_coef=2.0, high=2.0),
     rule(C.kl_pid, 0.5, target=1.0, kp=0.5, ki=0.25, kd=0.125, max_coef=2.0, high=2.0),
-    rule(C.schedule_linear, start=1.0, end=0.25, num_updates=4.0, direction=0, low=0.25, high=1.0,
+    rule(C.schedule_linear, 1.0, end=0.25, num_updates=4.0, direction=0, low=0.25, high=1.0,
          skip={"refuses_nan": IGNORES}),
-    rule(C.schedule_cosine, start=1.0, end=0.25, num_updates=4.0, direction=0, low=0.25, high=1.0,
+    rule(C.schedule_cosine, 1.0, end=0.25, num_updates=4.0, direction=0, low=0.25, high=1.0,
          skip={"refuses_nan": IGNORES}),
     rule(C.target_entropy, 0.5, target=1.0, delta=0.25, direction=-1, high=1.0),
     rule(C.lagrange_at_most, 0.5, bound=1.0, rate=0.25, penalty=0.5, max_coef=2.0, high=2.0),
@@ -142,6 +142,7 @@ TOTALS = (
     laws.nothing_to_train_on,
     laws.pure,
     laws.finite,
+    laws.nan_shows,
     laws.differentiable,
 )
 

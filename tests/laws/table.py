@@ -37,6 +37,7 @@ SECTIONS = {
 }
 NOT_COMPILED = {
     "losses.select_between": "a random generator cannot enter a graph",
+    "losses.select_top": "a random generator cannot enter a graph",
     "objectives.hypervolume": "it loops over the points' values, or calls a C library",
     "objectives.archive_insert": "its points are Python floats",
     "objectives.archive_init (see archive_insert)": "its points are Python floats",

@@ -57,9 +57,60 @@ def test_names_alone_do_too() -> None:
 
 
 def test_an_unknown_argument_is_named() -> None:
-    with pytest.raises(TypeError, match="argument foo is not known"):
+    """The error says both ways out, and the page."""
+    both = r"argument foo is not known: .*options=\{'foo': 0.1\}.*streams=\{'foo': Stream\(.*docs/laws.md"
+    with pytest.raises(TypeError, match=both):
         subject(lambda log_ratio, foo: log_ratio + foo)
     assert "foo" in subject(lambda log_ratio, foo: log_ratio + foo, streams={"foo": Stream()}).streams
+
+
+def test_a_target_that_carries_a_gradient_is_found_by_default() -> None:
+    """Returns made from the values that are trained: half of the gradient would go to the target."""
+
+    def chases(values: Float[Tensor, "T"], returns: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"]) -> Tensor:
+        gap = torch.where(mask, upcast(values) - upcast(returns), 0)
+        return 0.5 * gap**2
+
+    def detached(values: Float[Tensor, "T"], returns: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"]) -> Tensor:
+        return chases(values, returns.detach(), mask=mask)
+
+    assert [r.law for r in failures(check_loss(chases, out=quiet(), max_examples=10))] == ["no_gradient_by"]
+    skip = {"gradcheck": "returns are detached"}
+    assert not failures(check_loss(detached, out=quiet(), skip=skip, max_examples=10))
+    assert not failures(check_loss(losses.value_mse, out=quiet(), max_examples=10))
+
+
+def test_the_scale_of_a_normalised_baseline_is_found_by_default() -> None:
+    def wrong(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+        return 0.5 * advantages.group_zscore(rewards, group_ids=group_ids)
+
+    assert [r.law for r in failures(check_estimator(wrong, out=quiet(), max_examples=10))] == ["stated_scale"]
+    for right in (advantages.group_zscore, advantages.group_centered, advantages.leave_one_out):
+        assert not failures(check_estimator(right, out=quiet(), max_examples=10))
+
+
+def test_a_report_prints_as_the_check_did() -> None:
+    out = quiet()
+    report = check_loss(lambda log_ratio, advantages: -log_ratio.exp() * advantages, out=out)
+    assert f"{report}\n" == out.getvalue()
+    assert "Result(" not in str(report)
+    assert repr(report) == str(report).splitlines()[-1]
+    assert repr(report).endswith("2 fail, 0 skipped")
+    assert str(failures(report)).endswith("0 hold, 2 fail, 0 skipped")
+
+
+def test_a_case_gives_its_streams_by_name() -> None:
+    seen = {}
+
+    def coefficient(case):
+        seen["same"] = case.advantages is case.tokens["advantages"]
+        with pytest.raises(AttributeError, match=r"no stream 'advantage': its function takes \['advantages', 'log_"):
+            _ = case.advantage
+        return case.log_ratio.exp()
+
+    report = check_loss(losses.importance_sampling, coefficient=coefficient, out=quiet(), max_examples=10)
+    assert not failures(report)
+    assert seen["same"]
 
 
 def test_a_law_raises_with_the_smallest_counterexample() -> None:
@@ -95,7 +146,7 @@ def test_a_report_is_printed_and_returned() -> None:
     assert "FAILS    on_policy" in text
     assert "advantages = [0.125]" in text
     assert "mask_isolation" not in text
-    assert "10 hold, 3 fail, 0 skipped" in text
+    assert "11 hold, 3 fail, 0 skipped" in text
 
 
 def test_a_skip_needs_a_law_and_keeps_its_reason() -> None:
