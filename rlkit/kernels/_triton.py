@@ -8,9 +8,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from rlkit._extras import MissingExtra
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+NEEDED = "impl='triton' needs triton: pip install triton"
 INSTALLED = find_spec("triton") is not None  # torch's CUDA wheels bring it
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton decides it once, when kernels are first imported
 
@@ -24,7 +27,7 @@ def preferred(*tensors: Tensor | None) -> bool:
 def require(*tensors: Tensor | None) -> None:
     """Refuse to run Triton kernels where they cannot, instead of running something else."""
     if not INSTALLED:
-        raise ImportError("impl='triton' needs the package triton: pip install triton")
+        raise MissingExtra(NEEDED)
     for x in tensors:
         if x is not None and x.is_floating_point() and x.dtype not in DTYPES:
             raise TypeError(f"impl='triton' takes fp32, bf16 and fp16, got {x.dtype}; use impl=None")

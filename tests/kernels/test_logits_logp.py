@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import Size, assert_three_way, truth
 from torch import Tensor
 
 from rlkit.kernels.linear_logp import chunked as tiles
@@ -40,15 +41,6 @@ def problem(
     return logits.to(dtype), torch.randint(vocab, (rows,), generator=g)
 
 
-def materialised(targets: Tensor, temperature: float = 1.0, softcap: float | None = None) -> Callable[..., Any]:
-    def run(logits: Tensor) -> tuple[Tensor, Tensor]:
-        z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        log_p = torch.log_softmax(z / temperature, -1)
-        return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-
-    return run
-
-
 def with_grads(run: Callable[..., Any], logits: Tensor, g_logp: Tensor, g_entropy: Tensor | None) -> list[Tensor]:
     leaf = logits.detach().clone().requires_grad_()
     logp, entropy = run(leaf * 1)
@@ -63,17 +55,9 @@ def with_grads(run: Callable[..., Any], logits: Tensor, g_logp: Tensor, g_entrop
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("inplace", [True, False])
 def test_three_way_oracle(options: dict[str, Any], dtype: torch.dtype, entropy: bool, inplace: bool) -> None:
-    """Error against fp64 truth at most 1.5 times that of the materialised computation in the same dtype."""
     logits, targets = problem(dtype=dtype)
-    g_logp, g_entropy = torch.randn(2, 17, generator=torch.Generator().manual_seed(1))
-    upstream = (g_logp, g_entropy if entropy else None)
-    truth = with_grads(materialised(targets, **options), logits.double(), *upstream)
-    same = with_grads(materialised(targets, **options), logits, *upstream)
-    got = with_grads(lambda x: logits_logp(x, targets, inplace_backward=inplace, **options), logits, *upstream)
-    tiny = 1e-13 if dtype == torch.float64 else 8 * torch.finfo(torch.float32).eps
-    for t, s, x in zip(truth, same, got, strict=True):
-        assert (x.double() - t).abs().max() <= 1.5 * (s.double() - t).abs().max() + tiny * t.abs().max()
-    assert [x.dtype for x in got] == [torch.float64 if dtype == torch.float64 else torch.float32] * 2 + [dtype]
+    run = lambda x: logits_logp(x, targets, inplace_backward=inplace, **options)
+    assert_three_way(run, targets, [logits], Size("cpu", 17, 40, 1).slopes(entropy), **options)
 
 
 @pytest.mark.parametrize("impl", ["chunked", "reference"])
@@ -114,7 +98,7 @@ def test_masked_and_dead_rows(inplace: bool, impl: str) -> None:
     g_logp[::4], g_entropy[::4] = 0.0, 0.0
     run = lambda x: logits_logp(x, targets, mask=mask, inplace_backward=inplace, impl=impl)
     logp, entropy, grad = with_grads(run, logits, g_logp, g_entropy)
-    want = with_grads(materialised(targets.clamp(min=0)), clean, g_logp * mask, g_entropy * mask)
+    want = with_grads(truth(targets.clamp(min=0)), clean, g_logp * mask, g_entropy * mask)
     torch.testing.assert_close(logp, want[0] * mask)
     torch.testing.assert_close(entropy, want[1] * mask)
     torch.testing.assert_close(grad, want[2])
@@ -129,7 +113,7 @@ def test_vocabulary_shards(split: list[int], options: dict[str, Any], masked: bo
     logits, targets = problem()
     g_logp, g_entropy = torch.randn(2, 17, dtype=torch.float64)
     mask = torch.arange(17) % 3 != 1
-    plain = materialised(targets, **options)
+    plain = truth(targets, **options)
     run = (lambda z: [torch.where(mask, x, 0.0) for x in plain(z)]) if masked else plain
     want = with_grads(run, logits, g_logp, g_entropy)
     options = {**options, "mask": mask if masked else None}
@@ -161,7 +145,7 @@ def test_banned_entries_and_offsets(impl: str) -> None:
     got = with_grads(lambda x: logits_logp(x, some, impl=impl), banned, torch.ones(17), torch.ones(17))
     keep = [v for v in range(40) if not 5 <= v < 10]
     short = torch.tensor([keep.index(v) for v in some.tolist()])
-    want = with_grads(materialised(short), banned[:, keep], torch.ones(17), torch.ones(17))
+    want = with_grads(truth(short), banned[:, keep], torch.ones(17), torch.ones(17))
     torch.testing.assert_close(got[0], want[0])
     torch.testing.assert_close(got[1], want[1])
     torch.testing.assert_close(got[2][:, keep], want[2])

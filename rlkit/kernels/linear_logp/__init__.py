@@ -70,8 +70,8 @@ def linear_logp(
                 impl: "reference" (row chunks of log-softmax, checkpointed), "chunked" (torch, tile by tile) or "triton"
                 (library products and Triton passes over their blocks); None picks, see `which_impl`.
     Differs:    from Liger and QuACK: the entropy has its gradient, and any loss may follow (theirs is known in advance;
-                `fused_loss` is that case). From TRL's and verl's chunked heads: fp32 logits for bf16 models, d_weight
-                summed in fp32, row removal. From apple CCE: no gradient is dropped, and the result is deterministic.
+                `fused_loss` is that case). From verl `FusedLinearForPPO` and TRL: fp32 logits for bf16 models; rows
+                without gradient leave. From apple CCE: no gradient is dropped, and the result is deterministic.
     Reference:  online softmax, arXiv:1805.02867; computing logits again in the backward, arXiv:2411.09009 (CCE).
     """
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rlkit._tensors import cumsum
 from rlkit.kernels.linear_logp._checks import check_head
 from rlkit.kernels.linear_logp.chunked import Head, blocks, columns, compute_dtype, logits_into
 from rlkit.kernels.linear_logp.ops import finite, present
@@ -87,7 +88,7 @@ def _kept(p: Tensor, top_p: float, top_k: int) -> Tensor:
     mass, todo = p.new_zeros(p.shape[0], dtype=torch.float64), torch.arange(p.shape[0], device=p.device)
     while todo.numel():
         largest = (p if todo.numel() == p.shape[0] else p[todo]).topk(size, dim=1).values.double()
-        total = largest.cumsum(1)
+        total = cumsum(largest, 1)
         before = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], dim=1)
         mass[todo] = torch.where((before < top_p) | (top_p == 1), largest, 0).sum(1)
         todo = todo[total[:, -1] < top_p] if size < top_k else todo[:0]

@@ -12,9 +12,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from rlkit._extras import MissingExtra
+from rlkit.kernels._triton import NEEDED
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    raise MissingExtra(NEEDED) from None
 
 LOWEST = tl.constexpr(-1e30)  # as in `stats`
 LOG2_E = tl.constexpr(1.4426950408889634)

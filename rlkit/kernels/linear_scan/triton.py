@@ -11,9 +11,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from rlkit._extras import MissingExtra
+from rlkit.kernels._triton import NEEDED
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    raise MissingExtra(NEEDED) from None
 
 BLOCK = 2048
 CARRIES = 1024
