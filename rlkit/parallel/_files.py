@@ -131,8 +131,12 @@ def removed_on_error(folder: Path) -> Iterator[None]:
 
 def _full(code: int, what: str, folder: Path, needed: int, fix: str) -> OSError:
     free = free_space(folder)
-    room = "" if free is None else f", {free / 1e6:.1f} MB are free"
-    return OSError(code, f"cannot save {what}, {_FULL[code]}: it needs {needed / 1e6:.1f} MB{room}. {fix}", str(folder))
+    room = "" if free is None else f", {_megabytes(free)} are free"
+    return OSError(code, f"cannot save {what}, {_FULL[code]}: it needs {_megabytes(needed)}{room}. {fix}", str(folder))
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
 
 
 def _cause(error: BaseException | None) -> int | None:

@@ -13,6 +13,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class Stopped(KeyboardInterrupt):
+    """A run was asked to end by the signal `number`, and has saved what it had."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__("the run was asked to stop, and has saved; resume it to go on")
+        self.number = number
+
+
 def distributed() -> bool:
     """Whether there is a process group, so that the ranks act together."""
     return dist.is_available() and dist.is_initialized()

@@ -22,6 +22,7 @@ from rlkit._tensors import uncompiled
 from rlkit.parallel.segment_plan import FEW_QUERIES, AttentionPlan, Bucket, Rows, Varlen
 
 IMPLEMENTATION = "rlkit_packed"  # the name under which transformers knows `packed_attention`
+_UNUSED = ("position_ids", "cache_position")  # tensors that models hand to attention, and attention does not use
 
 
 def attend(
@@ -77,8 +78,9 @@ def flash(
         from flash_attn import flash_attn_varlen_func
 
         return flash_attn_varlen_func(
-            q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=True, window_size=sees, softcap=softcap
-        )
+            q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=True, window_size=sees, softcap=softcap,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
     from torch.nn.attention import varlen as kernels
 
     attn: Callable[..., Tensor] = kernels.varlen_attn  # type: ignore[assignment]
@@ -109,16 +111,24 @@ def packed_attention(
     attention_plan: AttentionPlan | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Float[Tensor, "1 T H D"], None]:
-    """`attend` with the signature that transformers calls; the plan comes as a keyword of the model's forward."""
+    """`attend` with the signature that transformers calls; the plan comes as a keyword of the model's forward.
+
+    Errors: ValueError for a call without a plan, and for what `attend` would leave out: a mask, dropout, sinks, biases.
+    """
     if attention_plan is None:
         raise ValueError(
             "attention_plan is missing: this model is set up for packed training. Use rlkit.parallel.model.forward, "
             "or model.set_attn_implementation('sdpa') to call it as a plain transformers model"
         )
-    if attention_mask is not None or dropout:
-        raise ValueError(f"packed attention has no attention_mask and no dropout (got {dropout=})")
+    if attention_mask is not None or dropout or is_causal is False:
+        raise ValueError("its attention takes a mask of its own, dropout, or is not causal")
+    unknown = [name for name, x in others.items() if isinstance(x, Tensor) and name not in _UNUSED]
+    if unknown:
+        what = "sinks" if "s_aux" in unknown else f"inputs that are not supported ({', '.join(unknown)})"
+        raise ValueError(f"its attention has {what}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     work = partial(attend, plan=attention_plan, scale=scale, window=sliding_window, softcap=softcap)
@@ -138,8 +148,8 @@ def register() -> str:
 @contextmanager
 def as_inference(model: Any) -> Iterator[None]:
     """Inside the block `model(input_ids, attention_mask=...)` works as in plain transformers, without dropout."""
-    implementation, training = model.config._attn_implementation, model.training
-    packed = implementation == IMPLEMENTATION
+    training = model.training
+    packed = model.config.get_text_config()._attn_implementation == IMPLEMENTATION
     if packed:
         model.set_attn_implementation("eager")
     model.eval()
@@ -148,7 +158,7 @@ def as_inference(model: Any) -> Iterator[None]:
     finally:
         model.train(training)
         if packed:
-            model.set_attn_implementation(implementation)
+            model.set_attn_implementation(IMPLEMENTATION)
 
 
 def _windowed(bucket: Bucket, window: int | None, device: torch.device) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or absent, and resume bit for bit.
+"""Checkpoints that are complete or absent, and restore every bit.
 
 A checkpoint is a folder `step_00000050` of
 
@@ -14,6 +14,7 @@ process group there is one rank.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import random
@@ -44,6 +45,10 @@ from rlkit.parallel.weights import export_hf as export_hf
 
 _MANIFEST = "manifest.json"
 _SAVE_FIX = "Earlier checkpoints are untouched. Free space there, keep fewer or save to another disk, then resume."
+
+
+class DamagedCheckpoint(ValueError):
+    """A file of a checkpoint is not what was written."""
 
 
 def save_checkpoint(
@@ -85,8 +90,8 @@ def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer 
     a rank that did not exist then keeps its random states. The optimizer's options (learning rate, betas) come from the
     checkpoint. `optimizer=None` loads the weights only, and leaves the random states alone.
 
-    Errors: FileNotFoundError for a folder that is no complete checkpoint; ValueError for a file that changed since it
-    was written, and for a model or optimizer that does not fit, naming the first tensors that differ.
+    Errors: FileNotFoundError for a folder that is no complete checkpoint; DamagedCheckpoint for a file that changed
+    since it was written; ValueError for a model or optimizer that does not fit, naming the first tensors that differ.
     """
     path = Path(path)
     manifest = _verified(path)
@@ -101,6 +106,28 @@ def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer 
         if own.exists():
             _set_random_states(torch.load(own, map_location="cpu", weights_only=True))
     return {**side["state"], "step": manifest["step"]}
+
+
+def load_latest(
+    folder: Path | str, *, model: nn.Module, optimizer: Optimizer | None
+) -> tuple[dict[str, Any], list[str]]:
+    """`load_checkpoint` of the newest checkpoint that is whole, and what is wrong with each one that was skipped.
+
+    Without any checkpoint the state is {}. Nothing is loaded from a damaged one.
+    Errors: FileNotFoundError where there are checkpoints and none is whole; those of `load_checkpoint`.
+    """
+    folder, complete = Path(folder), _complete(Path(folder))
+    torn = {path for path in folder.glob("step_*") if path.is_dir()} - {*complete}
+    skipped = [f"{path} has no {_MANIFEST}, or files that are missing or cut off" for path in sorted(torn)]
+    for path in reversed(complete):
+        try:
+            return load_checkpoint(path, model=model, optimizer=optimizer), skipped
+        except DamagedCheckpoint as error:
+            skipped.append(str(error))
+    if skipped:
+        fix = "put back what they lack, or delete them to start from step 0 again"
+        raise FileNotFoundError(errno.ENOENT, f"no checkpoint is whole: {'; '.join(skipped)}; {fix}", str(folder))
+    return {}, []
 
 
 class Job(NamedTuple):
@@ -223,7 +250,7 @@ def _verified(path: Path) -> dict[str, Any]:
     mine = list(manifest["files"].items())[rank() :: world_size()]
     found = together(lambda: [name for name, entry in mine if _files.crc32(path / name) != entry["crc32"]])
     if changed := [name for names in found for name in names]:
-        raise ValueError(f"{path}: {', '.join(changed)} changed after it was written; delete it to use an earlier one")
+        raise DamagedCheckpoint(f"{path}: {', '.join(changed)} changed after it was written")
     return manifest
 
 

@@ -14,7 +14,7 @@ on all of them, and takes the gradient of its own tokens back. Losses that coupl
 special.
 
 Differs: ring attention (RL2, OpenRLHF, prime-rl) sends keys around in cp steps, which pays only where one layer's keys
-do not fit; verl and AReaL have Ulysses alone, and cut the log-probs before the loss.
+do not fit; verl and AReaL with FSDP have Ulysses, and cut the log-probs before the loss.
 """
 
 from __future__ import annotations

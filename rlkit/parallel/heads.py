@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from rlkit.packing import pack
 from rlkit.parallel.attention import as_inference, register
+from rlkit.parallel.families import check_architecture, check_causal_lm, probe, warn_full_size
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.model import DTYPES, check_path, score_tokens, token_outputs
 from rlkit.types import Batch, Trajectory
@@ -94,28 +95,35 @@ def _one_number(model: Any) -> Callable[[Tensor, Any], tuple[Tensor, ...]]:
 
 
 def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
+    from transformers import AutoConfig
+
     check_path(path)
+    config = AutoConfig.from_pretrained(str(path))
+    check_causal_lm(config)
+    checked = check_architecture(config)
     model, info = kind.from_pretrained(str(path), num_labels=1, dtype=torch.float32, output_loading_info=True)
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear `score` head; only decoder models have one")
     if any(name.startswith("score.") for name in info["missing_keys"]):
         for p in model.score.parameters():
             nn.init.zeros_(p)
+    if not checked:
+        warn_full_size(config)
     model.set_attn_implementation(register())
     return _checked(model.to(device).eval())
 
 
 @torch.no_grad()
 def _checked(model: Any) -> Any:
-    """The packed numbers must be the model's own, on a head that is not 0."""
-    ids = torch.arange(3, 11, device=model.device) % model.config.get_text_config().vocab_size
-    t = Trajectory(ids[:4].tolist(), ids[4:].tolist(), [True] * 4, [0.0] * 4, [0] * 4)
+    """The packed numbers must be the model's own, on a head that is not 0, for three sequences that share a prompt."""
+    groups = probe(model.config.get_text_config().vocab_size)[:1]
     weight = model.score.weight.clone()
     model.score.weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight))
     with as_inference(model):
-        true = model(input_ids=ids[None], use_cache=False).logits.float().flatten()[-1]
-    ours = rewards(model, pack_whole([[t, t]]).to(model.device))
+        ids = [torch.tensor([[*t.prompt_ids, *t.ids]], device=model.device) for t in groups[0]]
+        true = torch.stack([model(input_ids=x, use_cache=False).logits.float().flatten()[-1] for x in ids])
+    ours = rewards(model, pack_whole(groups).to(model.device))
     model.score.weight.copy_(weight)
-    if not (off := (ours - true).abs().max().item()) < 1e-3 * (1 + true.abs().item()):
+    if not (off := ((ours - true).abs() / (1 + true.abs())).max().item()) < 1e-3:
         raise ValueError(f"model type {model.config.model_type!r} cannot run packed: its numbers differ by {off:.2g}")
     return model

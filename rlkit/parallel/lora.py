@@ -12,6 +12,7 @@ tensor parallel, and not on fused expert weights, which are no linear layers. Re
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rlkit._extras import optional
 from rlkit.parallel._ranks import first
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.parallelize import mesh_of
@@ -45,8 +47,7 @@ def add_lora(
     b starts at 0, so nothing changes until the first step; a depends on `seed` and its layer only, on any layout.
     `targets`: module names as peft takes them, such as ["q_proj", "v_proj"]; "all-linear" is all but the head.
     """
-    import peft
-
+    peft = optional("peft", "lora", "LoRA needs")
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(config, model)
@@ -130,13 +131,26 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from tensors.items()
 
 
-def save_adapter(model: Any, folder: Path | str) -> Path:
-    """Write `adapter_config.json` and `adapter_model.safetensors`, which `peft.PeftModel.from_pretrained` loads."""
+def save_adapter(model: Any, folder: Path | str, *, tokenizer: Any = None) -> Path:
+    """Write `adapter_config.json` and `adapter_model.safetensors`, which peft loads, and the tokenizer, if given.
+
+    The config names the model that `model` was loaded from, a folder by its absolute path, so that
+    `peft.AutoPeftModelForCausalLM.from_pretrained(folder)` finds it. It names none for a model made in memory, for
+    which `peft.PeftModel.from_pretrained(base, folder)` remains.
+    """
     from safetensors.torch import save_file
 
     folder, tensors = Path(folder), {name: x.contiguous() for name, x in adapter_weights(model)}
-    first(lambda: model.rlkit_lora.save_pretrained(folder))
-    first(lambda: save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"}))
+    base, config = model.name_or_path, copy.copy(model.rlkit_lora)
+    config.base_model_name_or_path = str(Path(base).resolve()) if base and Path(base).is_dir() else base or None
+
+    def write() -> None:
+        config.save_pretrained(folder)
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    first(write)
     return folder
 
 

@@ -81,13 +81,27 @@ def start(*, device: str = "cpu", timeout_s: float = 1800.0) -> None:
         return
     backend = "gloo"
     if torch.device(device).type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", torch.device(device).index or 0)))
+        torch.cuda.set_device(local_gpu(device, num_gpus=torch.cuda.device_count()))
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def local_gpu(device: str, *, num_gpus: int) -> int:
+    """The index of this process's GPU: its LOCAL_RANK under torchrun, else that of `device` ("cuda:1"; 0 by default).
+
+    Errors: ValueError where this machine has more ranks than GPUs.
+    """
+    index = int(os.environ.get("LOCAL_RANK", torch.device(device).index or 0))
+    if index >= num_gpus:
+        raise ValueError(
+            f"rank {index} of this machine has no GPU of its own, there are {num_gpus}: start --nproc-per-node "
+            f"{num_gpus}, or train on the CPU with --device cpu"
+        )
+    return index
 
 
 def make_mesh(sizes: Parallel, *, device: str = "cpu") -> Mesh:

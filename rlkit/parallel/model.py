@@ -14,9 +14,10 @@ from torch import Tensor
 
 from rlkit.kernels.linear_logp import linear_logp, log_kept_mass
 from rlkit.packing import join, pack, with_streams
-from rlkit.parallel.attention import IMPLEMENTATION, as_inference, has_flash, register
+from rlkit.parallel.attention import IMPLEMENTATION, has_flash, register
 from rlkit.parallel.context import plan_layout
 from rlkit.parallel.data import rank_microbatches, summed
+from rlkit.parallel.families import check_architecture, check_causal_lm, check_loaded, logit_scale, longest_sequence
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.parallelize import inside, mesh_of
 from rlkit.parallel.vocab import is_sharded, sharded_linear_logp
@@ -36,12 +37,16 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrain
 
     The parameters are fp32, whatever the checkpoint holds: under bf16 compute they are the master weights.
 
-    Errors: FileNotFoundError, and ValueError for a checkpoint that lacks weights (a classifier has no head for tokens),
-    which transformers would draw at random.
+    Errors: FileNotFoundError, and ValueError for a model type that cannot be trained packed, and for a checkpoint that
+    lacks weights (a classifier has no head for tokens), which transformers would draw at random.
     """
+    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     check_path(path)
+    config = AutoConfig.from_pretrained(str(path))
+    check_causal_lm(config)
+    check_architecture(config)
     found: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, output_loading_info=True)
     model, info = found
     if info["missing_keys"]:
@@ -51,15 +56,16 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrain
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Set a transformers causal LM up for packed attention, in place, and check it against its own logits.
+    """Set a transformers causal LM up for packed attention, in place.
 
-    Dropout is off: scoring and training must give the same numbers. A model whose packed log-probs are not its own
-    (softcapped attention, scaled logits, ...) is refused by name.
+    Dropout is off: scoring and training must give the same numbers. The first time its architecture is checked on a
+    small copy: see `rlkit.parallel.families`.
+
+    Errors: ValueError for a model type whose packed log-probs are not those of its own forward.
     """
+    check_loaded(model)
     model.set_attn_implementation(register())
-    model.eval()
-    _self_check(model)
-    return model
+    return model.eval()
 
 
 def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, dtype: str = "fp32") -> LogProbs:
@@ -105,12 +111,23 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
     some = batch if batch.num_tokens else _dummy(batch.tokens.device)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype))
-        tokens, positions = (layout.local(move(x))[None] for x in join(some))
+        joined = join(some)
+        _check_length(model.config, joined[1])
+        tokens, positions = (layout.local(move(x))[None] for x in joined)
         out = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, attention_plan=layout.plan)
     layout = layout if batch.num_tokens else layout.empty()
     hidden = layout.head_rows(out.last_hidden_state[0])
     found = head(hidden, lambda x: layout.spread(move(x)))
     return tuple(layout.collect(x).to(model.device, copy=True) for x in found)  # FSDP2 warns about views
+
+
+def _check_length(config: Any, positions: Tensor) -> None:
+    limit = longest_sequence(config)
+    if limit is not None and (longest := int(positions.max()) + 1) > limit:
+        raise ValueError(
+            f"a sequence has {longest} tokens: with the rotary frequencies of model type {config.model_type!r}, which "
+            f"depend on the longest sequence of a pack, at most {limit} are supported"
+        )
 
 
 def _flash(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
@@ -148,8 +165,9 @@ def _logits(
     weight, bias = head.weight, getattr(head, "bias", None)
     if dtype != torch.float32:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return hidden, weight, {"bias": bias, "temperature": temperature, "softcap": softcap}
+    config = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return hidden, weight, {"bias": bias, "temperature": temperature / logit_scale(config), "softcap": softcap}
 
 
 def with_old_logp(policy: Policy, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
@@ -223,25 +241,3 @@ def check_path(path: str | os.PathLike[str]) -> None:
         raise FileNotFoundError(
             f"model {str(path)!r}: {found}; give a folder saved by save_pretrained, or a hub id a/b"
         )
-
-
-@torch.no_grad()
-def _self_check(model: PreTrainedModel) -> None:
-    """Our log-probs must be the model's own, with and without a shared prompt; otherwise it is refused by name."""
-    device, name = model.device, model.config.model_type
-    ids = torch.arange(3, 11, device=device) % model.config.get_text_config().vocab_size
-    t = Trajectory(ids[:4].tolist(), ids[4:].tolist(), [True] * 4, [0.0] * 4, [0] * 4)
-    try:
-        with as_inference(model):
-            logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
-        ours = [forward(model, pack([[t, t]], share_prompts=share).to(device)) for share in (True, False)]
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"model type {name!r} cannot be trained packed: {error}") from error
-    true = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[3:, 0]
-    for out in ours:
-        off = (out.logp[out.logp != 0][:4] - true).abs().max().item()
-        if not off < 1e-3:
-            raise ValueError(
-                f"model type {name!r} cannot be trained packed: its log-probs differ from its own forward by {off:.2g} "
-                "(does it scale its logits, or use an attention that is not causal softmax?)"
-            )

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rlkit.parallel.attention import register
+from rlkit.parallel.families import check_causal_lm, check_family, check_loaded
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import read_experts, split_experts
 from rlkit.parallel.pipeline import cut_stage, mark_copies
@@ -49,9 +50,10 @@ def parallelize(
         offload: parameters, gradients and optimizer states live in CPU memory; a layer's are copied as it runs.
         compile: compile each layer, with attention as a break between two graphs. Not with tensor parallel.
 
-    Errors: ValueError for a model that is not covered, whose heads the sizes do not divide, or compiled tensor
-    parallel.
+    Errors: ValueError for a model type that cannot be trained packed or is not covered over ranks, for heads that the
+    sizes do not divide, and for compiled tensor parallel.
     """
+    check_family(model.config)
     sizes = mesh.sizes
     if not hasattr(model.base_model, "layers") or not hasattr(model.base_model, "embed_tokens"):
         raise ValueError(f"model type {model.config.model_type!r} has no `layers` and `embed_tokens` to cut over ranks")
@@ -59,6 +61,7 @@ def parallelize(
         check_model(model.config, tp=sizes.tp, cp=sizes.cp, ulysses=sizes.ulysses)
     if compile and sizes.tp > 1:
         raise ValueError("compile=True with tp > 1: torch cannot trace DTensors of varying length; drop one")
+    check_loaded(model)
     model.to(torch.float32)
     model.set_attn_implementation(register())
     model.eval()  # dropout off: scoring and training must give the same numbers
@@ -166,6 +169,8 @@ def load_parallel(path: str | os.PathLike[str], mesh: Mesh, *, lora_rank: int = 
 
     folder = local_folder(path)
     config = AutoConfig.from_pretrained(folder)
+    config.name_or_path = str(path)  # not the hub's cache
+    check_causal_lm(config)
     check_model(config)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -222,7 +227,9 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     if os.path.isabs(path) or str(path).startswith((".", "~")) or str(path).count("/") != 1:
         raise FileNotFoundError(f"{path}: no such folder; give one saved by save_pretrained, or a hub id a/b")
     from huggingface_hub import snapshot_download
+    from transformers import AutoConfig
 
+    check_causal_lm(AutoConfig.from_pretrained(str(path)))  # before gigabytes are fetched
     wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         snapshot_download(str(path), allow_patterns=wanted)

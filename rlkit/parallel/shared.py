@@ -42,7 +42,7 @@ class SharedEngine:
     """An engine as all ranks hold it; rank 0 has the real one, the others None. Only rank 0 samples."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        self.engine = engine
         self.generate, self.abort = getattr(engine, "generate", None), getattr(engine, "abort", None)
 
     async def update_weights(self, weights: Iterable[Any], *, version: int) -> None:
@@ -50,7 +50,7 @@ class SharedEngine:
 
         async def send() -> None:
             try:
-                await self._engine.update_weights(weights, version=version)
+                await self.engine.update_weights(weights, version=version)
             finally:
                 deque(weights, maxlen=0)
 
@@ -61,7 +61,7 @@ class SharedEngine:
     @property
     def progress(self) -> Any:
         """The engine's counts; None on the other ranks."""
-        return getattr(self._engine, "progress", None)
+        return getattr(self.engine, "progress", None)
 
 
 class SharedStream:

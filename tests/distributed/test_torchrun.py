@@ -38,7 +38,7 @@ def sft(files: Path, output: Path, *flags: str) -> list[str]:
     """The command line of an SFT run of four steps."""
     command = [str(REPO / "examples/sft.py"), "--model", str(files / "model"), "--data", str(files / "data.jsonl")]
     command += ["--eval-data", str(files / "data.jsonl"), "--steps", "4", "--eval-steps", "2", "--batch-size", "16"]
-    return [*command, "--lr", "1e-3", "--max-tokens", "300", "--output", str(output), *flags]
+    return [*command, "--lr", "1e-3", "--max-tokens", "300", "--device", "cpu", "--output", str(output), *flags]
 
 
 def numbers(output: Path) -> list[dict[str, float]]:
@@ -87,7 +87,7 @@ def grpo(files: Path, output: Path, *flags: str) -> list[str]:
     command += ["--eval-data", str(files / "data.jsonl"), "--reward", f"{files / 'reward.py'}:score", "--lr", "1e-3"]
     command += ["--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "8", "--max-tokens", "200"]
     command += ["--minibatches", "2", "--kl-coef", "0.1", "--ref-sync-steps", "1", "--eval-steps", "2"]
-    return [*command, "--save-steps", "2", "--output", str(output), *flags]
+    return [*command, "--save-steps", "2", "--device", "cpu", "--output", str(output), *flags]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.metrics import finalize, largest, mean
+from rlkit.metrics import all_reduce, finalize, largest, mean, smallest
 from rlkit.packing import microbatches, pack, select
 from rlkit.parallel.data import any_rank, rank_microbatches, reduce_metrics, summed
 from rlkit.parallel.mesh import Parallel, make_mesh
@@ -127,6 +127,23 @@ def agree_on_rank(rank, world):
         "score": scored.tolist(),
         "empty": list(empty.shape),
     }
+
+
+def nan_in_an_extreme(rank, world, bad):
+    x = torch.tensor([float("nan") if rank == bad else float(rank)])
+    metrics = all_reduce({"low": smallest(x), "mean": mean(torch.tensor(float(rank))), "high": largest(x)})
+    sound = all_reduce({"low": smallest(torch.tensor([rank]).float()), "high": largest(torch.tensor([rank]).float())})
+    return finalize(metrics), finalize(sound)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3])
+def test_a_nan_on_any_rank_is_the_extreme_of_all(ranks, bad):
+    for broken, sound in ranks.run(nan_in_an_extreme, bad):
+        assert [*broken] == ["low", "mean", "high"]
+        assert math.isnan(broken["low"])
+        assert math.isnan(broken["high"])
+        assert broken["mean"] == 1.5
+        assert sound == {"low": 0.0, "high": 3.0}
 
 
 def test_agreement(ranks):

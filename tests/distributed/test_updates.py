@@ -9,9 +9,10 @@ import torch
 
 from rlkit.advantages import group_centered
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.updates import clipped, grpo_update, pack_with_advantages
+from rlkit.loops.updates import clipped, grpo_update
 from rlkit.losses import tis
 from rlkit.metrics import finalize
+from rlkit.packing import pack, with_advantages
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.parallel.model import forward, prepare, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.parallel.optim import adamw
@@ -43,7 +44,7 @@ def logged(sizes, **options):
     mesh = None if sizes is None else make_mesh(Parallel(**sizes))
     made = [prepare(model(seed)) if mesh is None else parallelize(model(seed), mesh, **options) for seed in (0, 1)]
     policy, reference = (partial(forward, m) for m in made)
-    batch = pack_with_advantages(sampled(), baseline=group_centered)
+    batch = with_advantages(pack(sampled()), group_centered)
     batch = with_ref_logp(reference, batch, max_tokens=60, mesh=mesh)
     batch = with_old_logp(policy, batch, max_tokens=60, mesh=mesh)
     params = SamplingParams(max_new_tokens=15, top_p=0.9)

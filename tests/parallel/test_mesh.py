@@ -38,6 +38,7 @@ def test_sizes_that_do_not_fit_are_told_what_would(sizes, world, message):
 def test_a_rank_takes_its_own_gpu_and_a_process_alone_the_one_it_names(monkeypatch, device, local_rank, gpu):
     taken = []
     monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: None)
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False) if local_rank is None else monkeypatch.setenv(name, local_rank)
