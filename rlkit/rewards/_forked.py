@@ -47,7 +47,7 @@ class Server:
 
     def begin(self, request: dict[str, Any], fds: list[int]) -> socket.socket:
         """Start a child. The socket that comes back reports its end; closing it kills the child."""
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine, theirs = socket.socketpair()
         message = json.dumps(request).encode()
         try:
             with self._lock:
@@ -68,7 +68,7 @@ class Server:
 
     def _connected(self) -> socket.socket:
         if self._socket is None:
-            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._socket, theirs = socket.socketpair()
             self._process = subprocess.Popen(
                 self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=self._environment, cwd="/",
                 start_new_session=True,  # Ctrl-C is for this process; the server ends when this one has ended
@@ -94,11 +94,16 @@ def readable(sockets: Sequence[socket.socket], timeout_s: float) -> bool:
     return bool(poll.poll(timeout_s * 1e3))
 
 
+def next_line(stream: socket.socket) -> bytes:
+    """What was written as one line, at once; empty at the end."""
+    return stream.recv(stream.recv(1 << 16, socket.MSG_PEEK).find(b"\n") + 1)
+
+
 def end_of(control: socket.socket, timeout_s: float) -> dict[str, Any]:
     """How a child ended, as its server tells; a `ServerError` where it could not begin or the server is gone."""
     if not readable([control], timeout_s):
         raise ServerError("the server does not say how the child ended")
-    message = control.recv(1 << 16)
+    message = next_line(control)
     if not message:
         raise ServerError("the server died while the child was running")
     end: dict[str, Any] = json.loads(message)

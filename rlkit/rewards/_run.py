@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,6 +15,9 @@ from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from rlkit._platform import refuse_windows
+
+refuse_windows("rlkit.rewards")
 T = TypeVar("T")
 _IN_THREAD = "; write a function that waits for a server as `async def`. The hanging call goes on in its thread"
 
@@ -31,6 +35,16 @@ class _Clock:
 
 _clock: ContextVar[_Clock | None] = ContextVar("clock", default=None)  # of the async call that is running
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]] = WeakKeyDictionary()
+
+
+def time_left_s() -> float:
+    """The seconds until the deadline of the async call that this runs in; infinite where there is none."""
+    clock = _clock.get()
+    if clock is None:
+        return math.inf
+    if clock.num_waiting:
+        return clock.left_s
+    return (clock.limit.when() or math.inf) - asyncio.get_running_loop().time()
 
 
 @asynccontextmanager
@@ -91,7 +105,7 @@ os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process inh
 
 
 def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
 
 
 async def run_async(calls: Sequence[Callable[[], Any]], timeout_s: float) -> list[Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.prompts import prompt_messages
-from rlkit.rewards.call import Reward, RewardError, Sample, score, score_each
+from rlkit.rewards.call import Reward, RewardError, Sample, leading_parameters, score, score_each
+from rlkit.rollout.rollout import wrong_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,20 +38,55 @@ def scorer(
     it gets the mean reward and score of its group's others (0 where there are none), so that a group baseline stays
     where it was, the cause is in `info["error"]` and in the log, and the metric `failed` counts it.
     """
+    settle = _settler(max_failed)
+    leading_parameters(function)  # one that cannot be called is refused before anything is sampled
+
+    async def score_group(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
+        samples = [_sample(tokenizer, prompt, trajectory) for trajectory in group]
+        return settle(group, await (score_each if max_failed else score)(function, samples, timeout_s=timeout_s))
+
+    return score_group
+
+
+def own_scorer(*, max_failed: float = 0.0) -> Callable[[Prompt, list[Trajectory]], Awaitable[list[Trajectory]]]:
+    """`scorer` for environments that set the reward themselves: it stays, and one that is not a finite number fails.
+
+    A failed sample counts as in `scorer`: its `RewardError` is raised, unless at most the share `max_failed` of the
+    last 100 samples failed.
+    """
+    settle = _settler(max_failed)
+
+    async def score_group(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
+        return settle(group, [_own(trajectory, prompt) for trajectory in group])
+
+    return score_group
+
+
+def _own(trajectory: Trajectory, prompt: Prompt) -> Reward | RewardError:
+    """The environment's reward, or what is wrong with it."""
+    if wrong := wrong_reward(trajectory):
+        what = f"the environment's {wrong}"
+        fix = "fix: give a finite number, and decide in the environment what such an episode is worth"
+        return RewardError(f"{what} on row {prompt.index + 1}\n  {fix}", index=prompt.index, cause=what)
+    known = {name: trajectory.info.get(name, {}) for name in ("metrics", "notes")}
+    return Reward(trajectory.reward, trajectory.score, **known)
+
+
+def _settler(max_failed: float) -> Callable[[list[Trajectory], Sequence[Reward | RewardError]], list[Trajectory]]:
+    """Fill in results of a group, and set failed samples aside while they are at most the share `max_failed`."""
     if not 0 <= max_failed < 1:
         raise ValueError(f"max_failed must be in [0, 1), got {max_failed}")
     recent: deque[bool] = deque(maxlen=_RECENT)
     not_failed = {"failed": 0.0} if max_failed else {}
 
-    async def score_group(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
-        samples = [_sample(tokenizer, prompt, trajectory) for trajectory in group]
-        results = await (score_each if max_failed else score)(function, samples, timeout_s=timeout_s)
+    def settle(group: list[Trajectory], results: Sequence[Reward | RewardError]) -> list[Trajectory]:
         errors = [r for r in results if isinstance(r, RewardError)]
         recent.extend(isinstance(r, RewardError) for r in results)
         if errors and sum(recent) > max_failed * _RECENT:
-            errors[0].add_note(
-                f"{sum(recent)} of the last {len(recent)} samples failed; {max_failed=} of {_RECENT} may"
-            )
+            if max_failed:
+                errors[0].add_note(
+                    f"{sum(recent)} of the last {len(recent)} samples failed; {max_failed=} of {_RECENT} may"
+                )
             raise errors[0]
         mean = _mean([r for r in results if isinstance(r, Reward)])
         return [
@@ -60,7 +96,7 @@ def scorer(
             for trajectory, result in zip(group, results, strict=True)
         ]
 
-    return score_group
+    return settle
 
 
 def _rewarded(trajectory: Trajectory, reward: Reward) -> Trajectory:
@@ -79,7 +115,9 @@ def _set_aside(trajectory: Trajectory, mean: Reward, error: RewardError) -> Traj
     _log.warning("a sample does not train: %s", error)
     num = len(trajectory.ids)
     told = {**trajectory.info, "error": error.cause}
-    untrained = replace(trajectory, mask=[False] * num, logp=[0.0] * num, versions=[-1] * num, info=told)
+    untrained = replace(
+        trajectory, mask=[False] * num, logp=[0.0] * num, versions=[-1] * num, token_rewards=None, info=told
+    )
     return _rewarded(untrained, mean)
 
 

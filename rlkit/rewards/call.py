@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import math
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from rlkit._numbers import show as _show
+from rlkit._numbers import to_number
 from rlkit.rewards._run import TimedOut, run_async, run_in_thread
 
 
@@ -58,11 +58,11 @@ async def score(function: Callable[..., Any], samples: Sequence[Sample], *, time
 
     Its options are keyword parameters, set by `functools.partial(score, option=...)`.
 
-    A result is a finite number (bool, int, float, or a numpy or torch scalar), or a dict with `reward`, optionally
-    `score`, further numbers to log, and texts that go to the trajectory dump (`reason`). In the batched form an
-    exception may stand in the list, for the sample that failed. An exception, a timeout, None, NaN, infinity, another
-    type or a wrong number of results raises `RewardError`, which names the function, the row, the completion, the cause
-    and a fix: there is no default reward. What a failed answer is worth is decided inside the function.
+    A result is a finite number (bool, int, float, or a numpy or torch scalar; at most 3.4e38), or a dict with `reward`,
+    optionally `score`, further numbers to log, and texts that go to the trajectory dump (`reason`). In the batched form
+    an exception may stand in the list, for the sample that failed. An exception, a timeout, None, NaN, infinity,
+    another type or a wrong number of results raises `RewardError`, which names the function, the row, the completion,
+    the cause and a fix: there is no default reward. What a failed answer is worth is decided inside the function.
 
     `timeout_s` bounds each call. Sync calls run one after another in one thread, and of all batches of an event loop
     only one at a time, so that a function need not be thread-safe and time spent waiting does not count; write slow
@@ -117,18 +117,27 @@ def _calls(function: Callable[..., Any], samples: Sequence[Sample]) -> tuple[boo
     return False, [partial(function, s.completion, s.row, **{n: k[n] for n in names}) for s, k in zip(samples, known)]
 
 
-def _parameters(function: Callable[..., Any], available: set[str]) -> tuple[str, list[str]]:
-    """The name of the first parameter, and which of the `available` names the function asks for."""
+def leading_parameters(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
+    """The first two parameters of a reward function, and all of them; none where it has no signature.
+
+    Errors: TypeError for a function that cannot take (completion, row).
+    """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some functions written in C have no signature
-        return "", []
-    kinds = {p.kind for p in parameters}
+        return [], []
     leading = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
-    if len(leading) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
+    if len(leading) < 2 and all(p.kind is not p.VAR_POSITIONAL for p in parameters):
         raise TypeError(
             f"{_name(function)} must take (completion, row) or (completions, rows), got {inspect.signature(function)}"
         )
+    return leading, parameters
+
+
+def _parameters(function: Callable[..., Any], available: set[str]) -> tuple[str, list[str]]:
+    """The name of the first parameter, and which of the `available` names the function asks for."""
+    leading, parameters = leading_parameters(function)
+    kinds = {p.kind for p in parameters}
     further = [p for p in parameters if p not in leading and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     missing = [p.name for p in further if p.name not in available and p.default is p.empty]
     if missing:
@@ -180,19 +189,20 @@ def _reward(function: Callable[..., Any], value: Any, sample: Sample) -> Reward 
 
 
 def _number(function: Callable[..., Any], value: Any, sample: Sample, place: str) -> float:
-    if not isinstance(value, Real) and getattr(value, "shape", None) != ():
+    try:
+        return to_number(value)
+    except ValueError as error:
+        cause = f"returned {error}{place}"
+        fix = "find the division or logarithm that made it, and decide what such an answer is worth (at most 3.4e38)"
+    except Exception:  # whatever the conversion of a foreign type raises
+        cause = f"returned {_show(value)}{place}"
         fix = "return a finite number, or a dict of finite numbers with the key 'reward'"
         if value is None:
             fix += "; None often comes from a path without `return`"
         if inspect.iscoroutine(value):
             value.close()
             fix = "declare the function itself with `async def`"
-        raise _error(function, f"returned {_show(value)}{place}", fix, sample)
-    number = float(value)
-    if not math.isfinite(number):
-        fix = "find the division or logarithm that made it, and decide what such an answer is worth"
-        raise _error(function, f"returned {number}{place}", fix, sample)
-    return number
+    raise _error(function, cause, fix, sample)
 
 
 def _explain(error: BaseException) -> tuple[str, str]:
@@ -212,7 +222,7 @@ def _explain(error: BaseException) -> tuple[str, str]:
 
 
 def _error(function: Callable[..., Any], cause: str, fix: str, sample: Sample | None) -> RewardError:
-    place = "a batch" if sample is None else f"row {sample.index}"
+    place = "a batch" if sample is None else f"row {sample.index + 1}"
     lines = [f"reward function {_name(function)} failed on {place}: {cause}", f"  fix: {fix}"]
     if sample is not None:
         text = sample.completion
@@ -227,7 +237,3 @@ def _name(function: Callable[..., Any]) -> str:
     name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
     code = getattr(inner, "__code__", None)
     return f"{Path(code.co_filename).name}:{name}" if code else name
-
-
-def _show(value: Any) -> str:
-    return f"{type(value).__name__} {repr(value)[:80]}"

@@ -3,23 +3,48 @@
 The reward is the share of tests passed, or with `all_or_nothing` 1 for all of them and else 0; `score` (logged) is 1 if
 all passed. What went wrong first is in the note `reason`. A sandbox that cannot be set up is an error, not a reward.
 `packages` are installed ones that code and tests may import, see `rlkit.rewards.sandbox.run_program`.
+
+All tests of a completion share one time budget, at most the time left until the reward's deadline (`timeout_s`). A
+program that exceeds it fails its tests; it does not cause the error of a reward that missed its deadline.
 """
 
 from __future__ import annotations
 
-import asyncio
+import ast
+import builtins
 import json
 import math
 import socket
+import symtable
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlkit.rewards._run import a_core, in_thread
+from rlkit.rewards._run import a_core, in_thread, off_the_clock, time_left_s
 from rlkit.rewards.extract import last_code_block
 from rlkit.rewards.sandbox import Child, Limits, Ran, run_program
 
-_MARGIN_S = 5.0  # the tests' process outlives the solution's, to say what became of the rest
+_MODULES = {
+    "np": "numpy",
+    "pd": "pandas",
+    "sp": "scipy",
+    "plt": "matplotlib.pyplot",
+    "torch": "torch",
+    "sympy": "sympy",
+}
+_TAKEN_FROM = {
+    "collections": ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"),
+    "decimal": ("Decimal",),
+    "fractions": ("Fraction",),
+    "math": ("isclose",),
+    "numpy": ("allclose", "array_equal"),
+    "numpy.testing": ("assert_allclose", "assert_almost_equal", "assert_array_equal"),
+    "pytest": ("approx",),
+}
+# how names resolve that tests use and do not define
+_USUAL = {**_MODULES, **{name: f"{module}:{name}" for module, names in _TAKEN_FROM.items() for name in names}}
+_ENTRY_POINT = "_entry_point"  # the name of it in the tests; its own may be a built-in function's
 _GONE = "the solution's process ended"  # as `_worker/rpc.py` says it
 
 
@@ -32,6 +57,8 @@ async def stdin_tests(
     packages: Sequence[str] = (),
     all_or_nothing: bool = False,
     same: Callable[[str, str], bool] | None = None,
+    total_s: float | None = None,
+    url: str | None = None,
 ) -> dict[str, Any]:
     """Programs that read stdin and write stdout: one run, in a sandbox of its own, per test.
 
@@ -39,7 +66,11 @@ async def stdin_tests(
     ends by itself with exit code 0, within the limits, and `same(stdout, output)` (default: `same_lines`). The program
     is given the input only; the outputs stay in this process. With `all_or_nothing` the first failure ends the testing.
 
-    Differs: ColossalAI and verl (`prime_code`) run the code in a process of the training machine from which a few
+    The tests run one after the other. `total_s` is the budget in seconds of wall time for all of them (default: three
+    times `limits.wall_s`), without the waits for a core; tests that do not start within it fail. `url` is the address
+    of a remote sandbox, see `run_program`.
+
+    Differs: ColossalAI `code` and verl `prime_code` run the code in a process of the training machine from which a few
     functions have been taken away, which does not isolate it.
     """
     inputs, outputs = _cases(row, column)
@@ -47,19 +78,19 @@ async def stdin_tests(
     if source is None:
         return _verdict(["no closed ```python block"], len(inputs), all_or_nothing)
     compare = same or same_lines
-
-    async def reason(stdin: str, expected: str) -> str:
-        ran = await run_program(source, stdin=stdin, limits=limits, packages=packages)
-        return ran.reason or ("" if compare(ran.stdout, expected) else _difference(ran.stdout, expected))
-
-    if not all_or_nothing:
-        reasons = await asyncio.gather(*map(reason, inputs, outputs))
-        return _verdict(reasons, len(inputs), all_or_nothing)
-    reasons = []
-    for stdin, expected in zip(inputs, outputs):
-        reasons.append(await reason(stdin, expected))
-        if reasons[-1]:
-            break
+    budget_s = left_s = min(time_left_s(), 3 * limits.wall_s if total_s is None else total_s)
+    reasons: list[str] = []
+    async with off_the_clock():
+        for stdin, expected in zip(inputs, outputs):
+            if left_s <= 0:
+                reasons.append(f"timeout: the budget of {budget_s:.3g} s for all tests is spent (total_s)")
+                break
+            within = replace(limits, wall_s=min(limits.wall_s, left_s))
+            ran = await run_program(source, stdin=stdin, limits=within, packages=packages, url=url)
+            left_s -= ran.wall_s
+            reasons.append(ran.reason or ("" if compare(ran.stdout, expected) else _difference(ran.stdout, expected)))
+            if all_or_nothing and reasons[-1]:
+                break
     return _verdict(reasons, len(inputs), all_or_nothing)
 
 
@@ -80,23 +111,35 @@ async def assert_tests(
 
     Solution and tests run in two sandboxes, and only calls, arguments and results pass between them: the solution can
     neither read the tests nor end them, and what it returns is compared by the tests' own interpreter, so an object
-    that is equal to everything wins nothing. The price is that tests see objects of the solution's own classes through
-    proxies: their attributes, methods, len, iteration, indexing, str, float and comparison with each other work; their
-    arithmetic or ordering with plain values and a plain value's `in` do not, nor do subclasses of the solution's
-    classes, nor awaiting its coroutines. Built-in values and numpy's numbers and arrays are copied. Lists, dicts and
-    sets that the solution changes in place are changed for the tests (one level deep).
-    Comparing two objects of the solution's own class asks that class: only there it is believed.
+    that is equal to everything wins nothing.
 
-    `limits` hold for all tests of a completion together; after a timeout the remaining tests have failed.
+    Names. The tests see only functions and classes of the solution, and only by names that the tests use and do not
+    define. Built-in names, modules (`math`) and the `packages` with their usual aliases (`np`) are always the tests'
+    own, imported or not. So are the usual comparison helpers (`isclose`, `allclose`, `Counter`), unless they are all
+    that the tests call.
+
+    Values. Built-in values and numpy's numbers and arrays are copied. Lists, dicts and sets that the solution changes
+    in place are changed for the tests (one level deep). Objects of the solution's own classes stay there: the tests can
+    use their public attributes and methods, len, iteration, indexing, str, float and comparison with each other; not
+    private names, arithmetic or ordering with plain values, a plain value's `in`, subclasses, nor await.
+
+    Limits: comparing two objects of the solution's own class asks that class, and a method of such an object may say
+    what it likes: only there the solution is believed. Tests may `eval` text of their own, and arithmetic; not code
+    that a result brings. `limits` hold for all tests of a completion together; after a timeout the remaining tests have
+    failed. Only a local sandbox can run these tests.
 
     Differs: in HumanEval's, MBPP's and verl's checkers code and tests share a process: `sys.exit`, a changed `__eq__`
     or reading the calling frame pass every test.
     """
     tests = _sources(row, column)
+    task = {"tests": tests, **_names(row, column, tests, packages)}
     source = last_code_block(completion)
     if source is None:
         return _verdict(["no closed ```python block"], len(tests), all_or_nothing)
-    return _verdict(await _run_tests(source, tests, limits, packages), len(tests), all_or_nothing)
+    limits = replace(limits, wall_s=min(limits.wall_s, max(time_left_s(), 0.01)))
+    async with off_the_clock():
+        reasons = await _run_tests(source, task, limits, packages)
+    return _verdict(reasons, len(tests), all_or_nothing)
 
 
 def same_lines(actual: str, expected: str) -> bool:
@@ -118,11 +161,10 @@ def _close(a: str, b: str, tolerance: float) -> bool:
         return False
 
 
-async def _run_tests(source: str, tests: list[str], limits: Limits, packages: Sequence[str]) -> list[str]:
+async def _run_tests(source: str, task: dict[str, Any], limits: Limits, packages: Sequence[str]) -> list[str]:
     """Run a solution and its tests, in two sandboxes joined by a socket: a reason per test, empty if it passed."""
     solution = Child("solution", ["", -1, -1, source], limits, packages)
-    longer = replace(limits, wall_s=limits.wall_s + _MARGIN_S, cpu_s=limits.cpu_s + _MARGIN_S)
-    testing = Child("tests", ["", None, None, json.dumps(tests)], longer, packages)
+    testing = Child("tests", ["", None, None, json.dumps(task)], limits, packages)
 
     def run() -> tuple[Ran, Ran]:
         ends = socket.socketpair()
@@ -142,16 +184,31 @@ async def _run_tests(source: str, tests: list[str], limits: Limits, packages: Se
 
     async with a_core():
         told, ran = await in_thread(run, cancel=cancel)
-    reasons = [json.loads(line) or "" for line in told.stdout.split("\n")[:-1]]  # whole lines
+    reasons = _reported(told.stdout, len(task["tests"]))
     if _GONE in reasons and ran.reason not in ("", "cancelled"):
         reasons[reasons.index(_GONE)] = ran.reason
-    rest = f"the tests ended early: {told.reason}" if told.reason else "not reached"
-    return [*reasons, *[rest] * (len(tests) - len(reasons))]
+    timeout = told.reason.startswith("timeout")
+    rest = told.reason if timeout else f"the tests ended early: {told.reason}" if told.reason else "not reached"
+    return [*reasons, *[rest] * (len(task["tests"]) - len(reasons))]
+
+
+def _reported(text: str, num_tests: int) -> list[str]:
+    """The reasons of the first tests, as their process reported them: whole lines, in the order of the tests."""
+    reasons: list[str] = []
+    for line in text.split("\n")[:-1][:num_tests]:
+        try:
+            index, reason = json.loads(line)
+        except (ValueError, TypeError, RecursionError):
+            break
+        if index != len(reasons) or not isinstance(reason, str):
+            break
+        reasons.append(reason.encode("utf-8", "replace").decode())
+    return reasons
 
 
 def _verdict(reasons: Sequence[str], num_tests: int, all_or_nothing: bool) -> dict[str, Any]:
     """The reward, and the first reason why it is not 1. Tests that were not run have failed."""
-    num_passed = sum(not reason for reason in reasons)
+    num_passed = sum(not reason for reason in reasons[:num_tests])
     passed = num_passed == num_tests
     verdict: dict[str, Any] = {
         "reward": float(passed) if all_or_nothing else num_passed / num_tests,
@@ -197,10 +254,56 @@ def _sources(row: dict[str, Any], column: str) -> list[str]:
     if not tests or not all(isinstance(test, str) for test in tests):
         raise ValueError(f"row[{column!r}] must be a text or a list of texts with at least one test")
     if row.get("entry_point"):
-        tests = [f"{test}\ncheck({row['entry_point']})\n" for test in tests]
+        tests = [f"{test}\ncheck({_ENTRY_POINT})\n" for test in tests]
     for test in tests:
-        compile(test, f"row[{column!r}]", "exec", dont_inherit=True)
+        try:
+            compile(test, f"row[{column!r}]", "exec", dont_inherit=True)
+        except (RecursionError, MemoryError) as error:
+            raise ValueError(f"row[{column!r}] is nested too deeply to be compiled ({type(error).__name__})") from error
     return tests
+
+
+def _names(row: dict[str, Any], column: str, tests: list[str], packages: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Resolve the names that tests use and do not define: to a module or function of their `own`, or `asked` of the
+    solution.
+    """
+    used, called, stars = _free_names(tests)
+    entry_point = row.get("entry_point")
+    if entry_point and "check" in used:
+        raise ValueError(f"the row has an entry_point, and row[{column!r}] does not define `check`")
+    own, asked = {}, {_ENTRY_POINT: entry_point} if entry_point else {}
+    helps = bool(entry_point or called & used - set(_USUAL))  # something else is tested
+    for name in used - {_ENTRY_POINT}:
+        usual = _USUAL.get(name, name)
+        package = usual.partition(":")[0].partition(".")[0]
+        there = package in packages or package in sys.stdlib_module_names
+        theirs = (not helps or stars or name == entry_point) if ":" in usual else name in called
+        if theirs or not (there or name in _USUAL):
+            asked[name] = name
+        elif there:
+            own[name] = usual
+        else:
+            raise ValueError(f"row[{column!r}] uses {name}: import it in the tests, and add {package!r} to `packages`")
+    return {"own": own, "asked": asked}
+
+
+def _free_names(tests: list[str]) -> tuple[set[str], set[str], bool]:
+    """The global names that tests use and neither define nor have from Python; those of them that are called; and
+    whether a test imports others by a star.
+    """
+    used, bound, called, stars = set[str](), set[str](), set[str](), False
+    for test in tests:
+        tables = [symtable.symtable(test, "tests", "exec")]
+        for table in tables:
+            tables += table.get_children()
+            for symbol in table.get_symbols():
+                if table.get_type() == "module" or symbol.is_global():
+                    used |= {symbol.get_name()} if symbol.is_referenced() else set()
+                    bound |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
+        for node in ast.walk(ast.parse(test)):
+            called |= {node.func.id} if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else set()
+            stars |= isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+    return used - bound - set(dir(builtins)), called, stars
 
 
 def _column(row: dict[str, Any], column: str) -> Any:

@@ -21,7 +21,7 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
 
-    Differs: verl's and TRL's `last_boxed_only_string` count escaped braces, so `\boxed{\{1, 2\}}` works there only
+    Differs: verl `last_boxed_only_string` counts escaped braces, so `\boxed{\{1, 2\}}` works there only
     because they balance; an unclosed last box gives None there.
     """
     closing = _closing_braces(text)

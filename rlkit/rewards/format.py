@@ -19,7 +19,7 @@ def think_answer_tags(completion: str, _row: dict[str, Any], *, opened: bool = F
 
     `opened`: the prompt ends with `<think>`, so the completion begins inside it.
 
-    Differs: DeepSeek-R1's and TRL's first format rewards are the pattern alone, which further tags inside also match.
+    Differs: DeepSeek-R1's format reward is the pattern alone, which further tags inside also match.
     Reference: https://arxiv.org/abs/2501.12948, table 1
     """
     text = f"<think>{completion}" if opened else completion

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rlkit.rewards._run import turn
+from rlkit._extras import optional
+from rlkit._retrying import BUSY, retried, retry_after_s
+from rlkit.rewards._run import off_the_clock, turn
 
 if TYPE_CHECKING:
     import aiohttp
 
-_PASSING = {408, 409, 425, 429}  # besides 5xx
-_LONGEST_WAIT_S = 60.0
+_PASSING = BUSY | {409}  # besides 5xx
 
 
 class HttpError(RuntimeError):
@@ -33,38 +34,36 @@ async def post_json(
     timeout_s: float = 60.0,
     retries: int = 4,
     backoff_s: float = 0.5,
+    total_s: float = 600.0,
     concurrency: int = 64,
 ) -> Any:
     """What the server answers to `body`, as JSON.
 
     Sent again after a refused or broken connection, a timeout, truncated JSON and the statuses that pass (408, 409,
     425, 429, 5xx), up to `retries` times: after `backoff_s`, then twice that, ..., each times a random factor in
-    [0.5, 1.5], or after what the server says in `Retry-After`. Then, and at once for any other status, `HttpError`.
-    `timeout_s` is for each attempt. At most `concurrency` requests to this URL are under way in an event loop; the
-    wait for one's turn does not count against a reward's deadline. Asking a judge twice does no harm; do not use this
-    for requests that change something.
+    [0.5, 1.5], or after what the server says in `Retry-After`, and for `total_s` seconds at most. Then, and at once for
+    any other status, `HttpError`. `timeout_s` is for each attempt. At most `concurrency` requests to this URL are under
+    way in an event loop; the wait for one's turn and between attempts does not count against a reward's deadline.
+    Asking a judge twice does no harm; do not use this for requests that change something.
     """
-    try:
-        import aiohttp
-    except ImportError as error:
-        raise ImportError(f"{error}; install the extra `http`: pip install 'rlkit-lm[http]'") from error
+    aiohttp = optional("aiohttp", "http", "rewards behind HTTP need")
     limit = aiohttp.ClientTimeout(total=timeout_s)
     async with turn(url, concurrency), aiohttp.ClientSession(headers=headers, timeout=limit) as session:
-        for attempt in range(retries + 1):
-            try:
-                return await _once(session, url, body)
-            except _Passing as failure:
-                if attempt == retries:
-                    tries = "once" if retries == 0 else f"{retries + 1} times"
-                    raise HttpError(f"{failure}, tried {tries}", status=failure.status) from failure
-                wait = backoff_s * 2**attempt * random.uniform(0.5, 1.5)
-                await asyncio.sleep(min(_LONGEST_WAIT_S, max(wait, failure.retry_after)))
+        ask = partial(_once, session, url, body)
+        return await retried(
+            ask, on=_Passing, backoff_s=backoff_s, total_s=total_s, max_retries=retries, sleep=_sleep_off_the_clock
+        )
+
+
+async def _sleep_off_the_clock(seconds: float) -> None:
+    async with off_the_clock():
+        await asyncio.sleep(seconds)
 
 
 class _Passing(HttpError):
     """A failure that may not happen again."""
 
-    retry_after = 0.0
+    retry_after_s = 0.0
 
 
 async def _once(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
@@ -80,8 +79,7 @@ async def _once(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
     status = response.status
     if status >= 500 or status in _PASSING:
         passing = _Passing(f"{url}: HTTP {status}: {text[:300]}", status=status)
-        retry_after = response.headers.get("Retry-After", "")
-        passing.retry_after = float(retry_after) if retry_after.isdigit() else 0.0
+        passing.retry_after_s = retry_after_s(response.headers.get("Retry-After"))
         raise passing
     if status >= 300:
         raise HttpError(f"{url}: HTTP {status}: {text[:300]}", status=status)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from rlkit._numbers import is_number, show
+from rlkit._retrying import BUSY
 from rlkit.data.prompts import prompt_messages
 from rlkit.rewards.http import HttpError, post_json
 
@@ -120,8 +122,8 @@ VLLM = Wire(
 """vLLM: the probability of the last class. A model with one output passes through a sigmoid there unless the server was
 told otherwise: https://docs.vllm.ai/en/latest/models/pooling_models"""
 
-OPENRLHF = Wire("/get_reward", lambda texts: {"query": texts}, lambda answer: list(map(float, answer["rewards"])))
-"""A server as OpenRLHF's `serve_rm` is one."""
+OPENRLHF = Wire("/get_reward", lambda texts: {"query": texts}, lambda answer: list(answer["rewards"]))
+"""The server of OpenRLHF openrlhf/cli/serve_rm.py."""
 
 
 async def reward_model(
@@ -159,7 +161,8 @@ async def reward_model(
             answer = await post(f"{url.rstrip('/')}{wire.path}", {**wire.request(batch), **(body or {})})
             return _numbers(wire, answer, len(batch))
         except HttpError as error:
-            refused = error.status is not None and 400 <= error.status < 500
+            status = error.status or 0
+            refused = 400 <= status < 500 and status not in BUSY
             if not refused or len(batch) == 1:
                 return [error] * len(batch)
         except ValueError as error:
@@ -170,8 +173,8 @@ async def reward_model(
     return [x for batch in await asyncio.gather(*map(ask, batches)) for x in batch]
 
 
-def _numbers(wire: Wire, answer: Any, num: int) -> list[float]:
-    numbers = _taken(answer, lambda a: [float(x) for x in wire.read(a)], "of the expected form")
+def _numbers(wire: Wire, answer: Any, num: int) -> list[float | Exception]:
+    numbers = _taken(answer, lambda a: list(wire.read(a)), "of the expected form")
     if len(numbers) != num:
         raise ValueError(f"the server gives {len(numbers)} numbers for {num} texts")
-    return numbers
+    return [x if is_number(x) else ValueError(f"the server gives {show(x)}, not a finite number") for x in numbers]

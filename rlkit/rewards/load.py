@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlkit._extras import MissingExtra
+
 
 def load_function(spec: str) -> Callable[..., Any]:
     """The function named by `"my_rewards.py:score"` (a file) or `"package.module:score"` (an importable module).
@@ -48,6 +50,9 @@ def _from_file(path: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
+    except MissingExtra:
+        del sys.modules[name]
+        raise
     except BaseException as error:
         del sys.modules[name]
         raise _import_error(str(path), error) from error
@@ -57,6 +62,8 @@ def _from_file(path: Path) -> ModuleType:
 def _from_module(place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
+    except MissingExtra:
+        raise
     except ModuleNotFoundError as error:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
             raise _import_error(place, error) from error

@@ -5,7 +5,7 @@ issue 3407), and symbolic algebra on a model's output can hang or eat all memory
 replaced (in milliseconds: it is forked from a loaded one), the sample gets 0, and that it was so is in the metric
 `undecided` and in the note `reason`. A gold answer that cannot be read is an error: it is the data that is wrong.
 
-Needs the extra `math`; Linux.
+Needs the extra `math`; Linux or macOS. It runs no program of the model and needs no sandbox.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import socket
 from collections import deque
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from rlkit.rewards._forked import Server, ServerError, end_of, readable
-from rlkit.rewards._run import a_core, in_thread
+from rlkit._extras import optional
+from rlkit.rewards._forked import Server, ServerError, end_of, next_line, readable
+from rlkit.rewards._run import a_core, in_thread, time_left_s
 from rlkit.rewards.extract import last_boxed, last_tag
 
+if find_spec("math_verify") is None:
+    optional("math_verify", "math", "rewards for mathematics need")
 _SERVER = Server("mathd", flags=(), environment=dict(os.environ))
 _MEMORY_BYTES = 2 << 30
 _MAX_BYTES = 100_000  # of a question
@@ -80,7 +84,8 @@ async def anywhere(
 async def equal(gold: str, answer: str, *, search: bool = False, timeout_s: float = 10.0) -> Verdict:
     """Whether two answers are the same mathematics. With `search`, `answer` is a text at whose end to look for one.
 
-    `timeout_s` is for this comparison; the wait for a free worker (there are as many as cores) does not count.
+    `timeout_s` is for this comparison, less where a reward's own deadline comes first (an answer that hangs is
+    undecided then, too); the wait for a free worker (there are as many as cores) does not count.
     Raises ValueError if the gold answer cannot be parsed, RuntimeError if math-verify cannot be loaded.
 
     Limits: equal texts are equal without asking. Not symmetric (a gold `x = 5` equals 5), and letters are variables:
@@ -94,7 +99,8 @@ async def equal(gold: str, answer: str, *, search: bool = False, timeout_s: floa
         return Verdict(False, True, f"an answer of {len(question)} bytes")
     async with a_core():
         worker = _idle_worker()
-        verdict = await in_thread(partial(worker.ask, question, gold, timeout_s), cancel=worker.cancel)
+        each_s = min(timeout_s, 0.45 * max(time_left_s(), 0.0))  # of two replies, for the gold and for the answer
+        verdict = await in_thread(partial(worker.ask, question, gold, each_s), cancel=worker.cancel)
         if verdict.decided:
             _idle.append(worker)
     return verdict
@@ -133,7 +139,7 @@ class _Worker:
     """A forked process with math-verify loaded."""
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, theirs = socket.socketpair()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MAX_BYTES)
         with theirs:
             self._control = _SERVER.begin({"memory_bytes": _MEMORY_BYTES}, [theirs.fileno()])
@@ -156,7 +162,7 @@ class _Worker:
         """Its verdict. It can be asked again if that is decided, and is closed otherwise."""
         try:
             with suppress(ConnectionError):  # what became of it is asked below
-                self._socket.send(question)
+                self._socket.sendall(question + b"\n")
             self._read_gold(gold, timeout_s)
             found = self._reply(timeout_s)
         except _NoReply as why:
@@ -179,7 +185,7 @@ class _Worker:
         if not readable([self._socket], timeout_s):
             raise _NoReply(f"timeout: undecided after {timeout_s:g} s")
         with suppress(ConnectionError):
-            if reply := self._socket.recv(1 << 16):
+            if reply := next_line(self._socket):
                 answered: dict[str, Any] = json.loads(reply)
                 return answered
         try:

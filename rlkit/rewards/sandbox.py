@@ -5,14 +5,15 @@ A run takes about as long as starting a bare `python -S` (benchmarks/rewards.py)
 What a program finds: Python's standard library (read only, without site-packages but for the packages that the caller
 names), /dev/null, /dev/zero, /dev/urandom and an empty folder in memory that it may write to. No network, no other
 file, no environment variable, no other process, no privilege; nothing of it is left when it ends. Linux on x86-64 or
-ARM64, as any user, where unprivileged user namespaces are allowed or the user is root, or bubblewrap may make them
-(`isolation` says which of the two it is); anywhere else `SandboxError` says what is missing, and nothing is run.
+ARM64, as root or as any user where unprivileged user namespaces are allowed. Anywhere else `SandboxError` says what is
+missing and nothing is run, or a SandboxFusion server runs the programs (`url`, RLKIT_SANDBOX_URL).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import platform
 import select
@@ -23,13 +24,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fcntl import fcntl
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from rlkit.rewards._forked import Server, ServerError, end_of
 from rlkit.rewards._run import a_core, in_thread
+from rlkit.rewards.http import HttpError, post_json
 
 _ADD_SEALS, _ALL_SEALS = 1033, 0xF
 _STDERR_BYTES = 1 << 16
+_NOT_ISOLATED = "isolation failed"  # the prefix of these errors, see `_worker/isolate.py`
+_REMOTE = "start a SandboxFusion server and set RLKIT_SANDBOX_URL to its address (stdin tests only)"
 
 
 class SandboxError(RuntimeError):
@@ -58,7 +63,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ran:
-    """How a program ended. `reason` is empty where it ended by itself with exit code 0, and else says what happened."""
+    """How a program ended. `reason` is empty where it ended by itself with exit code 0, and else says what happened.
+    A remote sandbox reports no `cpu_s` (nan).
+    """
 
     reason: str
     stdout: str
@@ -67,7 +74,14 @@ class Ran:
     cpu_s: float
 
 
-async def run_program(source: str, *, stdin: str = "", limits: Limits = Limits(), packages: Sequence[str] = ()) -> Ran:
+async def run_program(
+    source: str,
+    *,
+    stdin: str = "",
+    limits: Limits = Limits(),
+    packages: Sequence[str] = (),
+    url: str | None = None,
+) -> Ran:
     """Run a Python program as `python solution.py` would, with `stdin` as its input.
 
     As many run at once as there are cores; the wait for a free one does not count against a reward's deadline. A
@@ -78,40 +92,16 @@ async def run_program(source: str, *, stdin: str = "", limits: Limits = Limits()
     `("numpy",)` it finds numpy, and nothing beside it. What they need themselves has to be named, too. They are loaded
     before the program starts, on one thread each.
 
-    Raises SandboxError where the sandbox cannot be set up, or a package cannot be imported in it.
+    With a `url` (default: the environment variable RLKIT_SANDBOX_URL) a SandboxFusion server runs the program. The
+    server decides which packages are installed; `wall_s`, `memory_bytes` and `output_bytes` are the limits it applies.
+
+    Raises SandboxError where the sandbox cannot be set up, or a package cannot be imported in it, or the server fails.
     """
+    if url := url or os.environ.get("RLKIT_SANDBOX_URL"):
+        return await _run_remotely(url, source, stdin, limits)
     child = Child("program", [stdin, None, None, source], limits, packages)
     async with a_core():
         return await in_thread(child.wait, cancel=child.cancel)
-
-
-@cache
-def isolation() -> str:
-    """What isolates programs here: "namespaces", or "bubblewrap", where a run takes some 70 ms more.
-
-    Both are tried, in this order, when the first program is run, by isolating a process in earnest. Raises SandboxError
-    with what either said where none works.
-    """
-    system, machine = platform.system(), platform.machine()
-    if system != "Linux" or machine not in ("x86_64", "aarch64"):
-        raise SandboxError(f"the sandbox needs Linux on x86_64 or aarch64, this is {system} on {machine}")
-    problems = []
-    for way in ("namespaces", "bubblewrap"):
-        try:
-            reason = Child("nothing", ["", None, None], Limits(wall_s=300), way=way).wait().reason
-        except SandboxError as error:
-            reason = str(error)
-        if not reason:
-            return way
-        problems.append(f"{way}: {reason}")
-    raise SandboxError(
-        f"the sandbox cannot be set up, and nothing was run: {'; '.join(problems)}. It needs user, mount, pid and "
-        "network namespaces. In a container: start it with `--security-opt seccomp=unconfined` or "
-        "`--cap-add SYS_ADMIN`. On the machine: `sysctl user.max_user_namespaces` must be positive and "
-        "`kernel.unprivileged_userns_clone` 1, where these exist. Where "
-        "`kernel.apparmor_restrict_unprivileged_userns` is 1 (Ubuntu), set it to 0, or install bubblewrap with its "
-        "AppArmor profile (bwrap-userns-restrict). Or run the training as root."
-    )
 
 
 @cache
@@ -145,9 +135,14 @@ class Child:
         fds: Sequence[str | Literal[-1] | None],
         limits: Limits,
         packages: Sequence[str] = (),
-        way: str = "",
     ) -> None:
-        self._run, self._limits, self._fds, self._way = run, limits, fds, way
+        system, machine = platform.system(), platform.machine()
+        if system != "Linux" or machine not in ("x86_64", "aarch64"):
+            raise SandboxError(
+                f"the sandbox needs Linux on x86_64 or aarch64, this is {system} on {machine}: run this on Linux, "
+                f"or {_REMOTE}"
+            )
+        self._run, self._limits, self._fds = run, limits, fds
         self._server = _server(tuple(sorted({*packages})))
         self._control: socket.socket | None = None
         self._cancelled = False
@@ -161,7 +156,6 @@ class Child:
 
     def start(self, *shared: int) -> None:
         """Have it started. `shared` are further fds for it, which stay the caller's."""
-        way = self._way or isolation()
         self._pipes: list[int] = []
         mine: list[int] = []
         for fd in self._fds:
@@ -172,7 +166,7 @@ class Child:
             else:
                 mine.append(_file(fd) if isinstance(fd, str) else os.open(os.devnull, os.O_WRONLY))
         limits = asdict(self._limits)
-        request = {"run": self._run, "isolation": way, "limits": limits, "wall_s": self._limits.wall_s}
+        request = {"run": self._run, "limits": limits, "wall_s": self._limits.wall_s}
         try:
             self._control = self._server.begin(request, [*mine, *shared])
         except ServerError as error:
@@ -194,7 +188,8 @@ class Child:
             while "reason" not in end:  # what is said from inside comes before
                 end |= end_of(self._control, self._limits.wall_s + 60)
         except ServerError as error:
-            raise SandboxError(str(error)) from error
+            fix = _ways_out() if _NOT_ISOLATED in str(error) else ""
+            raise SandboxError(f"{error}{fix}") from error
         finally:
             _close(self._pipes)
             self._control.close()
@@ -232,21 +227,66 @@ class Child:
         return out, err, flooded
 
     def _reason(self, end: dict[str, Any], err: str, flooded: bool) -> str:
-        code = -end["signal"] if "signal" in end else end["code"]
+        code = end["code"]
         if flooded:
             return f"more than {self._limits.output_bytes} bytes of output"
         if end["reason"] == "timeout":
-            return f"timeout: no end after {self._limits.wall_s:g} s"
-        if end["reason"] == "cancelled" or "why" in end:
-            return str(end.get("why", "cancelled"))
+            return f"timeout: no end after {self._limits.wall_s:.3g} s"
+        if end["reason"] == "cancelled":
+            return "cancelled"
         if code == -signal.SIGKILL and end["cpu_s"] >= 0.75 * self._limits.cpu_s:  # for a limit whole ticks are counted
             return f"timeout: more than {self._limits.cpu_s:g} s of processor time"
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        last = err.strip().rsplit("\n", 1)[-1]
-        if code and last.startswith("MemoryError"):
-            return f"memory: more than {self._limits.memory_bytes} bytes"
-        return (f"exit code {code}" + (f": {last[:300]}" if last else "")) if code else ""
+        return _ended(code, err, self._limits)
+
+
+def _ended(code: int, stderr: str, limits: Limits) -> str:
+    """Why a process with this exit code (negative: killed by that signal) has failed; empty if it has not."""
+    if code < 0:  # Python has no name for the realtime signals
+        return f"killed by {next((s.name for s in signal.Signals if s == -code), f'signal {-code}')}"
+    last = stderr.strip().rsplit("\n", 1)[-1]
+    if code and last.startswith("MemoryError"):
+        return f"memory: more than {limits.memory_bytes} bytes"
+    return (f"exit code {code}" + (f": {last[:300]}" if last else "")) if code else ""
+
+
+def _ways_out() -> str:
+    """What allows namespaces, how this system is set, and what can be done without them."""
+    names = (
+        "user.max_user_namespaces",
+        "kernel.unprivileged_userns_clone",
+        "kernel.apparmor_restrict_unprivileged_userns",
+    )
+    files = {name: Path("/proc/sys", *name.split(".")) for name in names}
+    here = ", ".join(f"{name} = {file.read_text().strip()}" for name, file in files.items() if file.exists())
+    return (
+        f". Nothing was run. The system allows user namespaces where, as far as they exist, {names[0]} is positive, "
+        f"{names[1]} is 1 and {names[2]} is 0 (here: {here}); change them by `sudo sysctl -w NAME=VALUE`. A container "
+        f"needs `--security-opt seccomp=unconfined` or `--cap-add SYS_ADMIN`. Or {_REMOTE}"
+    )
+
+
+async def _run_remotely(url: str, source: str, stdin: str, limits: Limits) -> Ran:
+    """Have a SandboxFusion server run a program: https://bytedance.github.io/SandboxFusion, `POST /run_code`."""
+    sent, given = (text.encode("utf-8", "replace").decode() for text in (source, stdin))  # JSON has no lone surrogates
+    request = {"language": "python", "code": sent, "stdin": given, "compile_timeout": 10, "run_timeout": limits.wall_s}
+    request |= {"memory_limit_MB": max(1, limits.memory_bytes >> 20), "files": {}, "fetch_files": []}
+    try:
+        url = f"{url.rstrip('/').removesuffix('/run_code')}/run_code"
+        answer = await post_json(url, request, timeout_s=limits.wall_s + 60)
+    except HttpError as error:
+        raise SandboxError(f"the remote sandbox does not run programs: {error}") from error
+    ran = (answer.get("run_result") if isinstance(answer, dict) else None) or {}
+    code, stdout, stderr = ran.get("return_code"), ran.get("stdout") or "", ran.get("stderr") or ""
+    if ran.get("status") == "TimeLimitExceeded":
+        reason = f"timeout: no end after {limits.wall_s:.3g} s"
+    elif ran.get("status") != "Finished" or not isinstance(code, int):
+        raise SandboxError(f"the remote sandbox {url} failed: {str(answer)[:300]}")
+    elif len(stdout) > limits.output_bytes:
+        reason = f"more than {limits.output_bytes} bytes of output"
+    else:
+        reason = _ended(code, stderr, limits)
+    wall_s = float(ran.get("execution_time") or 0.0)
+    return Ran(reason, stdout[: limits.output_bytes], stderr[:_STDERR_BYTES], wall_s, math.nan)
 
 
 def _close(fds: Sequence[int]) -> None:
@@ -257,7 +297,10 @@ def _close(fds: Sequence[int]) -> None:
 def _file(text: str) -> int:
     """A sealed file in memory: nobody can change it."""
     fd = os.memfd_create("rlkit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    data = memoryview(text.encode("utf-8", "surrogateescape"))
+    try:
+        data = memoryview(text.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError:  # a lone surrogate: the program sees invalid UTF-8
+        data = memoryview(text.encode("utf-8", "surrogatepass"))
     while data:
         data = data[os.write(fd, data) :]
     fcntl(fd, _ADD_SEALS, _ALL_SEALS)

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 
 from rlkit.data import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.packing import pack
-from rlkit.rewards import RewardError, Sample, score, scorer, with_messages
-from rlkit.types import Trajectory
+from rlkit.rewards import RewardError, Sample, own_scorer, score, scorer, with_messages
+from rlkit.rollout.env import Step, Turns, gym_env
+from rlkit.rollout.rollout import sample_group
+from rlkit.types import Completion, Trajectory
 
 TOKENIZER = tiny_tokenizer()
 END = 258
@@ -127,3 +132,96 @@ async def test_a_score_of_its_own_is_that_of_the_others_too():
     group = [trajectory([*text.encode(), END]) for text in ("a", "c", "b")]
     out = await scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=0.1)(Prompt([1, 2], {}, 0), group)
     assert [t.score for t in out] == [1.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("huge", [10**400, Fraction(10**400), 10**5000, 1e39], ids=["int", "fraction", "long", "f32"])
+async def test_a_reward_beyond_float32_fails_and_is_counted(huge):
+    def judge(completion, row):
+        return huge if completion == "b" else 1.0
+
+    group = [trajectory([*b"a", END]), trajectory([*b"b", END])]
+    with pytest.raises(RewardError, match=r"test_adapters.py:.*judge failed on row 8: returned (int|Fraction|1e\+39)"):
+        await scorer(judge, tokenizer=TOKENIZER, timeout_s=5)(Prompt([1], {}, 7), group)
+    good, bad = await scorer(judge, tokenizer=TOKENIZER, timeout_s=5, max_failed=0.5)(Prompt([1], {}, 7), group)
+    assert (good.reward, any(good.mask)) == (1.0, True)
+    assert (bad.reward, any(bad.mask), bad.info["metrics"]) == (1.0, False, {"failed": 1.0})
+
+
+async def answer(ids, *, max_new_tokens=None):
+    return Completion([*b"x", END], [0.0, 0.0], [0, 0], "stop")
+
+
+def turn_env(reward, turn_rewards=None):
+    async def env(prompt, sample):
+        turns = Turns(prompt.ids, sample)
+        await turns.sample()
+        return turns.pieces(reward=reward, turn_rewards=turn_rewards)
+
+    return env
+
+
+def game_env(reward, token_rewards=False):
+    class Game:
+        def reset(self):
+            return [1]
+
+        def step(self, turn):
+            return Step([2], reward, done=True)
+
+    return gym_env(lambda prompt: Game(), tokenizer=TOKENIZER, token_rewards=token_rewards)
+
+
+OWN = {
+    "an int": (turn_env(10**400), "reward is int 1000"),
+    "a fraction": (turn_env(Fraction(10**400)), "reward is Fraction"),
+    "nan": (turn_env(math.nan), "reward is float nan"),
+    "a tensor": (turn_env(torch.ones(2)), "reward is Tensor"),
+    "none": (turn_env(None), "reward is NoneType None"),
+    "of a turn": (turn_env(0.0, [10**400]), "token_rewards is int 1000"),
+    "of a game": (game_env(10**400), "reward is int 1000"),
+    "of a game's token": (game_env(math.nan, token_rewards=True), "score is float nan"),
+}
+
+
+def rewards_of(group):
+    return [x for t in group for x in (t.reward, *(t.token_rewards or ()), t.score or 0.0)]
+
+
+@pytest.mark.parametrize("name", OWN)
+async def test_an_environments_own_reward_must_be_a_finite_number(name):
+    env, said = OWN[name]
+    prompt = Prompt([1], {}, 7)
+    if "float nan" in said:  # the loops stop there and name stream and prompt
+        assert not all(map(math.isfinite, rewards_of(await sample_group(prompt, [answer], env=env))))
+    else:
+        with pytest.raises(ValueError, match=f"row 8: {said}"):
+            await sample_group(prompt, [answer], env=env)
+    with pytest.raises(RewardError, match=f"the environment's {said}.* on row 8"):
+        await sample_group(prompt, [answer], env=env, score=own_scorer())
+    (bad,) = await sample_group(prompt, [answer], env=env, score=own_scorer(max_failed=0.5))
+    assert (bad.reward, any(bad.mask), bad.info["metrics"]) == (0.0, False, {"failed": 1.0})
+    assert bad.token_rewards is None
+    pack([[bad]])
+
+
+async def test_an_environments_finite_reward_and_metrics_stay():
+    async def env(prompt, sample):
+        turns = Turns(prompt.ids, sample)
+        await turns.sample()
+        return turns.pieces(reward=torch.tensor(0.5), info={"metrics": {"moves": 3.0}})
+
+    (good,) = await sample_group(Prompt([1], {}, 0), [answer], env=env, score=own_scorer(max_failed=0.5))
+    assert (good.reward, good.mask, good.info["metrics"]) == (0.5, [True, True], {"moves": 3.0, "failed": 0.0})
+
+
+async def test_a_failed_episode_in_pieces_trains_on_none_of_them():
+    async def env(prompt, sample):
+        turns = Turns(prompt.ids, sample)
+        await turns.sample()
+        turns.restart([5])
+        await turns.sample()
+        return turns.pieces(turn_rewards=[1.0, math.nan])
+
+    group = await sample_group(Prompt([1], {}, 0), [answer], env=env, score=own_scorer(max_failed=0.5))
+    assert [t.token_rewards for t in group] == [None, None]
+    assert not pack([group]).mask.any()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
@@ -158,6 +159,15 @@ BAD = [
     ([1.0], r"returned list \[1.0\]", "return a finite number"),
     (np.ones(1), r"returned ndarray array\(\[1.\]\)", "return a finite number"),
     (1j, "returned complex 1j", "return a finite number"),
+    (10**400, "returned int 1000", "decide what such an answer is worth"),
+    (10**5000, "returned int .*4300 digits", "decide what such an answer is worth"),  # Python refuses to print it
+    (Fraction(10**400), r"returned Fraction Fraction\(1000", "decide what such an answer is worth"),
+    (-1e39, r"returned -1e\+39", "at most 3.4e38"),  # infinite in float32
+    (torch.ones(2), r"returned Tensor tensor\(\[1., 1.\]\)", "return a finite number"),
+    (torch.tensor(1 + 0j), "returned Tensor", "return a finite number"),
+    (np.complex128(1 + 2j), "returned complex128", "return a finite number"),
+    (np.array("1.5"), "returned ndarray", "return a finite number"),
+    ({"reward": 1, "acc": 10**400}, "returned int 1000.* under 'acc'", "decide what such an answer is worth"),
     ({"score": 1}, r"returned a dict without 'reward' \(keys: \['score'\]\)", "under 'reward'"),
     ({"reward": None}, "returned NoneType None under 'reward'", "without `return`"),
     ({"reward": 1, "acc": float("nan")}, "returned nan under 'acc'", "division or logarithm"),
@@ -166,7 +176,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("form", ["sync", "async", "batched"])
-@pytest.mark.parametrize(("value", "cause", "fix"), BAD)
+@pytest.mark.parametrize(("value", "cause", "fix"), BAD, ids=[cause for _, cause, _ in BAD])
 async def test_whatever_goes_wrong_names_function_row_completion_cause_and_fix(value, cause, fix, form):
     sync = fails_at_b(value)
 
@@ -189,7 +199,7 @@ async def test_whatever_goes_wrong_names_function_row_completion_cause_and_fix(v
         assert " failed on a batch: " in message
     else:
         assert caught.value.index == 11
-        assert " failed on row 11: " in message
+        assert " failed on row 12: " in message
         assert "\n  completion (1 characters): 'b'\n" in message
     if isinstance(value, BaseException):
         assert caught.value.__cause__ is value

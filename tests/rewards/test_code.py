@@ -15,7 +15,6 @@ from rlkit.rewards.code import assert_tests, same_lines, same_tokens, stdin_test
 from rlkit.rewards.sandbox import Limits
 
 SOON = Limits(wall_s=2.0, cpu_s=60)
-pytestmark = pytest.mark.usefixtures("isolation")
 DOUBLE = {"inputs": ["1\n", "2\n", "30"], "outputs": ["2\n", "4", "60\n\n"]}
 
 
@@ -358,13 +357,6 @@ async def test_hostile_programs_get_nothing_and_the_reason_is_recorded():
     for reward, (name, (_, reason)) in zip(rewards, {**HOSTILE, **ENDLESS}.items(), strict=True):
         assert reward.reward == 0.0, name
         assert reason in reward.notes["reason"], (name, reward.notes)
-
-
-@pytest.mark.parametrize("isolation", ["only_bubblewrap"])
-async def test_hostile_programs_get_nothing_from_bubblewrap_either(isolation, request):
-    """The quick part of what the slow tests do with it."""
-    request.getfixturevalue(isolation)
-    await test_hostile_programs_get_nothing_and_the_reason_is_recorded()
 
 
 async def test_packages_may_be_used_by_the_solution_and_by_its_tests():

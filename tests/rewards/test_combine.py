@@ -66,7 +66,7 @@ async def test_a_failure_is_its_samples_and_names_the_function():
     assert first.index == 4
     assert first.cause.startswith("fails: ZeroDivisionError")
     assert second.reward == 1.0
-    with pytest.raises(RewardError, match=r"fails: reward function .*fails failed on row 4: ZeroDivisionError"):
+    with pytest.raises(RewardError, match=r"fails: reward function .*fails failed on row 5: ZeroDivisionError"):
         await score(both, SAMPLES, timeout_s=60)
 
 

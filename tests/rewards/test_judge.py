@@ -242,6 +242,30 @@ async def test_a_text_that_the_server_refuses_spoils_only_itself():
     assert len(seen) == 5
 
 
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "NaN", "null"])
+async def test_a_number_that_is_none_spoils_only_its_text(number):
+    async def huge(path, body):
+        return web.Response(text=f'{{"rewards": [1, {number}, 3]}}', content_type="application/json")
+
+    samples = [Sample(text, {"prompt": "q"}, i) for i, text in enumerate("abc")]
+    async with serving(huge) as (url, _):
+        results = await score_each(partial(reward_model, url=url, render=render, wire=OPENRLHF), samples, timeout_s=60)
+    assert [getattr(r, "reward", None) for r in results] == [1.0, None, 3.0]
+    assert (results[1].index, "the server gives" in results[1].cause) == (1, True)
+
+
+async def test_a_busy_server_is_not_asked_for_each_text_alone():
+    async def busy(path, body):
+        return web.Response(status=429, text="slow down")
+
+    samples = [Sample(text, {"prompt": "q"}, i) for i, text in enumerate("abcd")]
+    async with serving(busy) as (url, seen):
+        ask = partial(reward_model, url=url, render=render, retries=0)
+        results = await score_each(ask, samples, timeout_s=60)
+    assert all("HTTP 429: slow down" in result.cause for result in results)
+    assert len(seen) == 1
+
+
 async def test_an_answer_of_another_form_is_an_error():
     async def nonsense(path, body):
         return [{"embedding": [1.0]}]

@@ -133,6 +133,11 @@ async def test_an_answer_that_hangs_is_undecided_and_the_next_is_not():
     assert (await equal("1/2", "2/4", timeout_s=60)).equal
 
 
+async def test_an_answer_that_hangs_is_a_zero_before_the_deadline_of_the_reward():
+    (found,) = await score(boxed, [Sample(f"\\boxed{{{HANGS}}}", {"answer": "1"}, 0)], timeout_s=4)
+    assert (found.reward, found.metrics["undecided"]) == (0.0, 1.0)
+
+
 async def test_a_gold_answer_that_hangs_or_is_none_is_an_error():
     with pytest.raises(RewardError, match=r"cannot read the gold answer '\(\(\(.*': timeout: undecided after 0.5 s"):
         await score(boxed_quickly, [Sample("\\boxed{1}", {"answer": "(" * 300}, 3)], timeout_s=60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -43,6 +44,8 @@ _KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[list[Any]], Any]]] = {
 }
 _NUMBERS_AND_TEXT = "biufcSU"  # kinds of numpy's types that hold no objects
 _BUILDERS = {kind.__name__: build for kind, (_, build) in _KINDS.items()}
+COPIED = frozenset(_KINDS)
+"""The types whose values are copied, besides JSON's and numpy's."""
 # modules whose functions and classes mean the same on both sides, and harm neither
 _SHARED = frozenset([
     "abc", "bisect", "builtins", "cmath", "collections", "collections.abc", "copy", "dataclasses", "datetime",
@@ -68,8 +71,6 @@ def encode(value: Any, refer: Refer) -> Any:
     numpy: Any = sys.modules.get("numpy")  # a package that the caller named
     if numpy and issubclass(kind, numpy.ndarray | numpy.generic) and value.dtype.kind in _NUMBERS_AND_TEXT:
         return ["numpy", value.dtype.str, value.shape, value.tobytes().hex(), issubclass(kind, numpy.generic)]
-    if kind is types.ModuleType and value.__name__ in _SHARED:
-        return ["module", value.__name__]
     if _is_shared(value):
         return ["shared", value.__module__, value.__qualname__]
     return ["ref", *refer(value)]
@@ -86,8 +87,6 @@ def decode(data: Any, resolve: Resolve) -> Any:
         return _BUILDERS[tag]([decode(x, resolve) if isinstance(x, list) else x for x in rest[0]])
     if tag == "numpy":
         return _array(*rest)
-    if tag == "module" and rest[0] in _SHARED:
-        return importlib.import_module(rest[0])
     if tag == "shared":
         found = getattr(sys.modules.get(rest[0]), rest[1], None)
         if _is_shared(found):
@@ -95,12 +94,18 @@ def decode(data: Any, resolve: Resolve) -> Any:
     raise ValueError(f"cannot decode {tag!r}")
 
 
-def _array(dtype: str, shape: list[int], data: str, is_scalar: bool) -> Any:
+def _array(dtype: Any, shape: Any, data: str, is_scalar: bool) -> Any:
+    """An array of its own memory: the other side chooses its numbers, and nothing else."""
     numpy = importlib.import_module("numpy")
-    kind = numpy.dtype(dtype)
-    if kind.kind not in _NUMBERS_AND_TEXT:
+    if not isinstance(dtype, str) or (kind := numpy.dtype(dtype)).kind not in _NUMBERS_AND_TEXT:
         raise ValueError(f"cannot decode an array of {dtype!r}")
-    array = numpy.frombuffer(bytearray.fromhex(data), kind).reshape(shape)
+    content = bytearray.fromhex(data)
+    sizes = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+    if not sizes or len(content) != math.prod(shape) * kind.itemsize or (is_scalar and shape):
+        raise ValueError(f"cannot decode an array of shape {shape!r} from {len(content)} bytes")
+    if kind.kind == "b":  # a bool that is neither 0 nor 1 compares in odd ways
+        content = bytearray(map(bool, content))
+    array = numpy.frombuffer(content, kind).reshape(shape) if content else numpy.zeros(shape, kind)
     return array[()] if is_scalar else array
 
 

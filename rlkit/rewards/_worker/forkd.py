@@ -1,7 +1,7 @@
 """A server that forks children around file descriptors it is handed, ends them in time, and says how they ended.
 
 It is a program of its own, in a process without threads, and imports the standard library only. Requests come as one
-datagram each on fd 0 (a SOCK_SEQPACKET socket): a JSON object, with file descriptors attached of which the first is the
+message each on fd 0 (a socket): a JSON object, with file descriptors attached of which the first is the
 request's control socket. The child's end is reported there as JSON. The child is killed when its time is up, when the
 other end of its control socket is closed, and when fd 0 is closed.
 """
@@ -48,7 +48,7 @@ def serve(start: Start) -> None:
         if wake in ready:
             os.read(wake, 4096)
         if 0 in ready:
-            message, fds, _flags, _address = socket.recv_fds(requests, 1 << 16, 8)
+            message, fds, *_ = socket.recv_fds(requests, 1 << 16, 8)  # of one request: its fds end it
             if not message:
                 break
             if child := _begun(start, json.loads(message), fds):
@@ -57,7 +57,7 @@ def serve(start: Start) -> None:
             if _ended(child, hung_up=fd in ready):
                 del children[fd]
     for child in children.values():
-        _kill(child.pid)
+        os.kill(child.pid, signal.SIGKILL)
 
 
 def _wake_when_a_child_ends() -> int:
@@ -97,7 +97,7 @@ def _ended(child: _Child, *, hung_up: bool) -> bool:
     pid, status, usage = os.wait4(child.pid, os.WNOHANG)
     reason = "exit"
     if not pid and (hung_up or child.deadline <= time.monotonic()):
-        _kill(child.pid)
+        os.kill(child.pid, signal.SIGKILL)
         pid, status, usage = os.wait4(child.pid, 0)
         reason = "cancelled" if hung_up else "timeout"
     if pid:
@@ -107,14 +107,7 @@ def _ended(child: _Child, *, hung_up: bool) -> bool:
     return bool(pid)
 
 
-def _kill(pid: int) -> None:
-    """Kill a child, and its group where it leads one: bwrap's own child does not die with bwrap at first."""
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    os.kill(pid, signal.SIGKILL)
-
-
 def _tell(control: socket.socket, message: dict[str, Any]) -> None:
     """The last word on a control socket."""
     with control, suppress(OSError):  # nobody listens any more
-        control.send(json.dumps(message).encode())
+        control.send(json.dumps(message).encode() + b"\n")

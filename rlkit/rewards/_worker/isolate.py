@@ -3,7 +3,7 @@
 `enter` is a fork whose child has user, mount, pid, network, IPC, UTS and cgroup namespaces of its own and is process 1
 there: when it ends, the kernel ends whatever it left behind. It sees the Python standard library (read only, without
 site-packages but for what was asked for), /dev/null, /dev/zero, /dev/urandom and an empty scratch folder; no /proc, no
-/sys, no network device. Where this is not allowed, see `bubble`.
+/sys, no network device.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import resource
+import select
 import signal
 import stat
 import sysconfig
@@ -23,6 +24,8 @@ from typing import Any
 
 from . import syscalls
 
+NOT_ISOLATED = "isolation failed"
+"""How an error starts that says why a process cannot be isolated here."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _gil_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter lock: for a call that returns twice
 _NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x20000 | 0x08000000 | 0x04000000 | 0x02000000
@@ -33,14 +36,15 @@ _PDEATHSIG, _KEEPCAPS, _SECCOMP, _NO_NEW_PRIVS = 1, 8, 22, 38
 _INSIDE = 1000  # the only user and group id inside
 _NOBODY = 65534  # what they are outside, if the server is root: of root, the kernel does not count the processes
 _THREADS = 16
-LIBRARY = tuple({os.path.realpath(sysconfig.get_path(name)): 0 for name in ("stdlib", "platstdlib")})
+_LIBRARY = tuple({os.path.realpath(sysconfig.get_path(name)): 0 for name in ("stdlib", "platstdlib")})
 """The folders of Python that a program may read."""
-_INSTALLED = (f"{path}/{name}" for path in LIBRARY for name in ("site-packages", "dist-packages"))
-MASKED = tuple(path for path in _INSTALLED if os.path.isdir(path))
+_INSTALLED = (f"{path}/{name}" for path in _LIBRARY for name in ("site-packages", "dist-packages"))
+_MASKED = tuple(path for path in _INSTALLED if os.path.isdir(path))
 """The folders inside the library that hold what was installed: a program sees them empty."""
-DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-SCRATCH = "/scratch"
-SCRATCH_FILES = 4096
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_SCRATCH = "/scratch"
+_SCRATCH_FILES = 4096
+_server_lives, _held = os.pipe()  # the server alone holds the writing end for long
 
 
 def enter(child: Callable[[], None], fds: list[int], control: int, limits: dict[str, Any], shown: Sequence[str]) -> int:
@@ -57,16 +61,16 @@ def enter(child: Callable[[], None], fds: list[int], control: int, limits: dict[
     if pid < 0:
         os.close(ready)
         os.close(go)
-        raise _error("creating namespaces", number)
+        raise OSError(f"{NOT_ISOLATED}: {_error('creating namespaces', number)}")
     if pid == 0:
         code = 1
         try:
             ctypes.pythonapi.PyOS_AfterFork_Child()
-            only_these([*fds, control, ready])
+            only_these([*fds, control, ready, _server_lives])
             _isolate(len(fds) + 1, limits, shown)
-            tell(len(fds), began=True)
+            _tell(len(fds), began=True)
         except BaseException as error:
-            tell(len(fds), error=str(error))
+            _tell(len(fds), error=f"{NOT_ISOLATED}: {error}")
             os._exit(1)
         try:
             child()
@@ -77,19 +81,19 @@ def enter(child: Callable[[], None], fds: list[int], control: int, limits: dict[
     try:
         _map_ids(pid)
         os.write(go, b"1")
-    except OSError:
+    except OSError as error:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        raise
+        raise OSError(f"{NOT_ISOLATED}: mapping user ids: {error}") from error
     finally:
         os.close(go)
     return pid
 
 
-def tell(control: int, **message: str | int) -> None:
+def _tell(control: int, **message: str | int) -> None:
     """The last thing said on a control socket from inside: it is closed."""
     with suppress(OSError):  # nobody listens any more
-        os.write(control, json.dumps(message).encode())
+        os.write(control, json.dumps(message).encode() + b"\n")
         os.close(control)
 
 
@@ -114,15 +118,18 @@ def _isolate(ready: int, limits: dict[str, Any], shown: Sequence[str]) -> None:
         raise OSError("the server could not map user ids")
     os.close(ready)
     os.setsid()
-    paths = (*LIBRARY, *shown, *DEVICES)
+    paths = (*_LIBRARY, *shown, *_DEVICES)
     sources = [(path, os.open(path, os.O_PATH)) for path in paths]  # while root may still look in /root
-    become(_INSIDE)
+    _become(_INSIDE)
+    if select.select([ready + 1], [], [], 0)[0]:  # it ended before it was asked for its death
+        raise OSError("the server died")
+    os.close(ready + 1)
     _new_root(sources, limits["scratch_bytes"])
-    confine(limits)
+    _confine(limits)
 
 
-def become(user: int) -> None:
-    """Another user and group, of the namespace; capabilities stay for the set-up."""
+def _become(user: int) -> None:
+    """Take the namespace's user and group; keep the capabilities for the set-up."""
     _check(_libc.prctl(_KEEPCAPS, 1, 0, 0, 0), "keeping capabilities for the set-up")
     with suppress(PermissionError):  # an ordinary user may not drop groups; there is nothing to use them on
         os.setgroups([])
@@ -145,21 +152,21 @@ def _new_root(sources: list[tuple[str, int]], scratch_bytes: int) -> None:
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
         _mount(f"/proc/self/fd/{fd}", target, None, _BIND | _REC)
         os.close(fd)
-        if path not in DEVICES:
+        if path not in _DEVICES:
             _mount(None, target, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
-        for folder in MASKED:
+        for folder in _MASKED:
             if os.path.dirname(folder) == path:
                 _mount("tmpfs", base + folder, "tmpfs", _NOSUID | _NODEV, "size=4k,mode=0755")
-    for folder in MASKED:  # only now: what is shown may lie in them
+    for folder in _MASKED:  # only now: what is shown may lie in them
         _mount(None, base + folder, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
-    os.mkdir(base + SCRATCH)
-    options = f"size={scratch_bytes},nr_inodes={SCRATCH_FILES},mode=0700"
-    _mount("tmpfs", base + SCRATCH, "tmpfs", _NOSUID | _NODEV, options)
+    os.mkdir(base + _SCRATCH)
+    options = f"size={scratch_bytes},nr_inodes={_SCRATCH_FILES},mode=0700"
+    _mount("tmpfs", base + _SCRATCH, "tmpfs", _NOSUID | _NODEV, options)
     os.chdir(base)
     _check(_libc.syscall(syscalls.PIVOT_ROOT, b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", _DETACH), "leaving the old root")
     _mount(None, "/", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
-    os.chdir(SCRATCH)
+    os.chdir(_SCRATCH)
 
 
 def only_these(fds: list[int]) -> None:
@@ -174,15 +181,15 @@ def only_these(fds: list[int]) -> None:
     os.closerange(len(fds), 1 << 20)
 
 
-def confine(limits: dict[str, Any], *, others: int = 0) -> None:
-    """Limits, no privileges, a filter, for ever; `others`: processes of this one's user that are not the program's."""
+def _confine(limits: dict[str, Any]) -> None:
+    """Set limits, give up privileges, install the filter. None of it can be undone."""
     pages = int(limits["base_pages"])
     cpu_s = max(1, int(limits["cpu_s"] + 0.999))
     for which, value in {
         resource.RLIMIT_AS: limits["memory_bytes"] + pages * resource.getpagesize(),
         resource.RLIMIT_CPU: cpu_s,
         resource.RLIMIT_FSIZE: limits["scratch_bytes"],
-        resource.RLIMIT_NPROC: _THREADS + limits["processes"] + others,
+        resource.RLIMIT_NPROC: _THREADS + limits["processes"],
         resource.RLIMIT_NOFILE: limits["open_files"],
         resource.RLIMIT_STACK: min(limits["memory_bytes"], 64 << 20),
         resource.RLIMIT_CORE: 0,
@@ -190,7 +197,7 @@ def confine(limits: dict[str, Any], *, others: int = 0) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
     }.items():
         set_limit(which, value)
-    drop_capabilities()
+    _drop_capabilities()
     _check(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up new privileges")
     _install_filter(forks=limits["processes"] > 0)
 
@@ -202,7 +209,7 @@ def set_limit(which: int, value: int) -> None:
     resource.setrlimit(which, (value, value))
 
 
-def drop_capabilities() -> None:
+def _drop_capabilities() -> None:
     """Give up every capability."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     _check(_libc.syscall(syscalls.CAPSET, header, (ctypes.c_uint32 * 6)()), "dropping capabilities")

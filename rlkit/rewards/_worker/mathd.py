@@ -33,7 +33,8 @@ def _start(request: dict[str, Any], fds: list[int]) -> int:
     if pid == 0:
         try:
             isolate.only_these([fds[1], 1, 2])
-            isolate.set_limit(resource.RLIMIT_AS, request["memory_bytes"])
+            with suppress(ValueError):  # macOS has no such limit
+                isolate.set_limit(resource.RLIMIT_AS, request["memory_bytes"])
             _work(socket.socket(fileno=0))
         finally:
             os._exit(0)
@@ -41,12 +42,16 @@ def _start(request: dict[str, Any], fds: list[int]) -> int:
 
 
 def _work(requests: socket.socket) -> None:
-    while message := requests.recv(1 << 20):
-        request = json.loads(message)
+    for line in requests.makefile("rb"):
+        request = json.loads(line)
         gold = _gold(request["gold"])
-        requests.send(json.dumps({"gold": bool(gold)}).encode())
+        _reply(requests, {"gold": bool(gold)})
         if gold:
-            requests.send(json.dumps(_equal(gold, request["answer"], request["search"])).encode())
+            _reply(requests, _equal(gold, request["answer"], request["search"]))
+
+
+def _reply(requests: socket.socket, message: dict[str, bool]) -> None:
+    requests.send(json.dumps(message).encode() + b"\n")
 
 
 def _gold(text: str) -> list[Any]:

@@ -54,7 +54,10 @@ class Peer:
             if message[0] == "value":
                 return self.decode(message[1])
             if message[0] == "raised":
-                raise self._rebuilt(*message[1:])
+                error = self._rebuilt(*message[1:])
+                if isinstance(error, StopIteration | StopAsyncIteration) and verb != "next":
+                    raise Remote(type(error).__name__)  # it would end a loop of the caller's in silence
+                raise error
             self._answer(message)
 
     def serve(self) -> None:
@@ -103,6 +106,10 @@ class Peer:
         if verb in ("getattr", "setattr"):
             if not self._may(target, arguments[0]):
                 raise AttributeError(arguments[0])
+            if verb == "setattr" and callable(getattr(type(target), arguments[0], None)):
+                raise AttributeError(
+                    f"{arguments[0]} is a method"
+                )  # the owner would call the other side's function instead
             return getattr(builtins, verb)(target, *arguments)
         return _SPECIAL[verb](target, *arguments)
 
@@ -163,6 +170,8 @@ class Proxy:
         object.__setattr__(self, "_rlkit_base", base)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # numpy reads memory at an `__array_interface__`
+            raise AttributeError(name)
         return _ask(self, "getattr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:

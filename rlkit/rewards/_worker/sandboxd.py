@@ -16,9 +16,9 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from . import bubble, forkd, isolate, program, rpc
+from . import forkd, isolate, program, rpc
 
-_RUN = {"program": program.run, "solution": rpc.run_solution, "tests": rpc.run_tests, "nothing": lambda: None}
+_RUN = {"program": program.run, "solution": rpc.run_solution, "tests": rpc.run_tests}
 _PURE = [
     "abc", "argparse", "ast", "asyncio", "base64", "bisect", "calendar", "collections", "contextlib", "copy",
     "csv", "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions", "functools", "graphlib",
@@ -69,16 +69,6 @@ class _Packages:
                 ) from error
 
 
-def inside() -> None:
-    """The start of a Python of its own, in what bubblewrap made. Does not return."""
-    request = json.loads(sys.argv[1])
-    sys.dont_write_bytecode = True
-    sys.meta_path.append(_Packages(request["places"]))
-    bubble.wall_in(request)
-    _RUN[request["run"]]()
-    os._exit(0)
-
-
 def _start(places: dict[str, str]) -> forkd.Start:
     """Load the packages; and how a process is started that may use them."""
     packages = _Packages(places)
@@ -94,8 +84,6 @@ def _start(places: dict[str, str]) -> forkd.Start:
     def start(request: dict[str, Any], fds: list[int]) -> int:
         control, *fds = fds
         limits = {**request["limits"], "base_pages": base_pages}
-        if request["isolation"] == "bubblewrap":
-            return bubble.enter({**request, "limits": limits, "places": places}, fds, control, packages.shown())
         return isolate.enter(_RUN[request["run"]], fds, control, limits, packages.shown())
 
     return start

@@ -44,6 +44,7 @@ _FORKS = ((57, 58), ())[_column]  # fork, vfork
 _CLONE3 = 435
 _ARCH = (0xC000003E, 0xC00000B7)[_column]
 _THREAD, _NEW_NAMESPACES = 0x10000, 0x7E020080
+_PRCTL, _SET_PDEATHSIG = (157, 167)[_column], 1
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -52,7 +53,8 @@ _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 def _deny_filter(*, forks: bool) -> bytes:
     """A seccomp program: denied calls fail with EPERM, `clone3` with ENOSYS (libc then takes `clone`).
 
-    Without `forks`, `clone` may only start threads; with them, processes too, but never new namespaces.
+    Without `forks`, `clone` may only start threads; with them, processes too, but never new namespaces. The signal that
+    a program gets when its server dies cannot be changed.
     """
     denied = [pair[_column] for pair in _NUMBERS.values()]
     denied += [] if forks else _FORKS
@@ -67,6 +69,11 @@ def _deny_filter(*, forks: bool) -> bytes:
         (_RETURN, 0, 0, deny),
         (_EQUAL, 0, 1, _CLONE3),
         (_RETURN, 0, 0, no_system_call),
+        (_EQUAL, 0, 4, _PRCTL),
+        (_LOAD, 0, 0, 16),  # its option, of which the kernel reads 32 bits
+        (_EQUAL, 0, 1, _SET_PDEATHSIG),
+        (_RETURN, 0, 0, deny),
+        (_RETURN, 0, 0, _ALLOW),
         (_EQUAL, 0, 5, CLONE),
         (_LOAD, 0, 0, 16),  # its flags
         (_ANY_BIT, 2, 0, _NEW_NAMESPACES),
