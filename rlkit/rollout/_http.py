@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
-from collections.abc import Awaitable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from rlkit._extras import missing
+from rlkit._retrying import BUSY, retried, retry_after_s
 
 try:
     import aiohttp
-except ImportError as error:  # pragma: no cover
-    raise ImportError("engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'") from error
+except ImportError as error:
+    raise missing(error, "aiohttp", "http", "engines behind HTTP need") from None
 
+T = TypeVar("T")
 KEEPALIVE = 3.0  # seconds; below the 5 after which uvicorn closes an idle connection, perhaps under a request
 CONNECT_TIMEOUT = 60.0
 MIN_OPEN_FILES = 65536
@@ -22,8 +26,16 @@ class ReplicaError(RuntimeError):
     """A server failed a request that is safe to repeat elsewhere: it is gone, hangs, or its answer makes no sense."""
 
 
+class Busy(ReplicaError):
+    """A server did not take a request (408, 425, 429, 503): it may later, after `retry_after_s` seconds at least."""
+
+    def __init__(self, message: str, status: int, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.status, self.retry_after_s = status, retry_after_s
+
+
 class Refused(ValueError):
-    """A server answered 4xx: the request itself is at fault, and repeating it would not help."""
+    """A server answered another 4xx: the request itself is at fault, and repeating it would not help."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -31,9 +43,13 @@ class Refused(ValueError):
 
 
 class Http:
-    """JSON over one `aiohttp` session for the running event loop; a new loop gets a new session."""
+    """JSON over one `aiohttp` session for the running event loop; a new loop gets a new session.
 
-    def __init__(self) -> None:
+    `patient` repeats what a server is too busy for: after about `backoff_s`, twice that, ..., for `busy_s` in total.
+    """
+
+    def __init__(self, *, backoff_s: float = 0.5, busy_s: float = 600.0) -> None:
+        self._backoff_s, self._busy_s = backoff_s, busy_s
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -42,14 +58,15 @@ class Http:
 
         Raises:
             ReplicaError: no connection, a broken one, status 5xx, or a body that is not JSON.
-            Refused: status 4xx. TimeoutError: no reply within `timeout` seconds.
+            Busy: status 408, 425, 429 or 503. Refused: any other status 4xx.
+            TimeoutError: no reply within `timeout` seconds.
         """
         data = None if body is None else json.dumps(body).encode()
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT)
         headers = {"Content-Type": "application/json"}
         try:
             async with self._open().request(method, url, data=data, headers=headers, timeout=limits) as reply:
-                raw, status = await reply.read(), reply.status
+                raw, status, after = await reply.read(), reply.status, reply.headers.get("Retry-After")
         except aiohttp.ClientPayloadError as error:
             raise ReplicaError(f"{url}: the reply was cut off ({error})") from error
         except aiohttp.ConnectionTimeoutError as error:
@@ -60,7 +77,13 @@ class Http:
             raise ReplicaError(
                 f"{url}: connection failed ({type(error).__name__}: {error}); is the server up?"
             ) from error
-        return _parse(url, status, raw)
+        return _parse(url, status, raw, after)
+
+    async def patient(
+        self, attempt: Callable[[], Awaitable[T]], *, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+    ) -> T:
+        """`await attempt()`, repeated while it raises `Busy`; see `retried`."""
+        return await retried(attempt, on=Busy, backoff_s=self._backoff_s, total_s=self._busy_s, sleep=sleep)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -86,8 +109,10 @@ async def all_done(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     return results
 
 
-def _parse(url: str, status: int, raw: bytes) -> Any:
+def _parse(url: str, status: int, raw: bytes, after: str | None) -> Any:
     text = raw[:1000].decode(errors="replace")
+    if status in BUSY:
+        raise Busy(f"{url}: status {status}: {text}", status, retry_after_s(after))
     if status >= 500:
         raise ReplicaError(f"{url}: status {status}: {text}")
     if status >= 400:
@@ -102,8 +127,13 @@ def _parse(url: str, status: int, raw: bytes) -> Any:
 
 
 def _raise_open_files() -> None:
-    """A connection is an open file, and many systems start processes with a limit of 1024."""
+    """A connection is an open file, and many systems start processes with a limit of 1024 (macOS: 256)."""
+    import resource  # not on Windows
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MIN_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MIN_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    for limit in (wanted, min(wanted, 10240)):  # macOS refuses more, whatever its hard limit says
+        if soft != resource.RLIM_INFINITY and soft < limit:
+            with suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+                return

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.data.chat import Message, render, turn_tokens
-from rlkit.data.prompts import prompt_messages
+from rlkit.data.prompts import joined_parts, prompt_messages
 from rlkit.rollout.rollout import Prompt, Sample
 from rlkit.rollout.turns import Turns
 from rlkit.types import FinishReason, Trajectory
@@ -52,8 +52,8 @@ class Chat:
         refuse_vision(tokenizer)
         self._tokenizer, self._tools, self._template_args = tokenizer, tools, template_args
         start = {"messages": list(messages)} if messages is not None else prompt.row
-        self.messages: list[dict[str, Any]] = prompt_messages(start, system_prompt=system_prompt, index=prompt.index)
-        _check_text(self.messages)
+        place = f"row {prompt.index + 1}"
+        self.messages: list[dict[str, Any]] = prompt_messages(start, system_prompt=system_prompt, place=place)
         ids = self._render()
         if messages is None and ids != list(prompt.ids):
             raise ValueError(
@@ -88,8 +88,7 @@ class Chat:
         in another form, with `tool_calls` or `reasoning_content`. Anything else, other `tools` among it, starts a new
         piece.
         """
-        whole = [dict(m) for m in messages]
-        _check_text(whole)
+        whole = [_with_text(m) for m in messages]
         continued = self._continued_by(whole) and tools in (None, self._tools)
         self.messages, self._tools = whole, self._tools if tools is None else tools
         if not continued:
@@ -108,9 +107,7 @@ class Chat:
 
     def add(self, *messages: str | Message) -> None:
         """What the environment says; a string is a user's message."""
-        new = [{"role": "user", "content": m} if isinstance(m, str) else dict(m) for m in messages]
-        _check_text(new)
-        self.messages += new
+        self.messages += [{"role": "user", "content": m} if isinstance(m, str) else _with_text(m) for m in messages]
 
     def end(
         self,
@@ -194,10 +191,9 @@ def special_ids(tokenizer: Any) -> set[int]:
     return {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
 
 
-def _check_text(messages: Sequence[Message]) -> None:
-    for message in messages:
-        content = message.get("content")
-        parts = content if isinstance(content, list | tuple) else []
-        media = [p.get("type") for p in parts if isinstance(p, Mapping) and p.get("type") != "text"]
-        if media:
-            raise ValueError(f"a message of role {message.get('role')!r} holds {media[0]!r}: rlkit reads text only")
+def _with_text(message: Message) -> dict[str, Any]:
+    """The message with its parts of text joined: most templates would write a list as Python does."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return dict(message)
+    return {**message, "content": joined_parts(content, f"content of a message of role {message.get('role')!r}")}

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from rlkit._extras import optional
 from rlkit.data.prompts import prompt_messages
 from rlkit.rollout.calling import call
 from rlkit.rollout.chat import Chat, Turn
@@ -58,6 +59,8 @@ def agent_env(
     Needs aiohttp (the extra `http`). Differs: verl's and SkyRL's agent servers tokenise each conversation anew.
     """
 
+    optional("aiohttp", "http", "agent_env needs")
+
     async def env(prompt: Prompt, sample: Sample) -> list[Trajectory]:
         episode = _Episode(prompt, sample, tokenizer, parse, template_args)
         async with _serving(episode.answer) as base_url:
@@ -78,7 +81,7 @@ class _Episode:
     """One program's conversation with the policy, one request after another."""
 
     def __init__(self, prompt: Prompt, sample: Sample, tokenizer: Any, parse: Any, template_args: Any) -> None:
-        start = prompt_messages(prompt.row, index=prompt.index)
+        start = prompt_messages(prompt.row, place=f"row {prompt.index + 1}")
         self.chat = Chat(prompt, sample, tokenizer=tokenizer, messages=start, template_args=template_args)
         self.error: Exception | None = None
         self._parse, self._turn = parse, asyncio.Lock()

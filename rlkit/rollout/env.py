@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlkit._numbers import is_number, to_number
 from rlkit.data.chat import Message
 from rlkit.rollout.calling import call
 from rlkit.rollout.chat import Chat, Turn, next_turn, refuse_vision
@@ -112,12 +113,13 @@ async def _play(game: Any, talk: Chat | _TokenTalk, token_rewards: bool) -> list
             form = f"Step({', '.join(Step._fields)})"
             raise TypeError(f"{type(game).__name__}.step must return {form}, got {said!r:.200}")
         answer = Step(*said)
-        rewards.append(float(answer.reward))
+        rewards.append(to_number(answer.reward) if is_number(answer.reward) else answer.reward)
         if answer.done or answer.truncated:
             cut = answer.truncated or None
             break
         talk.add(*([answer.observation] if isinstance(answer.observation, str) else answer.observation))
-    total, info = sum(rewards), {"turn_rewards": rewards}
+    wrong = [reward for reward in rewards if not is_number(reward)]
+    total, info = wrong[0] if wrong else sum(rewards), {"turn_rewards": rewards}
     if token_rewards:
         return talk.end(turn_rewards=rewards, score=total, truncated=cut, info=info)
     return talk.end(reward=total, truncated=cut, info=info)

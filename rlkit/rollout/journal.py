@@ -8,7 +8,7 @@ from array import array
 from dataclasses import asdict
 from pathlib import Path
 
-from rlkit.parallel._files import append_file, replace_file
+from rlkit.parallel._files import append_file, explain_full_disk, replace_file
 from rlkit.rollout.pausable import NOTHING, continued, joined, resumable
 from rlkit.types import Completion, Generate, SamplingParams
 
@@ -60,8 +60,10 @@ class Journal:
                 path.unlink()
 
     def _write(self, key: Key, out: Completion) -> None:
-        line = json.dumps({"key": key, **asdict(out)}, separators=(",", ":")) + "\n"
-        append_file(self._folder / f"{max(out.versions)}.jsonl", line.encode())
+        line = (json.dumps({"key": key, **asdict(out)}, separators=(",", ":")) + "\n").encode()
+        fix = "Free space there and resume: completions that were written are not sampled again."
+        with explain_full_disk("a completion", self._folder, needed=len(line), fix=fix):
+            append_file(self._folder / f"{max(out.versions)}.jsonl", line)
 
     def _read(self, path: Path) -> None:
         """A last line that was cut by a crash is cut off, so that the next one starts on a line of its own."""

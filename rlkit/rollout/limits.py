@@ -27,13 +27,14 @@ def success_between(low: float, high: float) -> Callable[[Sequence[Trajectory]],
     """A filter for dynamic sampling: keep the groups with `low <= success(group) <= high`.
 
     Groups whose answers are all right or all wrong have advantages of 0 and teach nothing; (0.01, 0.99) drops them
-    where rewards are 0 or 1 (for groups of less than 100).
+    where rewards are 0 or 1 (for groups of less than 100). A group whose success is NaN is kept, so that the loop
+    reports it: only a number outside the range drops a group.
     Differs: DAPO and verl `filter_groups` keep what has any spread of the metric; ColossalAI's `filter_range` is this.
     Reference: arXiv:2503.14476, section 3.2.
     """
     if not low <= high:
         raise ValueError(f"low must not be above high, got low={low}, high={high}")
-    return lambda group: low <= success(group) <= high
+    return lambda group: not (success(group) < low or success(group) > high)
 
 
 def mask_truncated(groups: Sequence[Sequence[Trajectory]]) -> list[Group]:

@@ -65,15 +65,25 @@ async def launch(
     Arguments are those of `LocalEngine`, and: `num_threads` of torch, and the `cpus` it may run on (all). The child
     ends with this process, however that ends. A script that calls this needs the usual `if __name__ == "__main__":`.
 
-    Errors: whatever loading the model raised there.
+    Errors: whatever loading the model raised there; ValueError where the system cannot pin a process to `cpus` (macOS).
     """
+    if cpus and not hasattr(os, "sched_setaffinity"):
+        raise ValueError(
+            f"cpus {tuple(cpus)} (--engine-cpus) needs Linux: this system cannot pin a process to processors"
+        )
     ours, theirs = socket.socketpair()
     options = {
         "max_batch": max_batch, "max_len": max_len, "eos_token_ids": eos_token_ids, "seed": seed, "compile": compile,
     }  # fmt: skip
     process = multiprocessing.get_context("spawn").Process(
         target=_serve,
-        args=(theirs, _Child(str(path), options, device), num_threads, tuple(cpus)),
+        args=(
+            theirs,
+            _Child(str(path), options, device),
+            num_threads,
+            tuple(cpus),
+            torch.are_deterministic_algorithms_enabled(),
+        ),
         daemon=True,
         name="rlkit-engine",
     )
@@ -268,11 +278,14 @@ class _Child:
         await self._engine.update_weights(version=version)
 
 
-def _serve(connection: socket.socket, child: _Child, num_threads: int, cpus: tuple[int, ...]) -> None:
+def _serve(
+    connection: socket.socket, child: _Child, num_threads: int, cpus: tuple[int, ...], deterministic: bool
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     if cpus:
         os.sched_setaffinity(0, cpus)
     torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(deterministic)
     asyncio.run(child.run(connection))
 
 

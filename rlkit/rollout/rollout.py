@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from rlkit._numbers import is_number, show
 from rlkit.data.prompts import Prompt
 from rlkit.types import Completion, Generate, SamplingParams, Trajectory
 
@@ -79,6 +80,8 @@ async def sample_group(
     group. `score` sees the last piece of each episode and returns them with rewards; an episode's reward goes to all
     its pieces, whether `score` or the environment set it. Where `score` leaves nothing of a piece to train on (its mask
     is False throughout), nothing of the episode is.
+
+    A reward that is no number is refused; nan and infinity pass, for the loops to stop at (`rlkit.loops.nans`).
     """
     episodes = await all_or_cancel([_episode(env, prompt, sample) for sample in samplers])
     last = [pieces[-1] for pieces in episodes]
@@ -91,10 +94,23 @@ async def sample_group(
     for pieces, end in zip(episodes, last, strict=True):
         dropped = any(pieces[-1].mask) and not any(end.mask)
         for piece in pieces[:-1]:
-            mask = [False] * len(piece.mask) if dropped else piece.mask
-            group.append(replace(piece, reward=end.reward, mask=mask))
+            mask, rewards = ([False] * len(piece.mask), None) if dropped else (piece.mask, piece.token_rewards)
+            group.append(replace(piece, reward=end.reward, mask=mask, token_rewards=rewards))
         group.append(end)
+    for trajectory in group:
+        if wrong := wrong_reward(trajectory, is_valid=lambda x: isinstance(x, float) or is_number(x)):
+            raise ValueError(f"row {prompt.index + 1}: {wrong}; an environment or a score must give a number")
     return group
+
+
+def wrong_reward(trajectory: Trajectory, *, is_valid: Callable[[Any], bool] = is_number) -> str | None:
+    """Which of its reward, score and trained token rewards is not a finite number; None where all are."""
+    tokens = trajectory.token_rewards or () if any(trajectory.mask) else ()
+    score = () if trajectory.score is None else (trajectory.score,)
+    for name, values in (("reward", (trajectory.reward,)), ("score", score), ("token_rewards", tokens)):
+        if wrong := [value for value in values if not is_valid(value)]:
+            return f"{name} is {show(wrong[0])}"
+    return None
 
 
 def last_pieces(group: Sequence[Trajectory]) -> Group:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt64
 from torch import Tensor
 
-from rlkit._tensors import upcast
+from rlkit._tensors import cumsum, upcast
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -59,7 +59,7 @@ def sample(
         z = z / torch.where(temperature == 0, 1.0, temperature)[:, None]
     p = z.softmax(-1)
     kept = p if top_p is None and top_k is None else p * kept_support(p, top_p=top_p, top_k=top_k)
-    cdf = kept.cumsum(-1, dtype=torch.float64)
+    cdf = cumsum(kept, -1)
     ids = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
     if temperature is not None:
         ids = torch.where(temperature[:, None] == 0, logits.argmax(-1, keepdim=True), ids)
@@ -78,7 +78,7 @@ def kept_support(
     ranked, order = p.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ranked, dtype=torch.bool)
     if top_p is not None:
-        total = ranked.cumsum(-1, dtype=torch.float64)
+        total = cumsum(ranked, -1)
         before = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], dim=-1)
         keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
     if top_k is not None:

@@ -14,8 +14,8 @@ With both, waiting for the n oldest always suffices (earliest deadline first), s
 age. Staleness is that of a group's oldest token; tokens sampled later, from newer weights, are younger.
 
 Differs: AReaL `max_head_offpolicyness` has the admission rule, and takes groups in the order of completion, which
-bounds the age on average only; prime-rl and OpenRLHF discard what is too old; verl `staleness_threshold` counts like
-the fraction here.
+bounds the age on average only; prime-rl `max_off_policy_steps` discards what is too old; verl `staleness_threshold`
+counts like the fraction here.
 """
 
 from __future__ import annotations

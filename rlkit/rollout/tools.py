@@ -62,7 +62,7 @@ def tool_env(
     A tool's answer that spells a special token (`<|im_end|>`) is defused with a zero-width space, so that a document
     cannot close the tool's turn and open another.
 
-    Differs: TRL and verl keep tools as classes with their own registries; rl4llm hard-codes the tool in its env.
+    Differs: nothing from TRL `tools`; verl keeps tools as classes, subclasses of verl `BaseTool`.
     """
     special = _special_texts(tokenizer)
     fixed = None if callable(tools) else tool_schemas(tools)

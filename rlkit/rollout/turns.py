@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlkit._numbers import is_number, to_number
 from rlkit.rollout.rollout import Sample
 from rlkit.types import Completion, FinishReason, Trajectory
 
@@ -85,7 +86,8 @@ class Turns:
             pieces = self._with_rewards(pieces, turn_rewards)
         cut = self.truncated if truncated is None else truncated
         pieces = [
-            replace(t, reward=float(reward), truncated=cut or not t.ids, continues=i > 0) for i, t in enumerate(pieces)
+            replace(t, reward=_number(reward), truncated=cut or not t.ids, continues=i > 0)
+            for i, t in enumerate(pieces)
         ]
         about = {"finish_reason": self._reason, "num_turns": self.num_turns, **(info or {})}
         return [*pieces[:-1], replace(pieces[-1], score=score, info=about)]
@@ -95,9 +97,14 @@ class Turns:
             raise ValueError(f"turn_rewards must have one entry per turn, {self.num_turns}, got {len(turn_rewards)}")
         rewards = [[0.0] * len(t.ids) for t in pieces]
         for (piece, position), reward in zip(self._ends, turn_rewards, strict=True):
-            rewards[piece][position] = float(reward)
+            rewards[piece][position] = _number(reward)
         return [replace(t, token_rewards=r) for t, r in zip(pieces, rewards, strict=True)]
 
 
 def _empty(prompt_ids: Sequence[int]) -> Trajectory:
     return Trajectory(list(prompt_ids), [], [], [], [])
+
+
+def _number(reward: Any) -> Any:
+    """As a float; what is not a finite number stays as it is, for `sample_group` to report with its prompt."""
+    return to_number(reward) if is_number(reward) else reward

@@ -222,5 +222,13 @@ def test_vision_is_refused_by_name():
     refuse_vision(tokenizer_with("chatml"))
     tokenizer = tokenizer_with("chatml")
     parts = [{"type": "text", "text": "what is it?"}, {"type": "image", "image": "x.png"}]
-    with pytest.raises(ValueError, match="a message of role 'user' holds 'image'"):
+    with pytest.raises(ValueError, match=r"messages\[0\].content\[1\] is 'image': rlkit reads text only"):
         Chat(prompt_of(tokenizer), None, tokenizer=tokenizer, messages=[{"role": "user", "content": parts}])
+
+
+async def test_an_answer_in_parts_of_text_is_read_as_its_text():
+    parts = [{"type": "text", "text": "7"}, {"type": "text", "text": "8"}]
+    joined, apart = [await talk("chatml", ["a", "b"], [[tool(content)]]) for content in ("78", parts)]
+    assert apart[1] == joined[1]
+    with pytest.raises(ValueError, match=r"content of a message of role 'tool'\[0\] is 'image'"):
+        await talk("chatml", ["a", "b"], [[tool([{"type": "image", "image": "x.png"}])]])

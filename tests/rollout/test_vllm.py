@@ -63,9 +63,9 @@ def broken(path: list[Any], value: Any) -> dict[str, Any]:
     ("reply", "message"),
     [
         (broken(["token_ids"], None), "not a completion with token ids"),
-        (broken(["token_ids"], [525, 498]), "2 tokens, 4 log-probs"),
+        (broken(["token_ids"], [525, 498]), "2 tokens but 4 log-probs"),
         (broken(["logprobs"], None), "not a completion with token ids and log-probs"),
-        (broken(["logprobs", "token_logprobs"], [-0.1, None, -0.1, -0.1]), "4 tokens, 4 log-probs"),
+        (broken(["logprobs", "token_logprobs"], [-0.1, None, -0.1, -0.1]), "token 1 has the log-prob None"),
         (broken(["finish_reason"], None), "finish_reason None"),
         ({"choices": []}, "not a completion"),
     ],
@@ -74,12 +74,12 @@ async def test_a_bad_reply_is_repeated_and_then_a_clear_error(reply: Any, messag
     async with serving(reply) as (url, seen):
         engine = VLLM(url, model="tiny")
         with pytest.raises(ReplicaError, match=message):
-            await engine.generate([1], params=PARAMS)
+            await engine.generate([9707, 11, 1246], params=PARAMS)
         await engine.close()
     assert len(seen) == 3
     async with serving(reply, EXCHANGE["response"]) as (url, seen):
         engine = VLLM(url, model="tiny")
-        assert (await engine.generate([1], params=PARAMS)).ids == [525, 498, 30, 151645]
+        assert (await engine.generate([9707, 11, 1246], params=PARAMS)).ids == [525, 498, 30, 151645]
         await engine.close()
 
 

@@ -116,7 +116,7 @@ BAD = {
     "not a reply of /generate": replying(output_token_logprobs=None),
     "not finite": replying(output_token_logprobs=[[-0.5, 7, None], [float("-inf"), 8, None], [-1.5, 9, None]]),
     "do not cover 3 tokens": replying(weight_versions=[{"version": "3", "start": 0, "end": 2}]),
-    "the server gave up": replying(finish_reason={"type": "abort", "message": "queue is full", "status_code": 503}),
+    "the server gave up": replying(finish_reason={"type": "abort", "message": "out of memory", "status_code": 500}),
 }
 
 

@@ -66,6 +66,11 @@ class SGLang:
         stall: a server that has answered nothing for so many seconds is asked whether it is alive; where it does not
             answer that three times, its requests go elsewhere.
         tries: how often a generation is attempted before its error is raised. Weight updates are never repeated.
+        vocab_size: number of token ids of the model, to check what is sent and sampled; by default that of the served
+            checkpoint, where this machine can read it.
+        backoff_s, busy_s: a server that answers 408, 425, 429 or 503 is asked again after about `backoff_s` seconds,
+            twice that, ..., or after its Retry-After, for `busy_s` in total. Weight updates wait in the same way: such
+            a request was not processed.
     """
 
     def __init__(
@@ -80,16 +85,19 @@ class SGLang:
         timeout: float = 7200.0,
         stall: float = 120.0,
         tries: int = 3,
+        vocab_size: int | None = None,
+        backoff_s: float = 0.5,
+        busy_s: float = 600.0,
     ) -> None:
         addresses = [urls] if isinstance(urls, str) else list(urls)
         routers = [router] if router else []
         if not addresses or not all(url.startswith(("http://", "https://")) for url in [*addresses, *routers]):
             raise ValueError(f"urls must be one or more addresses like http://host:30000, got {urls!r}, {router=}")
         self.version = 0
-        self._http = Http()
-        self._servers = Replicas(self._http, addresses, stall=stall)
+        self._http = Http(backoff_s=backoff_s, busy_s=busy_s)
+        self._servers = Replicas(self._http, addresses, stall=stall, vocab_size=vocab_size)
         serving = Replicas(self._http, routers, stall=stall) if routers else self._servers
-        self._calls = Calls(serving, self._servers, timeout=timeout, tries=tries)
+        self._calls = Calls(self._http, serving, self._servers, timeout=timeout, tries=tries)
         self._transport = FromTensors() if transport is None else transport
         self._pause, self._probe, self._unsent = pause, probe, tuple(unsent)
         self._salt: str | None = None
@@ -112,7 +120,8 @@ class SGLang:
     async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
         """Sample a completion of `prompt_ids`. See `rlkit.types.SamplingParams` and `Completion`.
 
-        A call whose server dies, hangs, answers 5xx or nonsense is sampled anew, on another server where there is one.
+        A call whose server dies, hangs, answers 5xx or with what cannot be the answer (see `check_reply`) is sampled
+        anew, on another server where there is one.
         A cancelled call is aborted on its server. A `seed` is heeded by servers in deterministic mode (see `launch`).
 
         Raises:
@@ -262,5 +271,7 @@ class SGLang:
 
     async def _sample(self, server: Replica, probe: Probe) -> Completion:
         greedy = SamplingParams(max_new_tokens=probe.num_tokens, temperature=0.0)
-        request = body(probe.prompt_ids, greedy, await self._servers.learn(), self._salt)
-        return completion(await server.post("/generate", request), url=server.url, version=self.version)
+        limits = await self._servers.learn()
+        request = body(probe.prompt_ids, greedy, limits, self._salt)
+        reply = await server.post("/generate", request)
+        return completion(reply, request, limits, url=server.url, version=self.version)

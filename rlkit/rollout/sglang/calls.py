@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from rlkit.rollout._http import ReplicaError
+from rlkit.rollout._http import Busy, Http, ReplicaError
 from rlkit.rollout.local import Progress
 from rlkit.rollout.sglang.replicas import Replica, Replicas
 from rlkit.rollout.sglang.wire import completion
@@ -25,15 +27,15 @@ class _Call:
 
     replica: Replica | None = None
     wire: str = ""
-    aborted: bool = False
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
     done: bool = False
 
 
 class Calls:
     """The calls of one engine. `serving` is who samples (the servers, or a router in front of them)."""
 
-    def __init__(self, serving: Replicas, servers: Replicas, *, timeout: float, tries: int) -> None:
-        self.serving, self._servers = serving, servers
+    def __init__(self, http: Http, serving: Replicas, servers: Replicas, *, timeout: float, tries: int) -> None:
+        self._http, self.serving, self._servers = http, serving, servers
         self._timeout, self._tries = timeout, tries
         self._calls: dict[str, _Call] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -55,7 +57,8 @@ class Calls:
             raise ValueError(f"rid {name!r} is already in flight")
         call = self._calls[name] = _Call()
         try:
-            out = await self._attempts(call, request, version)
+            attempts = partial(self._attempts, call, request, version)
+            out = await self._http.patient(attempts, sleep=partial(_sleep, unless=call.aborted))
             self._num_tokens += len(out.ids)
             return out
         finally:
@@ -69,8 +72,8 @@ class Calls:
         """End one call, or all. They end a moment later. Returns how many."""
         calls = list(self._calls.values()) if name is None else [self._calls[name]] if name in self._calls else []
         for call in calls:
-            if not call.aborted:
-                call.aborted = True
+            if not call.aborted.is_set():
+                call.aborted.set()
                 self._spawn(self._abort_until_done(call))
         return len(calls)
 
@@ -85,15 +88,18 @@ class Calls:
 
     async def _attempts(self, call: _Call, request: Callable[[], dict[str, Any]], version: int) -> Completion:
         failures = deaths = 0
-        while not call.aborted:
+        while not call.aborted.is_set():
             replica = await self.serving.pick()
-            if call.aborted:
+            if call.aborted.is_set():
                 break
             call.replica, call.wire = replica, uuid4().hex  # SGLang aborts by prefix: no name may begin with another
             try:
                 named = {**request(), "rid": call.wire}
                 reply = await self.serving.request(replica, "/generate", named, timeout=self._timeout)
-                return completion(reply, url=replica.url, version=version)
+                limits = self._servers.limits or await self._servers.learn()
+                return completion(reply, named, limits, url=replica.url, version=version)
+            except Busy:
+                raise
             except ReplicaError as error:
                 failures += 1
                 deaths += await self.serving.suspect(replica)
@@ -116,7 +122,7 @@ class Calls:
 
     async def _abort_once(self, replica: Replica, wire: str) -> None:
         servers = [replica] if replica in self._servers.all else self._servers.up()
-        posts = (server.post("/abort_request", {"rid": wire}, timeout=10.0) for server in servers)
+        posts = (server.post_once("/abort_request", {"rid": wire}, timeout=10.0) for server in servers)
         await asyncio.gather(*posts, return_exceptions=True)  # a server that is gone samples no more
 
     async def _count_waiting(self) -> None:
@@ -130,3 +136,8 @@ class Calls:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+async def _sleep(seconds: float, *, unless: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(unless.wait(), seconds)

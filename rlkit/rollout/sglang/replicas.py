@@ -7,9 +7,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Literal
 
-from rlkit.rollout._http import Http, Refused, ReplicaError, all_done
+from rlkit.rollout._http import Busy, Http, Refused, ReplicaError, all_done
 from rlkit.rollout.sglang.checks import vocab_size
 from rlkit.rollout.sglang.wire import Limits, parse_version
 
@@ -34,7 +35,11 @@ class Replica:
         self.question: asyncio.Task[None] | None = None
 
     async def post(self, path: str, body: Any, *, timeout: float = CONTROL_TIMEOUT) -> Any:
-        """The server's reply; see `Http.request`."""
+        """The server's reply; see `Http.request`. Repeated while the server is busy."""
+        return await self._http.patient(partial(self.post_once, path, body, timeout=timeout))
+
+    async def post_once(self, path: str, body: Any, *, timeout: float) -> Any:
+        """The server's reply, or `Busy`."""
         return await self._http.request(self.url + path, body, timeout=timeout)
 
     async def get(self, path: str, *, timeout: float) -> dict[str, Any]:
@@ -48,10 +53,11 @@ class Replica:
 class Replicas:
     """Servers of one model behind one client. A server that died is out until an update of the weights includes it."""
 
-    def __init__(self, http: Http, urls: Sequence[str], *, stall: float) -> None:
-        self.all = [Replica(http, url) for url in urls]
+    def __init__(self, http: Http, urls: Sequence[str], *, stall: float, vocab_size: int | None = None) -> None:
+        self._http, self.all = http, [Replica(http, url) for url in urls]
         self.limits: Limits | None = None
         self.version = 0
+        self._vocab_size = vocab_size
         self._stall, self._patience = stall, max(1.0, stall / 4)
         self._turn = 0
 
@@ -89,7 +95,7 @@ class Replicas:
         if not replica.outstanding:
             replica.last_reply = time.monotonic()
         replica.outstanding += 1
-        task = asyncio.ensure_future(replica.post(path, body, timeout=timeout))
+        task = asyncio.ensure_future(replica.post_once(path, body, timeout=timeout))
         try:
             while not (await asyncio.wait({task}, timeout=self._stall))[0]:
                 await self._still_there(replica)
@@ -141,15 +147,16 @@ class Replicas:
             await self._learn(replica)
 
     async def _learn(self, replica: Replica) -> Limits | None:
+        get = partial(replica.get, timeout=self._patience)
         try:
-            info = await replica.get("/server_info", timeout=self._patience)
+            info = await self._http.patient(partial(get, "/server_info"))
             replica.num_ranks, replica.num_stages, replica.num_copies = (
                 int(info.get(f"{kind}_size") or 1) for kind in ("tp", "pp", "dp")
             )
-            models = await replica.get("/v1/models", timeout=self._patience)
+            models = await self._http.patient(partial(get, "/v1/models"))
             max_len = models["data"][0].get("max_model_len") if models.get("data") else None
             replica.model_path = replica.model_path or info.get("model_path")  # that of an update from disk, later on
-            return Limits(max_len or math.inf, vocab_size(replica.model_path) or math.inf)
+            return Limits(max_len or math.inf, self._vocab_size or vocab_size(replica.model_path) or math.inf)
         except (ReplicaError, TimeoutError) as error:
             self._note(replica, str(error))
             return None
@@ -195,6 +202,8 @@ class Replicas:
         began = time.monotonic()
         try:
             await replica.get(path, timeout=self._patience)
+        except Busy as error:
+            return str(error) if error.status == 503 else None  # too many requests: it is there
         except (ReplicaError, TimeoutError) as error:
             ours = time.monotonic() - began > 2 * self._patience
             return None if ours else str(error)  # this process did not listen: a training step kept its event loop

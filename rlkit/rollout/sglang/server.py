@@ -116,8 +116,12 @@ def launch(
             pass False and call `Server.wait`.
 
     Raises:
-        ValueError: `port` is taken. RuntimeError, TimeoutError: see `Server.wait`.
+        RuntimeError: this is not Linux. ValueError: `port` is taken. RuntimeError, TimeoutError: see `Server.wait`.
     """
+    if sys.platform != "linux":
+        raise RuntimeError(
+            f"SGLang servers run on Linux, this is {sys.platform}: start one there and give its address (--engine-urls)"
+        )
     if port is not None and not _is_free(host, port):
         raise ValueError(f"port {port} of {host} is taken: give another one, or none")
     port = _free_port(host) if port is None else port

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
-from rlkit.rollout._http import ReplicaError
+from rlkit._retrying import BUSY
+from rlkit.rollout._http import Busy, ReplicaError
+from rlkit.rollout._reply import check_reply
 from rlkit.types import Completion, FinishReason, SamplingParams
 
 
@@ -45,18 +46,22 @@ def body(prompt_ids: list[int], params: SamplingParams, limits: Limits, salt: st
     return {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True, "stream": False, **salted}
 
 
-def completion(reply: Any, *, url: str, version: int) -> Completion:
-    """A `Completion` from the reply of SGLang's /generate; `version` is for servers that do not report theirs.
+def completion(reply: Any, request: dict[str, Any], limits: Limits, *, url: str, version: int) -> Completion:
+    """A `Completion` from the reply of SGLang's /generate to `request`.
+
+    `version` is for servers that do not report theirs.
 
     Raises:
-        ReplicaError: fields are missing, log-probs are fewer than tokens or not finite, or the server gave up.
+        ReplicaError: fields are missing, the server gave up, or `check_reply` refuses it. Busy: its queue is full.
     """
     try:
         meta = reply["meta_info"]
         finish, entries, num_tokens = meta["finish_reason"], meta["output_token_logprobs"], meta["completion_tokens"]
-        ids, logp = [int(e[1]) for e in entries], [float(e[0]) for e in entries]
-        reason = finish["type"]
-        if (finish.get("status_code") or 200) >= 400:
+        ids, logp = [entry[1] for entry in entries], [entry[0] for entry in entries]
+        reason, status = finish["type"], finish.get("status_code") or 200
+        if status in BUSY:
+            raise Busy(f"{url}: the server gave up: {finish}", status, 0.0)
+        if status >= 400:
             raise ReplicaError(f"{url}: the server gave up: {finish}")
         if reason not in get_args(FinishReason):
             raise ValueError(f"finish_reason {reason!r}")
@@ -65,9 +70,17 @@ def completion(reply: Any, *, url: str, version: int) -> Completion:
         versions = _versions(meta, len(ids), version)
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ReplicaError(f"{url}: not a reply of /generate ({error!r}): {str(reply)[:500]}") from error
-    if not all(map(math.isfinite, logp)):
-        raise ReplicaError(f"{url}: a log-prob is not finite; the served weights or activations have overflowed")
-    return Completion(ids, logp, versions, reason)
+    return check_reply(
+        Completion(ids, logp, versions, reason),
+        url=url,
+        request=str(request.get("rid", "of the probe")),
+        max_new_tokens=request["sampling_params"]["max_new_tokens"],
+        vocab_size=limits.vocab_size,
+        reported={
+            "id": (meta.get("id"), request.get("rid")),
+            "prompt_tokens": (meta.get("prompt_tokens"), len(request["input_ids"])),
+        },
+    )
 
 
 def _versions(meta: dict[str, Any], num_tokens: int, version: int) -> list[int]:

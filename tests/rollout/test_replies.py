@@ -1,0 +1,226 @@
+"""Replies that cannot be the answer to their request, from a real HTTP server, through both engines behind HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rlkit.rollout._http import Busy, ReplicaError
+from rlkit.rollout.sglang import SGLang
+from rlkit.rollout.vllm import VLLM
+from rlkit.types import SamplingParams
+
+PROMPT, VOCAB = [5, 6], 100
+PARAMS = SamplingParams(max_new_tokens=3)
+Engine = Callable[..., Any]
+FAST = {"backoff_s": 1e-3}
+
+
+def sglang(url: str, **options: Any) -> SGLang:
+    return SGLang(url, vocab_size=VOCAB, **FAST, **options)
+
+
+def vllm(url: str, **options: Any) -> VLLM:
+    return VLLM(url, model="m", vocab_size=VOCAB, **FAST, **options)
+
+
+def reply(request: dict[str, Any]) -> dict[str, Any]:
+    """What a right server answers, to either of the two."""
+    if "input_ids" in request:
+        meta = {
+            "id": request["rid"],
+            "finish_reason": {"type": "stop"},
+            "prompt_tokens": len(request["input_ids"]),
+            "output_token_logprobs": [[-0.5, 7, None], [0.0, 8, None]],
+            "completion_tokens": 2,
+        }
+        return {"output_ids": [7, 8], "meta_info": meta}
+    choice = {
+        "token_ids": [7, 8],
+        "logprobs": {"token_logprobs": [-0.5, 0.0]},
+        "finish_reason": "stop",
+        "prompt_token_ids": request["prompt"],
+    }
+    told = request.get("request_id", "1f")
+    return {"id": f"cmpl-{told}", "choices": [choice], "usage": {"prompt_tokens": len(request["prompt"])}}
+
+
+def with_tokens(tokens: list[Any], logp: list[Any], reason: str = "stop") -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def change(good: dict[str, Any]) -> dict[str, Any]:
+        if "meta_info" in good:
+            entries = [list(pair) for pair in zip(logp, tokens, strict=False)]
+            told = {"output_token_logprobs": entries, "completion_tokens": len(tokens)}
+            return {"output_ids": tokens, "meta_info": good["meta_info"] | told | {"finish_reason": {"type": reason}}}
+        told = {"token_ids": tokens, "logprobs": {"token_logprobs": logp}, "finish_reason": reason}
+        return good | {"choices": [good["choices"][0] | told]}
+
+    return change
+
+
+def of_another(good: dict[str, Any]) -> dict[str, Any]:
+    good = copy.deepcopy(good)
+    if "meta_info" in good:
+        good["meta_info"]["id"] = "another"
+    else:
+        good["id"] = "cmpl-another"
+    return good
+
+
+def longer_prompt(good: dict[str, Any]) -> dict[str, Any]:
+    good = copy.deepcopy(good)
+    (good["meta_info"] if "meta_info" in good else good["usage"])["prompt_tokens"] = 3
+    return good
+
+
+WRONG = {
+    "a wider id": (with_tokens([7, 100], [-0.5, -0.5]), r"token 1 has the id 100, which is not in \[0, 100\)"),
+    "a negative id": (with_tokens([-1, 7], [-0.5, -0.5]), "token 0 has the id -1"),
+    "a fraction": (with_tokens([7, 7.5], [-0.5, -0.5]), "token 1 has the id 7.5"),
+    "too many": (with_tokens([7] * 4, [-0.5] * 4, "length"), "4 tokens, at most 3 were asked"),
+    "none": (with_tokens([], []), "no token, and finish_reason 'stop'"),
+    "a log-prob above 0": (with_tokens([7, 8], [-0.5, 0.01]), "token 1 has the log-prob 0.01, which is above 0"),
+    "nan": (with_tokens([7, 8], [-0.5, float("nan")]), "token 1 has the log-prob nan, which is not finite"),
+    "fewer log-probs": (with_tokens([7, 8], [-0.5]), "2 tokens but 1 log-probs"),
+    "of another": (of_another, "it is of another request: id is '(cmpl-)?another', 'r7"),
+    "of another prompt": (longer_prompt, "it is of another request: prompt_tokens is 3, 2 was asked"),
+}
+
+
+@asynccontextmanager
+async def serving(answer: Callable[[int, dict[str, Any]], Any]) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
+    """A server whose completions are `answer(number, request)`: JSON, or a whole response."""
+    seen: list[dict[str, Any]] = []
+
+    async def completions(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        made = answer(len(seen) - 1, seen[-1])
+        return made if isinstance(made, web.Response) else web.json_response(made)
+
+    async def nothing(_: web.Request) -> web.Response:
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_post("/generate", completions)
+    app.router.add_post("/v1/completions", completions)
+    for page in ("server_info", "v1/models", "model_info", "health"):
+        app.router.add_get(f"/{page}", nothing)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", seen
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("make", [sglang, vllm])
+async def test_a_right_reply_is_taken(make: Engine) -> None:
+    async with serving(lambda _, request: reply(request)) as (url, _):
+        engine = make(url)
+        out = await engine.generate(PROMPT, params=PARAMS, rid="r7")
+        await engine.close()
+    assert (out.ids, out.logp, out.finish_reason) == ([7, 8], [-0.5, 0.0], "stop")
+
+
+@pytest.mark.parametrize("make", [sglang, vllm])
+@pytest.mark.parametrize("name", WRONG)
+async def test_a_wrong_reply_is_sampled_anew_and_then_an_error(make: Engine, name: str) -> None:
+    change, said = WRONG[name]
+    if make is sglang:  # whose client gives every attempt a name of its own
+        said = said.replace("'r7", "'")
+    async with serving(lambda _, request: change(reply(request))) as (url, seen):
+        engine = make(url, tries=2)
+        with pytest.raises(ReplicaError, match=said) as caught:
+            await engine.generate(PROMPT, params=PARAMS, rid="r7")
+        await engine.close()
+    assert url in str(caught.value)
+    if name != "fewer log-probs":
+        asked = seen[-1].get("rid") or seen[-1]["request_id"]
+        assert f"request {asked} is wrong" in str(caught.value)
+    assert len(seen) == 2
+    async with serving(lambda n, request: reply(request) if n else change(reply(request))) as (url, seen):
+        engine = make(url, tries=2)
+        assert (await engine.generate(PROMPT, params=PARAMS, rid="r7")).ids == [7, 8]
+        await engine.close()
+
+
+async def test_vllm_must_answer_the_prompt_that_was_sent() -> None:
+    def other(_: int, request: dict[str, Any]) -> dict[str, Any]:
+        return reply(request | {"prompt": [5, 9]})
+
+    async with serving(other) as (url, _):
+        engine = vllm(url, tries=1)
+        with pytest.raises(ReplicaError, match=r"prompt_token_ids is \[5, 9\], \[5, 6\] was asked"):
+            await engine.generate(PROMPT, params=PARAMS)
+        await engine.close()
+
+
+@pytest.mark.parametrize("make", [sglang, vllm])
+@pytest.mark.parametrize("status", [408, 425, 429, 503])
+async def test_a_busy_server_is_asked_again(make: Engine, status: int) -> None:
+    """More often than `tries`, which is for failures."""
+    async with serving(lambda n, request: web.Response(status=status) if n < 5 else reply(request)) as (url, seen):
+        engine = make(url, tries=1)
+        assert (await engine.generate(PROMPT, params=PARAMS)).ids == [7, 8]
+        await engine.close()
+    assert len(seen) == 6
+
+
+async def test_a_full_queue_of_sglang_is_a_busy_server() -> None:
+    full = {"finish_reason": {"type": "abort", "status_code": 503, "message": "the queue is full"}}
+
+    def answer(number: int, request: dict[str, Any]) -> dict[str, Any]:
+        good = reply(request)
+        return good if number == 4 else {"meta_info": good["meta_info"] | full}
+
+    async with serving(answer) as (url, seen):
+        engine = sglang(url, tries=1)
+        assert (await engine.generate(PROMPT, params=PARAMS)).ids == [7, 8]
+        await engine.close()
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("make", [sglang, vllm])
+async def test_a_server_that_stays_busy_is_an_error_in_time(make: Engine) -> None:
+    async with serving(lambda *_: web.Response(status=429, headers={"Retry-After": "3600"})) as (url, seen):
+        engine = make(url)
+        with pytest.raises(Busy, match=r"status 429.*tried once; the server asks to wait 3600 s"):
+            await engine.generate(PROMPT, params=PARAMS)
+        await engine.close()
+    assert len(seen) == 1
+    async with serving(lambda *_: web.Response(status=503)) as (url, seen):
+        engine = make(url, busy_s=0.05)
+        with pytest.raises(Busy, match=r"status 503.*tried \d+ times$"):
+            await engine.generate(PROMPT, params=PARAMS)
+        await engine.close()
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("make", [sglang, vllm])
+async def test_another_refusal_is_final(make: Engine) -> None:
+    async with serving(lambda *_: web.Response(status=400, text="too long")) as (url, seen):
+        engine = make(url)
+        with pytest.raises(ValueError, match="status 400: too long"):
+            await engine.generate(PROMPT, params=PARAMS)
+        await engine.close()
+    assert len(seen) == 1
+
+
+async def test_an_abort_ends_the_wait_for_a_busy_server() -> None:
+    async with serving(lambda *_: web.Response(status=429, headers={"Retry-After": "500"})) as (url, seen):
+        engine = sglang(url)
+        waiting = engine.generate(PROMPT, params=PARAMS, rid="r7")
+
+        async def abort() -> None:
+            while not seen or not engine.abort("r7"):
+                await engine._http.request(f"{url}/health", method="GET", timeout=60)
+
+        out, _ = await asyncio.wait_for(asyncio.gather(waiting, abort()), 60)
+        await engine.close()
+    assert (out.ids, out.finish_reason) == ([], "abort")
