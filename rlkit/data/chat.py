@@ -17,7 +17,7 @@ Message = Mapping[str, Any]
 
 _MARK = "placeholder of a turn"  # text that no template takes for markup
 _OPENER = 64  # characters at the end of a generation prompt that a message may repeat
-_TURN_TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # under these names templates look for text
+TURN_TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # under these names templates look for text
 
 
 def render(
@@ -125,7 +125,7 @@ def turn_tokens(
         return None
     turn = _squeeze(whole[len(context) : len(whole) - len(tail)])
     opener = _squeeze(context[-_OPENER:])
-    kept = all(_without_overlap(_squeeze(last.get(key)), opener) in turn for key in _TURN_TEXTS)
+    kept = all(_without_overlap(_squeeze(last.get(key)), opener) in turn for key in TURN_TEXTS)
     if not (found and kept and whole.startswith(context) and whole.endswith(tail)):
         return None
     ids = encode_after_text(tokenizer, tail)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlkit.data.load import Rows, place_of
 from rlkit.data.pairs import as_response, preference_pairs
-from rlkit.data.prompts import report_dropped
-from rlkit.data.sft import sft_examples
+from rlkit.data.prompts import check_rows, report_rows, report_too_long
+from rlkit.data.sft import tokenized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,10 +46,11 @@ def labelled_examples(
 
     A label is true or false, 1 or 0, also as text. Prompt and response are rendered as `preference_pairs` does, and
     rows that are pairs are read by it. An example of more than `max_example_tokens` is dropped (of two, both), never
-    cut; the count (of rows) is returned and logged.
+    cut, and so is a desirable response that is empty; undesirable ones are kept. Each is counted (in rows) and logged,
+    and the number dropped is returned.
 
-    Raises ValueError, with the row's index (from 0), for a row without the columns, a label that is none, a response
-    that is no text, data of which only some rows are pairs, and where every example is too long.
+    Raises ValueError, with the row (see `place_of`), for a row without the columns, a label that is neither, a response
+    that is no text, data of which only some rows are pairs, and where no example is left.
 
     Differs: TRL cuts long examples, and takes the columns `prompt`, `completion` and `label` only.
     """
@@ -64,29 +65,38 @@ def labelled_examples(
         pairs, num_dropped = preference_pairs(rows, max_example_tokens=max_example_tokens, **options)
         both = [(Labelled(p.prompt, p.chosen, True), Labelled(p.prompt, p.rejected, False)) for p in pairs]
         return [example for two in both for example in two], num_dropped
-    labels = [_label(row, index) for index, row in enumerate(rows)]
+    check_rows(rows, max_example_tokens=max_example_tokens)
+    labels = [_label(row, place_of(rows, index)) for index, row in enumerate(rows)]
     columns = [next(column for column in _RESPONSES if column in row) for row in rows]
     named = [
-        as_response(row, column, index, apply_chat_template=apply_chat_template)
+        as_response(row, column, place_of(rows, index), plain=not apply_chat_template)
         for index, (row, column) in enumerate(zip(rows, columns, strict=True))
     ]
-    examples = sft_examples(named, max_example_tokens=sys.maxsize, **options)[0]
-    too_long = [(index, len(e.ids)) for index, e in enumerate(examples) if len(e.ids) > max_example_tokens]
-    report_dropped(too_long, total=len(examples), what="examples", max_example_tokens=max_example_tokens)
-    starts = [example.mask.index(True) for example in examples]
-    found = [Labelled(e.ids[:n], e.ids[n:], label) for e, n, label in zip(examples, starts, labels, strict=True)]
-    return [e for e in found if len(e.prompt) + len(e.response) <= max_example_tokens], len(too_long)
+    examples = dict(tokenized(Rows.like(rows, named), **options))
+    empty = [i for i, row in enumerate(named) if not row["response"].strip()]
+    desirable, others = ([i for i in empty if labels[i] is label] for label in (True, False))
+    if len(empty) == len(rows):
+        report_rows(rows, empty, total=len(rows), what="examples", why="have an empty response")
+    why = "have an empty response and are {}desirable".format
+    report_rows(rows, desirable, total=len(rows), what="examples", why=why(""))
+    report_rows(rows, others, total=len(rows), what="examples", why=why("un"), kept=True)
+    for i in desirable:
+        del examples[i]
+    too_long = [(i, len(e.ids)) for i, e in examples.items() if len(e.ids) > max_example_tokens]
+    report_too_long(rows, too_long, total=len(examples), what="examples", max_example_tokens=max_example_tokens)
+    left = [(i, e, e.mask.index(True)) for i, e in examples.items() if len(e.ids) <= max_example_tokens]
+    return [Labelled(e.ids[:n], e.ids[n:], labels[i]) for i, e, n in left], len(rows) - len(left)
 
 
-def _label(row: Mapping[str, Any], index: int) -> bool:
+def _label(row: Mapping[str, Any], place: str) -> bool:
     has_response = any(column in row for column in _RESPONSES)
     if not has_response or "label" not in row:
         missing = "'label'" if has_response else "'completion' or 'response'"
         raise ValueError(
-            f"row {index}: no column {missing}; columns found: {sorted(row)}; one under another name can be renamed "
-            "when the data is loaded"
+            f"{place}: no column {missing}; columns found: {sorted(row)}; one under another name is renamed with "
+            "--rename"
         )
     label = _LABELS.get(str(row["label"]).strip().lower())
     if label is None:
-        raise ValueError(f"row {index}: column 'label' must be true or false, got {repr(row['label'])[:80]}")
+        raise ValueError(f"{place}: column 'label' must be true or false, got {repr(row['label'])[:80]}")
     return label

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlkit._extras import optional
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -21,6 +23,26 @@ Row = dict[str, Any]
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 _SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+
+
+class Rows(list[Row]):
+    """Rows with the place that each came from: `source`, and e.g. "line 3" in `places`. See `place_of`."""
+
+    def __init__(self, rows: Iterable[Row], *, source: str, places: Sequence[str]) -> None:
+        super().__init__(rows)
+        self.source, self.places = source, places
+
+    @classmethod
+    def like(cls, given: Sequence[Any], rows: Sequence[Row]) -> Sequence[Row]:
+        """`rows` under the places of `given`, row by row, if those are known."""
+        return cls(rows, source=given.source, places=given.places) if isinstance(given, cls) else rows
+
+
+def place_of(rows: Sequence[Any], index: int, *, with_source: bool = True) -> str:
+    """Where `rows[index]` came from, for messages: "train.jsonl, line 3", or "row 3" of rows that no file gave."""
+    if not isinstance(rows, Rows):
+        return f"row {index + 1}"
+    return f"{rows.source}, {rows.places[index]}" if with_source else rows.places[index]
 
 
 def load_rows(
@@ -31,7 +53,7 @@ def load_rows(
     columns: Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
     limit: int | None = None,
-) -> Sequence[Row]:
+) -> Rows:
     """The rows of a file, of a `save_to_disk` folder or of a hub data set, as a list of dicts.
 
         rows = load_rows("train.jsonl", columns=["messages", "answer"])
@@ -55,7 +77,7 @@ def load_rows(
 
     Raises FileNotFoundError (nothing there; what was tried), ImportError (`datasets` is needed and missing), ValueError
     (an empty file, a malformed line, a row that is no object, a missing column, a column of several types; numbers are
-    one type and null goes with any). Lines and rows of files are counted from 1.
+    one type and null goes with any). Lines and rows are counted from 1; the readers of rows name them too (`place_of`).
 
     Differs from `datasets.load_dataset`: no cache, and no import of `datasets` for JSON and CSV; lists, not Arrow
     columns, so that rows of different shape keep exactly the keys they have; no CSV cell becomes a number or null for
@@ -79,7 +101,8 @@ def load_rows(
     if rename:
         rows = [(place, _renamed(str(path_or_id), place, row, rename)) for place, row in rows]
     _check_columns(str(path_or_id), rows, columns)
-    return [{column: _as_messages(value) for column, value in row.items()} for _, row in rows]
+    messages = ({column: _as_messages(value) for column, value in row.items()} for _, row in rows)
+    return Rows(messages, source=str(path_or_id), places=[place for place, _ in rows])
 
 
 def _from_file(path: Path, limit: int | None) -> list[tuple[str, Row]]:
@@ -207,13 +230,8 @@ def _take(rows: Iterable[Row], limit: int | None) -> list[tuple[str, Row]]:
 
 
 def _datasets(what: str) -> ModuleType:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            f"reading {what} needs the package `datasets`: pip install 'rlkit-lm[data]' (JSON and CSV need nothing)"
-        ) from error
-    return datasets
+    found: ModuleType = optional("datasets", "data", f"reading {what} (JSON and CSV need nothing) needs")
+    return found
 
 
 def _missing(path: Path) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlkit.data.prompts import prompt_messages, report_dropped
-from rlkit.data.sft import Example, sft_examples
+from rlkit.data.chat import TURN_TEXTS
+from rlkit.data.load import Rows, place_of
+from rlkit.data.prompts import check_rows, prompt_messages, report_rows, report_too_long
+from rlkit.data.sft import Example, tokenized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,53 +48,76 @@ def preference_pairs(
     sample. Of a list of messages the last one is the response; those before it belong to the prompt, and must be the
     same on both sides. A whole conversation (it begins with a system or user message) stands in place of the prompt.
 
-    A pair of which prompt and one response exceed `max_example_tokens` is dropped as a whole, never cut; the count is
-    returned and logged. Raises ValueError, with the row's index (from 0), for a row without the columns, two
-    conversations that differ before their last message, a response that is no text, and where every pair is too long.
+    A pair is dropped as a whole, never cut, where prompt and one response exceed `max_example_tokens`, where the chosen
+    response is empty (which would teach the model to say nothing), and where the two responses are the same tokens,
+    which no loss can tell apart. Pairs with an empty rejected response are kept. Each is counted and logged, and the
+    number dropped is returned. Raises ValueError, with the row (see `place_of`), for a row without the columns, two
+    conversations that differ before their last message, a response that is no text or holds tool calls or reasoning of
+    its own, and where no pair is left.
 
     Differs: TRL cuts long pairs (`max_length`), and renders prompt and responses through the template and takes their
     common prefix for the prompt.
     """
+    check_rows(rows, max_example_tokens=max_example_tokens)
+    plain = not apply_chat_template
     sides = {
-        side: [as_response(row, side, index, apply_chat_template=apply_chat_template) for index, row in enumerate(rows)]
+        side: [as_response(row, side, place_of(rows, index), plain=plain) for index, row in enumerate(rows)]
         for side in ("chosen", "rejected")
     }
-    for index, (a, b) in enumerate(zip(sides["chosen"], sides["rejected"], strict=True)):
+    for index, (a, b) in enumerate(zip(*sides.values(), strict=True)):
         if {**a, "response": ""} != {**b, "response": ""}:
             raise ValueError(
-                f"row {index}: chosen and rejected differ before their last message; a pair answers one prompt twice"
+                f"{place_of(rows, index)}: chosen and rejected differ before their last message; a pair answers one "
+                "prompt twice"
             )
     chosen, rejected = (
-        sft_examples(
-            side, tokenizer=tokenizer, max_example_tokens=sys.maxsize, system_prompt=system_prompt,
+        tokenized(
+            Rows.like(rows, side), tokenizer=tokenizer, system_prompt=system_prompt,
             apply_chat_template=apply_chat_template, tools=tools, template_args=template_args,
-        )[0]
+        )
         for side in sides.values()
     )  # fmt: skip
-    pairs = [_pair(a, b) for a, b in zip(chosen, rejected, strict=True)]
-    lens = [len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
-    too_long = [(index, num) for index, num in enumerate(lens) if num > max_example_tokens]
-    report_dropped(too_long, total=len(pairs), what="pairs", max_example_tokens=max_example_tokens)
-    return [pair for pair, num in zip(pairs, lens, strict=True) if num <= max_example_tokens], len(too_long)
+    pairs = {index: _pair(a, b) for (index, a), (_, b) in zip(chosen, rejected, strict=True)}
+    empty = {side: {i for i in pairs if not sides[side][i]["response"].strip()} for side in sides}
+    same = {i for i, pair in pairs.items() if pair.chosen == pair.rejected}
+    for found, why, kept in (
+        (empty["chosen"], "have an empty chosen response", False),
+        (same, "have the same chosen and rejected response", False),
+        (empty["rejected"], "have an empty rejected response", True),
+    ):
+        here = [i for i in pairs if i in found]
+        kept = kept and len(here) < len(pairs)
+        report_rows(rows, here, total=len(pairs), what="pairs", why=why, kept=kept)
+        pairs = pairs if kept else {i: pair for i, pair in pairs.items() if i not in found}
+    lens = {i: len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for i, pair in pairs.items()}
+    too_long = [(i, num) for i, num in lens.items() if num > max_example_tokens]
+    report_too_long(rows, too_long, total=len(pairs), what="pairs", max_example_tokens=max_example_tokens)
+    left = [pair for i, pair in pairs.items() if lens[i] <= max_example_tokens]
+    return left, len(rows) - len(left)
 
 
-def as_response(row: Mapping[str, Any], side: str, index: int, *, apply_chat_template: bool) -> dict[str, Any]:
+def as_response(row: Mapping[str, Any], side: str, place: str, *, plain: bool) -> dict[str, Any]:
     """The row as `sft_examples` takes it: prompt or messages, and a response."""
     answer = row.get(side)
     if isinstance(answer, str):
         context = {key: row[key] for key in ("prompt", "messages") if row.get(key) is not None}
         return {**context, "response": answer}
-    if not isinstance(answer, list | tuple) or not answer or not apply_chat_template:
+    if not isinstance(answer, list | tuple) or not answer or plain:
         raise ValueError(
-            f"row {index}: {side!r} must be a string, or with a chat template a list of messages, got "
+            f"{place}: {side!r} must be a string, or with a chat template a list of messages, got "
             f"{repr(answer)[:80]}; columns found: {sorted(row)}"
         )
-    messages = prompt_messages({"messages": answer}, index=index)
+    messages = prompt_messages({"messages": answer}, place=f"{place}, {side!r}")
     last = messages[-1]
-    if last["role"] != "assistant" or not isinstance(last.get("content"), str):
-        raise ValueError(f"row {index}: {side!r} must end with an assistant message of text, got {repr(last)[:80]}")
+    if last["role"] != "assistant":
+        raise ValueError(f"{place}: {side!r} must end with an assistant message of text, got {repr(last)[:80]}")
+    if more := [key for key in (*TURN_TEXTS, "tool_calls") if key != "content" and last.get(key)]:
+        raise ValueError(
+            f"{place}: the last message of {side!r} holds {' and '.join(more)} beside its content, and a response is "
+            "text: write all of it into 'content' as the model would"
+        )
     whole = messages[0]["role"] in ("system", "user")
-    before = messages[:-1] if whole else prompt_messages(row, index=index) + messages[:-1]
+    before = messages[:-1] if whole else prompt_messages(row, place=place) + messages[:-1]
     return {"messages": before, "response": last["content"]}
 
 

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.data.chat import encode, end_of_turn_id
+from rlkit.data.load import place_of
 from rlkit.data.prompts import (
     Template,
     check_plain,
     check_rows,
     encode_all,
+    is_empty,
     prompt_messages,
-    report_dropped,
+    report_rows,
+    report_too_long,
     row_text,
 )
 
@@ -44,7 +47,7 @@ def sft_examples(
 
     `{prompt, response}` (or `{messages, response}`): the prompt as `rl_prompts` writes it, then the response as it is,
     then the end of turn. What is trained is what a rollout would sample after that prompt; the template never sees the
-    response. With `apply_chat_template=False` both are plain text.
+    response. With `apply_chat_template=False` both are plain text, and `eos_token` is the end.
 
     `{messages}`: the template writes everything. For each assistant turn i, in tokens,
 
@@ -57,33 +60,67 @@ def sft_examples(
     added. Where generation prompt and content would share a token, the content is tokenised apart, as in generation.
     An example ends with its last trained token.
 
-    An example of more than `max_example_tokens` is dropped, never cut; the count is returned and logged. ValueError,
-    with the row's index (from 0), for malformed rows, for a conversation without an assistant turn, where the template
-    does not write the generation prompt before an assistant's turn (so that no mask is right), and where every example
-    is too long.
+    An example of more than `max_example_tokens` is dropped, never cut, and so is a row whose every assistant turn is
+    empty (neither text nor a tool call); rows with an empty turn among others are kept. Each is counted and logged, and
+    the number dropped is returned. ValueError, with the row (see `place_of`), for malformed rows, for a conversation
+    without an assistant turn, where the template does not write the generation prompt before an assistant's turn (so
+    that no mask is right), and where no example is left.
 
     Differs: TRL's `assistant_only_loss` needs `{% generation %}` and adds it to the templates of known families; verl
     renders message by message. Neither splits a conversation whose history is rewritten.
     """
     check_rows(rows, max_example_tokens=max_example_tokens)
+    examples = tokenized(
+        rows, tokenizer=tokenizer, system_prompt=system_prompt, apply_chat_template=apply_chat_template, tools=tools,
+        template_args=template_args,
+    )  # fmt: skip
+    turns = [_empty_turns(row, plain=not apply_chat_template) for row in rows]
+    empty = [index for index, of_row in enumerate(turns) if all(of_row)]
+    some = [index for index, of_row in enumerate(turns) if any(of_row) and not all(of_row)]
+    report_rows(rows, empty, total=len(rows), what="rows", why="have an empty response")
+    report_rows(rows, some, total=len(rows), what="rows", why="have an empty assistant turn", kept=True)
+    dropped = set(empty)
+    examples = [(index, example) for index, example in examples if index not in dropped]
+    too_long = [(index, len(example.ids)) for index, example in examples if len(example.ids) > max_example_tokens]
+    report_too_long(rows, too_long, total=len(examples), what="examples", max_example_tokens=max_example_tokens)
+    kept = [example for _, example in examples if len(example.ids) <= max_example_tokens]
+    return kept, len(empty) + len(too_long)
+
+
+def tokenized(
+    rows: Sequence[dict[str, Any]],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    system_prompt: str | None,
+    apply_chat_template: bool,
+    tools: Sequence[Any] | None,
+    template_args: Mapping[str, Any] | None,
+) -> list[tuple[int, Example]]:
+    """The examples of `sft_examples` with the index of their row, before any is dropped."""
     check_plain(apply_chat_template, system_prompt=system_prompt, tools=tools, template_args=template_args)
     template = Template(tokenizer, tools, template_args)
     turns: list[_Turn] = []
     for index, row in enumerate(rows):
+        place = place_of(rows, index)
         if not apply_chat_template:
-            prompt = row_text(row, "prompt", index)
-            turns.append(_Turn(index, prompt, prompt + row_text(row, "response", index), literal=True))
+            prompt = row_text(row, "prompt", place)
+            turns.append(_Turn(index, place, prompt, prompt + row_text(row, "response", place), literal=True))
             continue
-        messages = prompt_messages(row, system_prompt=system_prompt, index=index)
+        messages = prompt_messages(row, system_prompt=system_prompt, place=place)
         if "response" in row:
-            prompt = template.text(messages, index, opened=True)
-            turns.append(_Turn(index, prompt, prompt + row_text(row, "response", index), literal=True))
+            prompt = template.text(messages, place, opened=True)
+            turns.append(_Turn(index, place, prompt, prompt + row_text(row, "response", place), literal=True))
         else:
-            turns += _turns(template, messages, index)
-    examples = list(_joined(_masked(tokenizer, turns, add_special_tokens=not apply_chat_template)))
-    too_long = [(index, len(example.ids)) for index, example in examples if len(example.ids) > max_example_tokens]
-    report_dropped(too_long, total=len(examples), what="examples", max_example_tokens=max_example_tokens)
-    return [example for _, example in examples if len(example.ids) <= max_example_tokens], len(too_long)
+            turns += _turns(template, messages, index, place)
+    end = end_of_turn_id(tokenizer) if apply_chat_template else tokenizer.eos_token_id
+    return list(_joined(_masked(tokenizer, turns, end=end, add_special_tokens=not apply_chat_template)))
+
+
+def _empty_turns(row: Mapping[str, Any], *, plain: bool) -> list[bool]:
+    """Whether each assistant turn of a row is without text and tool calls."""
+    if plain or "response" in row:
+        return [not row["response"].strip()]
+    return [is_empty(message) for message in prompt_messages(row) if message["role"] == "assistant"]
 
 
 class _Turn(NamedTuple):
@@ -93,32 +130,32 @@ class _Turn(NamedTuple):
     """
 
     row: int
+    place: str
     prompt: str
     whole: str
     literal: bool
     blocks: list[int] | None = None
 
 
-def _turns(template: Template, messages: list[dict[str, Any]], index: int) -> Iterator[_Turn]:
+def _turns(template: Template, messages: list[dict[str, Any]], index: int, place: str) -> Iterator[_Turn]:
     """One `_Turn` per assistant message."""
     ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not ends or ends[0] == 0:
         roles = [message["role"] for message in messages]
         raise ValueError(
-            f"row {index}: needs an assistant message with a message before it, got roles {roles}; "
+            f"{place}: needs an assistant message with a message before it, got roles {roles}; "
             "rows of {prompt, response} need the column 'response'"
         )
     has_blocks = _has_blocks(template)
     for end in ends:
         context, turn = messages[:end], messages[: end + 1]
-        prompt, whole = template.text(context, index, opened=True), template.text(turn, index, opened=False)
-        yield _Turn(index, prompt, whole, literal=False, blocks=_blocks(template, turn) if has_blocks else None)
+        prompt, whole = template.text(context, place, opened=True), template.text(turn, place, opened=False)
+        blocks = _blocks(template, turn) if has_blocks else None
+        yield _Turn(index, place, prompt, whole, literal=False, blocks=blocks)
 
 
 def _has_blocks(template: Template) -> bool:
-    tokenizer: Any = template.tokenizer
-    source = tokenizer.get_chat_template(tools=template.tools) if tokenizer.chat_template else ""
-    return re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+    return re.search(r"\{%-?\s*generation\s*-?%\}", template.source) is not None
 
 
 def _blocks(template: Template, messages: list[dict[str, Any]]) -> list[int]:
@@ -135,10 +172,9 @@ def _blocks(template: Template, messages: list[dict[str, Any]]) -> list[int]:
 
 
 def _masked(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[_Turn], *, add_special_tokens: bool
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[_Turn], *, end: int | None, add_special_tokens: bool
 ) -> Iterator[tuple[int, Example]]:
-    """Each turn with its own tokens trained and nothing else, under the index of its row."""
-    end = end_of_turn_id(tokenizer)
+    """Each turn with its own tokens trained and nothing else, under the index of its row. `end`: the end of turn."""
     prompts = encode_all(tokenizer, [turn.prompt for turn in turns], add_special_tokens=add_special_tokens)
     wholes = encode_all(tokenizer, [turn.whole for turn in turns], add_special_tokens=add_special_tokens)
     for turn, prompt, whole in zip(turns, prompts, wholes, strict=True):
@@ -148,11 +184,11 @@ def _masked(
             mask = _to_end_of_turn(whole, mask, end)
         else:
             whole = _continued(tokenizer, turn, prompt, whole)
-            if turn.literal and end is not None and whole[-1] != end:
+            if turn.literal and end is not None and whole[-1:] != [end]:
                 whole = [*whole, end]
             mask = _to_end_of_turn(whole, [t >= len(prompt) for t in range(len(whole))], end)
         if not any(mask):
-            raise ValueError(f"row {turn.row}: no token of an assistant turn is trained: ...{turn.whole[-80:]!r}")
+            raise ValueError(f"{turn.place}: no token of an assistant turn is trained: ...{turn.whole[-80:]!r}")
         yield turn.row, Example(whole, mask)
 
 
@@ -165,7 +201,7 @@ def _continued(tokenizer: PreTrainedTokenizerBase, turn: _Turn, prompt: list[int
     shared = _num_shared(turn.prompt, turn.whole)
     opened, written = turn.prompt[shared:][:60], turn.whole[shared:][:60]
     raise ValueError(
-        f"row {turn.row}: the chat template opens a turn with {opened!r} but writes the assistant's message as "
+        f"{turn.place}: the chat template opens a turn with {opened!r} but writes the assistant's message as "
         f"{written!r}, so that what is trained is not what would be sampled; give the conversation up to that turn as "
         "'prompt' and the turn, reasoning included, as 'response' (taken literally), or change tokenizer.chat_template"
     )

@@ -50,7 +50,7 @@ def test_labels_stay_with_their_responses_where_one_is_too_long(caplog):
     with caplog.at_level(logging.WARNING):
         assert examples(*rows, max_example_tokens=len(HI) + 3) == ([YO], 1)
     assert "dropped 1 of 2 examples" in caplog.text
-    assert "rows 0 (41 tokens)" in caplog.text
+    assert "row 1 (41 tokens)" in caplog.text
     with pytest.raises(ValueError, match="all 2 examples are longer than max_example_tokens=5"):
         examples(*rows, max_example_tokens=5)
 
@@ -77,10 +77,34 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_what_is_no_labelled_response_is_named_with_its_row(message):
-    with pytest.raises(ValueError, match=f"row 1: .*{message}"):
+    with pytest.raises(ValueError, match=f"row 2: .*{message}"):
         examples(FORMATS["strings"], BAD[message])
 
 
 def test_no_rows_are_said_as_such():
     with pytest.raises(ValueError, match="rows is empty"):
         examples()
+
+
+def test_empty_responses_are_dropped_where_they_are_desirable_and_named(caplog):
+    row = FORMATS["strings"]
+    good, bad = ({**row, "completion": " ", "label": label} for label in (True, False))
+    found, num_dropped = examples(row, good, bad)
+    assert found[0] == YO
+    assert [(e.response[-1], e.desirable) for e in found] == [(END, True), (END, False)]
+    assert num_dropped == 1
+    assert [r.getMessage() for r in caplog.records] == [
+        "dropped 1 of 3 examples that have an empty response and are desirable: row 2",
+        "kept 1 of 3 examples that have an empty response and are undesirable: row 3",
+    ]
+    with pytest.raises(ValueError, match=r"^all 2 examples have an empty response; check which columns"):
+        examples(good, bad)
+
+
+def test_an_unknown_role_and_a_part_that_is_no_text_are_refused():
+    whole = {"messages": [{"role": "human", "content": "hi"}, *messages("yo")], "label": True}
+    with pytest.raises(ValueError, match="row 2: unknown role 'human'"):
+        examples(FORMATS["strings"], {**whole, "prompt": "hi"})
+    image = {"prompt": "hi", "completion": messages([{"type": "image_url", "image_url": "x"}]), "label": True}
+    with pytest.raises(ValueError, match=r"row 2, 'completion': messages\[0\].content\[0\] is 'image_url'"):
+        examples(FORMATS["strings"], image)

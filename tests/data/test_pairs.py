@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from rlkit.data.load import load_rows
 from rlkit.data.pairs import Pair, preference_pairs
 from rlkit.data.tiny import tiny_tokenizer
 
@@ -71,7 +72,7 @@ def test_a_pair_that_is_too_long_goes_as_a_whole(caplog):
         kept, dropped = pairs(FORMATS["strings"], long, FORMATS["strings"], max_example_tokens=len(HI) + 4)
     assert (kept, dropped) == ([YO_NO, YO_NO], 1)
     assert "dropped 1 of 3 pairs" in caplog.text
-    assert "rows 1" in caplog.text
+    assert "row 2 (41 tokens)" in caplog.text
     with pytest.raises(ValueError, match="all 1 pairs are longer than max_example_tokens=5"):
         pairs(long, max_example_tokens=5)
 
@@ -82,11 +83,60 @@ BAD = {
     "differ before their last message": {
         "chosen": [user("hi"), answer("yo")], "rejected": [user("ho"), answer("no")],
     },
+    "the last message of 'chosen' holds tool_calls beside its content": {
+        "prompt": "hi", "rejected": [answer("no")], "chosen": [{**answer("yo"), "tool_calls": [{"function": "f"}]}],
+    },
+    r"content\[0\] is 'image': rlkit reads text only": {
+        "prompt": "hi", "chosen": [answer([{"type": "image", "image": "x"}])], "rejected": "no",
+    },
     "must end with an assistant message": {"prompt": "hi", "chosen": [user("yo")], "rejected": [answer("no")]},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("message", BAD)
 def test_what_is_no_pair_is_named_with_its_row(message):
-    with pytest.raises(ValueError, match=f"row 1: .*{message}"):
+    with pytest.raises(ValueError, match=f"row 2.*: .*{message}"):
         pairs(FORMATS["strings"], BAD[message])
+
+
+EMPTY = {"strings": "", "white space": " \n", "messages": [answer("")], "null content": [answer(None)]}
+
+
+@pytest.mark.parametrize("nothing", EMPTY.values(), ids=EMPTY)
+def test_a_pair_that_teaches_nothing_is_dropped_and_named(caplog, nothing):
+    same = {"prompt": "hi", "chosen": "yo", "rejected": "yo"}
+    none = {"prompt": "hi", "chosen": nothing, "rejected": "no!"}
+    against = {"prompt": "hi", "chosen": "yo", "rejected": nothing}
+    if not isinstance(nothing, str):
+        none["rejected"], against["chosen"] = [answer("no!")], [answer("yo")]
+    kept, num_dropped = pairs(FORMATS["strings"], same, none, against, same)
+    assert kept[0] == YO_NO
+    assert [(pair.chosen, pair.rejected[-1]) for pair in kept] == [([*b"yo", END], END)] * 2
+    assert num_dropped == 3
+    assert [r.getMessage() for r in caplog.records] == [
+        "dropped 1 of 5 pairs that have an empty chosen response: row 3",
+        "dropped 2 of 4 pairs that have the same chosen and rejected response: row 2, row 5",
+        "kept 1 of 2 pairs that have an empty rejected response: row 4",
+    ]
+    for row, why in (
+        (same, "the same chosen and rejected"), (none, "an empty chosen"), (against, "an empty rejected"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^all 2 pairs have {why} response; check which columns"):
+            pairs(row, row)
+    with pytest.raises(ValueError, match=r"^all 1 pairs have the same chosen and rejected response"):
+        pairs(none, same)
+
+
+def test_the_parts_of_a_response_are_its_text():
+    parts = [{"type": "text", "text": "y"}, {"type": "text", "text": "o"}]
+    assert pairs({"prompt": "hi", "chosen": [answer(parts)], "rejected": [answer("no!")]}) == ([YO_NO], 0)
+
+
+def test_a_file_and_its_lines_are_named(tmp_path):
+    path = tmp_path / "pairs.csv"
+    path.write_text("prompt,chosen,rejected\nhi,yo,no\nhi,yo,yo\n")
+    assert len(pairs(*load_rows(path))[0]) == 1
+    rows = load_rows(path)
+    rows[1] = {"prompt": "hi", "chosen": "yo"}
+    with pytest.raises(ValueError, match=f"^{path}, line 3: 'rejected' must be a string"):
+        preference_pairs(rows, tokenizer=TOKENIZER, max_example_tokens=99)

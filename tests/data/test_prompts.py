@@ -64,14 +64,14 @@ def test_too_long_prompts_are_dropped_counted_and_logged_once(caplog):
     assert [p.index for p in prompts] == [0, 2, 3]
     assert num_dropped == 6
     assert [r.getMessage() for r in caplog.records] == [
-        "dropped 6 of 9 prompts longer than max_prompt_tokens=17: rows 1 (28 tokens), 4 (38 tokens), 5 (39 tokens), "
-        "6 (40 tokens), 7 (41 tokens), ..."
+        "dropped 6 of 9 prompts that are longer than max_prompt_tokens=17: row 2 (28 tokens), row 5 (38 tokens), "
+        "row 6 (39 tokens), row 7 (40 tokens), row 8 (41 tokens), ..."
     ]
     caplog.clear()
     rl_prompts(rows[:1], tokenizer=TOKENIZER, max_prompt_tokens=11)
     assert not caplog.records
     with pytest.raises(
-        ValueError, match=r"all 9 prompts are longer than max_prompt_tokens=9 tokens \(the shortest has 10\)"
+        ValueError, match=r"all 9 prompts are longer than max_prompt_tokens=9; the shortest has 10 tokens"
     ):
         rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=9)
 
@@ -87,24 +87,31 @@ def test_many_rows_keep_their_order():
     [
         (
             {"question": "a", "answer": 1},
-            r"row 1: neither 'messages' nor 'prompt' is there, or both are null; columns found: \['answer', 'q",
+            r"row 2: neither 'messages' nor 'prompt' is there, or both are null; columns found: \['answer', 'q",
         ),
-        ({"messages": []}, r"row 1: 'messages' must be a list of at least one message, got \[\]"),
-        ({"messages": "hi"}, r"row 1: 'messages' must be a list of at least one message, got 'hi'"),
-        ({"messages": ["hi"]}, r"row 1: messages\[0\] must be an object like .* got 'hi'"),
-        ({"prompt": [{"content": "a"}]}, r"row 1: prompt\[0\] must be an object like \{'role'"),
+        ({"messages": []}, r"row 2: 'messages' must be a list of at least one message, got \[\]"),
+        ({"messages": "hi"}, r"row 2: 'messages' must be a list of at least one message, got 'hi'"),
+        ({"messages": ["hi"]}, r"row 2: messages\[0\] must be an object like .* got 'hi'"),
+        ({"prompt": [{"content": "a"}]}, r"row 2: prompt\[0\] must be an object like \{'role'"),
         (
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-            "row 1: the conversation ends with an assistant message.*drop that message",
+            "row 2: the conversation ends with an assistant message.*drop that message",
         ),
-        ({"prompt": [{"role": "user", "content": 3}]}, "row 1: cannot be rendered: TemplateError: no text"),
+        ({"prompt": [{"role": "user", "content": "late"}]}, "row 2: cannot be rendered: TemplateError: no text"),
+        ({"prompt": [{"role": "user", "content": 3}]}, r"row 2: prompt\[0\].content must be a string, got 3"),
+        ({"messages": [{"role": "user"}]}, r"row 2: messages\[0\].content must be a string, got None"),
+        ({"messages": [{"role": "user", "content": []}]}, r"row 2: messages\[0\].content must be a string, got \[\]"),
+        ({"prompt": [{"role": "asistant", "content": "a"}]}, "row 2: unknown role 'asistant'; roles are system, user,"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "b"}]}]},
+            r"row 2: prompt\[0\].content\[1\] is 'image': rlkit reads text only",
+        ),
+        ({"prompt": [{"role": "user", "content": ["a"]}]}, r"row 2: prompt\[0\].content\[0\] is 'a': rlkit reads text"),
     ],
 )
 def test_a_bad_row_is_named(row, message):
     tokenizer = tiny_tokenizer()
-    check = (
-        "{% for m in messages %}{% if m.content is not string %}{{ raise_exception('no text') }}{% endif %}{% endfor %}"
-    )
+    check = "{% for m in messages %}{% if m.content == 'late' %}{{ raise_exception('no text') }}{% endif %}{% endfor %}"
     tokenizer.chat_template = check + tokenizer.chat_template
     with pytest.raises(ValueError, match=message):
         rl_prompts([{"prompt": "ok"}, row], tokenizer=tokenizer, max_prompt_tokens=99)
@@ -117,3 +124,35 @@ def test_no_rows_and_no_room_are_errors():
         rl_prompts([{"prompt": "a"}], tokenizer=TOKENIZER, max_prompt_tokens=0)
     with pytest.raises(ValueError, match="no column 'prompt'"):
         rl_prompts([{"messages": []}], tokenizer=TOKENIZER, max_prompt_tokens=9, apply_chat_template=False)
+
+
+def test_parts_of_text_are_read_as_one_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "image": None}]
+    (prompt,), _ = rl_prompts(
+        [{"messages": [{"role": "user", "content": parts}]}], tokenizer=TOKENIZER, max_prompt_tokens=99
+    )
+    assert prompt.ids == question("ab")
+
+
+def test_a_role_that_the_template_names_is_known():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ message.role }}", "{{ 'critic' if message.role == \"developer\" else message.role }}"
+    )
+    for role in ("critic", "developer"):
+        rows = [{"messages": [{"role": role, "content": "a"}, {"role": "user", "content": "b"}]}]
+        with pytest.raises(ValueError, match=f"row 1: unknown role '{role}'"):
+            rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=99)
+        (prompt,), _ = rl_prompts(rows, tokenizer=tokenizer, max_prompt_tokens=99)
+        assert prompt.ids[-len(question("b")) :] == question("b")
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_prompts_without_text_are_dropped_and_named(caplog, plain):
+    rows = [{"prompt": "a"}, {"prompt": " \n"}, {"prompt": "b"}, {"prompt": ""}]
+    options = {"tokenizer": TOKENIZER, "max_prompt_tokens": 99, "apply_chat_template": not plain}
+    prompts, num_dropped = rl_prompts(rows, **options)
+    assert ([p.index for p in prompts], num_dropped) == ([0, 2], 2)
+    assert [r.getMessage() for r in caplog.records] == ["dropped 2 of 4 prompts that have no text: row 2, row 4"]
+    with pytest.raises(ValueError, match="all 1 prompts have no text; check which columns hold the texts"):
+        rl_prompts(rows[1:2], **options)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit.data.chat import render
+from rlkit.data.load import load_rows
 from rlkit.data.sft import sft_examples
 from rlkit.data.tiny import tiny_tokenizer
 
@@ -82,7 +83,7 @@ def test_an_end_of_turn_inside_the_response_is_not_doubled_and_one_inside_the_co
 def test_plain_text_rows_end_with_eos():
     (example,) = examples([{"prompt": "Q:", "response": " A"}], apply_chat_template=False)
     assert (example.ids, example.mask) == ([*b"Q: A", END], [False, False, True, True, True])
-    with pytest.raises(ValueError, match="row 0: no column 'prompt'"):
+    with pytest.raises(ValueError, match="row 1: no column 'prompt'"):
         examples([convo("u:a", "a:b")], apply_chat_template=False)
 
 
@@ -117,7 +118,7 @@ def test_the_templates_own_blocks_decide_and_the_end_of_turn_is_added():
     )
     assert trained(examples([convo("u:q", "a:xyz")], tokenizer=beyond)[0]) == [*b"xyz", END]
     never = with_template(BLOCKS.replace("m.role == 'assistant'", "m.role == 'tool'"))
-    with pytest.raises(ValueError, match="row 0: no token of an assistant turn is trained"):
+    with pytest.raises(ValueError, match="row 1: no token of an assistant turn is trained"):
         examples([convo("u:q", "a:xyz")], tokenizer=never)
 
 
@@ -153,7 +154,7 @@ def test_a_token_over_the_boundary_is_split_as_generation_would():
 def test_a_template_without_its_own_generation_prompt_is_refused():
     forced = FORGETFUL.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<t>{% endif %}")
     with pytest.raises(
-        ValueError, match=r"row 1: the chat template opens a turn with '<t>' but writes .*as 'b<\|im_end\|>"
+        ValueError, match=r"row 2: the chat template opens a turn with '<t>' but writes .*as 'b<\|im_end\|>"
     ):
         examples([convo("u:q", "a:<t>x</t>a"), convo("u:q", "a:b")], tokenizer=with_template(forced))
     (example,) = examples([{"prompt": "q", "response": "x</t>b"}], tokenizer=with_template(forced))
@@ -165,7 +166,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6).filter(lam
 
 
 @settings(max_examples=40, deadline=None)
-@given(turns=st.lists(st.tuples(texts, texts), min_size=1, max_size=4))
+@given(turns=st.lists(st.tuples(texts, texts), min_size=1, max_size=4).filter(lambda x: any(a.strip() for _, a in x)))
 def test_every_assistant_token_and_only_those_are_trained(turns):
     messages = [m for u, a in turns for m in ({"role": "user", "content": u}, {"role": "assistant", "content": a})]
     (example,) = examples([{"messages": messages}])
@@ -180,10 +181,10 @@ def test_too_long_examples_are_dropped_counted_and_logged(caplog):
         kept, num_dropped = sft_examples(rows, tokenizer=TOKENIZER, max_example_tokens=20)
     assert ([len(e.ids) for e in kept], num_dropped) == ([12, 13], 1)
     assert [r.getMessage() for r in caplog.records] == [
-        "dropped 1 of 3 examples longer than max_example_tokens=20: rows 1 (40 tokens)"
+        "dropped 1 of 3 examples that are longer than max_example_tokens=20: row 2 (40 tokens)"
     ]
     with pytest.raises(
-        ValueError, match=r"all 3 examples are longer than max_example_tokens=5 tokens \(the shortest has 12\)"
+        ValueError, match=r"all 3 examples are longer than max_example_tokens=5; the shortest has 12 tokens"
     ):
         sft_examples(rows, tokenizer=TOKENIZER, max_example_tokens=5)
 
@@ -193,16 +194,78 @@ def test_too_long_examples_are_dropped_counted_and_logged(caplog):
     [
         (
             {"prompt": "a", "answer": "b"},
-            r"row 1: needs an assistant message .* got roles \['user'\].*the column 'response'",
+            r"row 2: needs an assistant message .* got roles \['user'\].*the column 'response'",
         ),
-        (convo("a:hello"), r"row 1: needs an assistant message with a message before it, got roles \['assistant'\]"),
-        ({"prompt": "a", "response": None}, "row 1: column 'response' must be a string, got None"),
+        (convo("a:hello"), r"row 2: needs an assistant message with a message before it, got roles \['assistant'\]"),
+        ({"prompt": "a", "response": None}, "row 2: column 'response' must be a string, got None"),
         (
             {"text": "a"},
-            r"row 1: neither 'messages' nor 'prompt' is there, .* columns found: \['text'\]",
+            r"row 2: neither 'messages' nor 'prompt' is there, .* columns found: \['text'\]",
         ),
     ],
 )
 def test_a_bad_row_is_named(row, message):
     with pytest.raises(ValueError, match=message):
         examples([{"prompt": "a", "response": "b"}, row])
+
+
+def call_of(name):
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": name, "arguments": {}}}]}
+
+
+def test_rows_without_a_response_are_dropped_and_named(caplog):
+    blank = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]}
+    rows = [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": " \n"}, convo("u:q", "a:"), blank]
+    rows += [convo("u:q", "a:", "u:r", "a:b"), {"messages": [{"role": "user", "content": "q"}, call_of("f")]}]
+    kept, num_dropped = sft_examples(rows, tokenizer=TOKENIZER, max_example_tokens=99)
+    assert [trained(e) for e in kept] == [[98, END], [END, 98, END], [END]]
+    assert num_dropped == 3
+    assert [r.getMessage() for r in caplog.records] == [
+        "dropped 3 of 6 rows that have an empty response: row 2, row 3, row 4",
+        "kept 1 of 6 rows that have an empty assistant turn: row 5",
+    ]
+    for row in rows[1:4]:
+        with pytest.raises(ValueError, match=r"^all 2 rows have an empty response; check which columns"):
+            examples([row, row])
+    with pytest.raises(ValueError, match=r"^all 1 rows have an empty response"):
+        examples(rows[1:2], apply_chat_template=False)
+
+
+def test_an_assistant_turn_of_parts_is_trained_as_its_text():
+    parts = [{"type": "text", "text": "y"}, {"type": "text", "text": "o"}]
+    rows = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": parts}]}]
+    assert examples(rows) == examples([convo("u:hi", "a:yo")])
+    rows[0]["messages"][1]["content"] = [{"type": "audio", "audio": "x.wav"}]
+    with pytest.raises(ValueError, match=r"row 1: messages\[1\].content\[0\] is 'audio': rlkit reads text only"):
+        examples(rows)
+
+
+def test_an_unknown_role_is_refused_where_a_template_writes_any():
+    rows = [convo("u:hi", "a:yo"), {"messages": [{"role": "user", "content": "q"}, {"role": "gpt", "content": "a"}]}]
+    rows[1]["messages"] += convo("a:b")["messages"]
+    with pytest.raises(ValueError, match="row 2: unknown role 'gpt'; roles are system, user, assistant, tool"):
+        examples(rows)
+
+
+def test_plain_text_ends_with_eos_whatever_ends_a_turn_of_the_template():
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    (example,) = examples([{"prompt": "Q:", "response": " A"}], tokenizer=tokenizer, apply_chat_template=False)
+    assert example.ids == [*b"Q: A", 256]
+    (example,) = examples([{"prompt": "Q:", "response": " A"}], tokenizer=tokenizer)
+    assert example.ids[-1] == END
+
+
+def test_a_file_and_its_lines_are_named(tmp_path, caplog):
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"prompt": "a", "response": "b"}\n\n{"prompt": "a", "response": ""}\n')
+    assert len(examples(load_rows(path))) == 1
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{path}: dropped 1 of 2 rows that have an empty response: line 3"
+    ]
+    path.write_text('{"prompt": "a", "response": "b"}\n\n{"prompt": "a", "answer": "b"}\n')
+    with pytest.raises(ValueError, match=f"^{path}, line 3: needs an assistant message"):
+        examples(load_rows(path))
+    path.write_text('{"prompt": "a", "response": ""}\n')
+    with pytest.raises(ValueError, match=f"^{path}: all 1 rows have an empty response"):
+        examples(load_rows(path))
