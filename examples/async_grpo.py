@@ -8,7 +8,6 @@ SGLang servers (`--engine sglang`). Data and rewards are those of examples/grpo.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,17 +27,20 @@ class Args(sampled_groups.Args):
 
 
 def main(args: Args) -> Path:
+    from flag_checks import with_device
     from sampled_engines import own_engine
 
     from rlkit.loops.async_grpo import async_grpo
+    from rlkit.loops.sync import run_sync
 
+    args = with_device(args)
     model, tokenizer, options = sampled_groups.prepared(args)
 
     async def run() -> Path:
         async with own_engine(args, num_threads=args.engine_threads, cpus=args.engine_cpus) as engine:
             return await async_grpo(model, tokenizer, engine, staleness=args.staleness, **options)
 
-    return asyncio.run(run())
+    return run_sync(run())
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
     python examples/demo.py
     torchrun --nproc-per-node 4 examples/demo.py --parallel.tp 2
 
-Makes a Qwen3 of one million random weights with its own tokenizer, and JSONL data; warm-starts it by SFT on a teacher that
-is right only 45% of the time (30% of its answers are sorted downwards, 25% have two neighbours swapped), and lets GRPO find
-out what the reward wants. Both steps are the example scripts, called as you would call them on your own model and data.
+Makes a Qwen3 of one million random weights with its own tokenizer, and JSONL data. SFT imitates a teacher that is usually
+wrong: it sorts 65% of its answers downwards and swaps two neighbours (equal ones at times) in 10%, so that 28% are right.
+The model's most likely answer is then wrong, too. GRPO learns from the reward alone: 1 for the right answer, else 0.
+Both steps are the example scripts, called as you would call them on your own model and data. No held-out prompt is trained on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from rlkit.parallel.flags import ParallelArgs
 
@@ -31,22 +33,26 @@ class Args:
     """optimizer steps of the warm start"""
     grpo_steps: int = 200
     """rollouts of reinforcement learning"""
+    eval_limit: int = 256
+    """held-out prompts"""
     seed: int = 0
     """of the data, the weights and the sampling"""
     parallel: ParallelArgs = field(default_factory=ParallelArgs)
     """how the model is cut over the ranks of torchrun"""
+    resume: bool = False
+    """continue an interrupted demo in `output`"""
 
 
 def make_data(folder: Path, *, seed: int, num_sft: int = 9600, num_train: int = 4096, num_eval: int = 256) -> None:
-    """sft.jsonl {prompt, response} by the noisy teacher; train.jsonl and eval.jsonl {prompt, answer}; nothing overlaps."""
+    """sft.jsonl {prompt, response} by the teacher; train.jsonl and eval.jsonl {prompt, answer}; no prompt occurs twice."""
     rng = random.Random(seed)
     questions = [f"{x:06d}" for x in rng.sample(range(10**6), num_sft + num_train + num_eval)]
 
     def teacher(question: str) -> str:
         digits, luck = sorted(question), rng.random()
-        if luck < 0.30:
+        if luck < 0.65:
             digits.reverse()
-        elif luck < 0.55:
+        elif luck < 0.75:
             i = rng.randrange(5)
             digits[i], digits[i + 1] = digits[i + 1], digits[i]
         return "".join(digits)
@@ -73,11 +79,12 @@ def main(args: Args) -> None:
     check_values(args)
     started = time.perf_counter()
     open_mesh(args.parallel, device="cpu")
-    first(lambda: make_folder(args))
-    tokenizer = tiny_tokenizer()
-    export_hf(tiny_model(tokenizer, seed=args.seed), tokenizer, args.output / "random")
+    if not args.resume:
+        first(lambda: make_folder(args))
+        tokenizer = tiny_tokenizer()
+        export_hf(tiny_model(tokenizer, seed=args.seed), tokenizer, args.output / "random")
 
-    first(lambda: print("SFT: learning to answer, from a teacher that is right 45% of the time"))
+    first(lambda: print("SFT: imitate a teacher that sorts 65% of its answers downwards (28% are right)"))
     warm = sft.main(
         sft.Args(
             model=str(args.output / "random"),
@@ -85,11 +92,14 @@ def main(args: Args) -> None:
             output=args.output / "sft",
             steps=args.sft_steps,
             lr=1e-3,
+            print_steps=50,
             seed=args.seed,
+            device="cpu",
+            resume=args.resume,
             parallel=args.parallel,
         )
     )
-    first(lambda: print("GRPO: learning what is right, from the reward alone"))
+    first(lambda: print("GRPO: learn what is right from the reward alone"))
     trained = grpo.main(
         grpo.Args(
             model=str(warm),
@@ -105,9 +115,12 @@ def main(args: Args) -> None:
             max_batch=128,
             lr=1.5e-4,
             lr_schedule="linear",
-            eval_limit=256,
+            eval_limit=args.eval_limit,
             eval_kl=True,
+            print_steps=10,
             seed=args.seed,
+            device="cpu",
+            resume=args.resume,
             parallel=args.parallel,
         )
     )
@@ -125,15 +138,51 @@ def make_folder(args: Args) -> None:
 
 
 def report(args: Args, trained: Path, seconds: float) -> None:
-    """What was learned, and where everything is."""
-    lines = [json.loads(line) for line in (args.output / "grpo" / "metrics.jsonl").read_text().splitlines()]
-    first, last = lines[0], lines[-1]
-    print(f"\naccuracy on held-out prompts, in {seconds:.0f} s:")
-    for how in ("sampled", "greedy"):
-        print(f"  {how:8} {first[f'eval/{how}']:6.1%} -> {last[f'eval/{how}']:6.1%}")
-    print(f"curves       {args.output / 'grpo' / 'metrics.png'}")
-    print(f"samples      {args.output / 'grpo' / 'trajectories'}")
-    print(f"checkpoint   {trained}   (transformers.AutoModelForCausalLM.from_pretrained loads it)")
+    """Print the result, three answers before and after GRPO, and the paths; make the result the picture's headline."""
+    from rlkit.loops.run import read_metrics
+    from rlkit.plot import plot_run
+
+    run = args.output / "grpo"
+    evaluations = [row for row in read_metrics(run) if "eval/greedy" in row]
+    first, last = evaluations[0], evaluations[-1]
+    before, after = (greedy_answers(args.output, row["step"]) for row in (first, last))
+    headline = (
+        f"greedy {first['eval/greedy']:.1%} -> {last['eval/greedy']:.1%} on {len(after)} held-out prompts, "
+        f"{last['step']} GRPO steps" + ("" if args.resume else f", {seconds:.0f} s")
+    )
+    print(f"\n{headline}")
+    print(f"sampled {first['eval/sampled']:.1%} -> {last['eval/sampled']:.1%}\n")
+    print(f"{'prompt':8} {'before GRPO':16} after GRPO")
+    for index in sorted(after)[:3]:
+        old, new = before[index], after[index]
+        print(f"{old.question:8} {old.text:8} {old.verdict:7} {new.text:8} {new.verdict}")
+    print()
+    picture = run / "metrics.png"
+    if picture.exists():
+        plot_run(run, title=headline)
+        print(f"curves   {picture}")
+    print(f"samples  {run / 'trajectories'}")
+    print(f"model    {trained}  (transformers' from_pretrained loads it)")
+
+
+class Answer(NamedTuple):
+    """A question, what the model answered, and whether that is right."""
+
+    question: str
+    text: str
+    verdict: str
+
+
+def greedy_answers(output: Path, step: int) -> dict[int, Answer]:
+    """The greedy answers of the evaluation after `step`, by the index of the held-out prompt."""
+    rows = [json.loads(line) for line in (output / "eval.jsonl").read_text().splitlines()]
+    out = {}
+    for line in (output / "grpo" / "trajectories" / f"eval_greedy_{step:06d}.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        text = sample["completion"].removesuffix("<|im_end|>").encode("unicode_escape").decode()
+        verdict = "right" if sample["reward"] == 1.0 else "wrong"
+        out[sample["group"]] = Answer(rows[sample["group"]]["prompt"], text, verdict)
+    return out
 
 
 if __name__ == "__main__":

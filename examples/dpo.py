@@ -46,17 +46,21 @@ class Args(shared.Args):
 
 
 def main(args: Args) -> Path:
+    from flag_checks import with_device
+
     from rlkit.data.chat import check_same_tokens
     from rlkit.data.pairs import preference_pairs
     from rlkit.loops.dpo import dpo, with_reference
-    from rlkit.parallel.launch import load_policy, reference_of
+    from rlkit.parallel.launch import load_policy, reference_of, report_model
 
+    args = with_device(args)
     loss, reduce, needs_reference = loss_of(args)
     tokenizer, pairs, held_out, options = shared.prepared(args, preference_pairs)
     if args.reference:
         check_same_tokens(tokenizer, args.reference)
     load = partial(load_policy, args=args.parallel, device=args.device, dtype=args.dtype)
     model = load(args.model, lora_rank=args.lora_rank)
+    report_model(model, dtype=args.dtype)
     reference = None
     if needs_reference and args.precompute_reference:
         first = load(args.reference) if args.reference else model  # a checkpoint is only read later

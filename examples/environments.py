@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlkit._extras import optional
 from rlkit.rollout.env import Step, Turn, gym_env
 from rlkit.rollout.rollout import Env, Prompt
 from rlkit.rollout.tools import tool_env
@@ -93,7 +94,7 @@ def calculator(tokenizer: Any, *, num_rows: int = 4096, seed: int = 0) -> Task:
 
 def search_tool(documents: Sequence[str], *, k: int = 1) -> Callable[[str], str]:
     """A function `search(query)` over an index of `documents`."""
-    import bm25s
+    bm25s = optional("bm25s", "search", "the search tool needs")
 
     def tokens(texts: Sequence[str]) -> Any:
         return bm25s.tokenize(list(texts), stopwords="en", show_progress=False)

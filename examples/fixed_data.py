@@ -46,20 +46,24 @@ class Args:
     """global gradient norm to clip to; inf: not clipped"""
     max_tokens: int = 16384
     """packed tokens of a micro-batch, a whole pair at least: lower it when memory is short"""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """of the matrix products; weights and optimizer states are fp32"""
-    device: str = "cpu"
-    """where the model lives"""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """of the matrix products; weights and optimizer states are fp32. None: bf16 on a CUDA GPU, else fp32"""
+    device: str | None = None
+    """cpu, cuda, or mps (untested). None: cuda where there is a GPU, else cpu; ranks of torchrun take a GPU each"""
     parallel: ParallelArgs = field(default_factory=ParallelArgs)
     """how the model is cut over the ranks of torchrun"""
     eval_steps: int = 50
     """steps between evaluations, of which the first is before any step; 0: none"""
+    print_steps: int = 1
+    """print every n-th step, and those with an evaluation; metrics.jsonl has all of them"""
     save_steps: int = 100
     """steps between checkpoints; 0: only the last"""
     keep: int = 2
     """newest checkpoints to keep"""
     seed: int = 0
     """of the data order"""
+    deterministic: bool = False
+    """reproducible CUDA kernels: a resumed run on GPUs repeats every bit, more slowly; on CPUs it does so anyway"""
     resume: bool = False
     """go on from the newest checkpoint in `output`"""
 
@@ -70,19 +74,22 @@ def prepared(
     """The tokenizer, the training data and the held-out data as `read` makes them of rows, and the keywords of a loop
     that all of these flags say; the run folder is made."""
     import torch
-    from flag_checks import check_values, json_object
+    from flag_checks import check_values, template_args
     from transformers import AutoTokenizer
 
     from rlkit.data.load import load_rows
     from rlkit.loops.run import keep_args
+    from rlkit.parallel.launch import make_deterministic
     from rlkit.parallel.model import check_path
     from rlkit.parallel.optim import schedule
 
     check_values(args)
-    template_args = json_object("--template-args", args.template_args)
+    given = template_args(args)
     check_path(args.model)
     keep_args(args.output, args, resume=args.resume)
     torch.manual_seed(args.seed)
+    if args.deterministic:
+        make_deterministic(args.seed)
     rows = load_rows(args.data, rename=args.rename)
     held_out = load_rows(args.eval_data, rename=args.rename) if args.eval_data else []
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -91,7 +98,7 @@ def prepared(
         "max_example_tokens": args.max_example_tokens,
         "system_prompt": args.system_prompt,
         "apply_chat_template": args.chat_template,
-        "template_args": template_args,
+        "template_args": given,
     }
     options = {
         "folder": args.output,
@@ -103,6 +110,7 @@ def prepared(
         "max_tokens": args.max_tokens,
         "dtype": args.dtype,
         "eval_steps": args.eval_steps,
+        "print_steps": args.print_steps,
         "save_steps": args.save_steps,
         "keep": args.keep,
         "seed": args.seed,

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
+
+from rlkit._extras import optional
+
+X = TypeVar("X")
 
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "at least 1": (
         lambda x: 1 <= x < inf,
         "batch_size prompts_per_step group_size minibatches epochs max_example_tokens max_prompt_tokens max_new_tokens "
-        "max_turns max_total_tokens max_sampled_tokens max_tokens max_batch eval_limit eval_samples keep engine_threads "
-        "replicate cp tp pp ep trials startup_trials",
+        "max_turns max_total_tokens max_sampled_tokens max_tokens max_batch eval_limit eval_samples keep print_steps "
+        "engine_threads replicate cp tp pp ep trials startup_trials",
     ),
     "at least 0": (
         lambda x: 0 <= x < inf,
         "steps sft_steps grpo_steps warmup_steps critic_steps eval_steps save_steps ref_sync_steps lora_rank max_dropped "
         "top_k lr critic_lr weight_decay kl_coef center_coef sft_coef staleness shard engine_cpus desirable_weight "
-        "undesirable_weight gamma",
+        "undesirable_weight gamma entropy_target entropy_limit",
     ),
-    "above 0": (lambda x: 0 < x < inf, "temperature kl_target beta reward_timeout timeout_s"),
+    "above 0": (
+        lambda x: 0 < x < inf,
+        "temperature kl_target kl_limit kl_horizon limit_rate beta reward_timeout timeout_s",
+    ),
     "above 0 (inf: no limit)": (lambda x: x > 0, "max_norm tis_max_weight value_clip"),
     "at least 0 (inf: no limit)": (lambda x: x >= 0, "clip_low clip_high"),
     "from 0 to 1": (lambda x: 0 <= x <= 1, "lam_policy lam_value reward_max_failed label_smoothing"),
@@ -45,6 +53,38 @@ def check_values(args: Any) -> None:
                 raise ValueError(f"--{_spelled(flag)} must be {meaning}, got {value}")
     if getattr(args, "device", None):
         _check_device(args.device)
+    if getattr(args, "lora_rank", 0):
+        optional("peft", "lora", "--lora-rank needs")
+    if getattr(args, "engine", "") == "sglang":
+        optional("aiohttp", "http", "--engine sglang needs")
+    if hasattr(args, "lr_schedule"):
+        _warn_of_steps(args)
+
+
+def _warn_of_steps(args: Any) -> None:
+    """Warn of a warm-up, or of steps of the critic alone, that last as long as the run."""
+    for flag, effect in (
+        ("warmup_steps", "the learning rate never reaches --lr"),
+        ("critic_steps", "only the critic learns, never the policy"),
+    ):
+        num = getattr(args, flag, 0)
+        if num > args.steps > 0 or (num == args.steps > 0 and flag == "critic_steps"):
+            logging.getLogger("rlkit.examples").warning(
+                "--%s %d is not below --steps %d: %s", _spelled(flag), num, args.steps, effect
+            )
+
+
+def with_device(args: X) -> X:
+    """The flags with `device` and `dtype` filled in for this machine: see `rlkit.parallel.launch.choose_device`."""
+    import torch
+
+    from rlkit.parallel.launch import choose_device
+
+    given: Any = args
+    cuda = torch.cuda.is_available()
+    bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    device, dtype = choose_device(given.device, given.dtype, cuda=cuda, bf16=bf16)
+    return replace(given, device=device, dtype=dtype)
 
 
 def flags_of(args: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -76,7 +116,8 @@ def check_flags(args: Any) -> None:
     """`check_values`, and of the scripts that sample: no flag has no effect without another, or fails after hours."""
     check_values(args)
     json_object("--template-args", args.template_args)
-    has_reference = args.kl_coef or args.eval_kl
+    has_reference = args.kl_coef or args.eval_kl or args.kl_limit is not None
+    rule = args.kl_controller
     sync, many, groups = getattr(args, "ref_sync_steps", 0), args.minibatches, args.prompts_per_step
     one_turn = args.env is None and not args.tools
     parses = args.env is None and args.tools
@@ -86,7 +127,32 @@ def check_flags(args: Any) -> None:
     needs = [
         (args.reward is None and args.env is None, "give --reward, --env or both: something has to judge"),
         (args.kl_target is not None and not args.kl_coef, "--kl-target moves --kl-coef: give one above 0"),
-        (args.reference and not has_reference, "--reference is for --kl-coef or --eval-kl: give one"),
+        (
+            rule in ("linear", "exponential", "pid") and args.kl_target is None,
+            f"--kl-controller {rule} holds --kl-target: give one",
+        ),
+        (
+            rule in ("fixed", "decay", "cosine") and args.kl_target is not None,
+            f"--kl-controller {rule} holds no --kl-target: drop it, or use linear, exponential or pid",
+        ),
+        (rule and not args.kl_coef, "--kl-controller moves --kl-coef: give one above 0"),
+        (
+            _given(args, "kl_horizon") and rule != "exponential",
+            "--kl-horizon is of --kl-controller exponential: add it, or drop --kl-horizon",
+        ),
+        (
+            rule == "exponential" and 0.2 * groups * args.group_size >= args.kl_horizon,
+            f"--kl-horizon must be above {0.2 * groups * args.group_size:g}, a fifth of the samples of a step: raise it",
+        ),
+        (
+            _given(args, "limit_rate") and args.kl_limit is None and args.entropy_limit is None,
+            "--limit-rate is of --kl-limit and --entropy-limit: give one of them",
+        ),
+        (
+            args.entropy_target is not None and args.entropy_coef < 0,
+            "--entropy-target starts from --entropy-coef: give one of at least 0",
+        ),
+        (args.reference and not has_reference, "--reference is for --kl-coef, --kl-limit or --eval-kl: give one"),
         (sync and not has_reference, "--ref-sync-steps moves the reference of --kl-coef: give one above 0"),
         (sync and args.lora_rank, "--ref-sync-steps copies whole weights: not with --lora-rank"),
         (args.eval_kl and not args.eval_data, "--eval-kl is measured on --eval-data: give some"),
@@ -96,7 +162,8 @@ def check_flags(args: Any) -> None:
             served and _given(args, "engine_threads", "engine_cpus"),
             "--engine-threads and --engine-cpus are of --engine local",
         ),
-        (cpus and not {*cpus} <= os.sched_getaffinity(0), f"--engine-cpus {cpus}: not all of them are here for us"),
+        (cpus and not hasattr(os, "sched_getaffinity"), "--engine-cpus needs Linux: drop it"),
+        (cpus and not {*cpus} <= _processors(), f"--engine-cpus {cpus}: not all of them are here for us"),
         (args.max_turns is not None and one_turn, "--max-turns is for --env or --tools: else there is one turn"),
         (
             args.max_sampled_tokens is not None and one_turn,
@@ -139,6 +206,15 @@ def check_flags(args: Any) -> None:
     for wrong, message in needs:
         if wrong:
             raise ValueError(message)
+
+
+def template_args(args: Any) -> dict[str, Any] | None:
+    """The value of --template-args; None where it holds nothing."""
+    return json_object("--template-args", args.template_args) or None
+
+
+def _processors() -> set[int]:
+    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
 
 
 def json_object(flag: str, text: str) -> dict[str, Any]:

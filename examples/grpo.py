@@ -9,7 +9,6 @@ The reward is a Python function, `def score(completion: str, row: dict) -> float
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +29,13 @@ class Args(sampled_groups.Args):
 
 
 def main(args: Args) -> Path:
+    from flag_checks import with_device
     from sampled_engines import open_engine
 
     from rlkit.loops.grpo import grpo
+    from rlkit.loops.sync import run_sync
 
+    args = with_device(args)
     model, tokenizer, options = sampled_groups.prepared(args)
 
     async def run() -> Path:
@@ -48,7 +50,7 @@ def main(args: Args) -> Path:
                 **options,
             )
 
-    return asyncio.run(run())
+    return run_sync(run())
 
 
 if __name__ == "__main__":

@@ -41,19 +41,23 @@ class Args(shared.Args):
 
 
 def main(args: Args) -> Path:
+    from flag_checks import with_device
+
     from rlkit import losses
     from rlkit.data.chat import check_same_tokens
     from rlkit.data.labelled import labelled_examples
     from rlkit.loops.kto import kto
-    from rlkit.parallel.launch import load_policy, reference_of
+    from rlkit.parallel.launch import load_policy, reference_of, report_model
 
+    args = with_device(args)
     weights = {"desirable_weight": args.desirable_weight, "undesirable_weight": args.undesirable_weight}
     tokenizer, examples, held_out, options = shared.prepared(args, labelled_examples)
-    hint_at_balance(args, examples)
+    hint_at_labels(args, examples)
     if args.reference:
         check_same_tokens(tokenizer, args.reference)
     load = partial(load_policy, args=args.parallel, device=args.device, dtype=args.dtype)
     model = load(args.model, lora_rank=args.lora_rank)
+    report_model(model, dtype=args.dtype)
     return kto(
         model,
         tokenizer,
@@ -66,10 +70,15 @@ def main(args: Args) -> Path:
     )
 
 
-def hint_at_balance(args: Args, examples: list[Any]) -> None:
-    """The paper wants w_d n_d / (w_u n_u) between 1 and 4/3 where there are not as many of one label as of the other."""
+def hint_at_labels(args: Args, examples: list[Any]) -> None:
+    """Warn of data of one label, and of weights outside the paper's range: w_d n_d / (w_u n_u) between 1 and 4/3."""
     good = sum(e.desirable for e in examples)
     bad = len(examples) - good
+    if not (good and bad):
+        logging.getLogger("rlkit.examples").warning(
+            "%s: all %d responses are %s: KTO learns from the contrast, so add some of the other label",
+            args.data, len(examples), "desirable" if good else "undesirable",
+        )  # fmt: skip
     desirable, undesirable = args.desirable_weight * good, args.undesirable_weight * bad
     if 0 < good != bad > 0 and not undesirable <= desirable <= 4 / 3 * undesirable:
         logging.getLogger("rlkit.examples").warning(

@@ -9,7 +9,6 @@ engines are those of examples/grpo.py.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,14 +48,18 @@ class Args(shared.Args):
 
 
 def main(args: Args) -> Path:
+    from flag_checks import with_device
     from sampled_engines import open_engine
 
     from rlkit.loops.ppo import ppo
-    from rlkit.parallel.launch import load_critic
+    from rlkit.loops.sync import run_sync
+    from rlkit.parallel.launch import load_critic, report_model
     from rlkit.parallel.optim import schedule
 
+    args = with_device(args)
     model, tokenizer, options = shared.prepared(args)
     critic = load_critic(args.critic or args.model, args.parallel, device=args.device, dtype=args.dtype)
+    report_model(critic, dtype=args.dtype, name="critic")
     falling = {"num_steps": args.steps, "warmup_steps": args.warmup_steps}
 
     async def run() -> Path:
@@ -79,7 +82,7 @@ def main(args: Args) -> Path:
                 **options,
             )
 
-    return asyncio.run(run())
+    return run_sync(run())
 
 
 if __name__ == "__main__":

@@ -27,13 +27,17 @@ class Args(shared.Args):
 
 
 def main(args: Args) -> Path:
+    from flag_checks import with_device
+
     from rlkit.data.pairs import preference_pairs
     from rlkit.loops.reward_model import reward_model
     from rlkit.losses import bradley_terry
-    from rlkit.parallel.launch import load_judge
+    from rlkit.parallel.launch import load_judge, report_model
 
+    args = with_device(args)
     tokenizer, pairs, held_out, options = shared.prepared(args, preference_pairs)
     model = load_judge(args.model, args.parallel, device=args.device, dtype=args.dtype)
+    report_model(model, dtype=args.dtype)
     loss = partial(bradley_terry, center_coef=args.center_coef)
     return reward_model(model, tokenizer, pairs, loss=loss, eval_pairs=held_out, **options)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from flag_checks import check_flags, check_lengths, json_object, max_len
+from flag_checks import check_flags, check_lengths, max_len, template_args
 
 from rlkit.parallel.flags import ParallelArgs
 
@@ -91,15 +92,32 @@ class Args:
     reference: str | None = None
     """reference model; None: the initial weights of `model` (with LoRA, `model` without its adapter: no second one)"""
     kl_target: float | None = None
-    """move kl_coef so that the KL (nats per token) stays near this; None: kl_coef stays"""
+    """move kl_coef so that the KL (mean of k3, nats per token) stays near this; None: kl_coef stays"""
+    kl_controller: Literal["fixed", "linear", "exponential", "pid", "decay", "cosine"] | None = None
+    """rule that moves kl_coef: linear, exponential (verl's adaptive) and pid hold --kl-target; decay and cosine fall to 0
+    at the last step; None: linear with --kl-target, else fixed"""
+    kl_horizon: float = 10_000
+    """samples in which --kl-controller exponential changes kl_coef by at most a factor of 1.22"""
+    kl_limit: float | None = None
+    """constraint: a Lagrange multiplier is added to kl_coef while the KL (nats per token) is above this"""
     entropy_coef: float = 0.0
     """weight of an entropy bonus"""
+    entropy_target: float | None = None
+    """raise entropy_coef by 0.005 a step while the entropy (nats per token) is at or below this, lower it and switch it
+    off above (TRL's adaptive entropy); None: entropy_coef stays"""
+    entropy_limit: float | None = None
+    """constraint: a Lagrange multiplier is added to entropy_coef while the entropy (nats per token) is below this"""
+    limit_rate: float = 0.1
+    """how fast the multipliers of --kl-limit and --entropy-limit move: per step and nat of violation"""
+    skip_nan: bool = False
+    """drop samples with NaN or infinities, skip optimizer steps whose gradient norm is not finite, and count both; off:
+    the first one stops the run. (A reward function that returns NaN has failed: see reward_max_failed)"""
     max_tokens: int = 16384
     """packed tokens of a micro-batch: lower it when memory is short"""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """of the matrix products; weights and optimizer states are fp32"""
-    device: str = "cpu"
-    """where the model lives"""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """of the matrix products; weights and optimizer states are fp32. None: bf16 on a CUDA GPU, else fp32"""
+    device: str | None = None
+    """cpu, cuda, or mps (untested). None: cuda where there is a GPU, else cpu; ranks of torchrun take a GPU each"""
     parallel: ParallelArgs = field(default_factory=ParallelArgs)
     """how the model is cut over the ranks of torchrun"""
     engine: Literal["local", "sglang"] = "local"
@@ -122,12 +140,16 @@ class Args:
     """seconds one call of the reward function may take"""
     reward_max_failed: float = 0.0
     """share of the last 100 samples whose reward may fail; they do not train. 0: the first failure ends the run"""
+    print_steps: int = 1
+    """print every n-th step, and those with an evaluation; metrics.jsonl has all of them"""
     save_steps: int = 50
     """steps between checkpoints; 0: only the last"""
     keep: int = 2
     """newest checkpoints to keep"""
     seed: int = 0
     """of data order and sampling"""
+    deterministic: bool = False
+    """reproducible CUDA kernels: a resumed run on GPUs repeats every bit, more slowly; on CPUs it does so anyway"""
     resume: bool = False
     """go on from the newest checkpoint in `output`"""
 
@@ -139,7 +161,7 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
 
     from rlkit.data.chat import check_same_tokens, stop_token_ids
     from rlkit.loops.run import keep_args
-    from rlkit.parallel.launch import load_policy, reference_of
+    from rlkit.parallel.launch import load_policy, make_deterministic, reference_of, report_model
     from rlkit.parallel.model import check_path
     from rlkit.parallel.optim import schedule
     from rlkit.types import SamplingParams
@@ -152,13 +174,16 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
             check_same_tokens(tokenizer, other)
     keep_args(args.output, args, resume=args.resume)
     torch.manual_seed(args.seed)
+    if args.deterministic:
+        make_deterministic(args.seed)
     env, score = environment(args, tokenizer)
     prompts, eval_prompts = load_prompts(args, tokenizer)
     load = partial(load_policy, args=args.parallel, device=args.device, dtype=args.dtype)
     check_lengths(args, prompts + eval_prompts, AutoConfig.from_pretrained(args.model).get_text_config())
     model = load(args.model, lora_rank=args.lora_rank)
+    report_model(model, dtype=args.dtype)
     ends = stop_token_ids(tokenizer, model.config, model.generation_config) if args.chat_template else ()
-    has_reference = args.kl_coef or args.eval_kl
+    has_reference = args.kl_coef or args.eval_kl or args.kl_limit is not None
     return (
         model,
         tokenizer,
@@ -184,6 +209,8 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
             "reference": reference_of(model, args.reference, path=args.model, load=load) if has_reference else None,
             "kl_coef": args.kl_coef,
             "entropy_coef": args.entropy_coef,
+            "controllers": controllers(args),
+            "skip_nan": args.skip_nan,
             "lr_at": schedule(args.lr_schedule, lr=args.lr, num_steps=args.steps, warmup_steps=args.warmup_steps),
             "weight_decay": args.weight_decay,
             "max_norm": args.max_norm,
@@ -192,6 +219,7 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
             "eval_prompts": eval_prompts,
             "eval_steps": args.eval_steps,
             "eval_samples": args.eval_samples,
+            "print_steps": args.print_steps,
             "save_steps": args.save_steps,
             "keep": args.keep,
             "seed": args.seed,
@@ -205,14 +233,38 @@ def algorithm(args: Args) -> dict[str, Any]:
     """The keywords of a loop whose values are functions."""
     import torch
 
-    from rlkit.controllers import fixed, kl_linear
     from rlkit.losses import icepop, tis
 
     corrections = {"tis": partial(tis, max_weight=args.tis_max_weight), "icepop": icepop, "none": torch.ones_like}
-    return {
-        "correction": corrections[args.correction],
-        "kl_controller": fixed() if args.kl_target is None else kl_linear(target=args.kl_target, rate=args.kl_coef),
-    }
+    return {"correction": corrections[args.correction]}
+
+
+def controllers(args: Args) -> dict[str, Any]:
+    """The controllers of a loop (`rlkit.loops.coefficients`) that the flags name."""
+    from rlkit import controllers as rules
+
+    target, coef, num_samples = args.kl_target, args.kl_coef, args.prompts_per_step * args.group_size
+    falling = {"end": 0.0, "num_updates": max(1, args.steps - 1)}  # the last step has 0
+    out: dict[str, Any] = {}
+    match args.kl_controller or ("fixed" if target is None else "linear"):
+        case "linear":
+            out["kl"] = rules.kl_linear(target=target or 0.0, rate=coef)
+        case "exponential":
+            out["kl"] = rules.kl_exponential(target=target or 0.0, horizon=args.kl_horizon, num_samples=num_samples)
+        case "pid":  # a KL of twice its target adds kl_coef at once, and a tenth of it in each step that it lasts
+            gain = coef / (target or 1.0)
+            out["kl"] = rules.kl_pid(target=target or 0.0, kp=gain, ki=0.1 * gain)
+        case "decay":
+            out["kl"] = rules.schedule_linear(**falling)
+        case "cosine":
+            out["kl"] = rules.schedule_cosine(**falling)
+    if args.kl_limit is not None:
+        out["kl_limit"] = rules.lagrange_at_most(bound=args.kl_limit, rate=args.limit_rate)
+    if args.entropy_target is not None:
+        out["entropy"] = rules.target_entropy(target=args.entropy_target)
+    if args.entropy_limit is not None:
+        out["entropy_limit"] = rules.lagrange_at_least(bound=args.entropy_limit, rate=args.limit_rate)
+    return out
 
 
 def load_prompts(args: Args, tokenizer: Any) -> tuple[list[Any], list[Any]]:
@@ -228,22 +280,29 @@ def load_prompts(args: Args, tokenizer: Any) -> tuple[list[Any], list[Any]]:
         "system_prompt": args.system_prompt,
         "apply_chat_template": args.chat_template,
         "tools": load_tools(args) or None,
-        "template_args": json_object("--template-args", args.template_args),
+        "template_args": template_args(args),
     }
     return rl_prompts(rows, **render)[0], rl_prompts(eval_rows, **render)[0] if eval_rows else []
 
 
 def load_tools(args: Args) -> list[Any]:
     """The functions that the model may call."""
+    return [function_of("--tools", spec) for spec in args.tools]
+
+
+def function_of(flag: str, spec: str) -> Any:
+    """The function that a flag names; ValueError, with the flag, where there is none of that name."""
     from rlkit.rewards.load import load_function
 
-    return [load_function(spec) for spec in args.tools]
+    try:
+        return load_function(spec)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{flag} {spec}: {error}") from None
 
 
 def environment(args: Args, tokenizer: Any) -> tuple[Any, Any]:
     """The `env` and the `score` of a rollout, by their names on the command line."""
-    from rlkit.rewards.adapters import scorer
-    from rlkit.rewards.load import load_function
+    from rlkit.rewards.adapters import own_scorer, scorer
     from rlkit.rollout import tool_calls
     from rlkit.rollout.calling import is_async
     from rlkit.rollout.limits import limited
@@ -252,18 +311,30 @@ def environment(args: Args, tokenizer: Any) -> tuple[Any, Any]:
 
     env: Any = single_turn
     if args.env is not None:
-        env = load_function(args.env)
-        env = env if is_async(env) else env(tokenizer)
+        env = function_of("--env", args.env)
+        env = env if is_async(env) else _made(env, tokenizer, spec=args.env)
     elif args.tools:
         parse = getattr(tool_calls, f"{args.tool_calls}_calls")
-        template_args = json_object("--template-args", args.template_args)
-        chat: Any = {"system_prompt": args.system_prompt, "template_args": template_args}
+        chat: Any = {"system_prompt": args.system_prompt, "template_args": template_args(args)}
         env = tool_env(load_tools(args), tokenizer=tokenizer, parse=parse, **chat)
     if env is not single_turn:
         bounds = {"max_total_tokens": max_len(args), "max_sampled_tokens": args.max_sampled_tokens}
         env = limited(env, max_turns=args.max_turns, **bounds)
     if args.reward is None:
-        return env, None
-    reward = load_function(args.reward)
+        return env, own_scorer(max_failed=args.reward_max_failed)
+    reward = function_of("--reward", args.reward)
     how = {"timeout_s": args.reward_timeout, "max_failed": args.reward_max_failed}
-    return env, scorer(reward, tokenizer=tokenizer, **how)
+    try:
+        return env, scorer(reward, tokenizer=tokenizer, **how)
+    except TypeError as error:
+        raise ValueError(f"--reward {args.reward}: {error}") from None
+
+
+def _made(function: Any, tokenizer: Any, *, spec: str) -> Any:
+    """The environment that a function of the tokenizer returns."""
+    try:
+        inspect.signature(function).bind(tokenizer)
+    except TypeError as error:
+        what = "must be `async def env(prompt, sample)`, or a function of the tokenizer that returns one"
+        raise ValueError(f"--env {spec}: {what} ({error})") from None
+    return function(tokenizer)

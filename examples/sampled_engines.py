@@ -50,10 +50,15 @@ async def _start_engine(args: Any, process: dict[str, Any]) -> AsyncIterator[Any
         async with await launch_process(args.model, device=args.device, **options) as engine:
             yield engine
         return
+    from transformers import AutoConfig
+
     from rlkit.rollout.sglang import SGLang, launch
 
     with ExitStack() as stack:
         shared = () if args.device == "cpu" else ("--mem-fraction-static", "0.4")  # of a GPU that trains as well
+        if args.deterministic and args.device != "cpu":
+            shared = (*shared, "--enable-deterministic-inference")
         urls = args.engine_urls or [stack.enter_context(launch(args.model, device=args.device, args=shared)).url]
-        async with SGLang(list(urls)) as engine:
+        size = AutoConfig.from_pretrained(args.model).get_text_config().vocab_size
+        async with SGLang(list(urls), vocab_size=size) as engine:
             yield engine

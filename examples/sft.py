@@ -23,12 +23,16 @@ class Args(shared.Args):
 
 
 def main(args: Args) -> Path:
+    from flag_checks import with_device
+
     from rlkit.data.sft import sft_examples
     from rlkit.loops.sft import sft
-    from rlkit.parallel.launch import load_policy
+    from rlkit.parallel.launch import load_policy, report_model
 
+    args = with_device(args)
     tokenizer, examples, held_out, options = shared.prepared(args, sft_examples)
     model = load_policy(args.model, args.parallel, device=args.device, dtype=args.dtype, lora_rank=args.lora_rank)
+    report_model(model, dtype=args.dtype)
     return sft(model, tokenizer, examples, eval_examples=held_out, **options)
 
 

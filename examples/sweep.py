@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlkit._extras import optional
 from rlkit.loops.run import read_metrics
 
 
@@ -45,8 +46,9 @@ class Args:
 
 def main(args: Args, command: list[str]) -> Any:
     """The finished study."""
-    import optuna
     from flag_checks import check_values
+
+    optuna = optional("optuna", "sweep", "sweeps need")
 
     check_values(args)
     if not (args.range or args.log_range or args.choice):
@@ -116,5 +118,7 @@ def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tupl
 if __name__ == "__main__":
     import tyro
 
+    from rlkit.parallel.launch import main_on_ranks
+
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    main(tyro.cli(Args, args=sys.argv[1:end], description=__doc__), sys.argv[end + 1 :])
+    main_on_ranks(main, tyro.cli(Args, args=sys.argv[1:end], description=__doc__), sys.argv[end + 1 :])

@@ -10,8 +10,7 @@ five; GRPO then finds out that calling the tool pays. The environments are in `e
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,12 +47,14 @@ class Args:
     """rollouts between evaluations"""
     max_tokens: int = 16384
     """packed tokens of a micro-batch: lower it when memory is short"""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """of the matrix products; weights and optimizer states are fp32"""
-    device: str = "cpu"
-    """where the model lives"""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """of the matrix products; weights and optimizer states are fp32. None: bf16 on a CUDA GPU, else fp32"""
+    device: str | None = None
+    """cpu, cuda, or mps (untested). None: cpu for the tiny model, for others cuda where there is a GPU"""
     seed: int = 0
     """of data, weights and sampling"""
+    deterministic: bool = False
+    """reproducible CUDA kernels: a resumed run on GPUs repeats every bit, more slowly; on CPUs it does so anyway"""
     resume: bool = False
     """go on from the newest checkpoint in `output`"""
 
@@ -65,7 +66,7 @@ def make_task(args: Args, tokenizer: Any) -> Any:
 
     if args.task == "code":
         if args.data is None:
-            raise SystemExit("--task code needs --data: rows of prompt, public_tests and tests")
+            raise ValueError("--task code needs --data: rows of prompt, public_tests and tests")
         return environments.code(tokenizer, rows=load_rows(args.data))
     return getattr(environments, args.task)(tokenizer, seed=args.seed)
 
@@ -100,12 +101,14 @@ def warmed_up(args: Args) -> Path:
 
 def main(args: Args) -> Path:
     import torch
-    from flag_checks import check_values
+    from flag_checks import check_values, with_device
     from transformers import AutoTokenizer
 
     from rlkit.data.chat import stop_token_ids
     from rlkit.data.prompts import rl_prompts
-    from rlkit.loops.grpo import grpo
+    from rlkit.loops.grpo import grpo_sync
+    from rlkit.loops.run import holds_run
+    from rlkit.parallel.launch import make_deterministic, report_model
     from rlkit.parallel.model import load_model
     from rlkit.parallel.optim import schedule
     from rlkit.rewards.adapters import scorer
@@ -115,10 +118,14 @@ def main(args: Args) -> Path:
     from rlkit.types import SamplingParams
 
     check_values(args)
+    args = with_device(args if args.model or args.device else replace(args, device="cpu"))
+    if args.deterministic:
+        make_deterministic(args.seed)
     path = args.model or str(warmed_up(args))
     torch.manual_seed(args.seed)
     model = load_model(path, device=args.device)
     tokenizer = AutoTokenizer.from_pretrained(path)
+    report_model(model, dtype=args.dtype)
     refuse_vision(model, tokenizer)
     task = make_task(args, tokenizer)
     prompts, _ = rl_prompts(
@@ -126,34 +133,34 @@ def main(args: Args) -> Path:
     )
     held_out, training = prompts[: args.eval_limit], prompts[args.eval_limit :]
     print("GRPO: learning what is right, from the reward alone")
-    return asyncio.run(
-        grpo(
-            model,
-            tokenizer,
-            LocalEngine(model, max_batch=128, max_len=args.max_total_tokens + 1),
-            training,
-            env=limited(task.env, max_turns=args.max_turns, max_total_tokens=args.max_total_tokens),
-            score=scorer(task.reward, tokenizer=tokenizer, timeout_s=30.0) if task.reward else own_rewards,
-            folder=args.output / "grpo",
-            steps=args.steps,
-            params=SamplingParams(
-                max_new_tokens=args.max_new_tokens,
-                stop_token_ids=stop_token_ids(tokenizer, model.config, model.generation_config),
-            ),
-            prompts_per_step=args.prompts_per_step,
-            group_size=args.group_size,
-            lr_at=schedule("constant", lr=args.lr, num_steps=args.steps),
-            max_tokens=args.max_tokens,
-            dtype=args.dtype,
-            eval_prompts=held_out,
-            eval_steps=args.eval_steps,
-            seed=args.seed,
-            resume=args.resume,
-        )
+    return grpo_sync(
+        model,
+        tokenizer,
+        LocalEngine(model, max_batch=128, max_len=args.max_total_tokens + 1),
+        training,
+        env=limited(task.env, max_turns=args.max_turns, max_total_tokens=args.max_total_tokens),
+        score=scorer(task.reward, tokenizer=tokenizer, timeout_s=30.0) if task.reward else own_rewards,
+        folder=args.output / "grpo",
+        steps=args.steps,
+        params=SamplingParams(
+            max_new_tokens=args.max_new_tokens,
+            stop_token_ids=stop_token_ids(tokenizer, model.config, model.generation_config),
+        ),
+        prompts_per_step=args.prompts_per_step,
+        group_size=args.group_size,
+        lr_at=schedule("constant", lr=args.lr, num_steps=args.steps),
+        max_tokens=args.max_tokens,
+        dtype=args.dtype,
+        eval_prompts=held_out,
+        eval_steps=args.eval_steps,
+        seed=args.seed,
+        resume=args.resume and (args.model is not None or holds_run(args.output / "grpo")),  # stopped in the warm-up
     )
 
 
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Args, description=__doc__))
+    from rlkit.parallel.launch import main_on_ranks
+
+    main_on_ranks(main, tyro.cli(Args, description=__doc__))

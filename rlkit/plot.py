@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import tyro
 
+from rlkit._extras import optional
 from rlkit.loops.run import read_metrics
 from rlkit.parallel._files import replace_file
 
@@ -73,10 +74,12 @@ PANELS = (
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # told apart by colour-blind readers too
 
 
-def plot_run(*folders: Path | str, out: Path | str | None = None) -> Path:
+def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | None = None) -> Path:
     """Draw `metrics.png` of a run (into its folder), or several runs into one picture; returns its path.
 
-    The suffix of `out` says what it is: .png, .pdf, .svg or what else matplotlib writes.
+    The suffix of `out` selects the format: .png, .pdf, .svg or another that matplotlib writes. `title` is the headline,
+    by default the names of the runs. Only `matplotlib.figure.Figure` is used: pyplot's state and back end stay as they
+    are.
 
     Errors: ModuleNotFoundError naming the extra where matplotlib is missing, FileNotFoundError for a folder without
     metrics, ValueError where there is nothing to draw.
@@ -87,19 +90,19 @@ def plot_run(*folders: Path | str, out: Path | str | None = None) -> Path:
     panels = [p for p in PANELS if any(_series(rows, c.key)[0].size for rows in runs.values() for c in p.curves)]
     if not panels:
         raise ValueError(f"no metric to draw in {', '.join(map(str, folders))}: metrics.jsonl holds no finished step")
-    plt = _pyplot()
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(5.6 * columns, 3.5 * rows), squeeze=False, layout="constrained")
+    figure = _figure_class()(figsize=(5.6 * columns, 3.5 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     for axis, panel in zip(axes.flat, panels, strict=False):
         _draw(axis, panel, runs)
-    figure.suptitle(", ".join(runs) if len(runs) < 4 else f"{len(runs)} runs")
+    names = ", ".join(runs) if len(runs) < 4 else f"{len(runs)} runs"
+    figure.suptitle(title or names, fontsize=13, fontweight="bold")
     target = Path(out) if out is not None else Path(folders[0]) / "metrics.png"
     picture = io.BytesIO()
     figure.savefig(picture, dpi=130, format=target.suffix[1:] or "png")
-    plt.close(figure)
     replace_file(target, picture.getvalue())
     return target
 
@@ -155,15 +158,11 @@ def _label(folder: Path | str, folders: Sequence[Path | str]) -> str:
     return path.name if len(same) < 2 else f"{path.parent.name}/{path.name}"
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError("plots need matplotlib: pip install 'rlkit-lm[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def _figure_class() -> Any:
+    optional("matplotlib", "plot", "plots need")
+    from matplotlib.figure import Figure
 
-    return pyplot
+    return Figure
 
 
 @dataclass(frozen=True)
@@ -174,13 +173,15 @@ class Args:
     """Run folders, each with a metrics.jsonl."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     """The picture to write, .png, .pdf or .svg; by default metrics.png in the first folder."""
+    title: str | None = None
+    """Headline; by default the names of the runs."""
 
 
 def main(args: Iterable[str] | None = None) -> None:
     """The command line."""
     parsed = tyro.cli(Args, args=None if args is None else list(args), prog="python -m rlkit.plot")
     try:
-        sys.stdout.write(f"{plot_run(*parsed.folders, out=parsed.out)}\n")
+        sys.stdout.write(f"{plot_run(*parsed.folders, out=parsed.out, title=parsed.title)}\n")
     except (OSError, ModuleNotFoundError, ValueError) as error:
         sys.exit(f"error: {error}")
 

@@ -203,7 +203,7 @@ def test_the_demos_task_learns_and_resumes(dtype, tmp_path, monkeypatch):
     tokenizer = tiny_tokenizer()
     export_hf(tiny_model(tokenizer), tokenizer, tmp_path / "random")
     on = {"device": DEVICE, "dtype": dtype}
-    num_sft, num_grpo = (150, 12) if DEVICE != "cpu" else (3, 4)
+    num_sft, num_grpo = (300, 12) if DEVICE != "cpu" else (3, 4)
     warm = sft.main(
         sft.Args(
             model=str(tmp_path / "random"), data=str(tmp_path / "sft.jsonl"), output=tmp_path / "sft",

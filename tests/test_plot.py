@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.loops.run import open_run
+from rlkit.loops.run import open_run, read_metrics
 from rlkit.plot import main, plot_run, smooth
+
+ROOT = Path(__file__).parents[1]
 
 
 def write_run(folder: Path, rows: list[dict]) -> Path:
@@ -33,15 +36,17 @@ def grpo_rows(scale: float = 1.0) -> list[dict]:
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures drawn during a test, kept open so that it can look at their axes."""
-    from matplotlib import pyplot
+    """The figures written during a test, so that it can look at their axes."""
+    from matplotlib.figure import Figure
 
-    kept = []
-    monkeypatch.setattr(pyplot, "close", kept.append)
-    yield kept
-    monkeypatch.undo()
-    for figure in kept:
-        pyplot.close(figure)
+    kept, savefig = [], Figure.savefig
+
+    def keep(figure, *args, **kwargs):
+        kept.append(figure)
+        return savefig(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return kept
 
 
 def panels(figure) -> dict[str, list[str]]:
@@ -79,6 +84,9 @@ def test_a_run_is_drawn_into_its_folder(tmp_path, figures):
         assert axis.get_xlabel() == "step"
         assert axis.get_ylabel()
     assert figures[0].get_suptitle() == "sort-6"
+    plot_run(folder, title="40% -> 70%")
+    main([str(folder), "--title", "better"])
+    assert [figure.get_suptitle() for figure in figures[1:]] == ["40% -> 70%", "better"]
     bottom, top = figures[0].axes[2].get_ylim()
     assert bottom == 0
     assert top > 9.5, "a constant maximum is not hidden by the frame"
@@ -116,30 +124,63 @@ def test_nothing_to_draw_and_no_run_are_said(tmp_path, capsys):
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
-def shadow_matplotlib(folder, monkeypatch, code):
-    (folder / "shadow").mkdir()
-    (folder / "shadow" / "matplotlib.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(folder / "shadow"), prepend=os.pathsep)
+PLOT = """
+import sys
+from rlkit.loops.run import open_run
+with open_run(sys.argv[1], steps=1, active=True) as run:  # told so, it needs no torch
+    run.log(1, {"reward/mean": 1.0})
+    print(run.plot())
+    run.log(2, {"reward/mean": 1.0})
+print("matplotlib.pyplot" in sys.modules)
+"""
 
 
-def test_without_matplotlib_the_run_goes_on(tmp_path, monkeypatch, capsys):
+def plot_in_a_run(folder: Path, **env: str) -> list[str]:
+    """What a process prints that logs a step, draws the plot and logs another one."""
+    command = [sys.executable, "-c", PLOT, str(folder / "run")]
+    done = subprocess.run(command, env={**os.environ, **env}, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(read_metrics(folder / "run")) == 2
+    return done.stdout.splitlines()
+
+
+def test_a_run_draws_in_its_own_process_and_leaves_pyplot_alone(tmp_path, monkeypatch):
+    picture = tmp_path / "run" / "metrics.png"
+    lines = plot_in_a_run(tmp_path, MPLBACKEND="module://no_such_back_end")
+    assert (lines[2], lines[-1]) == (str(picture), "False")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    picture.unlink()
+    monkeypatch.setattr(sys, "executable", "/no/python")  # no other process can start
+    with open_run(tmp_path / "run", steps=3, start=2, resume=True) as run:
+        assert run.plot() == picture
+    assert picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise ModuleNotFoundError('none', name='matplotlib')", "plots need matplotlib: pip install 'rlkit-lm[plot]'"),
+        (
+            "raise ModuleNotFoundError('No module named kiwi', name='kiwi')",
+            "plots need matplotlib: pip install 'rlkit-lm[plot]' (No module named kiwi)",
+        ),
+        ("raise RuntimeError('broken:\\nread more')", "RuntimeError: broken:"),
+        ("raise OSError('no cache folder')", "no cache folder"),
+        ("raise AttributeError", "AttributeError: AttributeError()"),
+    ],
+)
+def test_a_plot_that_fails_is_one_line_and_the_run_goes_on(tmp_path, code, said):
+    (tmp_path / "matplotlib.py").write_text(code)
+    lines = plot_in_a_run(tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert lines[2:4] == [f"no plot: {said}", "None"]
+    assert lines[4].split() == ["2", "1.000"]
+
+
+def test_without_matplotlib_the_function_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    shadow_matplotlib(tmp_path, monkeypatch, "raise ModuleNotFoundError('no matplotlib', name='matplotlib')")
-    with open_run(tmp_path / "run", steps=1) as run:
-        run.log(1, {"reward/mean": 1.0})
-        assert run.plot() is None
-        run.log(2, {"reward/mean": 1.0})
-    assert "no plot: plots need matplotlib: pip install 'rlkit-lm[plot]'" in capsys.readouterr().out
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"rlkit-lm\[plot\]"):
-        plot_run(tmp_path / "run")
-
-
-def test_any_plot_error_is_one_line_of_the_run(tmp_path, monkeypatch, capsys):
-    shadow_matplotlib(tmp_path, monkeypatch, "raise RuntimeError('the back end is broken')")
-    with open_run(tmp_path / "run", steps=1) as run:
-        run.log(1, {"reward/mean": 1.0})
-        assert run.plot() is None
-    assert capsys.readouterr().out.splitlines()[-1] == "no plot: RuntimeError: the back end is broken"
+        plot_run(write_run(tmp_path / "run", grpo_rows()))
 
 
 def test_the_suffix_says_what_kind_of_picture(tmp_path):

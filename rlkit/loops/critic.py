@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,13 +33,16 @@ def with_gae(
     max_tokens: int,
     dtype: str,
     mesh: Mesh | None = None,
+    checked: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Batch:
     """The batch with the critic's `values`, their targets `returns`, and whitened `advantages`.
 
     Token rewards are lowered by `kl_coef` times the k1 estimate of KL(old policy || reference), where that is not 0. An
-    answer that a limit cut ends in the critic's value of what it came to (`bootstrap`), or in 0.
+    answer that a limit cut ends in the critic's value of what it came to (`bootstrap`), or in 0. `checked` gets the
+    batch with its raw `values`, and may drop sequences before the advantages are whitened over all of them.
     """
-    found = score_values(critic, batch, max_tokens=max_tokens, dtype=dtype, mesh=mesh)
+    batch = checked(replace(batch, values=score_values(critic, batch, max_tokens=max_tokens, dtype=dtype, mesh=mesh)))
+    found = batch.values
     rewards, mask = batch.token_rewards, batch.mask
     if kl_coef:
         rewards = kl_in_reward(rewards, batch.old_logp, batch.ref_logp, kl_coef=kl_coef, mask=mask)

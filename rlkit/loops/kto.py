@@ -39,6 +39,7 @@ def kto(
     dtype: str = "fp32",
     eval_examples: Sequence[Labelled] = (),
     eval_steps: int = 0,
+    print_steps: int = 1,
     save_steps: int = 0,
     keep: int = 2,
     seed: int = 0,
@@ -60,8 +61,7 @@ def kto(
         kto(..., reference=model_0, reference_point=None)                                    APO-zero, unpaired
 
     Logged: `kl`; `accuracy`, the share of responses on their label's side of it; the mean log-ratios `chosen` of the
-    desirable responses and `rejected` of the others (TRL's `rewards/` are beta times these), and their mean log-probs
-    per token `logp/chosen`, `logp/rejected`.
+    desirable responses and `rejected` of the others, and their mean log-probs per token `logp/chosen`, `logp/rejected`.
 
     Errors: ValueError where a prompt has no other one's response in its batch, and where `max_tokens` does not hold the
     longest prompt with the longest response.
@@ -103,7 +103,7 @@ def kto(
     return train_examples(
         model, tokenizer, examples, prepare=prepare, eval_examples=eval_examples, folder=folder, steps=steps,
         lr_at=lr_at, batch_size=batch_size, weight_decay=weight_decay, max_norm=max_norm, max_tokens=max_tokens,
-        eval_steps=eval_steps, save_steps=save_steps, keep=keep, seed=seed, resume=resume,
+        eval_steps=eval_steps, print_steps=print_steps, save_steps=save_steps, keep=keep, seed=seed, resume=resume,
     )  # fmt: skip
 
 

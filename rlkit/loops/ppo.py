@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
-from rlkit.controllers import fixed
-from rlkit.loops import saving, verbs
+from rlkit.loops import coefficients, nans, saving, verbs
 from rlkit.loops.critic import value_update, with_gae
 from rlkit.loops.dump import dump_to
+from rlkit.loops.sync import blocking
 from rlkit.loops.updates import clipped, grpo_update
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
@@ -22,7 +23,7 @@ from rlkit.parallel.optim import adamw
 from rlkit.parallel.weights import export_hf, stream_weights
 from rlkit.rollout.limits import mask_truncated
 from rlkit.rollout.rollout import Env, Prompt, Score, mix, single_turn
-from rlkit.types import Controller, SamplingParams
+from rlkit.types import SamplingParams
 
 
 async def ppo(
@@ -55,9 +56,10 @@ async def ppo(
     value_clip: float = 0.5,
     correction: Callable[..., Tensor] = partial(tis, max_weight=2.0),
     kl_coef: float = 0.0,
-    kl_controller: Controller = fixed(),
     reference: Any = None,
     entropy_coef: float = 0.0,
+    controllers: coefficients.Controllers = MappingProxyType({}),
+    skip_nan: bool = False,
     weight_decay: float = 0.0,
     max_norm: float = 1.0,
     max_tokens: int = 16384,
@@ -65,6 +67,7 @@ async def ppo(
     eval_prompts: Sequence[Prompt] = (),
     eval_steps: int = 0,
     eval_samples: int = 1,
+    print_steps: int = 1,
     save_steps: int = 0,
     keep: int = 2,
     seed: int = 0,
@@ -75,6 +78,7 @@ async def ppo(
     A step samples, takes the critic's values, `gae_decoupled(lam_policy, lam_value)` and whitened advantages (see
     `with_gae`), then `num_minibatches * num_epochs` optimizer steps of the critic, and as many of the policy on the
     clipped surrogate. In the first `critic_steps` steps the critic learns alone. The critic is exported to `critic/`.
+    `controllers` move the coefficients (`rlkit.loops.coefficients`), `skip_nan` is that of `rlkit.loops.nans`.
 
     Differs from InstructGPT (arXiv:2203.02155), TRL and verl:
     1. the critic's targets have lam_value = 1: with 0.95 a final reward is forgotten on the way to a long answer's
@@ -84,16 +88,18 @@ async def ppo(
     4. tokens are weighted by `correction(log pi_old / pi_rollout)` for what the engine did otherwise, and under top-p
        or top-k by the mass that was kept (one forward more)
     """
-    verbs.check_sampling(params, needs_reference=bool(kl_coef), reference=reference)
+    has_kl = coefficients.needs_reference(controllers, kl_coef=kl_coef)
+    verbs.check_engine(engine)
+    verbs.check_sampling(params, needs_reference=has_kl, reference=reference)
     mesh, both = mesh_of(model), nn.ModuleDict({"policy": model, "critic": critic})
     policy = partial(forward, model, temperature=params.temperature, dtype=dtype)
     ref_policy = verbs.reference_policy(policy, model, reference)
     optimizer = adamw(both, lr=lr_at(0), weight_decay=weight_decay)  # it steps what has gradients: one of the two
-    many: dict[str, Any] = {"num_minibatches": num_minibatches, "num_epochs": num_epochs, "max_norm": max_norm}
+    many: dict[str, Any] = {"num_epochs": num_epochs, "max_norm": max_norm}
     how: dict[str, Any] = {"max_tokens": max_tokens, "mesh": mesh}
     update: Any = partial(
         grpo_update, policy=policy, surrogate=partial(clipped, clip_low=clip_low, clip_high=clip_high),
-        correction=correction, kl_coef=0.0, entropy_coef=entropy_coef, device=model.device, optimizer=optimizer,
+        correction=correction, kl_coef=0.0, device=model.device, optimizer=optimizer,
         **many, **how,
     )  # fmt: skip
     how |= {"critic": critic, "dtype": dtype}
@@ -102,10 +108,13 @@ async def ppo(
     )
     learn_values: Any = partial(value_update, clip=value_clip, optimizer=optimizer, **many, **how)
     state = saving.restore(folder, model=both, optimizer=optimizer, reference=None) if resume else {}
-    start, first, kl_state = state.get("step", -1), max(state.get("step", -1), 0), kl_controller.init(kl_coef)
-    kl_state = type(kl_state)(*state.get("kl", kl_state))
-    with saving.open_training(folder, steps=steps, start=start, resume=resume, keep=keep) as (run, stop, saver):
+    start, first = state.get("step", -1), max(state.get("step", -1), 0)
+    starts = {"kl_coef": kl_coef, "entropy_coef": entropy_coef}
+    coefs = coefficients.start(controllers, **starts, saved=state.get("controllers"))
+    training = saving.open_training(folder, steps=steps, start=start, resume=resume, keep=keep, print_steps=print_steps)
+    with training as (run, stop, saver):
         dump = dump_to(run, tokenizer, engine=engine)
+        watch = nans.Watch(run, prompts, tokenizer, skip=skip_nan)
         evaluate = partial(
             verbs.evaluate_if_due, prompts=eval_prompts, every=eval_steps, steps=steps, dump=dump, params=params,
             num_samples=eval_samples, generate=engine.generate, env=env, score=score, seed=seed, policy=policy,
@@ -119,34 +128,35 @@ async def ppo(
             group_size=group_size, groups_per_step=prompts_per_step, seed=seed, env=env, score=score, on_group=dump,
             journal=folder / "completions" if journal else None, version=first, state=state.get("stream"),
         ) as stream:  # fmt: skip
-            signal = True
+            signal = verbs.Signal()
             for step in range(first, steps):
                 clock = verbs.Clock()
                 stream.advance(version=step)
                 groups = await stream.take()
                 await stream.pause()
                 clock.lap("rollout")
+                groups = watch.groups(groups, step=step + 1)
                 metrics = verbs.rollout_metrics(groups, version=step)
                 batch = pack(mask_truncated(groups) if drop_truncated else groups)
-                batch = with_ref_logp(ref_policy if kl_coef else None, batch, max_tokens=max_tokens, mesh=mesh)
-                if kl_coef or num_minibatches * num_epochs > 1:
+                batch = with_ref_logp(ref_policy if has_kl else None, batch, max_tokens=max_tokens, mesh=mesh)
+                if has_kl or num_minibatches * num_epochs > 1:
                     batch = with_old_logp(policy, batch, max_tokens=max_tokens, mesh=mesh)
                 batch = with_kept_mass(model, batch, params=params, max_tokens=max_tokens, dtype=dtype, mesh=mesh)
-                batch = estimate(batch, kl_coef=kl_state.coef)
+                now, checked = coefficients.coefs(coefs), partial(watch.batch, step=step + 1)
+                batch = checked(estimate(checked(batch), kl_coef=now["kl_coef"], checked=checked))
                 clock.lap("score")
-                metrics = merge(metrics, learn_values(batch, lr=critic_lr_at(step), seed=mix(seed, step)))
+                how = {"seed": mix(seed, step), "num_minibatches": watch.at_most_groups(num_minibatches, batch)}
+                metrics = merge(metrics, learn_values(batch, lr=critic_lr_at(step), **how))
                 if step >= critic_steps:
-                    metrics = merge(metrics, update(batch, lr=lr_at(step), seed=mix(seed, step)))
+                    metrics = merge(metrics, update(batch, lr=lr_at(step), entropy_coef=now["entropy_coef"], **how))
                 clock.lap("train")
                 done = step + 1
                 await engine.update_weights(stream_weights(model, dtype=DTYPES.get(dtype)), version=done)
                 line = finalize(metrics) | {"lr": lr_at(step), "lr/critic": critic_lr_at(step)}
                 if (spread := line.pop("value/spread", 0.0)) > 1e-6:  # else all returns are equal
                     line["value/explained"] = 1 - line["value/error"] / spread
-                if kl_coef:
-                    line["kl/coef"] = kl_state.coef
-                    if "kl/ref" in line:  # the policy was updated, on some token
-                        kl_state = kl_controller.update(kl_state, line["kl/ref"])
+                line |= watch.update(line, step=done) | coefficients.logged(controllers, coefs)
+                coefs = coefficients.advance(controllers, coefs, line, skip_nan=skip_nan)
                 clock.lap("sync")
                 line |= await evaluate(done)
                 clock.lap("eval")
@@ -154,9 +164,12 @@ async def ppo(
                 signal = verbs.say_if_no_signal(run, batch, before=signal)
                 if saving.save_if_due(
                     run, saver, stop, done, steps=steps, every=save_steps, model=both, optimizer=optimizer,
-                    state={"kl": tuple(kl_state)}, stream=stream,
+                    state={"controllers": coefficients.to_save(controllers, coefs)}, stream=stream,
                 ):  # fmt: skip
                     break
         run.plot()
         export_hf(critic, tokenizer, run.folder / "critic")
         return saving.export(run, model, tokenizer)
+
+
+ppo_sync = blocking(ppo)  # a plain function, also where an event loop runs

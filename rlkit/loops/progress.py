@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 
@@ -30,6 +34,7 @@ COLUMNS = (
     Column("s/step", ("time/step",), 7, ".2f"),
     Column("tok/s", ("time/tokens_per_s",), 8, ".0f"),
 )
+_DROPPED_FIRST = ("mismatch", "entropy", "clip%", "kl", "length", "grad", "loss")  # where the terminal is too narrow
 
 
 def header(columns: Sequence[Column] = COLUMNS, *, fixed_data: bool = False) -> str:
@@ -47,6 +52,41 @@ def step_line(step: int, metrics: Mapping[str, Any], columns: Sequence[Column] =
     return f"{step:>6}{cells}  {shown}".rstrip()
 
 
+def fitting(columns: Sequence[Column], width: int) -> list[Column]:
+    """The columns whose header fits into `width` characters, without the less important ones where it is too long."""
+    kept = list(columns)
+    for title in _DROPPED_FIRST:
+        if len(header(kept)) > width:
+            kept = [c for c in kept if c.title != title]
+    return kept
+
+
+def say(text: str) -> None:
+    """Print a line on stdout, flushed. A reader that has gone (`| head -3`, a closed terminal) ends no run."""
+    with _unless_lost():
+        if sys.stdout is not None:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+
+@contextmanager
+def _unless_lost() -> Iterator[None]:
+    """Inside the block a failed write to stdout raises nothing; if nobody can read stdout, it becomes /dev/null."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EPIPE, errno.EIO):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)
+            os.close(null)
+
+
+def _width() -> int:
+    """Characters of a line: those of the terminal, or 120, which is every column."""
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    return shutil.get_terminal_size((120, 24)).columns if terminal else 120
+
+
 def _cell(column: Column, metrics: Mapping[str, Any]) -> str:
     found = [metrics[key] for key in column.keys if key in metrics]
     if not found:
@@ -57,53 +97,78 @@ def _cell(column: Column, metrics: Mapping[str, Any]) -> str:
 
 
 class Progress:
-    """Prints step lines; on a terminal also a bar with step, ETA, reward and tokens/s. `rich` is imported only then."""
+    """Prints step lines; on a terminal also a bar with step, ETA and what is going on. `rich` is imported only then.
 
-    def __init__(self, *, steps: int, start: int = 0) -> None:
+    A line is printed for every `print_steps`-th step, for the last one and for those with an evaluation.
+    """
+
+    def __init__(self, *, steps: int, start: int = 0, print_steps: int = 1) -> None:
+        self._steps, self._print_steps = steps, print_steps
         self._lines = 0
-        self._columns: list[Column] = []
+        self._seen: list[Column] = []
+        self._shown: list[Column] = []
         self._bar: Any = None
-        if sys.stdout.isatty():
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
+        if sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+            with _unless_lost():
+                self._open_bar(steps, max(start, 0))
 
-            self._bar = Bar(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24),
-                TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(),
-                TextColumn("{task.fields[last]} {task.fields[status]}"),
-                refresh_per_second=2, speed_estimate_period=600, transient=True,
-            )  # fmt: skip
-            self._task = self._bar.add_task("run", total=steps, completed=max(start, 0), last="", status="")
-            self._bar.start()
+    def _open_bar(self, steps: int, start: int) -> None:
+        """A bar of one line. Its cursor stays visible: no way to die can leave the terminal without one."""
+        from rich.progress import BarColumn, RenderableColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+        from rich.table import Column as TableColumn
+        from rich.text import Text
+
+        whole = TableColumn(no_wrap=True)  # the status alone is cut where the terminal is narrow
+        self._status = Text(no_wrap=True, overflow="crop")
+        bar = Bar(
+            "step {task.completed}/{task.total}",
+            BarColumn(bar_width=10, table_column=whole),
+            TimeElapsedColumn(table_column=whole),
+            "eta",
+            TimeRemainingColumn(table_column=whole),
+            RenderableColumn(self._status),
+            refresh_per_second=2,
+            speed_estimate_period=600,
+            transient=True,
+        )
+        self._task = bar.add_task("run", total=steps, completed=start)
+        bar.console.width = _width() - 3  # room for the ^C that a terminal writes behind the cursor
+        bar.start()
+        bar.console.show_cursor(True)
+        self._bar = bar
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Print the line of a step and move the bar. Columns are those that have been seen; the header comes back."""
-        columns = [c for c in COLUMNS if c in self._columns or any(key in metrics for key in c.keys)]
-        if columns != self._columns or self._lines % 25 == 0:
-            self._columns, self._lines = columns, 0
-            self.say(header(columns, fixed_data="loss" in metrics or "eval/loss" in metrics))
-        self._lines += 1
-        self.say(step_line(step, metrics, columns))
+        self._seen = [c for c in COLUMNS if c in self._seen or any(key in metrics for key in c.keys)]
+        evaluated = any(key.startswith("eval/") for key in metrics)
+        if evaluated or step % self._print_steps == 0 or step == self._steps:
+            columns = fitting(self._seen, _width())
+            if columns != self._shown or self._lines % 25 == 0:
+                self._shown, self._lines = columns, 0
+                self.say(header(columns, fixed_data="loss" in metrics or "eval/loss" in metrics))
+            self._lines += 1
+            self.say(step_line(step, metrics, columns))
+        self.status("")
         if self._bar is not None:
-            shown = {c.title: _cell(c, metrics) for c in columns}
-            last = f"reward {shown['reward']} " * ("reward" in shown) + f" {shown.get('tok/s', '-')} tok/s "
-            self._bar.update(self._task, completed=step, last=last, status="")
+            self._bar.console.width = _width() - 3
+            self._bar.update(self._task, completed=step)
 
     def status(self, text: str) -> None:
         """Text beside the bar."""
         if self._bar is not None:
-            self._bar.update(self._task, status=text)
+            self._status.plain = text
 
     def say(self, text: str) -> None:
         """A line above the bar, or on plain stdout, flushed."""
-        if self._bar is not None:
+        if self._bar is None:
+            return say(text)
+        with _unless_lost():
             self._bar.console.print(text, markup=False, highlight=False, no_wrap=True, crop=False, overflow="ignore")
-        else:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
 
     def close(self) -> None:
         """Take the bar off the screen; the lines stay."""
         if self._bar is not None:
-            self._bar.stop()
+            with _unless_lost():
+                self._bar.stop()
             self._bar = None

@@ -33,6 +33,7 @@ def reward_model(
     dtype: str = "fp32",
     eval_pairs: Sequence[Pair] = (),
     eval_steps: int = 0,
+    print_steps: int = 1,
     save_steps: int = 0,
     keep: int = 2,
     seed: int = 0,
@@ -58,5 +59,6 @@ def reward_model(
     return train_pairs(
         model, tokenizer, pairs, pack=pack_whole, pair_losses=pair_losses, folder=folder, steps=steps, lr_at=lr_at,
         batch_size=batch_size, weight_decay=weight_decay, max_norm=max_norm, max_tokens=max_tokens,
-        eval_pairs=eval_pairs, eval_steps=eval_steps, save_steps=save_steps, keep=keep, seed=seed, resume=resume,
+        eval_pairs=eval_pairs, eval_steps=eval_steps, print_steps=print_steps, save_steps=save_steps, keep=keep,
+        seed=seed, resume=resume,
     )  # fmt: skip

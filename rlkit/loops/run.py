@@ -18,7 +18,6 @@ import errno
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 import warnings
@@ -26,15 +25,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from rlkit.loops.progress import Progress
+from rlkit.loops.progress import Progress, say
 from rlkit.parallel._files import append_file, explain_full_disk, replace_file, sync
 
 if TYPE_CHECKING:  # reading a run folder needs no torch
     from rlkit.types import Trajectory
 
 Decode = Callable[[list[int]], str]
+
+_RUN = ("metrics.jsonl", "checkpoints", "completions")  # what a new run would mix with
+_OPENED = ("args.json", ".lock", *_RUN)  # what a run leaves, however early it ended
+_FULL_FIX = "Free space there and resume: all up to the last checkpoint is safe."
+_held: dict[Path, IO[str]] = {}  # lock files of the run folders that this process holds
 
 
 class Run:
@@ -47,7 +51,7 @@ class Run:
         self._unsynced: set[Path] = set()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl and print the same step for a person.
+        """Append one line to metrics.jsonl, and print the step if it is due (see `open_run`).
 
         Values are numbers (or 0-dim tensors); floats are written with all their digits, so two runs can be compared bit
         for bit. NaN and infinities are written as NaN, Infinity, -Infinity, which Python's json reads.
@@ -80,76 +84,156 @@ class Run:
         self._unsynced.clear()
 
     def plot(self) -> Path | None:
-        """Draw metrics.png, in a process of its own: matplotlib takes 30 MB, and a hundred in some back ends.
+        """Draw metrics.png and return its path, or None where it cannot be drawn.
 
-        A plot that cannot be drawn is said in one line and never ends a run.
+        Matplotlib is imported here, after training (about 40 MB). Any error is reported in one line and never ends
+        the run, whose model is not exported yet.
         """
         if self._progress is None or not (self.folder / "metrics.jsonl").exists():
             return None
-        command = [sys.executable, "-m", "rlkit.plot", str(self.folder)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            self.say(f"no plot: {error}")
+            from rlkit.plot import plot_run
+
+            return plot_run(self.folder)
+        except Exception as error:
+            kind = "" if isinstance(error, ImportError | OSError | ValueError) else f"{type(error).__name__}: "
+            self.say(f"no plot: {kind}{str(error).strip() or repr(error)}".splitlines()[0])
             return None
-        if done.returncode:
-            self.say(f"no plot: {(done.stderr.strip().splitlines() or ['it failed'])[-1].removeprefix('error: ')}")
-            return None
-        return Path(done.stdout.strip())
 
     def _append(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         data = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
-        fix = "Free space there and resume: all up to the last checkpoint is safe."
-        with explain_full_disk(path.name, self.folder, needed=len(data), fix=fix):
+        with explain_full_disk(path.name, self.folder, needed=len(data), fix=_FULL_FIX):
             append_file(path, data)
         self._unsynced.add(path)
 
 
 def keep_args(folder: Path | str, args: Any, *, resume: bool) -> None:
-    """Write the dataclass `args` to `args.json` of a run folder; of many ranks the first does.
+    """Hold a run folder and write the dataclass `args` to its `args.json`; of many ranks the first does.
 
     A run that is resumed with other arguments than it had goes on with the new ones, and they are named on stdout.
-    Errors: FileExistsError, on every rank, for a folder with a run in it, unless `resume`; see `open_run`.
+    Nothing is written where the run is refused. The folder is held until the run that `open_run` opens there ends.
+
+    Errors: on every rank, FileExistsError for a folder with a run in it, unless `resume`, and then FileNotFoundError
+    for one without; BlockingIOError where another process has it open; ValueError for a run of another script and for a
+    damaged `args.json`; OSError, with the space needed and free, on a full disk.
     """
     folder = Path(folder)
-    _refuse_a_run(folder, resume)
-    if _first_rank():
-        folder.mkdir(parents=True, exist_ok=True)
-        path, text = folder / "args.json", json.dumps(asdict(args), indent=1, default=str) + "\n"
+    check_folder(folder, resume=resume)
+    if not _first_rank():
+        return
+    path, kept = folder / "args.json", {"script": _script(args)} | asdict(args)
+    text = json.dumps(kept, indent=1, default=str) + "\n"
+    with explain_full_disk(path.name, folder, needed=len(text), fix=_FULL_FIX):
+        hold(folder)
+        changed = True
         if resume and path.exists():
-            new, old = json.loads(text), json.loads(path.read_bytes())
-            for name in sorted((new.keys() | old.keys()) - {"resume"}):
-                if new.get(name) != old.get(name):
-                    sys.stdout.write(f"resumed with another {name}: {new.get(name)!r}, it was {old.get(name)!r}\n")
-        replace_file(path, text.encode())
+            new, old = json.loads(text), _read_args(path)
+            if {None, new["script"]}.isdisjoint({old.get("script")}):
+                raise ValueError(f"{folder} is a run of {old['script']}: resume it with that, or give another --output")
+            names = [n for n in sorted((new.keys() | old.keys()) - {"resume", "script"}) if new.get(n) != old.get(n)]
+            for name in names:
+                say(f"resumed with another {name}: {new.get(name)!r}, it was {old.get(name)!r}")
+            changed = bool(names)
+        if changed:
+            replace_file(path, text.encode())
+
+
+def _script(args: Any) -> str | None:
+    """The file that defines the dataclass of `args`; None in a notebook."""
+    file = getattr(sys.modules.get(type(args).__module__), "__file__", None)
+    return Path(file).name if file else None
+
+
+def _read_args(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it, and the run goes on with the flags given") from None
+    return found
+
+
+def holds_run(folder: Path | str) -> bool:
+    """Whether a run was started in this folder, so that it can be resumed."""
+    return any((Path(folder) / name).exists() for name in _OPENED)
+
+
+def check_folder(folder: Path | str, *, resume: bool) -> None:
+    """Refuse a folder with a run in it, unless `resume`, and then one without. Errors: see `keep_args`."""
+    folder = Path(folder)
+    for path in (folder, *folder.parents):
+        if path.is_file():
+            raise NotADirectoryError(errno.ENOTDIR, "this is a file: --output is the folder of a run", str(path))
+    if resume and not holds_run(folder):
+        what = "there is no run to resume in this folder: leave out --resume to start one, or give the folder of a run"
+        raise FileNotFoundError(errno.ENOENT, what, str(folder))
+    if not resume and any((folder / name).exists() for name in _RUN):
+        what = "this folder already holds a run: resume it (--resume), delete it or take another folder"
+        raise FileExistsError(errno.EEXIST, what, str(folder))
+
+
+def hold(folder: Path | str) -> None:
+    """Keep other processes out of a run folder, which is made if needed, until its run ends or this process does.
+
+    Two processes that resume the same run would interleave their lines. A POSIX lock ends with its process, whatever
+    happens to it, and is not inherited by forked reward workers.
+
+    Errors: BlockingIOError where another process holds it.
+    """
+    import fcntl
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.resolve() in _held:
+        return
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.close()
+            what = "another process writes to this run folder; wait for it or take another folder"
+            raise BlockingIOError(errno.EAGAIN, what, str(folder)) from None
+        # else the filesystem has no locks, which is no reason not to train
+    _held[folder.resolve()] = file
 
 
 @contextmanager
 def open_run(
-    folder: Path | str, *, steps: int, start: int = 0, resume: bool = False, active: bool | None = None
+    folder: Path | str,
+    *,
+    steps: int,
+    start: int = 0,
+    resume: bool = False,
+    active: bool | None = None,
+    print_steps: int = 1,
 ) -> Iterator[Run]:
     """Open a run folder for writing, from step `start` to `steps`.
+
+    Every step is logged; every `print_steps`-th is printed, and those with an evaluation.
 
     A folder that already holds a run is refused unless `resume`. Then `start` is the step of the loaded checkpoint, and
     all that came after it is dropped; -1 (there was no checkpoint yet) drops everything, also what step 0 logged.
     `active=False` writes and prints nothing; by default that is every rank but the first.
 
-    Errors: FileExistsError for a folder with a run in it; BlockingIOError where another process has it open.
+    Errors: those of `keep_args`.
     """
     folder = Path(folder)
     if not (_first_rank() if active is None else active):
         yield Run(folder, None)
         return
-    _refuse_a_run(folder, resume)
-    (folder / "trajectories").mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    check_folder(folder, resume=resume)
+    with explain_full_disk("the run", folder, needed=1 << 16, fix=_FULL_FIX):
+        hold(folder)
+        (folder / "trajectories").mkdir(exist_ok=True)
         if resume:
             drop_after(folder, start)
-        progress = Progress(steps=steps, start=start)
-        try:
-            yield Run(folder, progress)
-        finally:
-            progress.close()
+    progress = Progress(steps=steps, start=start, print_steps=print_steps)
+    try:
+        yield Run(folder, progress)
+    finally:
+        progress.close()
+        if (lock := _held.pop(folder.resolve(), None)) is not None:
+            lock.close()
 
 
 def drop_after(folder: Path | str, step: int) -> None:
@@ -159,7 +243,9 @@ def drop_after(folder: Path | str, step: int) -> None:
     if path.exists():
         lines = path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _step_of(line) <= step]
-        if len(kept) < len(lines):
+        if kept == lines[: len(kept)]:
+            os.truncate(path, sum(map(len, kept)))  # needs no space on a full disk
+        else:
             replace_file(path, b"".join(kept))
     for dump in (folder / "trajectories").glob("*.jsonl"):
         match = re.fullmatch(r"\w+_(\d+)", dump.stem)
@@ -209,14 +295,6 @@ def trajectory_row(
     return row
 
 
-def _refuse_a_run(folder: Path, resume: bool) -> None:
-    for path in (folder, *folder.parents):
-        if path.is_file():
-            raise NotADirectoryError(f"{path} is a file: --output is the folder of a run, which may be new")
-    if not resume and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "completions")):
-        raise FileExistsError(f"{folder} already holds a run: resume it (--resume), delete it or take another folder")
-
-
 def _first_rank() -> bool:
     """Also before there is a process group: torchrun has said which rank this is."""
     from rlkit.parallel._ranks import distributed, rank
@@ -240,22 +318,3 @@ def _step_of(line: bytes) -> float:
     except (ValueError, KeyError, TypeError):
         warnings.warn(f"rlkit: dropped a broken line of metrics.jsonl: {line[:80]!r}", stacklevel=3)
         return float("inf")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder: two processes resuming the same run would interleave their lines.
-
-    A POSIX lock ends with its process, whatever happens to it, and is not inherited by forked reward workers.
-    """
-    import fcntl
-
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                what = "another process writes to this run folder; wait for it or take another folder"
-                raise BlockingIOError(errno.EAGAIN, what, str(folder)) from None
-            # else the filesystem has no locks, which is no reason not to train
-        yield

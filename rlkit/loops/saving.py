@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
-from rlkit.loops.run import Run, open_run
+from rlkit.loops.progress import say
+from rlkit.loops.run import Run, check_folder, hold, open_run
 from rlkit.loops.stopping import Stop, resume_command, stop_on_interrupt
-from rlkit.parallel._ranks import together
+from rlkit.parallel._ranks import Stopped, first, together
 from rlkit.parallel.data import any_rank
+from rlkit.parallel.launch import TRAINING
 from rlkit.parallel.saver import BackgroundSaver
 from rlkit.parallel.shared import SharedStream
 from rlkit.rollout.stream import GroupStream
@@ -21,19 +23,32 @@ from rlkit.rollout.stream import GroupStream
 
 @contextmanager
 def open_training(
-    folder: Path, *, steps: int, start: int, resume: bool, keep: int
+    folder: Path, *, steps: int, start: int, resume: bool, keep: int, print_steps: int = 1
 ) -> Iterator[tuple[Run, Stop, BackgroundSaver]]:
-    """The run folder (see `open_run`), whether somebody asked to stop, and what saves into its `checkpoints/`."""
-    if steps < 0 or keep < 1:
-        raise ValueError(f"{steps=} must be at least 0 and {keep=} at least 1")
-    with (
-        open_run(folder, steps=steps, start=start, resume=resume) as run,
-        stop_on_interrupt() as stop,
-        BackgroundSaver(run.checkpoints, keep=keep) as saver,
-    ):
-        if start >= steps > 0:
-            run.say(f"nothing to train: the newest checkpoint is of step {start}, and steps is {steps}")
-        yield run, stop, saver
+    """The run folder (see `open_run`), whether somebody asked to stop, and what saves into its `checkpoints/`.
+
+    Where somebody asked, the end of the block raises `Stopped`, a KeyboardInterrupt: what follows a run that was
+    interrupted (the next stage, the next cell of a notebook) does not start.
+    """
+    if steps < 0 or keep < 1 or print_steps < 1:
+        raise ValueError(f"{steps=} must be at least 0, {keep=} and {print_steps=} at least 1")
+    started = False
+    try:
+        with (
+            open_run(folder, steps=steps, start=start, resume=resume, print_steps=print_steps) as run,
+            stop_on_interrupt() as stop,
+            BackgroundSaver(run.checkpoints, keep=keep) as saver,
+        ):
+            if start >= steps > 0:
+                run.say(f"nothing to train: the newest checkpoint is of step {start}, and steps is {steps}")
+            started = True
+            yield run, stop, saver
+    except Exception as error:
+        if started:  # then its traceback is shown, see `main_on_ranks`
+            error.add_note(f"{TRAINING}; the run folder is {folder}")
+        raise
+    if any_rank(stop.requested):
+        raise Stopped(stop.number)
 
 
 def save_if_due(
@@ -95,13 +110,25 @@ def _said(run: Run, *, unless: bool) -> Iterator[None]:
 
 
 def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any) -> dict[str, Any]:
-    """Load the newest checkpoint of the run and return its state, "step" among it; {} where there is none yet."""
-    from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint
+    """Load the newest whole checkpoint of the run and return its state, "step" among it; {} where there is none yet.
 
-    path = latest_checkpoint(folder / "checkpoints")
-    if path is None:
-        return {}
-    return load_checkpoint(path, model=_with_reference(model, reference), optimizer=optimizer)
+    A damaged checkpoint is skipped for the one before it, and named on stdout with what is wrong with it. The folder is
+    held from here on.
+
+    Errors: those of `keep_args`; FileNotFoundError also where every checkpoint is damaged.
+    """
+    from rlkit.parallel.checkpoint import load_latest
+
+    check_folder(folder, resume=True)
+    first(lambda: hold(folder))
+    state, skipped = load_latest(folder / "checkpoints", model=_with_reference(model, reference), optimizer=optimizer)
+    lines = [f"skipped a checkpoint: {reason}" for reason in skipped]
+    if not state:
+        lines.append(f"{folder} has no checkpoint yet: starting from step 0 again")
+    elif skipped:
+        lines.append(f"going on from the checkpoint of step {state['step']}")
+    first(lambda: say("\n".join(lines)) if lines else None)
+    return state
 
 
 def _with_reference(model: Any, reference: Any) -> Any:
@@ -112,11 +139,12 @@ def _with_reference(model: Any, reference: Any) -> Any:
 def export(run: Run, model: Any, tokenizer: Any) -> Path:
     """The model as it is now, in `model/` of the run folder, for `transformers.from_pretrained`.
 
-    With LoRA its weights hold the adapter, which is in `adapter/` as well, for `peft.PeftModel.from_pretrained`.
+    With LoRA its weights hold the adapter, which is in `adapter/` as well, with the tokenizer, for
+    `peft.AutoPeftModelForCausalLM.from_pretrained`.
     """
     from rlkit.parallel.checkpoint import export_hf
     from rlkit.parallel.lora import adapters, save_adapter
 
     if adapters(model):
-        save_adapter(model, run.folder / "adapter")
+        save_adapter(model, run.folder / "adapter", tokenizer=tokenizer)
     return export_hf(model, tokenizer, run.folder / "model")

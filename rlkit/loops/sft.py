@@ -56,6 +56,7 @@ def sft(
     dtype: str = "fp32",
     eval_examples: Sequence[Example] = (),
     eval_steps: int = 0,
+    print_steps: int = 1,
     save_steps: int = 0,
     keep: int = 2,
     seed: int = 0,
@@ -93,5 +94,5 @@ def sft(
     return supervised(
         model, tokenizer, num_examples=len(examples), backward=gradients, evaluate=evaluate if eval_examples else None,
         folder=folder, steps=steps, lr_at=lr_at, batch_size=batch_size, weight_decay=weight_decay, max_norm=max_norm,
-        eval_steps=eval_steps, save_steps=save_steps, keep=keep, seed=seed, resume=resume,
+        eval_steps=eval_steps, print_steps=print_steps, save_steps=save_steps, keep=keep, seed=seed, resume=resume,
     )  # fmt: skip

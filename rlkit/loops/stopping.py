@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import shlex
@@ -9,20 +10,25 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
+Handler = Callable[[int, Any], Any]
+
 _SAID = (
-    b"\nstopping after this step, then saving (Ctrl-C again: without saving)\n",
-    b"\naborting, nothing more is saved (Ctrl-C again: without waiting for what computes)\n",
+    b"stopping after this step, then saving (Ctrl-C again: without saving)\n",
+    b"aborting, nothing more is saved (Ctrl-C again: without waiting for what computes)\n",
 )
+_forwarded: ContextVar[list[Handler] | None] = ContextVar("forwarded", default=None)  # see `forward_signals`
 
 
 class Stop:
-    """Whether somebody asked the run to end. `requested` turns True at the first Ctrl-C or SIGTERM."""
+    """Whether somebody asked the run to end: `requested` turns True at the first Ctrl-C or SIGTERM; `number`: which."""
 
     requested = False
+    number = int(signal.SIGINT)
 
 
 @contextmanager
@@ -36,40 +42,130 @@ def stop_on_interrupt() -> Iterator[Stop]:
                     save; print(resume_command("--resume")); break
 
     The second raises KeyboardInterrupt. Engines and files are closed then, and an optimizer step that runs in a thread
-    ends first: Python cannot end a thread. The third ends the process as the signal does by default. Nothing on the
-    disk is lost by either, and a checkpoint that was being written is none.
+    ends first: Python cannot end a thread. In a coroutine, while other tasks run, the block's own task is cancelled for
+    it: the exception in any other task would end the event loop, and with it a notebook's kernel. The third ends the
+    process as the signal does by default. Nothing on the disk is lost by either, and a half-written checkpoint is
+    ignored on resume.
 
-    Outside the main thread signals cannot be caught, and nothing changes. Ranks of torchrun get a Ctrl-C twice, from
-    terminal and torchrun, so two within two seconds are one; 30 s later (`--shutdown-timeout`) torchrun kills them.
+    Outside the main thread signals are only caught below `forward_signals` (so by `run_sync`, in a notebook).
+
+    Ranks of torchrun get a Ctrl-C twice, from terminal and torchrun, so two within two seconds are one; 30 s later
+    (`--shutdown-timeout`) torchrun kills them.
     """
-    stop, count, asked = Stop(), 0, -math.inf
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
+    stop, count, asked, task = Stop(), 0, -math.inf, _task_here()
 
     def on_signal(number: int, _frame: Any) -> None:
         nonlocal count, asked
         if "RANK" in os.environ and time.monotonic() < asked + 2:
             return
         if count == 2:
+            _tell(b"")
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        stop.number = number
         stop.requested, count, asked = True, count + 1, time.monotonic()  # first: the next signal may be here already
         if os.environ.get("RANK", "0") == "0":
-            os.write(2, _SAID[count - 1])  # print may not be called again while the interrupted code is inside it
+            _tell(_SAID[count - 1])
         if count == 2:
-            raise KeyboardInterrupt
+            if task is None or task is _task_here():
+                raise KeyboardInterrupt
+            task.get_loop().call_soon_threadsafe(task.cancel)
 
-    old: dict[int, Any] = {}
-    for caught in (signal.SIGINT, signal.SIGTERM):
-        old[caught] = signal.signal(caught, on_signal)
+    in_main = threading.current_thread() is threading.main_thread()
     try:
-        yield stop
+        with _handled_by(on_signal) if in_main else _forwarded_to(on_signal):
+            yield stop
+    except asyncio.CancelledError:
+        if count < 2:
+            raise
+        raise KeyboardInterrupt from None
+
+
+def _task_here() -> asyncio.Task[Any] | None:
+    """The task that runs in this thread now, if any."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
+
+
+@contextmanager
+def _forwarded_to(handler: Handler) -> Iterator[None]:
+    """Inside the block a main thread in `forward_signals`, if one waits for this thread, calls `handler`."""
+    handlers = _forwarded.get()
+    handlers = [] if handlers is None else handlers
+    handlers.append(handler)
+    try:
+        yield
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+        handlers.remove(handler)
+
+
+@contextmanager
+def forward_signals() -> Iterator[None]:
+    """Inside the block the main thread, which waits for another thread, handles that thread's `stop_on_interrupt`.
+
+    Python runs signal handlers in the main thread only. The other thread runs in a copy of this context. While it is in
+    no `stop_on_interrupt`, SIGINT raises KeyboardInterrupt here, and SIGTERM does what it did before. In other threads
+    than the main one nothing is caught.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers: list[Handler] = []
+    old = _handlers_now()
+
+    def on_signal(number: int, frame: Any) -> None:
+        if handlers:
+            handlers[-1](number, frame)
+        elif not callable(old[number]):
+            signal.signal(number, old[number])
+            os.kill(os.getpid(), number)
+        elif number == signal.SIGINT:  # an event loop's own handler only cancels a task of the loop that waits here
+            raise KeyboardInterrupt
+        else:
+            old[number](number, frame)
+
+    token = _forwarded.set(handlers)
+    try:
+        with _handled_by(on_signal):
+            yield
+    finally:
+        _forwarded.reset(token)
+
+
+@contextmanager
+def _handled_by(handler: Handler) -> Iterator[None]:
+    """Inside the block SIGINT and SIGTERM are."""
+    old = _handlers_now()
+    for number in old:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before in old.items():
+            signal.signal(number, before)
+
+
+def _handlers_now() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+def _tell(text: bytes) -> None:
+    """Write to stderr from a signal handler, where `print` may not be re-entered; on a terminal, over the bar's line.
+
+    After `2>&1 | tee` nobody may read it: the same Ctrl-C has ended tee.
+    """
+    terminal = os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb"
+    with suppress(OSError):
+        os.write(2, (b"\r\x1b[2K" if terminal else b"\n") + text)
 
 
 def resume_command(*flags: str) -> str:
-    """The command line of this process with `flags` added where they are missing: what to type to go on."""
+    """The command line of this process with `flags` added where they are missing: what to type to go on.
+
+    In an interactive session (a notebook) there is no such command, and it says `resume=True`.
+    """
+    if hasattr(sys, "ps1"):
+        return "the same call with resume=True"
     return shlex.join([*sys.orig_argv, *(flag for flag in flags if flag not in sys.orig_argv)])

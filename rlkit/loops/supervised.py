@@ -96,6 +96,7 @@ def supervised(
     weight_decay: float,
     max_norm: float,
     eval_steps: int,
+    print_steps: int,
     save_steps: int,
     keep: int,
     seed: int,
@@ -119,7 +120,8 @@ def supervised(
             return {}
         return {f"eval/{name}": value for name, value in finalize(evaluate()).items()}
 
-    with saving.open_training(folder, steps=steps, start=start, resume=resume, keep=keep) as (run, stop, saver):
+    training = saving.open_training(folder, steps=steps, start=start, resume=resume, keep=keep, print_steps=print_steps)
+    with training as (run, stop, saver):
         if start < 0 and (scores := held_out(0)):
             run.log(0, scores)
         order = batches(num_examples, batch_size=batch_size, seed=seed, start_step=first)
@@ -131,6 +133,8 @@ def supervised(
 
             done = step + 1
             line = finalize(metrics) | {"lr": lr_at(step)} | held_out(done)
+            if line["skipped_step"]:
+                run.say(f"step {done}: the gradient norm is {line['grad_norm']}, so the optimizer step was skipped")
             run.log(done, line | clock.times(num_tokens=num_tokens))
             if saving.save_if_due(
                 run, saver, stop, done, steps=steps, every=save_steps, model=model, optimizer=optimizer, state={}

@@ -9,18 +9,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlkit.episodes import episode_advantages
 from rlkit.loops.aggregate import per_token
 from rlkit.losses import k3, ppo_clip, ratio_stats, unbiased_kl
 from rlkit.metrics import Metrics, largest, mean, merge
-from rlkit.packing import pack, split, with_streams
+from rlkit.packing import split
 from rlkit.parallel.data import any_ranks, rank_microbatches, reduce_metrics
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.model import Policy
 from rlkit.parallel.optim import optimizer_step, set_lr
 from rlkit.parallel.pipeline import pipelined
-from rlkit.rollout.rollout import Group
-from rlkit.segments import broadcast_to_tokens, seq_sum
+from rlkit.segments import seq_sum
 from rlkit.types import Batch, LogProbs
 
 Surrogate = Callable[[Tensor, Batch], Tensor]  # log_ratio [T] and the micro-batch it is of -> a loss per token
@@ -30,13 +28,6 @@ Aggregate = Callable[[Batch], Tensor]  # the batch of an optimizer step -> what 
 def clipped(log_ratio: Tensor, batch: Batch, *, clip_low: float = 0.2, clip_high: float = 0.28) -> Tensor:
     """PPO's clip with DAPO's upper bound, as the loops take a surrogate: a loss per token of a micro-batch."""
     return ppo_clip(log_ratio, batch.advantages, clip_low=clip_low, clip_high=clip_high)
-
-
-def pack_with_advantages(groups: list[Group], *, baseline: Callable[..., Tensor]) -> Batch:
-    """The groups as one batch, every token with the advantage of its episode."""
-    batch = pack(groups)
-    advantages = episode_advantages(baseline, batch)
-    return with_streams(batch, advantages=broadcast_to_tokens(advantages, cu_seqlens=batch.cu_seqlens))
 
 
 def grpo_update(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -16,11 +17,11 @@ from rlkit.loops.run import Run
 from rlkit.losses import k3
 from rlkit.metrics import Metrics, largest, mean, merge
 from rlkit.packing import pack
-from rlkit.parallel._ranks import on_this_device, world_size
+from rlkit.parallel._ranks import on_this_device, together, world_size
 from rlkit.parallel.lora import adapters, without_adapter
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.model import Policy, with_old_logp, with_ref_logp
-from rlkit.parallel.shared import SharedStream, from_first
+from rlkit.parallel.shared import SharedEngine, SharedStream, from_first
 from rlkit.rollout.limits import score_of
 from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, rollout, single_turn
 from rlkit.rollout.stream import GroupStream
@@ -82,6 +83,24 @@ def open_stream(prompt_at: Callable[[int], Prompt], **options: Any) -> GroupStre
     return make() if world_size() == 1 else SharedStream(make)
 
 
+def check_engine(engine: Any) -> None:
+    """Refuses, before anything runs, an engine that cannot be trained with: it must generate, abort and take weights.
+
+    Raises TypeError, on every rank, with what is missing.
+    """
+
+    def check() -> None:
+        real = engine.engine if isinstance(engine, SharedEngine) else engine
+        names = () if real is None else ("generate", "abort", "update_weights")  # None: of the ranks but the first
+        if missing := [name for name in names if not callable(getattr(real, name, None))]:
+            raise TypeError(
+                f"the engine {type(real).__name__} has no {' and no '.join(missing)}: it can generate for "
+                "evaluation and judges, but not for training; use LocalEngine, rlkit.rollout.process.launch or SGLang"
+            )
+
+    together(check)
+
+
 def check_sampling(params: SamplingParams, *, needs_reference: bool, reference: Any, stale: bool = False) -> None:
     """Refuses, before anything runs, what would bias every ratio of the loss or make all samples of a group alike.
 
@@ -89,7 +108,7 @@ def check_sampling(params: SamplingParams, *, needs_reference: bool, reference: 
     can tell: not where samples may be `stale`.
     """
     if needs_reference and reference is None:
-        raise ValueError("kl_coef and ref_sync_steps need a reference model")
+        raise ValueError("kl_coef, a KL controller and ref_sync_steps need a reference model")
     if params.temperature == 0:
         raise ValueError("params.temperature is 0: greedy samples of a group are all alike; use e.g. 1.0")
     truncation = f"params.top_p={params.top_p}, params.top_k={params.top_k}"
@@ -177,7 +196,8 @@ async def evaluate(
         scores = [found for group in groups if (found := _scores(group))]
         out[f"eval/{name}"] = sum(sum(found) / len(found) for found in scores) / max(1, len(scores))
         if n > 1:
-            out["eval/best"] = sum(map(max, scores)) / max(1, len(scores))
+            best = [max(found, key=lambda x: (math.isnan(x), x)) for found in scores]  # NaN, where there is one
+            out["eval/best"] = sum(best) / max(1, len(best))
         if name == "sampled" and policy is not None and reference is not None:
             batch = with_old_logp(policy, pack(groups), max_tokens=max_tokens, mesh=mesh)
             batch = with_ref_logp(reference, batch, max_tokens=max_tokens, mesh=mesh)
@@ -191,19 +211,34 @@ def _scores(group: Sequence[Trajectory]) -> list[float]:
     return [score_of(t) for t in last_pieces(group) if not t.info.get("metrics", {}).get("failed")]
 
 
-def say_if_no_signal(run: Run, batch: Batch, *, before: bool) -> bool:
-    """Whether any advantage differs from 0. Where none does though some did in the step `before`, say so."""
-    signal = bool((batch.advantages != 0).any())
-    if before and not batch.mask.any():
+class Signal(NamedTuple):
+    """Whether the last step had an advantage to learn from, and the range of all rewards so far."""
+
+    present: bool = True
+    low: float = math.inf
+    high: float = -math.inf
+
+
+def say_if_no_signal(run: Run, batch: Batch, *, before: Signal) -> Signal:
+    """Report the first step in a row in which every advantage is 0, unless the cause is success.
+
+    Success is that every reward of the step equals the highest one so far, and a lower one has been seen: there is
+    nothing left to learn from these prompts. Returns the state for the next step.
+    """
+    rewards = batch.rewards.tolist()
+    now = Signal(bool((batch.advantages != 0).any()), min([before.low, *rewards]), max([before.high, *rewards]))
+    if not before.present or now.present:
+        return now
+    if not batch.mask.any():
         run.say("no token of this step is trained on: a limit cut every answer, or all are older than allowed")
-    elif before and not signal:
-        rewards = sorted(set(batch.rewards.tolist()))
-        shown = f"all {rewards[0]:g}" if len(rewards) == 1 else f"between {rewards[0]:g} and {rewards[-1]:g}"
+    elif min(rewards) < now.high or now.low == now.high:
+        low, high = min(rewards), max(rewards)
+        shown = f"all {low:g}" if low == high else f"between {low:g} and {high:g}"
         run.say(
             f"all rewards are equal in every group ({shown}): no learning signal in this step. Training goes on; "
             "easier, harder or more varied prompts, a larger group_size or a finer reward would help"
         )
-    return signal
+    return now
 
 
 def is_due(step: int, *, every: int, steps: int) -> bool:

@@ -39,7 +39,7 @@ def run(task, script, output, *flags, prefix=()):
     data = str(task / ("labelled.jsonl" if script == "kto" else "pairs.jsonl"))
     command = [sys.executable, *prefix, str(ROOT / "examples" / f"{script}.py"), "--model", str(task / "model")]
     command += ["--data", data, "--eval-data", data, "--steps", "4", "--eval-steps", "2", "--batch-size", "8"]
-    command += ["--lr", "1e-3", "--max-tokens", "100", "--output", str(output), *flags]
+    command += ["--lr", "1e-3", "--max-tokens", "100", "--output", str(output), "--device", "cpu", *flags]
     return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False)
 
 

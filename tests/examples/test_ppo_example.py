@@ -38,7 +38,8 @@ def run(task, output, *flags, ranks=1):
     command = [sys.executable, *torchrun, str(ROOT / "examples/ppo.py"), "--model", str(task / "model")]
     command += ["--data", str(task / "data.jsonl"), "--reward", f"{task / 'reward.py'}:score", "--steps", "3"]
     command += ["--prompts-per-step", "8", "--max-new-tokens", "8", "--minibatches", "2", "--kl-coef", "0.05"]
-    command += ["--lr", "1e-3", "--critic-lr", "1e-3", "--critic-steps", "1", "--output", str(output), *flags]
+    command += ["--lr", "1e-3", "--critic-lr", "1e-3", "--critic-steps", "1", "--output", str(output)]
+    command += ["--device", "cpu", *flags]
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

@@ -215,7 +215,7 @@ def test_truncated_answers_are_not_trained_on(tmp_path, capsys, loop):
     model, reference = small_model(), small_model()
     before = {n: p.clone() for n, p in model.named_parameters()}
     engine = {grpo: LocalEngine, async_grpo: lambda _, **how: CopyEngine(**how)}[loop](model, eos_token_ids=())
-    kl = {"kl_coef": 0.1, "kl_controller": CONTROLLER, "reference": reference}
+    kl = {"kl_coef": 0.1, "controllers": {"kl": CONTROLLER}, "reference": reference}
     run(loop, model, engine, tmp_path, drop_truncated=True, steps=2, **kl)
     for line in lines_of(tmp_path):
         assert all(map(math.isfinite, line.values()))
@@ -257,7 +257,8 @@ def test_at_staleness_0_the_asynchronous_loop_takes_the_steps_of_the_synchronous
         model, reference = small_model(), small_model()
         engine = LocalEngine(model, max_len=64) if loop is grpo else CopyEngine()
         run(
-            loop, model, engine, tmp_path / name, reference=reference, kl_coef=coef, kl_controller=CONTROLLER,
+            loop, model, engine, tmp_path / name, reference=reference, kl_coef=coef,
+            controllers={"kl": CONTROLLER} if coef else {},
             staleness=0.0, eval_prompts=PROMPTS[:6], eval_steps=4, num_minibatches=2,
         )  # fmt: skip
         runs[name] = lines_of(tmp_path / name)
@@ -275,7 +276,13 @@ def test_at_staleness_0_the_asynchronous_loop_takes_the_steps_of_the_synchronous
 
 
 def test_the_asynchronous_loop_moves_its_reference_and_resumes_with_it(tmp_path):
-    options = {"kl_coef": 0.1, "kl_controller": CONTROLLER, "ref_sync_steps": 2, "save_steps": 2, "staleness": 0.0}
+    options = {
+        "kl_coef": 0.1,
+        "controllers": {"kl": CONTROLLER},
+        "ref_sync_steps": 2,
+        "save_steps": 2,
+        "staleness": 0.0,
+    }
     model, reference = small_model(), small_model()
     run(async_grpo, model, CopyEngine(), tmp_path / "whole", steps=4, reference=reference, **options)
     assert all(torch.equal(p, model.state_dict()[n]) for n, p in reference.state_dict().items())

@@ -202,7 +202,7 @@ def test_the_critic_learns_alone_at_first(folder, tmp_path):
 
 def test_the_kl_coefficient_waits_for_the_policy(folder, tmp_path):
     reference = prepare(tiny_model(tokenizer(), **SIZES, seed=1))
-    kl = {"kl_coef": 0.05, "reference": reference, "kl_controller": kl_linear(target=1e-9, rate=0.05)}
+    kl = {"kl_coef": 0.05, "reference": reference, "controllers": {"kl": kl_linear(target=1e-9, rate=0.05)}}
     run(folder, tmp_path / "run", steps=4, critic_steps=2, **kl)
     assert [line["kl/coef"] for line in lines_of(tmp_path / "run")] == pytest.approx([0.05, 0.05, 0.05, 0.06])
 
@@ -210,7 +210,7 @@ def test_the_kl_coefficient_waits_for_the_policy(folder, tmp_path):
 def test_a_stopped_run_goes_on_bit_for_bit(folder, tmp_path):
     def kl():
         reference = prepare(tiny_model(tokenizer(), **SIZES, seed=1))
-        return {"kl_coef": 0.05, "reference": reference, "kl_controller": kl_linear(target=0.1, rate=0.05)}
+        return {"kl_coef": 0.05, "reference": reference, "controllers": {"kl": kl_linear(target=0.1, rate=0.05)}}
 
     run(folder, tmp_path / "whole", **kl())
     run(folder, tmp_path / "parts", steps=3, **kl())

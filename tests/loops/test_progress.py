@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit.loops.progress import COLUMNS, Progress, header, step_line
+from rlkit.loops.run import open_run, read_metrics
 
 ROOT = Path(__file__).parents[2]
 KEYS = sorted({key for column in COLUMNS for key in column.keys} | {"eval/sampled", "eval/greedy"})
@@ -121,8 +124,29 @@ def test_a_terminal_gets_a_bar_below_the_lines():
         raw += chunk
     assert child.wait() == 0
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", raw.decode())
-    for part in ("3/10", "5/10", "eta", "rollout 43/64", "reward 0.500  6005 tok/s", "[bold] is not markup", "True"):
+    for part in ("step 3/10", "5/10", "eta", "rollout 43/64", "[bold] is not markup", "True"):
         assert part in text
     for line in ("     4   0.400     6004", "     5   0.500     6005", "a bare print"):
         assert len(re.findall(rf"[\r\n]{re.escape(line)}\r?\n", text)) == 1, "a whole line, once"
     assert re.search(r"eta 0:0\d:\d\d", text)
+
+
+@given(st.integers(1, 12), st.integers(1, 40), st.sets(st.integers(0, 40)))
+def test_every_nth_step_is_printed_and_those_with_an_evaluation_and_the_last(every, steps, evaluated):
+    out = io.StringIO()
+    with redirect_stdout(out):
+        progress = Progress(steps=steps, print_steps=every)
+        for step in range(1, steps + 1):
+            progress.step(step, {"reward/mean": 0.5} | ({"eval/greedy": 1.0} if step in evaluated else {}))
+    lines = out.getvalue().splitlines()
+    printed = [int(line.split()[0]) for line in lines if not line.startswith("  step")]
+    assert printed == [s for s in range(1, steps + 1) if s in {*range(0, 99, every), *evaluated, steps}]
+    assert lines[0].startswith("  step")
+
+
+def test_a_run_logs_the_steps_that_it_does_not_print(tmp_path, capsys):
+    with open_run(tmp_path, steps=5, print_steps=4, active=True) as run:
+        for step in range(1, 6):
+            run.log(step, {"reward/mean": 0.5})
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["step", "4", "5"]
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]

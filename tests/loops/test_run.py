@@ -27,6 +27,7 @@ from rlkit.loops.run import (
     read_metrics,
     trajectory_row,
 )
+from rlkit.loops.saving import restore
 from rlkit.types import Trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -101,15 +102,19 @@ def test_a_broken_line_in_the_middle_is_named_and_dropped_on_resume(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
-def test_dropping_lines_is_atomic(tmp_path, monkeypatch):
+def test_dropping_lines_is_atomic_and_needs_no_space_at_the_end_of_the_file(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {i}}}\n' for i in range(9)))
-    before = path.read_bytes()
+    lines = [f'{{"step": {i}}}\n'.encode() for i in range(9)]
+    path.write_bytes(b"".join(lines))
 
     def full(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
+    drop_after(tmp_path, 3)
+    assert path.read_bytes() == b"".join(lines[:4])
+    before = b"".join([lines[7], *lines[:4]])  # the line to drop is the first one
+    path.write_bytes(before)
     with pytest.raises(OSError, match="No space"):
         drop_after(tmp_path, 3)
     assert path.read_bytes() == before
@@ -119,9 +124,9 @@ def test_dropping_lines_is_atomic(tmp_path, monkeypatch):
 RUN = """
 import os, random, sys
 from pathlib import Path
-from rlkit.loops.run import open_run
+from rlkit.loops.run import holds_run, open_run
 folder, start, steps = Path(sys.argv[1]), int(sys.argv[2]), 40
-with open_run(folder, steps=steps, start=start, resume=True, active=True) as run:  # told so, it needs no torch
+with open_run(folder, steps=steps, start=start, resume=holds_run(folder), active=True) as run:  # active: no torch
     for step in range(max(start, 0) + 1, steps + 1):
         noise = random.Random(step)
         for sample in range(3):
@@ -282,3 +287,75 @@ def test_a_run_resumed_with_other_arguments_names_them(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(FileExistsError, match="--resume"):
         keep_args(tmp_path, Args(), resume=False)
+    assert json.loads((tmp_path / "args.json").read_text())["lr"] == 0.5
+
+
+def test_a_folder_without_a_run_is_not_resumed(tmp_path):
+    @dataclass
+    class Args:
+        resume: bool = True
+
+    for refused in (
+        lambda folder: keep_args(folder, Args(), resume=True),
+        lambda folder: open_run(folder, steps=1, resume=True).__enter__(),
+        lambda folder: restore(folder, model=None, optimizer=None, reference=None),
+    ):
+        with pytest.raises(FileNotFoundError, match="there is no run to resume in this folder") as caught:
+            refused(tmp_path / "runs" / "typo")
+        assert caught.value.filename == str(tmp_path / "runs" / "typo")
+    assert not list(tmp_path.iterdir())
+    with open_run(tmp_path / "run", steps=1):  # ends before it has logged anything
+        pass
+    with open_run(tmp_path / "run", steps=1, start=-1, resume=True) as run:
+        run.log(1, {})
+
+
+def test_args_are_not_written_into_a_run_that_another_process_has_open(tmp_path, capsys):
+    """From `keep_args` on, while the model is still being loaded, the folder is held."""
+    other = """
+        import sys, time
+        from dataclasses import dataclass
+        from rlkit.loops.run import keep_args, open_run
+        @dataclass
+        class Args:
+            lr: float = 1e-6
+        keep_args(sys.argv[1], Args(), resume=False)
+        print("kept", flush=True)
+        sys.stdin.readline()
+        with open_run(sys.argv[1], steps=1):
+            print("open", flush=True)
+            sys.stdin.readline()
+    """
+
+    @dataclass
+    class Args:
+        lr: float = 0.9
+
+    child = python(other, tmp_path / "run", stdin=subprocess.PIPE)
+    for said in ("kept\n", "open\n"):
+        assert child.stdout.readline() == said
+        for resume in (True, False):
+            with pytest.raises(BlockingIOError, match="another process writes to this run folder"):
+                keep_args(tmp_path / "run", Args(), resume=resume)
+        assert json.loads((tmp_path / "run/args.json").read_text())["lr"] == 1e-6
+        child.stdin.write("\n")
+        child.stdin.flush()
+    assert child.wait() == 0
+    assert capsys.readouterr().out == ""
+    keep_args(tmp_path / "run", Args(), resume=True)
+    assert capsys.readouterr().out == "resumed with another lr: 0.9, it was 1e-06\n"
+    assert json.loads((tmp_path / "run/args.json").read_text())["lr"] == 0.9
+
+
+def test_a_run_of_another_script_or_with_damaged_args_is_refused(tmp_path, monkeypatch):
+    @dataclass
+    class Args:
+        lr: float = 0.1
+
+    keep_args(tmp_path, Args(), resume=False)
+    monkeypatch.setattr("rlkit.loops.run._script", lambda args: "dpo.py")
+    with pytest.raises(ValueError, match=r"is a run of test_run.py: resume it with that, or give another --output"):
+        keep_args(tmp_path, Args(), resume=True)
+    (tmp_path / "args.json").write_text("{")
+    with pytest.raises(ValueError, match=r"args.json is damaged \(.*\): delete it"):
+        keep_args(tmp_path, Args(), resume=True)

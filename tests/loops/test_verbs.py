@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlkit.advantages import group_centered
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.loops import verbs
@@ -23,6 +24,7 @@ from rlkit.loops.run import open_run
 from rlkit.loops.saving import open_training, save_if_due
 from rlkit.loops.stopping import Stop
 from rlkit.metrics import finalize
+from rlkit.packing import pack, with_advantages
 from rlkit.parallel import checkpoint, saver
 from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint
 from rlkit.parallel.saver import BackgroundSaver
@@ -235,12 +237,45 @@ def test_where_a_copy_has_no_room_the_run_waits_for_the_disk(saving, monkeypatch
 
 
 def test_what_a_run_cannot_do_is_said_before_it_starts(tmp_path, capsys):
-    for wrong in ({"steps": -1}, {"keep": 0}):
+    for wrong in ({"steps": -1}, {"keep": 0}, {"print_steps": 0}):
         options = {"steps": 3, "start": -1, "resume": False, "keep": 2} | wrong
-        with pytest.raises(ValueError, match=r"must be at least 0 and keep="), open_training(tmp_path, **options):
+        with (
+            pytest.raises(ValueError, match=r"steps=-?\d must be at least 0, keep="),
+            open_training(tmp_path, **options),
+        ):
             pass
     assert not list(tmp_path.iterdir())
+    (tmp_path / "args.json").write_text("{}")
     with open_training(tmp_path, steps=3, start=3, resume=True, keep=2) as (run, _, _):
         assert "nothing to train: the newest checkpoint is of step 3, and steps is 3" in capsys.readouterr().out
         assert run.plot() is None
     assert capsys.readouterr().out == ""
+
+
+ONE, ZERO, MIXED = [[1.0, 1.0], [1.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]], [[1.0, 0.0], [1.0, 1.0]]
+APART, HALF, ABOVE = [[1.0, 1.0], [0.0, 0.0]], [[0.5, 0.5], [0.5, 0.5]], [[2.0, 1.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([ZERO, ZERO], ["all 0", ""]),
+        ([ONE, ONE], ["all 1", ""]),  # nothing tells yet that 1 is the most there is
+        ([MIXED, ONE, ONE, MIXED, ONE], [""] * 5),
+        ([ZERO, MIXED, ONE, MIXED], ["all 0", "", "", ""]),
+        ([MIXED, ONE, MIXED, ZERO, ONE], ["", "", "", "all 0", ""]),
+        ([MIXED, APART, APART, MIXED, APART], ["", "between 0 and 1", "", "", "between 0 and 1"]),
+        ([MIXED, HALF], ["", "all 0.5"]),
+        ([ABOVE, ONE], ["", "all 1"]),
+    ],
+)
+def test_no_signal_is_reported_once_unless_all_answers_are_the_best_so_far(tmp_path, capsys, steps, said):
+    got, signal = [], verbs.Signal()
+    with open_run(tmp_path / "run", steps=9) as run:
+        for rewards in steps:
+            groups = [[sampled(r) for r in group] for group in rewards]
+            batch = with_advantages(pack(groups), group_centered)
+            signal = verbs.say_if_no_signal(run, batch, before=signal)
+            got.append(capsys.readouterr().out)
+    assert ["no learning signal" in line for line in got] == [bool(s) for s in said]
+    assert all(f"({s})" in line for s, line in zip(said, got, strict=True) if s)

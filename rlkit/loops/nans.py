@@ -1,0 +1,178 @@
+"""NaN and infinities in a training step: stop and name the first one, or drop its samples and count them.
+
+All checks read what is on the host anyway: trajectories, the packed batch, and the metrics of a finished step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from rlkit.loops.run import Run
+from rlkit.packing import select
+from rlkit.rollout.rollout import Group, Prompt
+from rlkit.segments import seq_sum
+from rlkit.types import Batch, Trajectory
+
+ORIGIN = {
+    "rewards": "the reward function or the environment",
+    "token_rewards": "the environment",
+    "rollout_logp": "the rollout engine",
+    "old_logp": "the policy's forward",
+    "ref_logp": "the reference model's forward",
+    "kept_mass": "the policy's forward",
+    "values": "the critic's forward",
+    "returns": "the trace of rewards and values",
+    "advantages": "the advantage estimator",
+}
+Describe = Callable[[Sequence[int]], str]
+X = TypeVar("X")
+
+
+class Finite(NamedTuple, Generic[X]):
+    """What is left, how many samples were dropped, and a line that says which ("" for none)."""
+
+    kept: X
+    num_dropped: int
+    note: str
+
+
+class Watch:
+    """The checks of one run: stops at the first non-finite number, or with `skip` drops its samples and counts them."""
+
+    def __init__(self, run: Run, prompts: Sequence[Prompt], tokenizer: Any, *, skip: bool) -> None:
+        self._run, self._skip, self._num_dropped = run, skip, 0
+        self._describe = partial(describe_prompt, prompts, tokenizer)
+
+    def groups(self, groups: Sequence[Group], *, step: int) -> list[Group]:
+        """`finite_groups`."""
+        return self._told(finite_groups(groups, step=step, describe=self._describe, skip=self._skip))
+
+    def batch(self, batch: Batch, *, step: int) -> Batch:
+        """`finite_batch`."""
+        return self._told(finite_batch(batch, step=step, describe=self._describe, skip=self._skip))
+
+    def update(self, line: Mapping[str, float], *, step: int) -> dict[str, float]:
+        """`check_update`, and with `skip` the number of samples that were dropped in this step as `nan/dropped`."""
+        check_update(line, step=step, skip=self._skip)
+        num, self._num_dropped = self._num_dropped, 0
+        return {"nan/dropped": float(num)} if self._skip else {}
+
+    def at_most_groups(self, num_minibatches: int, batch: Batch) -> int:
+        """`num_minibatches`, or the number of groups where dropping left fewer."""
+        return min(num_minibatches, len(batch.group_ids.unique())) if self._num_dropped else num_minibatches
+
+    def _told(self, found: Finite[X]) -> X:
+        self._num_dropped += found.num_dropped
+        if found.note:
+            self._run.say(f"{found.note}; dropped")
+        return found.kept
+
+
+def describe_prompt(prompts: Sequence[Prompt], tokenizer: Any, ids: Sequence[int]) -> str:
+    """A prompt for a message: its row in the data, from 1, where `ids` start with it, and the start of its text."""
+    text = repr(tokenizer.decode(list(ids), skip_special_tokens=True)[:40])
+    row = next((p.index + 1 for p in prompts if p.ids == list(ids[: len(p.ids)])), None)
+    return f"the prompt {text}" if row is None else f"row {row} of the data, {text}"
+
+
+def finite_groups(groups: Sequence[Group], *, step: int, describe: Describe, skip: bool) -> Finite[list[Group]]:
+    """The groups without the episodes that have a non-finite reward, token reward or rollout log-prob.
+
+    Only trained tokens (mask True) count. Where an episode came in pieces, all of them go; groups that lose every
+    episode are left out.
+
+    Errors: ValueError where there is such an episode and not `skip`, or where nothing else is left.
+    """
+    first = next(((t, *found) for group in groups for t in group if (found := _broken(t))), None)
+    if first is None:
+        return Finite(list(groups), 0, "")
+    episodes = [_episodes(group) for group in groups]
+    whole = [[e for e in group if not any(map(_broken, e))] for group in episodes]
+    total, left = sum(map(len, episodes)), sum(map(len, whole))
+    t, name, value = first
+    note = f"step {step}: {_what(name, value, total - left, total)}; the first is of {describe(t.prompt_ids)}"
+    if not skip or not left:
+        raise ValueError(note + _fix(skip))
+    return Finite([[t for e in group for t in e] for group in whole if group], total - left, note)
+
+
+def _episodes(group: Group) -> list[Group]:
+    """The pieces of each episode together."""
+    starts = [*(i for i, t in enumerate(group) if not t.continues), len(group)]
+    return [group[a:b] for a, b in pairwise(starts)]
+
+
+def _broken(t: Trajectory) -> tuple[str, float] | None:
+    """The first stream of a trajectory with a non-finite number that trains, and that number."""
+    if not math.isfinite(t.reward):
+        return "rewards", t.reward
+    for name, stream in (("token_rewards", t.token_rewards), ("rollout_logp", t.logp)):
+        for trained, x in zip(t.mask, stream or ()):
+            if trained and not math.isfinite(x):
+                return name, x
+    return None
+
+
+def finite_batch(batch: Batch, *, step: int, describe: Describe, skip: bool) -> Finite[Batch]:
+    """The batch without the sequences in which a float stream is not finite at a trained token.
+
+    `values` count at the last place of a truncated sequence too, where the bootstrap value is.
+
+    Errors: ValueError where there is such a sequence and not `skip`, or where nothing else is left.
+    """
+    ends = torch.zeros_like(batch.mask)
+    ends[batch.cu_seqlens[1:][batch.truncated] - 1] = True
+    places = {name: batch.mask | ends if name == "values" else batch.mask for name in ORIGIN if name != "rewards"}
+    given = {name: x for name in places if (x := getattr(batch, name)) is not None}
+    bad = {name: ~x.isfinite() & places[name] for name, x in given.items()}
+    if not any(x.any() for x in bad.values()):
+        return Finite(batch, 0, "")
+    broken = seq_sum(torch.stack([*bad.values()]).any(0).float(), cu_seqlens=batch.cu_seqlens) > 0
+    name = next(name for name, x in bad.items() if x.any())
+    place = int(bad[name].int().argmax())
+    prompt = describe(_prompt_ids(batch, int((batch.cu_seqlens <= place).sum()) - 1))
+    num, value = int(broken.sum()), float(given[name][place])
+    note = f"step {step}: {_what(name, value, num, batch.num_seqs)}; the first is of {prompt}"
+    if not skip or num == batch.num_seqs:
+        raise ValueError(note + _fix(skip))
+    return Finite(select(batch, (~broken).nonzero().flatten()), num, note)
+
+
+def _prompt_ids(batch: Batch, sequence: int) -> list[int]:
+    """The prompt of a sequence of a batch that shares prompts."""
+    start, stop = batch.prefix_cu[batch.prefix_ids[sequence] :][:2].tolist()
+    return [*batch.prefix_tokens[start:stop].tolist(), int(batch.tokens[batch.cu_seqlens[sequence]])]
+
+
+def check_update(line: Mapping[str, float], *, step: int, skip: bool) -> None:
+    """Stop after a step in which an optimizer step was skipped for a non-finite gradient norm, unless `skip`.
+
+    `optimizer_step` left parameters and optimizer states as they were; `skipped_step` is the share of such steps.
+    Errors: ValueError that names the other metrics of the step that are not finite: where it comes from.
+    """
+    for prefix, model in (("", "policy"), ("value/", "critic")):
+        if line.get(f"{prefix}skipped_step") and not skip:
+            norm = f"{prefix}grad_norm"
+            others = [name for name, x in line.items() if not math.isfinite(x) and name != norm]
+            told = f" (also not finite: {', '.join(others)})" if others else ""
+            raise ValueError(
+                f"step {step}: the gradient norm of the {model} is {line[norm]}{told}; every stream of the batch was "
+                "finite, so its forward or the loss makes it, and no such gradient was applied. Try a lower learning "
+                "rate or --dtype fp32, or skip such optimizer steps with --skip-nan (skip_nan=True)"
+            )
+
+
+def _what(name: str, value: float, num: int, of: int) -> str:
+    return f"{name} (made by {ORIGIN[name]}) has {value} in {num} of {of} samples"
+
+
+def _fix(skip: bool) -> str:
+    if skip:
+        return "; no sample of the step is left to train on"
+    return "; mend it there, or drop such samples with --skip-nan (skip_nan=True)"

@@ -1,0 +1,81 @@
+"""Coroutines called as plain functions: in a script, and in a notebook, where an event loop runs already."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AsyncExitStack, suppress
+from contextvars import copy_context
+from functools import partial, wraps
+from inspect import isawaitable
+from typing import Any, ParamSpec, TypeVar
+
+from rlkit.loops.stopping import forward_signals
+from rlkit.parallel._ranks import on_this_device
+
+P = ParamSpec("P")
+X = TypeVar("X")
+
+
+def run_sync(coroutine: Coroutine[Any, Any, X]) -> X:
+    """Run a coroutine to its end and return its result, whether or not an event loop runs in this thread.
+
+    Without one this is `asyncio.run`. With one (a notebook's cell) the coroutine runs in a loop and a thread of its
+    own, with this context's variables and on this thread's GPU, and the loop here waits. Ctrl-C does the same in both:
+    see `rlkit.loops.stopping`; where nothing catches it, the coroutine is cancelled and KeyboardInterrupt raised.
+
+    What belongs to another event loop (an engine of `rlkit.rollout.process`, an aiohttp session) cannot be used inside:
+    open it in the coroutine.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    cancel: list[Callable[[], object]] = []
+    interrupted = False
+
+    async def main() -> X:
+        task: Any = asyncio.current_task()
+        cancel.append(partial(task.get_loop().call_soon_threadsafe, task.cancel))
+        return await coroutine
+
+    with forward_signals(), ThreadPoolExecutor(1, thread_name_prefix="rlkit-run-sync") as pool:
+        work = pool.submit(copy_context().run, on_this_device(asyncio.run), main())
+        while not work.done():
+            try:
+                wait([work], timeout=0.5)  # a signal that arrives just before it blocks is handled when it returns
+            except KeyboardInterrupt:
+                interrupted = True
+                with suppress(RuntimeError):  # the loop has closed already
+                    for end in cancel:
+                        end()
+        try:
+            return work.result()
+        except asyncio.CancelledError:
+            if interrupted:
+                raise KeyboardInterrupt from None
+            raise
+
+
+def blocking(function: Callable[P, Coroutine[Any, Any, X]]) -> Callable[P, X]:
+    """A coroutine function as a plain function, by `run_sync`.
+
+    An argument that is itself a coroutine is awaited there, and what it returns is closed at the end: an engine that
+    belongs to one event loop is given as `rlkit.rollout.process.launch(path)`.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> X:
+        async def run() -> X:
+            async with AsyncExitStack() as stack:
+
+                async def opened(value: Any) -> Any:
+                    return await stack.enter_async_context(await value) if isawaitable(value) else value
+
+                positional = [await opened(value) for value in args]
+                return await function(*positional, **{name: await opened(value) for name, value in kwargs.items()})
+
+        return run_sync(run())
+
+    return call

@@ -1,0 +1,221 @@
+"""Every controller, by its flags, in every loop: the coefficients follow its equation from the logged metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rlkit.data.prompts import Prompt
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.loops.async_grpo import async_grpo
+from rlkit.loops.grpo import grpo
+from rlkit.loops.ppo import ppo
+from rlkit.loops.run import Run
+from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint
+from rlkit.parallel.heads import load_value_model
+from rlkit.parallel.model import prepare
+from rlkit.parallel.optim import adamw
+from rlkit.rewards.adapters import scorer
+from rlkit.rollout.local import LocalEngine
+from rlkit.types import SamplingParams
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+import sampled_data
+from flag_checks import check_flags
+
+SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
+PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(40)]
+STEPS, SAMPLES, COEF, TARGET, HORIZON = 4, 16, 0.05, 0.02, 100.0
+LIMITS = {"kl_limit": 0.01, "entropy_limit": 5.6, "entropy_target": 5.5, "entropy_coef": 0.01, "limit_rate": 0.3}
+RULES = {
+    "fixed": {"kl_controller": "fixed"},
+    "linear": {"kl_target": TARGET},
+    "exponential": {"kl_target": TARGET, "kl_controller": "exponential", "kl_horizon": HORIZON},
+    "pid": {"kl_target": TARGET, "kl_controller": "pid"},
+    "decay": {"kl_controller": "decay"},
+    "cosine": {"kl_controller": "cosine"},
+}
+
+
+def clip(x, low, high):
+    return max(low, min(high, x))
+
+
+def kl_path(rule, kls):
+    """The coefficient of each step from the KL of the steps before, by the published equations."""
+    coef, integral = [COEF], 0.0
+    for n, kl in enumerate(kls, start=1):
+        error = clip(kl / TARGET - 1, -0.2, 0.2)
+        integral = max(-COEF / (0.1 * COEF / TARGET), integral + kl - TARGET)
+        done = min(1.0, n / (STEPS - 1))
+        says = {
+            "linear": max(0.0, coef[-1] + COEF * error),
+            "exponential": coef[-1] * (1 + error * SAMPLES / HORIZON),
+            "pid": max(0.0, COEF + COEF / TARGET * (kl - TARGET) + 0.1 * COEF / TARGET * integral),
+            "decay": COEF * (1 - done),
+            "cosine": COEF * (1 + math.cos(math.pi * done)) / 2,
+        }
+        coef.append(says.get(rule, COEF))
+    return coef[:-1]
+
+
+def multiplier_path(violations):
+    rises = itertools.accumulate(violations, lambda m, v: max(0.0, m + LIMITS["limit_rate"] * v), initial=0.0)
+    return [*rises][:-1]
+
+
+def entropy_path(entropies):
+    """TRL's adaptive entropy: the gate, and the walk behind it."""
+    ungated, out = LIMITS["entropy_coef"], [0.0]
+    for x in entropies:
+        low = x <= LIMITS["entropy_target"]
+        ungated = clip(ungated + (0.005 if low else -0.005), 0.0, 1.0)
+        out.append(ungated if low else 0.0)
+    return out[:-1]
+
+
+@pytest.fixture(autouse=True)
+def without_plots(monkeypatch):
+    """Each would import matplotlib and draw, and nothing here looks at one."""
+    monkeypatch.setattr(Run, "plot", lambda run: None)
+
+
+@cache
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def small_model(seed=0):
+    return prepare(tiny_model(tokenizer(), **SIZES, seed=seed))
+
+
+class CopyEngine(LocalEngine):
+    """A LocalEngine with weights of its own, as `async_grpo` needs."""
+
+    def __init__(self):
+        self.model = tiny_model(tokenizer(), **SIZES)
+        super().__init__(self.model, max_len=64)
+
+    async def update_weights(self, weights=None, *, version):
+        own = self.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights:
+                own[name].copy_(tensor)
+        await super().update_weights(version=version)
+
+
+def args_of(**flags):
+    args = sampled_data.Args(model="x", data="x", reward="a:b", prompts_per_step=4, group_size=4, steps=STEPS, **flags)
+    check_flags(args)
+    return args
+
+
+def run(loop, folder, args, *, steps, resume=False):
+    model = small_model()
+    engine = CopyEngine() if loop is async_grpo else LocalEngine(model, max_len=64)
+    options = {
+        "score": scorer(lambda text, row: sum(map(str.isascii, text)) / 6, tokenizer=tokenizer(), timeout_s=30.0),
+        "folder": folder, "steps": steps, "params": SamplingParams(max_new_tokens=6), "lr_at": lambda step: 3e-3,
+        "prompts_per_step": 4, "group_size": 4, "kl_coef": args.kl_coef, "entropy_coef": args.entropy_coef,
+        "controllers": sampled_data.controllers(args), "reference": small_model(seed=1), "resume": resume,
+    }  # fmt: skip
+    models = [model]
+    if loop is ppo:
+        tiny_model(tokenizer(), **SIZES).save_pretrained(folder.parent / "critic")
+        models.append(load_value_model(folder.parent / "critic"))
+        options["critic_lr_at"] = options["lr_at"]
+    if loop is async_grpo:
+        options["staleness"] = 0.0
+    asyncio.run(loop(*models, tokenizer(), engine, PROMPTS, **options))
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
+
+
+def column(lines, name):
+    return [line[name] for line in lines]
+
+
+@pytest.mark.parametrize("loop", [grpo, ppo, async_grpo])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_controller_moves_its_coefficient_and_goes_on_after_a_resume(tmp_path, loop, rule):
+    """In two parts: so what a rule remembers (a sum, a count, a gate) is there again, or its equation breaks."""
+    args = args_of(kl_coef=COEF, **RULES[rule], **LIMITS)
+    run(loop, tmp_path / "run", args, steps=2)
+    run(loop, tmp_path / "run", args, steps=STEPS, resume=True)
+    lines = lines_of(tmp_path / "run")
+    assert len(lines) == STEPS
+    kls, entropies = column(lines, "kl/ref"), column(lines, "entropy")
+    assert len({*kls}) == len({*entropies}) == STEPS
+    exact = {"rel": 1e-12, "abs": 1e-12}
+    assert column(lines, "kl/coef") == pytest.approx(kl_path(rule, kls), **exact)
+    rises = multiplier_path([kl - LIMITS["kl_limit"] for kl in kls])
+    assert column(lines, "kl_limit/coef") == pytest.approx(rises, **exact)
+    assert rises[-1] > 0
+    rises = multiplier_path([LIMITS["entropy_limit"] - x for x in entropies])
+    assert column(lines, "entropy_limit/coef") == pytest.approx(rises, **exact)
+    assert rises[-1] > 0
+    assert column(lines, "entropy/coef") == pytest.approx(entropy_path(entropies), **exact)
+    if rule != "fixed":
+        assert len({*column(lines, "kl/coef")}) > 1
+
+
+@pytest.mark.parametrize("loop", [grpo, ppo])
+def test_a_resumed_run_has_the_same_bits_in_every_controller(tmp_path, loop):
+    args = args_of(kl_coef=COEF, **RULES["pid"], **LIMITS)
+    run(loop, tmp_path / "whole", args, steps=STEPS)
+    run(loop, tmp_path / "parts", args, steps=2)
+    run(loop, tmp_path / "parts", args, steps=STEPS, resume=True)
+    drop_times = [
+        [{k: x for k, x in line.items() if not k.startswith("time/")} for line in lines_of(tmp_path / name)]
+        for name in ("whole", "parts")
+    ]
+    assert drop_times[0] == drop_times[1]
+    saved = []
+    for name in ("whole", "parts"):
+        model = small_model()
+        both = (
+            nn.ModuleDict({"policy": model, "critic": load_value_model(tmp_path / "critic")}) if loop is ppo else model
+        )
+        path = latest_checkpoint(tmp_path / name / "checkpoints")
+        saved.append(load_checkpoint(path, model=both, optimizer=adamw(both, lr=0.0))["controllers"])
+    assert saved[0] == saved[1]
+    assert {*saved[0]} == {"kl", "kl_limit", "entropy", "entropy_limit"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"kl_controller": "pid", "kl_coef": 0.1}, "--kl-controller pid holds --kl-target: give one"),
+        ({"kl_controller": "cosine", "kl_coef": 0.1, "kl_target": 0.1}, "--kl-controller cosine holds no --kl-target"),
+        ({"kl_controller": "cosine"}, "--kl-controller moves --kl-coef: give one above 0"),
+        ({"kl_horizon": 10.0}, "--kl-horizon is of --kl-controller exponential"),
+        (
+            {"kl_controller": "exponential", "kl_coef": 0.1, "kl_target": 0.1, "kl_horizon": 3.0},
+            "--kl-horizon must be above 3.2, a fifth of the samples of a step",
+        ),
+        ({"limit_rate": 0.5}, "--limit-rate is of --kl-limit and --entropy-limit"),
+        ({"entropy_target": 1.0, "entropy_coef": -0.1}, "--entropy-target starts from --entropy-coef"),
+        ({"kl_limit": 0.0}, "--kl-limit must be above 0, got 0.0"),
+    ],
+)
+def test_flags_that_do_not_fit_each_other_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        args_of(**flags)
+
+
+def test_a_controller_of_an_unknown_name_is_refused(tmp_path):
+    model = small_model()
+    how = {"score": None, "folder": tmp_path, "steps": 1, "params": SamplingParams(), "lr_at": lambda step: 0.0}
+    with pytest.raises(ValueError, match="controllers must be named kl, kl_limit, entropy, entropy_limit; got kl_coef"):
+        asyncio.run(grpo(model, tokenizer(), None, PROMPTS, controllers={"kl_coef": None}, **how))

@@ -1,0 +1,76 @@
+"""`--deterministic` of the training scripts: it takes effect, and a resumed run repeats its bits."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.append(str(EXAMPLES))
+TRAINING = ["sft", "dpo", "kto", "reward_model", "grpo", "async_grpo", "ppo", "tool_use"]
+REWARD = """
+import os, random, torch
+def score(completion, row):
+    return {
+        "reward": random.random(),
+        "on": torch.are_deterministic_algorithms_enabled(),
+        "cublas": os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8",
+    }
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [{"prompt": str(100 + i), "response": "7"} for i in range(20)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def train(task, script, output, *flags):
+    """The metrics of a run, without the clock's, as they stand in the file."""
+    if script == "grpo.py":
+        flags = (
+            "--reward", f"{task / 'reward.py'}:score", "--prompts-per-step", "2", "--group-size", "2",
+            "--max-prompt-tokens", "16", "--max-new-tokens", "4", "--lr", "1e-3", "--top-p", "0.9", *flags,
+        )  # fmt: skip
+    command = [
+        sys.executable, EXAMPLES / script, "--model", task / "model", "--data", task / "data.jsonl", "--output", output,
+        "--save-steps", "2", *flags,
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    subprocess.run([*map(str, command)], env=environment, check=True, timeout=400)
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+@pytest.mark.parametrize("script", TRAINING)
+def test_every_training_script_has_the_flag(script):
+    assert "deterministic" in {field.name for field in fields(importlib.import_module(script).Args)}
+
+
+@pytest.mark.timeout(1200)
+def test_a_deterministic_run_says_so_to_torch_and_repeats_its_bits_after_a_resume(task, tmp_path):
+    whole = train(task, "grpo.py", tmp_path / "whole", "--steps", "3", "--deterministic")
+    assert [(row["reward/on"], row["reward/cublas"]) for row in whole] == [(1.0, 1.0)] * 3
+    train(task, "grpo.py", tmp_path / "cut", "--steps", "2", "--deterministic")
+    cut = train(task, "grpo.py", tmp_path / "cut", "--steps", "3", "--deterministic", "--resume")
+    assert [json.dumps(row) for row in cut] == [json.dumps(row) for row in whole]
+
+
+@pytest.mark.timeout(600)
+def test_a_deterministic_sft_runs(task, tmp_path):
+    rows = train(task, "sft.py", tmp_path / "sft", "--steps", "2", "--batch-size", "4", "--deterministic")
+    assert len(rows) == 2

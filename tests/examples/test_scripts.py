@@ -1,0 +1,260 @@
+"""The scripts from the command line: base and chat models train, and what a user gets wrong ends in one line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.parallel.launch import main_on_ranks
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "examples"))
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+DATA = {"sft": "sft", "dpo": "pairs", "reward_model": "pairs", "kto": "labelled", "grpo": "rl", "ppo": "rl"}
+DATA["async_grpo"] = "rl"
+FIXED = ("sft", "dpo", "kto", "reward_model")
+ROWS = {
+    "sft": [{"prompt": f"{i}+1=", "response": f"{i + 1}"} for i in range(8)],
+    "pairs": [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": "x"} for i in range(8)],
+    "labelled": [{"prompt": f"{i}+1=", "completion": f"{i + 1}", "label": i % 2 == 0} for i in range(8)],
+    "rl": [{"prompt": f"{i}+1=", "answer": f"{i + 1}"} for i in range(8)],
+}
+REWARD = "def score(completion, row):\n    return len(completion) % 3\n"
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scripts")
+    for name in ("base", "chat"):
+        tokenizer = tiny_tokenizer()
+        if name == "base":
+            tokenizer.chat_template, tokenizer.eos_token = None, "<|endoftext|>"
+        sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 48}
+        tiny_model(tokenizer, **sizes).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    for name, rows in ROWS.items():
+        write(folder / f"{name}.jsonl", rows)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def flags_of(task, script, output, *flags, model="chat", data=None):
+    """Two steps of a script on the CPU; `flags` come last and win."""
+    data = str(data or task / f"{DATA[script]}.jsonl")
+    given = ["--model", str(task / model), "--data", data, "--eval-data", str(task / f"{DATA[script]}.jsonl")]
+    given += ["--output", str(output), "--steps", "2", "--warmup-steps", "0"]
+    if script in FIXED:
+        return [*given, "--batch-size", "4", *flags]
+    given += ["--reward", f"{task / 'reward.py'}:score", "--prompts-per-step", "2", "--max-new-tokens", "6"]
+    return [*given, "--group-size", "2", *flags]
+
+
+def call(script, flags):
+    """The script's last lines, in this process."""
+    module = importlib.import_module(script)
+    return main_on_ranks(module.main, tyro.cli(module.Args, args=flags))
+
+
+def refused(capsys, script, flags):
+    """The one line on stderr that a script ends with."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        call(script, flags)
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert [line.startswith("error: ") for line in lines] == [False] * (len(lines) - 1) + [True]
+    return lines[-1]
+
+
+def steps_of(folder):
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("script", DATA)
+def test_a_base_model_trains_from_the_command_line(task, tmp_path, script):
+    command = [sys.executable, str(ROOT / "examples" / f"{script}.py")]
+    command += flags_of(task, script, tmp_path, "--no-chat-template", model="base")
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert steps_of(tmp_path) == [0, 1, 2]
+    size = 24_032 if script == "reward_model" else 32_416
+    assert done.stdout.splitlines()[0] == (
+        f"model: {size:,} parameters on cpu, fp32; trains all weights ({size:,} parameters)"
+    )
+
+
+@pytest.mark.parametrize("script", DATA)
+def test_a_chat_model_trains(task, tmp_path, script, capsys):
+    lora = [] if script in ("reward_model", "ppo") else ["--lora-rank", "2"]
+    template = ["--template-args", '{"enable_thinking": false}']
+    call(script, flags_of(task, script, tmp_path, *lora, *template, "--device", "cpu"))
+    assert steps_of(tmp_path) == [0, 1, 2]
+    said = capsys.readouterr().out.splitlines()
+    if lora:
+        trained = sum(2 * (a + b) for a, b in SHAPES) * 2
+        assert said[0].endswith(f"on cpu, fp32; trains LoRA of rank 2 on 14 modules ({trained:,} parameters)")
+    assert said[1].startswith("critic: ") == (script == "ppo")
+
+
+SHAPES = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)]  # q k v o gate up down
+
+
+def test_a_base_model_without_the_flag_is_told_of_it(task, tmp_path, capsys):
+    for script in ("sft", "dpo", "kto", "grpo"):
+        said = refused(capsys, script, flags_of(task, script, tmp_path, model="base"))
+        assert "line 1: " in said
+        assert "--no-chat-template" in said
+
+
+BAD = {
+    "responses that are empty": ("sft", [{"prompt": "a", "response": ""}] * 2, "all 2 rows have an empty response"),
+    "responses that are null": ("sft", [{"prompt": "a", "response": None}], "line 1: column 'response' must be a str"),
+    "turns that are null": (
+        "sft",
+        [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]}],
+        "all 1 rows have an empty response",
+    ),
+    "an unknown role": (
+        "sft",
+        [*ROWS["sft"], {"messages": [{"role": "user", "content": "q"}, {"role": "asistant", "content": "a"}]}],
+        "line 9: ",
+    ),
+    "an image": (
+        "sft",
+        [{"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "a"}]}],
+        r"line 1: messages\[0\].content\[0\] is 'image': rlkit reads text only",
+    ),
+    "no difference": ("dpo", [{"prompt": "a", "chosen": "b", "rejected": "b"}], "all 1 pairs have the same chosen"),
+    "no difference to reward": (
+        "reward_model", [{"prompt": "a", "chosen": "b", "rejected": "b"}] * 3, "all 3 pairs have the same chosen",
+    ),
+    "a pair without one": ("dpo", [*ROWS["pairs"], {"prompt": "a", "chosen": "b"}], "line 9: 'rejected' must be a st"),
+    "labels that are none": ("kto", [*ROWS["labelled"], {**ROWS["labelled"][0], "label": None}], "line 9: column 'lab"),
+    "completions that are empty": (
+        "kto", [{**row, "completion": " "} for row in ROWS["labelled"]], "all 8 examples have an empty response",
+    ),
+    "prompts that are empty": ("grpo", [{"prompt": "", "answer": "1"}], "all 1 prompts have no text"),
+    "prompts under another name": ("ppo", [{"question": "a"}], "line 1: neither 'messages' nor 'prompt' is there"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("where", ["--data", "--eval-data"])
+def test_data_that_cannot_train_ends_in_one_line(task, tmp_path, capsys, case, where):
+    script, rows, message = BAD[case]
+    path = write(tmp_path / "bad.jsonl", rows)
+    said = refused(capsys, script, flags_of(task, script, tmp_path / "run", where, str(path)))
+    assert said.startswith(f"error: {path}")
+    assert re.search(message, said), said
+
+
+def test_flags_and_files_that_are_wrong_end_in_one_line(task, tmp_path, capsys):
+    for script, flags, message in [
+        ("sft", ["--model", str(tmp_path / "nothing")], "no folder; give a folder saved by save_pretrained"),
+        ("sft", ["--data", str(tmp_path / "no.jsonl")], "no.jsonl: no such file"),
+        ("sft", ["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        ("sft", ["--template-args", "[1]"], "--template-args must be a JSON object"),
+        ("sft", ["--device", "gpu"], "--device gpu: this torch"),
+        ("sft", ["--max-tokens", "5"], "max_tokens=5 is what a micro-batch holds"),
+        ("dpo", ["--loss", "ipo", "--label-smoothing", "0.1"], "--label-smoothing is not part of ipo"),
+        ("grpo", ["--reward", f"{task / 'reward.py'}:other"], "has no 'other'; it has ['score']"),
+        ("grpo", ["--reward", f"{task / 'no.py'}:score"], "no file"),
+        ("grpo", ["--reward", "no_such_module:score"], "no module 'no_such_module'"),
+        ("ppo", ["--critic", str(tmp_path / "nothing")], "no folder; give a folder saved by save_pretrained"),
+    ]:
+        assert message in refused(capsys, script, flags_of(task, script, tmp_path / "run", *flags))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    for script, flags, message in [
+        ("tool_use", ["--task", "code"], "--task code needs --data"),
+        ("sweep", [], "nothing to search over"),
+    ]:
+        command = [sys.executable, str(ROOT / "examples" / f"{script}.py"), "--output", str(tmp_path / script), *flags]
+        done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert done.stderr.startswith(f"error: {message}")
+
+
+def test_a_run_folder_in_use_ends_in_one_line_and_a_failing_step_in_a_traceback(task, tmp_path, capsys):
+    flags = flags_of(task, "grpo", tmp_path / "run")
+    (task / "breaks.py").write_text("def score(completion, row):\n    raise ValueError('mine')\n")
+    with pytest.raises(Exception, match="mine") as caught:
+        call("grpo", [*flags, "--reward", f"{task / 'breaks.py'}:score"])
+    assert any(str(tmp_path / "run") in note for note in caught.value.__notes__)
+    assert "error:" not in capsys.readouterr().err
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    assert "already holds a run: resume it (--resume)" in refused(capsys, "grpo", flags)
+
+
+def test_the_traceback_is_there_on_request(task, tmp_path, monkeypatch):
+    monkeypatch.setenv("RLKIT_DEBUG", "1")
+    with pytest.raises(ValueError, match="--batch-size must be at least 1"):
+        call("sft", flags_of(task, "sft", tmp_path, "--batch-size", "0"))
+
+
+def test_runs_that_learn_little_are_warned_of(task, tmp_path, capsys, caplog):
+    one = write(tmp_path / "one.jsonl", [{**row, "label": True} for row in ROWS["labelled"]])
+    call("kto", flags_of(task, "kto", tmp_path / "kto", "--data", str(one), "--warmup-steps", "3", "--device", "cpu"))
+    assert [r.getMessage() for r in caplog.records if r.name == "rlkit.examples"] == [
+        "--warmup-steps 3 is not below --steps 2: the learning rate never reaches --lr",
+        f"{one}: all 8 responses are desirable: KTO learns from the contrast, so add some of the other label",
+    ]
+    caplog.clear()
+    refused(capsys, "ppo", flags_of(task, "ppo", tmp_path, "--critic-steps", "2", "--data", str(tmp_path / "no.csv")))
+    assert [r.getMessage() for r in caplog.records] == [
+        "--critic-steps 2 is not below --steps 2: only the critic learns, never the policy"
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="trains there")
+@pytest.mark.parametrize("script", [*DATA, "tool_use"])
+def test_every_script_goes_to_the_gpu_where_there_is_one(task, tmp_path, monkeypatch, script):
+    """This torch has none, and says so when the model is moved there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
+    flags = ["--model", str(task / "chat"), "--output", str(tmp_path)]
+    flags = flags if script == "tool_use" else flags_of(task, script, tmp_path)
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
+        call(script, flags)
+    if script != "tool_use":
+        said = json.loads((tmp_path / "args.json").read_text())
+        assert (said["device"], said["dtype"]) == ("cuda", "bf16")
+
+
+@pytest.mark.parametrize("name", ["chat", "base"])
+def test_an_adapter_loads_by_its_folder_alone(task, tmp_path, monkeypatch, name):
+    """Also after a resume, and where the model was given by a relative path."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    shutil.copytree(task / name, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    flags = ["--lora-rank", "2", "--lr", "0.05", "--device", "cpu", *["--no-chat-template"] * (name == "base")]
+    flags = flags_of(task, "sft", "run", "--model", "model", *flags)
+    for more in ([], ["--resume", "--steps", "3"]):
+        call("sft", [*flags, *more])
+        merged = AutoModelForCausalLM.from_pretrained("run/model")
+        monkeypatch.chdir(tmp_path / "run")
+        loaded = peft.AutoPeftModelForCausalLM.from_pretrained("adapter")
+        tokenizer = AutoTokenizer.from_pretrained("adapter")
+        monkeypatch.chdir(tmp_path)
+        assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained("model").get_vocab()
+        ids = torch.tensor([tokenizer.encode("1+1=")])
+        base = AutoModelForCausalLM.from_pretrained("model")
+        torch.testing.assert_close(loaded(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(loaded(ids).logits, base(ids).logits, atol=1e-2)

@@ -1,0 +1,244 @@
+"""A NaN stops a run in one line that names the stream and the prompt; with skip_nan it is dropped and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from transformers import AutoModelForTokenClassification
+
+from rlkit.data.prompts import Prompt
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.loops.async_grpo import async_grpo
+from rlkit.loops.grpo import grpo
+from rlkit.loops.ppo import ppo
+from rlkit.loops.run import Run
+from rlkit.loops.updates import clipped
+from rlkit.packing import pack, with_streams
+from rlkit.parallel.heads import load_value_model
+from rlkit.parallel.model import prepare
+from rlkit.rollout.limits import success_between
+from rlkit.rollout.local import LocalEngine
+from rlkit.rollout.rollout import single_turn
+from rlkit.types import SamplingParams, Trajectory
+
+SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
+PROMPTS = [Prompt([65 + i, 60], {}, i) for i in range(4)]
+FIRST_TOKEN = PROMPTS[2].ids[0]
+
+
+@pytest.fixture(autouse=True)
+def without_plots(monkeypatch):
+    """Each would import matplotlib and draw, and nothing here looks at one."""
+    monkeypatch.setattr(Run, "plot", lambda run: None)
+
+
+@cache
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def small_model(seed=0):
+    return prepare(tiny_model(tokenizer(), **SIZES, seed=seed))
+
+
+class CopyEngine(LocalEngine):
+    """A LocalEngine with weights of its own, as `async_grpo` needs."""
+
+    def __init__(self):
+        self.model = tiny_model(tokenizer(), **SIZES)
+        super().__init__(self.model, max_len=64)
+
+    async def update_weights(self, weights=None, *, version):
+        own = self.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights:
+                own[name].copy_(tensor)
+        await super().update_weights(version=version)
+
+
+def with_broken_token(model):
+    """The model with a NaN in the embedding of a token that only the third prompt has."""
+    with torch.no_grad():
+        model.get_input_embeddings().weight[FIRST_TOKEN, 0] = math.nan
+    return model
+
+
+async def rewarded(prompt, sample):
+    """Half of the answers get 1, the rest 0, so every group has a signal."""
+    t = await single_turn(prompt, sample)
+    return replace(t, reward=float(sum(t.ids) % 2))
+
+
+async def nan_reward(prompt, sample):
+    t = await rewarded(prompt, sample)
+    return replace(t, reward=math.nan) if prompt.index == 2 and t.ids[0] % 2 else t
+
+
+def run(loop, folder, **changes):
+    model = small_model()
+    engine = CopyEngine() if loop is async_grpo else LocalEngine(model, max_len=64)
+    options = {
+        "env": rewarded, "score": None, "folder": folder, "steps": 2, "params": SamplingParams(max_new_tokens=5),
+        "lr_at": lambda step: 1e-3, "prompts_per_step": 4, "group_size": 4,
+    }  # fmt: skip
+    options |= changes
+    critic = options.pop("critic", None)
+    models = (model,) if loop is not ppo else (model, critic)
+    if loop is ppo:
+        options["critic_lr_at"] = options["lr_at"]
+    asyncio.run(loop(*models, tokenizer(), engine, PROMPTS, **options))
+    return model
+
+
+def critic_from(folder):
+    """A critic with a random head, so that its values carry the NaN."""
+    tiny_model(tokenizer(), **SIZES).save_pretrained(folder / "policy")
+    torch.manual_seed(1)
+    AutoModelForTokenClassification.from_pretrained(folder / "policy", num_labels=1).save_pretrained(folder / "critic")
+    return load_value_model(folder / "critic")
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
+
+
+def sound(folder):
+    """The lines of the run, of which every number is finite."""
+    lines = lines_of(folder)
+    assert all(math.isfinite(x) for line in lines for x in line.values())
+    return lines
+
+
+@pytest.mark.parametrize("loop", [grpo, async_grpo])
+def test_a_reward_that_is_nan(tmp_path, capsys, loop):
+    with pytest.raises(ValueError, match=r"step 1: rewards \(made by the reward function or the environment\)") as told:
+        run(loop, tmp_path / "stops", env=nan_reward)
+    assert "nan in " in str(told.value)
+    assert "row 3 of the data, 'C<'" in str(told.value)
+    assert "--skip-nan" in str(told.value)
+    run(loop, tmp_path / "skips", env=nan_reward, skip_nan=True, num_minibatches=2)
+    lines = sound(tmp_path / "skips")
+    dropped = sum(line["nan/dropped"] for line in lines)
+    rows = [json.loads(x) for f in (tmp_path / "skips/trajectories").glob("train*") for x in f.read_text().splitlines()]
+    broken = sum(math.isnan(row["reward"]) for row in rows)
+    assert 0 < dropped <= broken
+    assert loop is async_grpo or dropped == broken, "the asynchronous loop has sampled ahead"
+    assert "row 3 of the data" in capsys.readouterr().out
+    assert all(line["grad_norm"] > 0 for line in lines)
+
+
+def test_dynamic_sampling_does_not_hide_a_reward_that_is_nan(tmp_path):
+    async def always(prompt, sample):
+        return replace(await single_turn(prompt, sample), reward=math.nan if prompt.index == 2 else 0.5)
+
+    with pytest.raises(ValueError, match=r"rewards .* has nan in 4 of 16 samples"):
+        run(grpo, tmp_path, env=always, keep_group=success_between(0.1, 0.9))
+
+
+def test_a_critic_with_one_nan_does_not_train_on_nothing(tmp_path):
+    """Its NaN would make the advantages of the whole batch NaN by the whitening, and once made them 0."""
+    with pytest.raises(ValueError, match=r"step 1: values \(made by the critic's forward\) has nan in 4 of 16 samples"):
+        run(ppo, tmp_path / "stops", critic=with_broken_token(critic_from(tmp_path)))
+    critic = with_broken_token(critic_from(tmp_path))
+    before = critic.score.weight.clone()
+    run(ppo, tmp_path / "skips", critic=critic, skip_nan=True)
+    lines = sound(tmp_path / "skips")
+    assert lines[0]["nan/dropped"] == 4.0 <= lines[1]["nan/dropped"]  # an answer may hold the token too
+    assert all(line["grad_norm"] > 0 < line["value/grad_norm"] for line in lines)
+    assert critic.score.weight.isfinite().all()
+    assert not torch.equal(critic.score.weight, before)
+
+
+@pytest.mark.parametrize("loop", [grpo, async_grpo])
+def test_a_reference_with_one_nan(tmp_path, loop):
+    kl = {"kl_coef": 0.1, "reference": with_broken_token(small_model(seed=1))}
+    match = r"step 1: ref_logp \(made by the reference model's forward\) has nan in 4 of 16 samples.* row 3 of the data"
+    with pytest.raises(ValueError, match=match):
+        run(loop, tmp_path / "stops", **kl)
+    run(loop, tmp_path / "skips", skip_nan=True, **kl)
+    lines = sound(tmp_path / "skips")
+    assert lines[0]["nan/dropped"] == 4.0 <= lines[1]["nan/dropped"]
+
+
+def test_where_nothing_is_left_the_run_stops_all_the_same(tmp_path):
+    async def always(prompt, sample):
+        return replace(await single_turn(prompt, sample), reward=math.inf)
+
+    with pytest.raises(ValueError, match=r"rewards .* has inf in 16 of 16 samples.* no sample of the step is left"):
+        run(grpo, tmp_path, env=always, skip_nan=True)
+
+
+def test_a_gradient_that_is_not_finite_is_never_applied(tmp_path):
+    """A loss of the user's own, log(A) at A <= 0."""
+
+    def surrogate(log_ratio, batch):
+        return clipped(log_ratio, batch) + log_ratio * batch.advantages.log()
+
+    match = "step 1: the gradient norm of the policy is nan.* no such gradient was applied.*--skip-nan"
+    with pytest.raises(ValueError, match=match):
+        run(grpo, tmp_path / "stops", surrogate=surrogate)
+    model = run(grpo, tmp_path / "skips", surrogate=surrogate, skip_nan=True)
+    fresh = small_model().state_dict()
+    assert all(torch.equal(x, fresh[name]) for name, x in model.state_dict().items())
+    assert [line["skipped_step"] for line in lines_of(tmp_path / "skips")] == [1.0, 1.0]
+
+
+def batch_of(**streams):
+    """Two groups of two answers; the third answer is cut by a limit."""
+    from rlkit.loops.nans import finite_batch
+
+    t = [
+        Trajectory([5, 6 + i], [7, 8, 9], [True, False, True], [-1.0] * 3, [0] * 3, truncated=i == 2) for i in range(4)
+    ]
+    batch = pack([t[:2], t[2:]])
+    ones = torch.ones(batch.num_tokens)
+    batch = with_streams(batch, old_logp=ones, ref_logp=ones, values=ones, returns=ones, advantages=ones)
+    return finite_batch, replace(
+        batch, **{name: ones.index_fill(0, torch.tensor(at), bad) for name, (at, bad) in streams.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["token_rewards", "rollout_logp", "old_logp", "ref_logp", "kept_mass", "values", "returns", "advantages"]
+)
+def test_every_stream_of_a_batch_is_watched_at_its_trained_places(name):
+    how = {"step": 7, "describe": lambda ids: f"prompt {ids}"}
+    finite_batch, batch = batch_of(**{name: ([5], math.inf)})
+    with pytest.raises(
+        ValueError, match=rf"step 7: {name} .* has inf in 1 of 4 samples; the first is of prompt \[5, 7\]"
+    ):
+        finite_batch(batch, skip=False, **how)
+    kept, num, note = finite_batch(batch, skip=True, **how)
+    assert num == 1
+    assert name in note
+    assert kept.num_seqs == 3
+    assert getattr(kept, name).isfinite().all()
+    assert kept.group_ids.tolist() == [0, 1, 1]
+    finite_batch, batch = batch_of(**{name: ([1, 4, 11], math.nan)})  # masked places are free
+    assert finite_batch(batch, skip=False, **how) == (batch, 0, "")
+
+
+def test_a_value_counts_where_it_is_a_bootstrap():
+    finite_batch, batch = batch_of(values=([9], math.nan))  # the place after the last token of the third answer
+    assert not batch.mask[9]
+    with pytest.raises(ValueError, match=r"values .* in 1 of 4 samples"):
+        finite_batch(batch, step=1, describe=str, skip=False)
+
+
+def test_an_episode_in_pieces_is_dropped_as_a_whole():
+    from rlkit.loops.nans import finite_groups
+
+    def piece(reward, *, continues=False, logp=-1.0):
+        return Trajectory([5], [6, 7], [True, True], [logp, -1.0], [0, 0], reward=reward, continues=continues)
+
+    groups = [[piece(1.0), piece(1.0, continues=True, logp=math.nan), piece(0.0)], [piece(2.0)]]
+    kept, num, note = finite_groups(groups, step=1, describe=str, skip=True)
+    assert kept == [[groups[0][2]], groups[1]]
+    assert num == 1
+    assert "rollout_logp (made by the rollout engine) has nan in 1 of 3 samples" in note

@@ -1,0 +1,179 @@
+"""Resuming: what is refused in one line, what is skipped and named, and what a full disk cannot take."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+SAMPLED = "--prompts-per-step 2 --group-size 2 --max-prompt-tokens 32 --max-new-tokens 4 --eval-steps 0"
+FLAGS = {
+    "sft": "--batch-size 4",
+    "dpo": "--batch-size 4",
+    "kto": "--batch-size 4",
+    "reward_model": "--batch-size 4",
+    "grpo": SAMPLED,
+    "ppo": SAMPLED,
+    "async_grpo": SAMPLED,
+}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    """A tiny model, and rows that every script can read."""
+    folder = tmp_path_factory.mktemp("task")
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=32)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [
+        {"prompt": f"{i}+1", "response": f"{i + 1}", "chosen": f"{i + 1}", "rejected": "x", "completion": "y",
+         "label": i % 2 == 0}
+        for i in range(12)
+    ]  # fmt: skip
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text("def score(completion, row):\n    return len(set(completion)) / 8\n")
+    return folder
+
+
+def command(task, script, output, *flags):
+    reward = ["--reward", f"{task / 'reward.py'}:score"] if FLAGS[script] is SAMPLED else []
+    return [
+        sys.executable, str(ROOT / "examples" / f"{script}.py"), "--model", str(task / "model"), "--data",
+        str(task / "rows.jsonl"), "--output", str(output), "--save-steps", "2", "--steps", "6", "--lr", "1e-3",
+        *FLAGS[script].split(), *reward, *flags,
+    ]  # fmt: skip
+
+
+def run(task, script, output, *flags, prefix=()):
+    line = [*prefix, *command(task, script, output, *flags)]
+    return subprocess.run(line, env=ENV, capture_output=True, text=True, timeout=280, check=False)
+
+
+def numbers(output):
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+SLOW = {"dpo", "kto", "reward_model", "ppo", "async_grpo"}
+EACH = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FLAGS]
+
+
+@pytest.mark.parametrize("script", EACH)
+def test_a_folder_without_a_run_is_not_resumed(task, tmp_path, script):
+    done = run(task, script, tmp_path / "typo", "--resume")
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith(f"error: {tmp_path / 'typo'}: there is no run to resume")
+    assert done.stdout == ""
+    assert not (tmp_path / "typo").exists()
+
+
+@pytest.mark.parametrize("script", EACH)
+def test_a_damaged_checkpoint_is_skipped_and_named(task, tmp_path, script):
+    """The run goes on from the one before it, to the same numbers; without any that is whole it changes nothing."""
+    output = tmp_path / "run"
+    assert run(task, script, output, "--steps", "6").returncode == 0
+    whole = numbers(output)
+    older, newest = sorted((output / "checkpoints").iterdir())
+    flip_a_byte(newest / "__0_0.distcp")
+    done = run(task, script, output, "--resume")
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if not line.startswith(("model:", "critic:"))]
+    assert said[0] == f"skipped a checkpoint: {newest}: __0_0.distcp changed after it was written"
+    assert said[1] == "going on from the checkpoint of step 4"
+    assert [line["step"] for line in numbers(output)] == [line["step"] for line in whole]
+    if script != "async_grpo":  # its steps depend on timing
+        assert numbers(output) == whole
+    if script == "sft":
+        before = (output / "metrics.jsonl").read_bytes()
+        (newest / "state.pt").unlink()
+        flip_a_byte(older / "state.pt")
+        done = run(task, script, output, "--resume")
+        assert done.returncode == 2
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith(
+            f"error: {output / 'checkpoints'}: no checkpoint is whole: {newest} has no manifest.json"
+        )
+        assert f"{older}: state.pt changed" in last
+        assert (output / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_is_open_keeps_its_args(task, tmp_path):
+    output = tmp_path / "run"
+    with subprocess.Popen(
+        command(task, "sft", output, "--steps", "100000"), env=ENV, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert [process.stdout.readline()[:6] for _ in range(2)] == ["model:", "  step"]
+            done = run(task, "sft", output, "--resume", "--lr", "0.9")
+        finally:
+            process.kill()
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"error: {output}: another process writes to this run folder")
+    assert "resumed with another" not in done.stdout
+    assert json.loads((output / "args.json").read_text())["lr"] == 1e-3
+
+
+def small_disk(mount: Path, size: str) -> tuple[str, ...]:
+    """A command prefix: the rest runs with a filesystem of `size` at `mount`. Skips where that is not allowed."""
+    for unshare in (["unshare", "-m"], ["unshare", "-Urm"]):
+        prefix = (*unshare, "bash", "-c", f'mount -t tmpfs -o size={size} tmpfs {mount} && eval "$1"', "bash")
+        if shutil.which("unshare") and subprocess.run([*prefix, "true"], capture_output=True).returncode == 0:
+            return prefix
+    pytest.skip("this machine does not allow mounting a small filesystem")
+    raise AssertionError
+
+
+@pytest.mark.timeout(1000)
+def test_a_full_disk_on_resume_is_one_line_and_loses_nothing(task, tmp_path):
+    """Filled while the run is away; freed again, the run goes on to the numbers of one that was left alone."""
+    mount, other = tmp_path / "mount", tmp_path / "other"
+    mount.mkdir()
+    assert run(task, "sft", other).returncode == 0
+    output = mount / "run"
+    first, again, other_flags = (
+        shlex.join(command(task, "sft", output, *flags)) for flags in ([], ["--resume"], ["--resume", "--keep", "3"])
+    )
+    steps = f"""
+        {first} > /dev/null || exit 1
+        rm -r {output}/model {output}/metrics.png {output}/checkpoints/step_00000006
+        cp {output}/args.json {tmp_path}/args; head -4 {output}/metrics.jsonl > {tmp_path}/before
+        dd if=/dev/zero of={mount}/filler bs=4096 2> /dev/null
+        {other_flags} 2> {tmp_path}/other_flags; echo code $?
+        {again} 2> {tmp_path}/same_flags; echo code $?
+        cmp {output}/args.json {tmp_path}/args && head -4 {output}/metrics.jsonl | cmp - {tmp_path}/before && echo kept
+        rm {mount}/filler
+        {other_flags} > {tmp_path}/said; echo code $?
+        cp {output}/metrics.jsonl {tmp_path}/after
+    """
+    done = subprocess.run([*small_disk(mount, "3m"), steps], env=ENV, capture_output=True, text=True, timeout=900)
+    assert [line for line in done.stdout.splitlines() if line[:4] in ("code", "kept")] == [
+        "code 2", "code 2", "kept", "code 0",
+    ], done  # fmt: skip
+    last = (tmp_path / "other_flags").read_text().strip().splitlines()[-1]
+    assert last.startswith(f"error: {output}: cannot save args.json, the disk is full: it needs 0.")
+    assert " kB, 0.0 kB are free. Free space there and resume" in last
+    last = (tmp_path / "same_flags").read_text().strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "the disk is full: it needs" in last
+    assert str(output) in last
+    assert "resumed with another keep: 3, it was 2" in (tmp_path / "said").read_text()
+    strip = [{k: v for k, v in json.loads(x).items() if k[:5] != "time/"} for x in (tmp_path / "after").open()]
+    assert strip == numbers(other)

@@ -1,0 +1,161 @@
+"""Coroutines as plain functions, with and without an event loop that runs: results, errors, context, Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+import pytest
+
+from rlkit.data.prompts import Prompt
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.loops.async_grpo import async_grpo_sync
+from rlkit.loops.run import read_metrics
+from rlkit.loops.sync import blocking, run_sync
+from rlkit.parallel.model import load_model
+from rlkit.rewards.adapters import scorer
+from rlkit.rollout.process import launch
+from rlkit.types import SamplingParams
+
+ROOT = Path(__file__).parents[2]
+where: ContextVar[str] = ContextVar("where", default="nowhere")
+
+
+async def look() -> tuple[str, bool]:
+    await asyncio.sleep(0)
+    return where.get(), threading.current_thread() is threading.main_thread()
+
+
+async def in_a_loop(function, *args):
+    """As a notebook's cell calls it."""
+    return function(*args)
+
+
+def test_the_result_and_the_context_are_the_same_inside_a_running_loop():
+    token = where.set("here")
+    try:
+        assert run_sync(look()) == ("here", True)
+        assert asyncio.run(in_a_loop(lambda: run_sync(look()))) == ("here", False)
+        nested = in_a_loop(lambda: run_sync(in_a_loop(lambda: run_sync(look()))))
+        assert asyncio.run(nested) == ("here", False)
+    finally:
+        where.reset(token)
+
+
+def test_errors_come_out_and_handlers_go_back():
+    before = signal.getsignal(signal.SIGINT)
+
+    async def fails():
+        raise ZeroDivisionError("no luck")
+
+    async def both():
+        with pytest.raises(ZeroDivisionError, match="no luck"):
+            run_sync(fails())
+        return run_sync(look())
+
+    assert asyncio.run(both()) == ("nowhere", False)
+    with pytest.raises(ZeroDivisionError, match="no luck"):
+        run_sync(fails())
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_engine_that_is_still_to_be_launched_lives_in_the_call():
+    seen = []
+
+    @asynccontextmanager
+    async def engine():
+        seen.append(asyncio.get_running_loop())
+        yield "engine"
+        seen.append("closed")
+
+    async def launched():
+        return engine()
+
+    async def train(model, engine, *, steps):
+        """Docs."""
+        seen.append(asyncio.get_running_loop())
+        return model, engine, steps
+
+    train_sync = blocking(train)
+    assert train_sync.__doc__ == "Docs."
+    for call in (lambda: train_sync("model", launched(), steps=3), lambda: train_sync("model", "engine", steps=3)):
+        assert call() == asyncio.run(in_a_loop(call)) == ("model", "engine", 3)
+    for started, trained, closed in (seen[:3], seen[3:6]):
+        assert started is trained
+        assert closed == "closed"
+
+
+INTERRUPTED = """
+import asyncio, sys
+from rlkit.loops.stopping import stop_on_interrupt
+from rlkit.loops.sync import run_sync
+async def work():
+    try:
+        if sys.argv[1] == "caught":
+            with stop_on_interrupt() as stop:
+                print("begun", flush=True)
+                while not stop.requested:
+                    await asyncio.sleep(0.01)
+                print("saved", flush=True)
+                await asyncio.sleep(600)
+        print("begun", flush=True)
+        await asyncio.sleep(600)
+    finally:
+        print("closed", flush=True)
+async def cell():
+    try:
+        run_sync(work())
+    except KeyboardInterrupt:
+        print("ended", flush=True)
+        raise
+asyncio.run(cell())
+"""
+
+
+@pytest.mark.parametrize("kind", ["caught", "not caught"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_reaches_the_other_thread(kind, number):
+    """SIGTERM that nothing catches ends the process, as it did."""
+    command = [sys.executable, "-c", textwrap.dedent(INTERRUPTED), kind]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    assert child.stdout.readline() == "begun\n"
+    child.send_signal(number)
+    if kind == "caught":
+        assert child.stdout.readline() == "saved\n"
+        child.send_signal(number)
+    out, err = child.communicate(timeout=250)
+    if kind == "not caught" and number == signal.SIGTERM:
+        assert (out, child.returncode) == ("", -signal.SIGTERM)
+    else:
+        assert (out, child.returncode) == ("closed\nended\n", -signal.SIGINT), err
+
+
+def test_async_grpo_trains_inside_a_running_loop(tmp_path):
+    """Its engine belongs to one event loop, and so is launched in the call."""
+    tokenizer = tiny_tokenizer()
+    tiny_model(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=32).save_pretrained(
+        tmp_path / "model"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    model = load_model(tmp_path / "model")
+    options = {
+        "score": scorer(lambda completion, row: len(set(completion)) / 8, tokenizer=tokenizer, timeout_s=30),
+        "params": SamplingParams(max_new_tokens=4), "lr_at": lambda step: 1e-3, "prompts_per_step": 2, "group_size": 2,
+    }  # fmt: skip
+    prompts = [Prompt(ids=[1, 2, i], row={}, index=i) for i in range(8)]
+
+    async def cell():
+        engine = launch(tmp_path / "model", max_len=64)
+        return async_grpo_sync(model, tokenizer, engine, prompts, folder=tmp_path / "run", steps=3, **options)
+
+    assert (asyncio.run(cell()) / "model.safetensors").exists()
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
