@@ -19,8 +19,8 @@ from torch import Tensor
 from rlkit import losses
 from rlkit.advantages import group_centered, group_zscore
 from rlkit.loops import aggregate
-from rlkit.loops.updates import clipped, grpo_update, pack_with_advantages
-from rlkit.packing import with_streams
+from rlkit.loops.updates import clipped, grpo_update
+from rlkit.packing import pack, with_advantages, with_streams
 from rlkit.types import Batch, LogProbs, Trajectory
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
@@ -52,7 +52,7 @@ def batch_of(theta: Tensor, ref: Tensor, baseline: Any) -> Batch:
             logp = [float(logp_of(theta, a, b)) for a, b in zip((0, *ids[:-1]), ids, strict=True)]
             group.append(Trajectory([5, 0], list(ids), [True] * len(ids), logp, [0] * len(ids), reward=reward))
         groups.append(group)
-    batch = pack_with_advantages(groups, baseline=baseline)
+    batch = with_advantages(pack(groups), baseline)
     old = policy(theta.detach(), batch).logp
     batch = dataclasses.replace(batch, rollout_logp=old, advantages=batch.advantages.double())
     return with_streams(batch, old_logp=old, ref_logp=policy(ref, batch).logp)
