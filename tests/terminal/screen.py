@@ -19,13 +19,31 @@ import pyte
 ROOT = Path(__file__).parents[2]
 
 
+class Screen(pyte.Screen):
+    """Remembers which rows go on in the next one because the text did not fit."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        self.wrapped: set[int] = set()
+        self._drawing = False
+        super().__init__(columns, rows)
+
+    def draw(self, data: str) -> None:
+        self._drawing = True
+        super().draw(data)
+        self._drawing = False
+
+    def linefeed(self) -> None:
+        (self.wrapped.add if self._drawing else self.wrapped.discard)(self.cursor.y)
+        super().linefeed()
+
+
 class Terminal:
     """Runs `command` in a terminal of so many columns, tall enough that nothing scrolls off."""
 
     def __init__(self, command: Sequence[Any], *, columns: int = 80, rows: int = 200, **environment: str) -> None:
         self._main, side = os.openpty()
         fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        self._screen = pyte.Screen(columns, rows)
+        self._screen = Screen(columns, rows)
         self._stream = pyte.ByteStream(self._screen)
         self.raw = b""
         kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR", "RANK")}
@@ -55,7 +73,10 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        return "\n".join(self.lines).rstrip()
+        """What was written, without the breaks of lines wider than the screen: as one copies it."""
+        rows = self._screen.display
+        ends = ("" if row in self._screen.wrapped else "\n" for row in range(len(rows)))
+        return "\n".join(line.rstrip() for line in "".join(map("".join, zip(rows, ends, strict=True))).split("\n")).rstrip()
 
     @property
     def cursor_is_visible(self) -> bool:

@@ -92,7 +92,7 @@ def test_ctrl_c_in_a_terminal_leaves_whole_lines(tmp_path, script):
     assert terminal.wait() == 0
     assert_clean(terminal)
     assert steps_on(terminal.lines) == [0, 1] == logged(tmp_path / "run")
-    said = "".join(terminal.text.partition("saved; go on with: ")[2].splitlines())
+    said = terminal.text.partition("saved; go on with: ")[2]
     assert shlex.split(said) == [sys.executable, str(script), "grpo", str(tmp_path / "run"), "200", "wait", "--resume"]
 
 

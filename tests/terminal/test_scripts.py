@@ -59,7 +59,7 @@ def logged(output: Path) -> list[int]:
 
 
 def assert_a_line_a_step(terminal: Terminal, steps: list[int]) -> None:
-    assert steps_on(terminal.lines) == steps, terminal.text
+    assert steps_on(terminal.text.splitlines()) == steps, terminal.text
     assert_clean(terminal)
     assert "Traceback" not in terminal.text
 
@@ -86,7 +86,7 @@ def test_the_demo_runs_in_a_terminal(tmp_path):
     assert "Traceback" not in terminal.text
     assert logged(tmp_path / "demo/sft") == [1, 2]
     assert logged(tmp_path / "demo/grpo") == [0, 1]
-    assert "accuracy on held-out prompts" in terminal.text
+    assert re.search(r"^greedy [\d.]+% -> [\d.]+% on 256 held-out prompts, 1 GRPO steps, \d+ s$", terminal.text, re.M)
 
 
 @pytest.mark.slow
@@ -114,8 +114,7 @@ def test_ctrl_c_saves_and_what_it_says_goes_on(task, tmp_path, script):
     assert 2 < len(steps) < 900
     assert_a_line_a_step(terminal, steps)
     assert "round 2" not in terminal.text
-    said = "".join(terminal.text.partition("; go on with: ")[2].splitlines())
-    assert f"saved after step {steps[-1]}; go on with: " in terminal.text.replace("\n", "")
+    said = terminal.text.partition(f"saved after step {steps[-1]}; go on with: ")[2]
     assert (output / f"checkpoints/step_{steps[-1]:08d}/manifest.json").exists()
     assert (output / "model/model.safetensors").exists()
     again = shlex.split(said)
