@@ -51,6 +51,8 @@ def check_values(args: Any) -> None:
         for meaning, (allowed, names) in RANGES.items():
             if name in names.split() and not allowed(value):
                 raise ValueError(f"--{_spelled(flag)} must be {meaning}, got {value}")
+    if str(getattr(args, "output", "runs")) == ".":  # what an empty text becomes, too
+        raise ValueError("--output is empty or the current folder: give the folder of the run a name")
     if getattr(args, "device", None):
         _check_device(args.device)
     if getattr(args, "lora_rank", 0):
@@ -62,16 +64,19 @@ def check_values(args: Any) -> None:
 
 
 def _warn_of_steps(args: Any) -> None:
-    """Warn of a warm-up, or of steps of the critic alone, that last as long as the run."""
+    """Warn of a run without steps, and of a warm-up, or of steps of the critic alone, that last as long as the run."""
+    log = logging.getLogger("rlkit.examples")
+    if args.steps == 0 and not args.eval_data:
+        log.warning("--steps 0 without --eval-data: nothing is trained or measured, the model is exported as it is")
+    if args.eval_data and args.eval_steps == 0:
+        log.warning("--eval-data is not used with --eval-steps 0")
     for flag, effect in (
         ("warmup_steps", "the learning rate never reaches --lr"),
         ("critic_steps", "only the critic learns, never the policy"),
     ):
         num = getattr(args, flag, 0)
         if num > args.steps > 0 or (num == args.steps > 0 and flag == "critic_steps"):
-            logging.getLogger("rlkit.examples").warning(
-                "--%s %d is not below --steps %d: %s", _spelled(flag), num, args.steps, effect
-            )
+            log.warning("--%s %d is not below --steps %d: %s", _spelled(flag), num, args.steps, effect)
 
 
 def with_device(args: X) -> X:

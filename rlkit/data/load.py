@@ -122,10 +122,18 @@ def _from_file(path: Path, limit: int | None) -> list[tuple[str, Row]]:
     try:
         if suffix == ".arrow":
             return _take(datasets.Dataset.from_file(str(path)), limit)
+        if not _holds_rows(path):  # `datasets` fails with "BatchSize must be greater than 0"
+            return []
         return _take(datasets.load_dataset("parquet", data_files=str(path), split="train"), limit)
     except Exception as error:
         cause = error.__cause__ or error
         raise ValueError(f"{path}: cannot be read as {suffix[1:]}: {type(cause).__name__}: {cause}") from error
+
+
+def _holds_rows(path: Path) -> bool:
+    from pyarrow.parquet import ParquetFile
+
+    return ParquetFile(path).metadata.num_rows > 0
 
 
 def _starts_with_bracket(path: Path) -> bool:

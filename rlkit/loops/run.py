@@ -243,6 +243,9 @@ def drop_after(folder: Path | str, step: int) -> None:
     if path.exists():
         lines = path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _step_of(line) <= step]
+        last = max(map(_step_of, kept), default=-1)
+        if last < step and step > 0:
+            say(f"{path} has no lines of steps {last + 1:.0f} to {step}, which were trained: they are lost")
         if kept == lines[: len(kept)]:
             os.truncate(path, sum(map(len, kept)))  # needs no space on a full disk
         else:

@@ -209,7 +209,7 @@ def clip_cov(
     """
     _check_selected(selected, log_ratio)
     loss = ppo_clip(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, mask=mask)
-    return torch.where(selected, 0, loss)
+    return torch.where(selected & ~loss.isnan(), 0, loss)
 
 
 def kl_cov(

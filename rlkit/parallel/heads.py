@@ -25,7 +25,7 @@ from rlkit.packing import pack
 from rlkit.parallel.attention import as_inference, register
 from rlkit.parallel.families import check_architecture, check_causal_lm, probe, warn_full_size
 from rlkit.parallel.mesh import Mesh
-from rlkit.parallel.model import DTYPES, check_path, score_tokens, token_outputs
+from rlkit.parallel.model import DTYPES, check_path, read_pretrained, score_tokens, token_outputs
 from rlkit.types import Batch, Trajectory
 
 
@@ -101,10 +101,10 @@ def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
     config = AutoConfig.from_pretrained(str(path))
     check_causal_lm(config)
     checked = check_architecture(config)
-    model, info = kind.from_pretrained(str(path), num_labels=1, dtype=torch.float32, output_loading_info=True)
+    model, missing = read_pretrained(kind, path, num_labels=1)
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear `score` head; only decoder models have one")
-    if any(name.startswith("score.") for name in info["missing_keys"]):
+    if any(name.startswith("score.") for name in missing):
         for p in model.score.parameters():
             nn.init.zeros_(p)
     if not checked:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkit._extras import optional
+from rlkit.parallel._files import explain_full_disk
 from rlkit.parallel._ranks import first
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.parallelize import mesh_of
@@ -144,11 +145,15 @@ def save_adapter(model: Any, folder: Path | str, *, tokenizer: Any = None) -> Pa
     base, config = model.name_or_path, copy.copy(model.rlkit_lora)
     config.base_model_name_or_path = str(Path(base).resolve()) if base and Path(base).is_dir() else base or None
 
+    needed = (1 << 16) + sum(x.numel() * x.element_size() for x in tensors.values())
+
     def write() -> None:
-        config.save_pretrained(folder)
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with explain_full_disk("the adapter", folder, needed=needed, fix="Free space there and export it again."):
+            config.save_pretrained(folder)
+            save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
 
     first(write)
     return folder

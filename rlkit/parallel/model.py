@@ -47,12 +47,35 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrain
     config = AutoConfig.from_pretrained(str(path))
     check_causal_lm(config)
     check_architecture(config)
-    found: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, output_loading_info=True)
-    model, info = found
-    if info["missing_keys"]:
-        names = ", ".join(sorted(info["missing_keys"])[:5])
+    model, missing = read_pretrained(AutoModelForCausalLM, path)
+    if missing:
+        names = ", ".join(sorted(missing)[:5])
         raise ValueError(f"model {str(path)!r} has no weights for {names}: is it a causal language model?")
     return prepare(model.to(device))
+
+
+def read_pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> tuple[Any, list[str]]:
+    """`kind.from_pretrained` in fp32, and the names of weights that the checkpoint lacks.
+
+    transformers shows its bar only for checkpoints that take seconds to read: above 1 GB, or from the hub.
+
+    Errors: ValueError, with the path, for weights that cannot be read.
+    """
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    if Path(path).is_dir() and sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) < 1e9:
+        logging.disable_progress_bar()
+    try:
+        model, info = kind.from_pretrained(str(path), dtype=torch.float32, output_loading_info=True, **options)
+    except SafetensorError as error:
+        what = f"its safetensors are damaged ({error}): copy or download it again"
+        raise ValueError(f"model {str(path)!r}: {what}") from None
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    return model, info["missing_keys"]
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:

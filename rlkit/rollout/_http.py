@@ -22,7 +22,7 @@ CONNECT_TIMEOUT = 60.0
 MIN_OPEN_FILES = 65536
 
 
-class ReplicaError(RuntimeError):
+class ReplicaError(ConnectionError, RuntimeError):
     """A server failed a request that is safe to repeat elsewhere: it is gone, hangs, or its answer makes no sense."""
 
 

@@ -174,6 +174,9 @@ def test_tables_and_saved_folders_read_as_the_same_rows(tmp_path, monkeypatch):
     assert load_rows(tmp_path / "two", split="test") == rows[2:]
     with pytest.raises(ValueError, match=r"no split 'dev'; it has \['test', 'train'\]"):
         load_rows(tmp_path / "two", split="dev")
+    data.select([]).to_parquet(tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match=r"none\.parquet: no rows"):
+        load_rows(tmp_path / "none.parquet")
     with pytest.raises(ValueError, match=r"bad\.parquet: cannot be read as parquet: "):
         load_rows(write(tmp_path / "bad.parquet", "not a table"))
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -165,12 +166,21 @@ def test_data_that_cannot_train_ends_in_one_line(task, tmp_path, capsys, case, w
 
 
 def test_flags_and_files_that_are_wrong_end_in_one_line(task, tmp_path, capsys):
+    cut = tmp_path / "cut"
+    shutil.copytree(task / "chat", cut)
+    os.truncate(cut / "model.safetensors", 3000)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{unused.getsockname()[1]}"  # bound, and nobody listens
     for script, flags, message in [
         ("sft", ["--model", str(tmp_path / "nothing")], "no folder; give a folder saved by save_pretrained"),
         ("sft", ["--data", str(tmp_path / "no.jsonl")], "no.jsonl: no such file"),
         ("sft", ["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         ("sft", ["--template-args", "[1]"], "--template-args must be a JSON object"),
         ("sft", ["--device", "gpu"], "--device gpu: this torch"),
+        ("sft", ["--model", str(cut)], "its safetensors are damaged"),
+        ("sft", ["--output", ""], "--output is empty or the current folder"),
+        ("grpo", ["--engine", "sglang", "--engine-urls", nowhere], "no SGLang server is up"),
         ("sft", ["--max-tokens", "5"], "max_tokens=5 is what a micro-batch holds"),
         ("dpo", ["--loss", "ipo", "--label-smoothing", "0.1"], "--label-smoothing is not part of ipo"),
         ("grpo", ["--reward", f"{task / 'reward.py'}:other"], "has no 'other'; it has ['score']"),
@@ -214,6 +224,12 @@ def test_runs_that_learn_little_are_warned_of(task, tmp_path, capsys, caplog):
         "--warmup-steps 3 is not below --steps 2: the learning rate never reaches --lr",
         f"{one}: all 8 responses are desirable: KTO learns from the contrast, so add some of the other label",
     ]
+    caplog.clear()
+    call("sft", flags_of(task, "sft", tmp_path / "no-eval", "--eval-steps", "0", "--device", "cpu"))
+    assert "--eval-data is not used with --eval-steps 0" in caplog.text
+    caplog.clear()
+    call("sft", flags_of(task, "sft", tmp_path / "none", "--steps", "0", "--eval-data", "None", "--device", "cpu"))
+    assert "nothing is trained or measured" in caplog.text
     caplog.clear()
     refused(capsys, "ppo", flags_of(task, "ppo", tmp_path, "--critic-steps", "2", "--data", str(tmp_path / "no.csv")))
     assert [r.getMessage() for r in caplog.records] == [

@@ -102,6 +102,16 @@ def test_a_broken_line_in_the_middle_is_named_and_dropped_on_resume(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
+def test_lines_that_are_missing_on_resume_are_reported(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {i}}}\n' for i in range(5)))
+    drop_after(tmp_path, 4)
+    drop_after(tmp_path, 0)
+    assert capsys.readouterr().out == ""
+    drop_after(tmp_path, 3)
+    assert capsys.readouterr().out == f"{path} has no lines of steps 1 to 3, which were trained: they are lost\n"
+
+
 def test_dropping_lines_is_atomic_and_needs_no_space_at_the_end_of_the_file(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     lines = [f'{{"step": {i}}}\n'.encode() for i in range(9)]

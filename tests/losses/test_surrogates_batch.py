@@ -208,6 +208,7 @@ def test_clip_cov_and_kl_cov_change_selected_tokens_only() -> None:
     loss = clip_cov(x, a, selected=selected, mask=mask)
     assert loss.tolist() == [0, 0, -3 * math.exp(0.1), 0, 0]
     assert torch.autograd.grad(loss.sum(), x)[0].tolist() == [0, 0, -3 * math.exp(0.1), 0, 0]
+    assert clip_cov(x, a, selected=torch.ones(5, dtype=torch.bool)).isnan().tolist() == [False] * 4 + [True]
     loss = kl_cov(x, a, selected=selected, kl_coef=0.5, mask=mask)
     (grad,) = torch.autograd.grad(loss.sum(), x)
     values = [-math.exp(0.1) + 0.05, 2 * math.exp(-0.1) + 0.05, -3 * math.exp(0.1), -4, 0]

@@ -74,9 +74,9 @@ class Terminal:
     @property
     def text(self) -> str:
         """What was written, without the breaks of lines wider than the screen: as one copies it."""
-        rows = self._screen.display
-        ends = ("" if row in self._screen.wrapped else "\n" for row in range(len(rows)))
-        return "\n".join(line.rstrip() for line in "".join(map("".join, zip(rows, ends, strict=True))).split("\n")).rstrip()
+        wrapped = self._screen.wrapped
+        rows = (row if n in wrapped else row.rstrip() + "\n" for n, row in enumerate(self._screen.display))
+        return "".join(rows).rstrip()
 
     @property
     def cursor_is_visible(self) -> bool:
