@@ -102,12 +102,12 @@ def _forwarded_to(handler: Handler) -> Iterator[None]:
 
 
 @contextmanager
-def forward_signals() -> Iterator[None]:
+def forward_signals(interrupt: Callable[[], object]) -> Iterator[None]:
     """Inside the block the main thread, which waits for another thread, handles that thread's `stop_on_interrupt`.
 
     Python runs signal handlers in the main thread only. The other thread runs in a copy of this context. While it is in
-    no `stop_on_interrupt`, SIGINT raises KeyboardInterrupt here, and SIGTERM does what it did before. In other threads
-    than the main one nothing is caught.
+    no `stop_on_interrupt`, SIGINT calls `interrupt`, and SIGTERM does what it did before. In other threads than the
+    main one nothing is caught.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -122,7 +122,7 @@ def forward_signals() -> Iterator[None]:
             signal.signal(number, old[number])
             os.kill(os.getpid(), number)
         elif number == signal.SIGINT:  # an event loop's own handler only cancels a task of the loop that waits here
-            raise KeyboardInterrupt
+            interrupt()  # raises nothing: where in the waiting thread's code it would is not known
         else:
             old[number](number, frame)
 

@@ -35,21 +35,24 @@ def run_sync(coroutine: Coroutine[Any, Any, X]) -> X:
     cancel: list[Callable[[], object]] = []
     interrupted = False
 
+    def interrupt() -> None:
+        nonlocal interrupted
+        interrupted = True
+        with suppress(RuntimeError):  # the loop has closed already
+            for end in cancel:
+                end()
+
     async def main() -> X:
         task: Any = asyncio.current_task()
         cancel.append(partial(task.get_loop().call_soon_threadsafe, task.cancel))
+        if interrupted:  # before there was anything to cancel
+            interrupt()
         return await coroutine
 
-    with forward_signals(), ThreadPoolExecutor(1, thread_name_prefix="rlkit-run-sync") as pool:
+    with forward_signals(interrupt), ThreadPoolExecutor(1, thread_name_prefix="rlkit-run-sync") as pool:
         work = pool.submit(copy_context().run, on_this_device(asyncio.run), main())
         while not work.done():
-            try:
-                wait([work], timeout=0.5)  # a signal that arrives just before it blocks is handled when it returns
-            except KeyboardInterrupt:
-                interrupted = True
-                with suppress(RuntimeError):  # the loop has closed already
-                    for end in cancel:
-                        end()
+            wait([work], timeout=0.5)  # a signal that arrives just before it blocks is handled when it returns
         try:
             return work.result()
         except asyncio.CancelledError:

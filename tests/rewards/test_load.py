@@ -9,7 +9,7 @@ from rlkit.rewards import load_function
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".")])  # not the folder
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
