@@ -120,7 +120,7 @@ class Progress:
         from rich.text import Text
 
         whole = TableColumn(no_wrap=True)  # the status alone is cut where the terminal is narrow
-        self._status = Text(no_wrap=True, overflow="crop")
+        self._status = Text(no_wrap=True, overflow="ellipsis")
         bar = Bar(
             "step {task.completed}/{task.total}",
             BarColumn(bar_width=10, table_column=whole),
