@@ -34,8 +34,8 @@ from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.async_grpo import async_grpo
 from rlkit.loops.grpo import grpo
-from rlkit.parallel.model import load_model
-from rlkit.rollout.process import launch
+from rlkit.model.forward import load_model
+from rlkit.rollout.engines.process import launch
 from rlkit.types import SamplingParams, Trajectory
 
 SKIP = 2  # the pipeline fills, memory is touched for the first time

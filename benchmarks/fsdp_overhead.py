@@ -24,11 +24,11 @@ import torch.distributed as dist
 import tyro
 from _timing import interval, machine
 
+from rlkit.model.forward import forward
+from rlkit.model.optim import adamw, optimizer_step
+from rlkit.model.parallelize import parallelize
 from rlkit.packing import pack
 from rlkit.parallel.mesh import Parallel, make_mesh, start
-from rlkit.parallel.model import forward
-from rlkit.parallel.optim import adamw, optimizer_step
-from rlkit.parallel.parallelize import parallelize
 from rlkit.types import Trajectory
 
 

@@ -22,7 +22,7 @@ import torch
 import tyro
 from _timing import machine
 
-from rlkit.rollout.local import LocalEngine
+from rlkit.rollout.engines.local import LocalEngine
 from rlkit.types import SamplingParams
 
 SHAPES = {  # hidden size, layers, heads, head size, MLP size

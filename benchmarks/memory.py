@@ -4,7 +4,7 @@
     python benchmarks/memory.py --model Qwen3-32B --gpus 16 --tp 4 --tokens 65536
     python benchmarks/memory.py --check                  # the formulas against a real step of a small model
 
-COMPUTED, NOT MEASURED, except under --check. Terms, for `rlkit.parallel.parallelize(dtype=bf16)`:
+COMPUTED, NOT MEASURED, except under --check. Terms, for `rlkit.model.parallelize(dtype=bf16)`:
 
     states       16 bytes a parameter, cut over shard * cp * tp: fp32 master weights, gradients, two AdamW moments
     gathered     bf16 weights in use: two layers (one computing, one on its way; of experts, expert parallel ranks
@@ -224,8 +224,8 @@ def kept_bytes(model: Any, forward: Callable[[], Any]) -> int:
 
 def measured_activation_bytes(shape: Shape, *, dtype: torch.dtype, tokens: int = 384) -> float:
     """Bytes per layer and token that a real model keeps: the difference of four layers and two."""
+    from rlkit.model.forward import forward, prepare
     from rlkit.packing import pack
-    from rlkit.parallel.model import forward, prepare
     from rlkit.types import Trajectory
 
     sequence = Trajectory([1], [2] * tokens, [True] * tokens, [0.0] * tokens, [0] * tokens)

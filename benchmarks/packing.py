@@ -25,9 +25,9 @@ from _timing import interleaved, report
 from rlkit.balancing import plan_microbatches
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.kernels.linear_logp import linear_logp
+from rlkit.model.forward import forward, prepare
 from rlkit.packing import microbatches, pack
 from rlkit.parallel.attention import as_inference
-from rlkit.parallel.model import forward, prepare
 from rlkit.segments import seq_lens
 from rlkit.types import Batch, Trajectory
 

@@ -38,9 +38,9 @@ import tyro
 from _timing import machine
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.parallel.weights import stream_weights
-from rlkit.rollout.sglang import FromGroup, Server, SGLang, launch
-from rlkit.rollout.sglang.weights import Bucket, Memory, _handle, flatten, groups
+from rlkit.model.weights import stream_weights
+from rlkit.rollout.engines.sglang import FromGroup, Server, SGLang, launch
+from rlkit.rollout.engines.sglang.weights import Bucket, Memory, _handle, flatten, groups
 from rlkit.types import SamplingParams
 
 PEER = Path(__file__).parent / "peers" / "sglang_bench_client.py"

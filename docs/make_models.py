@@ -1,6 +1,6 @@
 """Writes docs/models.md: every causal language model of the installed transformers, and whether rlkit trains it.
 
-Run `python docs/make_models.py` after changing `rlkit.parallel.families` or transformers (some minutes); the nightly
+Run `python docs/make_models.py` after changing `rlkit.model.families` or transformers (some minutes); the nightly
 tests compare the page with the models themselves.
 """
 
@@ -19,7 +19,7 @@ from model_types import FAMILIES, MODEL_TYPES, Verdict, verdict  # noqa: E402
 
 PAGE = """# Models
 
-Sequences are trained packed, end to end in one stream, and prompts are shared (`rlkit.parallel.model.forward`). A model
+Sequences are trained packed, end to end in one stream, and prompts are shared (`rlkit.model.forward.forward`). A model
 type is trained if its packed log-probs equal those of its own forward, one sequence at a time, to 1e-4. Otherwise it is
 refused by name, before its weights are loaded. Supported are decoders of full and sliding attention that go through
 transformers' `AttentionInterface` and read `position_ids`, with softcaps, scaled logits (Cohere, Granite), biases,

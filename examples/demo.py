@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from rlkit.parallel.flags import ParallelArgs
+from rlkit.settings import ParallelArgs
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -72,9 +72,9 @@ def main(args: Args) -> None:
     from flag_checks import check_values
 
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
-    from rlkit.parallel._ranks import first
-    from rlkit.parallel.checkpoint import export_hf
-    from rlkit.parallel.launch import open_mesh
+    from rlkit.model.launch import open_mesh
+    from rlkit.model.weights import export_hf
+    from rlkit.ranks import first
 
     check_values(args)
     started = time.perf_counter()
@@ -139,8 +139,8 @@ def make_folder(args: Args) -> None:
 
 def report(args: Args, trained: Path, seconds: float) -> None:
     """Print the result, three answers before and after GRPO, and the paths; make the result the picture's headline."""
-    from rlkit.loops.run import read_metrics
-    from rlkit.plot import plot_run
+    from rlkit.run.folder import read_metrics
+    from rlkit.run.plot import plot_run
 
     run = args.output / "grpo"
     evaluations = [row for row in read_metrics(run) if "eval/greedy" in row]
@@ -188,6 +188,6 @@ def greedy_answers(output: Path, step: int) -> dict[int, Answer]:
 if __name__ == "__main__":
     import tyro
 
-    from rlkit.parallel.launch import main_on_ranks
+    from rlkit.model.launch import main_on_ranks
 
     main_on_ranks(main, tyro.cli(Args, description=__doc__))

@@ -49,9 +49,9 @@ def main(args: Args) -> Path:
     from flag_checks import with_device
 
     from rlkit.data.chat import check_same_tokens
-    from rlkit.data.pairs import preference_pairs
+    from rlkit.data.examples import preference_pairs
     from rlkit.loops.dpo import dpo, with_reference
-    from rlkit.parallel.launch import load_policy, reference_of, report_model
+    from rlkit.model.launch import load_policy, reference_of, report_model
 
     args = with_device(args)
     loss, reduce, needs_reference = loss_of(args)
@@ -100,6 +100,6 @@ def loss_of(args: Args) -> tuple[Any, Any, bool]:
 if __name__ == "__main__":
     import tyro
 
-    from rlkit.parallel.launch import main_on_ranks
+    from rlkit.model.launch import main_on_ranks
 
     main_on_ranks(main, tyro.cli(Args, description=__doc__))

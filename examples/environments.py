@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlkit._extras import optional
-from rlkit.rollout.env import Step, Turn, gym_env
+from rlkit.rollout.envs.gym import Step, Turn, gym_env
+from rlkit.rollout.envs.tools import tool_env
 from rlkit.rollout.rollout import Env, Prompt
-from rlkit.rollout.tools import tool_env
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]

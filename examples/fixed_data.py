@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rlkit.parallel.flags import ParallelArgs
+from rlkit.settings import ParallelArgs
 
 
 @dataclass
@@ -78,10 +78,10 @@ def prepared(
     from transformers import AutoTokenizer
 
     from rlkit.data.load import load_rows
-    from rlkit.loops.run import keep_args
-    from rlkit.parallel.launch import make_deterministic
-    from rlkit.parallel.model import check_path
-    from rlkit.parallel.optim import schedule
+    from rlkit.model.forward import check_path
+    from rlkit.model.launch import make_deterministic
+    from rlkit.model.optim import schedule
+    from rlkit.run.folder import keep_args
 
     check_values(args)
     given = template_args(args)

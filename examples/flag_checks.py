@@ -80,10 +80,10 @@ def _warn_of_steps(args: Any) -> None:
 
 
 def with_device(args: X) -> X:
-    """The flags with `device` and `dtype` filled in for this machine: see `rlkit.parallel.launch.choose_device`."""
+    """The flags with `device` and `dtype` filled in for this machine: see `rlkit.model.launch.choose_device`."""
     import torch
 
-    from rlkit.parallel.launch import choose_device
+    from rlkit.model.launch import choose_device
 
     given: Any = args
     cuda = torch.cuda.is_available()

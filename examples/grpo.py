@@ -56,6 +56,6 @@ def main(args: Args) -> Path:
 if __name__ == "__main__":
     import tyro
 
-    from rlkit.parallel.launch import main_on_ranks
+    from rlkit.model.launch import main_on_ranks
 
     main_on_ranks(main, tyro.cli(Args, description=__doc__))

@@ -45,9 +45,9 @@ def main(args: Args) -> Path:
 
     from rlkit import losses
     from rlkit.data.chat import check_same_tokens
-    from rlkit.data.labelled import labelled_examples
+    from rlkit.data.examples import labelled_examples
     from rlkit.loops.kto import kto
-    from rlkit.parallel.launch import load_policy, reference_of, report_model
+    from rlkit.model.launch import load_policy, reference_of, report_model
 
     args = with_device(args)
     weights = {"desirable_weight": args.desirable_weight, "undesirable_weight": args.undesirable_weight}
@@ -90,6 +90,6 @@ def hint_at_labels(args: Args, examples: list[Any]) -> None:
 if __name__ == "__main__":
     import tyro
 
-    from rlkit.parallel.launch import main_on_ranks
+    from rlkit.model.launch import main_on_ranks
 
     main_on_ranks(main, tyro.cli(Args, description=__doc__))

@@ -8,8 +8,8 @@ Rows have `prompt` and `answer`. For rewards without options no file is needed: 
 from functools import partial
 
 from rlkit.rewards.combine import weighted
-from rlkit.rewards.length import soft_overlong
 from rlkit.rewards.math import boxed
+from rlkit.rewards.text import soft_overlong
 
 score = weighted(
     {"right": boxed, "length": partial(soft_overlong, max_tokens=1024, cache_tokens=256)},

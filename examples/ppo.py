@@ -53,8 +53,8 @@ def main(args: Args) -> Path:
 
     from rlkit.loops.ppo import ppo
     from rlkit.loops.sync import run_sync
-    from rlkit.parallel.launch import load_critic, report_model
-    from rlkit.parallel.optim import schedule
+    from rlkit.model.launch import load_critic, report_model
+    from rlkit.model.optim import schedule
 
     args = with_device(args)
     model, tokenizer, options = shared.prepared(args)
@@ -88,6 +88,6 @@ def main(args: Args) -> Path:
 if __name__ == "__main__":
     import tyro
 
-    from rlkit.parallel.launch import main_on_ranks
+    from rlkit.model.launch import main_on_ranks
 
     main_on_ranks(main, tyro.cli(Args, description=__doc__))

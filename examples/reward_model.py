@@ -29,10 +29,10 @@ class Args(shared.Args):
 def main(args: Args) -> Path:
     from flag_checks import with_device
 
-    from rlkit.data.pairs import preference_pairs
+    from rlkit.data.examples import preference_pairs
     from rlkit.loops.reward_model import reward_model
     from rlkit.losses import bradley_terry
-    from rlkit.parallel.launch import load_judge, report_model
+    from rlkit.model.launch import load_judge, report_model
 
     args = with_device(args)
     tokenizer, pairs, held_out, options = shared.prepared(args, preference_pairs)
@@ -45,6 +45,6 @@ def main(args: Args) -> Path:
 if __name__ == "__main__":
     import tyro
 
-    from rlkit.parallel.launch import main_on_ranks
+    from rlkit.model.launch import main_on_ranks
 
     main_on_ranks(main, tyro.cli(Args, description=__doc__))

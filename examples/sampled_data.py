@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from flag_checks import check_flags, check_lengths, max_len, template_args
 
-from rlkit.parallel.flags import ParallelArgs
+from rlkit.settings import ParallelArgs
 
 
 @dataclass
@@ -160,10 +160,10 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
     from transformers import AutoConfig, AutoTokenizer
 
     from rlkit.data.chat import check_same_tokens, stop_token_ids
-    from rlkit.loops.run import keep_args
-    from rlkit.parallel.launch import load_policy, make_deterministic, reference_of, report_model
-    from rlkit.parallel.model import check_path
-    from rlkit.parallel.optim import schedule
+    from rlkit.model.forward import check_path
+    from rlkit.model.launch import load_policy, make_deterministic, reference_of, report_model
+    from rlkit.model.optim import schedule
+    from rlkit.run.folder import keep_args
     from rlkit.types import SamplingParams
 
     check_flags(args)
@@ -303,11 +303,11 @@ def function_of(flag: str, spec: str) -> Any:
 def environment(args: Args, tokenizer: Any) -> tuple[Any, Any]:
     """The `env` and the `score` of a rollout, by their names on the command line."""
     from rlkit.rewards.adapters import own_scorer, scorer
-    from rlkit.rollout import tool_calls
     from rlkit.rollout.calling import is_async
+    from rlkit.rollout.envs import tools as tool_calls
+    from rlkit.rollout.envs.tools import tool_env
     from rlkit.rollout.limits import limited
     from rlkit.rollout.rollout import single_turn
-    from rlkit.rollout.tools import tool_env
 
     env: Any = single_turn
     if args.env is not None:

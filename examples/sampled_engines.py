@@ -12,10 +12,10 @@ from flag_checks import max_len
 @asynccontextmanager
 async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
     """Embedded where it can share the model that trains, else one with weights of its own."""
-    from rlkit.parallel.model import mesh_of
+    from rlkit.model.forward import mesh_of
 
     if args.engine == "local" and mesh_of(model) is None:
-        from rlkit.rollout.local import LocalEngine
+        from rlkit.rollout.engines.local import LocalEngine
 
         yield LocalEngine(
             model, tokenizer=tokenizer, max_batch=args.max_batch, max_len=max_len(args), compile=args.compile
@@ -28,13 +28,13 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
 @asynccontextmanager
 async def own_engine(args: Any, **process: Any) -> AsyncIterator[Any]:
     """An engine with weights of its own, which the first of many ranks has. `process`: how a local one's runs."""
-    from rlkit.parallel._ranks import rank, world_size
+    from rlkit.ranks import rank, world_size
 
     if world_size() == 1:
         async with _start_engine(args, process) as engine:
             yield engine
         return
-    from rlkit.parallel.shared import SharedEngine
+    from rlkit.rollout.shared import SharedEngine
 
     async with _start_engine(args, process) if rank() == 0 else nullcontext() as engine:
         yield SharedEngine(engine)
@@ -44,7 +44,7 @@ async def own_engine(args: Any, **process: Any) -> AsyncIterator[Any]:
 async def _start_engine(args: Any, process: dict[str, Any]) -> AsyncIterator[Any]:
     """A local one in a process, or SGLang; a server that was started for it ends with it."""
     if args.engine == "local":
-        from rlkit.rollout.process import launch as launch_process
+        from rlkit.rollout.engines.process import launch as launch_process
 
         options = {"max_batch": args.max_batch, "max_len": max_len(args), "compile": args.compile, **process}
         async with await launch_process(args.model, device=args.device, **options) as engine:
@@ -52,7 +52,7 @@ async def _start_engine(args: Any, process: dict[str, Any]) -> AsyncIterator[Any
         return
     from transformers import AutoConfig
 
-    from rlkit.rollout.sglang import SGLang, launch
+    from rlkit.rollout.engines.sglang import SGLang, launch
 
     with ExitStack() as stack:
         shared = () if args.device == "cpu" else ("--mem-fraction-static", "0.4")  # of a GPU that trains as well

@@ -25,9 +25,9 @@ class Args(shared.Args):
 def main(args: Args) -> Path:
     from flag_checks import with_device
 
-    from rlkit.data.sft import sft_examples
+    from rlkit.data.examples import sft_examples
     from rlkit.loops.sft import sft
-    from rlkit.parallel.launch import load_policy, report_model
+    from rlkit.model.launch import load_policy, report_model
 
     args = with_device(args)
     tokenizer, examples, held_out, options = shared.prepared(args, sft_examples)
@@ -39,6 +39,6 @@ def main(args: Args) -> Path:
 if __name__ == "__main__":
     import tyro
 
-    from rlkit.parallel.launch import main_on_ranks
+    from rlkit.model.launch import main_on_ranks
 
     main_on_ranks(main, tyro.cli(Args, description=__doc__))

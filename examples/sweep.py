@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit._extras import optional
-from rlkit.loops.run import read_metrics
+from rlkit.run.folder import read_metrics
 
 
 @dataclass
@@ -118,7 +118,7 @@ def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tupl
 if __name__ == "__main__":
     import tyro
 
-    from rlkit.parallel.launch import main_on_ranks
+    from rlkit.model.launch import main_on_ranks
 
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     main_on_ranks(main, tyro.cli(Args, args=sys.argv[1:end], description=__doc__), sys.argv[end + 1 :])

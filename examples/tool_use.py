@@ -75,11 +75,11 @@ def warmed_up(args: Args) -> Path:
     """The tiny model after supervised learning from demonstrations."""
     import torch
 
-    from rlkit.data.sft import sft_examples
+    from rlkit.data.examples import sft_examples
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
     from rlkit.loops.sft import sft
-    from rlkit.parallel.model import prepare
-    from rlkit.parallel.optim import schedule
+    from rlkit.model.forward import prepare
+    from rlkit.model.optim import schedule
 
     torch.manual_seed(args.seed)
     tokenizer = tiny_tokenizer()
@@ -107,14 +107,14 @@ def main(args: Args) -> Path:
     from rlkit.data.chat import stop_token_ids
     from rlkit.data.prompts import rl_prompts
     from rlkit.loops.grpo import grpo_sync
-    from rlkit.loops.run import holds_run
-    from rlkit.parallel.launch import make_deterministic, report_model
-    from rlkit.parallel.model import load_model
-    from rlkit.parallel.optim import schedule
+    from rlkit.model.forward import load_model
+    from rlkit.model.launch import make_deterministic, report_model
+    from rlkit.model.optim import schedule
     from rlkit.rewards.adapters import scorer
-    from rlkit.rollout.env import own_rewards, refuse_vision
+    from rlkit.rollout.engines.local import LocalEngine
+    from rlkit.rollout.envs.gym import own_rewards, refuse_vision
     from rlkit.rollout.limits import limited
-    from rlkit.rollout.local import LocalEngine
+    from rlkit.run.folder import holds_run
     from rlkit.types import SamplingParams
 
     check_values(args)
@@ -161,6 +161,6 @@ def main(args: Args) -> Path:
 if __name__ == "__main__":
     import tyro
 
-    from rlkit.parallel.launch import main_on_ranks
+    from rlkit.model.launch import main_on_ranks
 
     main_on_ranks(main, tyro.cli(Args, description=__doc__))

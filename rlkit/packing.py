@@ -22,8 +22,7 @@ from torch import Tensor
 
 from rlkit._tensors import check_mask, masked
 from rlkit.balancing import plan_microbatches
-from rlkit.episodes import episode_advantages
-from rlkit.segments import broadcast_to_tokens, cumulative, seq_lens
+from rlkit.segments import broadcast_to_tokens, cumulative, episode_advantages, seq_lens
 from rlkit.types import Batch, Trajectory
 
 _FLOATS = ("token_rewards", "rollout_logp", "old_logp", "ref_logp", "kept_mass", "advantages", "values", "returns")

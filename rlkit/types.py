@@ -134,7 +134,7 @@ class Batch:
     whose mask is False: its place holds the bootstrap value. Unshared packing is the same type with empty prefixes.
 
     `episode_ids` are equal for the pieces of one episode; left out, every sequence is an episode of its own. Where they
-    matter (baselines, means over sequences) see `rlkit.episodes`. The six streams after `versions` are None until
+    matter (baselines, means over sequences) see `rlkit.segments`. The six streams after `versions` are None until
     something fills them in; `kept_mass` only where sampling was truncated (see `with_kept_mass`).
     """
 

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit.advantages import group_centered, group_zscore, leave_one_out, opo
-from rlkit.episodes import episode_advantages, is_first_piece
 from rlkit.losses import prompt_mean, seq_mean, token_mean
 from rlkit.packing import microbatches, pack, select, split, unpack, with_advantages
-from rlkit.segments import group_sum, seq_count
+from rlkit.segments import episode_advantages, group_sum, is_first_piece, seq_count
 from rlkit.types import Batch, Trajectory
 
 eighths = st.integers(-16, 16).map(lambda x: x / 8)

@@ -13,17 +13,16 @@ import torch
 import torch.distributed as dist
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.model.checkpoint import BackgroundSaver, latest_checkpoint, load_checkpoint, save_checkpoint
+from rlkit.model.forward import forward, prepare
+from rlkit.model.optim import adamw, optimizer_step
+from rlkit.model.parallelize import parallelize
+from rlkit.model.weights import stream_weights
 from rlkit.packing import pack
 from rlkit.parallel import attention
-from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from rlkit.parallel.attention import Segment, plan
 from rlkit.parallel.mesh import Parallel, make_mesh, start
-from rlkit.parallel.model import forward, prepare
-from rlkit.parallel.optim import adamw, optimizer_step
-from rlkit.parallel.parallelize import parallelize
-from rlkit.parallel.saver import BackgroundSaver
-from rlkit.parallel.segment_plan import Segment, plan
-from rlkit.parallel.weights import stream_weights
-from rlkit.rollout.local import LocalEngine
+from rlkit.rollout.engines.local import LocalEngine
 from rlkit.types import SamplingParams, Trajectory
 
 DEVICE = os.environ.get("RLKIT_GPU_TESTS_ON", "cuda")
@@ -197,7 +196,7 @@ def test_the_demos_task_learns_and_resumes(dtype, tmp_path, monkeypatch):
     import grpo
     import sft
 
-    from rlkit.parallel.weights import export_hf
+    from rlkit.model.weights import export_hf
 
     demo.make_data(tmp_path, seed=0)
     tokenizer = tiny_tokenizer()

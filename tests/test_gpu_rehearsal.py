@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rlkit.packing import pack
+from rlkit.parallel.attention import plan, segments
 from rlkit.parallel.context import plan_layout
-from rlkit.parallel.flags import Parallel
-from rlkit.parallel.segment_plan import plan, segments
+from rlkit.settings import Parallel
 from rlkit.types import Trajectory
 
 

@@ -31,7 +31,7 @@ def test_macos_trains_and_names_what_needs_linux(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module", ["rlkit.loops.grpo", "rlkit.loops.sft", "rlkit.rollout.process", "rlkit.rewards.math"]
+    "module", ["rlkit.loops.grpo", "rlkit.loops.sft", "rlkit.rollout.engines.process", "rlkit.rewards.math"]
 )
 def test_windows_is_refused_in_one_sentence_that_names_wsl(module):
     code = (
@@ -47,10 +47,9 @@ def test_windows_is_refused_in_one_sentence_that_names_wsl(module):
 
 
 NAMED = {  # a beginning of modules -> the extra that they need as a whole
-    "rlkit.rollout._http": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
-    "rlkit.rollout._reply": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
-    "rlkit.rollout.sglang": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
-    "rlkit.rollout.vllm": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
+    "rlkit.rollout.engines.http": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
+    "rlkit.rollout.engines.sglang": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
+    "rlkit.rollout.engines.vllm": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
     "rlkit.rewards.math": "rewards for mathematics need math_verify: pip install 'rlkit-lm[math]'",
     "rlkit.testing": "rlkit.testing needs hypothesis: pip install 'rlkit-lm[testing]'",
     "rlkit.kernels.linear_logp.row_kernels": "impl='triton' needs triton: pip install triton",

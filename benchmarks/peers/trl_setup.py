@@ -59,7 +59,7 @@ def _make_task(folder: Path, sft_steps: int) -> None:
     import sft
 
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
-    from rlkit.parallel.checkpoint import export_hf
+    from rlkit.model.weights import export_hf
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

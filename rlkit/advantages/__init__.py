@@ -4,20 +4,21 @@ Per sequence `[N]` from a group's rewards; per token `[T]` from rewards, values 
 rank or keeps state; what needs the whole batch says so.
 """
 
-from rlkit.advantages.at_k import max_at_k, pass_at_k
 from rlkit.advantages.batch import gdpo, gigpo, normalize_then_sum, reinforce_pp, reinforce_pp_baseline, whiten
-from rlkit.advantages.off_policy import VTrace, clipped_is_returns, q_lambda, retrace, vtrace
-from rlkit.advantages.outcome import (
+from rlkit.advantages.groups import (
     gpg,
     group_centered,
     group_mean_batch_std,
     group_zscore,
     leave_one_out,
+    max_at_k,
     max_rl,
     opo,
+    optimal_token_baseline,
+    pass_at_k,
     remax,
 )
-from rlkit.advantages.token_baseline import optimal_token_baseline
+from rlkit.advantages.off_policy import VTrace, clipped_is_returns, q_lambda, retrace, vtrace
 from rlkit.advantages.traces import (
     Gae,
     bootstrap_values,

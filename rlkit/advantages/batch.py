@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import check_below, check_float, check_ids, check_mask, masked, upcast
-from rlkit.advantages.outcome import group_centered, group_zscore
+from rlkit.advantages.groups import group_centered, group_zscore
 from rlkit.advantages.traces import discounted_returns
 from rlkit.segments import broadcast_to_tokens
 

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import bounded_exp, masked
-from rlkit.advantages._recurrence import coefficient, end_values, following, next_action, prepared, scan
+from rlkit.advantages.traces import coefficient, end_values, following, next_action, prepared, scan
 
 
 class VTrace(NamedTuple):

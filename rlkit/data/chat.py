@@ -180,7 +180,7 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """
     from transformers import AutoTokenizer
 
-    from rlkit.parallel.model import check_path
+    from rlkit.model.forward import check_path
 
     check_path(path)
     if Path(path).is_dir() and not (Path(path) / "tokenizer_config.json").is_file():

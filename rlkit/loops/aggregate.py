@@ -1,7 +1,7 @@
 """What each token of an optimizer step weighs, from the step's batch: what `aggregate=` of the GRPO loops takes.
 
 Every rank holds the whole batch before it is split, so the counts are those of the step. An episode that came in pieces
-counts once (see `rlkit.episodes`). An episode or prompt without a trainable token is not counted.
+counts once (see `rlkit.segments`). An episode or prompt without a trainable token is not counted.
 """
 
 from __future__ import annotations

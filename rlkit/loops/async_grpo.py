@@ -11,19 +11,20 @@ from typing import Any
 from torch import Tensor
 
 from rlkit.advantages import group_centered
-from rlkit.loops import coefficients, nans, saving, verbs
+from rlkit.loops import coefficients, nans, verbs
 from rlkit.loops.aggregate import per_token
 from rlkit.loops.dump import dump_to
 from rlkit.loops.sync import blocking
 from rlkit.loops.updates import Aggregate, Surrogate, clipped, grpo_update
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
+from rlkit.model.forward import DTYPES, forward, mesh_of, with_old_logp, with_ref_logp
+from rlkit.model.optim import adamw
+from rlkit.model.weights import stream_weights
 from rlkit.packing import pack, with_advantages
-from rlkit.parallel.model import DTYPES, forward, mesh_of, with_old_logp, with_ref_logp
-from rlkit.parallel.optim import adamw
-from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.limits import mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, mix, single_turn
+from rlkit.run import saving
 from rlkit.types import SamplingParams
 
 
@@ -72,10 +73,10 @@ async def async_grpo(
 ) -> Path:
     """`rlkit.loops.grpo` with an engine that never waits: while a step is trained on, it samples for the next ones.
 
-    `engine` has weights of its own (`rlkit.rollout.process`, `rlkit.rollout.sglang`). They are replaced after every
-    step without draining it: what is in flight goes on, and each token is stamped with the weights that made it. A
-    group is trained on at most `staleness` steps (rounded up) after it was started; see `rlkit.rollout.stream`. With 1
-    the engine samples one batch while the trainer works on the one before.
+    `engine` has weights of its own (`rlkit.rollout.engines.process`, `rlkit.rollout.engines.sglang`). They are replaced
+    after every step without draining it: what is in flight goes on, and each token is stamped with the weights that
+    made it. A group is trained on at most `staleness` steps (rounded up) after it was started; see
+    `rlkit.rollout.stream`. With 1 the engine samples one batch while the trainer works on the one before.
 
     The loss is decoupled PPO: clipped against the policy at the start of the step (`old_logp`), its tokens weighted by
     `correction(old_logp - rollout_logp)`, detached: `tis` truncates the weight of what older weights sampled, `icepop`

@@ -12,11 +12,11 @@ from rlkit.advantages import gae_decoupled, whiten
 from rlkit.loops.aggregate import per_token
 from rlkit.losses import kl_in_reward, value_clip
 from rlkit.metrics import Metrics, mean, merge
+from rlkit.model.heads import bootstraps, score_values, values
+from rlkit.model.optim import optimizer_step, set_lr
 from rlkit.packing import split, with_streams
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
-from rlkit.parallel.heads import bootstraps, score_values, values
 from rlkit.parallel.mesh import Mesh
-from rlkit.parallel.optim import optimizer_step, set_lr
 from rlkit.parallel.pipeline import pipelined
 from rlkit.types import Batch
 

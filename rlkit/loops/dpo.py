@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from rlkit import losses
-from rlkit.data.pairs import Pair
+from rlkit.data.examples import Pair
 from rlkit.loops.supervised import check_fits, response, train_examples
 from rlkit.loops.verbs import reference_policy
 from rlkit.metrics import Metrics, mean
+from rlkit.model.forward import forward, mesh_of, score, with_ref_logp
 from rlkit.packing import pack, with_streams
-from rlkit.parallel.model import forward, mesh_of, score, with_ref_logp
 from rlkit.segments import seq_lens, seq_mean, seq_sum
 from rlkit.types import Batch, Trajectory
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlkit.loops.run import Run, trajectory_row
 from rlkit.rollout.limits import success
 from rlkit.rollout.rollout import Prompt
+from rlkit.run.folder import Run, trajectory_row
 from rlkit.types import Trajectory
 
 

@@ -11,19 +11,20 @@ from typing import Any
 from torch import Tensor
 
 from rlkit.advantages import group_centered
-from rlkit.loops import coefficients, nans, saving, verbs
+from rlkit.loops import coefficients, nans, verbs
 from rlkit.loops.aggregate import per_token
 from rlkit.loops.dump import dump_to
 from rlkit.loops.sync import blocking
 from rlkit.loops.updates import Aggregate, Surrogate, clipped, grpo_update
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
+from rlkit.model.forward import DTYPES, forward, mesh_of, with_kept_mass, with_old_logp, with_ref_logp
+from rlkit.model.optim import adamw
+from rlkit.model.weights import stream_weights
 from rlkit.packing import pack, with_advantages
-from rlkit.parallel.model import DTYPES, forward, mesh_of, with_kept_mass, with_old_logp, with_ref_logp
-from rlkit.parallel.optim import adamw
-from rlkit.parallel.weights import stream_weights
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, mix, single_turn
+from rlkit.run import saving
 from rlkit.types import SamplingParams
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from rlkit import losses
-from rlkit.data.labelled import Labelled
+from rlkit.data.examples import Labelled
 from rlkit.loops.supervised import Losses, check_fits, response, train_examples
 from rlkit.loops.verbs import reference_policy
 from rlkit.metrics import Metrics, mean
+from rlkit.model.forward import forward, mesh_of, score, with_ref_logp
 from rlkit.packing import pack, select
-from rlkit.parallel.model import forward, mesh_of, score, with_ref_logp
 from rlkit.segments import seq_mean, seq_sum
 from rlkit.types import Batch
 

@@ -13,9 +13,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from rlkit.loops.run import Run
 from rlkit.packing import select
 from rlkit.rollout.rollout import Group, Prompt
+from rlkit.run.folder import Run
 from rlkit.segments import seq_sum
 from rlkit.types import Batch, Trajectory
 

@@ -10,19 +10,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rlkit.loops import coefficients, nans, saving, verbs
+from rlkit.loops import coefficients, nans, verbs
 from rlkit.loops.critic import value_update, with_gae
 from rlkit.loops.dump import dump_to
 from rlkit.loops.sync import blocking
 from rlkit.loops.updates import clipped, grpo_update
 from rlkit.losses import tis
 from rlkit.metrics import finalize, merge
+from rlkit.model.forward import DTYPES, forward, mesh_of, with_kept_mass, with_old_logp, with_ref_logp
+from rlkit.model.optim import adamw
+from rlkit.model.weights import export_hf, stream_weights
 from rlkit.packing import pack
-from rlkit.parallel.model import DTYPES, forward, mesh_of, with_kept_mass, with_old_logp, with_ref_logp
-from rlkit.parallel.optim import adamw
-from rlkit.parallel.weights import export_hf, stream_weights
 from rlkit.rollout.limits import mask_truncated
 from rlkit.rollout.rollout import Env, Prompt, Score, mix, single_turn
+from rlkit.run import saving
 from rlkit.types import SamplingParams
 
 

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from rlkit import losses
-from rlkit.data.pairs import Pair
+from rlkit.data.examples import Pair
 from rlkit.loops.dpo import pair_metrics, train_pairs
 from rlkit.metrics import Metrics, mean
-from rlkit.parallel.heads import pack_whole, rewards
+from rlkit.model.heads import pack_whole, rewards
 from rlkit.types import Batch
 
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from rlkit.loops.aggregate import per_token
 from rlkit.loops.supervised import check_fits, supervised
 from rlkit.metrics import Metrics, mean, merge
+from rlkit.model.forward import forward, mesh_of, score
 from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches
-from rlkit.parallel.model import forward, mesh_of, score
 from rlkit.parallel.pipeline import pipelined
 from rlkit.types import Batch, Trajectory
 

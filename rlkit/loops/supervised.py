@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from rlkit.data.order import batches
-from rlkit.loops import saving, verbs
+from rlkit.loops import verbs
 from rlkit.metrics import Metrics, finalize, merge
+from rlkit.model.forward import mesh_of
+from rlkit.model.optim import adamw, optimizer_step, set_lr
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
-from rlkit.parallel.model import mesh_of
-from rlkit.parallel.optim import adamw, optimizer_step, set_lr
 from rlkit.parallel.pipeline import pipelined
+from rlkit.run import saving
 from rlkit.types import Batch, Trajectory
 
 X = TypeVar("X")

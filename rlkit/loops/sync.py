@@ -11,8 +11,8 @@ from functools import partial, wraps
 from inspect import isawaitable
 from typing import Any, ParamSpec, TypeVar
 
-from rlkit.loops.stopping import forward_signals
-from rlkit.parallel._ranks import on_this_device
+from rlkit.ranks import on_this_device
+from rlkit.run.signals import forward_signals
 
 P = ParamSpec("P")
 X = TypeVar("X")
@@ -23,10 +23,10 @@ def run_sync(coroutine: Coroutine[Any, Any, X]) -> X:
 
     Without one this is `asyncio.run`. With one (a notebook's cell) the coroutine runs in a loop and a thread of its
     own, with this context's variables and on this thread's GPU, and the loop here waits. Ctrl-C does the same in both:
-    see `rlkit.loops.stopping`; where nothing catches it, the coroutine is cancelled and KeyboardInterrupt raised.
+    see `rlkit.run.signals`; where nothing catches it, the coroutine is cancelled and KeyboardInterrupt raised.
 
-    What belongs to another event loop (an engine of `rlkit.rollout.process`, an aiohttp session) cannot be used inside:
-    open it in the coroutine.
+    What belongs to another event loop (an engine of `rlkit.rollout.engines.process`, an aiohttp session) cannot be used
+    inside: open it in the coroutine.
     """
     try:
         asyncio.get_running_loop()
@@ -65,7 +65,7 @@ def blocking(function: Callable[P, Coroutine[Any, Any, X]]) -> Callable[P, X]:
     """A coroutine function as a plain function, by `run_sync`.
 
     An argument that is itself a coroutine is awaited there, and what it returns is closed at the end: an engine that
-    belongs to one event loop is given as `rlkit.rollout.process.launch(path)`.
+    belongs to one event loop is given as `rlkit.rollout.engines.process.launch(path)`.
     """
 
     @wraps(function)

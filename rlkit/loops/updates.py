@@ -12,11 +12,11 @@ from torch import Tensor
 from rlkit.loops.aggregate import per_token
 from rlkit.losses import k3, ppo_clip, ratio_stats, unbiased_kl
 from rlkit.metrics import Metrics, largest, mean, merge
+from rlkit.model.forward import Policy
+from rlkit.model.optim import optimizer_step, set_lr
 from rlkit.packing import split
 from rlkit.parallel.data import any_ranks, rank_microbatches, reduce_metrics
 from rlkit.parallel.mesh import Mesh
-from rlkit.parallel.model import Policy
-from rlkit.parallel.optim import optimizer_step, set_lr
 from rlkit.parallel.pipeline import pipelined
 from rlkit.segments import seq_sum
 from rlkit.types import Batch, LogProbs

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from rlkit.data.order import batch_indices
-from rlkit.loops.run import Run
 from rlkit.losses import k3
 from rlkit.metrics import Metrics, largest, mean, merge
+from rlkit.model.forward import Policy, with_old_logp, with_ref_logp
+from rlkit.model.lora import adapters, without_adapter
 from rlkit.packing import pack
-from rlkit.parallel._ranks import on_this_device, together, world_size
-from rlkit.parallel.lora import adapters, without_adapter
 from rlkit.parallel.mesh import Mesh
-from rlkit.parallel.model import Policy, with_old_logp, with_ref_logp
-from rlkit.parallel.shared import SharedEngine, SharedStream, from_first
+from rlkit.ranks import on_this_device, together, world_size
 from rlkit.rollout.limits import score_of
 from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, rollout, single_turn
+from rlkit.rollout.shared import SharedEngine, SharedStream, from_first
 from rlkit.rollout.stream import GroupStream
+from rlkit.run.folder import Run
 from rlkit.types import Batch, Generate, LogProbs, SamplingParams, Trajectory
 
 X = TypeVar("X")
@@ -94,8 +94,8 @@ def check_engine(engine: Any) -> None:
         names = () if real is None else ("generate", "abort", "update_weights")  # None: of the ranks but the first
         if missing := [name for name in names if not callable(getattr(real, name, None))]:
             raise TypeError(
-                f"the engine {type(real).__name__} has no {' and no '.join(missing)}: it can generate for "
-                "evaluation and judges, but not for training; use LocalEngine, rlkit.rollout.process.launch or SGLang"
+                f"the engine {type(real).__name__} has no {' and no '.join(missing)}: it can generate for evaluation "
+                "and judges, but not for training; use LocalEngine, rlkit.rollout.engines.process.launch or SGLang"
             )
 
     together(check)
@@ -133,7 +133,7 @@ def reference_policy(policy: partial[LogProbs], model: Any, reference: Any, *, m
         return partial(policy.func, reference, **policy.keywords)
     if moves or not adapters(model):
         raise ValueError(
-            "reference is the model that trains, which works where it has an adapter (rlkit.parallel.lora) and "
+            "reference is the model that trains, which works where it has an adapter (rlkit.model.lora) and "
             "ref_sync_steps is 0; give a second model"
         )
     return without_adapter(policy, model)

@@ -23,16 +23,23 @@ from rlkit.losses.diagnostics import (
     seq_kl_stats,
     weight_stats,
 )
-from rlkit.losses.distillation import forward_kl, jsd, mixed_kl, reverse_kl, uld
-from rlkit.losses.distillation_on_policy import (
+from rlkit.losses.distillation import (
+    forward_kl,
+    forward_kl_topk,
     iw_opd_weights,
+    jsd,
+    jsd_topk,
     minillm_advantages,
+    mixed_kl,
+    mixed_kl_topk,
     opd_advantages,
     proximal_teacher,
+    reverse_kl,
+    reverse_kl_topk,
     teacher_mixture,
     teacher_product,
+    uld,
 )
-from rlkit.losses.distillation_topk import forward_kl_topk, jsd_topk, mixed_kl_topk, reverse_kl_topk
 from rlkit.losses.entropy import (
     entropy_bonus,
     entropy_from_logits,
@@ -50,46 +57,31 @@ from rlkit.losses.kl import (
     kl_in_reward,
     unbiased_kl,
 )
-from rlkit.losses.preference import discopop, dpo, exo_pair, hinge, ipo, robust_dpo, sigmoid_norm
-from rlkit.losses.preference_anchored import (
-    apo_down,
-    apo_zero,
-    bco_pair,
-    kto,
-    kto_reference_point,
-    kto_unpaired,
-    nca_pair,
-    sppo,
-    sppo_hard,
-)
-from rlkit.losses.preference_divergence import (
-    alpha_score,
-    dpo_alpha,
-    dpo_forward_kl,
-    dpo_js,
-    forward_kl_score,
-    js_score,
-)
-from rlkit.losses.preference_online import nash_md, reward_aware_kl, reward_aware_reverse_kl, reward_aware_squared, xpo
-from rlkit.losses.preference_reference_free import alphapo, cpo, orpo, rpo, sft, simpo
-from rlkit.losses.preference_tokens import ld_log_ratio, wpo_weights
-from rlkit.losses.preference_transport import aot, aot_paired
-from rlkit.losses.ratios import (
-    gspo_token_log_ratio,
-    seq_log_ratio,
-    seq_log_ratio_sum,
-    token_gradient,
-)
-from rlkit.losses.reward_model import bradley_terry, log_exp, process_bce, process_two_token
-from rlkit.losses.surrogates import (
+from rlkit.losses.policy import (
     aspo,
+    cispo,
     decoupled_ppo,
+    double_sided_is,
+    dppo,
+    dppo_kl,
+    dro,
     dual_clip,
+    gmpo,
+    gpg,
+    gspo,
+    importance_sampling,
+    kimi15,
+    luspo,
+    nll,
     ppo_clip,
+    reinforce,
+    sapo,
+    topr,
     two_sided_clip,
     unbounded_positive,
+    vespo,
 )
-from rlkit.losses.surrogates_batch import (
+from rlkit.losses.policy_batch import (
     ClipRange,
     bapo_clip_range,
     clip_cov,
@@ -100,27 +92,62 @@ from rlkit.losses.surrogates_batch import (
     select_top,
     token_covariance,
 )
-from rlkit.losses.surrogates_is import (
-    cispo,
-    double_sided_is,
-    dppo,
-    dppo_kl,
-    dro,
-    gpg,
-    importance_sampling,
-    nll,
-    reinforce,
-    sapo,
-    topr,
+from rlkit.losses.preference import (
+    alpha_score,
+    alphapo,
+    aot,
+    aot_paired,
+    apo_down,
+    apo_zero,
+    bco_pair,
+    cpo,
+    discopop,
+    dpo,
+    dpo_alpha,
+    dpo_forward_kl,
+    dpo_js,
+    exo_pair,
+    forward_kl_score,
+    hinge,
+    ipo,
+    js_score,
+    kto,
+    kto_reference_point,
+    kto_unpaired,
+    ld_log_ratio,
+    nash_md,
+    nca_pair,
+    orpo,
+    reward_aware_kl,
+    reward_aware_reverse_kl,
+    reward_aware_squared,
+    robust_dpo,
+    rpo,
+    sft,
+    sigmoid_norm,
+    simpo,
+    sppo,
+    sppo_hard,
+    wpo_weights,
+    xpo,
 )
-from rlkit.losses.surrogates_seq import (
-    gmpo,
-    gspo,
-    kimi15,
-    luspo,
-    vespo,
+from rlkit.losses.ratios import (
+    gspo_token_log_ratio,
+    seq_log_ratio,
+    seq_log_ratio_sum,
+    token_gradient,
 )
-from rlkit.losses.values import hl_gauss, hl_gauss_target, hl_gauss_value, value_clip, value_mse
+from rlkit.losses.values import (
+    bradley_terry,
+    hl_gauss,
+    hl_gauss_target,
+    hl_gauss_value,
+    log_exp,
+    process_bce,
+    process_two_token,
+    value_clip,
+    value_mse,
+)
 from rlkit.losses.weights import (
     constant_length,
     per_source_mean,

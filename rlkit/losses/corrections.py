@@ -16,9 +16,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import bounded_exp, carry_nan, check_float, check_mask, masked, upcast
+from rlkit.kernels.linear_logp.kept_mass import kept_support
 from rlkit.losses._inputs import check_alone, check_at_least, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio
-from rlkit.rollout.sampling import kept_support
 from rlkit.segments import broadcast_to_tokens, seq_sum
 
 
@@ -227,14 +227,12 @@ def log_kept_mass(
 
         S = sum of the kept probabilities              top_k = 0 and top_p = 1 are off: log S = 0
 
-    `logits` are temperature-scaled. Kept is what `rlkit.rollout.sampling.kept_support` keeps: rank below top_k, and
-    less than top_p of the probability strictly before the token.
-    Use: the engine reports the untruncated `rollout_logp`; what it sampled from is
-    `truncated_logp(rollout_logp, log_kept_mass(logits, ...))`. Memory: several copies of [*shape, V], and a sort.
-    Differs: both conditions look at the full distribution, as in SGLang; HF `generate` and vLLM renormalise what top-k
-    left before top-p. slime replays the engine's own keep mask; TRL#6789 and SkyRL PR#883 describe the bias and leave
-    it.
-    Reference: https://github.com/huggingface/trl/issues/6789
+    `logits` are temperature-scaled. Kept is what `rlkit.kernels.linear_logp.kept_mass.kept_support` keeps: rank below
+    top_k, and less than top_p of the probability strictly before the token. Use: the engine reports the untruncated
+    `rollout_logp`; what it sampled from is `truncated_logp(rollout_logp, log_kept_mass(logits, ...))`. Memory: several
+    copies of [*shape, V], and a sort. Differs: both conditions look at the full distribution, as in SGLang; HF
+    `generate` and vLLM renormalise what top-k left before top-p. slime replays the engine's own keep mask; TRL#6789 and
+    SkyRL PR#883 describe the bias and leave it. Reference: https://github.com/huggingface/trl/issues/6789
     """
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")

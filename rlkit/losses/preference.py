@@ -1,14 +1,43 @@
-"""Preference losses of the margin between a chosen and a rejected response: DPO and its relatives.
+"""Preference losses: DPO and its relatives.
 
 Every function is `f(chosen_log_ratio, rejected_log_ratio, *, beta, ..., mask=None) -> one loss per pair`, elementwise
 in any shape. A response's log-ratio is `logp - ref_logp` over its completion, summed over tokens (`segments.seq_sum`)
-unless a docstring says otherwise. Here only the margin counts:
+unless a docstring says otherwise. Masked pairs give loss 0 and gradient 0, whatever they hold (NaN included). The mean
+over pairs is the caller's. In this order:
 
-    delta = chosen_log_ratio - rejected_log_ratio
+Losses of the margin: only `delta = chosen_log_ratio - rejected_log_ratio` counts.
 
-Masked pairs give loss 0 and gradient 0, whatever they hold (NaN included). The mean over pairs is the caller's.
-Losses that hold each response to an anchor are in `preference_anchored`, those without a reference model in
-`preference_reference_free`.
+Anchored losses hold each response to an anchor, not only to the other response. Each is a sum of a term of the chosen
+and a term of the rejected response, so (`apo_down` apart) they also serve unpaired data: `kto_unpaired` and `sppo` take
+one response.
+
+f-DPO, under other divergences than the reverse KL. DPO's implicit reward under the penalty D_f(policy || reference) is
+`beta f'(u)`, u = exp(log_ratio) (plus a constant of the prompt, which cancels in the margin). A score function is f' as
+a function of the log-ratio. Any loss of the margin takes scores in place of log-ratios, e.g.
+`ipo(js_score(chosen), js_score(rejected), beta=beta)`; anchored losses do not: the constant does not cancel there.
+
+    | divergence       | f'(u), up to a constant        | here                               | TRL `f_divergence_type` |
+    |------------------|--------------------------------|------------------------------------|-------------------------|
+    | reverse KL       | log u                          | the log-ratio                      | `reverse_kl`            |
+    | forward KL       | 1 - 1/u                        | `forward_kl_score`                 | `forward_kl`            |
+    | Jensen-Shannon   | log(2u / (1 + u))              | `js_score`                         | `js_divergence`         |
+    | alpha            | (1 - u^-alpha) / alpha         | `alpha_score`                      | `alpha_divergence`      |
+
+Reference: arXiv:2309.16240.
+
+Losses without a reference model take log-probs of the responses, not log-ratios. Whether a log-prob is summed over the
+response's tokens or averaged (`segments.seq_mean`) is stated in each docstring. The likelihood term that several of
+these papers add is its own function, `sft`, so that its denominator is the caller's choice: a mean over responses, or
+over the tokens of the global batch (TRL).
+
+From tokens: LD-DPO's log-ratio and WPO's weight.
+
+Alignment via optimal transport compares sorted samples, not pairs. These two functions couple the samples of a batch
+through their current values: the loss of two micro-batches is not that of their union. Call them on the whole batch, or
+accept that dominance is measured within each micro-batch.
+
+Losses that use reward gaps, or responses that the policy itself sampled. Online DPO needs no function of its own:
+sample two responses per prompt, let a judge or reward model order them, and call `dpo`.
 """
 
 from __future__ import annotations
@@ -17,12 +46,32 @@ import math
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_same_shape, masked
-from rlkit.losses._inputs import check_positive, prepared
-from rlkit.losses._pairs import PairMask, Pairs, check_between, smoothed_nll
+from rlkit._tensors import MAX_LOG_RATIO, check_cu_seqlens, check_float, check_mask, check_same_shape, masked, upcast
+from rlkit.losses._inputs import check_at_least, check_positive, prepared
+from rlkit.segments import broadcast_to_tokens, cumulative, seq_mean, seq_sum
+
+Pairs = Float[Tensor, "*pairs"]
+PairMask = Bool[Tensor, "*pairs"] | None
+
+
+def check_between(low: float, high: float, **values: float) -> None:
+    """Each number lies in [low, high]; NaN does not."""
+    for name, x in values.items():
+        if not low <= x <= high:
+            raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {x}")
+
+
+def smoothed_nll(x: Tensor, label_smoothing: float) -> Tensor:
+    """Cross-entropy of the preference probability sigmoid(x) with a label that is wrong with probability e.
+
+    -(1 - e) log sigmoid(x) - e log sigmoid(-x)
+    """
+    if label_smoothing == 0:
+        return -F.logsigmoid(x)
+    return -(1 - label_smoothing) * F.logsigmoid(x) - label_smoothing * F.logsigmoid(-x)
 
 
 def dpo(
@@ -167,3 +216,645 @@ def _scaled_margin(chosen_log_ratio: Tensor, rejected_log_ratio: Tensor, beta: f
     check_positive(beta=beta)
     chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
     return beta * (chosen - rejected)
+
+
+def kto(
+    chosen_log_ratio: Pairs,
+    rejected_log_ratio: Pairs,
+    *,
+    beta: float,
+    kl: float | Float[Tensor, ""] = 0.0,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    mask: PairMask = None,
+) -> Pairs:
+    """Kahneman-Tversky optimisation on pairs: the two `kto_unpaired` terms of each pair, added.
+
+        loss = w_d (1 - sigmoid(beta (chosen_log_ratio - kl))) + w_u (1 - sigmoid(beta (kl - rejected_log_ratio)))
+
+    `kl` is the reference point, a detached number of the whole batch (`kto_reference_point`).
+    Limits: kl = 0 (the default) with unit weights is `apo_zero`.
+    Differs: TRL `KTOTrainer` averages over the 2N responses, so its mean is half the mean of this.
+    Reference: arXiv:2402.01306, equation 7.
+    """
+    check_float(chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
+    check_same_shape(chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
+    return kto_unpaired(
+        chosen_log_ratio,
+        torch.ones_like(chosen_log_ratio, dtype=torch.bool),
+        beta=beta,
+        kl=kl,
+        desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+        mask=mask,
+    ) + kto_unpaired(
+        rejected_log_ratio,
+        torch.zeros_like(rejected_log_ratio, dtype=torch.bool),
+        beta=beta,
+        kl=kl,
+        desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+        mask=mask,
+    )
+
+
+def kto_unpaired(
+    log_ratio: Pairs,
+    desirable: Bool[Tensor, "*pairs"],
+    *,
+    beta: float,
+    kl: float | Float[Tensor, ""] = 0.0,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    mask: PairMask = None,
+) -> Pairs:
+    """KTO for single responses, each labelled desirable or not: one loss per response.
+
+        loss = w_d (1 - sigmoid(beta (log_ratio - kl)))     where desirable
+               w_u (1 - sigmoid(beta (kl - log_ratio)))     elsewhere
+
+    No gradient flows through `kl`. For unbalanced data choose w_d n_d / (w_u n_u) between 1 and 4/3 (n: number of
+    responses), the range outside which TRL warns.
+    Differs: TRL `KTOTrainer` splits the batch by label; here the label is a tensor.
+    Reference: arXiv:2402.01306, equation 7 (with lambda_D, lambda_U as weights of the loss, as in both systems).
+    """
+    check_positive(beta=beta)
+    check_at_least(0, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    check_same_shape(log_ratio=log_ratio, desirable=desirable)
+    if desirable.dtype != torch.bool:
+        raise TypeError(f"desirable must be bool (True = desirable), got {desirable.dtype}")
+    (log_ratio,) = prepared(mask, log_ratio=log_ratio)
+    gain = log_ratio - (kl.detach() if isinstance(kl, Tensor) else kl)
+    loss = torch.where(
+        desirable, desirable_weight * torch.sigmoid(-beta * gain), undesirable_weight * torch.sigmoid(beta * gain)
+    )
+    return masked(loss, mask)
+
+
+def kto_reference_point(log_ratio: Pairs, *, mask: PairMask = None) -> Float[Tensor, ""]:
+    """KTO's estimate of KL(policy || reference): the mean log-ratio of mismatched responses, not below 0, detached.
+
+        max(0, mean(log_ratio))
+
+    `log_ratio` is of prompts paired with *other* prompts' responses (e.g. rolled by one within the batch). It is a
+    statistic of the whole batch: compute it once, over all ranks, before the batch is split. No response at all: 0.
+    Differs: nothing (TRL gathers over ranks).
+    Reference: arXiv:2402.01306; TRL kto_trainer.py.
+    """
+    (log_ratio,) = prepared(mask, log_ratio=log_ratio.detach())
+    count = log_ratio.numel() if mask is None else mask.sum()
+    return (log_ratio.sum() / torch.as_tensor(count, device=log_ratio.device).clamp(min=1)).clamp(min=0)
+
+
+def bco_pair(
+    chosen_log_ratio: Pairs,
+    rejected_log_ratio: Pairs,
+    *,
+    beta: float,
+    delta: float | Float[Tensor, ""] = 0.0,
+    mask: PairMask = None,
+) -> Pairs:
+    """Binary classifier optimisation: the log-ratio is the logit of "this response was chosen".
+
+        loss = -log sigmoid(beta chosen_log_ratio - delta) - log sigmoid(delta - beta rejected_log_ratio)
+
+    `delta` is the paper's reward shift, the running mean of all rewards beta * log_ratio; no gradient flows through it.
+    Differs: TRL `bco_pair` has delta = 0, the default here.
+    Reference: arXiv:2404.04656.
+    """
+    check_positive(beta=beta)
+    chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
+    shift = delta.detach() if isinstance(delta, Tensor) else delta
+    return masked(-F.logsigmoid(beta * chosen - shift) - F.logsigmoid(shift - beta * rejected), mask)
+
+
+def nca_pair(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float, mask: PairMask = None) -> Pairs:
+    """Noise-contrastive alignment on pairs: absolute rewards, so that the chosen likelihood does not sink.
+
+        loss = -log sigmoid(c) - 1/2 log sigmoid(-c) - 1/2 log sigmoid(-r)
+        c = beta chosen_log_ratio, r = beta rejected_log_ratio
+
+    The chosen term has its minimum at c = ln 2, where pushing further costs.
+    Differs: nothing (TRL `nca_pair`).
+    Reference: arXiv:2402.05369 (NCA with two responses); TRL dpo_trainer.py.
+    """
+    check_positive(beta=beta)
+    chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
+    chosen, rejected = beta * chosen, beta * rejected
+    return masked(-F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected), mask)
+
+
+def sppo(log_ratio: Pairs, win_prob: Pairs, *, beta: float, mask: PairMask = None) -> Pairs:
+    """Self-play preference optimisation for single responses: regress the log-ratio on the centred win probability.
+
+        loss = (log_ratio - (win_prob - 1/2) / beta)^2
+
+    `win_prob` in [0, 1] is P(this response beats the policy's own), from a preference model or as an average over
+    samples; 1 / beta is the paper's eta. No gradient flows through it.
+    Differs: TRL has the hard form only (`sppo_hard`).
+    Reference: arXiv:2405.00675, equation 4.7.
+    """
+    check_positive(beta=beta)
+    log_ratio, win_prob = prepared(mask, log_ratio=log_ratio, win_prob=win_prob.detach())
+    return masked((log_ratio - (win_prob - 0.5) / beta).square(), mask)
+
+
+def sppo_hard(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float, mask: PairMask = None) -> Pairs:
+    """`sppo` on a pair with hard labels: win probability 1 for the chosen response, 0 for the rejected one.
+
+        loss = (chosen_log_ratio - 1 / (2 beta))^2 + (rejected_log_ratio + 1 / (2 beta))^2
+
+    Differs: nothing (TRL `sppo_hard`).
+    Reference: arXiv:2405.00675, equation 4.7 with P in {0, 1}.
+    """
+    check_float(chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
+    check_same_shape(chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
+    won = sppo(chosen_log_ratio, torch.ones_like(chosen_log_ratio), beta=beta, mask=mask)
+    return won + sppo(rejected_log_ratio, torch.zeros_like(rejected_log_ratio), beta=beta, mask=mask)
+
+
+def apo_zero(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float, mask: PairMask = None) -> Pairs:
+    """Anchored preference optimisation, zero: raise the chosen response, lower the rejected one, each by itself.
+
+        loss = 1 - sigmoid(beta chosen_log_ratio) + sigmoid(beta rejected_log_ratio)
+
+    For chosen responses that are better than what the policy writes. Unpaired: `kto_unpaired` with kl = 0.
+    Differs: nothing (TRL `apo_zero`; its KTO trainer's `apo_zero_unpaired` is the unpaired form).
+    Reference: arXiv:2408.06266, equation 7.
+    """
+    return kto(chosen_log_ratio, rejected_log_ratio, beta=beta, mask=mask)
+
+
+def apo_down(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float, mask: PairMask = None) -> Pairs:
+    """Anchored preference optimisation, down: lower both responses, the rejected one more.
+
+        loss = sigmoid(beta chosen_log_ratio) + 1 - sigmoid(beta (chosen_log_ratio - rejected_log_ratio))
+
+    For chosen responses that are worse than what the policy writes; the chosen log-ratio is pulled down where the
+    margin is already there, so this is the one loss on pairs that need not fall as the chosen response gains.
+    Differs: nothing (TRL `apo_down`).
+    Reference: arXiv:2408.06266, equation 8.
+    """
+    check_positive(beta=beta)
+    chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
+    return masked(torch.sigmoid(beta * chosen) + torch.sigmoid(-beta * (chosen - rejected)), mask)
+
+
+def forward_kl_score(log_ratio: Pairs) -> Pairs:
+    """f' of the forward KL, KL(reference || policy).
+
+        1 - exp(-log_ratio)
+
+    Bounded above by 1; below log_ratio -20 held at 1 - e^20, without gradient. It is `alpha_score` with alpha = 1.
+    Differs: TRL does not bound it (it overflows in fp32 below log_ratio -88).
+    Reference: arXiv:2309.16240; TRL dpo_trainer.py.
+    """
+    return alpha_score(log_ratio, alpha=1.0)
+
+
+def js_score(log_ratio: Pairs) -> Pairs:
+    """f' of the Jensen-Shannon divergence.
+
+        log(2u / (1 + u)) = ln 2 + log sigmoid(log_ratio)          u = exp(log_ratio)
+
+    Bounded above by ln 2, and the log-ratio plus ln 2 far below 0.
+    Differs: nothing.
+    Reference: arXiv:2309.16240; TRL dpo_trainer.py.
+    """
+    check_float(log_ratio=log_ratio)
+    return math.log(2) + F.logsigmoid(upcast(log_ratio))
+
+
+def alpha_score(log_ratio: Pairs, *, alpha: float) -> Pairs:
+    """f' of the alpha divergence, in the paper's parametrisation.
+
+        (1 - exp(-alpha log_ratio)) / alpha
+
+    Limits: alpha -> 0 is the log-ratio (reverse KL; at alpha = 0 exactly), alpha = 1 is the forward KL.
+    Where -alpha log_ratio exceeds 20 the exponential is held at e^20, without gradient.
+    Differs: TRL's `f_alpha_divergence_coef` a has (u^(a-1) - 1) / (a - 1), so alpha here = 1 - a there (both 0.5 by
+    its default); it bounds the exponent at 80 in fp32.
+    Reference: arXiv:2309.16240; TRL dpo_trainer.py.
+    """
+    check_float(log_ratio=log_ratio)
+    log_ratio = upcast(log_ratio)
+    if alpha == 0:
+        return log_ratio
+    return -torch.expm1((-alpha * log_ratio).clamp(max=MAX_LOG_RATIO)) / alpha
+
+
+def dpo_forward_kl(
+    chosen_log_ratio: Pairs,
+    rejected_log_ratio: Pairs,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    mask: PairMask = None,
+) -> Pairs:
+    """DPO under the forward KL: `dpo` of `forward_kl_score`.
+
+        loss = -log sigmoid(beta (1/u_rejected - 1/u_chosen))          u = exp(log_ratio)
+
+    Differs: TRL `f_divergence_type="forward_kl"`; see `forward_kl_score` for the bound.
+    Reference: arXiv:2309.16240.
+    """
+    chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
+    scores = forward_kl_score(chosen), forward_kl_score(rejected)
+    return dpo(*scores, beta=beta, label_smoothing=label_smoothing, mask=mask)
+
+
+def dpo_js(
+    chosen_log_ratio: Pairs,
+    rejected_log_ratio: Pairs,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    mask: PairMask = None,
+) -> Pairs:
+    """DPO under the Jensen-Shannon divergence: `dpo` of `js_score`.
+
+        loss = -log sigmoid(beta (log sigmoid(chosen_log_ratio) - log sigmoid(rejected_log_ratio)))
+
+    Differs: nothing (TRL `f_divergence_type="js_divergence"`).
+    Reference: arXiv:2309.16240.
+    """
+    chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
+    return dpo(js_score(chosen), js_score(rejected), beta=beta, label_smoothing=label_smoothing, mask=mask)
+
+
+def dpo_alpha(
+    chosen_log_ratio: Pairs,
+    rejected_log_ratio: Pairs,
+    *,
+    beta: float,
+    alpha: float,
+    label_smoothing: float = 0.0,
+    mask: PairMask = None,
+) -> Pairs:
+    """DPO under the alpha divergence: `dpo` of `alpha_score`.
+
+        loss = -log sigmoid(beta (u_rejected^-alpha - u_chosen^-alpha) / alpha)          u = exp(log_ratio)
+
+    Limits: alpha = 0 is `dpo`, alpha = 1 is `dpo_forward_kl`.
+    Differs: TRL `f_divergence_type="alpha_divergence"`; see `alpha_score` for its other parametrisation.
+    Reference: arXiv:2309.16240.
+    """
+    chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
+    scores = alpha_score(chosen, alpha=alpha), alpha_score(rejected, alpha=alpha)
+    return dpo(*scores, beta=beta, label_smoothing=label_smoothing, mask=mask)
+
+
+def sft(logp: Pairs, *, mask: PairMask = None) -> Pairs:
+    """Negative log-likelihood: the term that keeps the chosen response likely.
+
+        loss = -logp
+
+    Per token ([T], weighted by `token_mean`) or per response. The sums that papers and systems name are then
+    CPO `cpo + sft`; ORPO `sft + orpo`; TPO (arXiv:2405.16681) `cpo + alpha sft(gold response)`; MPO a weighted sum of
+    `dpo`, `bco_pair` and `sft` (TRL `loss_weights`); NeMo-RL's DPO `preference_loss_weight dpo + sft_loss_weight sft`.
+    Differs: TRL `sft` averages over all chosen tokens of the local batch.
+    Reference: TRL dpo_trainer.py.
+    """
+    (logp,) = prepared(mask, logp=logp)
+    return -logp
+
+
+def cpo(
+    chosen_logp: Pairs, rejected_logp: Pairs, *, beta: float, label_smoothing: float = 0.0, mask: PairMask = None
+) -> Pairs:
+    """Contrastive preference optimisation, its preference term: DPO with a uniform reference.
+
+        loss = -(1 - e) log sigmoid(x) - e log sigmoid(-x)          x = beta (chosen_logp - rejected_logp)
+
+    Log-probs are summed over tokens. The whole CPO objective is `cpo(...) + sft(chosen_logp)`.
+    Differs: TRL's `CPOTrainer` (`sigmoid`) adds `cpo_alpha` (1.0) times the chosen tokens' mean NLL.
+    Reference: arXiv:2401.08417, equation 3; TRL experimental/cpo, `cpo_loss`.
+    """
+    check_float(chosen_logp=chosen_logp, rejected_logp=rejected_logp)
+    check_same_shape(chosen_logp=chosen_logp, rejected_logp=rejected_logp)
+    return dpo(chosen_logp, rejected_logp, beta=beta, label_smoothing=label_smoothing, mask=mask)
+
+
+def simpo(
+    chosen_logp: Pairs,
+    rejected_logp: Pairs,
+    *,
+    beta: float,
+    gamma: float = 0.5,
+    label_smoothing: float = 0.0,
+    mask: PairMask = None,
+) -> Pairs:
+    """Simple preference optimisation: *averaged* log-probs as rewards, and a target margin.
+
+        loss = -(1 - e) log sigmoid(x) - e log sigmoid(-x)          x = beta (chosen_logp - rejected_logp) - gamma
+
+    `gamma` is the margin in units of the reward, i.e. after beta. beta is around 2.
+    Limits: gamma = 0 is `cpo` on averaged log-probs.
+    Differs: TRL writes beta (delta - simpo_gamma / beta), the same number (`simpo_gamma` 0.5); TPO-L is this with
+    `sft` of a third, gold response added (TRL `tpo-l`).
+    Reference: arXiv:2405.14734; TRL experimental/cpo, `cpo_loss`.
+    """
+    check_positive(beta=beta)
+    check_between(0, 0.5, label_smoothing=label_smoothing)
+    chosen, rejected = prepared(mask, chosen_logp=chosen_logp, rejected_logp=rejected_logp)
+    return masked(smoothed_nll(beta * (chosen - rejected) - gamma, label_smoothing), mask)
+
+
+def alphapo(
+    chosen_logp: Pairs, rejected_logp: Pairs, *, beta: float, alpha: float, gamma: float = 0.5, mask: PairMask = None
+) -> Pairs:
+    """SimPO with a reward whose shape alpha bends: rewards of unlikely responses fall faster (alpha > 0) or slower.
+
+        loss = -log sigmoid(beta (r(chosen) - r(rejected)) - gamma)          r = (1 - p^-alpha) / alpha, p = exp(logp)
+
+    Log-probs are averaged over tokens, so p is the geometric mean of the token probabilities.
+    Limits: alpha = 0 is `simpo`. Where -alpha logp exceeds 20 the power is held at e^20 and has no gradient.
+    Differs: TRL's `CPOTrainer` (`alphapo`, `alpha`) computes p^-alpha by exp and pow, which overflows for small p.
+    Reference: arXiv:2501.03884; TRL experimental/cpo, `cpo_loss`.
+    """
+    chosen, rejected = prepared(mask, chosen_logp=chosen_logp, rejected_logp=rejected_logp)
+    return simpo(
+        alpha_score(chosen, alpha=alpha), alpha_score(rejected, alpha=alpha), beta=beta, gamma=gamma, mask=mask
+    )
+
+
+def orpo(chosen_logp: Pairs, rejected_logp: Pairs, *, beta: float, mask: PairMask = None) -> Pairs:
+    """Odds-ratio preference optimisation, its odds-ratio term; log-probs *averaged* over tokens.
+
+        loss = -beta log sigmoid(log odds(chosen) - log odds(rejected))          odds = p / (1 - p), p = exp(logp)
+
+    beta is the paper's lambda (0.1). The whole ORPO objective is `sft(chosen_logp) + orpo(...)`.
+    1 - p is held at machine epsilon from below, so that a certain response (logp = 0) gives a finite number.
+    Differs: TRL's `odds_ratio_loss` returns this with the sign flipped, does not guard p = 1, and its NLL term covers
+    the prompt's tokens too.
+    Reference: arXiv:2403.07691, equations 4 and 7; TRL experimental/orpo, `odds_ratio_loss`.
+    """
+    check_positive(beta=beta)
+    chosen, rejected = prepared(mask, chosen_logp=chosen_logp, rejected_logp=rejected_logp)
+    return masked(-beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected)), mask)
+
+
+def rpo(
+    chosen_log_ratio: Pairs,
+    rejected_log_ratio: Pairs,
+    chosen_logp: Pairs,
+    *,
+    beta: float,
+    sft_coef: float = 1.0,
+    label_smoothing: float = 0.0,
+    mask: PairMask = None,
+) -> Pairs:
+    """DPO plus the chosen response's likelihood, as in iterative reasoning preference optimisation.
+
+        loss = dpo(chosen_log_ratio, rejected_log_ratio) - sft_coef chosen_logp
+
+    `chosen_logp` is averaged over tokens (`segments.seq_mean`): the paper divides by the response's length.
+    This needs a reference model; it stands here as the sum of `dpo` and `sft`. "RPO" also names NVIDIA's reward-aware
+    losses: `reward_aware_kl` and its siblings.
+    Limits: sft_coef = 0 is `dpo`.
+    Differs: TRL `loss_type=["sigmoid", "sft"]` averages the likelihood over all chosen tokens of the local batch.
+    Reference: arXiv:2404.19733.
+    """
+    check_float(chosen_logp=chosen_logp)
+    check_same_shape(chosen_log_ratio=chosen_log_ratio, chosen_logp=chosen_logp)
+    preference = dpo(chosen_log_ratio, rejected_log_ratio, beta=beta, label_smoothing=label_smoothing, mask=mask)
+    return preference + sft_coef * sft(chosen_logp, mask=mask)
+
+
+def _log_odds(logp: Tensor) -> Tensor:
+    """log(p / (1 - p)) of p = exp(logp), with 1 - p not below machine epsilon."""
+    return logp - torch.log(-torch.expm1(logp.clamp(max=-torch.finfo(logp.dtype).eps)))
+
+
+def ld_log_ratio(
+    log_ratio: Float[Tensor, "T"],
+    *,
+    shared_lens: Int[Tensor, "N"],
+    ld_alpha: float,
+    mask: Bool[Tensor, "T"],
+    cu_seqlens: Int[Tensor, "N1"],
+) -> Float[Tensor, "N"]:
+    """Length-desensitised log-ratio of each response: tokens beyond the pair's shared length count `ld_alpha`.
+
+        sum_{i <= shared_len} log_ratio_i + ld_alpha sum_{i > shared_len} log_ratio_i          i counts action tokens
+
+    `shared_lens[n]` is the shorter of the pair's two lengths in action tokens (`segments.seq_count` of both, then
+    `torch.minimum`), given for chosen and rejected sequences alike. The result goes into `dpo` or any loss of the
+    margin.
+    Limits: ld_alpha = 1 is `segments.seq_sum`; ld_alpha = 0 cuts both responses to the shared length.
+    Differs: nothing (TRL `ld_alpha`); by linearity policy and reference need not be treated apart.
+    Reference: arXiv:2409.06411; TRL dpo_trainer.py.
+    """
+    check_float(log_ratio=log_ratio)
+    check_mask(mask, log_ratio=log_ratio)
+    check_cu_seqlens(cu_seqlens, log_ratio=log_ratio)
+    check_between(0, 1, ld_alpha=ld_alpha)
+    if shared_lens.shape != (cu_seqlens.numel() - 1,):
+        raise ValueError(f"shared_lens must have shape [{cu_seqlens.numel() - 1}], got {list(shared_lens.shape)}")
+    count = cumulative(mask.long())
+    last_shared = count[cu_seqlens[:-1]] + shared_lens
+    tail = count[1:] > broadcast_to_tokens(last_shared, cu_seqlens=cu_seqlens, num_tokens=log_ratio.shape[0])
+    x = masked(upcast(log_ratio), mask)
+    return seq_sum(torch.where(tail, ld_alpha * x, x), cu_seqlens=cu_seqlens)
+
+
+def wpo_weights(
+    logp: Float[Tensor, "T"],
+    log_collision: Float[Tensor, "T"],
+    *,
+    mask: Bool[Tensor, "T"],
+    cu_seqlens: Int[Tensor, "N1"],
+) -> Float[Tensor, "N"]:
+    """Weighted preference optimisation: how much a response looks as if the policy had sampled it. Detached.
+
+        w = exp(mean_t (logp_t - log sum_v p_t(v)^2))          mean over action tokens
+
+    `log_collision` is log sum_v p(v)^2 of each token's distribution, `logsumexp(2 log_probs)`; the expected
+    probability of a sample normalises the token's, so on-policy text has weights near 1 whatever the entropy.
+    A pair's weight is the product of its two: `w[chosen] * w[rejected] * dpo(...)`. A response without tokens has 1.
+    Differs: nothing (TRL `use_weighting`).
+    Reference: arXiv:2406.11827, equation 2; TRL dpo_trainer.py.
+    """
+    check_float(logp=logp, log_collision=log_collision)
+    check_same_shape(logp=logp, log_collision=log_collision)
+    check_mask(mask, logp=logp)
+    aligned = masked(upcast(logp), mask) - masked(upcast(log_collision), mask)
+    return seq_mean(aligned.detach(), cu_seqlens=cu_seqlens, mask=mask).exp()
+
+
+def aot(
+    chosen_log_ratio: Float[Tensor, "N"],
+    rejected_log_ratio: Float[Tensor, "N"],
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    mask: Bool[Tensor, "N"] | None = None,
+) -> Float[Tensor, "N"]:
+    """Make the distribution of chosen rewards dominate that of rejected ones (unpaired AOT), one loss per *rank*.
+
+        loss_i = -(1 - e) log sigmoid(beta d_i) - e log sigmoid(-beta d_i)          d = sort(chosen) - sort(rejected)
+
+    Entry i belongs to the i-th smallest chosen and the i-th smallest rejected log-ratio, not to pair i, so a loss must
+    not be weighted per pair (TRL refuses WPO weights here too). With a mask the unmasked responses are ranked among
+    themselves and fill the first entries; the rest is 0. The gradient goes through the sorted values, not the order.
+    Limits: one pair is `dpo`; invariant under permuting either side.
+    Differs: this is TRL's `aot_unpaired`; TRL's `aot` is `aot_paired` here.
+    Reference: arXiv:2406.05882; TRL dpo_trainer.py.
+    """
+    chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
+    return _sorted_dpo(chosen, rejected, beta, label_smoothing, mask)
+
+
+def aot_paired(
+    logp_margin: Float[Tensor, "N"],
+    ref_logp_margin: Float[Tensor, "N"],
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    mask: Bool[Tensor, "N"] | None = None,
+) -> Float[Tensor, "N"]:
+    """Make the policy's margins dominate the reference model's (paired AOT), one loss per *rank*.
+
+        loss_i = -(1 - e) log sigmoid(beta d_i) - e log sigmoid(-beta d_i)
+        d = sort(logp_margin) - sort(ref_logp_margin)
+
+    A margin is logp(chosen) - logp(rejected), summed over tokens. Ranks, mask and splits as in `aot`.
+    Limits: one pair is `dpo`.
+    Differs: this is TRL's `aot`.
+    Reference: arXiv:2406.05882; TRL dpo_trainer.py.
+    """
+    margin, ref_margin = prepared(mask, logp_margin=logp_margin, ref_logp_margin=ref_logp_margin)
+    return _sorted_dpo(margin, ref_margin, beta, label_smoothing, mask)
+
+
+def _sorted_dpo(high: Tensor, low: Tensor, beta: float, label_smoothing: float, mask: Tensor | None) -> Tensor:
+    """DPO's loss of the gaps between order statistics; masked entries sort to the end and give 0.
+
+    NaN sorts last: filled in at masked places, a trainable NaN still stands before the end of those that are kept.
+    """
+    check_positive(beta=beta)
+    check_between(0, 0.5, label_smoothing=label_smoothing)
+    if high.ndim != 1:
+        raise ValueError(f"AOT ranks one batch: inputs must have shape [N], got {list(high.shape)}")
+    kept = None if mask is None else torch.arange(high.numel(), device=high.device) < mask.sum()
+    high, low = (masked(masked(x, mask, float("nan")).sort().values, kept) for x in (high, low))
+    return masked(smoothed_nll(beta * (high - low), label_smoothing), kept)
+
+
+def xpo(
+    chosen_log_ratio: Pairs,
+    rejected_log_ratio: Pairs,
+    reference_sample_logp: Pairs,
+    *,
+    beta: float,
+    alpha: float,
+    mask: PairMask = None,
+) -> Pairs:
+    """Exploratory preference optimisation: online DPO with an optimism bonus.
+
+        loss = -log sigmoid(beta delta) + alpha reference_sample_logp
+
+    One response of the pair is sampled from the policy, the other from the reference model; `reference_sample_logp` is
+    the *policy's* log-prob of the latter, chosen or not. Making it less likely makes the policy explore.
+    Limits: alpha = 0 is `dpo`. alpha is tiny (1e-5): the term is linear and unbounded below.
+    Reference: arXiv:2405.21046, algorithm 1.
+    """
+    check_at_least(0, alpha=alpha)
+    check_same_shape(chosen_log_ratio=chosen_log_ratio, reference_sample_logp=reference_sample_logp)
+    (sample_logp,) = prepared(mask, reference_sample_logp=reference_sample_logp)
+    return dpo(chosen_log_ratio, rejected_log_ratio, beta=beta, mask=mask) + alpha * sample_logp
+
+
+def nash_md(logp: Pairs, ref_logp: Pairs, win_prob: Pairs, *, beta: float, mask: PairMask = None) -> Pairs:
+    """Nash mirror descent by policy gradient, one loss per sampled response.
+
+        loss = -logp sg(win_prob - 1/2 - beta (logp - ref_logp))          sg: no gradient
+
+    `logp` and `ref_logp` are of a response sampled from the policy; `win_prob` is the probability that it beats one
+    sampled from the geometric mixture of policy and reference. 1/2 is the control variate. The gradient is the exact
+    policy gradient of win_prob - beta KL(policy || reference) over sequences.
+    Reference: arXiv:2312.00886.
+    """
+    check_at_least(0, beta=beta)
+    logp, ref_logp, win_prob = prepared(mask, logp=logp, ref_logp=ref_logp, win_prob=win_prob)
+    return masked(-logp * (win_prob - 0.5 - beta * (logp - ref_logp)).detach(), mask)
+
+
+def reward_aware_squared(
+    chosen_log_ratio: Pairs,
+    rejected_log_ratio: Pairs,
+    reward_gap: Pairs,
+    *,
+    beta: float,
+    reward_scale: float = 1.0,
+    mask: PairMask = None,
+) -> Pairs:
+    """Reward-aware preference optimisation, squared distance: match the implicit reward gap to a given one.
+
+        loss = (beta delta - reward_scale reward_gap)^2          reward_gap = reward(chosen) - reward(rejected)
+
+    No gradient flows through `reward_gap`, which may be negative.
+    Differs: nothing (NeMo-Aligner `rpo_sq`, `gt_reward_scale`).
+    Reference: arXiv:2406.11704 (RPO); NeMo-Aligner megatron_gpt_dpo_model.py.
+    """
+    implicit, given = _gaps(chosen_log_ratio, rejected_log_ratio, reward_gap, beta, reward_scale, mask)
+    return masked((implicit - given).square(), mask)
+
+
+def reward_aware_kl(
+    chosen_log_ratio: Pairs,
+    rejected_log_ratio: Pairs,
+    reward_gap: Pairs,
+    *,
+    beta: float,
+    reward_scale: float = 1.0,
+    mask: PairMask = None,
+) -> Pairs:
+    """Reward-aware preference optimisation, KL from the given preference to the model's.
+
+        loss = KL(p || q)          p = sigmoid(reward_scale reward_gap), q = sigmoid(beta delta), as Bernoullis
+
+    Limits: reward_scale -> inf with a positive gap is `dpo`; p = 1 - e is cDPO less the label's entropy.
+    Differs: nothing (NeMo-Aligner `rpo_bwd_kl`).
+    Reference: arXiv:2406.11704 (RPO); NeMo-Aligner megatron_gpt_dpo_model.py.
+    """
+    implicit, given = _gaps(chosen_log_ratio, rejected_log_ratio, reward_gap, beta, reward_scale, mask)
+    return masked(_bernoulli_kl(given, implicit), mask)
+
+
+def reward_aware_reverse_kl(
+    chosen_log_ratio: Pairs,
+    rejected_log_ratio: Pairs,
+    reward_gap: Pairs,
+    *,
+    beta: float,
+    reward_scale: float = 1.0,
+    mask: PairMask = None,
+) -> Pairs:
+    """Reward-aware preference optimisation, KL from the model's preference to the given one.
+
+        loss = KL(q || p)          p = sigmoid(reward_scale reward_gap), q = sigmoid(beta delta), as Bernoullis
+
+    Limits: p = 1 - e is `exo_pair`.
+    Differs: nothing (NeMo-Aligner `rpo_fwd_kl`).
+    Reference: arXiv:2406.11704 (RPO); NeMo-Aligner megatron_gpt_dpo_model.py.
+    """
+    implicit, given = _gaps(chosen_log_ratio, rejected_log_ratio, reward_gap, beta, reward_scale, mask)
+    return masked(_bernoulli_kl(implicit, given), mask)
+
+
+def _gaps(
+    chosen: Tensor, rejected: Tensor, reward_gap: Tensor, beta: float, reward_scale: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The implicit and the given reward gap, checked, upcast and 0 at masked pairs."""
+    check_positive(beta=beta, reward_scale=reward_scale)
+    chosen, rejected, reward_gap = prepared(
+        mask, chosen_log_ratio=chosen, rejected_log_ratio=rejected, reward_gap=reward_gap.detach()
+    )
+    return beta * (chosen - rejected), reward_scale * reward_gap
+
+
+def _bernoulli_kl(x: Tensor, y: Tensor) -> Tensor:
+    """KL(Bernoulli(sigmoid(x)) || Bernoulli(sigmoid(y))) from logits."""
+    won, lost = F.logsigmoid(x), F.logsigmoid(-x)
+    return won.exp() * (won - F.logsigmoid(y)) + lost.exp() * (lost - F.logsigmoid(-y))

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlkit.parallel._collectives import Exchanged, Gathered, GatheredSum
+from rlkit.parallel.attention import AttentionPlan, Segment, moved, plan, segments
+from rlkit.parallel.collectives import Exchanged, Gathered, GatheredSum
 from rlkit.parallel.mesh import Mesh
-from rlkit.parallel.segment_plan import AttentionPlan, Segment, moved, plan, segments
 from rlkit.types import Batch
 
 

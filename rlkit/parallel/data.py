@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rlkit import packing
 from rlkit.metrics import Metrics, all_reduce, stacked
-from rlkit.parallel._ranks import world_size
 from rlkit.parallel.mesh import Mesh
+from rlkit.ranks import world_size
 from rlkit.types import Batch
 
 X = TypeVar("X")

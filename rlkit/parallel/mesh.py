@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rlkit.parallel._ranks import timeout_of
-from rlkit.parallel.flags import Parallel
+from rlkit.ranks import timeout_of
+from rlkit.settings import Parallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from rlkit.parallel._collectives import Exchanged
+from rlkit.parallel.collectives import Exchanged
 from rlkit.parallel.mesh import Mesh, grid
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit.kernels.linear_logp import Partials, combine, partials, shard_logp
-from rlkit.parallel._collectives import Shared, all_gather
+from rlkit.parallel.collectives import Shared, all_gather
 from rlkit.types import LogProbs
 
 

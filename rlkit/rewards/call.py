@@ -12,7 +12,7 @@ from typing import Any
 
 from rlkit._numbers import show as _show
 from rlkit._numbers import to_number
-from rlkit.rewards._run import TimedOut, run_async, run_in_thread
+from rlkit.rewards.timeouts import TimedOut, run_async, run_in_thread
 
 
 @dataclass(frozen=True)

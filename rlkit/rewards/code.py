@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlkit.rewards._run import a_core, in_thread, off_the_clock, time_left_s
-from rlkit.rewards.extract import last_code_block
 from rlkit.rewards.sandbox import Child, Limits, Ran, run_program
+from rlkit.rewards.text import last_code_block
+from rlkit.rewards.timeouts import a_core, in_thread, off_the_clock, time_left_s
 
 _MODULES = {
     "np": "numpy",

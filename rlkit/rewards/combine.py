@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rlkit.objectives import weighted_sum
-from rlkit.rewards._run import off_the_clock
 from rlkit.rewards.call import Reward, RewardError, Sample, score_each
+from rlkit.rewards.timeouts import off_the_clock
 
 
 def weighted(

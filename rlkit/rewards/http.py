@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit._extras import optional
 from rlkit._retrying import BUSY, retried, retry_after_s
-from rlkit.rewards._run import off_the_clock, turn
+from rlkit.rewards.timeouts import off_the_clock, turn
 
 if TYPE_CHECKING:
     import aiohttp

@@ -21,9 +21,9 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from rlkit._extras import optional
-from rlkit.rewards._forked import Server, ServerError, end_of, next_line, readable
-from rlkit.rewards._run import a_core, in_thread, time_left_s
-from rlkit.rewards.extract import last_boxed, last_tag
+from rlkit.rewards.sandbox.servers import Server, ServerError, end_of, next_line, readable
+from rlkit.rewards.text import last_boxed, last_tag
+from rlkit.rewards.timeouts import a_core, in_thread, time_left_s
 
 if find_spec("math_verify") is None:
     optional("math_verify", "math", "rewards for mathematics need")
@@ -61,7 +61,7 @@ async def answer_tag(
 ) -> dict[str, Any]:
     """1 if the content of the completion's last `<answer>...</answer>` equals `row[column]` as mathematics, else 0.
 
-    A box inside the tag is opened. See `rlkit.rewards.format.think_answer_tags` for a reward for the form alone.
+    A box inside the tag is opened. See `rlkit.rewards.text.think_answer_tags` for a reward for the form alone.
     """
     found = last_tag(completion, tag="answer")
     answer = found if found is None else last_boxed(found) or found

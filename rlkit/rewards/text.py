@@ -1,13 +1,290 @@
-"""Rewards for texts: equality and overlap with a reference, and repetition."""
+"""Rewards for texts: find the answer, its form, its length, equality and overlap with a reference, repetition.
+
+`last_...` functions find an answer in a completion: the text they look for, or None where there is none. All take time
+linear in the length of the text, whatever a model repeats: they run where many samples wait.
+
+Rewards for the form of a completion are 1 if it has the form, else 0, and say nothing about the answer. Options are
+keywords: `functools.partial(matches, pattern=r"...")` is a reward function. Lengths are those of `completion_ids`.
+
+The system prompts at the end ask for what the rewards look for. They are data: `--system-prompt`, or `rl_prompts`.
+`BOXED` is for `math.boxed` and `math.anywhere`, `THINK_ANSWER` for `math.answer_tag` and `think_answer_tags`, `CODE`
+for `code.stdin_tests`, `FUNCTION` for `code.assert_tests`, and `JSON` for `valid_json`.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
+
+_BOX = re.compile(r"\\f?boxed\s*")
+_UNBRACED = re.compile(r"\\[A-Za-z]+|[^\s{}\\$]")
+_FENCE = re.compile(r"^[ \t]*(`{3,}(?=[^`\n]*$)|~{3,})([^\n]*)$", re.MULTILINE)  # one of Markdown, and its info
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last complete `\boxed{...}` or `\fbox{...}`; braces may nest, `\{` and `\}` do not count.
+
+    `\boxed 5` (without braces, as TeX allows) gives the one character or command that follows. A box that is not closed
+    is no box: the last one before it counts.
+
+    >>> last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}")
+    '\\frac{1}{2}'
+
+    Differs: verl `last_boxed_only_string` counts escaped braces, so `\boxed{\{1, 2\}}` works there only
+    because they balance; an unclosed last box gives None there.
+    """
+    closing = _closing_braces(text)
+    for match in reversed(list(_BOX.finditer(text))):
+        start = match.end()
+        if text[start : start + 1] == "{":
+            if start in closing:
+                return text[start + 1 : closing[start]].strip()
+        elif found := _UNBRACED.match(text, start):
+            if match.group().endswith(("d", "x")) and found.group()[0].isalpha():
+                continue  # \boxedx is another command
+            return found.group()
+    return None
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Where each brace that is closed is closed."""
+    opened: list[int] = []
+    closing = {}
+    for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        if found.group() == "{":
+            opened.append(found.start())
+        elif found.group() == "}" and opened:
+            closing[opened.pop()] = found.start()
+    return closing
+
+
+def last_tag(text: str, *, tag: str = "answer") -> str | None:
+    """What stands between the last `<tag>` and the `</tag>` after it.
+
+    >>> last_tag("<answer>1</answer> wait <answer> 2 </answer>")
+    '2'
+    """
+    found = re.findall(rf"<{re.escape(tag)}>((?:(?!<{re.escape(tag)}>).)*?)</{re.escape(tag)}>", text, re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+def last_number(text: str) -> str | None:
+    """The last decimal number, without thousands separators: GSM8K's way of reading an answer.
+
+    >>> last_number("so it is $1,234.50.")
+    '1234.50'
+    """
+    found = re.findall(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?", text)
+    return found[-1].replace(",", "") if found else None
+
+
+def last_code_block(text: str, *, languages: tuple[str, ...] = ("python", "py", "python3")) -> str | None:
+    """The content of the last closed Markdown code block in one of the languages.
+
+    Fences of three or more backticks or tildes are known, and a block ends only at a fence as long as its own.
+    """
+    fences = [(fence.group(1), fence.group(2).strip(), fence) for fence in _FENCE.finditer(text)]
+    found, position, unclosed = None, 0, set()
+    while position < len(fences):
+        mark, info, opening = fences[position]
+        position += 1
+        later = range(position, len(fences)) if mark not in unclosed else ()
+        end = next((i for i in later if fences[i][0].startswith(mark) and not fences[i][1]), None)
+        if end is None:
+            unclosed.add(mark)
+            continue
+        if (info.split() or [""])[0].lower() in languages:
+            found = text[opening.end() + 1 : fences[end][2].start()]
+        position = end + 1
+    return found
+
+
+_TAGS = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
+_THINK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+
+
+def think_answer_tags(completion: str, _row: dict[str, Any], *, opened: bool = False) -> float:
+    """1 for `<think>...</think><answer>...</answer>`, each tag once, in this order, nothing but blanks around; else 0.
+
+    `opened`: the prompt ends with `<think>`, so the completion begins inside it.
+
+    Differs: DeepSeek-R1's format reward is the pattern alone, which further tags inside also match.
+    Reference: https://arxiv.org/abs/2501.12948, table 1
+    """
+    text = f"<think>{completion}" if opened else completion
+    found = _TAGS.fullmatch(text)
+    return float(found is not None and all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>")))
+
+
+def think_tags(completion: str, _row: dict[str, Any], *, opened: bool = False) -> float:
+    """1 for `<think>...</think>` once, at the beginning, with an answer after it; else 0.
+
+    `opened`: the prompt ends with `<think>`, so the completion begins inside it.
+
+    Differs: TRL's `think_format_reward` also accepts a completion that ends with `</think>`.
+    """
+    text = f"<think>{completion}" if opened else completion
+    found = _THINK.fullmatch(text)
+    once = text.count("<think>") == 1 and text.count("</think>") == 1
+    return float(found is not None and once and bool(found.group(2).strip()))
+
+
+def tag_count(completion: str, _row: dict[str, Any], *, tags: tuple[str, ...] = ("think", "answer")) -> float:
+    """The share of the opening and closing tags that are there exactly once: a denser `think_answer_tags`.
+
+        1 / (2 K) sum_k [count(<t_k>) = 1] + [count(</t_k>) = 1]
+
+    Differs: open-r1's `tag_count_reward` also wants the line breaks around each tag.
+    """
+    counts = [completion.count(f"<{slash}{tag}>") == 1 for tag in tags for slash in ("", "/")]
+    return sum(counts) / len(counts)
+
+
+def matches(completion: str, _row: dict[str, Any], *, pattern: str, flags: int = re.DOTALL) -> float:
+    """1 if the whole completion matches a regular expression, else 0. Write `.*` around it to search.
+
+    Python's engine backtracks: a pattern such as `(a+)+b` can take for ever (the reward's timeout then says so).
+    """
+    return float(re.fullmatch(pattern, completion, flags) is not None)
+
+
+def valid_json(
+    completion: str, _row: dict[str, Any], *, types: Mapping[str, type | tuple[type, ...]] | None = None
+) -> dict[str, Any]:
+    """1 if the completion, or the one fenced block it consists of, is one JSON value as RFC 8259 has it, else 0.
+
+    `types` wants an object with (at least) these keys, of these Python types; bool is not taken for int or float.
+    NaN, Infinity and a key given twice are not JSON here.
+    """
+    text = completion.strip()
+    if fenced := re.fullmatch(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", text, re.DOTALL):
+        text = fenced.group(1)
+    try:
+        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+    except (ValueError, RecursionError) as error:
+        return {"reward": 0.0, "reason": str(error)[:200]}
+    if types is not None:
+        if not isinstance(value, dict):
+            return {"reward": 0.0, "reason": "not an object"}
+        for key, wanted in types.items():
+            if key not in value or not _is(value[key], wanted):
+                return {"reward": 0.0, "reason": f"key {key!r} is missing or of another type"}
+    return {"reward": 1.0}
+
+
+def _is(value: Any, wanted: type | tuple[type, ...]) -> bool:
+    kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+    return isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds or object in kinds)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise ValueError("a key stands twice in an object")
+    return dict(pairs)
+
+
+def soft_overlong(
+    _completion: str, _row: dict[str, Any], completion_ids: Sequence[int], *, max_tokens: int, cache_tokens: int
+) -> float:
+    """DAPO's soft punishment of over-long answers, to be added to the reward; `max_tokens` is the generation limit.
+
+        r(n) = 0                                  n <= L - c          L = max_tokens, c = cache_tokens
+               (L - c - n) / c              L - c < n <= L
+               -1                               L < n
+
+    Limits:    continuous; c -> 0 is a step at L. The paper: L = 20480, c = 4096.
+    Differs:   verl (`overlong_buffer`): the same times `penalty_factor` (put a weight on it), without the floor of -1
+               beyond L, which a completion cannot reach. ColossalAI: c = min(1024, L / 4).
+    Reference: https://arxiv.org/abs/2503.14476, eq. 13
+    """
+    _positive(max_tokens=max_tokens, cache_tokens=cache_tokens)
+    if cache_tokens > max_tokens:
+        raise ValueError(f"cache_tokens must be at most max_tokens, got {cache_tokens} > {max_tokens}")
+    return max(-1.0, min(0.0, (max_tokens - cache_tokens - len(completion_ids)) / cache_tokens))
+
+
+def length_target(
+    _completion: str, _row: dict[str, Any], completion_ids: Sequence[int], *, target: int, scale: float
+) -> float:
+    """A penalty for missing a length, to be added to the reward (L1's exact form).
+
+        r(n) = -scale |target - n|
+
+    Reference: https://arxiv.org/abs/2503.04697, eq. 1 (scale 0.0003)
+    """
+    _positive(target=target, scale=scale)
+    return -scale * abs(target - len(completion_ids))
+
+
+def short_relative(
+    completions: list[str],  # noqa: ARG001 - its name asks for a whole group
+    _rows: list[dict[str, Any]],
+    completion_ids: list[Sequence[int]],
+    correct: list[bool],
+) -> list[float]:
+    """Kimi k1.5's length reward: the shortest of a group's answers gains, the longest loses; wrong ones never gain.
+
+        lambda_i = 1/2 - (n_i - min n) / (max n - min n)      r_i = lambda_i if correct, else min(0, lambda_i)
+
+    `correct` must be known when this is called (an environment leaves it in `Trajectory.info`); all samples of a call
+    are one group, as in `scorer`. Equal lengths give 0.
+
+    Reference: https://arxiv.org/abs/2501.12599, section 2.3.3
+    """
+    lengths = [len(ids) for ids in completion_ids]
+    shortest, longest = min(lengths), max(lengths)
+    if shortest == longest:
+        return [0.0] * len(lengths)
+    gains = [0.5 - (n - shortest) / (longest - shortest) for n in lengths]
+    return [gain if good else min(0.0, gain) for gain, good in zip(gains, correct, strict=True)]
+
+
+def cosine(
+    num_tokens: int,
+    *,
+    correct: bool,
+    max_tokens: int,
+    correct_range: tuple[float, float],
+    wrong_range: tuple[float, float],
+    exceeded: float,
+) -> float:
+    """The cosine reward: a correct answer is worth more when short, a wrong one costs less when long.
+
+        r(n) = b + (a - b) (1 + cos(pi n / L)) / 2        (a, b) = the range: the values at n = 0 and n = L
+        r(n) = exceeded                                   n >= L = max_tokens
+
+    Not a reward function by itself: call it in yours, which knows whether the answer is correct.
+
+    Differs:   open-r1's `get_cosine_scaled_reward` has the ranges as four values, and no `exceeded`.
+    Reference: https://arxiv.org/abs/2502.03373, section 4
+    """
+    _positive(max_tokens=max_tokens)
+    if num_tokens >= max_tokens:
+        return exceeded
+    start, end = correct_range if correct else wrong_range
+    return end + (start - end) * (1.0 + math.cos(math.pi * num_tokens / max_tokens)) / 2.0
+
+
+def no_truncation(_completion: str, _row: dict[str, Any], truncated: bool) -> float:
+    """-1 for a completion that was cut by the length limit, else 0: a penalty to be added."""
+    return -float(truncated)
+
+
+def _positive(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -115,3 +392,20 @@ def _references(row: dict[str, Any], column: str) -> list[str]:
     if not references or not all(isinstance(text, str) for text in references):
         raise ValueError(f"row[{column!r}] must be a text or a list of texts, got {repr(value)[:80]}")
     return references
+
+
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+THINK_ANSWER = (
+    "Think about the question before you answer it. Write your reasoning between <think> and </think>, then only the "
+    "final answer between <answer> and </answer>: <think>reasoning</think><answer>answer</answer>"
+)
+CODE = (
+    "Solve the problem with one complete Python program. It reads from standard input and writes only what is asked "
+    "for to standard output. Think first, then give the program in one block that starts with ```python and ends with "
+    "```."
+)
+FUNCTION = (
+    "Write the Python function that is asked for, with the name and the arguments given. Think first, then give the "
+    "whole function, with its imports, in one block that starts with ```python and ends with ```."
+)
+JSON = "Answer with one JSON value and nothing else: no explanation, no Markdown."

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, UInt64
+from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
 from rlkit._tensors import cumsum, upcast
+from rlkit.kernels.linear_logp.kept_mass import kept_support
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -64,27 +65,6 @@ def sample(
     if temperature is not None:
         ids = torch.where(temperature[:, None] == 0, logits.argmax(-1, keepdim=True), ids)
     return Sampled(ids[:, 0], p.gather(-1, ids)[:, 0].log_())
-
-
-def kept_support(
-    p: Float[Tensor, "B V"], *, top_p: Float[Tensor, "B"] | None = None, top_k: Int[Tensor, "B"] | None = None
-) -> Bool[Tensor, "B V"]:
-    """Where top-p and top-k leave mass: rank < top_k, and less than top_p lies strictly before the token.
-
-    Tokens are ranked by falling probability, the lower id first in a tie. Both conditions are on `p` itself, so
-    their order does not matter; the most probable token is always kept. `top_p=1.0` and `top_k=0` keep everything.
-    Reference: nucleus sampling, arXiv:1904.09751
-    """
-    ranked, order = p.sort(dim=-1, descending=True, stable=True)
-    keep = torch.ones_like(ranked, dtype=torch.bool)
-    if top_p is not None:
-        total = cumsum(ranked, -1)
-        before = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], dim=-1)
-        keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
-    if top_k is not None:
-        rank = torch.arange(p.shape[-1], device=p.device)
-        keep &= (rank < top_k[:, None]) | (top_k == 0)[:, None]
-    return torch.empty_like(keep).scatter_(-1, order, keep)
 
 
 def _mix(x: UInt64[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:

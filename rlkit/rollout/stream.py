@@ -1,4 +1,4 @@
-"""A stream of groups for training: refilled where groups are dropped, bounded in how old it may get, interruptible.
+"""A stream of groups for training: refilled where groups are dropped, bounded in age, interruptible.
 
 One object serves the synchronous loop (staleness 0), partial rollout (a fraction more groups than a step needs are
 started, the stragglers paused and continued) and asynchronous training (sampling goes on while the trainer works).
@@ -13,6 +13,9 @@ step t. A group started at version v is trained on at a step t <= v + ceil(stale
 With both, waiting for the n oldest always suffices (earliest deadline first), so nothing is ever thrown away for its
 age. Staleness is that of a group's oldest token; tokens sampled later, from newer weights, are younger.
 
+`Pausable` is a `generate` that can be paused: what was sampled so far is kept, and goes on after the weights have
+changed. `Journal` keeps completions on disk as they are made: a killed run need not sample them again.
+
 Differs: AReaL `max_head_offpolicyness` has the admission rule, and takes groups in the order of completion, which
 bounds the age on average only; prime-rl `max_off_policy_steps` discards what is too old; verl `staleness_threshold`
 counts like the fraction here.
@@ -21,18 +24,190 @@ counts like the fraction here.
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 import math
-from collections.abc import Callable, Mapping
+import zlib
+from array import array
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlkit.rollout.journal import Journal
+from rlkit.files import append_file, explain_full_disk, replace_file
 from rlkit.rollout.limits import success
-from rlkit.rollout.pausable import Pausable
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, sample_group, sampler, single_turn
-from rlkit.types import Generate, SamplingParams
+from rlkit.types import Completion, Generate, SamplingParams
+
+NOTHING = Completion([], [], [], "abort")
+
+
+class Pausable:
+    """`generate` and an engine's `abort`, as one `generate` whose calls survive a pause.
+
+    `pause()` aborts what is in flight and keeps the tokens, with their log-probs and versions. After `resume()` each
+    call goes on by sampling from the prompt and the tokens so far, and returns all of them as one completion. Calls
+    made while it is paused wait. The caller of `generate` notices nothing but the time, so environments of any kind
+    are interrupted in the middle of a turn and continue.
+
+    The noise of a token depends on its seed and position only, so under unchanged weights a completion is the same
+    with or without pauses, up to the rounding of its prefill. Where there are stop strings, tokens at the end that may
+    begin one are given back and sampled again: the engine looks for stop strings in what it samples itself.
+
+    `abort(None)` ends everything the engine is serving, also what did not come through here.
+    """
+
+    def __init__(self, generate: Generate, abort: Callable[..., Any]) -> None:
+        self._generate, self._abort = generate, abort
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._pauses = 0
+        self.num_running = 0
+
+    async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
+        """See `rlkit.types.Generate`. "abort" is returned only where somebody else than `pause` aborted the call."""
+        done = NOTHING
+        while True:
+            while not self._open.is_set():  # it may have been closed again before this task's turn came
+                await self._open.wait()
+            pauses = self._pauses
+            out = await self._count(continued(self._generate, prompt_ids, done, params=params, rid=rid))
+            done = joined(done, out)
+            if out.finish_reason != "abort" or pauses == self._pauses:
+                return done
+            done = resumable(done, params)
+            if done.finish_reason != "abort":
+                return done
+
+    async def pause(self) -> None:
+        """Returns when the engine has nothing of ours left; waiting calls stay where they are."""
+        self._open.clear()
+        self._pauses += 1
+        while self.num_running:
+            self._idle.clear()
+            aborted = self._abort(None)
+            if inspect.isawaitable(aborted):
+                await aborted
+            try:  # a request that was still on its way to a server is not among those it aborts
+                await asyncio.wait_for(self._idle.wait(), timeout=1.0)
+            except TimeoutError:
+                continue
+
+    def resume(self) -> None:
+        """Let everything go on."""
+        self._open.set()
+
+    async def _count(self, call: Coroutine[Any, Any, Completion]) -> Completion:
+        self.num_running += 1
+        try:
+            return await call
+        finally:
+            self.num_running -= 1
+            if not self.num_running:
+                self._idle.set()
+
+
+async def continued(
+    generate: Generate, prompt_ids: list[int], done: Completion, *, params: SamplingParams, rid: str | None = None
+) -> Completion:
+    """What follows after the tokens that are `done`, within what is left of `max_new_tokens`."""
+    left = replace(params, max_new_tokens=params.max_new_tokens - len(done.ids)) if done.ids else params
+    return await generate([*prompt_ids, *done.ids], params=left, rid=rid)
+
+
+def joined(first: Completion, second: Completion) -> Completion:
+    """One completion of two that follow each other; it ended as the second did."""
+    return Completion(
+        first.ids + second.ids, first.logp + second.logp, first.versions + second.versions, second.finish_reason
+    )
+
+
+def resumable(done: Completion, params: SamplingParams) -> Completion:
+    """What of an aborted completion is kept to be continued; finish_reason "length" where no room is left to do so.
+
+    Tokens at its end with which a stop string could begin are given back (a token is a byte of it or more).
+    """
+    if len(done.ids) >= params.max_new_tokens:
+        return replace(done, finish_reason="length")
+    keep = max(0, len(done.ids) - max((len(s.encode()) - 1 for s in params.stop), default=0))
+    return replace(done, ids=done.ids[:keep], logp=done.logp[:keep], versions=done.versions[:keep])
+
+
+Key = tuple[int, int, int]
+
+
+class Journal:
+    """A `generate` that writes each completion down before it returns it, and gives what is written without asking.
+
+    A completion is known by the seed of its request and its context, so the seed must be given and be different for
+    every request, as `rlkit.rollout` makes them. What was aborted is continued from its last token. An environment that
+    is run again after a crash gets the same turns as long as it asks the same questions; from where it differs
+    (a search that finds something else now), it is sampled anew.
+
+    Files are `{folder}/{version}.jsonl` by the newest weights in a completion. On resume from weights `version` later
+    ones are deleted, since those weights are gone; `forget` deletes what is too old to be asked for.
+
+    Bits: a replayed completion is what was sampled, log-probs included. Those sampled beside it are batched differently
+    by the engine than in a run that was not killed, and may differ from it by rounding.
+    """
+
+    def __init__(self, folder: Path, generate: Generate, *, version: int = 0) -> None:
+        self._folder, self._generate = folder, generate
+        self._known: dict[Key, Completion] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(folder.glob("*.jsonl"), key=_version):
+            if _version(path) > version:
+                path.unlink()
+            else:
+                self._read(path)
+
+    async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
+        """See `rlkit.types.Generate`."""
+        done = NOTHING
+        while (known := self._known.pop(_key(params.seed, prompt_ids, done), None)) is not None:
+            done = joined(done, known)
+            done = resumable(done, params) if done.finish_reason == "abort" else done
+            if done.finish_reason != "abort":
+                return done
+        out = await continued(self._generate, prompt_ids, done, params=params, rid=rid)
+        if out.ids:
+            self._write(_key(params.seed, prompt_ids, done), out)
+        return joined(done, out)
+
+    def forget(self, *, before: int) -> None:
+        """Delete the files of versions before this one."""
+        for path in self._folder.glob("*.jsonl"):
+            if _version(path) < before:
+                path.unlink()
+
+    def _write(self, key: Key, out: Completion) -> None:
+        line = (json.dumps({"key": key, **asdict(out)}, separators=(",", ":")) + "\n").encode()
+        fix = "Free space there and resume: completions that were written are not sampled again."
+        with explain_full_disk("a completion", self._folder, needed=len(line), fix=fix):
+            append_file(self._folder / f"{max(out.versions)}.jsonl", line)
+
+    def _read(self, path: Path) -> None:
+        """A last line that was cut by a crash is cut off, so that the next one starts on a line of its own."""
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            replace_file(path, whole)
+        for line in whole.splitlines():
+            row = json.loads(line)
+            key = tuple(row.pop("key"))
+            self._known[key] = Completion(**row)
+
+
+def _key(seed: int | None, prompt_ids: list[int], done: Completion) -> Key:
+    if seed is None:
+        raise ValueError("a journal knows a request by params.seed: give one")
+    context = array("q", [*prompt_ids, *done.ids]).tobytes()
+    return seed, len(context), zlib.crc32(context)
+
+
+def _version(path: Path) -> int:
+    return int(path.stem) if path.stem.isdecimal() else -1
 
 
 class Counts(NamedTuple):
@@ -69,7 +244,7 @@ class GroupStream:
 
     Args:
         prompt_at: the prompt of a place, a pure function.
-        generate, abort: of the engine; see `rlkit.types.Generate` and `rlkit.rollout.pausable`.
+        generate, abort: of the engine; see `rlkit.types.Generate` and `rlkit.rollout.stream`.
         groups_per_step: what `take` returns.
         seed: with place, sample and turn it fixes the noise of each request.
         staleness: steps a group may be older than the weights it trains. 0: sampled and trained by turns. A fraction f
@@ -79,7 +254,7 @@ class GroupStream:
         on_group: called with (prompt, group, step, kept) when a group has its rewards: `step` is the one that makes the
             next weights, also where it has taken its groups already and this one waits for a later step. So a
             checkpoint after a step has nothing of later ones.
-        journal: folder where every completion is written as it is made; see `rlkit.rollout.journal`.
+        journal: folder where every completion is written as it is made; see `rlkit.rollout.stream`.
         version: of the weights the engine has now, which is also the number of steps taken so far.
         state: what `state` returned at this version, to go on from there.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import encode, encode_after_text
-from rlkit.rollout.chat import Turn, next_turn, special_ids
+from rlkit.rollout.envs.chat import Turn, next_turn, special_ids
+from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.rollout import Prompt, Sample
-from rlkit.rollout.turns import Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

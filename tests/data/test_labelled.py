@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from rlkit.data.labelled import Labelled, labelled_examples
+from rlkit.data.examples import Labelled, labelled_examples
 from rlkit.data.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

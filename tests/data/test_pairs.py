@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
+from rlkit.data.examples import Pair, preference_pairs
 from rlkit.data.load import load_rows
-from rlkit.data.pairs import Pair, preference_pairs
 from rlkit.data.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit.data.chat import render
+from rlkit.data.examples import sft_examples
 from rlkit.data.load import load_rows
-from rlkit.data.sft import sft_examples
 from rlkit.data.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
-           "transformers.models.qwen3.modeling_qwen3", "rlkit.parallel.model"]  # fmt: skip
+           "transformers.models.qwen3.modeling_qwen3", "rlkit.model.forward"]  # fmt: skip
 
 
 class Ranks:

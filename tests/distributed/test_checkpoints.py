@@ -16,15 +16,14 @@ import torch
 import torch.distributed as dist
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.model import checkpoint
+from rlkit.model.checkpoint import BackgroundSaver, latest_checkpoint, load_checkpoint, save_checkpoint
+from rlkit.model.forward import forward
+from rlkit.model.optim import adamw, optimizer_step
+from rlkit.model.parallelize import parallelize
 from rlkit.packing import pack
-from rlkit.parallel import checkpoint
-from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlkit.parallel.data import rank_microbatches, summed
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.parallel.model import forward
-from rlkit.parallel.optim import adamw, optimizer_step
-from rlkit.parallel.parallelize import parallelize
-from rlkit.parallel.saver import BackgroundSaver
 from rlkit.types import Trajectory
 
 STATE = {"position": {"epoch": 1, "row": 17}, "kl": (0.1, 2.5), "seen": torch.arange(3)}

@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.model.forward import forward
+from rlkit.model.parallelize import parallelize
 from rlkit.packing import pack
-from rlkit.parallel import _collectives
+from rlkit.parallel import collectives as _collectives
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.parallel.model import forward
-from rlkit.parallel.parallelize import parallelize
 from rlkit.types import Trajectory
 
 LENGTH = 320

@@ -6,11 +6,11 @@ import pytest
 import torch
 import transformers
 
+from rlkit.model.forward import forward, prepare
+from rlkit.model.parallelize import parallelize
 from rlkit.packing import pack
 from rlkit.parallel.data import each_stage, of_last_stage
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.parallel.model import forward, prepare
-from rlkit.parallel.parallelize import parallelize
 from rlkit.types import Trajectory
 
 COMMON = dict(

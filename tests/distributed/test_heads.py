@@ -7,13 +7,13 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.model.heads import bootstraps, load_reward_model, load_value_model, pack_whole, rewards, values
+from rlkit.model.optim import adamw, optimizer_step
+from rlkit.model.parallelize import parallelize
+from rlkit.model.weights import export_hf
 from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches
-from rlkit.parallel.heads import bootstraps, load_reward_model, load_value_model, pack_whole, rewards, values
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.parallel.optim import adamw, optimizer_step
-from rlkit.parallel.parallelize import parallelize
-from rlkit.parallel.weights import export_hf
 from rlkit.types import Trajectory
 
 

@@ -14,12 +14,12 @@ import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.metrics import finalize, largest, mean, merge
+from rlkit.model.forward import forward, prepare, score
+from rlkit.model.optim import adamw, optimizer_step
+from rlkit.model.parallelize import mesh_of, parallelize, sync_gradients
 from rlkit.packing import microbatches, pack
 from rlkit.parallel.data import each_stage, rank_microbatches, reduce_metrics, summed
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.parallel.model import forward, prepare, score
-from rlkit.parallel.optim import adamw, optimizer_step
-from rlkit.parallel.parallelize import mesh_of, parallelize, sync_gradients
 from rlkit.parallel.pipeline import pipelined
 from rlkit.types import Trajectory
 

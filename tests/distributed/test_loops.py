@@ -10,20 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlkit.data.labelled import Labelled
-from rlkit.data.pairs import Pair
+from rlkit.data.examples import Labelled, Pair
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.dpo import dpo, with_reference
 from rlkit.loops.kto import kto
 from rlkit.loops.ppo import ppo
 from rlkit.loops.reward_model import reward_model
-from rlkit.parallel.heads import load_reward_model, load_value_model
+from rlkit.model.forward import load_model
+from rlkit.model.heads import load_reward_model, load_value_model
+from rlkit.model.parallelize import parallelize
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.parallel.model import load_model
-from rlkit.parallel.parallelize import parallelize
-from rlkit.parallel.shared import SharedEngine
-from rlkit.rollout.local import LocalEngine
+from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.shared import SharedEngine
 from rlkit.types import SamplingParams
 
 STEPS = 3

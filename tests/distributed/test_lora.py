@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.model import launch
+from rlkit.model.checkpoint import load_checkpoint, save_checkpoint
+from rlkit.model.forward import forward, prepare, score
+from rlkit.model.lora import adapter_off, adapter_weights, adapters, add_lora, save_adapter, without_adapter
+from rlkit.model.optim import adamw, optimizer_step
+from rlkit.model.parallelize import mesh_of, parallelize
+from rlkit.model.weights import export_hf, stream_weights
 from rlkit.packing import pack
-from rlkit.parallel import launch
-from rlkit.parallel.checkpoint import load_checkpoint, save_checkpoint
 from rlkit.parallel.data import rank_microbatches
-from rlkit.parallel.flags import ParallelArgs
-from rlkit.parallel.lora import adapter_off, adapter_weights, adapters, add_lora, save_adapter, without_adapter
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.parallel.model import forward, prepare, score
-from rlkit.parallel.optim import adamw, optimizer_step
-from rlkit.parallel.parallelize import mesh_of, parallelize
-from rlkit.parallel.weights import export_hf, stream_weights
-from rlkit.rollout.local import LocalEngine
+from rlkit.rollout.engines.local import LocalEngine
+from rlkit.settings import ParallelArgs
 from rlkit.types import SamplingParams, Trajectory
 
 pytest.importorskip("peft")

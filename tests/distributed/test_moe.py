@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from rlkit.model.forward import forward, prepare, score
+from rlkit.model.optim import adamw, optimizer_step
+from rlkit.model.parallelize import load_parallel, parallelize, sync_gradients
+from rlkit.model.weights import export_hf, stream_weights
 from rlkit.packing import pack
-from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlkit.parallel.data import rank_microbatches, summed
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.parallel.model import forward, prepare, score
-from rlkit.parallel.optim import adamw, optimizer_step
-from rlkit.parallel.parallelize import load_parallel, parallelize, sync_gradients
 from rlkit.parallel.pipeline import pipelined
-from rlkit.parallel.weights import export_hf, stream_weights
 from rlkit.types import Trajectory
 
 CASES = {

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.model.optim import adamw
+from rlkit.model.parallelize import parallelize
 from rlkit.parallel.attention import as_inference
 from rlkit.parallel.context import gather_keys
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.parallel.optim import adamw
-from rlkit.parallel.parallelize import parallelize
-from rlkit.rollout.local import LocalEngine
+from rlkit.rollout.engines.local import LocalEngine
 
 REPO = Path(__file__).parents[2]
 SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48}

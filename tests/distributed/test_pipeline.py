@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.model.forward import forward, prepare, score
+from rlkit.model.heads import values
+from rlkit.model.lora import adapter_weights, add_lora
+from rlkit.model.optim import adamw, optimizer_step
+from rlkit.model.parallelize import parallelize
+from rlkit.model.weights import stream_weights
 from rlkit.packing import microbatches, pack
 from rlkit.parallel.data import any_ranks, rank_microbatches, summed
-from rlkit.parallel.heads import values
-from rlkit.parallel.lora import adapter_weights, add_lora
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.parallel.model import forward, prepare, score
-from rlkit.parallel.optim import adamw, optimizer_step
-from rlkit.parallel.parallelize import parallelize
 from rlkit.parallel.pipeline import pipelined
-from rlkit.parallel.weights import stream_weights
 from rlkit.types import Trajectory
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.parallel.checkpoint import latest_checkpoint
+from rlkit.model.checkpoint import latest_checkpoint
 
 REPO = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

@@ -10,14 +10,14 @@ import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.metrics import all_reduce, finalize, largest, mean, smallest
+from rlkit.model.forward import forward, prepare, score, token_outputs
+from rlkit.model.optim import adamw, global_norm, optimizer_step
+from rlkit.model.parallelize import parallelize
+from rlkit.model.weights import stream_weights
 from rlkit.packing import microbatches, pack, select
 from rlkit.parallel.data import any_rank, rank_microbatches, reduce_metrics, summed
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.parallel.model import forward, prepare, score, token_outputs
-from rlkit.parallel.optim import adamw, global_norm, optimizer_step
-from rlkit.parallel.parallelize import parallelize
-from rlkit.parallel.shared import SharedEngine, SharedStream
-from rlkit.parallel.weights import stream_weights
+from rlkit.rollout.shared import SharedEngine, SharedStream
 from rlkit.types import Trajectory
 
 

@@ -12,11 +12,11 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.updates import clipped, grpo_update
 from rlkit.losses import tis
 from rlkit.metrics import finalize
+from rlkit.model.forward import forward, prepare, with_kept_mass, with_old_logp, with_ref_logp
+from rlkit.model.optim import adamw
+from rlkit.model.parallelize import parallelize
 from rlkit.packing import pack, with_advantages
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.parallel.model import forward, prepare, with_kept_mass, with_old_logp, with_ref_logp
-from rlkit.parallel.optim import adamw
-from rlkit.parallel.parallelize import parallelize
 from rlkit.types import SamplingParams, Trajectory
 
 

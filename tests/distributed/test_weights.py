@@ -13,11 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.parallel import weights
-from rlkit.parallel._ranks import first
+from rlkit.model import weights
+from rlkit.model.parallelize import parallelize
+from rlkit.model.weights import export_hf, stream_weights
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.parallel.parallelize import parallelize
-from rlkit.parallel.weights import export_hf, stream_weights
+from rlkit.ranks import first
 
 LAYOUTS = {
     "plain": None,

@@ -22,8 +22,8 @@ from pyarrow import parquet
 from rlkit import losses
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
-from rlkit.parallel.flags import ParallelArgs
 from rlkit.rewards import Sample, score
+from rlkit.settings import ParallelArgs
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrating.md").read_text()

@@ -19,13 +19,13 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.async_grpo import async_grpo
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
-from rlkit.loops.run import Run
-from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint
-from rlkit.parallel.heads import load_value_model
-from rlkit.parallel.model import prepare
-from rlkit.parallel.optim import adamw
+from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint
+from rlkit.model.forward import prepare
+from rlkit.model.heads import load_value_model
+from rlkit.model.optim import adamw
 from rlkit.rewards.adapters import scorer
-from rlkit.rollout.local import LocalEngine
+from rlkit.rollout.engines.local import LocalEngine
+from rlkit.run.folder import Run
 from rlkit.types import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))

@@ -14,12 +14,12 @@ import pytest
 from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
-from rlkit.parallel.model import prepare
-from rlkit.parallel.optim import schedule
+from rlkit.model.forward import prepare
+from rlkit.model.optim import schedule
 from rlkit.rewards.adapters import scorer
-from rlkit.rollout.env import Chat, Turn, own_rewards
+from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.envs.gym import Chat, Turn, own_rewards
 from rlkit.rollout.limits import limited
-from rlkit.rollout.local import LocalEngine
 from rlkit.rollout.rollout import rollout, sample_group
 from rlkit.types import Completion, SamplingParams
 

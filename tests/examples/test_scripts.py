@@ -17,7 +17,7 @@ import torch
 import tyro
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.parallel.launch import main_on_ranks
+from rlkit.model.launch import main_on_ranks
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "examples"))

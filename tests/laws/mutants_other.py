@@ -10,7 +10,7 @@ from mutant import Mutant
 from rlkit import advantages as A
 from rlkit import controllers as C
 from rlkit._tensors import masked
-from rlkit.advantages._recurrence import coefficient, end_values, next_action, prepared, scan
+from rlkit.advantages.traces import coefficient, end_values, next_action, prepared, scan
 from rlkit.kernels.linear_logp import linear_logp
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.segments import group_count, group_mean, group_sum

@@ -13,8 +13,8 @@ from rlkit.loops.aggregate import per_episode, per_length, per_prompt, per_token
 from rlkit.loops.updates import clip_shares, clipped, grpo_update
 from rlkit.losses import cispo, dro, gspo, ratio_stats, tis
 from rlkit.metrics import finalize
+from rlkit.model.forward import forward, prepare
 from rlkit.packing import pack, with_streams
-from rlkit.parallel.model import forward, prepare
 from rlkit.types import Trajectory
 
 

@@ -9,8 +9,8 @@ import pytest
 from rlkit.loops.async_grpo import async_grpo
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
-from rlkit.parallel.shared import SharedEngine
-from rlkit.rollout.vllm import VLLM
+from rlkit.rollout.engines.vllm import VLLM
+from rlkit.rollout.shared import SharedEngine
 from rlkit.types import SamplingParams
 
 

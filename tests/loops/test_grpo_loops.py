@@ -20,11 +20,11 @@ from rlkit.loops.grpo import grpo
 from rlkit.loops.updates import grpo_update
 from rlkit.loops.verbs import prompt_order
 from rlkit.losses import icepop
-from rlkit.parallel.lora import add_lora
-from rlkit.parallel.model import prepare
+from rlkit.model.forward import prepare
+from rlkit.model.lora import add_lora
 from rlkit.rewards.adapters import scorer
+from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.limits import success_between
-from rlkit.rollout.local import LocalEngine
 from rlkit.rollout.rollout import single_turn
 from rlkit.types import SamplingParams
 

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlkit import losses
-from rlkit.data.labelled import Labelled
+from rlkit.data.examples import Labelled
 from rlkit.data.order import batch_indices
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.kto import kto
-from rlkit.parallel.lora import add_lora
-from rlkit.parallel.model import prepare
+from rlkit.model.forward import prepare
+from rlkit.model.lora import add_lora
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
 END = 258

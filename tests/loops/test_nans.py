@@ -17,14 +17,14 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.async_grpo import async_grpo
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
-from rlkit.loops.run import Run
 from rlkit.loops.updates import clipped
+from rlkit.model.forward import prepare
+from rlkit.model.heads import load_value_model
 from rlkit.packing import pack, with_streams
-from rlkit.parallel.heads import load_value_model
-from rlkit.parallel.model import prepare
+from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.limits import success_between
-from rlkit.rollout.local import LocalEngine
 from rlkit.rollout.rollout import single_turn
+from rlkit.run.folder import Run
 from rlkit.types import SamplingParams, Trajectory
 
 SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}

@@ -11,15 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlkit import losses
-from rlkit.data.pairs import Pair
-from rlkit.data.sft import Example
+from rlkit.data.examples import Example, Pair
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.dpo import dpo, with_reference
 from rlkit.loops.reward_model import reward_model
 from rlkit.loops.sft import sft
-from rlkit.parallel.heads import load_reward_model
-from rlkit.parallel.lora import add_lora
-from rlkit.parallel.model import prepare
+from rlkit.model.forward import prepare
+from rlkit.model.heads import load_reward_model
+from rlkit.model.lora import add_lora
 from rlkit.segments import seq_mean
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}

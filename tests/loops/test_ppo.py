@@ -17,12 +17,12 @@ from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.critic import value_update, with_gae
 from rlkit.loops.ppo import ppo
+from rlkit.model.forward import prepare
+from rlkit.model.heads import load_value_model, values
+from rlkit.model.optim import adamw
 from rlkit.packing import pack, with_streams
-from rlkit.parallel.heads import load_value_model, values
-from rlkit.parallel.model import prepare
-from rlkit.parallel.optim import adamw
 from rlkit.rewards.adapters import scorer
-from rlkit.rollout.local import LocalEngine
+from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.rollout import single_turn
 from rlkit.types import SamplingParams, Trajectory
 

@@ -16,11 +16,11 @@ from rlkit.loops.grpo import grpo
 from rlkit.loops.updates import grpo_update
 from rlkit.loops.verbs import check_sampling
 from rlkit.losses import tis
+from rlkit.model.forward import forward, prepare, with_kept_mass, with_ref_logp
 from rlkit.packing import pack, with_streams
 from rlkit.parallel.attention import as_inference
-from rlkit.parallel.model import forward, prepare, with_kept_mass, with_ref_logp
 from rlkit.rewards.adapters import scorer
-from rlkit.rollout.local import LocalEngine
+from rlkit.rollout.engines.local import LocalEngine
 from rlkit.types import SamplingParams, Trajectory
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}

@@ -20,14 +20,14 @@ from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.loops import verbs
 from rlkit.loops.dump import dump_to
-from rlkit.loops.run import open_run
-from rlkit.loops.saving import open_training, save_if_due
-from rlkit.loops.stopping import Stop
 from rlkit.metrics import finalize
+from rlkit.model import checkpoint
+from rlkit.model import checkpoint as saver
+from rlkit.model.checkpoint import BackgroundSaver, latest_checkpoint, load_checkpoint
 from rlkit.packing import pack, with_advantages
-from rlkit.parallel import checkpoint, saver
-from rlkit.parallel.checkpoint import latest_checkpoint, load_checkpoint
-from rlkit.parallel.saver import BackgroundSaver
+from rlkit.run.folder import open_run
+from rlkit.run.saving import open_training, save_if_due
+from rlkit.run.signals import Stop
 from rlkit.types import Trajectory
 
 

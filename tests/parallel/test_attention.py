@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit.parallel import attention
-from rlkit.parallel.attention import attend, has_flash
-from rlkit.parallel.segment_plan import Segment, plan
+from rlkit.parallel.attention import Segment, attend, has_flash, plan
 
 
 def loop(q, k, v, spans, *, scale, window=None, softcap=None):

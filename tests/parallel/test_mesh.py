@@ -49,8 +49,8 @@ def test_a_rank_takes_its_own_gpu_and_a_process_alone_the_one_it_names(monkeypat
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_zigzag_gives_every_rank_the_same_attention_work(cp):
     """Query-key pairs of one long sequence; contiguous chunks would give the last rank almost twice the mean."""
+    from rlkit.parallel.attention import Segment
     from rlkit.parallel.context import _mine
-    from rlkit.parallel.segment_plan import Segment
 
     chunk = 64
     size = 2 * cp * chunk

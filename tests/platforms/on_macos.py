@@ -11,12 +11,12 @@ from pathlib import Path
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
-from rlkit.parallel.model import prepare
-from rlkit.parallel.weights import stream_weights
+from rlkit.model.forward import prepare
+from rlkit.model.weights import stream_weights
 from rlkit.rewards import Sample, code, math, score, scorer
-from rlkit.rollout.local import LocalEngine
-from rlkit.rollout.process import launch
-from rlkit.rollout.sglang import launch as launch_sglang
+from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.engines.process import launch
+from rlkit.rollout.engines.sglang import launch as launch_sglang
 from rlkit.types import SamplingParams
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}

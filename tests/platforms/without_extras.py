@@ -72,11 +72,11 @@ def uses(folder: Path) -> dict[str, str]:
     """What each use says."""
     from rlkit.data.load import load_rows
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
-    from rlkit.parallel.checkpoint import export_hf
-    from rlkit.parallel.lora import add_lora
-    from rlkit.plot import main as plot
+    from rlkit.model.lora import add_lora
+    from rlkit.model.weights import export_hf
     from rlkit.rewards import Sample, judge, score
-    from rlkit.rollout.endpoint import agent_env
+    from rlkit.rollout.envs.endpoint import agent_env
+    from rlkit.run.plot import main as plot
 
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64)

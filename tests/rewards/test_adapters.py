@@ -10,7 +10,7 @@ from rlkit.data import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.packing import pack
 from rlkit.rewards import RewardError, Sample, own_scorer, score, scorer, with_messages
-from rlkit.rollout.env import Step, Turns, gym_env
+from rlkit.rollout.envs.gym import Step, Turns, gym_env
 from rlkit.rollout.rollout import sample_group
 from rlkit.types import Completion, Trajectory
 

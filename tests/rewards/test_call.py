@@ -433,7 +433,7 @@ async def test_after_a_hanging_sync_call_the_others_are_still_judged():
 
 
 async def test_the_wait_for_a_turn_is_off_the_clock():
-    from rlkit.rewards._run import off_the_clock
+    from rlkit.rewards.timeouts import off_the_clock
 
     async def waits(completion, row):
         async with off_the_clock():

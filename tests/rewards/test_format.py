@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.rewards import Sample, prompts, score
-from rlkit.rewards.format import matches, tag_count, think_answer_tags, think_tags, valid_json
+from rlkit.rewards import Sample, score
+from rlkit.rewards import text as prompts
+from rlkit.rewards.text import matches, tag_count, think_answer_tags, think_tags, valid_json
 
 GOOD = "<think>a\n</think>\n<answer>b</answer>"
 

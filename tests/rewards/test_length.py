@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from rlkit.rewards import Sample, score
-from rlkit.rewards.length import cosine, length_target, no_truncation, short_relative, soft_overlong
+from rlkit.rewards.text import cosine, length_target, no_truncation, short_relative, soft_overlong
 
 
 def test_soft_overlong_at_the_points_of_dapo():

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlkit.rewards import RewardError, Sample, math, score
-from rlkit.rewards._forked import Server
 from rlkit.rewards.math import answer_tag, anywhere, boxed, equal
+from rlkit.rewards.sandbox.servers import Server
 
 # Pairs that math-verify publishes as its own regression tests: https://github.com/huggingface/Math-Verify,
 # tests/test_all.py (gold, text with the answer, whether it is right).

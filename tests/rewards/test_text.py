@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.rewards.extract import last_boxed, last_code_block, last_number, last_tag
 from rlkit.rewards.text import (
     contains,
     exact_match,
     f1,
     language_share,
+    last_boxed,
+    last_code_block,
+    last_number,
+    last_tag,
     repeated_share,
     repetition,
     repetition_of_tokens,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scripted import END, Script, check_exact, prompt_of, tokenizer_with
 
 from rlkit.data.chat import render
-from rlkit.rollout.chat import Chat, refuse_vision
+from rlkit.rollout.envs.chat import Chat, refuse_vision
 from rlkit.types import Completion
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}

@@ -11,10 +11,10 @@ from scripted import Script, check_exact, prompt_of, tokenizer_with
 
 from rlkit.data.chat import render
 from rlkit.data.tiny import tiny_model
-from rlkit.rollout.chat import Chat
-from rlkit.rollout.endpoint import agent_env
+from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.envs.chat import Chat
+from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.limits import limited
-from rlkit.rollout.local import LocalEngine
 from rlkit.rollout.rollout import all_or_cancel, rollout
 from rlkit.types import SamplingParams
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as hf
 
-from rlkit.rollout.local import LocalEngine, Progress
+from rlkit.rollout.engines.local import LocalEngine, Progress
 from rlkit.types import SamplingParams
 
 VOCAB = 23
@@ -451,5 +451,5 @@ def test_many_admissions_into_few_slots_lose_nothing(model):
 
 
 def test_importing_the_engine_does_not_import_transformers():
-    code = "import sys, rlkit.rollout.local; assert 'transformers' not in sys.modules"
+    code = "import sys, rlkit.rollout.engines.local; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

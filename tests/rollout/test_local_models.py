@@ -10,10 +10,10 @@ import torch
 import transformers as hf
 from torch.distributed.fsdp import fully_shard
 
-from rlkit.parallel.lora import adapter_off, add_lora
-from rlkit.rollout.local import LocalEngine
-from rlkit.rollout.local.decode import Decoder
-from rlkit.rollout.local.fallback import CachedForward, Recompute
+from rlkit.model.lora import adapter_off, add_lora
+from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.engines.local.decode import Decoder
+from rlkit.rollout.engines.local.fallback import CachedForward, Recompute
 from rlkit.types import SamplingParams
 
 VOCAB = 67

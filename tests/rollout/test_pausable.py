@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ticking import Ticking
 
-from rlkit.rollout.journal import Journal
-from rlkit.rollout.pausable import Pausable
+from rlkit.rollout.stream import Journal, Pausable
 from rlkit.types import SamplingParams
 
 STOPS = st.lists(st.sampled_from(["cd", "efg", "nopq", "vwab"]), max_size=2, unique=True)

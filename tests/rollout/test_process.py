@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.parallel.weights import stream_weights
-from rlkit.rollout.local import LocalEngine
-from rlkit.rollout.process import _portable, launch
+from rlkit.model.weights import stream_weights
+from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.engines.process import _portable, launch
 from rlkit.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +153,7 @@ def test_an_error_that_does_not_travel_arrives_in_words():
 
 PARENT = """
     import asyncio, sys
-    from rlkit.rollout.process import launch
+    from rlkit.rollout.engines.process import launch
     from rlkit.types import SamplingParams
     async def main():
         engine = await launch(sys.argv[1], max_len=4100, eos_token_ids=())

@@ -21,11 +21,11 @@ from rlkit.data.prompts import Prompt, prompt_messages, rl_prompts
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rewards.adapters import scorer, with_messages
 from rlkit.rollout.calling import call
-from rlkit.rollout.endpoint import agent_env
-from rlkit.rollout.env import Chat, Step, Text, Turns, gym_env, own_rewards
+from rlkit.rollout.envs.endpoint import agent_env
+from rlkit.rollout.envs.gym import Chat, Step, Text, Turns, gym_env, own_rewards
+from rlkit.rollout.envs.tools import tool_env
 from rlkit.rollout.limits import limited
 from rlkit.rollout.rollout import sample_group
-from rlkit.rollout.tools import tool_env
 from rlkit.types import SamplingParams
 
 DOC = Path(__file__).parents[2] / "docs" / "environments.md"

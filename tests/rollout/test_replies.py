@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rlkit.rollout._http import Busy, ReplicaError
-from rlkit.rollout.sglang import SGLang
-from rlkit.rollout.vllm import VLLM
+from rlkit.rollout.engines.http import Busy, ReplicaError
+from rlkit.rollout.engines.sglang import SGLang
+from rlkit.rollout.engines.vllm import VLLM
 from rlkit.types import SamplingParams
 
 PROMPT, VOCAB = [5, 6], 100

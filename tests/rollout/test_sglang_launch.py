@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.rollout.sglang import launch, server
+from rlkit.rollout.engines.sglang import launch, server
 
 STAND_IN = f"""#!{sys.executable}
 import json, os, sys, time

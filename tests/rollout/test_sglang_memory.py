@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import torch
 
-from rlkit.rollout.sglang.weights import FromTensors
+from rlkit.rollout.engines.sglang.weights import FromTensors
 
 TRAINER = """
 import subprocess, sys, time, torch
-from rlkit.rollout.sglang.weights import Memory, _handle, flatten
+from rlkit.rollout.engines.sglang.weights import Memory, _handle, flatten
 bucket = flatten([("x", torch.ones(1000))], Memory())
 with open(sys.argv[2], "w") as out:
     subprocess.Popen([sys.executable, "-c", sys.argv[1], _handle(bucket)], stdout=out, stderr=subprocess.DEVNULL)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit.data.tiny import tiny_tokenizer
-from rlkit.rollout.local.rows import StopStrings
+from rlkit.rollout.engines.local.rows import StopStrings
 
 
 class Pieces:

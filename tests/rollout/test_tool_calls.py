@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlkit.rollout.tool_calls import (
+from rlkit.rollout.envs.tools import (
     BadCall,
     Call,
     answer_of,

@@ -8,9 +8,8 @@ import pytest
 from scripted import END, Script, check_exact, prompt_of, tokenizer_with
 
 from rlkit.data.tiny import tiny_tokenizer
+from rlkit.rollout.envs.tools import json_calls, tool_env, tool_schemas
 from rlkit.rollout.limits import limited
-from rlkit.rollout.tool_calls import json_calls
-from rlkit.rollout.tools import tool_env, tool_schemas
 from rlkit.types import Completion
 
 

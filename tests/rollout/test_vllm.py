@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rlkit.rollout._http import ReplicaError
-from rlkit.rollout.vllm import VLLM
+from rlkit.rollout.engines.http import ReplicaError
+from rlkit.rollout.engines.vllm import VLLM
 from rlkit.types import Completion, SamplingParams
 
 EXCHANGE = json.loads((Path(__file__).parent / "vllm_exchange.json").read_text())

@@ -17,9 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.rollout._http import Http
-from rlkit.rollout.sglang import Server, launch
-from rlkit.rollout.sglang.guard import shared_files
+from rlkit.rollout.engines.http import Http
+from rlkit.rollout.engines.sglang import Server, launch
+from rlkit.rollout.engines.sglang.guard import shared_files
 
 INSTALL = Path(__file__).parents[2] / "tools" / "sglang_cpu" / "install.py"
 ARGS = ["--max-total-tokens", "16384"]

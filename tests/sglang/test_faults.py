@@ -16,9 +16,9 @@ import pytest
 import torch
 from aiohttp import web
 
-from rlkit.rollout._http import Http, ReplicaError
-from rlkit.rollout.sglang import FromGroup, SGLang
-from rlkit.rollout.sglang.replicas import Replicas
+from rlkit.rollout.engines.http import Http, ReplicaError
+from rlkit.rollout.engines.sglang import FromGroup, SGLang
+from rlkit.rollout.engines.sglang.replicas import Replicas
 from rlkit.types import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=3)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rlkit.data.tiny import tiny_tokenizer
-from rlkit.parallel.weights import stream_weights
-from rlkit.rollout.sglang import Server, SGLang
+from rlkit.model.weights import stream_weights
+from rlkit.rollout.engines.sglang import Server, SGLang
 from rlkit.types import Completion, SamplingParams
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from rlkit.rollout.sglang.weights import _handle, flatten
+from rlkit.rollout.engines.sglang.weights import _handle, flatten
 
 pytestmark = pytest.mark.gpu
 

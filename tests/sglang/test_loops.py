@@ -17,11 +17,11 @@ from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.loops.async_grpo import async_grpo
 from rlkit.loops.grpo import grpo
-from rlkit.parallel.model import load_model
-from rlkit.rollout._http import ReplicaError
+from rlkit.model.forward import load_model
+from rlkit.rollout.engines.http import ReplicaError
+from rlkit.rollout.engines.sglang import Server, SGLang
 from rlkit.rollout.limits import success_between
 from rlkit.rollout.rollout import single_turn
-from rlkit.rollout.sglang import Server, SGLang
 from rlkit.types import SamplingParams
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]

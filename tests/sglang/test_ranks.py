@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlkit.rollout.sglang import Server
+from rlkit.rollout.engines.sglang import Server
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 REPO = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlkit.parallel.weights import stream_weights
-from rlkit.rollout._http import Http
-from rlkit.rollout.sglang import FromDisk, FromGroup, FromTensors, Probe, Server, SGLang, WeightMismatch
+from rlkit.model.weights import stream_weights
+from rlkit.rollout.engines.http import Http
+from rlkit.rollout.engines.sglang import FromDisk, FromGroup, FromTensors, Probe, Server, SGLang, WeightMismatch
 from rlkit.types import SamplingParams
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]

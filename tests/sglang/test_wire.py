@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from rlkit.rollout.sglang.weights import Memory, flatten, groups
-from rlkit.rollout.sglang.wire import Limits, body
+from rlkit.rollout.engines.sglang.weights import Memory, flatten, groups
+from rlkit.rollout.engines.sglang.wire import Limits, body
 from rlkit.types import SamplingParams
 
 NONE = Limits(math.inf, math.inf)

@@ -53,9 +53,9 @@ from functools import partial
 from pathlib import Path
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo, grpo_sync
-from rlkit.parallel.model import prepare
+from rlkit.model.forward import prepare
 from rlkit.rewards.adapters import scorer
-from rlkit.rollout.local import LocalEngine
+from rlkit.rollout.engines.local import LocalEngine
 
 tokenizer = tiny_tokenizer()
 sizes = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 32}
@@ -111,7 +111,7 @@ def test_a_notebook_runs_the_loop_the_plain_grpo_and_a_script(tmp_path, monkeypa
 
 INTERRUPTED = """
 import os, signal
-from rlkit.loops import stopping
+from rlkit.run import signals as stopping
 told, scored, judge = [], [], options["score"]
 stopping._tell = told.append
 async def interrupting(prompt, group):  # while groups are sampled, in a task of its own
@@ -153,6 +153,6 @@ def test_interrupting_a_cell_saves_and_again_aborts(tmp_path, monkeypatch, form,
 
 def test_a_stopped_run_stops_the_notebook(tmp_path, monkeypatch):
     """The cells after it would train on from a model that is not done."""
-    stop = "from rlkit.parallel._ranks import Stopped\nraise Stopped(2)"
+    stop = "from rlkit.ranks import Stopped\nraise Stopped(2)"
     with pytest.raises(CellExecutionError, match="has saved; resume it to go on"):
         notebook(tmp_path, monkeypatch, stop, "print('next')").execute()

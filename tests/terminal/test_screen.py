@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from screen import ROOT, Terminal, assert_clean, steps_on
 
-from rlkit.loops.run import read_metrics
+from rlkit.run.folder import read_metrics
 
 RUN = """
 import os, sys
-from rlkit.loops.run import open_run
-from rlkit.loops.stopping import resume_command, stop_on_interrupt
+from rlkit.run.folder import open_run
+from rlkit.run.signals import resume_command, stop_on_interrupt
 
 GRPO = {"reward/mean": 0.25, "entropy": 1.5, "kl/ref": 0.0012, "length/mean": 7.03, "ratio/clip_low": 0.01,
         "mismatch/abs_mean": 1.5e-7, "grad_norm": 0.33, "time/step": 0.31, "time/tokens_per_s": 6612.3}
@@ -98,8 +98,8 @@ def test_ctrl_c_in_a_terminal_leaves_whole_lines(tmp_path, script):
 
 STUCK = """
 import asyncio, time
-from rlkit.loops.progress import Progress
-from rlkit.loops.stopping import stop_on_interrupt
+from rlkit.run.console import Progress
+from rlkit.run.signals import stop_on_interrupt
 from rlkit.loops.verbs import in_thread
 def work():
     progress.say("working")

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rlkit.kernels._checks import check_head, check_targets
 from rlkit.kernels.linear_logp import chunked, ops, small
 from rlkit.kernels.linear_logp import reference as _reference
-from rlkit.kernels.linear_logp._checks import check_head, check_targets
 from rlkit.kernels.linear_logp.fused import FusedLoss, fused_loss
 from rlkit.kernels.linear_logp.kept_mass import log_kept_mass
 from rlkit.kernels.linear_logp.ops import which_impl

@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import check_cu_seqlens, readable, uncompiled
+from rlkit.kernels._checks import check_head, check_targets
 from rlkit.kernels.linear_logp import fused_chunked
-from rlkit.kernels.linear_logp._checks import check_head, check_targets
 from rlkit.kernels.linear_logp.chunked import Head, blocks, compute_dtype, row_terms
 from rlkit.kernels.linear_logp.ops import check_impl, finite, present
 from rlkit.kernels.linear_logp.stats import finish

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import cumsum
-from rlkit.kernels.linear_logp._checks import check_head
+from rlkit.kernels._checks import check_head
 from rlkit.kernels.linear_logp.chunked import Head, blocks, columns, compute_dtype, logits_into
 from rlkit.kernels.linear_logp.ops import finite, present
 from rlkit.kernels.linear_logp.products import full_sums, product_dtype, product_into
@@ -94,3 +94,24 @@ def _kept(p: Tensor, top_p: float, top_k: int) -> Tensor:
         todo = todo[total[:, -1] < top_p] if size < top_k else todo[:0]
         size = min(8 * size, top_k)
     return mass
+
+
+def kept_support(
+    p: Float[Tensor, "B V"], *, top_p: Float[Tensor, "B"] | None = None, top_k: Int[Tensor, "B"] | None = None
+) -> Bool[Tensor, "B V"]:
+    """Where top-p and top-k leave mass: rank < top_k, and less than top_p lies strictly before the token.
+
+    Tokens are ranked by falling probability, the lower id first in a tie. Both conditions are on `p` itself, so
+    their order does not matter; the most probable token is always kept. `top_p=1.0` and `top_k=0` keep everything.
+    Reference: nucleus sampling, arXiv:1904.09751
+    """
+    ranked, order = p.sort(dim=-1, descending=True, stable=True)
+    keep = torch.ones_like(ranked, dtype=torch.bool)
+    if top_p is not None:
+        total = cumsum(ranked, -1)
+        before = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], dim=-1)
+        keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    if top_k is not None:
+        rank = torch.arange(p.shape[-1], device=p.device)
+        keep &= (rank < top_k[:, None]) | (top_k == 0)[:, None]
+    return torch.empty_like(keep).scatter_(-1, order, keep)

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rlkit.kernels._checks import check_head, check_targets
 from rlkit.kernels.linear_logp import ops
-from rlkit.kernels.linear_logp._checks import check_head, check_targets
 from rlkit.kernels.linear_logp.stats import Partials
 from rlkit.types import LogProbs
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rlkit._tensors import check_float, check_mask
 from rlkit.kernels import _triton
+from rlkit.kernels._checks import check_scaling, check_targets
 from rlkit.kernels.linear_logp import Partials
-from rlkit.kernels.linear_logp._checks import check_scaling, check_targets
 from rlkit.kernels.logits_logp import ops
 from rlkit.kernels.logits_logp import reference as _reference
 from rlkit.types import LogProbs

@@ -1,0 +1,350 @@
+"""Group baselines: one reward per sequence [N] in, one advantage per sequence [N] out.
+
+`group_ids` say which sequences answer the same prompt. Groups may be ragged, in any order and with gaps in the ids.
+A group of one has nothing to be compared with: its advantage is 0 under every function here. So is the advantage of a
+group whose rewards are all equal, exactly, whatever the rounding: filters may test for `== 0`.
+
+    b_i     baseline of sequence i          n      size of its group
+    mean    over its group                  std    unbiased (ddof 1) over its group
+
+Best of k (`max_at_k`, ...): the objective is E[max of k samples' rewards], which with 0/1 rewards is pass@k. All are
+averages over the size-k subsets of a group of n, in closed form: the rewards of a group are sorted, and the sample of
+rank j (0 = worst) is the best of C(j, k-1) of the C(n, k) subsets. A group smaller than k has no such subset and gets
+advantage 0. Ties need no care: equal rewards get equal advantages.
+
+The last function has a baseline per token position, from the group's other sequences at the same position.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlkit._tensors import check_float, check_ids, check_same_shape, masked, upcast
+from rlkit.advantages.traces import end_values, prepared, scan
+from rlkit.kernels.linear_scan import linear_scan
+from rlkit.segments import cumulative, first_of_group, group_count, group_mean, group_sum, seq_ids
+
+
+def group_centered(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Reward minus the group's mean (Dr. GRPO).
+
+        A_i = r_i - mean(r)
+
+    Limits:   invariant under a shift of a group's rewards; scales with them; sums to 0 in each group.
+    Differs:  from verl (`norm_adv_by_std_in_grpo=False`): a singleton has advantage 0; there it keeps the raw reward.
+              From slime and SkyRL: groups need no common size. From TRL (`scale_rewards="none"`): nothing.
+    Reference: Liu et al. 2025, https://arxiv.org/abs/2503.20783
+    """
+    check_float(rewards=rewards)
+    check_ids(rewards, group_ids=group_ids)
+    rewards = upcast(rewards)
+    shifted = rewards - rewards[first_of_group(group_ids)]  # equal rewards become exact zeros before any rounding
+    return shifted - group_mean(shifted, group_ids=group_ids)
+
+
+def group_zscore(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], eps: float = 1e-6) -> Float[Tensor, "N"]:
+    """Reward minus the group's mean, over the group's unbiased standard deviation (GRPO).
+
+        A_i = (r_i - mean(r)) / (std(r) + eps)
+
+    Limits:   invariant under a shift of a group's rewards, and under their scale for eps -> 0.
+    Differs:  from TRL: eps is 1e-4 there. From verl: its singleton has mean 0 and std 1, so the raw reward; here 0.
+              The gradient at equal rewards is 0, not NaN.
+    Reference: Shao et al. 2024, https://arxiv.org/abs/2402.03300
+    """
+    centered = group_centered(rewards, group_ids=group_ids)
+    return _over_std(centered, group_sum(centered.square(), group_ids=group_ids), group_count(group_ids), eps)
+
+
+def leave_one_out(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Reward minus the mean of the group's *other* members (RLOO).
+
+        A_i = r_i - sum_{j != i} r_j / (n - 1) = (r_i - mean(r)) n / (n - 1)
+
+    The baseline does not depend on the sample itself, so the gradient estimate is unbiased.
+
+    Limits:   n / (n - 1) times `group_centered`.
+    Differs:  from verl `rloo`: its singleton keeps the raw reward; here 0, as in verl `rloo_vectorized`.
+    Reference: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740
+    """
+    count = group_count(group_ids)
+    return group_centered(rewards, group_ids=group_ids) * count / (count - 1).clamp(min=1)
+
+
+def max_rl(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], eps: float = 1e-6) -> Float[Tensor, "N"]:
+    """Reward minus the group's mean, over the mean (MaxRL).
+
+        A_i = (r_i - mean(r)) / (mean(r) + eps)          0 where mean(r) = 0
+
+    With 0/1 rewards a solved sample of a group with success rate p gets (1 - p) / p: rare successes weigh most, as in
+    maximum likelihood, of whose gradient this is an unbiased estimate truncated at order n. Made for rewards >= 0.
+
+    Limits:   scales neither with the rewards nor with their unit (eps -> 0); a group without success gets 0.
+    Differs:  from SkyRL (`maxrl`): its singleton keeps the raw reward. From prime-rl (`max_rl`): no epsilon there, and
+              0 where the mean is negative.
+    Reference: Tajwar et al. 2026, https://arxiv.org/abs/2602.02710
+    """
+    centered = group_centered(rewards, group_ids=group_ids)
+    mean = group_mean(rewards, group_ids=group_ids)
+    ratio = centered / torch.where(mean == 0, torch.ones_like(mean), mean + eps)
+    return torch.where(mean == 0, torch.zeros_like(mean), ratio)
+
+
+def group_mean_batch_std(
+    rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], eps: float = 1e-6
+) -> Float[Tensor, "N"]:
+    """Reward minus the group's mean, over the standard deviation of *all* rewards of the batch.
+
+        A_i = (r_i - mean(r)) / (std_batch(r) + eps)          std unbiased
+
+    One scale for all groups: an easy or hard prompt, whose rewards hardly vary, is not blown up.
+
+    Limits:   a positive multiple of `group_centered`; with one group it is `group_zscore`.
+    Differs:  from TRL (`scale_rewards="batch"`): eps is 1e-4 there.
+    Reference: Liu et al. 2025 (Lite PPO), https://arxiv.org/abs/2508.08221
+    """
+    centered = group_centered(rewards, group_ids=group_ids)
+    rewards = upcast(rewards)
+    shifted = rewards - rewards[:1]
+    spread = shifted - shifted.mean()
+    return _over_std(centered, spread.square().sum(), torch.tensor(rewards.numel(), device=rewards.device), eps)
+
+
+def opo(rewards: Float[Tensor, "N"], *, lengths: Int[Tensor, "N"], group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Reward minus the length-weighted mean of the group (OPO).
+
+        A_i = r_i - sum_j l_j r_j / sum_j l_j          l_j: number of action tokens of sequence j
+
+    The baseline of least variance if the squared gradient norm of a sequence grows with its length.
+
+    Limits:   equal lengths give `group_centered`; invariant under a shift of a group's rewards and a scale of lengths.
+    Differs:  from verl `opo`: its singleton keeps the raw reward; here 0. Lengths that are all 0 count alike.
+    Reference: Hao et al. 2025, https://arxiv.org/abs/2505.23585
+    """
+    centered = group_centered(rewards, group_ids=group_ids)
+    if lengths.shape != rewards.shape:
+        raise ValueError(f"lengths must have the shape of rewards, {list(rewards.shape)}, got {list(lengths.shape)}")
+    weights = lengths.to(centered.dtype)
+    total = group_sum(weights, group_ids=group_ids)
+    baseline = group_sum(weights * centered, group_ids=group_ids) / torch.where(total > 0, total, 1)
+    return centered - baseline
+
+
+def remax(rewards: Float[Tensor, "N"], *, greedy_rewards: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Reward minus that of the greedy answer to the same prompt (ReMax).
+
+        A_i = r_i - r_greedy(prompt of i)
+
+    `greedy_rewards` holds, for each sequence, the reward of one completion at temperature 0.
+
+    Limits:   the greedy answer itself gets 0. No group is needed, so a singleton is not special.
+    Differs:  from verl `remax`: none for a terminal reward (its token version is `discounted_returns` minus this).
+    Reference: Li et al. 2023, https://arxiv.org/abs/2310.10505
+    """
+    check_float(rewards=rewards, greedy_rewards=greedy_rewards)
+    check_same_shape(rewards=rewards, greedy_rewards=greedy_rewards)
+    return upcast(rewards) - upcast(greedy_rewards)
+
+
+def gpg(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Centred rewards, scaled up by the share of samples that carry no signal (GPG).
+
+        A_i = N / (N - M) (r_i - mean(r))          M: samples of groups whose rewards are all equal
+
+    so that a batch with many solved or hopeless prompts has no smaller gradient.
+
+    Limits:   M = 0 gives `group_centered`; M = N gives 0.
+    Differs:  from verl `gpg`: it divides by the number of nonzero *rewards* in place of N - M.
+    Reference: Chu et al. 2025, https://arxiv.org/abs/2504.02546
+    """
+    centered = group_centered(rewards, group_ids=group_ids)
+    varies = group_sum(centered.abs(), group_ids=group_ids) != 0
+    return centered * centered.numel() / varies.sum().clamp(min=1)
+
+
+def _over_std(centered: Tensor, sum_squares: Tensor, count: Tensor, eps: float) -> Tensor:
+    """`centered / (std + eps)` with the unbiased std; 0, also in the gradient, where the std is 0."""
+    var = sum_squares / (count - 1).clamp(min=1)
+    std = torch.where(var == 0, torch.ones_like(var), var).sqrt()
+    return torch.where(var == 0, torch.zeros_like(centered), centered / (std + eps))
+
+
+def max_at_k(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], k: int) -> Float[Tensor, "N"]:
+    """The unbiased estimator of the gradient of E[max of k rewards] (PKPO), with its baseline of size k - 1.
+
+        A_i = n / C(n, k) sum_{I: |I| = k, i in I} (max_I r - max_{I \\\\ i} r)
+            = n / C(n, k) sum_{j < i} C(j, k-2) (r_(i) - r_(j))          ranks in ascending order
+
+    Only a sample that beats k - 1 others of some subset is rewarded, by how much it beats the second best.
+    The mean over the group of A_i grad log p_i has expectation grad E[max].
+
+    Limits:   k = 1 is `leave_one_out` (the baseline of no sample is not defined); k = n rewards the best sample alone,
+              by n times its lead over the second. Invariant under a shift of a group's rewards; scales with them.
+    Differs:  from the paper: n times its s^(loo-1), because a loss averages over samples. From verl `grpo_passk`, which
+              is k = n divided by n (and by the group's std): any k <= n, ties and singletons included.
+    Reference: Walder & Karkhanis 2025, https://arxiv.org/abs/2505.15201, eq. 33; Tang et al. 2025,
+               https://arxiv.org/abs/2503.19595 for k = n
+    """
+    _check_k(k)
+    if k == 1:
+        return leave_one_out(rewards, group_ids=group_ids)
+    g = _sorted_groups(rewards, group_ids)
+    second = _share(g.rank, k - 2, g.size, k)
+    lead = g.rewards * _sum_below(second, g) - _sum_below(second * g.rewards, g)
+    return g.restore(g.size * lead, like=rewards)
+
+
+def pass_at_k(
+    rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], k: int, eps: float = 1e-6
+) -> Float[Tensor, "N"]:
+    """GRPO on subsets: each size-k subset is one sample whose reward is its maximum (Pass@k training).
+
+        A_i = (mean_{I: i in I} max_I r - mean_I max_I r) / (std_I max_I r + eps)          I: the subsets of size k
+
+    For 0/1 rewards with n - c failures this is the published closed form
+
+        R = 1 - C(n-c, k) / C(n, k)      std = sqrt(R (1 - R))
+        A = (1 - R) / std  if solved,    A = (1 - R - C(n-c-1, k-1) / C(n-1, k-1)) / std  if not.
+
+    Limits:   k = 1 is `group_zscore` with the biased std; k = n, one subset, gives 0; invariant under a shift and
+              (eps -> 0) a scale of rewards.
+    Differs:  from the paper: any real rewards. The std is that over all subsets (ddof 0), as there.
+    Reference: Chen et al. 2025, https://arxiv.org/abs/2508.10751, section 2.4
+    """
+    _check_k(k)
+    g = _sorted_groups(rewards, group_ids)
+    # No subset's best ranks below k - 1: with that one's reward as zero, equal bests give an exact zero.
+    least = torch.arange(g.rank.numel(), device=g.rank.device) - g.rank + (g.size - 1).clamp(max=k - 1)
+    r = g.rewards - g.rewards[least]
+    best = _share(g.rank, k - 1, g.size, k)  # share of the subsets of which this sample is the best
+    mean = group_sum(best * r, group_ids=g.ids)
+    var = group_sum(best * (r - mean).square(), group_ids=g.ids)
+
+    # Of the subsets with i: those that i itself wins, and those that a better sample does.
+    better = _share(g.rank - 1, k - 2, g.size - 1, k - 1) * r
+    above = group_sum(better, group_ids=g.ids) - _sum_below(better, g) - better
+    with_i = _share(g.rank, k - 1, g.size - 1, k - 1) * r + above
+    std = torch.where(var == 0, 1, var).sqrt()
+    return g.restore(torch.where(var == 0, 0, (with_i - mean) / (std + eps)), like=rewards)
+
+
+class _Sorted(NamedTuple):
+    """A batch sorted by group, then by reward: fp64, shifted so that each group's worst reward is 0."""
+
+    rewards: Tensor
+    ids: Tensor
+    rank: Tensor
+    size: Tensor
+    order: Tensor
+
+    def restore(self, x: Tensor, *, like: Tensor) -> Tensor:
+        """`x` in the order of the input and the dtype that the input is computed in."""
+        return torch.empty_like(x).index_copy(0, self.order, x).to(upcast(like[:0]).dtype)
+
+
+def _sorted_groups(rewards: Tensor, group_ids: Tensor) -> _Sorted:
+    check_float(rewards=rewards)
+    check_ids(rewards, group_ids=group_ids)
+    by_reward = torch.argsort(rewards, stable=True)
+    order = by_reward[torch.argsort(group_ids[by_reward], stable=True)]
+    ids = group_ids[order]
+    first, stop = torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
+    sorted_rewards = rewards[order].double()
+    rank = torch.arange(ids.numel(), device=ids.device) - first
+    return _Sorted(sorted_rewards - sorted_rewards[first], ids, rank, stop - first, order)
+
+
+def _sum_below(x: Tensor, g: _Sorted) -> Tensor:
+    """Sum of `x` over the members of the same group of lower rank."""
+    return linear_scan((g.rank > 0).to(x.dtype), x, reverse=False) - x
+
+
+def _share(n: Tensor, k: int, of_n: Tensor, of_k: int) -> Tensor:
+    """C(n, k) / C(of_n, of_k) elementwise in fp64, by logarithms so that no group is too large; 0 where either is 0."""
+    defined = (n >= k) & (k >= 0) & (of_n >= of_k)
+    log_share = _log_binomial(n.clamp(min=max(k, 0)), k) - _log_binomial(of_n.clamp(min=of_k), of_k)
+    return torch.where(defined, log_share.exp(), 0.0)
+
+
+def _log_binomial(n: Tensor, k: int) -> Tensor:
+    n = n.double()
+    return torch.lgamma(n + 1) - torch.lgamma(n - k + 1) - math.lgamma(max(k, 0) + 1)
+
+
+def _check_k(k: int) -> None:
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+
+
+def optimal_token_baseline(
+    rewards: Float[Tensor, "T"],
+    logp: Float[Tensor, "T"],
+    sum_pi_squared: Float[Tensor, "T"],
+    *,
+    mask: Bool[Tensor, "T"],
+    cu_seqlens: Int[Tensor, "N1"],
+    group_ids: Int[Tensor, "N"],
+    is_weights: Float[Tensor, "T"] | None = None,
+) -> Float[Tensor, "T"]:
+    """Return minus the variance-optimal baseline of the group at this action (OTB).
+
+        s_t = 1 - 2 pi_t + sum_v pi(v)^2           squared norm of d log pi_t / d logits, pi_t = exp(logp_t)
+        W_t = s_1 w_1^2 + ... + s_t w_t^2          over the actions so far; w: `is_weights`, 1 where not given
+        B_t = sum_j G_jt W_jt / sum_j W_jt         over the sequences j of the group that have a t-th action
+        A_t = G_t - B_t                            G: reward-to-go (gamma = 1)
+
+    t counts actions, so tool output does not shift the comparison. `sum_pi_squared` is sum over the vocabulary of the
+    squared probabilities of the distribution that gave `logp`.
+
+    Limits:   equal W (e.g. the same probabilities), or W = 0 throughout, gives the group's mean return at each t; for
+              a terminal reward and equal lengths that is `group_centered`. Where one sequence alone is that long, and
+              for a singleton group, A = 0.
+    Differs:  from verl `optimal_token_baseline`: it compares by position, gaps counted, and its singleton keeps the
+              return; from `tir_optimal_token_baseline` (actions counted, as here): there the tail of the longest
+              sequence keeps the return (`handle_zero_tail`).
+    Reference: verl/trainer/ppo/core_algos.py; https://arxiv.org/abs/2602.07078
+    """
+    given = {"rewards": rewards, "logp": logp, "sum_pi_squared": sum_pi_squared}
+    if is_weights is not None:
+        given["is_weights"] = is_weights
+    rewards, logp, sum_pi_squared, *rest = prepared(mask, cu_seqlens, **given)
+    check_ids(cu_seqlens[1:], group_ids=group_ids)
+    if rewards.numel() == 0:
+        return rewards
+    one = torch.ones_like(rewards)
+    returns = scan(one, rewards, mask=mask, cu_seqlens=cu_seqlens, end=end_values(None, cu_seqlens, rewards))
+    energy = 1 - 2 * logp.exp() + sum_pi_squared
+    if rest:
+        energy = energy * rest[0].square()
+    path = masked(linear_scan(one, masked(energy, mask), cu_seqlens=cu_seqlens, reverse=False), mask)
+
+    seqs = seq_ids(cu_seqlens, num_tokens=mask.shape[0])
+    count = cumulative(mask.long())
+    action = count[1:] - count[cu_seqlens[:-1]][seqs]
+    keys = group_ids[seqs].long() * count.numel() + action
+    return masked(_minus_weighted_mean(returns, path, keys, mask), mask)
+
+
+def _minus_weighted_mean(x: Tensor, weights: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+    """`x` minus its weighted mean over the (masked-in) tokens of one key; the plain mean where all weights are 0."""
+    order = torch.argsort(keys, stable=True)
+    keys, x, weights, mask = keys[order], x[order], weights[order], mask[order]
+    new = torch.cat([keys.new_ones(1, dtype=torch.bool), keys[1:] != keys[:-1]])
+    run = new.cumsum(0) - 1
+    places = torch.arange(keys.numel() + 1, device=keys.device)
+    bounds = torch.searchsorted(run, places)
+    first = torch.where(new, places[:-1], 0).cummax(0).values
+
+    def run_sum(y: Tensor) -> Tensor:
+        return torch.segment_reduce(y, "sum", offsets=bounds, initial=0, unsafe=True)[run]
+
+    weights = torch.where(run_sum(weights) <= 0, mask.to(x.dtype), weights)
+    x = masked(x - x[first], mask)  # equal values become exact zeros
+    total = run_sum(weights)
+    mean = run_sum(weights * x) / torch.where(total <= 0, 1, total)
+    return torch.empty_like(x).index_copy(0, order, x - mean)

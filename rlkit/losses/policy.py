@@ -1,0 +1,555 @@
+"""Policy-gradient surrogates, one loss per token.
+
+Every function is `f(log_ratio, advantages, *, ..., mask=None) -> token_loss`, elementwise in any shape, with
+`log_ratio = logp - old_logp` and r = exp(log_ratio). Its gradient is `-c * A * dlogp`; the coefficient c is 1 on-policy
+and stands in each docstring. Masked places give loss 0 and gradient 0, whatever they hold (NaN included).
+
+Above log_ratio 20 every ratio is held at e^20 and passes no gradient. Losses written with `log_ratio` where the paper
+has `logp` differ from it by a constant and have the same gradient.
+
+First come the clipped surrogates, then those that weigh REINFORCE by a function of the ratio without PPO's minimum,
+then those whose ratio belongs to a whole sequence: `f(log_ratio, advantages, *, mask, cu_seqlens, ...) -> [T]`. There
+every token carries a loss too, so they are aggregated by the same weights. Where all tokens of a sequence share one
+advantage, the gradient of the *summed* token losses is `-c * A * dlogp` for each token.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlkit._tensors import MAX_LOG_RATIO, bounded_exp, carry_nan, check_float, check_same_shape
+from rlkit.losses._inputs import check_at_least, check_positive, prepared
+from rlkit.losses.corrections import icepop, tis
+from rlkit.losses.ratios import seq_log_ratio, seq_log_ratio_sum
+from rlkit.segments import broadcast_to_tokens, seq_count, seq_lens
+
+
+def ppo_clip(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    clip_low: float | Tensor = 0.2,
+    clip_high: float | Tensor = 0.2,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Proximal policy optimisation: the pessimistic minimum of the surrogate and its clipped form.
+
+        loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
+
+    Coefficient: c = r, and 0 where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low.
+    Clips only where a step would move r further from 1; r is unbounded for A < 0 (`dual_clip` bounds it). The clip
+    distances may be tensors: one number of the whole batch (`bapo_clip_range`) or one per token.
+    Limits: clip_low = clip_high = inf is `importance_sampling`; clip_low = clip_high = 0 keeps only steps back towards
+    1.
+    Differs: verl `vanilla` always adds the dual clip; verl and OpenRLHF bound log_ratio on both sides at 20.
+    Reference: arXiv:1707.06347, equation 7; asymmetric: arXiv:2503.14476.
+    """
+    check_at_least(0, clip_low=clip_low, clip_high=clip_high)
+    log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
+    ratio = bounded_exp(log_ratio)
+    return torch.maximum(-advantages * ratio, -advantages * _clipped(ratio, clip_low, clip_high))
+
+
+def dual_clip(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    clip_c: float,
+    clip_low: float | Tensor = 0.2,
+    clip_high: float | Tensor = 0.2,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """PPO with a second clip: where A < 0 the loss stops growing at ratio `clip_c` > 1.
+
+        loss = ppo_clip where A >= 0, min(ppo_clip, -A clip_c) where A < 0
+
+    Coefficient: that of `ppo_clip`, and 0 also where A < 0 and r > clip_c.
+    Limits: clip_c = inf is `ppo_clip`. The usual value is 3.
+    Differs: always on in verl `vanilla` (`clip_ratio_c` 3); ROLL `dual_clip_loss` fixes clip_c = 1 + 2 * clip.
+    Reference: arXiv:1912.09729.
+    """
+    if not clip_c > 1:
+        raise ValueError(f"clip_c must be above 1, the on-policy ratio, got {clip_c}")
+    loss = ppo_clip(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, mask=mask)
+    (advantages,) = prepared(mask, advantages=advantages)
+    return torch.where(advantages < 0, torch.minimum(loss, -advantages * clip_c), loss)
+
+
+def two_sided_clip(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    delta: float = 4.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """INTELLECT-2's two-sided clip: the unclipped ratio is capped at `delta` > 1 + clip_high.
+
+        loss = max(-A min(r, delta), -A clip(r, 1 - clip_low, 1 + clip_high))
+
+    Coefficient: that of `ppo_clip`, and 0 also where A < 0 and r > delta. For these delta it is `dual_clip` with
+    clip_c = delta, to the last bit: two papers, one function.
+    Differs: TRL `delta` accepts a delta below 1 + clip_high, which clips A > 0 at delta.
+    Reference: arXiv:2505.07291.
+    """
+    if not delta > 1 + clip_high:
+        raise ValueError(f"delta must be above 1 + clip_high = {1 + clip_high}, got {delta}")
+    return dual_clip(log_ratio, advantages, clip_c=delta, clip_low=clip_low, clip_high=clip_high, mask=mask)
+
+
+def aspo(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    max_weight: float = float("inf"),
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Asymmetric importance sampling: where A > 0 the ratio is turned over, so that tokens fallen behind catch up.
+
+        loss = -A sg(min(1 / r, max_weight)) log_ratio     where A > 0 and r <= 1 + clip_high, 0 where r is above
+        loss = ppo_clip                                    where A <= 0
+
+    Coefficient: min(1 / r, max_weight) for A > 0, 0 above the clip; that of `ppo_clip` for A < 0.
+    Limits: on-policy it is `reinforce`. The paper's soft dual clip of 1 / r is `max_weight`; it names no number for it.
+    A plain 1 / r, without stop-gradient, would push good tokens *down*.
+    Reference: arXiv:2510.06062.
+    """
+    check_positive(max_weight=max_weight)
+    negative = ppo_clip(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, mask=mask)
+    log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
+    fixed = log_ratio.detach()
+    weight = bounded_exp(-fixed).clamp(max=max_weight) * (bounded_exp(fixed) <= 1 + clip_high)
+    return torch.where(advantages > 0, -advantages * weight * log_ratio, negative)
+
+
+def unbounded_positive(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    clip_low: float = 0.2,
+    clip_c: float = 3.0,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """UP: plain REINFORCE where A > 0, the dual-clipped surrogate where A <= 0.
+
+        loss = -A log_ratio where A > 0, dual_clip where A <= 0
+
+    Coefficient: 1 for A > 0, with no clip at all; that of `dual_clip` for A < 0.
+    Reference: arXiv:2607.06987, equation 15.
+    """
+    negative = dual_clip(log_ratio, advantages, clip_c=clip_c, clip_low=clip_low, clip_high=clip_low, mask=mask)
+    log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
+    return torch.where(advantages > 0, -advantages * log_ratio, negative)
+
+
+def decoupled_ppo(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    behavior_log_ratio: Float[Tensor, "*shape"],
+    max_weight: float = float("inf"),
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """PPO with three policies: clip against a recent (proximal) one, correct for the one that sampled.
+
+        loss = sg(min(pi_prox / pi_behavior, max_weight)) * ppo_clip(log pi - log pi_prox, A)
+
+    `log_ratio` is logp - proximal_logp, `behavior_log_ratio` is proximal_logp - rollout_logp.
+    Coefficient: the behaviour weight times that of `ppo_clip`; 1 where all three agree.
+    Limits: behavior_log_ratio = 0 is `ppo_clip`. It is `tis(...) * ppo_clip(...)`, no more; with `icepop` or another
+    correction in its place write that product.
+    Differs: AReaL `use_decoupled_loss` masks or clamps the weight by `rejection_sampling`.
+    Reference: arXiv:2110.00641; arXiv:2505.24298.
+    """
+    check_float(behavior_log_ratio=behavior_log_ratio)
+    check_same_shape(log_ratio=log_ratio, behavior_log_ratio=behavior_log_ratio)
+    loss = ppo_clip(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, mask=mask)
+    return tis(behavior_log_ratio, max_weight=max_weight, mask=mask) * loss
+
+
+def _clipped(ratio: Tensor, clip_low: float | Tensor, clip_high: float | Tensor) -> Tensor:
+    if isinstance(clip_low, Tensor) or isinstance(clip_high, Tensor):
+        low, high = (torch.as_tensor(x, dtype=ratio.dtype, device=ratio.device) for x in (1 - clip_low, 1 + clip_high))
+        return ratio.clamp(low, high)
+    return ratio.clamp(1 - clip_low, 1 + clip_high)
+
+
+def reinforce(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """The policy gradient itself.
+
+        loss = -A log_ratio
+
+    Coefficient: c = 1 everywhere; no clip, no importance weight. `log_ratio` may as well be `logp`.
+    Differs: nothing (ROLL `vanilla`; verl `bypass_mode` with `loss_type=reinforce`; NeMo-RL `disable_ppo_ratio`).
+    Reference: Williams 1992, doi:10.1007/BF00992696.
+    """
+    log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
+    return -advantages * log_ratio
+
+
+def gpg(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Group policy gradient: `reinforce` under the name of its paper, which also fixes how A is made.
+
+        loss = -A log_ratio
+
+    Coefficient: c = 1. The paper's factor for groups that teach nothing is in `rlkit.advantages.gpg`.
+    Differs: nothing (verl `gpg`).
+    Reference: arXiv:2504.02546; verl `compute_policy_loss_gpg`.
+    """
+    return reinforce(log_ratio, advantages, mask=mask)
+
+
+def importance_sampling(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """The importance-weighted policy gradient, unclipped.
+
+        loss = -A r
+
+    Coefficient: c = r, unbounded up to e^20.
+    Limits: on-policy `reinforce`.
+    Differs: nothing (Tinker and SkyRL `importance_sampling`).
+    Reference: https://tinker-docs.thinkingmachines.ai/losses
+    """
+    log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
+    return -advantages * bounded_exp(log_ratio)
+
+
+def cispo(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    max_weight: float = 5.0,
+    min_weight: float = 0.0,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Clip the importance weight, not the update: every token keeps a bounded gradient.
+
+        loss = -sg(clip(r, min_weight, max_weight)) A log_ratio
+
+    Coefficient: c = clip(r, min_weight, max_weight), whatever the sign of A; never 0.
+    Both bounds are absolute ratios. The lower one is off, as MiniMax-M1 and ScaleRL run it; 5 is ScaleRL's cap.
+    Limits: max_weight = inf has the gradient of `importance_sampling`; max_weight = min_weight = 1 is `reinforce`.
+    Differs: TRL `epsilon_high` is an absolute bound too, 0.2 if unset; verl, slime, SkyRL, ROLL and NeMo-RL take
+    distances from 1 and clip below as well.
+    Reference: arXiv:2506.13585, equation 4; arXiv:2510.13786.
+    """
+    check_at_least(0, min_weight=min_weight)
+    check_at_least(min_weight, max_weight=max_weight)
+    log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
+    return _weighted(bounded_exp(log_ratio).clamp(min_weight, max_weight), log_ratio, advantages)
+
+
+def double_sided_is(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Importance weighting with a hard gate on both sides, whatever the sign of A (GLM-5).
+
+        loss = -sg(r 1[1 - clip_low <= r <= 1 + clip_high]) A log_ratio
+
+    Coefficient: c = r inside the interval, 0 outside. `icepop` as a surrogate: meant for log_ratio = logp -
+    rollout_logp.
+    Differs: SkyRL `rollout_is` leaves the two end points out.
+    Reference: SkyRL `rollout_is_policy_loss`.
+    """
+    check_at_least(0, clip_low=clip_low, clip_high=clip_high)
+    weight = icepop(log_ratio, low=1 - clip_low, high=1 + clip_high, mask=mask)
+    return weight * reinforce(log_ratio, advantages, mask=mask)
+
+
+def topr(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Tapered off-policy REINFORCE: imitate what was good, let go of what was bad once it has become unlikely.
+
+        loss = -A log_ratio where A > 0, -sg(min(r, 1)) A log_ratio where A <= 0
+
+    Coefficient: c = 1 for A > 0, min(r, 1) for A < 0.
+    The paper's ratio is the whole sequence's: give it `token_gradient(seq_log_ratio_sum(...), log_ratio)`.
+    Differs: ROLL `topr` uses the token's ratio and splits by the sign of the score, not of A.
+    Reference: arXiv:2503.14286, equation 8.
+    """
+    log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
+    weight = torch.where(advantages > 0, 1.0, bounded_exp(log_ratio).clamp(max=1))
+    return _weighted(weight, log_ratio, advantages)
+
+
+def sapo(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Soft adaptive policy optimisation: a sigmoid gate in place of the hard clip.
+
+        loss = -A (4 / tau) sigmoid(tau (r - 1))          tau = tau_pos where A > 0, tau_neg where A <= 0
+
+    Coefficient: c = 4 p (1 - p) r with p = sigmoid(tau (r - 1)), whatever the sign of A: 1 at r = 1, at tau 1 at most
+    1.6 near r = 2, then towards 0, sooner for a larger tau. No hard clip.
+    Limits: at r = 1 the gate is 2 / tau and its slope 1.
+    Differs: nothing (TRL, verl and SkyRL `sapo`, AReaL `use_sapo_loss`).
+    Reference: arXiv:2511.20347.
+    """
+    check_positive(tau_pos=tau_pos, tau_neg=tau_neg)
+    log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
+    excess = bounded_exp(log_ratio) - 1
+    gate = torch.where(advantages > 0, _soft_gate(excess, tau_pos), _soft_gate(excess, tau_neg))
+    return -advantages * gate
+
+
+def dppo(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    old_logp: Float[Tensor, "*shape"],
+    delta_low: float = 0.2,
+    delta_high: float = 0.2,
+    max_weight: float = 20.0,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Divergence PPO, binary total variation: the trust region is a distance of probabilities, not a ratio.
+
+        loss = -sg(min(r, max_weight) keep) A log_ratio
+        keep = pi - pi_old <= delta_high where A > 0, pi - pi_old >= -delta_low where A <= 0
+
+    Coefficient: c = min(r, max_weight), and 0 outside the trust region in the direction of the step.
+    A rare token may move by a large factor, a common one may not. `old_logp` is log pi_old, log_ratio = logp -
+    old_logp.
+    Differs: SkyRL `dppo` and prime-rl have no `max_weight`; prime-rl `kl_tau` (1e-3) adds that much log_ratio^2.
+    Reference: arXiv:2602.04879, equation 13; verl `compute_policy_loss_dppo_tv`.
+    """
+    check_at_least(0, delta_low=delta_low, delta_high=delta_high)
+    check_positive(max_weight=max_weight)
+    log_ratio, advantages, old_logp = prepared(mask, log_ratio=log_ratio, advantages=advantages, old_logp=old_logp)
+    moved = (old_logp + log_ratio.detach()).exp() - old_logp.exp()
+    keep = carry_nan(torch.where(advantages > 0, moved <= delta_high, moved >= -delta_low).to(moved.dtype), old_logp)
+    return _weighted(bounded_exp(log_ratio).clamp(max=max_weight) * keep, log_ratio, advantages)
+
+
+def dppo_kl(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    old_logp: Float[Tensor, "*shape"],
+    delta_low: float = 0.05,
+    delta_high: float = 0.05,
+    max_weight: float = 20.0,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Divergence PPO, binary KL: as `dppo`, with the KL of "this token or another" as the distance.
+
+        D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))          p = pi, q = pi_old of the sampled token
+        drop where D > delta_high and p > q (A > 0), or D > delta_low and p < q (A <= 0)
+
+    Coefficient: c = min(r, max_weight), and 0 where dropped.
+    Differs: verl `dppo_kl` and SkyRL `binary_kl` add 1e-8 to 1 - p and 1 - q; here both are held at 1e-8 from below.
+    Reference: arXiv:2602.04879, equation 14; verl `compute_policy_loss_dppo_kl`.
+    """
+    check_at_least(0, delta_low=delta_low, delta_high=delta_high)
+    check_positive(max_weight=max_weight)
+    log_ratio, advantages, old_logp = prepared(mask, log_ratio=log_ratio, advantages=advantages, old_logp=old_logp)
+    fixed = log_ratio.detach()
+    p, q = (old_logp + fixed).exp(), old_logp.exp()
+    divergence = -q * fixed + (1 - q) * ((1 - q).clamp(min=1e-8).log() - (1 - p).clamp(min=1e-8).log())
+    up, down = (divergence > delta_high) & (fixed > 0), (divergence > delta_low) & (fixed < 0)
+    keep = carry_nan((~torch.where(advantages > 0, up, down)).to(p.dtype), old_logp)
+    return _weighted(bounded_exp(log_ratio).clamp(max=max_weight) * keep, log_ratio, advantages)
+
+
+def dro(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    beta: float,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Direct reward optimisation, per token: the policy gradient plus a quadratic pull back to the old policy.
+
+        loss = -A log_ratio + beta / 2 log_ratio^2
+
+    Gradient: -(A - beta log_ratio) dlogp: not a multiple of A. On-policy it is that of `reinforce`; c is not defined
+    elsewhere, and where A = 0 the pull remains. No clip; off-policy data is welcome.
+    Differs: the whole sequence's square is `kimi15`. Tinker names it `dro` too, and reads it as distributionally
+    robust.
+    Reference: arXiv:2405.19107; https://tinker-docs.thinkingmachines.ai/losses
+    """
+    check_at_least(0, beta=beta)
+    log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
+    return -advantages * log_ratio + 0.5 * beta * log_ratio.square()
+
+
+def nll(logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None) -> Float[Tensor, "*shape"]:
+    """Negative log-likelihood of each target: supervised learning.
+
+        loss = -logp
+
+    The positive-example loss of VAPO is this on the tokens of correct samples; ECHO is 0.1 times this on the tokens
+    that the environment wrote (their log-probs come from a forward whose mask includes them).
+    Differs: nothing (NeMo-RL `positive_example_nll_weight`; prime-rl `echo`, with a token count of its own).
+    Reference: arXiv:2504.05118, equation 10.
+    """
+    (logp,) = prepared(mask, logp=logp)
+    return -logp
+
+
+def _weighted(weight: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    return -weight.detach() * advantages * log_ratio
+
+
+def _soft_gate(excess: Tensor, tau: float) -> Tensor:
+    return torch.sigmoid(tau * excess) * (4 / tau)
+
+
+def gspo(
+    log_ratio: Float[Tensor, "T"],
+    advantages: Float[Tensor, "T"],
+    *,
+    mask: Bool[Tensor, "T"] | None,
+    cu_seqlens: Int[Tensor, "N1"],
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Float[Tensor, "T"]:
+    """PPO's clip on the sequence's ratio, the geometric mean s of its tokens'.
+
+        loss = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))          s = exp(seq_log_ratio)
+
+    Coefficient: c = s, and 0 for the whole sequence where `ppo_clip` would be clipped. Aggregate with `seq_mean`.
+    Limits: sequences of one token are `ppo_clip`.
+    Differs: nothing; `gspo_token_log_ratio` inside `ppo_clip` is GSPO-token.
+    Reference: arXiv:2507.18071, equation 5.
+    """
+    log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
+    ratio = seq_log_ratio(log_ratio, mask=mask, cu_seqlens=cu_seqlens)
+    return ppo_clip(ratio, advantages, clip_low=clip_low, clip_high=clip_high, mask=mask)
+
+
+def luspo(
+    log_ratio: Float[Tensor, "T"],
+    advantages: Float[Tensor, "T"],
+    *,
+    mask: Bool[Tensor, "T"] | None,
+    cu_seqlens: Int[Tensor, "N1"],
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Float[Tensor, "T"]:
+    """GSPO times the sequence's length, which takes its preference for short answers away.
+
+        loss = gspo * (trainable tokens of the sequence)
+
+    Coefficient: c = length * s, so not 1 on-policy: with `seq_mean` weights the length cancels, and each token's
+    gradient weighs 1 / num_seqs. The same gradient comes from `gspo` with `seq_mean_token_sum`.
+    Differs: nothing (TRL `luspo`).
+    Reference: arXiv:2602.05261.
+    """
+    loss = gspo(log_ratio, advantages, mask=mask, cu_seqlens=cu_seqlens, clip_low=clip_low, clip_high=clip_high)
+    lens = seq_lens(cu_seqlens) if mask is None else seq_count(mask, cu_seqlens=cu_seqlens)
+    return loss * broadcast_to_tokens(lens.to(loss.dtype), cu_seqlens=cu_seqlens, num_tokens=loss.shape[0])
+
+
+def gmpo(
+    log_ratio: Float[Tensor, "T"],
+    advantages: Float[Tensor, "T"],
+    *,
+    mask: Bool[Tensor, "T"] | None,
+    cu_seqlens: Int[Tensor, "N1"],
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> Float[Tensor, "T"]:
+    """Geometric-mean policy optimisation: clip each token's log-ratio, then take the sequence's geometric mean.
+
+        x_t  = min(log_ratio, clip(log_ratio, -clip_low, clip_high)) where A > 0, max(..) where A <= 0
+        loss = -A exp(mean of x over the sequence)
+
+    Coefficient: c = exp(mean x), and 0 for a token whose own log-ratio is clipped. Aggregate with `seq_mean`.
+    The clip distances are in *log* space: 0.4 means ratios in [0.67, 1.49]. A is one number per sequence.
+    Limits: no clip active: `gspo` without its clip.
+    Differs: verl `geo_mean` takes the mean of A over the sequence.
+    Reference: arXiv:2507.20673.
+    """
+    check_at_least(0, clip_low=clip_low, clip_high=clip_high)
+    log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
+    clipped = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    return -advantages * bounded_exp(seq_log_ratio(clipped, mask=mask, cu_seqlens=cu_seqlens))
+
+
+def vespo(
+    log_ratio: Float[Tensor, "T"],
+    advantages: Float[Tensor, "T"],
+    *,
+    mask: Bool[Tensor, "T"] | None,
+    cu_seqlens: Int[Tensor, "N1"],
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> Float[Tensor, "T"]:
+    """Variational sequence-level soft policy optimisation: a gamma-shaped weight of the sequence's exact ratio W.
+
+        loss = -sg(phi(W)) A log_ratio          phi(W) = W^k exp(lambda (1 - W)),  W = exp(seq_log_ratio_sum)
+
+    with k, lambda = k_pos, lambda_pos where A >= 0, k_neg, lambda_neg where A < 0.
+    Coefficient: c = phi(W), 1 at W = 1 and towards 0 on both sides; its peak is at W = k / lambda. No clip.
+    `log_ratio` is best logp - rollout_logp, so that no further correction multiplies it.
+    Differs: TRL `vespo` clamps each token's log-ratio to +-20 and log W to [-18.4, 20].
+    Reference: arXiv:2602.10693; TRL `get_gamma_weights`.
+    """
+    check_positive(k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
+    log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
+    log_w = seq_log_ratio_sum(log_ratio.detach(), mask=mask, cu_seqlens=cu_seqlens).clamp(max=MAX_LOG_RATIO)
+    below_one = 1 - log_w.exp()
+    positive, negative = k_pos * log_w + lambda_pos * below_one, k_neg * log_w + lambda_neg * below_one
+    return -torch.where(advantages >= 0, positive, negative).exp() * advantages * log_ratio
+
+
+def kimi15(
+    log_ratio: Float[Tensor, "T"],
+    advantages: Float[Tensor, "T"],
+    *,
+    mask: Bool[Tensor, "T"] | None,
+    cu_seqlens: Int[Tensor, "N1"],
+    tau: float = 0.1,
+) -> Float[Tensor, "T"]:
+    """Kimi k1.5's mirror descent: the policy gradient plus a quadratic pull on the whole sequence's log-ratio S.
+
+        loss_t = (-A + tau / 2 S) log_ratio_t          summed over a sequence: -A S + tau / 2 S^2
+
+    Gradient of the sum: -(A - tau S) dlogp: that of `reinforce` on-policy, and no multiple of A elsewhere; c is not
+    defined. Aggregate with `seq_mean_token_sum`. A is r minus the group's mean.
+    Limits: sequences of one token are `dro` with beta = tau.
+    Differs: ROLL `kimi15` (tau 0.1) squares each token's log-ratio, which is `dro`.
+    Reference: arXiv:2501.12599, equation 3.
+    """
+    check_at_least(0, tau=tau)
+    log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
+    total = seq_log_ratio_sum(log_ratio, mask=mask, cu_seqlens=cu_seqlens)
+    return (0.5 * tau * total - advantages) * log_ratio

@@ -1,0 +1,264 @@
+"""Surrogates that need a statistic of the whole batch, and the functions that compute it.
+
+The statistic (a cutoff, a clip range, a selection of tokens) is computed once per optimizer step, from detached values
+of the whole batch, before the batch is split, and passed in. The losses themselves are elementwise, with gradient
+`-c * A * dlogp` like those of `rlkit.losses.policy` where the docstring says so.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rlkit._tensors import bounded_exp, carry_nan, check_no_nan, check_same_shape, cumsum, masked
+from rlkit.losses._inputs import check_alone, check_at_least, check_share, prepared
+from rlkit.losses.policy import importance_sampling, ppo_clip
+
+
+class ClipRange(NamedTuple):
+    """Distances from 1, as `ppo_clip` takes them: `ppo_clip(x, A, **clip_range._asdict())`."""
+
+    clip_low: Float[Tensor, ""]
+    clip_high: Float[Tensor, ""]
+
+
+def m2_cutoff(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    max_m2: float = 0.04,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, ""]:
+    """The largest squared log-ratio that may stay, so that the mean of those that stay is at most `max_m2`.
+
+    Only trust-region tokens count (A > 0 and r > 1, or A < 0 and r < 1): on the others PPO's minimum does not clip
+    either. Equal values stay or go together. inf: all may stay; 0: none.
+    Reference: arXiv:2510.01161, algorithm 1.
+    """
+    check_at_least(0, max_m2=max_m2)
+    log_ratio, advantages = prepared(mask, log_ratio=log_ratio.detach(), advantages=advantages.detach())
+    m2 = torch.where(_moves_on(log_ratio, advantages), log_ratio.square(), torch.inf).flatten().double().sort().values
+    ahead = torch.cat([m2[1:], m2.new_full((min(1, m2.numel()),), torch.inf)])
+    mean = cumsum(m2, 0) / torch.arange(1, m2.numel() + 1, device=m2.device)
+    fits = (mean <= max_m2) & (ahead > m2)
+    cutoff = torch.cat([torch.where(fits, m2, 0), m2.new_zeros(1)]).amax()
+    all_fit = torch.where(m2.isfinite(), m2 <= cutoff, True).all()
+    cutoff = carry_nan(torch.where(all_fit, torch.inf, cutoff), log_ratio.sum(), advantages.sum())
+    return cutoff.to(log_ratio.dtype)
+
+
+def m2po(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    cutoff: Float[Tensor, ""] | float,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Second-moment trust policy optimisation: drop the few tokens that drive the variance, clip nothing else.
+
+        loss = -A r, and 0 on trust-region tokens with log_ratio^2 > cutoff          cutoff = m2_cutoff(...)
+
+    Coefficient: c = r, and 0 where dropped (only in the direction that PPO would clip, too). `log_ratio` is against the
+    policy that sampled, however stale. Aggregate with `token_mean`: dropped tokens stay in the denominator.
+    Limits: cutoff = inf is `importance_sampling`.
+    Differs: AReaL `m2_threshold` masks by the *proximal* over the behaviour policy and all tokens, then runs PPO's
+    clip; the authors' code turns the cutoff into a clip range of at least [0.7, 1.5].
+    Reference: arXiv:2510.01161, equation 5.
+    """
+    log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
+    fixed = log_ratio.detach()
+    dropped = _moves_on(fixed, advantages) & (fixed.square() > cutoff)
+    loss = importance_sampling(log_ratio, advantages, mask=~dropped)
+    return masked(carry_nan(loss, torch.as_tensor(cutoff, device=loss.device)), mask)
+
+
+def bapo_clip_range(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    old_logp: Float[Tensor, "*shape"],
+    target: float = 0.4,
+    low: tuple[float, float] = (0.6, 0.9),
+    high: tuple[float, float] = (1.2, 3.0),
+    step_low: float = 0.02,
+    step_high: float = 0.05,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> ClipRange:
+    """BAPO's adaptive clip: the first range of a fixed schedule in which positive tokens hold a `target` share.
+
+        share(c_low, c_high) = P / (P + N)      P = sum over A > 0 of pi_old |A| min(r, c_high)
+                                                N = sum over A < 0 of pi_old |A| max(r, c_low)
+
+    The schedule widens c_high from high[0] to high[1] by `step_high`, then raises c_low from low[0] to low[1] by
+    `step_low`; where no range reaches the target, its last one is taken. The loss is `ppo_clip` with the range found.
+    Raising c_low makes N larger, so by this equation it never helps: the second half runs to its end or not at all.
+    Differs: the authors' code raises c_low first, leaves pi_old out and compares P / N.
+    Reference: arXiv:2510.18927, equation 8 and algorithm 1.
+    """
+    check_share(target=target)
+    log_ratio, advantages, old_logp = prepared(
+        mask, log_ratio=log_ratio.detach(), advantages=advantages.detach(), old_logp=old_logp.detach()
+    )
+    ratio, scale = bounded_exp(log_ratio).double(), (old_logp.exp() * advantages.abs()).double()
+    good, bad = scale * (advantages > 0), scale * (advantages < 0)
+    lows, highs = _steps(*low, step_low), _steps(*high, step_high)
+    positive = torch.stack([(good * ratio.clamp(max=c)).sum() for c in highs])
+    negative = torch.stack([(bad * ratio.clamp(min=c)).sum() for c in lows])
+    schedule = [(low[0], c) for c in highs] + [(c, highs[-1]) for c in lows[1:]]
+    gain = torch.cat([positive, positive[-1:].expand(len(lows) - 1)])
+    loss = torch.cat([negative[:1].expand(len(highs)), negative[1:]])
+    reached = gain >= target * (gain + loss)
+    reached[-1] = True
+    chosen = ratio.new_tensor(schedule).index_select(0, reached.int().argmax().view(1))
+    chosen = carry_nan(chosen, (gain + loss).sum()).to(log_ratio.dtype)
+    return ClipRange(1 - chosen[0, 0], chosen[0, 1] - 1)
+
+
+def token_covariance(
+    logp: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    mask: Bool[Tensor, "*shape"] | None = None,
+    mean_logp: Float[Tensor, ""] | None = None,
+    mean_advantage: Float[Tensor, ""] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Each token's share of the covariance between log-probability and advantage, which drives the entropy's fall.
+
+        cov_t = (A_t - mean A) (logp_t - mean logp)          means over the whole batch's trainable tokens; detached
+
+    A mean that is given is used; one that is left out is that of the tokens given.
+    Reference: arXiv:2505.22617, equation 10.
+    """
+    logp, advantages = prepared(mask, logp=logp.detach(), advantages=advantages.detach())
+    count = (torch.ones_like(logp, dtype=torch.bool) if mask is None else mask).sum().clamp(min=1)
+    if mean_logp is None:
+        check_alone("mean_logp")
+        mean_logp = logp.sum() / count
+    if mean_advantage is None:
+        check_alone("mean_advantage")
+        mean_advantage = advantages.sum() / count
+    (cov,) = prepared(mask, cov=(advantages - mean_advantage) * (logp - mean_logp))
+    return cov
+
+
+def select_top(
+    cov: Float[Tensor, "*shape"],
+    *,
+    fraction: float = 2e-4,
+    mask: Bool[Tensor, "*shape"] | None = None,
+    generator: torch.Generator | None = None,
+) -> Bool[Tensor, "*shape"]:
+    """The `fraction` of trainable tokens with the largest covariance, at least one: KL-Cov's choice.
+
+    Among equal covariances at the edge the choice is random, and `generator` fixes it: exactly
+    max(1, floor(fraction * trainable tokens)) are chosen, also where all advantages are equal and every covariance is
+    0. Errors: ValueError for NaN at a trainable place (on the CPU).
+    Differs: verl and its paper 2e-4, SkyRL's default 0.2.
+    """
+    check_share(fraction=fraction)
+    (cov,) = prepared(mask, cov=cov.detach())
+    check_no_nan(mask, cov=cov)
+    allowed = torch.ones_like(cov, dtype=torch.bool) if mask is None else mask
+    return _smallest(-cov, _noise(cov, generator), allowed=allowed, fraction=fraction, count=allowed.sum())
+
+
+def select_between(
+    cov: Float[Tensor, "*shape"],
+    *,
+    low: float = 1.0,
+    high: float = 5.0,
+    fraction: float = 2e-4,
+    mask: Bool[Tensor, "*shape"] | None = None,
+    generator: torch.Generator | None = None,
+) -> Bool[Tensor, "*shape"]:
+    """A random choice, as many as `fraction` of all trainable tokens, among those with covariance in (low, high).
+
+    Clip-Cov's choice; at least one where there is any. `generator` fixes it.
+    Errors: ValueError for NaN at a trainable place (on the CPU).
+    Differs: verl leaves tokens that PPO already clips out of the choice: give `mask & ~clipped` for that.
+    """
+    check_share(fraction=fraction)
+    (cov,) = prepared(mask, cov=cov.detach())
+    check_no_nan(mask, cov=cov)
+    trainable = torch.ones_like(cov, dtype=torch.bool) if mask is None else mask
+    allowed = trainable & (cov > low) & (cov < high)
+    same = torch.zeros_like(cov)
+    return _smallest(same, _noise(cov, generator), allowed=allowed, fraction=fraction, count=trainable.sum())
+
+
+def clip_cov(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    selected: Bool[Tensor, "*shape"],
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Clip-Cov: PPO without the gradient of a few tokens that would cost the most entropy.
+
+        loss = ppo_clip, and 0 on `selected` tokens          selected = select_between(token_covariance(...))
+
+    Coefficient: that of `ppo_clip`, and 0 on selected tokens, on-policy too.
+    Differs: verl and SkyRL `clip_cov` compute the choice per micro-batch.
+    Reference: arXiv:2505.22617; verl `compute_policy_loss_clip_cov`.
+    """
+    _check_selected(selected, log_ratio)
+    loss = ppo_clip(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, mask=mask)
+    return torch.where(selected & ~loss.isnan(), 0, loss)
+
+
+def kl_cov(
+    log_ratio: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    *,
+    selected: Bool[Tensor, "*shape"],
+    kl_coef: float = 1.0,
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """KL-Cov: the unclipped surrogate, and a penalty on moving those few tokens at all.
+
+        loss = -A r + kl_coef |log_ratio| 1[selected]          selected = select_top(token_covariance(...))
+
+    Gradient: -r A dlogp, plus kl_coef sign(log_ratio) dlogp on selected tokens (0 on-policy): not a multiple of A
+    there.
+    Differs: verl and SkyRL `kl_cov` compute the choice per micro-batch.
+    Reference: arXiv:2505.22617; verl `compute_policy_loss_kl_cov`.
+    """
+    check_at_least(0, kl_coef=kl_coef)
+    _check_selected(selected, log_ratio)
+    loss = importance_sampling(log_ratio, advantages, mask=mask)
+    (log_ratio,) = prepared(mask, log_ratio=log_ratio)
+    return loss + kl_coef * torch.where(selected, log_ratio.abs(), 0)
+
+
+def _check_selected(selected: Tensor, log_ratio: Tensor) -> None:
+    if selected.dtype != torch.bool:
+        raise TypeError(f"selected must be bool (see select_between, select_top), got {selected.dtype}")
+    check_same_shape(log_ratio=log_ratio, selected=selected)
+
+
+def _moves_on(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Tokens on which the step goes further in the direction already gone."""
+    return ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
+
+
+def _steps(start: float, end: float, step: float) -> list[float]:
+    count = int((end - start) / step + 1e-9)
+    return [start + i * step for i in range(count + 1)]
+
+
+def _noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.rand(like.shape, generator=generator, device=like.device, dtype=torch.float64)
+
+
+def _smallest(keys: Tensor, ties: Tensor, *, allowed: Tensor, fraction: float, count: Tensor) -> Tensor:
+    """The allowed places with the smallest keys, among equal ones with the smallest `ties`: `fraction * count` of them,
+    at least one, where so many are allowed."""
+    order = ties.flatten().argsort()
+    order = order[torch.where(allowed, keys, torch.inf).flatten()[order].argsort(stable=True)]
+    rank = torch.empty_like(order).index_copy(0, order, torch.arange(order.numel(), device=order.device))
+    return allowed & (rank < (count * fraction).long().clamp(min=1)).view(allowed.shape)

@@ -1,0 +1,576 @@
+"""Checkpoints that are complete or absent, and restore every bit.
+
+A checkpoint is a folder `step_00000050` of
+
+    __0_0.distcp ...  .metadata     weights and optimizer tensors, by torch.distributed.checkpoint: each rank writes its
+                                    shards, and any layout can load them
+    state.pt                        the caller's `state`, the optimizer's group options
+    rank_00000.pt ...               random states, one file per rank
+    manifest.json                   step, order of writing, size and CRC-32 of every other file; written last
+
+Everything is written into `.tmp_step_00000050`, synced, and renamed. All ranks call each function together; without a
+process group there is one rank. `BackgroundSaver` writes while the run goes on.
+
+Names of tensors do not depend on the layout: `model/NAME` is a weight or buffer, `optimizer/KEY/NAME` the optimizer's
+KEY (exp_avg, step, ...) of parameter NAME. DTensors stay DTensors: each rank writes and reads its own shards, and
+torch.distributed.checkpoint reshards. A pipeline stage has its own names only, of which a tied weight's may be
+another's too; lists of names that are stored or compared are those of all stages. Importing
+torch.distributed.checkpoint costs a second where transformers is not loaded yet, so it waits until a checkpoint is due.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import os
+import random
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rlkit import files as _files
+from rlkit.model.weights import clean_name, model_tensors
+from rlkit.parallel.data import each_stage
+from rlkit.ranks import distributed, first, on_this_device, rank, timeout_of, together, world_size
+
+T = TypeVar("T")
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The live optimizer state. A parameter that was never updated has none, and gets none by being saved."""
+    names = _names(model, optimizer)
+    items = ((names[p], key, x) for p, entry in optimizer.state.items() for key, x in entry.items())
+    return {f"optimizer/{key}/{name}": x for name, key, x in items if isinstance(x, Tensor)}
+
+
+def optimizer_options(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """What the optimizer holds beside tensors: options per group, and any number it keeps per parameter."""
+    names = _names(model, optimizer)
+    groups = [{**g, "params": own} for g, own in zip(optimizer.param_groups, _groups(model, optimizer), strict=True)]
+    scalars = {
+        names[p]: {key: x for key, x in entry.items() if not isinstance(x, Tensor)}
+        for p, entry in optimizer.state.items()
+    }
+    stages = of_stages(model, plain(scalars, "optimizer.state"))
+    merged = {name: entry for stage in stages for name, entry in stage.items()}
+    return {"groups": plain(groups, "optimizer.param_groups"), "scalars": merged}
+
+
+def empty_optimizer_tensors(path: Path, model: nn.Module, optimizer: Optimizer, options: Any) -> dict[str, Tensor]:
+    """Room for the state stored in `path`, sharded like the parameters. No optimizer step is needed to make it."""
+    names, groups = _names(model, optimizer), _groups(model, optimizer)
+    if options is None or [*map(sorted, groups)] != [sorted(group["params"]) for group in options["groups"]]:
+        raise ValueError(
+            f"{path} was written with another optimizer: its parameters or parameter groups differ from the given one's"
+        )
+    owners = {names[p]: (p, group) for group in optimizer.param_groups for p in group["params"]}
+    room = {}
+    for full, stored in _stored(path).items():
+        if full.startswith("optimizer/"):
+            _, key, name = full.split("/", 2)
+            if name in owners:
+                room[full] = _room(key, stored, *owners[name])
+    return room
+
+
+def _room(key: str, stored: Any, param: Tensor, group: dict[str, Any]) -> Tensor:
+    dtype = stored.properties.dtype
+    if key == "step":  # torch's own rule: on the CPU, unless a fused or captured kernel reads it
+        on_device = group.get("fused") or group.get("capturable")
+        return torch.empty(stored.size, dtype=dtype, device=param.device if on_device else "cpu")
+    if stored.size == param.shape:
+        return torch.empty_like(param.detach(), dtype=dtype)
+    return torch.empty(stored.size, dtype=dtype, device=param.device)
+
+
+def install_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer, options: Any) -> None:
+    """Make `tensors` and `options` the optimizer's state. (`load_state_dict` would cast to the type of the weights.)"""
+    params = {name: p for p, name in _names(model, optimizer).items()}
+    optimizer.state.clear()
+    for name, entry in options["scalars"].items():
+        if name in params:
+            optimizer.state[params[name]].update(entry)
+    for full, x in tensors.items():
+        if full.startswith("optimizer/"):
+            _, key, name = full.split("/", 2)
+            optimizer.state[params[name]][key] = x
+    for group, stored in zip(optimizer.param_groups, options["groups"], strict=True):
+        group.update({key: x for key, x in stored.items() if key != "params"})
+
+
+def copied(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as they are now, in CPU memory (pinned, where they come from a GPU). `buffers` are used again."""
+    from torch.distributed.tensor import DTensor
+
+    out: dict[str, Tensor] = {}
+    devices: set[torch.device] = set()
+    for name, x in tensors.items():
+        local = x.to_local().detach() if isinstance(x, DTensor) else x.detach()
+        old = buffers.get(name)
+        if old is None or (old.shape, old.dtype) != (local.shape, local.dtype):
+            buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+        copy = buffers[name].copy_(local, non_blocking=True)
+        devices |= {local.device} if local.is_cuda else set()
+        out[name] = DTensor(copy, x._spec, requires_grad=False) if isinstance(x, DTensor) else copy
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return out
+
+
+def write_tensors(tensors: dict[str, Tensor], folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
+    """Write this rank's share of `tensors` and sync it; RuntimeError on every rank if one of them failed."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    _quiet()
+    try:
+        writer = dcp.FileSystemWriter(folder, sync_files=True)
+        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=not distributed())
+    except CheckpointException as error:  # a BaseException, which an `except Exception` in a loop would miss
+        causes = "; ".join(f"rank {rank}: {cause!r}" for rank, (cause, _) in error.failures.items())
+        raise RuntimeError(f"writing the tensors failed: {causes}") from error
+
+
+def read_tensors(tensors: dict[str, Tensor], path: Path, model: nn.Module) -> None:
+    """Fill `tensors` of `model` in place; ValueError, before anything is written, where names or shapes differ."""
+    import torch.distributed.checkpoint as dcp
+
+    stored = _stored(path)
+    stages = of_stages(model, {name: x.shape for name, x in tensors.items()})
+    here = {name: shape for shapes in stages for name, shape in shapes.items()}
+    wrong = [f"{name} is missing there" for name in here if name not in stored]
+    wrong += [f"{name} is missing here" for name in stored if name.startswith("model/") and name not in here]
+    wrong += [
+        f"{name} is {list(stored[name].size)} there, {list(shape)} here"
+        for name, shape in here.items()
+        if name in stored and stored[name].size != shape
+    ]
+    if wrong:
+        raise ValueError(f"{path} holds another model: {'; '.join(wrong[:4])} ({len(wrong)} differences in all)")
+    _quiet()
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=not distributed())
+
+
+def plain(value: Any, where: str) -> Any:
+    """`value` rebuilt from types that `torch.load(weights_only=True)` reads; TypeError names what cannot be."""
+    if isinstance(value, Tensor) and hasattr(value, "placements"):
+        raise TypeError(f"{where} is sharded: give the model it belongs to as part of `model`, an nn.ModuleDict")
+    if value is None or isinstance(value, Tensor):
+        return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bool | bytes):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, dict):
+        return {plain(k, f"a key of {where}"): plain(v, f"{where}[{k!r}]") for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        items = [plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    raise TypeError(
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: give numbers, strings, tensors, "
+        "and lists, tuples or dicts of them, for example str(path) or dataclasses.asdict(config)"
+    )
+
+
+def of_stages(model: nn.Module, value: T) -> list[T]:
+    """`value` of every pipeline stage of the model, or of the one inside it."""
+    mesh = next((m.rlkit_mesh for m in model.modules() if hasattr(m, "rlkit_mesh")), None)
+    return each_stage(value, mesh=mesh)  # type: ignore[arg-type]
+
+
+def _quiet() -> None:
+    """One process alone is what is meant. (Not `catch_warnings`: it is no thing for threads.)"""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    import torch.distributed.checkpoint as dcp
+
+    return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+    names: dict[Tensor, str] = {p: clean_name(name) for name, p in model.named_parameters()}
+    missing = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if missing:
+        raise ValueError(
+            f"the optimizer holds {len(missing)} parameters that are not in the model, the first of shape "
+            f"{list(missing[0].shape)}; give all trained modules as one nn.ModuleDict"
+        )
+    return names
+
+
+def _groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The names in each group of the optimizer, of all pipeline stages."""
+    names = _names(model, optimizer)
+    stages = of_stages(model, [[names[p] for p in group["params"]] for group in optimizer.param_groups])
+    return [list(dict.fromkeys(name for part in parts for name in part)) for parts in zip(*stages, strict=True)]
+
+
+_MANIFEST = "manifest.json"
+_SAVE_FIX = "Earlier checkpoints are untouched. Free space there, keep fewer or save to another disk, then resume."
+
+
+class DamagedCheckpoint(ValueError):
+    """A file of a checkpoint is not what was written."""
+
+
+def save_checkpoint(
+    folder: Path | str, *, step: int, model: nn.Module, optimizer: Optimizer | None, state: dict[str, Any], keep: int
+) -> Path:
+    """Write `folder/step_{step:08d}` and then delete all but the `keep` newest checkpoints of `folder`.
+
+    `step` is the number of optimizer steps done. `state` is whatever else the loop needs to continue (data position,
+    controllers, config): None, bool, int, float, str, bytes, tensors, and lists, tuples and dicts of them. A NamedTuple
+    comes back as a plain tuple: `PidState(*state["kl"])`. The random states of torch, CUDA, Python and numpy are added.
+    Model, optimizer and random states are only read: a run that saves has the same bits as one that does not.
+
+    Errors: OSError (ENOSPC, EDQUOT, EFBIG) with the path and the space needed and free, where the disk is full: nothing
+    of the new checkpoint stays, the old ones do. TypeError for a `state` entry that could not be read back. ValueError
+    (on many ranks RuntimeError) where nodes do not share the folder's disk.
+
+    Differs: TRL, verl and OpenRLHF write into the final folder and find the newest by its name or a pointer file.
+    torch's `get_optimizer_state_dict` takes an optimizer step with zero gradients where the state is still empty, so
+    saving at step 0 would change the run; here an empty state is stored as empty. `BackgroundSaver` does the same
+    without holding up the run.
+    """
+    return write_job(make_job(folder, step=step, model=model, optimizer=optimizer, state=state, keep=keep))
+
+
+def latest_checkpoint(folder: Path | str) -> Path | None:
+    """The checkpoint of `folder` written last, or None.
+
+    Found by content: its manifest is whole and every file it lists is there with its size. The name decides nothing.
+    Written last, not of the highest step: after going back to an older checkpoint the run continues from there.
+    """
+    found = _complete(Path(folder))
+    return found[-1] if found else None
+
+
+def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Load weights and optimizer state in place, set the random states, and return `state` with "step" added.
+
+    Every file's checksum is verified first. The number of ranks and the layout may differ from those that wrote it;
+    a rank that did not exist then keeps its random states. The optimizer's options (learning rate, betas) come from the
+    checkpoint. `optimizer=None` loads the weights only, and leaves the random states alone.
+
+    Errors: FileNotFoundError for a folder that is no complete checkpoint; DamagedCheckpoint for a file that changed
+    since it was written; ValueError for a model or optimizer that does not fit, naming the first tensors that differ.
+    """
+    path = Path(path)
+    manifest = _verified(path)
+    side = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    tensors = model_tensors(model)
+    if optimizer is not None:
+        tensors |= empty_optimizer_tensors(path, model, optimizer, side["optimizer"])
+    read_tensors(tensors, path, model)
+    if optimizer is not None:
+        install_optimizer(tensors, model, optimizer, side["optimizer"])
+        own = path / _rank_file()
+        if own.exists():
+            _set_random_states(torch.load(own, map_location="cpu", weights_only=True))
+    return {**side["state"], "step": manifest["step"]}
+
+
+def load_latest(
+    folder: Path | str, *, model: nn.Module, optimizer: Optimizer | None
+) -> tuple[dict[str, Any], list[str]]:
+    """`load_checkpoint` of the newest checkpoint that is whole, and what is wrong with each one that was skipped.
+
+    Without any checkpoint the state is {}. Nothing is loaded from a damaged one.
+    Errors: FileNotFoundError where there are checkpoints and none is whole; those of `load_checkpoint`.
+    """
+    folder, complete = Path(folder), _complete(Path(folder))
+    torn = {path for path in folder.glob("step_*") if path.is_dir()} - {*complete}
+    skipped = [f"{path} has no {_MANIFEST}, or files that are missing or cut off" for path in sorted(torn)]
+    for path in reversed(complete):
+        try:
+            return load_checkpoint(path, model=model, optimizer=optimizer), skipped
+        except DamagedCheckpoint as error:
+            skipped.append(str(error))
+    if skipped:
+        fix = "put back what they lack, or delete them to start from step 0 again"
+        raise FileNotFoundError(errno.ENOENT, f"no checkpoint is whole: {'; '.join(skipped)}; {fix}", str(folder))
+    return {}, []
+
+
+class Job(NamedTuple):
+    """A checkpoint that is to be written: everything but the tensors is serialized already. `size`: bytes of all
+    stages' tensors."""
+
+    folder: Path
+    step: int
+    keep: int
+    tensors: dict[str, Tensor]
+    size: int
+    files: dict[str, bytes]
+
+
+def make_job(
+    folder: Path | str, *, step: int, model: nn.Module, optimizer: Optimizer | None, state: dict[str, Any], keep: int
+) -> Job:
+    """What `save_checkpoint` writes. The tensors are the live ones."""
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1 (the checkpoint just written), got {keep}")
+    side, tensors = {"state": plain(state, "state"), "optimizer": None}, model_tensors(model)
+    if optimizer is not None:
+        side["optimizer"] = optimizer_options(model, optimizer)
+        tensors |= optimizer_tensors(model, optimizer)
+    files = {_rank_file(): _serialized(_random_states())}
+    if rank() == 0:
+        files["state.pt"] = _serialized(side)
+    record = 2048  # of each tensor: name, type, shape
+    sizes = of_stages(model, {name: x.numel() * x.element_size() + record for name, x in tensors.items()})
+    size = sum({name: size for stage in sizes for name, size in stage.items()}.values())
+    return Job(Path(folder), step, keep, tensors, size, files)
+
+
+def write_job(job: Job, *, group: dist.ProcessGroup | None = None) -> Path:
+    """Write a checkpoint, publish it and delete old ones. `group`: all ranks, in a group that nobody else uses now."""
+    final = job.folder / f"step_{job.step:08d}"
+    temp = job.folder / (_files.TEMP_PREFIX + final.name)
+    own = len(job.files[_rank_file()])
+    needed = job.size + sum(map(len, job.files.values())) + (world_size() - 1) * own + (1 << 16)
+    what = f"the checkpoint of step {job.step}"
+    first(lambda: _make_room(job.folder, temp, what, needed), group=group)
+    cleanup = _files.removed_on_error(temp) if rank() == 0 else nullcontext()
+    with _files.explain_full_disk(what, job.folder, needed=needed, fix=_SAVE_FIX), cleanup:
+        write_tensors(job.tensors, temp, group=group)
+        files = together(lambda: _write_files(job.files, temp), group=group)
+        first(lambda: _publish(job.step, files, temp, final), group=group)
+    first(lambda: _prune(job.folder, job.keep), group=group)
+    return final
+
+
+def _make_room(folder: Path, temp: Path, what: str, needed: int) -> None:
+    """Delete what crashed saves left, refuse early where the disk is too full, and make the temporary folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(_files.TEMP_PREFIX + "*"):
+        _files.remove_folder(leftover)
+    _files.require_room(what, folder, needed=needed, fix=_SAVE_FIX)
+    temp.mkdir()
+
+
+def _write_files(files: dict[str, bytes], temp: Path) -> dict[str, dict[str, int]]:
+    """Write this rank's other files; name, size and checksum of every file that this rank wrote."""
+    for name, data in files.items():
+        _files.write_file(temp / name, data)
+    own = [temp / name for name in files] + [f for f in temp.iterdir() if f.name.startswith(f"__{rank()}_")]
+    if rank() == 0:
+        own.append(temp / ".metadata")
+    return {f.name: {"size": f.stat().st_size, "crc32": _files.crc32(f)} for f in own}
+
+
+def _publish(step: int, files: list[dict[str, dict[str, int]]], temp: Path, final: Path) -> None:
+    """The manifest, then the rename: from here on the checkpoint exists."""
+    if lost := [(r, name) for r, of_rank in enumerate(files) for name in of_rank if not (temp / name).exists()]:
+        r, name = lost[0]
+        raise ValueError(
+            f"rank 0 does not see {name}, which rank {r} wrote into {temp}: use a disk that all nodes share"
+        )
+    earlier = [_manifest(path) for path in _complete(final.parent)]
+    manifest = {
+        "step": step,
+        "order": 1 + max((m["order"] for m in earlier if m), default=0),
+        "world_size": len(files),
+        "torch": torch.__version__,
+        "files": {name: entry for of_rank in files for name, entry in sorted(of_rank.items())},
+    }
+    _files.write_file(temp / _MANIFEST, json.dumps(manifest, indent=1).encode())
+    _files.replace_folder(temp, final)
+
+
+def _prune(folder: Path, keep: int) -> None:
+    for path in _complete(folder)[:-keep]:
+        _files.remove_folder(path)
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Complete checkpoints, in the order in which they were written."""
+    if not folder.is_dir():
+        return []
+    found = {path: _manifest(path) for path in folder.iterdir() if not path.name.startswith(_files.TEMP_PREFIX)}
+    return sorted((p for p, m in found.items() if m), key=lambda p: found[p]["order"])
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all there with their sizes; {} for anything else."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_bytes())
+        whole = all((path / name).stat().st_size == entry["size"] for name, entry in manifest["files"].items())
+        return manifest if whole and isinstance(manifest["order"], int) and isinstance(manifest["step"], int) else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _verified(path: Path) -> dict[str, Any]:
+    """The manifest, after every file's checksum was compared (each rank takes its share of the files)."""
+    manifest = _manifest(path)
+    if not manifest:
+        raise FileNotFoundError(
+            f"{path} is not a complete checkpoint: it has no {_MANIFEST}, or files that are missing or cut off; "
+            "latest_checkpoint(folder) finds the newest complete one"
+        )
+    mine = list(manifest["files"].items())[rank() :: world_size()]
+    found = together(lambda: [name for name, entry in mine if _files.crc32(path / name) != entry["crc32"]])
+    if changed := [name for names in found for name in names]:
+        raise DamagedCheckpoint(f"{path}: {', '.join(changed)} changed after it was written")
+    return manifest
+
+
+def _serialized(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _random_states() -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    keys = np.asarray(keys).tolist()
+    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, keys, *rest)}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _rank_file() -> str:
+    return f"rank_{rank():05d}.pt"
+
+
+class BackgroundSaver:
+    """`save_checkpoint` in the background: the run waits for a copy into CPU memory, a thread writes it.
+
+        with BackgroundSaver(run.checkpoints, keep=2) as saver:
+            for step in ...:
+                saver.save(step=step, model=model, optimizer=optimizer, state=state)
+
+    The files, what is atomic and what is read back are those of `rlkit.model.checkpoint`. One save at a time: the
+    next one, `wait` and the end of the block first wait for the one before, and raise what it raised, on every rank;
+    the saver can then go on. All ranks make it, save and wait together. Nothing else may save into the folder
+    meanwhile. A block that is interrupted (Ctrl-C) does not wait; what was half written is no checkpoint.
+
+    Memory: one copy of this rank's shards on the host, kept for the next save (pinned, where they are on a GPU, each
+    rounded up to a power of two). A rank whose host has no room for it waits for the disk instead.
+    Differs: torch's `async_save` has no atomic end, and leaves it to the caller to look at its future.
+    """
+
+    def __init__(self, folder: Path | str, *, keep: int) -> None:
+        self._folder, self._keep = Path(folder), keep
+        self._group: dist.ProcessGroup | None = None
+        if distributed():
+            self._group = dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD))
+        self._buffers: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._path: Path | None = None
+        self._then: Callable[[], object] | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> BackgroundSaver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            return
+        try:
+            self.wait()
+        except Exception:
+            if kind is None:  # else the error that ends the block is the one to show
+                raise
+        finally:
+            if self._group is not None and kind is None:
+                dist.destroy_process_group(self._group)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being written, so that `wait` returns at once."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def save(
+        self,
+        *,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        state: dict[str, Any],
+        then: Callable[[], object] | None = None,
+    ) -> None:
+        """Begin to write the checkpoint of `step` as things are now; see `save_checkpoint` for the arguments.
+
+        `then` is called once it is on the disk, by the `wait` that finds it there: for what relies on it.
+        """
+        self.wait()
+        job = make_job(self._folder, step=step, model=model, optimizer=optimizer, state=state, keep=self._keep)
+        room = bool(self._buffers) or _has_room(job.tensors)
+        if room:
+            job = job._replace(tensors=copied(job.tensors, self._buffers))
+        self._then = then
+        write = on_this_device(self._write)
+        self._thread = threading.Thread(target=write, args=(job,), name="rlkit-checkpoint", daemon=True)
+        self._thread.start()
+        if not room:
+            self._thread.join()
+
+    def wait(self) -> Path | None:
+        """Until the last save is on the disk. Returns the folder of the last one that was written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            error, then = self._error, self._then
+            self._error = self._then = None
+            if error is not None:
+                raise error
+            if then is not None:
+                then()
+        return self._path
+
+    def _write(self, job: Job) -> None:
+        try:
+            self._path = write_job(job, group=self._group)
+        except BaseException as error:
+            self._error = error
+
+
+def _has_room(tensors: dict[str, Tensor]) -> bool:
+    """Whether the ranks of this host, if all are like this one, can copy their shards without being killed for it."""
+    local = (x.to_local() if hasattr(x, "to_local") else x for x in tensors.values())
+    taken = (1 << (x.nbytes - 1).bit_length() if x.is_cuda and x.nbytes else x.nbytes for x in local)  # torch pins so
+    return sum(taken) * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < 0.9 * _free_memory()
+
+
+def _free_memory() -> float:
+    """Bytes of memory that the machine, and the container, still have; infinite where they do not say."""
+    free, group = math.inf, Path("/sys/fs/cgroup")
+    try:
+        free = 1024.0 * _field(Path("/proc/meminfo"), "MemAvailable:")
+        limit = int((group / "memory.max").read_text())  # "max": none
+        cached = _field(group / "memory.stat", "inactive_file")
+        return min(free, limit - int((group / "memory.current").read_text()) + cached)
+    except (OSError, LookupError, ValueError):
+        return free
+
+
+def _field(path: Path, name: str) -> int:
+    return int({key: value for key, value, *_ in map(str.split, path.read_text().splitlines())}[name])

@@ -1,0 +1,266 @@
+"""Load a Hugging Face causal LM for packed training, and run it: batch in, log-probs out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlkit.kernels.linear_logp import linear_logp, log_kept_mass
+from rlkit.model.families import check_architecture, check_causal_lm, check_loaded, logit_scale, longest_sequence
+from rlkit.model.parallelize import inside, mesh_of
+from rlkit.packing import join, pack, with_streams
+from rlkit.parallel.attention import IMPLEMENTATION, has_flash, register
+from rlkit.parallel.context import plan_layout
+from rlkit.parallel.data import rank_microbatches, summed
+from rlkit.parallel.mesh import Mesh
+from rlkit.parallel.vocab import is_sharded, sharded_linear_logp
+from rlkit.types import Batch, LogProbs, SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Policy = Callable[[Batch], LogProbs]  # `partial(forward, model, temperature=...)`
+Spread = Callable[[Tensor], Tensor]
+Head = Callable[[Tensor, Spread], tuple[Tensor, ...]]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrainedModel:
+    """A causal LM from a local folder or a hub id, ready for `forward` (see `prepare`).
+
+    The parameters are fp32, whatever the checkpoint holds: under bf16 compute they are the master weights.
+
+    Errors: FileNotFoundError, and ValueError for a model type that cannot be trained packed, and for a checkpoint that
+    lacks weights (a classifier has no head for tokens), which transformers would draw at random.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    check_path(path)
+    config = AutoConfig.from_pretrained(str(path))
+    check_causal_lm(config)
+    check_architecture(config)
+    model, missing = read_pretrained(AutoModelForCausalLM, path)
+    if missing:
+        names = ", ".join(sorted(missing)[:5])
+        raise ValueError(f"model {str(path)!r} has no weights for {names}: is it a causal language model?")
+    return prepare(model.to(device))
+
+
+def read_pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> tuple[Any, list[str]]:
+    """`kind.from_pretrained` in fp32, and the names of weights that the checkpoint lacks.
+
+    transformers shows its bar only for checkpoints that take seconds to read: above 1 GB, or from the hub.
+
+    Errors: ValueError, with the path, for weights that cannot be read.
+    """
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    if Path(path).is_dir() and sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) < 1e9:
+        logging.disable_progress_bar()
+    try:
+        model, info = kind.from_pretrained(str(path), dtype=torch.float32, output_loading_info=True, **options)
+    except SafetensorError as error:
+        what = f"its safetensors are damaged ({error}): copy or download it again"
+        raise ValueError(f"model {str(path)!r}: {what}") from None
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    return model, info["missing_keys"]
+
+
+def prepare(model: PreTrainedModel) -> PreTrainedModel:
+    """Set a transformers causal LM up for packed attention, in place.
+
+    Dropout is off: scoring and training must give the same numbers. The first time its architecture is checked on a
+    small copy: see `rlkit.model.families`.
+
+    Errors: ValueError for a model type whose packed log-probs are not those of its own forward.
+    """
+    check_loaded(model)
+    model.set_attn_implementation(register())
+    return model.eval()
+
+
+def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, dtype: str = "fp32") -> LogProbs:
+    """Log-prob of each target and entropy at its place, both 0 where the mask is False, on the model's device.
+
+    A shared prompt is forwarded once. The log-probs are of the temperature-scaled, untruncated distribution, in fp32.
+    dtype: "fp32", or "bf16": matrix products in bf16 (autocast) over fp32 master weights. "fp16" is refused.
+
+    On a model cut by `parallelize` all ranks call it together. Ranks of one data parallel place give the same batch and
+    get the same log-probs, all of them; each must then backward the same loss. There `dtype` was given to
+    `parallelize`, and "fp32" leaves it at that.
+    """
+    if dtype not in DTYPES:
+        why = "fp16 gradients underflow without loss scaling; use bf16" if dtype == "fp16" else "choose fp32 or bf16"
+        raise ValueError(f"dtype {dtype!r} is not supported: {why}")
+    head = partial(_log_probs, model=model, batch=batch, temperature=temperature, dtype=DTYPES[dtype])
+    return LogProbs(*token_outputs(model, batch, head, outputs=2, dtype=DTYPES[dtype]))
+
+
+def token_outputs(
+    model: PreTrainedModel, batch: Batch, head: Head, *, outputs: int = 1, dtype: torch.dtype = torch.float32
+) -> tuple[Float[Tensor, "T"], ...]:
+    """`head(hidden, spread)` for every token of the batch, where `hidden` are the model's last hidden states.
+
+    `head` sees rows of this rank: `hidden [R, D]`, and `spread` brings a `[T]` stream of the batch to the same rows (0
+    where a row is none of its tokens). It returns `outputs` tensors `[R]`; what comes back is `[T]`, whole on every
+    rank of the last pipeline stage, and zeros on the others (see `rlkit.parallel.pipeline`). The parameters of a head
+    must be the model's, so that they are sharded and their gradients summed with it.
+    """
+    mesh = mesh_of(model)
+    if mesh is not None and mesh.pp_rank + 1 < mesh.sizes.pp:
+        head = lambda hidden, _: (hidden.sum(-1, dtype=torch.float32),) * outputs  # noqa: E731
+    return inside(model, _token_outputs, batch, head, dtype)
+
+
+def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """An empty batch still runs the model, on one token that is dropped: under sharding every rank takes part."""
+    if model.base_model.config.get_text_config()._attn_implementation != IMPLEMENTATION:
+        raise ValueError(f"{type(model).__name__} is not set up for packed attention: give `prepare(model)`")
+    mesh = mesh_of(model)
+    device = model.device if mesh is None else mesh.device
+    move = partial(Tensor.to, device=device, non_blocking=device.type != "cpu")
+    some = batch if batch.num_tokens else _dummy(batch.tokens.device)
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype))
+        joined = join(some)
+        _check_length(model.config, joined[1])
+        tokens, positions = (layout.local(move(x))[None] for x in joined)
+        out = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, attention_plan=layout.plan)
+    layout = layout if batch.num_tokens else layout.empty()
+    hidden = layout.head_rows(out.last_hidden_state[0])
+    found = head(hidden, lambda x: layout.spread(move(x)))
+    return tuple(layout.collect(x).to(model.device, copy=True) for x in found)  # FSDP2 warns about views
+
+
+def _check_length(config: Any, positions: Tensor) -> None:
+    limit = longest_sequence(config)
+    if limit is not None and (longest := int(positions.max()) + 1) > limit:
+        raise ValueError(
+            f"a sequence has {longest} tokens: with the rotary frequencies of model type {config.model_type!r}, which "
+            f"depend on the longest sequence of a pack, at most {limit} are supported"
+        )
+
+
+def _flash(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    dtype = getattr(model, "rlkit_dtype", model.dtype) if dtype == torch.float32 else dtype
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    return has_flash(device, dtype, head_dim=head_dim, softcap=softcap is not None)
+
+
+def _log_probs(
+    hidden: Tensor, spread: Spread, *, model: Any, batch: Batch, temperature: float, dtype: torch.dtype
+) -> LogProbs:
+    hidden, weight, options = _logits(model, hidden, temperature=temperature, dtype=dtype)
+    compute = sharded_linear_logp if is_sharded(weight) else linear_logp
+    return compute(hidden, weight, spread(batch.targets), mask=spread(batch.mask), **options)
+
+
+def _log_kept_mass(
+    hidden: Tensor, spread: Spread, *, model: Any, batch: Batch, params: SamplingParams, dtype: torch.dtype
+) -> tuple[Tensor]:
+    hidden, weight, options = _logits(model, hidden, temperature=params.temperature, dtype=dtype)
+    if is_sharded(weight):  # a nucleus takes the most probable tokens of all shards
+        weight, bias = weight.full_tensor(), options["bias"]  # type: ignore[attr-defined]
+        options["bias"] = None if bias is None else bias.full_tensor()
+    limits: dict[str, Any] = {"top_p": params.top_p, "top_k": params.top_k}
+    return (log_kept_mass(hidden, weight, mask=spread(batch.mask), **limits, **options),)
+
+
+def _logits(
+    model: Any, hidden: Tensor, *, temperature: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """What the logits are made of: hidden states and weight in the dtype of the product, and the rest by name."""
+    head = model.get_output_embeddings()
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if dtype != torch.float32:
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    config = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return hidden, weight, {"bias": bias, "temperature": temperature / logit_scale(config), "softcap": softcap}
+
+
+def with_old_logp(policy: Policy, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
+    """The batch with `old_logp`: the policy's log-probs at the weights it has now."""
+    return with_streams(batch, old_logp=score(policy, batch, max_tokens=max_tokens, mesh=mesh))
+
+
+def with_ref_logp(reference: Policy | None, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
+    """The batch with `ref_logp` of a frozen second policy; unchanged when there is none (`kl_coef` 0)."""
+    if reference is None:
+        return batch
+    return with_streams(batch, ref_logp=score(reference, batch, max_tokens=max_tokens, mesh=mesh))
+
+
+def with_kept_mass(
+    model: PreTrainedModel,
+    batch: Batch,
+    *,
+    params: SamplingParams,
+    max_tokens: int,
+    dtype: str = "fp32",
+    mesh: Mesh | None = None,
+) -> Batch:
+    """The batch with `kept_mass`: how much of the probability top-p or top-k kept, at the weights of now.
+
+    Those must be the weights that sampled. Unchanged where `params` truncate nothing.
+    """
+    if not params.truncates:
+        return batch
+
+    def log_kept(micro: Batch) -> Tensor:
+        head = partial(_log_kept_mass, model=model, batch=micro, params=params, dtype=DTYPES[dtype])
+        return token_outputs(model, micro, head, dtype=DTYPES[dtype])[0]
+
+    return with_streams(batch, kept_mass=score_tokens(log_kept, batch, max_tokens=max_tokens, mesh=mesh).exp())
+
+
+def score(policy: Policy, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Float[Tensor, "T"]:
+    """The policy's log-probs over the whole batch; see `score_tokens`."""
+    return score_tokens(lambda micro: policy(micro).logp, batch, max_tokens=max_tokens, mesh=mesh)
+
+
+@torch.no_grad()
+def score_tokens(
+    function: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, mesh: Mesh | None = None
+) -> Float[Tensor, "T"]:
+    """A number for each token of the whole batch, micro-batch by micro-batch, in the batch's own order.
+
+    With a `mesh` (that of a sharded model) each data parallel rank computes its share, and every rank gets all of them.
+    """
+    out = torch.zeros(batch.num_tokens, device=batch.tokens.device)
+    rows = torch.arange(batch.num_tokens, device=batch.tokens.device)
+    parts = rank_microbatches((batch, rows), mesh=mesh, max_tokens=max_tokens)
+    for place, x in [(places[0], function(micro)) for micro, *places in parts]:  # not to wait for the GPU in between
+        out[place] = x.to(out)
+    return summed(out, mesh=mesh)
+
+
+def _dummy(device: torch.device) -> Batch:
+    return pack([[Trajectory([0], [0], [False], [0.0], [-1])]]).to(device)
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """A path that looks like a folder must be one with a config; anything else is left to the hub.
+
+    Errors: FileNotFoundError. (transformers takes a folder that is not there for a hub id, and blames the connection.)
+    """
+    looks_local = os.path.isabs(path) or str(path).startswith((".", "~")) or Path(path).exists() or "/" not in str(path)
+    if looks_local and not (Path(path) / "config.json").is_file():
+        found = "a folder without config.json" if Path(path).is_dir() else "no folder"
+        raise FileNotFoundError(
+            f"model {str(path)!r}: {found}; give a folder saved by save_pretrained, or a hub id a/b"
+        )

@@ -1,0 +1,129 @@
+"""Models with one number per token or per sequence: a critic's values, a reward model's rewards.
+
+    critic = load_value_model(path)                       # then `parallelize`, `adamw` as for a policy
+    batch = with_streams(batch, values=score_values(critic, batch, max_tokens=16384))
+    judge = load_reward_model(path)
+    scores = rewards(judge, pack_whole(groups))
+
+They run packed and with shared prompts, on any layout, like `rlkit.model.forward.forward`. In the files they are
+transformers' own token and sequence classification models with one label, so that any tool loads an export.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rlkit.model.families import check_architecture, check_causal_lm, probe, warn_full_size
+from rlkit.model.forward import DTYPES, check_path, read_pretrained, score_tokens, token_outputs
+from rlkit.packing import pack
+from rlkit.parallel.attention import as_inference, register
+from rlkit.parallel.mesh import Mesh
+from rlkit.types import Batch, Trajectory
+
+
+def load_value_model(path: str | os.PathLike[str], *, device: str = "cpu") -> Any:
+    """A critic from a folder or hub id. A head that the files lack (those of a policy) starts at 0: all values are 0.
+
+    Differs: TRL and verl draw the head at random, so that the first advantages are noise.
+    """
+    from transformers import AutoModelForTokenClassification
+
+    return _load(AutoModelForTokenClassification, path, device)
+
+
+def load_reward_model(path: str | os.PathLike[str], *, device: str = "cpu") -> Any:
+    """A reward model from a folder or hub id, with one label; a head that the files lack starts at 0."""
+    from transformers import AutoModelForSequenceClassification
+
+    return _load(AutoModelForSequenceClassification, path, device)
+
+
+def values(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "T"]:
+    """V of the state before each action, in fp32: `values[t]` has read `tokens[:t+1]`.
+
+    Also where the mask is False: the last place of a truncated sequence holds its `bootstrap` (see `bootstraps`).
+    """
+    return token_outputs(model, batch, _one_number(model), dtype=DTYPES[dtype])[0]
+
+
+def score_values(
+    model: Any, batch: Batch, *, max_tokens: int, dtype: str = "fp32", mesh: Mesh | None = None
+) -> Float[Tensor, "T"]:
+    """`values` of a whole batch without gradient, micro-batch by micro-batch, in the batch's own order."""
+    return score_tokens(lambda micro: values(model, micro, dtype=dtype), batch, max_tokens=max_tokens, mesh=mesh)
+
+
+def bootstraps(values: Float[Tensor, "T"], batch: Batch) -> Float[Tensor, "N"]:
+    """What is expected after the end: the value at the last place of each truncated sequence, 0 for the others."""
+    return values[batch.cu_seqlens[1:] - 1].where(batch.truncated, 0.0)
+
+
+def rewards(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "N"]:
+    """The model's number at the last token of each sequence, in fp32, with gradient. The batch comes from `pack_whole`.
+
+    Errors: ValueError for a batch whose last tokens are only targets.
+    """
+    if not bool(batch.truncated.all()):
+        raise ValueError(
+            "rewards reads every sequence to its last token; pack the trajectories with pack_whole(groups)"
+        )
+    found = values(model, batch, dtype=dtype)
+    return found[batch.cu_seqlens[1:].to(found.device) - 1]
+
+
+def pack_whole(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) -> Batch:
+    """`pack` with every last token as an input too: a reward model reads it, where a policy only predicts it."""
+    return pack([[replace(t, truncated=True) for t in group] for group in groups], share_prompts=share_prompts)
+
+
+def _one_number(model: Any) -> Callable[[Tensor, Any], tuple[Tensor, ...]]:
+    head = model.score
+
+    def numbers(hidden: Tensor, _spread: Any) -> tuple[Tensor, ...]:
+        bias = None if head.bias is None else head.bias.float()
+        return (F.linear(hidden.float(), head.weight.float(), bias)[:, 0],)
+
+    return numbers
+
+
+def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
+    from transformers import AutoConfig
+
+    check_path(path)
+    config = AutoConfig.from_pretrained(str(path))
+    check_causal_lm(config)
+    checked = check_architecture(config)
+    model, missing = read_pretrained(kind, path, num_labels=1)
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ValueError(f"{type(model).__name__} has no linear `score` head; only decoder models have one")
+    if any(name.startswith("score.") for name in missing):
+        for p in model.score.parameters():
+            nn.init.zeros_(p)
+    if not checked:
+        warn_full_size(config)
+    model.set_attn_implementation(register())
+    return _checked(model.to(device).eval())
+
+
+@torch.no_grad()
+def _checked(model: Any) -> Any:
+    """The packed numbers must be the model's own, on a head that is not 0, for three sequences that share a prompt."""
+    groups = probe(model.config.get_text_config().vocab_size)[:1]
+    weight = model.score.weight.clone()
+    model.score.weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight))
+    with as_inference(model):
+        ids = [torch.tensor([[*t.prompt_ids, *t.ids]], device=model.device) for t in groups[0]]
+        true = torch.stack([model(input_ids=x, use_cache=False).logits.float().flatten()[-1] for x in ids])
+    ours = rewards(model, pack_whole(groups).to(model.device))
+    model.score.weight.copy_(weight)
+    if not (off := ((ours - true).abs() / (1 + true.abs())).max().item()) < 1e-3:
+        raise ValueError(f"model type {model.config.model_type!r} cannot run packed: its numbers differ by {off:.2g}")
+    return model

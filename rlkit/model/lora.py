@@ -1,0 +1,163 @@
+"""LoRA through `peft`: low-rank updates of the linear layers are all that trains.
+
+    model = add_lora(load_model(path), rank=16)              # then `adamw`, `forward` as ever
+    model = load_parallel(path, mesh, lora_rank=16)          # on many ranks
+    reference = without_adapter(policy, model)               # the model it started from, in the same memory
+    await engine.update_weights(stream_weights(model), ...)  # merged weights under their checkpoint names
+    save_adapter(model, folder)                              # a few MB, which `peft` and engines load
+
+`stream_weights` and `export_hf` merge: W + (alpha / rank) B A, in fp32, then cast. Checkpoints hold both. Not with
+tensor parallel, and not on fused expert weights, which are no linear layers. Reference: arXiv:2106.09685
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlkit._extras import optional
+from rlkit.files import explain_full_disk
+from rlkit.model.parallelize import mesh_of
+from rlkit.parallel.data import each_stage
+from rlkit.ranks import first
+
+if TYPE_CHECKING:
+    from rlkit.model.forward import Policy
+
+
+class Adapter(NamedTuple):
+    """The update of one weight, `scale * b @ a`; sharded like the model."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def add_lora(
+    model: Any, *, rank: int = 16, alpha: int = 32, targets: str | list[str] = "all-linear", seed: int = 0
+) -> Any:
+    """Freeze `model` and add an adapter to each target, in place; call it before `parallelize`.
+
+    b starts at 0, so nothing changes until the first step; a depends on `seed` and its layer only, on any layout.
+    `targets`: module names as peft takes them, such as ["q_proj", "v_proj"]; "all-linear" is all but the head.
+    """
+    peft = optional("peft", "lora", "LoRA needs")
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        peft.inject_adapter_in_model(config, model)
+    reset_adapters(model, seed=seed)
+    model.rlkit_lora = config
+    return model
+
+
+@torch.no_grad()
+def reset_adapters(model: nn.Module, *, seed: int = 0) -> None:
+    """Give the adapters what they start with (a as in `peft`), also those of a model that is cut already."""
+    for name, layer in model.named_modules():
+        if (adapter := adapter_of(layer)) is not None:
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+            bound = adapter.a.shape[1] ** -0.5
+            a = torch.empty(adapter.a.shape, device="cpu").uniform_(-bound, bound, generator=generator)
+            _copy(a, adapter.a)
+            adapter.b.zero_()
+
+
+def _copy(whole: Tensor, to: Any) -> None:
+    if not hasattr(to, "placements"):
+        to.copy_(whole)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    to.to_local().copy_(distribute_tensor(whole, to.device_mesh, to.placements, src_data_rank=None).to_local())
+
+
+def adapters(model: nn.Module) -> dict[str, Adapter]:
+    """Weight name, as without LoRA -> its adapter; {} for a model that has none."""
+    found = ((name, adapter_of(m)) for name, m in model.named_modules())
+    return {f"{name}.weight": adapter for name, adapter in found if adapter is not None}
+
+
+def adapter_of(layer: Any) -> Adapter | None:
+    """The update of a layer's weight, if it has one."""
+    if not getattr(layer, "lora_A", None):
+        return None
+    return Adapter(layer.lora_A.default.weight, layer.lora_B.default.weight, layer.scaling["default"])
+
+
+def merged(weight: Tensor, adapter: Adapter) -> Tensor:
+    """The full weight with the update in it, in the weight's dtype. Collective where the adapter is sharded."""
+    update = adapter.scale * _full(adapter.b).float() @ _full(adapter.a).float()
+    return (weight.float() + update.to(weight.device)).to(weight.dtype)
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model is the one it was before `add_lora`."""
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A")]
+    if not layers:
+        raise ValueError("the model has no adapter to switch off; call add_lora first")
+    for layer in layers:
+        layer._disable_adapters = True  # peft's own switch also toggles requires_grad, under FSDP
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def without_adapter(policy: Policy, model: nn.Module) -> Policy:
+    """The same policy as it was before training: a reference that takes no memory of its own. For scoring only."""
+
+    def reference(batch: Any) -> Any:
+        with adapter_off(model), torch.no_grad():
+            return policy(batch)
+
+    return reference
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor in CPU memory) of the adapter alone, under the names of a peft checkpoint, on every rank."""
+    own = {}
+    for name, adapter in adapters(model).items():
+        for part, x in (("lora_A", adapter.a), ("lora_B", adapter.b)):
+            own[f"base_model.model.{name.removesuffix('weight')}{part}.weight"] = _full(x).cpu()
+    for tensors in each_stage(own, mesh=mesh_of(model)):
+        yield from tensors.items()
+
+
+def save_adapter(model: Any, folder: Path | str, *, tokenizer: Any = None) -> Path:
+    """Write `adapter_config.json` and `adapter_model.safetensors`, which peft loads, and the tokenizer, if given.
+
+    The config names the model that `model` was loaded from, a folder by its absolute path, so that
+    `peft.AutoPeftModelForCausalLM.from_pretrained(folder)` finds it. It names none for a model made in memory, for
+    which `peft.PeftModel.from_pretrained(base, folder)` remains.
+    """
+    from safetensors.torch import save_file
+
+    folder, tensors = Path(folder), {name: x.contiguous() for name, x in adapter_weights(model)}
+    base, config = model.name_or_path, copy.copy(model.rlkit_lora)
+    config.base_model_name_or_path = str(Path(base).resolve()) if base and Path(base).is_dir() else base or None
+
+    needed = (1 << 16) + sum(x.numel() * x.element_size() for x in tensors.values())
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with explain_full_disk("the adapter", folder, needed=needed, fix="Free space there and export it again."):
+            config.save_pretrained(folder)
+            save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+
+    first(write)
+    return folder
+
+
+def _full(x: Any) -> Tensor:
+    return x.detach().full_tensor() if hasattr(x, "full_tensor") else x.detach()

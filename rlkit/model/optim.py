@@ -1,0 +1,128 @@
+"""One optimizer step with clipping, and learning-rate schedules as pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlkit.metrics import Metrics, mean
+from rlkit.parallel.pipeline import sum_copies
+from rlkit.ranks import distributed, reshard
+
+
+def adamw(
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> torch.optim.AdamW:
+    """Fused AdamW over the trainable parameters; weight decay leaves vectors (norms, biases) alone.
+
+    The parameters are fp32 and so are the states: under bf16 compute they are the master weights. What a forward left
+    gathered of a sharded model is cut again first: the optimizer must hold the shards, which are what a step changes.
+    Reference: arXiv:1711.05101
+    """
+    reshard(model)
+    params = [p for p in model.parameters() if p.requires_grad]
+    if not params:
+        raise ValueError("model has no trainable parameter: is everything frozen?")
+    groups = [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use this learning rate from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Metrics:
+    """Clip the accumulated gradients to a global L2 norm, step, and drop them.
+
+    A non-finite norm skips the step, leaves parameters and states as they were, and counts in `skipped_step`. On many
+    ranks, pipeline stages too, all use the same bits of the norm, and skip together.
+    Returns `grad_norm` (before clipping) and `skipped_step`.
+
+    Errors: ValueError for a `max_norm` that is not above 0. Elsewhere 0 means not to clip; here `math.inf` does.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be above 0, got {max_norm}: inf clips nothing, 0 would train nothing")
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = global_norm([p.grad for p in sum_copies(params) if p.grad is not None])
+    grads = [p.grad for p in params if p.grad is not None]
+    finite = bool(norm.isfinite())
+    if finite and grads:
+        local = [_local(g) for g in grads]
+        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(local[0].device))
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {"grad_norm": mean(norm), "skipped_step": mean(0.0 if finite else 1.0)}
+
+
+def global_norm(grads: Sequence[Tensor]) -> Tensor:
+    """The L2 norm over all gradients, each counted once however it is cut or copied; one number, alike on all ranks.
+
+    Differs: `clip_grad_norm_` fails where some gradients are plain and some DTensors, or on several meshes (tensor
+    parallel with FSDP, expert parallel). Here the squares are summed per (mesh, placements), over the ranks that hold
+    different parts. Ranks outside the meshes of a rank's gradients are other pipeline stages, and hold others.
+    """
+    kinds: dict[Any, list[Tensor]] = {}
+    for g in grads:
+        kinds.setdefault((getattr(g, "device_mesh", None), getattr(g, "placements", ())), []).append(_local(g))
+    total = torch.zeros((), device=grads[0].device if grads else None)
+    for (mesh, placements), parts in kinds.items():
+        square = torch.nn.utils.get_total_norm(parts).square().to(total)
+        for dim, placement in enumerate(placements):
+            if not placement.is_replicate():
+                dist.all_reduce(square, group=mesh.get_group(dim))
+        total += square
+    if not distributed():
+        return total.sqrt()
+    alike = max((mesh.size() for mesh, _ in kinds if mesh is not None), default=dist.get_world_size())
+    total /= alike
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def _local(x: Any) -> Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def constant_lr(step: int, *, lr: float, warmup_steps: int = 0) -> float:
+    """`lr` after a linear warm-up: step 0 already moves, at lr / warmup_steps."""
+    return lr * min(1.0, (step + 1) / max(1, warmup_steps))
+
+
+def linear_lr(step: int, *, lr: float, num_steps: int, warmup_steps: int = 0) -> float:
+    """Linear warm-up, then a straight line that would reach 0 at `num_steps`."""
+    left = (num_steps - step) / max(1, num_steps - warmup_steps)
+    return min(constant_lr(step, lr=lr, warmup_steps=warmup_steps), lr * max(0.0, left))
+
+
+def cosine_lr(step: int, *, lr: float, num_steps: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
+    """Linear warm-up, then half a cosine from `lr` to `floor * lr` at `num_steps`. Reference: arXiv:1608.03983"""
+    done = min(1.0, max(0.0, (step - warmup_steps) / max(1, num_steps - warmup_steps)))
+    cosine = lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
+    return min(constant_lr(step, lr=lr, warmup_steps=warmup_steps), cosine)
+
+
+def schedule(name: str, *, lr: float, num_steps: int, warmup_steps: int = 0) -> Callable[[int], float]:
+    """The schedule called `constant`, `linear` or `cosine`, as a function of the step: what a command line needs."""
+    if name == "constant":
+        return partial(constant_lr, lr=lr, warmup_steps=warmup_steps)
+    falling = {"linear": linear_lr, "cosine": cosine_lr}
+    if name not in falling:
+        raise ValueError(f"schedule {name!r} is unknown: choose constant, linear or cosine")
+    return partial(falling[name], lr=lr, num_steps=num_steps, warmup_steps=warmup_steps)

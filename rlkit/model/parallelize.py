@@ -1,0 +1,310 @@
+"""One transformers model over many ranks: tensor parallel, compilation, activation checkpointing, then FSDP2.
+
+    start(device="cuda")
+    mesh = make_mesh(Parallel(shard=4, tp=2), device="cuda")
+    model = load_parallel("Qwen/Qwen3-8B", mesh, dtype=torch.bfloat16, activation_checkpointing=True)
+
+The result is used like a model in one process: `rlkit.model.forward.forward`, `adamw`, `optimizer_step`. FSDP2 is
+there even for one rank, so that parameters, optimizer states and checkpoints take one path. Gradients are sums over
+ranks and micro-batches: the weights of the loss already hold the denominator of the whole batch.
+
+The tensor parallel cut is the model's own plan, which transformers ships, read into DTensor styles: column-parallel
+projections into heads and hidden units, row-parallel ones back, embeddings and the head cut along the vocabulary.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rlkit.model.families import check_causal_lm, check_family, check_loaded
+from rlkit.parallel.attention import register
+from rlkit.parallel.mesh import Mesh
+from rlkit.parallel.moe import read_experts, split_experts
+from rlkit.parallel.pipeline import cut_stage, mark_copies
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+# model_type -> dimension of the heads in the input of q_norm and k_norm, where the model has them
+COVERED = {"llama": None, "mistral": None, "qwen2": None, "gemma2": None, "qwen3": 2, "qwen3_moe": 2, "gemma3_text": 1}
+
+
+def check_model(config: Any, *, tp: int = 1, cp: int = 1, ulysses: bool = False) -> None:
+    """Refuse a model that would not be computed exactly, with the reason.
+
+    Errors: ValueError for an architecture that is not covered, and for head counts that the sizes do not divide.
+    """
+    kind, text = config.model_type, config.get_text_config()
+    if kind not in COVERED:
+        raise ValueError(
+            f"model type {kind!r} is not covered in parallel, only {', '.join(sorted(COVERED))}. Another one "
+            "needs its tensor parallel plan and its attention checked against a single process first"
+        )
+    if getattr(text, "use_bidirectional_attention", False):
+        raise ValueError(f"model type {kind!r} with use_bidirectional_attention is no causal model")
+    kv_heads = text.num_key_value_heads
+    split = tp * (cp if ulysses else 1)
+    if kv_heads % split:
+        fits = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+        what = f"tp={tp} * cp={cp} (ulysses)" if ulysses else f"tp={tp}"
+        fix = "; context parallel without ulysses has no such limit" if ulysses else ""
+        raise ValueError(f"{what} must divide the {kv_heads} key-value heads of the model: use {fits}{fix}")
+    if text.intermediate_size % tp:
+        raise ValueError(f"tp={tp} must divide the intermediate_size {text.intermediate_size}")
+
+
+def tensor_plan(model: Any) -> dict[str, ParallelStyle]:
+    """Module name -> DTensor style, for `parallelize_module`.
+
+    q_norm and k_norm act on single heads and their weight is shared by all of them: its gradient is a sum over the
+    ranks' heads. A plan that leaves them out trains on the wrong gradient without any error; here their input is
+    declared as cut along the heads.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    head_dim_at = COVERED[model.config.model_type]
+    prefix = model.base_model_prefix + "."
+    plan: dict[str, ParallelStyle] = {prefix + "embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+    if model.get_output_embeddings() is not None:
+        plan["lm_head"] = ColwiseParallel()
+    if head_dim_at is not None:
+        norms = SequenceParallel(sequence_dim=head_dim_at, use_local_output=True)
+        plan |= {f"{prefix}layers.*.self_attn.{n}_norm": norms for n in "qk"}
+    for pattern, style in model.base_model.config.base_model_tp_plan.items():
+        if prefix + pattern in plan or ".experts" in pattern:
+            continue  # ours: above, and `rlkit.parallel.moe`
+        if style not in styles:
+            raise ValueError(f"the model's tensor parallel plan has {pattern}: {style!r}, which is not covered")
+        plan[prefix + pattern] = styles[style]()
+    names = dict(model.named_modules())
+    found = {name: style for pattern, style in plan.items() for name in fnmatch.filter(names, pattern)}
+    # a matrix of a layer that is not cut would be summed or repeated wrongly
+    missing = [n for n, m in names.items() if isinstance(m, nn.Linear) and n.startswith(prefix) and n not in found]
+    if missing:
+        raise ValueError(f"the model's tensor parallel plan leaves out {missing[0]} ({len(missing)} in all)")
+    return found
+
+
+def parallelize(
+    model: Any,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype = torch.float32,
+    activation_checkpointing: bool = False,
+    offload: bool = False,
+    compile: bool = False,
+) -> Any:
+    """Cut `model`, which every rank holds whole (or on the meta device), over the mesh, in place, and return it.
+
+    Args:
+        dtype: of the forward and backward. The parameters that the optimizer sees are fp32 shards: the master weights.
+        reduce_dtype: in which gradients are summed over ranks.
+        activation_checkpointing: keep only each layer's input, and compute the rest again in the backward.
+        offload: parameters, gradients and optimizer states live in CPU memory; a layer's are copied as it runs.
+        compile: compile each layer, with attention as a break between two graphs. Not with tensor parallel.
+
+    Errors: ValueError for a model type that cannot be trained packed or is not covered over ranks, for heads that the
+    sizes do not divide, and for compiled tensor parallel.
+    """
+    check_family(model.config)
+    sizes = mesh.sizes
+    if not hasattr(model.base_model, "layers") or not hasattr(model.base_model, "embed_tokens"):
+        raise ValueError(f"model type {model.config.model_type!r} has no `layers` and `embed_tokens` to cut over ranks")
+    if max(sizes.tp, sizes.cp, sizes.pp, sizes.ep) > 1 or model.config.model_type in COVERED:
+        check_model(model.config, tp=sizes.tp, cp=sizes.cp, ulysses=sizes.ulysses)
+    if compile and sizes.tp > 1:
+        raise ValueError("compile=True with tp > 1: torch cannot trace DTensors of varying length; drop one")
+    check_loaded(model)
+    model.to(torch.float32)
+    model.set_attn_implementation(register())
+    model.eval()  # dropout off: scoring and training must give the same numbers
+    if sizes.tp > 1:
+        split_tensors(model, mesh)
+    if sizes.pp > 1:
+        cut_stage(model, mesh, dtype=dtype)
+    for layer in filter(_holds_any, model.base_model.layers):
+        if compile:
+            layer.forward = torch.compile(layer.forward)
+        if activation_checkpointing:  # outside, since a break of the graph inside a checkpoint cannot be compiled
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    shard(model, mesh, dtype=dtype, reduce_dtype=reduce_dtype, offload=offload)
+    mark_copies(model)
+    model.rlkit_mesh, model.rlkit_dtype = mesh, dtype
+    return model
+
+
+def split_tensors(model: Any, mesh: Mesh) -> None:
+    """Tensor parallel by the model's plan. Ties that DTensor breaks are tied again."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    # which would say, of every weight that leaves, that gathers in two steps may be summed in another order
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    parallelize_module(model, mesh.tensor, tensor_plan(model))
+    tie(model)
+
+
+def shard(model: Any, mesh: Mesh, *, dtype: torch.dtype, reduce_dtype: torch.dtype, offload: bool) -> None:
+    """FSDP2: each layer is a unit, and what is outside the layers (embedding, last norm, head) is gathered once."""
+    from torch.distributed import fsdp
+
+    precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    memory = fsdp.CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else fsdp.OffloadPolicy()
+    options: dict[str, Any] = {"mp_policy": precision, "offload_policy": memory}
+    if mesh.sizes.ep > 1 or (mesh.sizes.tp > 1 and hasattr(model.config, "num_experts")):
+        split_experts(model, mesh, **options)
+    unit = partial(fsdp.fully_shard, mesh=mesh.fsdp, **options)
+    for layer in filter(_holds_any, model.base_model.layers):
+        unit(layer)
+    whole_embedding = not is_tied(model) and mesh.sizes.tp == 1  # (torch warns about the view that a cut one returns)
+    if whole_embedding and _holds_any(model.base_model.embed_tokens):
+        unit(model.base_model.embed_tokens)
+    unit(model)
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    model.rlkit_inside = lambda work, *args: work(model, *args)
+    fsdp.register_fsdp_forward_method(model, "rlkit_inside")
+
+
+def inside(model: Any, work: Callable[..., Any], *args: Any) -> Any:
+    """`work(model, ...)` as the model's forward: what is outside the layers (norm, head) is whole meanwhile.
+
+    Gradients flow through the tensors that `work` returns. Of a model that is not sharded it is just the call.
+    """
+    if not hasattr(model, "rlkit_inside"):
+        return work(model, *args)
+    out = model.rlkit_inside(work, *args)
+    if not torch.is_grad_enabled():
+        model.reshard()  # no backward will come and do it
+    return out
+
+
+def mesh_of(model: Any) -> Mesh | None:
+    """The mesh that `parallelize` cut the model over; None for a plain model."""
+    return getattr(model, "rlkit_mesh", None)
+
+
+def sync_gradients(model: Any, on: bool) -> None:
+    """Whether the next backwards sum gradients over the ranks (default), or keep whole ones until one does.
+
+    Off for all micro-batches but the last of a step trades memory (a whole gradient per rank) for communication.
+    """
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(on)
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the model has a head, and its weight is the embedding's."""
+    return model.get_output_embeddings() is not None and model.config.get_text_config().tie_word_embeddings
+
+
+def tie(model: Any) -> None:
+    """Make the head's weight the embedding's again, where the two should be one."""
+    if is_tied(model):
+        model.get_output_embeddings().weight = model.base_model.embed_tokens.weight
+
+
+def load_parallel(path: str | os.PathLike[str], mesh: Mesh, *, lora_rank: int = 0, **options: Any) -> Any:
+    """A causal LM from a folder or hub id, cut over the mesh; no rank ever holds all of it.
+
+    It is built on the meta device, cut, and then each rank reads its shards from the safetensors files. The options are
+    those of `parallelize`. A hub id is downloaded once per node. With `lora_rank` adapters of that rank are all that
+    trains (see `rlkit.model.lora`; alpha is twice the rank).
+
+    Errors: those of `parallelize`; FileNotFoundError for a folder without config or weights; ValueError naming weights
+    that the files lack or hold in another shape.
+    """
+    from transformers import AutoConfig, GenerationConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    from rlkit.model.lora import add_lora, reset_adapters
+
+    folder = local_folder(path)
+    config = AutoConfig.from_pretrained(folder)
+    config.name_or_path = str(path)  # not the hub's cache
+    check_causal_lm(config)
+    check_model(config)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if (folder / "generation_config.json").is_file():  # an export must stop where the model did
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if lora_rank:
+        add_lora(model, rank=lora_rank, alpha=2 * lora_rank)
+    parallelize(model, mesh, **options)
+    read_weights(model, folder, device="cpu" if options.get("offload") else mesh.device)
+    reset_adapters(model)
+    return model
+
+
+@torch.no_grad()
+def read_weights(model: Any, folder: Path, *, device: torch.device | str) -> None:
+    """Give a model on the meta device its memory, its constants and its weights, whatever their dtype in the files."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model.to_empty(device=device)
+    tie(model)
+    mark_copies(model)
+    for module in model.modules():
+        if module._non_persistent_buffers_set:  # rotary frequencies, embedding scales: not in the files
+            model._init_weights(module)
+        for name, x in module._buffers.items():  # offloading is for parameters
+            module._buffers[name] = x if x is None else x.to(model.rlkit_mesh.device)
+    held: dict[str, Any] = get_model_state_dict(model)
+    weights = {name.replace(".base_layer.", "."): x for name, x in held.items() if ".lora_" not in name}
+    if is_tied(model):
+        weights.pop("lm_head.weight", None)
+    for name in read_experts(model, folder):
+        del weights[name]
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    wrong = [f"{name} is missing" for name in weights if name not in stored]
+    wrong += [
+        f"{name} is {list(stored[name].size)} there and {list(x.shape)} in the model"
+        for name, x in weights.items()
+        if name in stored and stored[name].size != x.shape
+    ]
+    if wrong:
+        raise ValueError(f"{folder} does not hold this model: {'; '.join(wrong[:4])} ({len(wrong)} differences in all)")
+    dcp.load(weights, storage_reader=reader)
+
+
+def local_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder of a model: the path itself, or where the hub's files are after one rank per node has fetched them."""
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+            raise FileNotFoundError(f"{folder} has no config.json or no *.safetensors; save it by save_pretrained")
+        return folder
+    if os.path.isabs(path) or str(path).startswith((".", "~")) or str(path).count("/") != 1:
+        raise FileNotFoundError(f"{path}: no such folder; give one saved by save_pretrained, or a hub id a/b")
+    from huggingface_hub import snapshot_download
+    from transformers import AutoConfig
+
+    check_causal_lm(AutoConfig.from_pretrained(str(path)))  # before gigabytes are fetched
+    wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        snapshot_download(str(path), allow_patterns=wanted)
+    dist.barrier()
+    return Path(snapshot_download(str(path), allow_patterns=wanted))
+
+
+def _holds_any(module: nn.Module) -> bool:
+    """Whether it has parameters: what stands for a layer of another pipeline stage has none."""
+    return next(module.parameters(), None) is not None

@@ -1,0 +1,239 @@
+"""The policy's weights as everything outside wants them: full tensors under their Hugging Face checkpoint names.
+
+`stream_weights` feeds a rollout engine, `export_hf` a folder that any tool loads. Both work from any layout, plain,
+FSDP2, tensor parallel, pipeline stages or a product of these, and never hold the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlkit import files as _files
+from rlkit.model.lora import Adapter, adapters, merged
+from rlkit.model.parallelize import mesh_of
+from rlkit.parallel.data import each_stage
+from rlkit.parallel.mesh import Mesh
+from rlkit.ranks import first, rank, together
+
+_INDEX = "model.safetensors.index.json"
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # added by torch.compile and by activation checkpointing
+_WHAT, _FIX = "the model", "What was at the path is untouched. Free space there or give another path."
+
+
+@torch.no_grad()
+def stream_weights(
+    model: nn.Module, *, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 28
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of every weight and persistent buffer, on every rank; tied ones once, under the first name.
+
+    Names and shapes are those of the Hugging Face checkpoint: fused expert weights come apart again, and LoRA adapters
+    are merged. Floating-point tensors are cast to `dtype` before they are gathered, so a bf16 engine costs half the
+    traffic of fp32 master weights; what the model wants in fp32 under any dtype (`_keep_in_fp32_modules_strict`) stays.
+    The gathers of a bucket run together. Pipeline stages send theirs to the other stages, one stage after the other.
+
+    Memory: `bucket_bytes`, or the largest tensor where that is larger (twice that for one which is sharded other than
+    by rows, or which comes apart), as long as the caller drops what it has used. A tensor that is not sharded and needs
+    no cast is the live one: copy it to keep it. Every rank has to read the stream to its end, because gathering is
+    collective; an engine that shares the model's memory leaves it unread on every rank.
+
+    Differs: verl and OpenRLHF gather tensor by tensor, verl's FSDP path after a full state dict; slime buckets as here.
+    """
+    for bucket in _of_all_stages(_buckets(model, dtype, bucket_bytes), mesh_of(model)):
+        while bucket:
+            name = next(iter(bucket))
+            yield name, bucket.pop(name)
+
+
+def _buckets(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """What this pipeline stage holds, as full tensors under their checkpoint names."""
+    updates = adapters(model)
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for full, x in _own(model).items():
+        if ".lora_" in full:
+            continue
+        name = full.removeprefix("model/").replace(".base_layer.", ".")
+        kind = _dtype(model, name, x, dtype)
+        if bucket and size + x.numel() * kind.itemsize > bucket_bytes:
+            yield _realized(model, bucket, updates)
+            size = 0
+        bucket[name] = _start_gather(x, kind)
+        size += x.numel() * kind.itemsize
+    yield _realized(model, bucket, updates)
+
+
+def _of_all_stages(own: Iterator[dict[str, Tensor]], mesh: Mesh | None) -> Iterator[dict[str, Tensor]]:
+    """The buckets of all pipeline stages on all of them, first to last."""
+    if mesh is None or mesh.sizes.pp == 1:
+        yield from own
+        return
+    for source in range(mesh.sizes.pp):
+        to: Any = {"group": mesh.group("pp"), "group_src": source}
+        while True:
+            bucket = next(own, None) if mesh.pp_rank == source else None
+            shapes = [None if bucket is None else {name: (x.shape, x.dtype) for name, x in bucket.items()}]
+            dist.broadcast_object_list(shapes, **to)
+            if shapes[0] is None:
+                break
+            if bucket is None:
+                bucket = {k: torch.empty(s, dtype=d, device=mesh.device) for k, (s, d) in shapes[0].items()}
+            bucket = {name: x.to(mesh.device).contiguous() for name, x in bucket.items()}
+            for x in bucket.values():
+                dist.broadcast(x, **to)
+            yield bucket
+
+
+def export_hf(
+    model: Any, tokenizer: Any, path: Path | str, *, dtype: torch.dtype | None = None, shard_bytes: int = 4 << 30
+) -> Path:
+    """Write a folder that `transformers.from_pretrained` loads: config, safetensors, tokenizer and chat template.
+
+    All ranks call it together, rank 0 writes. Files hold up to `shard_bytes` each, which is also about the memory it
+    takes. Atomic: the folder is complete or absent. An earlier export at `path` is replaced; any other folder is
+    refused. `dtype` casts the weights (for example fp32 master weights to bf16); None keeps them.
+
+    Errors: FileExistsError where `path` is a folder that holds something else; OSError (ENOSPC, EDQUOT, EFBIG) with the
+    space needed and free. An error on rank 0 is raised on every rank.
+    Differs: `save_pretrained` first collects the full state dict; torch's HuggingFaceStorageWriter leaves the shards
+    beside the consolidated files and cannot name the experts of a mixture.
+    """
+    path = Path(path).absolute()
+    temp = path.with_name(_files.TEMP_PREFIX + path.name)
+    own = sum(x.numel() * _dtype(model, name, x, dtype).itemsize + 256 for name, x in _own(model).items())
+    needed = (1 << 16) + sum(each_stage(own, mesh=mesh_of(model)))
+    first(lambda: _prepare(path, temp, needed))
+    weights = stream_weights(model, dtype=dtype)
+
+    def write() -> None:
+        with _files.explain_full_disk(_WHAT, path.parent, needed=needed, fix=_FIX), _files.removed_on_error(temp):
+            _write_weights(temp, weights, shard_bytes)
+            _write_config(model, temp, dtype)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temp)
+            _files.replace_folder(temp, path)
+
+    def gather() -> None:
+        try:
+            if rank() == 0:
+                write()
+        finally:
+            deque(weights, maxlen=0)  # the other ranks gather on, also where rank 0 has failed
+
+    together(gather)
+    return path
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The live weights and persistent buffers, tied ones once; writing into them writes into the model."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    unique = {clean_name(name) for name, _ in model.named_parameters()}
+    tied = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)} - unique
+    weights: dict[str, Any] = get_model_state_dict(model)
+    return {f"model/{name}": x for name, x in weights.items() if name not in tied}
+
+
+def clean_name(name: str) -> str:
+    """The parameter's name without what torch.compile and activation checkpointing put before it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
+    from safetensors.torch import save_file
+
+    files: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    total = size = 0
+
+    def flush() -> None:
+        save_file(shard, folder / f"{len(files)}.part", metadata={"format": "pt"})
+        files.append(list(shard))
+        shard.clear()
+
+    for name, x in weights:
+        nbytes = x.numel() * x.element_size()
+        if shard and size + nbytes > shard_bytes:
+            flush()
+            size = 0
+        shard[name] = x.cpu().contiguous()
+        size, total = size + nbytes, total + nbytes
+    flush()
+    names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    if len(files) == 1:
+        names = ["model.safetensors"]
+    for i, name in enumerate(names):
+        (folder / f"{i}.part").rename(folder / name)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": {k: n for n, ks in zip(names, files) for k in ks}}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    classes = (c for c in type(model).__mro__ if not issubclass(c, FSDPModule))  # FSDP2 makes a subclass of its own
+    config["architectures"] = [next(classes).__name__]
+    config["dtype"] = str(dtype if dtype is not None else model.dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _prepare(path: Path, temp: Path, needed: int) -> None:
+    if path.exists() and any(path.iterdir()) and not (path / "config.json").exists():
+        raise FileExistsError(f"{path} exists and is not a Hugging Face model folder; give another path or delete it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _files.remove_folder(temp)
+    _files.require_room(_WHAT, path.parent, needed=needed, fix=_FIX)
+    temp.mkdir()
+
+
+def _dtype(model: Any, name: str, x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What a weight is sent in."""
+    kept = any(part in name for part in model._keep_in_fp32_modules_strict or ())
+    return x.dtype if dtype is None or kept or not x.is_floating_point() else dtype
+
+
+def _own(model: nn.Module) -> dict[str, Tensor]:
+    """The stage's tensors, without the copy of the embedding that a tied head on the last stage works on."""
+    mesh = mesh_of(model)
+    copy = mesh is not None and mesh.pp_rank > 0
+    return {k: x for k, x in model_tensors(model).items() if not (copy and k.endswith("embed_tokens.weight"))}
+
+
+def _start_gather(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast, and begin to gather on the mesh's own device (offloaded shards are on the host)."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(x, DTensor):
+        return x.detach().to(dtype)
+    mesh = x.device_mesh
+    local = x.to_local().to(mesh.device_type, dtype)
+    cast = DTensor.from_local(local, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+    apart = mesh.device_type != "cpu"  # gloo's threads were seen to crash with several gathers in flight
+    return cast.redistribute(placements=[Replicate()] * mesh.ndim, async_op=apart).to_local()
+
+
+def _realized(model: Any, bucket: dict[str, Tensor], updates: dict[str, Adapter]) -> dict[str, Tensor]:
+    """Wait for the bucket, merge adapters and give checkpoint names. The bucket is empty afterwards."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, x in bucket.items():
+        full = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+        bucket[name] = merged(full, updates[name]) if name in updates else full
+    out = dict(revert_weight_conversion(model, bucket))
+    bucket.clear()
+    return out

@@ -1,0 +1,199 @@
+"""HTTP to inference servers: one connection per request, errors that say what to do, and checks of each reply.
+
+A reply that cannot be the answer to its request is an error and is never trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from rlkit._extras import missing
+from rlkit._retrying import BUSY, retried, retry_after_s
+from rlkit.types import Completion
+
+try:
+    import aiohttp
+except ImportError as error:
+    raise missing(error, "aiohttp", "http", "engines behind HTTP need") from None
+
+T = TypeVar("T")
+KEEPALIVE = 3.0  # seconds; below the 5 after which uvicorn closes an idle connection, perhaps under a request
+CONNECT_TIMEOUT = 60.0
+MIN_OPEN_FILES = 65536
+
+
+class ReplicaError(ConnectionError, RuntimeError):
+    """A server failed a request that is safe to repeat elsewhere: it is gone, hangs, or its answer makes no sense."""
+
+
+class Busy(ReplicaError):
+    """A server did not take a request (408, 425, 429, 503): it may later, after `retry_after_s` seconds at least."""
+
+    def __init__(self, message: str, status: int, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.status, self.retry_after_s = status, retry_after_s
+
+
+class Refused(ValueError):
+    """A server answered another 4xx: the request itself is at fault, and repeating it would not help."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Http:
+    """JSON over one `aiohttp` session for the running event loop; a new loop gets a new session.
+
+    `patient` repeats what a server is too busy for: after about `backoff_s`, twice that, ..., for `busy_s` in total.
+    """
+
+    def __init__(self, *, backoff_s: float = 0.5, busy_s: float = 600.0) -> None:
+        self._backoff_s, self._busy_s = backoff_s, busy_s
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def request(self, url: str, body: Any = None, *, timeout: float | None, method: str = "POST") -> Any:
+        """The parsed JSON of the reply (None for an empty one).
+
+        Raises:
+            ReplicaError: no connection, a broken one, status 5xx, or a body that is not JSON.
+            Busy: status 408, 425, 429 or 503. Refused: any other status 4xx.
+            TimeoutError: no reply within `timeout` seconds.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT)
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._open().request(method, url, data=data, headers=headers, timeout=limits) as reply:
+                raw, status, after = await reply.read(), reply.status, reply.headers.get("Retry-After")
+        except aiohttp.ClientPayloadError as error:
+            raise ReplicaError(f"{url}: the reply was cut off ({error})") from error
+        except aiohttp.ConnectionTimeoutError as error:
+            raise ReplicaError(f"{url}: no connection within {CONNECT_TIMEOUT} s; is the server up?") from error
+        except TimeoutError as error:
+            raise TimeoutError(f"{url}: no reply within {timeout} s; the server hangs or the limit is low") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ReplicaError(
+                f"{url}: connection failed ({type(error).__name__}: {error}); is the server up?"
+            ) from error
+        return _parse(url, status, raw, after)
+
+    async def patient(
+        self, attempt: Callable[[], Awaitable[T]], *, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+    ) -> T:
+        """`await attempt()`, repeated while it raises `Busy`; see `retried`."""
+        return await retried(attempt, on=Busy, backoff_s=self._backoff_s, total_s=self._busy_s, sleep=sleep)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None and self._loop is asyncio.get_running_loop():
+            await self._session.close()
+        self._session = None
+
+    def _open(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._loop is not loop:
+            _raise_open_files()
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE)
+            self._session, self._loop = aiohttp.ClientSession(connector=connector), loop
+        return self._session
+
+
+async def all_done(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """The results of all of them. An error is raised when the last one has ended: nothing is left running."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def _parse(url: str, status: int, raw: bytes, after: str | None) -> Any:
+    text = raw[:1000].decode(errors="replace")
+    if status in BUSY:
+        raise Busy(f"{url}: status {status}: {text}", status, retry_after_s(after))
+    if status >= 500:
+        raise ReplicaError(f"{url}: status {status}: {text}")
+    if status >= 400:
+        hint = "; is this the address of the server itself?" if status == 404 else ""
+        raise Refused(f"{url}: status {status}: {text}{hint}", status)
+    try:
+        return json.loads(raw) if raw.strip() else None
+    except ValueError as error:
+        if raw[:1] not in b"{[":  # /flush_cache answers in plain words
+            return None
+        raise ReplicaError(f"{url}: status {status}, but the reply is not JSON ({error}): {text}") from error
+
+
+def _raise_open_files() -> None:
+    """A connection is an open file, and many systems start processes with a limit of 1024 (macOS: 256)."""
+    import resource  # not on Windows
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MIN_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MIN_OPEN_FILES, hard)
+    for limit in (wanted, min(wanted, 10240)):  # macOS refuses more, whatever its hard limit says
+        if soft != resource.RLIM_INFINITY and soft < limit:
+            with suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+                return
+
+
+_ROUNDING = 1e-4  # nats by which the log-prob of a certain token may exceed 0
+
+
+def check_reply(
+    out: Completion,
+    *,
+    url: str,
+    request: str,
+    max_new_tokens: float,
+    vocab_size: float,
+    reported: Mapping[str, tuple[Any, Any]],
+) -> Completion:
+    """`out`, if the server at `url` can have sampled it for the request named `request`.
+
+    As many log-probs as tokens; at most `max_new_tokens` of them, at least one unless it was aborted; ids are integers
+    in [0, vocab_size); log-probs are finite and at most 0 (1e-4 for rounding). `reported` has, by name, what the server
+    says of the request and what was asked; None: it does not say, or was not asked.
+
+    Raises:
+        ReplicaError: something of this does not hold; it names the server, the request and the value.
+    """
+    problem = next((p for p in (_of_request(reported), _of_tokens(out, max_new_tokens, vocab_size)) if p), None)
+    if problem:
+        raise ReplicaError(f"{url}: the reply to request {request} is wrong: {problem}")
+    return out
+
+
+def _of_request(reported: Mapping[str, tuple[Any, Any]]) -> str | None:
+    for name, (told, asked) in reported.items():
+        if told is not None and asked is not None and told != asked:
+            return f"it is of another request: {name} is {_shown(told)}, {_shown(asked)} was asked"
+    return None
+
+
+def _of_tokens(out: Completion, max_new_tokens: float, vocab_size: float) -> str | None:
+    if len(out.ids) != len(out.logp):
+        return f"{len(out.ids)} tokens but {len(out.logp)} log-probs"
+    if len(out.ids) > max_new_tokens:
+        return f"{len(out.ids)} tokens, at most {max_new_tokens} were asked"
+    if not out.ids and out.finish_reason != "abort":
+        return f"no token, and finish_reason {out.finish_reason!r}"
+    for i, (token, logp) in enumerate(zip(out.ids, out.logp, strict=True)):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            return f"token {i} has the id {token!r}, which is not in [0, {vocab_size})"
+        if type(logp) not in (float, int) or not math.isfinite(logp):
+            return f"token {i} has the log-prob {logp!r}, which is not finite; have weights or activations overflowed?"
+        if logp > _ROUNDING:
+            return f"token {i} has the log-prob {logp!r}, which is above 0"
+    return None
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.100}"

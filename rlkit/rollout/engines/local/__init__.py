@@ -1,0 +1,278 @@
+"""An embedded rollout engine: continuous batching in this process, over the trainer's own weights.
+
+For CPU and small models (it runs on CUDA as well). There is no server, no second copy of the weights and nothing to
+sync: an optimizer step is seen by the next token. Tokens in, tokens out.
+
+    engine = LocalEngine(model, tokenizer=tokenizer)
+    completion = await engine.generate(prompt_ids, params=SamplingParams(max_new_tokens=64, stop_token_ids=(2,)))
+
+Differs from HF `generate`: requests come and go one by one instead of waiting for the longest row of a static batch,
+equal prompts that run at once are forwarded once, log-probs are returned, and a request's noise does not depend on its
+neighbours.
+Differs from SGLang (`rlkit.rollout.engines.sglang`): same contract, one process, no paged cache, no prefix cache beyond
+equal prompts in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
+from rlkit.rollout.engines.local.rows import Request, Rows, StopStrings, runs
+from rlkit.rollout.sampling import sample, uniforms
+from rlkit.types import Completion, SamplingParams
+
+_U64 = 2**64 - 1
+
+
+class Progress(NamedTuple):
+    """Requests running and waiting now, and tokens generated since the engine was made."""
+
+    running: int
+    waiting: int
+    num_tokens: int
+
+
+class LocalEngine:
+    """Serves `generate` calls of many coroutines from one model, in batches of up to `max_batch` rows.
+
+    One task steps the batch and yields to the event loop after each token. There are no threads and no clock: the
+    same calls in the same order give the same bits. It serves one event loop at a time and can be used from one
+    `asyncio.run` after another.
+
+    Args:
+        model: a Hugging Face causal LM. Its weights are read in place at every step, its mode (train, eval) stays.
+        tokenizer: needed for `stop` strings only; anything with `decode(ids, skip_special_tokens=False)`.
+        max_batch: rows decoded together; further requests wait in order.
+        max_len: prompt and completion together, in tokens; by default the model's `max_position_embeddings`.
+        eos_token_ids: these end every request, besides its own `stop_token_ids`; `()` for none; by default the
+            `eos_token_id` of the model's generation config.
+        seed: of the seeds that requests without one are given.
+        compile: compile the decoding step, once for all lengths and batch sizes: ten to twenty seconds.
+
+    Memory: the cache takes 2 * layers * max_batch * kv_heads * head_dim * (longest sequence so far) elements.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        max_batch: int = 64,
+        max_len: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        seed: int = 0,
+        compile: bool = False,
+    ) -> None:
+        if max_batch < 1:
+            raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+        if hasattr(model, "rlkit_mesh"):
+            raise ValueError(
+                "LocalEngine reads a model that is not cut over ranks; use rlkit.rollout.engines.process.launch"
+            )
+        self.max_batch, self.max_len = max_batch, context_limit(model, max_len)
+        self.version = 0
+        self._eos = model_eos(model) if eos_token_ids is None else tuple(eos_token_ids)
+        self._device, self._tokenizer = model.device, tokenizer
+        self._decoder = pick_decoder(model, max_batch=max_batch, max_len=self.max_len, compile=compile)
+        self._seeds = random.Random(seed)
+        self._clear()
+        self._num_calls = self._num_tokens = self._epoch = 0
+        self._driver: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> LocalEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def progress(self) -> Progress:
+        """How many requests run and wait, and how many tokens were generated so far."""
+        return Progress(len(self._rows), len(self._waiting), self._num_tokens)
+
+    async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
+        """Sample a completion of `prompt_ids`. See `rlkit.types.SamplingParams` and `Completion`.
+
+        Noise is a function of (seed, position), the position counted from the start of the prompt. A cancelled call
+        frees its row.
+
+        Raises:
+            ValueError: `prompt_ids` is empty or leaves no room below `max_len`; `stop` without a tokenizer; `rid` is
+            in use. RuntimeError: the engine is closed, or serves another running event loop.
+            Whatever a step raised, in every call that was in flight.
+        """
+        request = self._request(prompt_ids, params, rid)
+        self._ensure_driver()
+        self._rids[request.rid] = request
+        self._waiting.append(request)
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            if self._rids.get(request.rid) is request:
+                self.abort(request.rid)
+            raise
+
+    def abort(self, rid: str | None = None) -> int:
+        """End the request `rid` (None: all) now: its caller gets the tokens so far, with finish_reason "abort".
+
+        Returns how many requests were ended; 0 if `rid` is not in flight. Call it from the event loop's thread.
+        """
+        requests = list(self._rids.values()) if rid is None else [self._rids[rid]] if rid in self._rids else []
+        for request in requests:
+            if request.slot < 0:
+                self._waiting.remove(request)
+                request.finish("abort")
+        self._retire([(r.slot, "abort") for r in requests if r.slot >= 0])
+        for request in requests:
+            self._rids.pop(request.rid, None)
+        return len(requests)
+
+    async def update_weights(self, weights: Any = None, *, version: int) -> None:
+        """Tokens sampled from here on are stamped `version`. Call it after every optimizer step.
+
+        The weights are shared, so `weights` (what other engines are sent) is ignored. Prompts that are already in
+        the cache are not shared with requests that come later. Requests in flight go on with the keys and values
+        they have.
+        """
+        del weights
+        self._decoder.refresh()
+        self.version = version
+        self._epoch += 1
+
+    async def close(self) -> None:
+        """Abort what is in flight and free the cache. A closed engine refuses `generate`."""
+        self._closed = True
+        self.abort()
+        driver = self._driver
+        if driver is not None and not driver.done() and driver.get_loop() is asyncio.get_running_loop():
+            await driver
+        self._decoder.release()
+
+    def _request(self, prompt_ids: list[int], params: SamplingParams, rid: str | None) -> Request:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        if not 0 < len(prompt_ids) < self.max_len:
+            fix = "give at least one token" if not prompt_ids else "shorten it or raise max_len"
+            raise ValueError(
+                f"prompt_ids must hold 1 to {self.max_len - 1} tokens (max_len - 1), got {len(prompt_ids)}: {fix}"
+            )
+        if params.stop and self._tokenizer is None:
+            raise ValueError("stop strings need LocalEngine(..., tokenizer=...); use stop_token_ids without one")
+        if rid is not None and rid in self._rids:
+            raise ValueError(f"rid {rid!r} is already in flight")
+        self._num_calls += 1
+        return Request(
+            rid=rid if rid is not None else f"local-{self._num_calls}",
+            prompt=list(prompt_ids),
+            key=np.asarray(prompt_ids, np.int64).tobytes(),
+            params=params,
+            stop_token_ids=frozenset((*params.stop_token_ids, *self._eos)),
+            seed=(self._seeds.getrandbits(64) if params.seed is None else params.seed) & _U64,
+            max_tokens=min(params.max_new_tokens, self.max_len - len(prompt_ids)),
+            future=asyncio.get_running_loop().create_future(),
+            stop=StopStrings(self._tokenizer, params.stop) if params.stop else None,
+        )
+
+    def _ensure_driver(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._driver is not None and not self._driver.done():
+            if self._driver.get_loop() is loop:
+                return
+            if self._driver.get_loop().is_running():
+                raise RuntimeError("the engine serves another event loop; use one engine per running loop")
+            self._forget()
+        self._driver = loop.create_task(self._drive(), name="rlkit-local-engine")
+
+    async def _drive(self) -> None:
+        try:
+            while self._waiting or len(self._rows):
+                self._step()
+                await asyncio.sleep(0)
+            self._decoder.release()
+        except Exception as error:
+            for request in self._forget():
+                if not request.future.done():
+                    request.future.set_exception(error)
+        except BaseException:  # cancelled with its event loop, or interrupted
+            for request in self._forget():
+                request.future.cancel()
+            raise
+
+    def _clear(self) -> None:
+        self._rows = Rows(self.max_batch)
+        self._waiting = deque[Request]()
+        self._rids: dict[str, Request] = {}
+        self._decoder.release()
+
+    def _forget(self) -> list[Request]:
+        requests = [*self._rows.requests, *self._waiting]
+        self._clear()
+        return requests
+
+    def _step(self) -> None:
+        self._admit()
+        rows, n = self._rows, len(self._rows)
+        batch = self._decoder.sizes[bisect_left(self._decoder.sizes, n)]
+        self._decoder.reserve(batch, int(rows.position[:n].max()) + 1, keep=n)
+        logits = self._decoder.decode(self._to(rows.token[:batch]), self._to(rows.position[:batch]))[:n]
+        with torch.inference_mode():
+            ids, logp = sample(
+                logits,
+                self._to(uniforms(rows.seed[:n], rows.position[:n] + 1)),
+                temperature=self._to(rows.temperature[:n]) if (rows.temperature[:n] != 1).any() else None,
+                top_p=self._to(rows.top_p[:n]) if (rows.top_p[:n] < 1).any() else None,
+                top_k=self._to(rows.top_k[:n]) if rows.top_k[:n].any() else None,
+            )
+        logp_host = logp.cpu().numpy()
+        if not np.isfinite(logp_host).all():
+            raise FloatingPointError("the model's logits are not finite; its weights or activations have overflowed")
+        self._num_tokens += n
+        self._retire(rows.push(ids.cpu().numpy(), logp_host, self.version))
+
+    def _admit(self) -> None:
+        free = self.max_batch - len(self._rows)
+        if not self._waiting or (len(self._rows) and free < min(len(self._waiting), -(-self.max_batch // 8))):
+            return
+        running = len(self._rows)
+        cached = {r.key: r for r in self._rows.requests if r.epoch == self._epoch}
+        new: list[Request] = []
+        copies: list[tuple[Request, Request]] = []
+        for _ in range(min(free, len(self._waiting))):
+            request = self._waiting.popleft()
+            request.epoch = self._epoch
+            self._rows.add(request)
+            source = cached.setdefault(request.key, request)
+            if source is not request:
+                copies.append((source, request))
+            elif len(request.prompt) > 1:
+                new.append(request)
+        self._decoder.reserve(len(self._rows), max(len(r.prompt) for r in self._rows.requests), keep=running)
+        for chunk in runs(new):
+            self._decoder.prefill([r.prompt[:-1] for r in chunk], [r.slot for r in chunk])
+        if copies:
+            length = max(len(r.prompt) for _, r in copies) - 1
+            self._decoder.copy([s.slot for s, _ in copies], [r.slot for _, r in copies], length)
+
+    def _retire(self, finished: Sequence[tuple[int, Any]]) -> None:
+        if not finished:
+            return
+        for slot, reason in finished:
+            request = self._rows.requests[slot]
+            self._rids.pop(request.rid, None)
+            request.finish(reason)
+        sources, targets = self._rows.remove([slot for slot, _ in finished])
+        if sources:
+            self._decoder.copy(sources, targets, int(self._rows.position[targets].max()))
+
+    def _to(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)

@@ -1,0 +1,218 @@
+"""Prefill and one-token decoding with a slotted key-value cache, over the weights of a Hugging Face model as they are.
+
+Covers the dense Llama family (see `decode_weights.py`): RMS norms before attention and MLP, rotary positions, grouped
+queries, gated MLP. Nothing is copied from the model but its rotary table and weights with a LoRA adapter: every step
+reads the parameters, so an optimizer step is seen by the next token, and one of an adapter after `refresh`. What makes
+it faster than the model's own forward is fewer operators, and better-shaped ones for one new token per row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rlkit._tensors import upcast
+from rlkit.parallel.attention import causal_sdpa
+from rlkit.rollout.engines.local.decode_weights import Layer, Weights, weights_of
+
+KEEP_BYTES = 64 << 20
+TALL = range(16, 257)
+
+
+class Rotary(NamedTuple):
+    """cos, and sin with the sign of its half, for each token: [T, 1, head_dim]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Decoder:
+    """Keys and values of up to `max_batch` sequences, and the two forwards that fill and use them.
+
+    `reserve` makes room, `prefill` writes keys and values of whole prompts into slots, `copy` those of a shared prompt
+    into further slots, and `decode` reads one token per row 0..B-1 (row = slot) and gives the logits of the next; B is
+    one of `sizes`.
+
+    With `compile` a decoding step is one compiled graph for all lengths and batch sizes, made in ten to twenty seconds.
+    """
+
+    def __init__(self, model: Any, *, max_batch: int, max_len: int, compile: bool = False) -> None:
+        self._model, self._max_len, self._compiled = model, max_len, compile
+        config, device = model.config, model.device
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._kv_heads = config.num_key_value_heads
+        smallest = (2, 4) if compile else (1, 2, 4)  # a compiler takes 1 for a constant
+        self.sizes = sorted({*(n for n in smallest if n < max_batch), *range(8, max_batch, 8), max_batch})
+        # one call of C++ per step on the CPU, where the Python around short operators counts
+        self._step = torch.compile(step, options={"cpp_wrapper": device.type == "cpu"}) if compile else step
+        self.refresh()
+        self._eps = config.rms_norm_eps
+        if device.type == "cpu" and model.dtype == torch.float32:
+            self._eps = torch.tensor(config.rms_norm_eps)
+        self._arenas = [self._weights.embed.new_zeros(0) for _ in range(2 * config.num_hidden_layers)]
+        self._cache: list[tuple[Tensor, Tensor]] = []
+        self._table = Rotary(self._arenas[0], self._arenas[0])
+
+    def refresh(self) -> None:
+        """Look the parameters up again: needed after they were replaced (sharded, assigned) or an adapter changed."""
+        self._weights = weights_of(self._model)
+
+    def release(self) -> None:
+        """Forget what is cached and free its memory, unless it is small: page faults cost 5% of a short batch."""
+        self._cache = []
+        if sum(arena.nbytes for arena in self._arenas) > KEEP_BYTES:
+            self._arenas = [arena.new_zeros(0) for arena in self._arenas]
+
+    @torch.inference_mode()
+    def reserve(self, rows: int, length: int, *, keep: int) -> None:
+        """Make room for `length` positions in slots 0..rows-1; slots below `keep` keep what they hold.
+
+        The keys and values of a layer, [slots, kv heads, capacity, head_dim] each, are laid out anew in their arenas
+        when the capacity grows by a step or is no longer used, so that what attention reads lies densely: on the CPU
+        the same products over half-empty lanes take up to twice as long. Places that were never written hold finite
+        numbers: a masked one weighs 0, but 0 * nan is nan.
+        """
+        slots, had = (self._cache[0][0].shape[0], self._cache[0][0].shape[2]) if self._cache else (0, 0)
+        if slots >= rows and length <= had < 2 * length + 32:
+            return
+        capacity = had
+        if not length <= had < 2 * length + 32:
+            capacity = max(length, min(-(-max(length, 9 * length // 8 - 16) // 16) * 16, self._max_len))
+        shape = (rows, self._kv_heads, capacity, self._head_dim)
+        blocks = []
+        for i, arena in enumerate(self._arenas):
+            old = self._cache[i // 2][i % 2][:keep, :, :capacity].clone() if keep else None
+            if arena.numel() < math.prod(shape):
+                self._arenas[i] = arena = arena.new_zeros(math.prod(shape))
+            block = arena[: math.prod(shape)].view(shape)
+            if old is not None:
+                block[:keep, :, : old.shape[2]] = old
+            blocks.append(block)
+        self._cache = list(zip(blocks[::2], blocks[1::2], strict=True))
+        self._lanes = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self._cache]
+        self._range = torch.arange(capacity, device=self._weights.embed.device)
+        if self._table.cos.shape[0] < capacity:
+            self._table = self._rotary(min(2 * capacity, self._max_len))
+
+    def _rotary(self, length: int) -> Rotary:
+        embed, half = self._weights.embed, self._head_dim // 2
+        cos, sin = self._model.model.rotary_emb(embed[:1, None], torch.arange(length, device=embed.device)[None])
+        return Rotary(cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1))
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
+        """Write the keys and values of each prompt into its slot."""
+        longest, layers = max(map(len, prompts)), self._weights.layers
+        tokens = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=self._weights.embed.device)
+        rows = torch.tensor(slots, device=tokens.device)
+        x = F.embedding(tokens.flatten(), self._weights.embed)
+        rotary = Rotary(*(t[:longest].repeat(len(prompts), 1, 1) for t in self._table))
+        for layer, (keys, values) in zip(layers, self._cache, strict=True):
+            q, k, v = _project(x, layer, rotary, self._eps)
+            q, k, v = (t.unflatten(0, (len(prompts), -1)).transpose(1, 2) for t in (q, k, v))
+            keys[rows, :, :longest], values[rows, :, :longest] = k, v
+            if layer is not layers[-1]:  # whose output is not needed: the last prompt token is decoded
+                out = causal_sdpa(q, k, v)
+                x = _finish(x, out.transpose(1, 2).reshape(x.shape[0], -1), layer, self._eps)
+
+    @torch.inference_mode()
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """The first `length` positions of each source slot, into its target slot."""
+        source, target = (torch.tensor(slots, device=self._weights.embed.device) for slots in (sources, targets))
+        for block in (t[:, :, :length] for kv in self._cache for t in kv):
+            block.index_copy_(0, target, block.index_select(0, source))
+
+    @torch.inference_mode()
+    def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+        """Logits after reading `tokens[i]` at `positions[i]` of slot i."""
+        if self._lanes[0][0].shape[0] != tokens.shape[0] * self._kv_heads:
+            self._lanes = [(k[: len(tokens)].flatten(0, 1), v[: len(tokens)].flatten(0, 1)) for k, v in self._cache]
+        if self._compiled:
+            for t in (tokens, positions, self._range, *self._table):
+                torch._dynamo.maybe_mark_dynamic(t, 0)
+            for t in (t for layer in self._lanes for t in layer):
+                torch._dynamo.maybe_mark_dynamic(t, (0, 1))
+        return self._step(tokens, positions, self._weights, self._lanes, self._table, self._range, self._eps)
+
+
+def step(
+    tokens: Tensor,
+    positions: Tensor,
+    weights: Weights,
+    cache: list[tuple[Tensor, Tensor]],
+    table: Rotary,
+    places: Tensor,
+    eps: Tensor | float,
+) -> Tensor:
+    """One token of each row through the model: keys and values into the cache, logits out.
+
+    A layer's cache is its keys and its values, [B * kv heads, length, head_dim]; `places` is arange(length).
+    """
+    lanes, length, head_dim = cache[0][0].shape
+    lane = torch.arange(lanes, device=tokens.device)
+    place = positions.repeat_interleave(lanes // tokens.shape[0], output_size=lanes)
+    index = lane * length + place
+    bias = torch.where(places <= positions[:, None], 0.0, -torch.inf).to(weights.embed.dtype)[:, None]
+    x, rotary = F.embedding(tokens, weights.embed), Rotary(*(t.index_select(0, positions) for t in table))
+    for layer, (keys, values) in zip(weights.layers, cache, strict=True):
+        q, k, v = _project(x, layer, rotary, eps)
+        if torch.compiler.is_compiling():  # it would copy the whole cache to write into a view of it
+            keys[lane, place], values[lane, place] = k.view(lanes, -1), v.view(lanes, -1)
+        else:
+            keys.view(-1, head_dim).index_copy_(0, index, k.view(lanes, -1))
+            values.view(-1, head_dim).index_copy_(0, index, v.view(lanes, -1))
+        x = _finish(x, _attend(q, keys, values, bias), layer, eps)
+    return upcast(F.linear(_rms_norm(x, weights.norm, eps), weights.head))
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+    """One query [B, heads, head_dim] per row over keys and values [B * kv heads, L, head_dim], with bias [B, 1, L]."""
+    rows, (lanes, length, head_dim) = q.shape[0], keys.shape
+    q = q.view(lanes, -1, head_dim)
+    if q.dtype in (torch.bfloat16, torch.float16):  # which must not round the scores
+        q, k, v = (t.view(rows, -1, *t.shape[1:]) for t in (q, keys, values))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, None]).reshape(rows, -1)
+    scores = torch.bmm(q, keys.transpose(1, 2)).view(rows, -1, length)
+    probs = torch.add(bias, scores, alpha=head_dim**-0.5).softmax(-1)
+    return torch.bmm(probs.view(lanes, -1, length), values).view(rows, -1)
+
+
+def _project(x: Tensor, layer: Layer, rotary: Rotary, eps: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [T, heads, head_dim] of one layer."""
+    h, head_dim = _rms_norm(x, layer.norm, eps), rotary.cos.shape[-1]
+    q = F.linear(h, layer.q, layer.q_bias).view(x.shape[0], -1, head_dim)
+    k = F.linear(h, layer.k, layer.k_bias).view(x.shape[0], -1, head_dim)
+    v = F.linear(h, layer.v, layer.v_bias).view(x.shape[0], -1, head_dim)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = _rms_norm(q, layer.q_norm, eps), _rms_norm(k, layer.k_norm, eps)
+    return _rotate(q, rotary), _rotate(k, rotary), v
+
+
+def _finish(x: Tensor, attended: Tensor, layer: Layer, eps: Tensor | float) -> Tensor:
+    """The rest of a layer: output projection, gated MLP, residuals."""
+    x = F.linear(attended, layer.o, layer.o_bias).add_(x)
+    h = _rms_norm(x, layer.mlp_norm, eps)
+    if x.device.type == "cpu" and (torch.compiler.is_compiling() or x.shape[0] in TALL):
+        h = h.t()  # weight @ h.T is up to 1.4x faster than h @ weight.T while there are few rows
+        h = F.silu(torch.mm(layer.gate, h), inplace=True).mul_(torch.mm(layer.up, h))
+        return torch.addmm(x, h.t(), layer.down.t())
+    h = F.silu(F.linear(h, layer.gate), inplace=True).mul_(F.linear(h, layer.up))
+    return F.linear(h, layer.down).add_(x)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor | float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight; with eps as a tensor in fewer operators than F.rms_norm has on the CPU."""
+    if not isinstance(eps, Tensor):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x * torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
+
+
+def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    return (x * rotary.cos).addcmul_(x.roll(x.shape[-1] // 2, -1), rotary.sin)

@@ -1,0 +1,308 @@
+"""The embedded engine in a process of its own, on a copy of the weights: sampling and training at the same time.
+
+    async with await launch("path/to/model", max_len=2048) as engine:
+        completion = await engine.generate(prompt_ids, params=SamplingParams(max_new_tokens=64))
+        await engine.update_weights(stream_weights(model), version=1)
+
+For CPU and small models, as `rlkit.rollout.engines.local.LocalEngine`, whose methods it has. In one process a trainer
+and an engine share the interpreter lock and the cores; here each has its own. Weights go through shared memory: one
+copy on each side, between two tokens of the engine, without draining it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkit.rollout.engines.local import LocalEngine, Progress
+from rlkit.types import Completion, SamplingParams
+
+_HEAD = struct.Struct("!Q")
+
+
+class _Piece(NamedTuple):
+    """A tensor in the shared block."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+
+    def view(self, block: SharedMemory) -> Tensor:
+        """Its numbers, where they lie."""
+        count = math.prod(self.shape)
+        return torch.frombuffer(block.buf, dtype=self.dtype, count=count, offset=self.start).view(self.shape)
+
+
+async def launch(
+    path: str | Path,
+    *,
+    max_batch: int = 64,
+    max_len: int | None = None,
+    eos_token_ids: Sequence[int] | None = None,
+    seed: int = 0,
+    compile: bool = False,
+    device: str = "cpu",
+    num_threads: int = 1,
+    cpus: Sequence[int] = (),
+) -> ProcessEngine:
+    """Start the process and wait until it has loaded the model and tokenizer of the folder `path`.
+
+    Arguments are those of `LocalEngine`, and: `num_threads` of torch, and the `cpus` it may run on (all). The child
+    ends with this process, however that ends. A script that calls this needs the usual `if __name__ == "__main__":`.
+
+    Errors: whatever loading the model raised there; ValueError where the system cannot pin a process to `cpus` (macOS).
+    """
+    if cpus and not hasattr(os, "sched_setaffinity"):
+        raise ValueError(
+            f"cpus {tuple(cpus)} (--engine-cpus) needs Linux: this system cannot pin a process to processors"
+        )
+    ours, theirs = socket.socketpair()
+    options = {
+        "max_batch": max_batch, "max_len": max_len, "eos_token_ids": eos_token_ids, "seed": seed, "compile": compile,
+    }  # fmt: skip
+    process = multiprocessing.get_context("spawn").Process(
+        target=_serve,
+        args=(
+            theirs,
+            _Child(str(path), options, device),
+            num_threads,
+            tuple(cpus),
+            torch.are_deterministic_algorithms_enabled(),
+        ),
+        daemon=True,
+        name="rlkit-engine",
+    )
+    process.start()
+    theirs.close()
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    engine = ProcessEngine(process, reader, writer)
+    try:
+        await engine._ask("ready")
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+class ProcessEngine:
+    """See `launch`. It belongs to the event loop it was launched in."""
+
+    def __init__(self, process: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._outbox: list[bytes] = []
+        self._shared: SharedMemory | None = None
+        self._ended: str | None = None
+        self._listener = asyncio.get_running_loop().create_task(self._listen(), name="rlkit-process-engine")
+        self.version = 0
+        self.progress = Progress(0, 0, 0)
+
+    async def __aenter__(self) -> ProcessEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
+        """See `LocalEngine.generate`. RuntimeError, in every call, when the process has died."""
+        return await self._ask("generate", list(prompt_ids), params, rid)
+
+    async def abort(self, rid: str | None = None) -> int:
+        """See `LocalEngine.abort`."""
+        return await self._ask("abort", rid)
+
+    async def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Copy the weights over; tokens sampled from then on are stamped `version`. Requests in flight go on.
+
+        ValueError where names or shapes are not those of the engine's model; its weights are then as they were.
+        """
+        tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
+        ends = list(itertools.accumulate((-(-t.nbytes // 16) * 16 for _, t in tensors), initial=0))
+        pieces = [_Piece(n, t.dtype, t.shape, start) for (n, t), start in zip(tensors, ends, strict=False)]
+        block = self._block(ends[-1])
+        for piece, (_, tensor) in zip(pieces, tensors, strict=True):
+            piece.view(block).copy_(tensor)
+        await self._ask("update", block.name, pieces, version)
+        self.version = version
+
+    async def close(self) -> None:
+        """End the process, and with it what is in flight."""
+        self._ended = self._ended or "the engine is closed"
+        self._writer.close()
+        await asyncio.to_thread(self._process.join, 10)
+        if self._process.is_alive():
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+        await self._listener
+        self._release()
+
+    async def _ask(self, what: str, *args: Any) -> Any:
+        if self._ended is not None:
+            raise RuntimeError(self._ended)
+        number = next(self._ids)
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._send((what, number, args))
+        try:
+            return await self._waiting[number]
+        except asyncio.CancelledError:
+            if self._ended is None:
+                self._send(("cancel", number, ()))
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    def _send(self, message: Any) -> None:
+        """Together with whatever else is sent now, so that which requests start beside which is no matter of timing."""
+        data = pickle.dumps(message)
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(data)
+
+    def _flush(self) -> None:
+        self._writer.write(_framed(self._outbox))
+        self._outbox.clear()
+
+    async def _listen(self) -> None:
+        """Hand answers to those who wait; when the other end is gone, everyone gets an error."""
+        try:
+            while True:
+                for number, answer, progress in await _received(self._reader):
+                    self.progress = progress
+                    future = self._waiting.get(number)
+                    if future is None or future.done():
+                        continue
+                    if isinstance(answer, BaseException):
+                        future.set_exception(answer)
+                    else:
+                        future.set_result(answer)
+        except (EOFError, OSError):
+            await asyncio.to_thread(self._process.join, 10)
+            self._ended = self._ended or f"the engine process has died (exit code {self._process.exitcode})"
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(RuntimeError(self._ended))
+
+    def _block(self, size: int) -> SharedMemory:
+        if self._shared is None or self._shared.size < size:
+            self._release()
+            self._shared = SharedMemory(create=True, size=max(1, size))
+        return self._shared
+
+    def _release(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+            self._shared.unlink()
+            self._shared = None
+
+
+class _Child:
+    """The other side: a LocalEngine that answers messages until the connection closes."""
+
+    def __init__(self, path: str, options: dict[str, Any], device: str) -> None:
+        self._path, self._options, self._device = path, options, device
+        self._engine: Any = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self, connection: socket.socket) -> None:
+        reader, self._writer = await asyncio.open_unix_connection(sock=connection)
+        try:
+            while True:
+                for message in await _received(reader):
+                    self._begin(*message)
+        except (EOFError, OSError):
+            for task in self._tasks.values():
+                task.cancel()
+
+    def _begin(self, what: str, number: int, args: tuple[Any, ...]) -> None:
+        if what == "cancel":
+            if number in self._tasks:
+                self._tasks[number].cancel()
+            return
+        task = asyncio.create_task(self._answer(number, getattr(self, f"_{what}")(*args)))
+        self._tasks[number] = task
+        task.add_done_callback(lambda _: self._tasks.pop(number))
+
+    async def _answer(self, number: int, work: Any) -> None:
+        try:
+            answer = await work
+        except Exception as error:
+            answer = _portable(error)
+        progress = Progress(0, 0, 0) if self._engine is None else self._engine.progress
+        self._writer.write(_framed([pickle.dumps((number, answer, progress))]))
+
+    async def _ready(self) -> None:
+        from transformers import AutoTokenizer
+
+        from rlkit.model.forward import load_model
+
+        self._model = load_model(self._path, device=self._device)
+        tokenizer = AutoTokenizer.from_pretrained(self._path)
+        self._engine = LocalEngine(self._model, tokenizer=tokenizer, **self._options)
+
+    async def _generate(self, prompt_ids: list[int], params: SamplingParams, rid: str | None) -> Completion:
+        return await self._engine.generate(prompt_ids, params=params, rid=rid)
+
+    async def _abort(self, rid: str | None) -> int:
+        return self._engine.abort(rid)
+
+    async def _update(self, block: str, pieces: Sequence[_Piece], version: int) -> None:
+        """Without an await before the weights are in: the engine takes no step in between."""
+        own = self._model.state_dict(keep_vars=True)
+        given = {piece.name for piece in pieces}
+        if missing := sorted({name for name, _ in self._model.named_parameters()} - given):
+            raise ValueError(f"the new weights lack {missing[:4]} ({len(missing)} in all)")
+        wrong = [p.name for p in pieces if p.name not in own or own[p.name].shape != p.shape]
+        if wrong:
+            raise ValueError(f"the engine's model has no such weights: {wrong[:4]} ({len(wrong)} in all)")
+        shared = SharedMemory(name=block)
+        with torch.no_grad():
+            for piece in pieces:
+                own[piece.name].copy_(piece.view(shared))
+        shared.close()
+        await self._engine.update_weights(version=version)
+
+
+def _serve(
+    connection: socket.socket, child: _Child, num_threads: int, cpus: tuple[int, ...], deterministic: bool
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+    torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(deterministic)
+    asyncio.run(child.run(connection))
+
+
+def _framed(messages: list[bytes]) -> bytes:
+    data = pickle.dumps(messages)
+    return _HEAD.pack(len(data)) + data
+
+
+async def _received(reader: asyncio.StreamReader) -> list[Any]:
+    """The messages that were sent together. EOFError when the other end is gone."""
+    (size,) = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+    return [pickle.loads(message) for message in pickle.loads(await reader.readexactly(size))]
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or its words where it cannot be pickled and made anew."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(repr(error))

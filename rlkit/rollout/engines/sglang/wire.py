@@ -1,0 +1,101 @@
+"""rlkit's sampling parameters and completions as SGLang's /generate writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
+
+from rlkit._retrying import BUSY
+from rlkit.rollout.engines.http import Busy, ReplicaError, check_reply
+from rlkit.types import Completion, FinishReason, SamplingParams
+
+
+class Limits(NamedTuple):
+    """Of the served model: prompt and completion together, and token ids; infinite where it is not known."""
+
+    max_len: float
+    vocab_size: float
+
+
+def body(prompt_ids: list[int], params: SamplingParams, limits: Limits, salt: str | None) -> dict[str, Any]:
+    """The request. Ids are checked here: one beyond the vocabulary kills an SGLang server.
+
+    `no_stop_trim` keeps the tokens of a stop string. Above 63 bits a seed is folded. The completion is cut at the
+    context limit, which SGLang would refuse to do.
+    """
+    if not prompt_ids:
+        raise ValueError("prompt_ids must hold at least one token")
+    if min(prompt_ids) < 0 or max(prompt_ids) >= limits.vocab_size:
+        raise ValueError(f"prompt_ids must be in [0, {limits.vocab_size}), got {min(prompt_ids)} to {max(prompt_ids)}")
+    if len(prompt_ids) >= limits.max_len:
+        raise ValueError(f"prompt_ids must be shorter than the context of {limits.max_len}, got {len(prompt_ids)}")
+    sampling: dict[str, Any] = {
+        "max_new_tokens": min(params.max_new_tokens, limits.max_len - len(prompt_ids)),
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "stop_token_ids": list(params.stop_token_ids),
+        "stop": list(params.stop),
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+    }
+    if params.seed is not None:
+        sampling["sampling_seed"] = params.seed & (2**63 - 1)
+    salted = {} if salt is None else {"extra_key": salt}
+    return {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True, "stream": False, **salted}
+
+
+def completion(reply: Any, request: dict[str, Any], limits: Limits, *, url: str, version: int) -> Completion:
+    """A `Completion` from the reply of SGLang's /generate to `request`.
+
+    `version` is for servers that do not report theirs.
+
+    Raises:
+        ReplicaError: fields are missing, the server gave up, or `check_reply` refuses it. Busy: its queue is full.
+    """
+    try:
+        meta = reply["meta_info"]
+        finish, entries, num_tokens = meta["finish_reason"], meta["output_token_logprobs"], meta["completion_tokens"]
+        ids, logp = [entry[1] for entry in entries], [entry[0] for entry in entries]
+        reason, status = finish["type"], finish.get("status_code") or 200
+        if status in BUSY:
+            raise Busy(f"{url}: the server gave up: {finish}", status, 0.0)
+        if status >= 400:
+            raise ReplicaError(f"{url}: the server gave up: {finish}")
+        if reason not in get_args(FinishReason):
+            raise ValueError(f"finish_reason {reason!r}")
+        if len(ids) != num_tokens or reply.get("output_ids", ids) != ids:
+            raise ReplicaError(f"{url}: {num_tokens} tokens but {len(ids)} log-probs")
+        versions = _versions(meta, len(ids), version)
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise ReplicaError(f"{url}: not a reply of /generate ({error!r}): {str(reply)[:500]}") from error
+    return check_reply(
+        Completion(ids, logp, versions, reason),
+        url=url,
+        request=str(request.get("rid", "of the probe")),
+        max_new_tokens=request["sampling_params"]["max_new_tokens"],
+        vocab_size=limits.vocab_size,
+        reported={
+            "id": (meta.get("id"), request.get("rid")),
+            "prompt_tokens": (meta.get("prompt_tokens"), len(request["input_ids"])),
+        },
+    )
+
+
+def _versions(meta: dict[str, Any], num_tokens: int, version: int) -> list[int]:
+    spans: Sequence[dict[str, Any]] = meta.get("weight_versions") or ()
+    if not spans:
+        return [parse_version(meta.get("weight_version"), version)] * num_tokens
+    versions = [-1] * num_tokens
+    for span in spans:
+        versions[span["start"] : span["end"]] = [parse_version(span["version"], 0)] * (span["end"] - span["start"])
+    if len(versions) != num_tokens or -1 in versions:
+        raise ValueError(f"weight_versions do not cover {num_tokens} tokens: {spans}")
+    return versions
+
+
+def parse_version(text: str | None, missing: int) -> int:
+    """SGLang's version string as a number; "default", what a server starts with, is 0."""
+    if text is None:
+        return missing
+    return 0 if text == "default" else int(text)

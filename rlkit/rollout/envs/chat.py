@@ -1,0 +1,199 @@
+"""An episode of several turns in messages, joined token by token under the model's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlkit.data.chat import Message, render, turn_tokens
+from rlkit.data.prompts import joined_parts, prompt_messages
+from rlkit.rollout.envs.turns import Turns
+from rlkit.rollout.rollout import Prompt, Sample
+from rlkit.types import FinishReason, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Turn(NamedTuple):
+    """What the policy said: its text without the token that ended it, its tokens as sampled, and why it ended."""
+
+    text: str
+    ids: list[int]
+    finish_reason: FinishReason
+
+
+class Chat:
+    """One episode in messages. `async for turn in chat` samples turn after turn, with `chat.add(...)` between them.
+
+    The conversation starts from the prompt's row (then its tokens are the prompt's own, and must be what this template,
+    `tools` and `system_prompt` write) or from `messages`. After a turn, `turn_tokens` joins the new messages to what
+    was sampled; where the template rewrites history, the conversation is rendered anew and the episode gets a further
+    piece. Within a piece every token was sampled, or written by the template, exactly where it stands.
+
+    The assistant's messages hold the text as sampled, reasoning and tool calls included, which is what templates with
+    inline markup expect (ChatML, Qwen, Hermes, Llama 3). An environment may rewrite the last one (say, into
+    `reasoning_content` and `tool_calls`) with `chat.messages[-1] = ...` before it adds to it.
+
+    Iteration ends when a turn was cut or a bound leaves no room for another; `end` then returns what there is.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        sample: Sample,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: Sequence[Message] | None = None,
+        system_prompt: str | None = None,
+        tools: Sequence[Any] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        refuse_vision(tokenizer)
+        self._tokenizer, self._tools, self._template_args = tokenizer, tools, template_args
+        start = {"messages": list(messages)} if messages is not None else prompt.row
+        place = f"row {prompt.index + 1}"
+        self.messages: list[dict[str, Any]] = prompt_messages(start, system_prompt=system_prompt, place=place)
+        ids = self._render()
+        if messages is None and ids != list(prompt.ids):
+            raise ValueError(
+                f"prompt {prompt.index} has {len(prompt.ids)} tokens, but its row renders to {len(ids)} others here: "
+                "give rl_prompts and the environment the same tokenizer, tools, system_prompt and template_args"
+            )
+        self.turns = Turns(ids, sample)
+        self._last: tuple[int, list[int]] | None = None  # place of the last sampled message, and its tokens
+
+    async def turn(self, *, max_new_tokens: int | None = None) -> Turn | None:
+        """Sample the next turn; None where there is no room for one. `max_new_tokens` may lower the limit for it."""
+        if self.turns.truncated:
+            return None
+        if self._last is not None:
+            self._join(*self._last)
+        turn = await next_turn(self.turns, self._tokenizer, max_new_tokens=max_new_tokens)
+        if turn is not None:
+            self.messages.append({"role": "assistant", "content": turn.text})
+            self._last = len(self.messages), turn.ids
+        return turn
+
+    async def reply(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        max_new_tokens: int | None = None,
+    ) -> Turn | None:
+        """Answer a whole conversation, for environments that keep it themselves and call a model with all of it.
+
+        Where it continues what was said here, the turns are joined as ever; the assistant's last message may come back
+        in another form, with `tool_calls` or `reasoning_content`. Anything else, other `tools` among it, starts a new
+        piece.
+        """
+        whole = [_with_text(m) for m in messages]
+        continued = self._continued_by(whole) and tools in (None, self._tools)
+        self.messages, self._tools = whole, self._tools if tools is None else tools
+        if not continued:
+            self._last = None
+            self.turns.restart(self._render())
+        return await self.turn(max_new_tokens=max_new_tokens)
+
+    def __aiter__(self) -> Chat:
+        return self
+
+    async def __anext__(self) -> Turn:
+        turn = await self.turn()
+        if turn is None:
+            raise StopAsyncIteration
+        return turn
+
+    def add(self, *messages: str | Message) -> None:
+        """What the environment says; a string is a user's message."""
+        self.messages += [{"role": "user", "content": m} if isinstance(m, str) else _with_text(m) for m in messages]
+
+    def end(
+        self,
+        *,
+        reward: float = 0.0,
+        turn_rewards: Sequence[float] | None = None,
+        score: float | None = None,
+        truncated: bool | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> list[Trajectory]:
+        """The episode as `Turns.pieces` gives it, with the conversation in `info["messages"]`."""
+        about = {"messages": list(self.messages), **(info or {})}
+        return self.turns.pieces(reward=reward, turn_rewards=turn_rewards, score=score, truncated=truncated, info=about)
+
+    def _continued_by(self, messages: list[dict[str, Any]]) -> bool:
+        """Whether nothing of what was said was changed but the form of the last turn."""
+        if self._last is None:
+            return messages == self.messages
+        place = self._last[0]
+        if len(messages) <= place or messages[: place - 1] != self.messages[: place - 1]:
+            return False
+        said, given = self.messages[place - 1], messages[place - 1]
+        structured = given.get("tool_calls") or given.get("reasoning_content")
+        same = str(given.get("content")).split() == str(said["content"]).split()
+        return given.get("role") == "assistant" and bool(structured or same)
+
+    def _join(self, place: int, sampled_ids: list[int]) -> None:
+        so_far, new = self.messages[:place], self.messages[place:]
+        if not new:
+            raise ValueError("nothing was said since the last turn: call chat.add(...) or end the episode")
+        added = turn_tokens(
+            self._tokenizer,
+            so_far,
+            new,
+            sampled_ids=sampled_ids,
+            tools=self._tools,
+            template_args=self._template_args,
+        )
+        if added is None:
+            self.turns.restart(self._render())
+        else:
+            self.turns.append(added)
+
+    def _render(self) -> list[int]:
+        return render(
+            self._tokenizer,
+            self.messages,
+            add_generation_prompt=True,
+            tools=self._tools,
+            template_args=self._template_args,
+        )
+
+
+def refuse_vision(*parts: Any) -> None:
+    """Raise ValueError, naming it, for a processor or model that reads images, audio or video."""
+    for part in parts:
+        config = getattr(part, "config", part)
+        found = [name for name in _MEDIA if getattr(part, name, None) or getattr(config, name, None)]
+        if found:
+            raise ValueError(
+                f"{type(part).__name__} is of a vision or audio model (it has {found[0]}): rlkit trains on text only; "
+                "use a text model, and of a processor its tokenizer"
+            )
+
+
+_MEDIA = ("image_processor", "video_processor", "feature_extractor", "vision_config", "audio_config")
+
+
+async def next_turn(turns: Turns, tokenizer: Any, *, max_new_tokens: int | None = None) -> Turn | None:
+    """Sample the next turn; None where there is no room. Special tokens inside its text stay visible."""
+    out = await turns.sample(max_new_tokens=max_new_tokens)
+    special, end = special_ids(tokenizer), len(out.ids)
+    while end and out.ids[end - 1] in special:
+        end -= 1
+    text = tokenizer.decode(out.ids[:end], skip_special_tokens=False)
+    return Turn(text, out.ids, out.finish_reason) if out.ids else None
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Tokens that stand for no text: named ones (eos, pad) and all that were added as special."""
+    return {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+
+
+def _with_text(message: Message) -> dict[str, Any]:
+    """The message with its parts of text joined: most templates would write a list as Python does."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return dict(message)
+    return {**message, "content": joined_parts(content, f"content of a message of role {message.get('role')!r}")}

@@ -1,0 +1,361 @@
+"""Tools as plain Python functions: shown to the model by its chat template, called by it, answered in messages.
+
+    def calculate(expression: str) -> float:
+        '''Evaluate an arithmetic expression.
+
+        Args:
+            expression: numbers, + - * / and parentheses
+        '''
+        ...
+
+    prompts, _ = rl_prompts(rows, tokenizer=tokenizer, max_prompt_tokens=1024, tools=[calculate])
+    env = limited(tool_env([calculate], tokenizer=tokenizer), max_turns=4, max_total_tokens=4096)
+    await rollout(prompts, generate=engine.generate, env=env, score=scorer(reward, ...), ...)
+
+The name, the type hints and the docstring of a function are its schema. Nothing that a model writes raises: what cannot
+be parsed, a wrong argument, an exception and a timeout are answered to the model, as the tool's message.
+
+`hermes_calls`, `json_calls` and `pythonic_calls` read the calls in a turn's text, in the forms that open models write.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlkit.data.chat import render_text
+from rlkit.rollout.calling import call
+from rlkit.rollout.envs.chat import Chat
+from rlkit.rollout.rollout import Env, Prompt, Sample
+from rlkit.types import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Call(NamedTuple):
+    """A call that could be read; whether there is such a tool is another matter."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class BadCall(NamedTuple):
+    """The attempt of a call, and what the model is told about it."""
+
+    error: str
+
+
+def hermes_calls(text: str) -> list[Call | BadCall]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, among other text: Hermes, Qwen 2.5 and 3.
+
+    What stands inside a reasoning block is not called. A block that is not closed, or holds no such JSON, is a BadCall.
+    """
+    found: list[Call | BadCall] = []
+    for match in re.finditer(r"<tool_call>(.*?)(</tool_call>|\Z)", answer_of(text), re.DOTALL):
+        found.append(_json_call(match[1]) if match[2] else BadCall("<tool_call> is not closed by </tool_call>"))
+    return found
+
+
+def json_calls(text: str) -> list[Call | BadCall]:
+    """The whole turn is JSON: `{"name": ..., "parameters": {...}}`, several after `;` or in a list: Llama 3, Mistral.
+
+    A leading `<|python_tag|>` or `[TOOL_CALLS]` says that a call follows. Without it, text that is no JSON object with
+    a name is an answer, unless it starts like a call.
+    """
+    body = answer_of(text).strip()
+    marked = re.match(r"<\|python_tag\|>|\[TOOL_CALLS\]", body)
+    body = body[marked.end() :].strip() if marked else body
+    attempt = marked or re.match(r'\[?\s*\{\s*"(name|type|function)"', body)
+    if not attempt:
+        return []
+    values: list[Any] = []
+    while body:
+        try:
+            value, end = json.JSONDecoder().raw_decode(body)
+        except (ValueError, RecursionError) as error:
+            return [BadCall(f"the call is not valid JSON: {error}")]
+        values += value if isinstance(value, list) else [value]
+        body = body[end:].lstrip(" \n;")
+    return [_call(value) for value in values] or [BadCall("no call after the mark of one")]
+
+
+def pythonic_calls(text: str) -> list[Call | BadCall]:
+    """The whole turn is a list of Python calls with literal keywords, `[f(a=1), g(b="x")]`: Llama 3.2, Llama 4."""
+    body = answer_of(text).strip().removeprefix("<|python_tag|>").strip()
+    if not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", body):
+        return []
+    try:
+        tree = ast.parse(body, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        return [BadCall(f"the calls are not valid Python: {error}")]
+    return [_python_call(node) for node in tree.elts] if isinstance(tree, ast.List) else []
+
+
+def wrong_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with the arguments under a JSON schema (names, required ones, types, choices), or None."""
+    properties = parameters.get("properties", {})
+    missing = [name for name in parameters.get("required", []) if name not in arguments]
+    if missing:
+        return f"missing arguments {missing}; the arguments are {list(properties)}"
+    for name, value in arguments.items():
+        if name not in properties:
+            return f"there is no argument {name!r}; the arguments are {list(properties)}"
+        schema = properties[name]
+        types = schema.get("type", [])
+        types = [types] if isinstance(types, str) else types
+        if value is None and (schema.get("nullable") or "null" in types):
+            continue
+        if types and not any(_is_of_type(value, t) for t in types):
+            return f"argument {name!r} must be {' or '.join(types)}, got {json.dumps(value, default=str)[:80]}"
+        if "enum" in schema and value not in schema["enum"]:
+            return f"argument {name!r} must be one of {schema['enum']}, got {json.dumps(value, default=str)[:80]}"
+    return None
+
+
+def answer_of(text: str) -> str:
+    """What follows the reasoning; nothing where the reasoning is not closed."""
+    head, closed, tail = text.partition("</think>")
+    if closed:
+        return tail
+    return "" if head.lstrip().startswith("<think>") else head
+
+
+def before_calls(text: str) -> str:
+    """Reasoning and words before the first call; of a turn that is all calls, the reasoning."""
+    answer = answer_of(text)
+    words, *call = re.split(r"<tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]", answer, maxsplit=1)
+    return text[: len(text) - len(answer)] + (words if call else "")
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def _is_of_type(value: Any, name: str) -> bool:
+    if isinstance(value, bool) and name != "boolean":
+        return name not in _TYPES
+    return isinstance(value, _TYPES.get(name, (object,)))
+
+
+def _json_call(payload: str) -> Call | BadCall:
+    try:
+        return _call(json.loads(payload))
+    except (ValueError, RecursionError) as error:
+        return BadCall(f"the call is not valid JSON: {error}")
+
+
+def _call(value: Any) -> Call | BadCall:
+    """A call from JSON, also in OpenAI's form, with `function` around it or arguments as a string."""
+    inner = value.get("function") if isinstance(value, dict) else None
+    value = inner if isinstance(inner, dict) else {**value, "name": inner} if isinstance(inner, str) else value
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return BadCall('a call must be like {"name": "...", "arguments": {...}}')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return BadCall(f"the arguments are not valid JSON: {error}")
+    if not isinstance(arguments, dict):
+        return BadCall(f"the arguments of {value['name']} must be an object, with a name for each")
+    return Call(value["name"], arguments)
+
+
+def _python_call(node: ast.expr) -> Call | BadCall:
+    if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
+        return BadCall("a call must be like name(argument=value), every argument by its name")
+    try:
+        return Call(ast.unparse(node.func), {str(k.arg): ast.literal_eval(k.value) for k in node.keywords})
+    except (ValueError, RecursionError):
+        return BadCall("arguments must be literals: numbers, strings, lists, dicts, True, False, None")
+
+
+Tools = Sequence[Callable[..., Any]]
+
+
+def tool_env(
+    tools: Tools | Callable[[Prompt], Tools],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    parse: Callable[[str], list[Call | BadCall]] = hermes_calls,
+    timeout_s: float = 30.0,
+    max_result_chars: int = 8192,
+    system_prompt: str | None = None,
+    template_args: Mapping[str, Any] | None = None,
+) -> Env:
+    """An environment in which the policy may call tools until a turn of it calls none: that is its answer.
+
+    `tools` are functions, or a function of the prompt that makes them, for tools that need its row or keep something
+    between the calls of one episode; their schemas must then not depend on the prompt, and be those `rl_prompts` got.
+    Calls of one turn run at once: async functions are awaited, sync ones run in threads of their own. A result is a
+    string as it is, anything else as JSON; more than `max_result_chars` is cut, with a note. `parse` reads the calls of
+    a turn: `hermes_calls` (Qwen, Hermes and many others), `json_calls` (Llama 3, Mistral), `pythonic_calls`.
+
+    The reward comes from `score`, whose function sees the final turn as `completion` and may ask for `messages`,
+    `num_calls`, `num_bad_calls` (could not be parsed, unknown tool, wrong arguments) and `num_failed_calls` (raised or
+    timed out). Calls of a turn that was cut are not run. There is no limit of turns here: see `limited`.
+
+    A tool's answer that spells a special token (`<|im_end|>`) is defused with a zero-width space, so that a document
+    cannot close the tool's turn and open another.
+
+    Differs: nothing from TRL `tools`; verl keeps tools as classes, subclasses of verl `BaseTool`.
+    """
+    special = _special_texts(tokenizer)
+    fixed = None if callable(tools) else tool_schemas(tools)
+
+    async def env(prompt: Prompt, sample: Sample) -> list[Trajectory]:
+        own = tools(prompt) if callable(tools) else tools
+        box = _Toolbox(own, fixed or tool_schemas(own), timeout_s, max_result_chars, special)
+        chat = Chat(
+            prompt, sample, tokenizer=tokenizer, system_prompt=system_prompt, tools=box.schemas,
+            template_args=template_args,
+        )  # fmt: skip
+        structured = _wants_structure(chat.messages, tokenizer, box.schemas)
+        async for turn in chat:
+            calls = parse(turn.text)
+            if not calls or turn.finish_reason != "stop":
+                break
+            results = await asyncio.gather(*map(box.answer, calls))
+            if structured:
+                chat.messages[-1], answers = _structured(turn.text, calls, results, start=box.num_calls)
+            else:
+                answers = [_tool_message(c, r) for c, r in zip(calls, results, strict=True)]
+            box.num_calls += len(calls)
+            chat.add(*answers)
+        return chat.end(info=box.counts())
+
+    return env
+
+
+def tool_schemas(tools: Tools) -> list[dict[str, Any]]:
+    """JSON schemas of functions, from their type hints and Google-style docstrings, as chat templates take them.
+
+    Errors: ValueError, naming the function, where an argument has no type hint or no line under `Args:`, and where two
+    functions have one name.
+    """
+    from transformers.utils import get_json_schema
+
+    if not isinstance(tools, list | tuple):
+        raise TypeError(
+            f"tools must be a list of functions, or a function of the prompt that returns one, got {tools!r}"
+        )
+    schemas = []
+    for function in tools:
+        try:
+            schemas.append(get_json_schema(function))
+        except Exception as error:
+            name = getattr(function, "__name__", function)
+            raise ValueError(
+                f"tool {name} has no schema: {error}; give every argument a type hint and a line under `Args:`"
+            ) from error
+    names = [s["function"]["name"] for s in schemas]
+    if len(set(names)) < len(names):
+        raise ValueError(f"tools must have different names, got {names}")
+    return schemas
+
+
+class _Toolbox:
+    """The tools of one episode, and what became of its calls."""
+
+    def __init__(
+        self, tools: Tools, schemas: list[dict[str, Any]], timeout_s: float, max_chars: int, special: Sequence[str]
+    ) -> None:
+        self.schemas = schemas
+        names = [s["function"]["name"] for s in schemas]
+        self._functions = dict(zip(names, tools, strict=True))
+        self._parameters = dict(zip(names, (s["function"]["parameters"] for s in schemas), strict=True))
+        self._timeout_s, self._max_chars, self._special = timeout_s, max_chars, special
+        self.num_calls = self._bad = self._failed = 0
+
+    def counts(self) -> dict[str, int]:
+        return {"num_calls": self.num_calls, "num_bad_calls": self._bad, "num_failed_calls": self._failed}
+
+    async def answer(self, wanted: Call | BadCall) -> str:
+        """The text of the tool's message."""
+        error = wanted.error if isinstance(wanted, BadCall) else self._wrong(wanted)
+        if error is not None:
+            self._bad += 1
+            return self._plain(f"Error: {error}")
+        assert isinstance(wanted, Call)
+        try:
+            function = partial(self._functions[wanted.name], **wanted.arguments)
+            result = await call(function, timeout_s=self._timeout_s)
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        except Exception as raised:
+            self._failed += 1
+            late = isinstance(raised, TimeoutError) and not raised.args
+            what = f"no result after {self._timeout_s:g} s" if late else f"{type(raised).__name__}: {raised}"
+            text = f"Error: {what}"
+        return self._plain(text)
+
+    def _wrong(self, wanted: Call) -> str | None:
+        if wanted.name not in self._functions:
+            return f"there is no tool {wanted.name!r}; the tools are {', '.join(self._functions)}"
+        return wrong_arguments(self._parameters[wanted.name], wanted.arguments)
+
+    def _plain(self, text: str) -> str:
+        if len(text) > self._max_chars:
+            text = f"{text[: self._max_chars]} ... ({len(text) - self._max_chars} more characters cut)"
+        for token in self._special:
+            text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
+        return text
+
+
+def _tool_message(wanted: Call | BadCall, result: str) -> dict[str, Any]:
+    name = {} if isinstance(wanted, BadCall) else {"name": wanted.name}
+    return {"role": "tool", **name, "content": result}
+
+
+def _structured(
+    text: str, calls: list[Call | BadCall], results: list[str], *, start: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The assistant's message with `tool_calls`, and the answers by their ids (nine letters: Mistral counts them).
+
+    What could not be parsed is no call that a tool could answer: the user says so.
+    """
+    made, answers, complaints = [], [], []
+    for number, (wanted, result) in enumerate(zip(calls, results, strict=True), start):
+        if isinstance(wanted, BadCall):
+            complaints.append({"role": "user", "content": result})
+            continue
+        function = {"name": wanted.name, "arguments": wanted.arguments}
+        made.append({"id": f"call{number:05d}", "type": "function", "function": function})
+        answers.append({**_tool_message(wanted, result), "tool_call_id": f"call{number:05d}"})
+    if not made:
+        return {"role": "assistant", "content": text}, complaints
+    return {"role": "assistant", "content": before_calls(text), "tool_calls": made}, [*answers, *complaints]
+
+
+def _wants_structure(messages: Sequence[Mapping[str, Any]], tokenizer: Any, schemas: Sequence[Any]) -> bool:
+    """Whether the template refuses a tool's message after a turn without `tool_calls`; an error if it shows no tool."""
+    plain = [*messages, {"role": "assistant", "content": "x"}, {"role": "tool", "name": "x", "content": "x"}]
+    refused = False
+    try:
+        text = render_text(tokenizer, plain, add_generation_prompt=True, tools=schemas)
+    except Exception:  # whatever a template raises
+        refused, text = True, render_text(tokenizer, messages, add_generation_prompt=True, tools=schemas)
+    names = [s["function"]["name"] for s in schemas]
+    if names and not any(name in text for name in names):
+        raise ValueError(
+            f"the chat template does not write the tools {names}, so the model cannot know them: describe them and how "
+            "to call one, in system_prompt, or take a template that shows `tools`"
+        )
+    return refused
+
+
+def _special_texts(tokenizer: Any) -> list[str]:
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return sorted({t.content for t in added if t.special and len(t.content) > 1}, key=len, reverse=True)

@@ -1,0 +1,112 @@
+"""One rollout for many training ranks: rank 0 speaks to the engine and samples, every rank gets the same groups.
+
+The engine is outside the ranks (SGLang servers, or `rlkit.rollout.engines.process` for the CPU), so one speaker is
+enough for any number of its replicas. Groups come by a broadcast of trajectories, weights leave as the full tensors
+that `stream_weights` gathers from all ranks. Without ranks everything here is the plain object.
+
+Differs: verl and OpenRLHF drive engine and trainer from a third process (Ray), and send each rank its part of the
+batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from rlkit.ranks import rank, world_size
+
+X = TypeVar("X")
+
+
+async def from_first(work: Callable[[], Awaitable[X]]) -> X:
+    """What `work` returns on rank 0, on every rank. What it raises there raises everywhere."""
+    if world_size() == 1:
+        return await work()
+    sent: list[Any] = [None, None]  # what it returned, what it raised
+    error: Exception | None = None
+    if rank() == 0:
+        try:
+            sent[0] = await work()
+        except Exception as e:
+            error, sent[1] = e, repr(e)
+    dist.broadcast_object_list(sent, src=0)
+    if sent[1] is not None:
+        raise error or RuntimeError(f"rank 0: {sent[1]}")
+    return sent[0]
+
+
+class SharedEngine:
+    """An engine as all ranks hold it; rank 0 has the real one, the others None. Only rank 0 samples."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.generate, self.abort = getattr(engine, "generate", None), getattr(engine, "abort", None)
+
+    async def update_weights(self, weights: Iterable[Any], *, version: int) -> None:
+        """As the engine's. Every rank reads the stream to its end, since gathering takes all of them."""
+
+        async def send() -> None:
+            try:
+                await self.engine.update_weights(weights, version=version)
+            finally:
+                deque(weights, maxlen=0)
+
+        if rank() != 0:
+            deque(weights, maxlen=0)
+        await from_first(send)
+
+    @property
+    def progress(self) -> Any:
+        """The engine's counts; None on the other ranks."""
+        return getattr(self.engine, "progress", None)
+
+
+class SharedStream:
+    """A `GroupStream` that rank 0 runs, and whose groups every rank takes. `progress` is that of the last `take`."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._stream = make() if rank() == 0 else None
+        self.num_dropped = 0
+        self.progress: Any = None
+
+    async def __aenter__(self) -> SharedStream:
+        if self._stream is not None:
+            await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        if self._stream is not None:
+            await self._stream.__aexit__(*error)
+
+    async def take(self) -> Any:
+        """The next groups, on every rank."""
+
+        async def take() -> tuple[Any, ...]:
+            stream: Any = self._stream
+            return await stream.take(), stream.num_dropped, stream.progress
+
+        groups, self.num_dropped, self.progress = await from_first(take)
+        return groups
+
+    async def pause(self) -> None:
+        """As the stream's."""
+        if self._stream is not None:
+            await self._stream.pause()
+
+    def advance(self, *, version: int) -> None:
+        """As the stream's."""
+        if self._stream is not None:
+            self._stream.advance(version=version)
+
+    def saved(self, state: dict[str, Any]) -> None:
+        """As the stream's."""
+        if self._stream is not None:
+            self._stream.saved(state)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, into which rank 0 writes; empty on the others."""
+        return {} if self._stream is None else self._stream.state

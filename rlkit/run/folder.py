@@ -1,0 +1,323 @@
+"""The run folder: what a run leaves for a person to read, each step written once, whatever interrupts it.
+
+    args.json                          what the run was asked for
+    metrics.jsonl                      one line a step; fields that depend on the clock are named time/...
+    trajectories/train_000010.jsonl    what was sampled for step 10, one line a sample; eval_000010.jsonl likewise,
+                                       and dropped_000010.jsonl what dynamic sampling refused
+    completions/                       of runs that can be killed and keep what they sampled: rlkit.rollout.stream
+    metrics.png                        the curves (`python -m rlkit.run.plot FOLDER` draws them again, or compares runs)
+    checkpoints/                       see rlkit.model.checkpoint
+
+`step` counts optimizer updates: line s describes the s-th update, a checkpoint of step s was written after it, and
+step 0 is before the first one. On resume from step s everything after s is dropped, so each step appears once.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rlkit.files import append_file, explain_full_disk, replace_file, sync
+from rlkit.run.console import Progress, say
+
+if TYPE_CHECKING:  # reading a run folder needs no torch
+    from rlkit.types import Trajectory
+
+Decode = Callable[[list[int]], str]
+
+_RUN = ("metrics.jsonl", "checkpoints", "completions")  # what a new run would mix with
+_OPENED = ("args.json", ".lock", *_RUN)  # what a run leaves, however early it ended
+_FULL_FIX = "Free space there and resume: all up to the last checkpoint is safe."
+_held: dict[Path, IO[str]] = {}  # lock files of the run folders that this process holds
+
+
+class Run:
+    """An open run folder. Made by `open_run`."""
+
+    def __init__(self, folder: Path, progress: Progress | None) -> None:
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self._progress = progress
+        self._unsynced: set[Path] = set()
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl, and print the step if it is due (see `open_run`).
+
+        Values are numbers (or 0-dim tensors); floats are written with all their digits, so two runs can be compared bit
+        for bit. NaN and infinities are written as NaN, Infinity, -Infinity, which Python's json reads.
+        """
+        if self._progress is None:
+            return
+        line = {"step": step, **{key: _number(key, value) for key, value in metrics.items()}, "time/unix": time.time()}
+        self._append(self.folder / "metrics.jsonl", [line])
+        self._progress.step(step, line)
+
+    def trajectories(self, step: int, rows: Iterable[Mapping[str, Any]], *, kind: str = "train") -> None:
+        """Append rows (see `trajectory_row`) to `trajectories/{kind}_{step}.jsonl`; on return they are in the file."""
+        if self._progress is not None:
+            self._append(self.folder / "trajectories" / f"{kind}_{step:06d}.jsonl", rows)
+
+    def status(self, text: str) -> None:
+        """What is going on inside the step, shown beside the bar ("rollout 43/64"). Only on a terminal."""
+        if self._progress is not None:
+            self._progress.status(text)
+
+    def say(self, text: str) -> None:
+        """A line for a person above the bar."""
+        if self._progress is not None:
+            self._progress.say(text)
+
+    def sync(self) -> None:
+        """Put all that was logged on the disk: before a checkpoint, which must not know more than its run folder."""
+        for path in sorted(self._unsynced):
+            sync(path)
+        self._unsynced.clear()
+
+    def plot(self) -> Path | None:
+        """Draw metrics.png and return its path, or None where it cannot be drawn.
+
+        Matplotlib is imported here, after training (about 40 MB). Any error is reported in one line and never ends
+        the run, whose model is not exported yet.
+        """
+        if self._progress is None or not (self.folder / "metrics.jsonl").exists():
+            return None
+        try:
+            from rlkit.run.plot import plot_run
+
+            return plot_run(self.folder)
+        except Exception as error:
+            kind = "" if isinstance(error, ImportError | OSError | ValueError) else f"{type(error).__name__}: "
+            self.say(f"no plot: {kind}{str(error).strip() or repr(error)}".splitlines()[0])
+            return None
+
+    def _append(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+        data = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
+        with explain_full_disk(path.name, self.folder, needed=len(data), fix=_FULL_FIX):
+            append_file(path, data)
+        self._unsynced.add(path)
+
+
+def keep_args(folder: Path | str, args: Any, *, resume: bool) -> None:
+    """Hold a run folder and write the dataclass `args` to its `args.json`; of many ranks the first does.
+
+    A run that is resumed with other arguments than it had goes on with the new ones, and they are named on stdout.
+    Nothing is written where the run is refused. The folder is held until the run that `open_run` opens there ends.
+
+    Errors: on every rank, FileExistsError for a folder with a run in it, unless `resume`, and then FileNotFoundError
+    for one without; BlockingIOError where another process has it open; ValueError for a run of another script and for a
+    damaged `args.json`; OSError, with the space needed and free, on a full disk.
+    """
+    folder = Path(folder)
+    check_folder(folder, resume=resume)
+    if not _first_rank():
+        return
+    path, kept = folder / "args.json", {"script": _script(args)} | asdict(args)
+    text = json.dumps(kept, indent=1, default=str) + "\n"
+    with explain_full_disk(path.name, folder, needed=len(text), fix=_FULL_FIX):
+        hold(folder)
+        changed = True
+        if resume and path.exists():
+            new, old = json.loads(text), _read_args(path)
+            if {None, new["script"]}.isdisjoint({old.get("script")}):
+                raise ValueError(f"{folder} is a run of {old['script']}: resume it with that, or give another --output")
+            names = [n for n in sorted((new.keys() | old.keys()) - {"resume", "script"}) if new.get(n) != old.get(n)]
+            for name in names:
+                say(f"resumed with another {name}: {new.get(name)!r}, it was {old.get(name)!r}")
+            changed = bool(names)
+        if changed:
+            replace_file(path, text.encode())
+
+
+def _script(args: Any) -> str | None:
+    """The file that defines the dataclass of `args`; None in a notebook."""
+    file = getattr(sys.modules.get(type(args).__module__), "__file__", None)
+    return Path(file).name if file else None
+
+
+def _read_args(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it, and the run goes on with the flags given") from None
+    return found
+
+
+def holds_run(folder: Path | str) -> bool:
+    """Whether a run was started in this folder, so that it can be resumed."""
+    return any((Path(folder) / name).exists() for name in _OPENED)
+
+
+def check_folder(folder: Path | str, *, resume: bool) -> None:
+    """Refuse a folder with a run in it, unless `resume`, and then one without. Errors: see `keep_args`."""
+    folder = Path(folder)
+    for path in (folder, *folder.parents):
+        if path.is_file():
+            raise NotADirectoryError(errno.ENOTDIR, "this is a file: --output is the folder of a run", str(path))
+    if resume and not holds_run(folder):
+        what = "there is no run to resume in this folder: leave out --resume to start one, or give the folder of a run"
+        raise FileNotFoundError(errno.ENOENT, what, str(folder))
+    if not resume and any((folder / name).exists() for name in _RUN):
+        what = "this folder already holds a run: resume it (--resume), delete it or take another folder"
+        raise FileExistsError(errno.EEXIST, what, str(folder))
+
+
+def hold(folder: Path | str) -> None:
+    """Keep other processes out of a run folder, which is made if needed, until its run ends or this process does.
+
+    Two processes that resume the same run would interleave their lines. A POSIX lock ends with its process, whatever
+    happens to it, and is not inherited by forked reward workers.
+
+    Errors: BlockingIOError where another process holds it.
+    """
+    import fcntl
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.resolve() in _held:
+        return
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.close()
+            what = "another process writes to this run folder; wait for it or take another folder"
+            raise BlockingIOError(errno.EAGAIN, what, str(folder)) from None
+        # else the filesystem has no locks, which is no reason not to train
+    _held[folder.resolve()] = file
+
+
+@contextmanager
+def open_run(
+    folder: Path | str,
+    *,
+    steps: int,
+    start: int = 0,
+    resume: bool = False,
+    active: bool | None = None,
+    print_steps: int = 1,
+) -> Iterator[Run]:
+    """Open a run folder for writing, from step `start` to `steps`.
+
+    Every step is logged; every `print_steps`-th is printed, and those with an evaluation.
+
+    A folder that already holds a run is refused unless `resume`. Then `start` is the step of the loaded checkpoint, and
+    all that came after it is dropped; -1 (there was no checkpoint yet) drops everything, also what step 0 logged.
+    `active=False` writes and prints nothing; by default that is every rank but the first.
+
+    Errors: those of `keep_args`.
+    """
+    folder = Path(folder)
+    if not (_first_rank() if active is None else active):
+        yield Run(folder, None)
+        return
+    check_folder(folder, resume=resume)
+    with explain_full_disk("the run", folder, needed=1 << 16, fix=_FULL_FIX):
+        hold(folder)
+        (folder / "trajectories").mkdir(exist_ok=True)
+        if resume:
+            drop_after(folder, start)
+    progress = Progress(steps=steps, start=start, print_steps=print_steps)
+    try:
+        yield Run(folder, progress)
+    finally:
+        progress.close()
+        if (lock := _held.pop(folder.resolve(), None)) is not None:
+            lock.close()
+
+
+def drop_after(folder: Path | str, step: int) -> None:
+    """Delete what a run folder says about steps later than `step` (a killed run may have passed its checkpoint)."""
+    folder = Path(folder)
+    path = folder / "metrics.jsonl"
+    if path.exists():
+        lines = path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _step_of(line) <= step]
+        last = max(map(_step_of, kept), default=-1)
+        if last < step and step > 0:
+            say(f"{path} has no lines of steps {last + 1:.0f} to {step}, which were trained: they are lost")
+        if kept == lines[: len(kept)]:
+            os.truncate(path, sum(map(len, kept)))  # needs no space on a full disk
+        else:
+            replace_file(path, b"".join(kept))
+    for dump in (folder / "trajectories").glob("*.jsonl"):
+        match = re.fullmatch(r"\w+_(\d+)", dump.stem)
+        if match and int(match[1]) > step:
+            dump.unlink()
+
+
+def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl. A last line that is still being written (or was cut off by a crash) is left out."""
+    path = Path(folder) / "metrics.jsonl"
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} holds no metrics.jsonl: give the folder of a run")
+    rows = []
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number} is not JSON: {line[:80]!r}; delete that line") from None
+    return rows
+
+
+def trajectory_row(
+    trajectory: Trajectory, *, decode: Decode, group: int | None = None, with_ids: bool = False
+) -> dict[str, Any]:
+    """What a person wants to see of one sample, as JSON: texts with their special tokens, reward, length, why it ended.
+
+    `length` is the number of tokens the policy sampled, `versions` are the weights that did. `with_ids` adds the token
+    ids and their log-probs. A further piece of the episode of the row before it says `continues`.
+    """
+    row = {
+        "group": group,
+        "prompt": decode(trajectory.prompt_ids),
+        "completion": decode(trajectory.ids),
+        "reward": trajectory.reward,
+        "score": trajectory.score,
+        "length": sum(trajectory.mask),
+        "versions": sorted({v for v, m in zip(trajectory.versions, trajectory.mask, strict=True) if m}),
+        "finish_reason": trajectory.info.get("finish_reason", "length" if trajectory.truncated else "stop"),
+        "info": {key: value for key, value in trajectory.info.items() if key != "finish_reason"},
+    }
+    if trajectory.continues:
+        row["continues"] = True
+    if with_ids:
+        row |= {"prompt_ids": trajectory.prompt_ids, "ids": trajectory.ids, "logp": trajectory.logp}
+    return row
+
+
+def _first_rank() -> bool:
+    """Also before there is a process group: torchrun has said which rank this is."""
+    from rlkit.ranks import distributed, rank
+
+    return (rank() if distributed() else int(os.environ.get("RANK", "0"))) == 0
+
+
+def _number(key: str, value: Any) -> int | float:
+    if isinstance(value, int | float):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"metric {key!r} must be a number, got {type(value).__name__}: {value!r}") from None
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a metrics line; infinite for a line that was cut off."""
+    try:
+        return json.loads(line)["step"] if line.endswith(b"\n") else float("inf")
+    except (ValueError, KeyError, TypeError):
+        warnings.warn(f"rlkit: dropped a broken line of metrics.jsonl: {line[:80]!r}", stacklevel=3)
+        return float("inf")

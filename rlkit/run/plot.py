@@ -1,0 +1,190 @@
+"""Curves of one run, or of several over each other: `python -m rlkit.run.plot RUN_FOLDER [RUN_FOLDER ...]`.
+
+Raw values are drawn faint, a centred running mean over them in full. Evaluations are points joined by lines. A panel
+is drawn when some run has its metric.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import tyro
+
+from rlkit._extras import optional
+from rlkit.files import replace_file
+from rlkit.run.folder import read_metrics
+
+
+class Curve(NamedTuple):
+    """One metric in a panel. `sparse`: measured now and then, drawn as points. `raw`: not smoothed, drawn faint."""
+
+    key: str
+    label: str
+    sparse: bool = False
+    raw: bool = False
+
+
+class Panel(NamedTuple):
+    """One small plot: a title that says what is shown, the y axis with its unit, and the curves in it.
+
+    `from_zero` starts the y axis at 0, so that a small change looks small.
+    """
+
+    title: str
+    unit: str
+    curves: tuple[Curve, ...]
+    from_zero: bool = True
+
+
+PANELS = (
+    Panel(
+        "Loss",
+        "nats per token, or per preference",
+        (Curve("loss", "training"), Curve("eval/loss", "evaluation", sparse=True)),
+    ),
+    Panel(
+        "Preferences met",
+        "share of pairs, or of labels",
+        (Curve("accuracy", "training"), Curve("eval/accuracy", "evaluation", sparse=True)),
+    ),
+    Panel(
+        "Reward",
+        "mean reward per answer",
+        (
+            Curve("reward/mean", "training, sampled"),
+            Curve("eval/sampled", "evaluation, sampled", sparse=True),
+            Curve("eval/greedy", "evaluation, greedy", sparse=True),
+        ),
+        from_zero=False,
+    ),
+    Panel("Policy entropy", "nats per token", (Curve("entropy", "training"),)),
+    Panel("Response length", "tokens per answer", (Curve("length/mean", "mean"), Curve("length/max", "max", raw=True))),
+    Panel("KL to the reference", "nats per token", (Curve("eval/kl", "evaluation prompts", sparse=True),)),
+    Panel(
+        "Critic", "mean over tokens", (Curve("value/mean", "value"), Curve("value/return", "return")), from_zero=False
+    ),
+)
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # told apart by colour-blind readers too
+
+
+def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | None = None) -> Path:
+    """Draw `metrics.png` of a run (into its folder), or several runs into one picture; returns its path.
+
+    The suffix of `out` selects the format: .png, .pdf, .svg or another that matplotlib writes. `title` is the headline,
+    by default the names of the runs. Only `matplotlib.figure.Figure` is used: pyplot's state and back end stay as they
+    are.
+
+    Errors: ModuleNotFoundError naming the extra where matplotlib is missing, FileNotFoundError for a folder without
+    metrics, ValueError where there is nothing to draw.
+    """
+    if not folders:
+        raise ValueError("give at least one run folder")
+    runs = {_label(folder, folders): read_metrics(folder) for folder in folders}
+    panels = [p for p in PANELS if any(_series(rows, c.key)[0].size for rows in runs.values() for c in p.curves)]
+    if not panels:
+        raise ValueError(f"no metric to draw in {', '.join(map(str, folders))}: metrics.jsonl holds no finished step")
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = _figure_class()(figsize=(5.6 * columns, 3.5 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        _draw(axis, panel, runs)
+    names = ", ".join(runs) if len(runs) < 4 else f"{len(runs)} runs"
+    figure.suptitle(title or names, fontsize=13, fontweight="bold")
+    target = Path(out) if out is not None else Path(folders[0]) / "metrics.png"
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=130, format=target.suffix[1:] or "png")
+    replace_file(target, picture.getvalue())
+    return target
+
+
+def _draw(axis: Any, panel: Panel, runs: dict[str, list[dict[str, Any]]]) -> None:
+    several, low, high = len(runs) > 1, math.inf, -math.inf
+    for i, (name, rows) in enumerate(runs.items()):
+        for j, curve in enumerate(panel.curves):
+            x, y = _series(rows, curve.key)
+            if not np.isfinite(y).any() or (several and curve.raw):
+                continue
+            color = COLORS[(i if several else j) % len(COLORS)]
+            style: Any = {"color": color, "linestyle": ("-", "--", ":")[j % 3] if several else "-"}
+            style["label"] = f"{name}, {curve.label}" if several else curve.label
+            if curve.sparse:
+                axis.plot(x, y, marker="o", markersize=3.5, linewidth=1.2, **style)
+            elif curve.raw:
+                axis.plot(x, y, alpha=0.45, linewidth=0.8, **style)
+            else:
+                axis.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
+                axis.plot(x, smooth(y), linewidth=1.8, **style)
+            low, high = min(low, np.nanmin(y)), max(high, np.max(y, where=np.isfinite(y), initial=-math.inf))
+    axis.set_title(panel.title, loc="left", fontweight="bold", fontsize=11)
+    axis.set(xlabel="step", ylabel=panel.unit)
+    if panel.from_zero and low >= 0:
+        axis.set_ylim(0, 1.08 * high or None)
+    axis.grid(alpha=0.25, linewidth=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8)
+
+
+def smooth(y: np.ndarray, *, window: int | None = None) -> np.ndarray:
+    """Centred running mean over `window` values (default: a 25th of the length), fewer at the ends; NaN is skipped."""
+    half = (len(y) // 25 if window is None else window) // 2
+    present = np.isfinite(y)
+    total = np.concatenate([[0.0], np.cumsum(np.where(present, y, 0.0))])
+    count = np.concatenate([[0], np.cumsum(present)])
+    at = np.arange(len(y))
+    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(y))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (total[high] - total[low]) / (count[high] - count[low])
+
+
+def _series(rows: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    x, y = zip(*found, strict=True) if found else ((), ())
+    return np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+
+
+def _label(folder: Path | str, folders: Sequence[Path | str]) -> str:
+    path = Path(folder).resolve()
+    same = [f for f in folders if Path(f).resolve().name == path.name]
+    return path.name if len(same) < 2 else f"{path.parent.name}/{path.name}"
+
+
+def _figure_class() -> Any:
+    optional("matplotlib", "plot", "plots need")
+    from matplotlib.figure import Figure
+
+    return Figure
+
+
+@dataclass(frozen=True)
+class Args:
+    """Draw the curves of one run, or of several over each other."""
+
+    folders: tyro.conf.Positional[tuple[Path, ...]]
+    """Run folders, each with a metrics.jsonl."""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """The picture to write, .png, .pdf or .svg; by default metrics.png in the first folder."""
+    title: str | None = None
+    """Headline; by default the names of the runs."""
+
+
+def main(args: Iterable[str] | None = None) -> None:
+    """The command line."""
+    parsed = tyro.cli(Args, args=None if args is None else list(args), prog="python -m rlkit.run.plot")
+    try:
+        sys.stdout.write(f"{plot_run(*parsed.folders, out=parsed.out, title=parsed.title)}\n")
+    except (OSError, ModuleNotFoundError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

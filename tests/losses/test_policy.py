@@ -1,0 +1,294 @@
+"""Elementwise surrogates against scalar formulas, written from the papers in plain Python floats."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from rlkit import losses
+
+LOG_RATIOS = (-3.0, -1.0, -0.3, -0.15, -0.05, 0.0, 0.05, 0.15, 0.3, 0.45, 1.0, 1.7, 3.0)
+ADVANTAGES = (2.0, 0.5, -0.25, -1.5)
+OLD_LOGPS = (-3.05, -4.5)  # low enough that the new probability stays below 1
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def ppo_value(x: float, a: float, low: float = 0.2, high: float = 0.2) -> float:
+    r = math.exp(x)
+    return -min(r * a, clip(r, 1 - low, 1 + high) * a)
+
+
+def ppo_c(x: float, a: float, low: float = 0.2, high: float = 0.2) -> float:
+    r = math.exp(x)
+    return 0.0 if (a > 0 and r > 1 + high) or (a < 0 and r < 1 - low) else r
+
+
+def dual_value(x: float, a: float, c: float, low: float = 0.2, high: float = 0.2) -> float:
+    return (
+        -max(min(math.exp(x) * a, clip(math.exp(x), 1 - low, 1 + high) * a), c * a)
+        if a < 0
+        else ppo_value(x, a, low, high)
+    )
+
+
+def dual_c(x: float, a: float, c: float, low: float = 0.2, high: float = 0.2) -> float:
+    return 0.0 if a < 0 and math.exp(x) > c else ppo_c(x, a, low, high)
+
+
+def aspo_c(x: float, a: float) -> float:
+    r = math.exp(x)
+    return (0.0 if r > 1.2 else min(1 / r, 3.0)) if a > 0 else ppo_c(x, a)
+
+
+def tv_c(x: float, a: float, old: float) -> float:
+    moved = math.exp(old + x) - math.exp(old)
+    drop = moved > 0.02 if a > 0 else moved < -0.03
+    return 0.0 if drop else min(math.exp(x), 4.0)
+
+
+def kl_c(x: float, a: float, old: float) -> float:
+    q, p = math.exp(old), math.exp(old + x)
+    d = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    drop = (d > 0.01 and p > q) if a > 0 else (d > 0.02 and p < q)
+    return 0.0 if drop else min(math.exp(x), 4.0)
+
+
+def sapo_value(x: float, a: float) -> float:
+    tau = 1.0 if a > 0 else 1.05
+    return -a * 4 / tau * sigmoid(tau * (math.exp(x) - 1))
+
+
+def sapo_c(x: float, a: float) -> float:
+    tau, r = 1.0 if a > 0 else 1.05, math.exp(x)
+    p = sigmoid(tau * (r - 1))
+    return 4 * p * (1 - p) * r
+
+
+@dataclass
+class Row:
+    """One surrogate: its scalar value (None: only its gradient has a meaning), its coefficient c, and its options."""
+
+    value: Callable[..., float] | None
+    c: Callable[..., float]
+    options: dict = field(default_factory=dict)
+    needs_old: bool = False
+
+
+ROWS = {
+    "ppo_clip": Row(ppo_value, ppo_c),
+    "dual_clip": Row(lambda x, a: dual_value(x, a, 2.0), lambda x, a: dual_c(x, a, 2.0), {"clip_c": 2.0}),
+    "two_sided_clip": Row(
+        lambda x, a: -min(min(math.exp(x), 4.0) * a, clip(math.exp(x), 0.8, 1.2) * a), lambda x, a: dual_c(x, a, 4.0)
+    ),
+    "aspo": Row(None, aspo_c, {"max_weight": 3.0}),
+    "unbounded_positive": Row(
+        lambda x, a: -a * x if a > 0 else dual_value(x, a, 3.0), lambda x, a: 1.0 if a > 0 else dual_c(x, a, 3.0)
+    ),
+    "reinforce": Row(lambda x, a: -a * x, lambda x, a: 1.0),
+    "gpg": Row(lambda x, a: -a * x, lambda x, a: 1.0),
+    "importance_sampling": Row(lambda x, a: -a * math.exp(x), lambda x, a: math.exp(x)),
+    "cispo": Row(None, lambda x, a: min(math.exp(x), 5.0)),
+    "double_sided_is": Row(
+        None,
+        lambda x, a: math.exp(x) if 0.8 <= math.exp(x) <= 1.3 else 0.0,
+        {"clip_low": 0.2, "clip_high": 0.3},
+    ),
+    "topr": Row(None, lambda x, a: 1.0 if a > 0 else min(math.exp(x), 1.0)),
+    "sapo": Row(sapo_value, sapo_c),
+    "dppo": Row(None, tv_c, {"delta_low": 0.03, "delta_high": 0.02, "max_weight": 4.0}, needs_old=True),
+    "dppo_kl": Row(None, kl_c, {"delta_low": 0.02, "delta_high": 0.01, "max_weight": 4.0}, needs_old=True),
+}
+UNTABLED = {"decoupled_ppo", "dro", "nll"}
+
+
+def grid(needs_old: bool) -> list[tuple[float, ...]]:
+    axes = [(x, a) for x in LOG_RATIOS for a in ADVANTAGES]
+    return [(*p, old) for p in axes for old in OLD_LOGPS] if needs_old else axes
+
+
+def columns(points: list[tuple[float, ...]]) -> list[torch.Tensor]:
+    return [torch.tensor(c, dtype=torch.float64) for c in zip(*points, strict=True)]
+
+
+def call(name: str, x: torch.Tensor, a: torch.Tensor, *old: torch.Tensor, **more: object) -> torch.Tensor:
+    given = {"old_logp": old[0]} if old else {}
+    return getattr(losses, name)(x, a, **given, **ROWS[name].options, **more)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_value_and_gradient_are_those_of_the_scalar_formula(name: str) -> None:
+    row = ROWS[name]
+    points = grid(row.needs_old)
+    x, a, *old = columns(points)
+    x.requires_grad_()
+    loss = call(name, x, a, *old)
+    (grad,) = torch.autograd.grad(loss.sum(), x)
+    c = torch.tensor([row.c(*p) for p in points], dtype=torch.float64)
+    torch.testing.assert_close(grad, -c * a, rtol=1e-12, atol=1e-14)
+    value = row.value or (lambda *p: -row.c(*p) * p[1] * p[0])
+    if name == "aspo":
+        value = lambda x, a: -aspo_c(x, a) * a * x if a > 0 else ppo_value(x, a)
+    torch.testing.assert_close(
+        loss, torch.tensor([value(*p) for p in points], dtype=torch.float64), rtol=1e-12, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_on_policy_it_is_reinforce(name: str) -> None:
+    a = torch.tensor([1.5, -2.0, 0.25], dtype=torch.float64)
+    x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    old = [torch.full((3,), -1.0, dtype=torch.float64)] if ROWS[name].needs_old else []
+    (grad,) = torch.autograd.grad(call(name, x, a, *old).sum(), x)
+    torch.testing.assert_close(grad, -a, rtol=1e-12, atol=0)
+
+
+def test_every_public_surrogate_has_a_row() -> None:
+    modules = ("rlkit.losses.policy", "rlkit.losses.policy")
+    public = {n for n in losses.__all__ if inspect.getmodule(getattr(losses, n)).__name__ in modules}
+    assert public == set(ROWS) | UNTABLED
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_masked_places_reach_neither_value_nor_gradient(name: str) -> None:
+    bad = float("nan"), float("inf"), float("-inf")
+    x = torch.tensor([0.1, *bad, -0.4], dtype=torch.float64, requires_grad=True)
+    a = torch.tensor([1.0, *reversed(bad), -2.0], dtype=torch.float64)
+    old = [torch.tensor([-1.0, *bad, -2.0], dtype=torch.float64)] if ROWS[name].needs_old else []
+    keep = torch.tensor([True, False, False, False, True])
+    loss = call(name, x, a, *old, mask=keep)
+    (grad,) = torch.autograd.grad(loss.sum(), x)
+    assert (loss[1:4] == 0).all()
+    assert (grad[1:4] == 0).all()
+    alone = x.detach()[keep].requires_grad_()
+    expected = call(name, alone, a[keep], *(o[keep] for o in old))
+    assert torch.equal(loss[keep], expected)
+    assert torch.equal(grad[keep], torch.autograd.grad(expected.sum(), alone)[0])
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_dtype_shape_and_extremes(name: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([[-1e4, -30.0, 0.0], [25.0, 80.0, 1e4]], dtype=dtype, requires_grad=True)
+    a = torch.tensor([[1.0, -2.0, 3.0], [-1.0, 2.0, -3.0]], dtype=dtype)
+    old = [torch.full_like(a, -2.0)] if ROWS[name].needs_old else []
+    loss = call(name, x, a, *old)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert loss.shape == x.shape
+    assert loss.isfinite().all()
+    assert torch.autograd.grad(loss.sum(), x)[0].isfinite().all()
+    assert call(name, x[:0], a[:0], *(o[:0] for o in old)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_losses_of_micro_batches_add_up_exactly(name: str) -> None:
+    points = grid(ROWS[name].needs_old)
+    x, a, *old = columns(points)
+    whole = call(name, x, a, *old)
+    parts = [call(name, x[i::3], a[i::3], *(o[i::3] for o in old)) for i in range(3)]
+    assert all(torch.equal(whole[i::3], part) for i, part in enumerate(parts))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_compiles_without_graph_break(name: str) -> None:
+    x, a, *old = columns(grid(ROWS[name].needs_old))
+    mask = a > -1
+    given = {"old_logp": old[0]} if old else {}
+    options = {**given, **ROWS[name].options, "mask": mask}
+    compiled = torch.compile(getattr(losses, name), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, a, **options), getattr(losses, name)(x, a, **options))
+
+
+def test_two_sided_clip_is_dual_clip() -> None:
+    x, a = columns(grid(False))
+    assert torch.equal(losses.two_sided_clip(x, a, delta=2.5), losses.dual_clip(x, a, clip_c=2.5))
+
+
+def test_open_clips_are_importance_sampling() -> None:
+    x, a = columns([(x, a) for x in LOG_RATIOS for a in (*ADVANTAGES, 0.0)])
+    x.requires_grad_()
+    inf = float("inf")
+    plain = losses.importance_sampling(x, a)
+    for loss in (
+        losses.ppo_clip(x, a, clip_low=inf, clip_high=inf),
+        losses.dual_clip(x, a, clip_c=inf, clip_low=inf, clip_high=inf),
+    ):
+        torch.testing.assert_close(loss, plain)
+        torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in (loss, plain)))
+
+
+def test_clip_distances_may_be_tensors() -> None:
+    x, a = columns(grid(False))
+    per_token = torch.linspace(0.05, 0.6, x.numel(), dtype=torch.float64)
+    expected = [ppo_value(*p, low=0.3, high=h) for p, h in zip(grid(False), per_token.tolist(), strict=True)]
+    loss = losses.ppo_clip(x, a, clip_low=torch.tensor(0.3, dtype=torch.float64), clip_high=per_token)
+    torch.testing.assert_close(loss, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_decoupled_ppo_weighs_the_clipped_loss_by_the_behaviour_ratio() -> None:
+    points = [(x, a, b) for x in LOG_RATIOS for a in ADVANTAGES for b in (-1.0, 0.0, 0.4, 2.0)]
+    x, a, b = columns(points)
+    x.requires_grad_()
+    b.requires_grad_()
+    loss = losses.decoupled_ppo(x, a, behavior_log_ratio=b, max_weight=2.0)
+    weights = [min(math.exp(b), 2.0) for *_, b in points]
+    expected = [w * ppo_value(x, a) for w, (x, a, _) in zip(weights, points, strict=True)]
+    torch.testing.assert_close(loss, torch.tensor(expected, dtype=torch.float64))
+    grad, behaviour = torch.autograd.grad(loss.sum(), (x, b), allow_unused=True)
+    c = [w * ppo_c(x, a) for w, (x, a, _) in zip(weights, points, strict=True)]
+    torch.testing.assert_close(grad, -torch.tensor(c, dtype=torch.float64) * a)
+    assert behaviour is None
+
+
+def test_dro_is_the_policy_gradient_plus_a_quadratic_pull() -> None:
+    points = [(x, a) for x in LOG_RATIOS for a in (*ADVANTAGES, 0.0)]
+    x, a = columns(points)
+    x.requires_grad_()
+    loss = losses.dro(x, a, beta=0.3)
+    torch.testing.assert_close(loss, torch.tensor([-a * x + 0.15 * x * x for x, a in points], dtype=torch.float64))
+    (grad,) = torch.autograd.grad(loss.sum(), x)
+    torch.testing.assert_close(grad, torch.tensor([0.3 * x - a for x, a in points], dtype=torch.float64))
+
+
+def test_nll_is_the_negative_log_likelihood_of_unmasked_targets() -> None:
+    logp = torch.tensor([-1.5, float("nan"), -0.25], requires_grad=True)
+    loss = losses.nll(logp, mask=torch.tensor([True, False, True]))
+    assert loss.tolist() == [1.5, 0.0, 0.25]
+    assert torch.autograd.grad(loss.sum(), logp)[0].tolist() == [-1.0, 0.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("ppo_clip", {"clip_low": -0.1}, "clip_low must be at least 0"),
+        ("ppo_clip", {"clip_high": float("nan")}, "clip_high must be at least 0"),
+        ("dual_clip", {"clip_c": 1.0}, "clip_c must be above 1"),
+        ("two_sided_clip", {"delta": 1.1}, "delta must be above 1 \\+ clip_high"),
+        ("cispo", {"max_weight": -1.0}, "max_weight must be at least 0"),
+        ("sapo", {"tau_neg": 0.0}, "tau_neg must be positive"),
+        ("dro", {"beta": -1.0}, "beta must be at least 0"),
+    ],
+)
+def test_bad_options_are_named(name: str, options: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        getattr(losses, name)(torch.zeros(2), torch.ones(2), **options)
+
+
+def test_bad_tensors_are_named() -> None:
+    with pytest.raises(ValueError, match="advantages must have the shape of log_ratio"):
+        losses.ppo_clip(torch.zeros(2), torch.ones(2, 1))
+    with pytest.raises(TypeError, match="mask must be bool"):
+        losses.cispo(torch.zeros(2), torch.ones(2), mask=torch.ones(2))
+    with pytest.raises(TypeError, match="advantages must be a floating-point tensor"):
+        losses.sapo(torch.zeros(2), torch.ones(2, dtype=torch.long))

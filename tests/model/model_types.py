@@ -1,0 +1,77 @@
+"""Every causal language model of the installed transformers: a config of it, and whether rlkit trains it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rlkit.model.families import check_architecture, check_causal_lm
+
+MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+_GRANITE = {
+    "logits_scaling": 8.0,
+    "attention_multiplier": 0.03,
+    "residual_multiplier": 0.22,
+    "embedding_multiplier": 12.0,
+}
+_CONV = ["conv", "full_attention"] * 4
+OVERRIDES: dict[str, dict[str, Any]] = {  # what a default config lacks, and what published checkpoints set
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "hyperclovax": {"logits_scaling": 0.125},
+    "lfm2": {"layer_types": _CONV, "num_hidden_layers": 8},
+    "lfm2_moe": {"layer_types": _CONV, "num_hidden_layers": 8},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20},
+    "reformer": {"is_decoder": True},
+}
+FAMILIES = {  # what is special -> a model type of each
+    "llama-like": ["llama", "qwen3"],
+    "sliding and full layers": ["qwen2", "gemma3_text"],
+    "softcaps": ["gemma2"],
+    "mixture of experts": ["qwen3_moe", "mixtral"],
+    "scaled logits": ["cohere", "granite", "hyperclovax"],
+    "learned positions": ["gpt2"],
+    "recurrent layers": ["qwen3_5_text", "nemotron_h", "mamba", "falcon_h1", "rwkv"],
+    "convolutions": ["lfm2"],
+    "latent attention": ["deepseek_v2", "deepseek_v3"],
+    "sinks": ["gpt_oss"],
+    "ALiBi": ["bloom"],
+    "no position_ids": ["bart"],
+    "bidirectional": ["bert"],
+    "layers of different shapes": ["gemma4_text"],
+}
+
+
+class Verdict(NamedTuple):
+    """`status`: "trained", "refused" for a `reason`, or "not built" from a small config."""
+
+    status: str
+    reason: str = ""
+
+
+def config_of(model_type: str) -> Any:
+    return CONFIG_MAPPING[model_type](**OVERRIDES.get(model_type, {}))
+
+
+def verdict(model_type: str) -> Verdict:
+    """What rlkit says of a model type."""
+    try:
+        config = config_of(model_type)
+    except Exception:
+        return Verdict("not built", "no default config")
+    try:
+        check_causal_lm(config)
+        checked = check_architecture(config)
+    except ValueError as error:
+        reason = str(error).removeprefix(f"model type {config.model_type!r} cannot be trained: ")
+        return Verdict("refused", re.sub(r" by \S+ nats", "", reason))
+    return Verdict("trained") if checked else Verdict("not built", "no small model from the default config")

@@ -1,0 +1,293 @@
+"""Every model type of transformers is trained as its own forward says, or refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from model_types import FAMILIES, MODEL_TYPES, config_of, verdict
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from rlkit.model import families
+from rlkit.model.families import shrunk
+from rlkit.model.forward import forward, load_model, prepare
+from rlkit.model.heads import load_reward_model, load_value_model
+from rlkit.model.parallelize import load_parallel, parallelize
+from rlkit.packing import pack
+from rlkit.types import Trajectory
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+IN_CI = [name for names in FAMILIES.values() for name in names]
+SIZES = dict(
+    vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    intermediate_size=48, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+LINEAR = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    layer_types=["linear_attention", "full_attention"],
+)  # fmt: skip
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+HYBRIDS = {  # model type -> its config, the layer type that is refused
+    "qwen3_5_text": (SIZES | LINEAR, "linear_attention"),
+    "qwen3_5_moe_text": (SIZES | LINEAR | EXPERTS, "linear_attention"),
+    "qwen3_next": (SIZES | LINEAR | EXPERTS, "linear_attention"),
+    "lfm2": (SIZES | dict(layer_types=["conv", "full_attention"]), "conv"),
+    "mamba": (dict(vocab_size=67, hidden_size=32, num_hidden_layers=2, state_size=4), None),
+}
+
+
+def groups(seed=7):
+    """Other lengths than those of rlkit's own check, and other tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(3, 64, (n,), generator=generator).tolist()
+    out = []
+    for prompt_len, lens in [(1, [1]), (8, [2, 9]), (3, [6, 1, 4])]:
+        prompt = draw(prompt_len)
+        out.append([Trajectory(prompt, draw(n), [True] * n, [0.0] * n, [0] * n) for n in lens])
+    return out
+
+
+def randomized(model, std=0.2):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=std) if p.ndim > 1 else p.add_(std * torch.randn_like(p))
+    return model.eval()
+
+
+def compare(model, samples):
+    """The largest difference of the packed log-probs from the model's own forward, one sequence at a time."""
+    true = []
+    with torch.no_grad():
+        for t in (t for group in samples for t in group):
+            ids = torch.tensor([t.prompt_ids + t.ids])
+            logp = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+            true += [logp[len(t.prompt_ids) - 1 + i, x] for i, x in enumerate(t.ids)]
+        prepare(model)
+        batches = [pack(samples, share_prompts=share) for share in (True, False)]
+        found = [forward(model, batch).logp[batch.mask] for batch in batches]
+    assert torch.stack(true).std() > 0.03, "the weights are too small to tell"
+    return max(float((x - torch.stack(true)).abs().max()) for x in found)
+
+
+def check(model_type):
+    """Trained and equal, or refused in one line that names it; the verdict."""
+    found = verdict(model_type)
+    if found.status == "not built":
+        return found
+    torch.manual_seed(3)
+    small = shrunk(config_of(model_type)) if found.status == "trained" else config_of(model_type)
+    if found.status == "refused":
+        with pytest.raises(ValueError, match=f"^model type '{small.model_type}' cannot be trained: [^\n]+$"):
+            families.check_architecture(small)
+        return found
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = randomized(hf.AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager"))
+    assert compare(model, groups()) < 1e-4
+    return found
+
+
+@pytest.mark.parametrize("model_type", IN_CI)
+def test_a_model_of_each_kind_is_its_own_forward_or_refused(model_type):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("not in this version of transformers")
+    assert page().row(model_type, check(model_type)) in PAGE.read_text().splitlines(), "run python docs/make_models.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_model_type_is_its_own_forward_or_refused_and_the_page_says_so():
+    verdicts = {name: check(name) for name in MODEL_TYPES}
+    assert sum(v.status == "trained" for v in verdicts.values()) > 60
+    if f"Of transformers {hf.__version__}:" in PAGE.read_text():
+        assert PAGE.read_text() == page().page(verdicts), "run python docs/make_models.py"
+
+
+def page():
+    spec = importlib.util.spec_from_file_location("make_models", PAGE.parent / "make_models.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_recurrent_and_convolutional_layers_are_refused_by_name_before_any_weights(model_type, tmp_path):
+    settings, layer = HYBRIDS[model_type]
+    config = CONFIG_MAPPING[model_type](**settings)
+    match = rf"^model type '{model_type}' cannot be trained: layer type '{layer or ''}.*only full_attention and sliding"
+    with pytest.raises(ValueError, match=match):
+        prepare(hf.AutoModelForCausalLM.from_config(config))
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()  # no weights
+    loads = [load_model, load_value_model, load_reward_model, lambda path: load_parallel(path, None)]
+    for load in loads:
+        with pytest.raises(ValueError, match=match):
+            load(tmp_path)
+    with torch.device("meta"), pytest.raises(ValueError, match=match):
+        parallelize(hf.AutoModelForCausalLM.from_config(config), None)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("gpt_oss", "its attention has sinks"),
+        ("deepseek_v3", r"latent attention \(MLA\) with values of 128 and keys of 192"),
+        ("gemma4_text", "its layers differ in head dimension"),
+        ("bart", "takes no position_ids"),
+        ("bloom", "not transformers' AttentionInterface"),
+        ("bert", "its attention is not causal"),
+        ("stablelm", "do not pass the attention plan on"),
+        ("modernbert-decoder", "its logits are not the product of the last hidden states and one matrix"),
+        ("t5", "transformers has no causal language model of this type"),
+        ("llama4_text", "layer type 'chunked_attention'"),
+    ],
+)
+def test_a_refusal_says_why_in_one_line(model_type, why, tmp_path):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("not in this version of transformers")
+    config_of(model_type).save_pretrained(tmp_path)  # no weights
+    with pytest.raises(ValueError, match=f"^model type '{model_type}' cannot be trained: [^\n]*{why}[^\n]*$"):
+        load_model(tmp_path)
+
+
+class LeakyConfig(hf.LlamaConfig):
+    model_type = "leaky"
+
+
+class LeakyLayer(nn.Module):
+    """A causal convolution over two tokens, after the layer: it reads across the ends of packed sequences."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states, **options):
+        out = self.layer(hidden_states, **options)
+        return out + 0.5 * torch.cat((torch.zeros_like(out[:, :1]), out[:, :-1]), 1)
+
+
+class LeakyForCausalLM(hf.LlamaForCausalLM):
+    config_class = LeakyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers = nn.ModuleList(LeakyLayer(x) for x in self.model.layers)
+
+
+@pytest.mark.parametrize("std", [0.2, 1e-4])
+def test_a_leak_between_sequences_is_found_at_any_size_of_the_weights(std):
+    """The first sequence of a pack is right, and at small weights so are all, up to a tolerance."""
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="'leaky' cannot be trained: its packed log-probs differ"):
+        prepare(LeakyForCausalLM(LeakyConfig(**SIZES, initializer_range=std)))
+
+
+def test_sequences_past_the_limit_of_their_rotary_frequencies_are_refused():
+    """Frequencies of longrope follow the longest sequence of the pack: the short ones would get the long one's."""
+    factors = dict(short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+    rope = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=14, **factors)
+    config = hf.Phi3Config(**SIZES | dict(original_max_position_embeddings=14), rope_parameters=rope)
+    config.max_position_embeddings = 56
+    torch.manual_seed(0)
+    model = randomized(hf.Phi3ForCausalLM(config))
+    short, one = groups()[:1] + groups()[2:], groups()[1:2]  # up to 9 tokens; 10 and 17
+    assert compare(model, short) < 1e-4
+    with pytest.raises(ValueError, match=r"a sequence has 16 tokens: .*'phi3'.* at most 14 are supported"):
+        forward(model, pack([*short, *one]))
+
+
+def test_a_small_copy_keeps_a_layer_of_each_kind_and_what_the_maths_reads():
+    layers = ["sliding_attention", "sliding_attention", "full_attention"] * 4
+    big = dict(num_hidden_layers=12, hidden_size=2048, num_attention_heads=32, vocab_size=150_000)
+    yarn = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=32768)
+    small = shrunk(
+        hf.Qwen2Config(
+            **big, num_key_value_heads=4, layer_types=layers, use_sliding_window=True, sliding_window=4096,
+            tie_word_embeddings=True, rope_parameters=yarn,
+        )
+    )  # fmt: skip
+    assert small.layer_types == ["sliding_attention", "full_attention"]
+    assert small.sliding_window == 4
+    assert small.num_attention_heads == 2 * small.num_key_value_heads == 4
+    assert small.tie_word_embeddings
+    assert small.rope_parameters == yarn
+    assert hf.Qwen2ForCausalLM(small).num_parameters() < 100_000
+    single = shrunk(hf.LlamaConfig(**big, num_key_value_heads=1))
+    assert (single.num_key_value_heads, single.num_hidden_layers) == (1, 2)
+    gemma = shrunk(hf.Gemma2Config(attn_logit_softcapping=50.0, final_logit_softcapping=None))
+    assert (gemma.attn_logit_softcapping, gemma.final_logit_softcapping) == (2.0, None)
+    moe = hf.AutoModelForCausalLM.from_config(shrunk(hf.Qwen3MoeConfig(**big, mlp_only_layers=[0], num_experts=64)))
+    assert {type(x.mlp).__name__ for x in moe.model.layers} == {"Qwen3MoeMLP", "Qwen3MoeSparseMoeBlock"}
+
+
+@pytest.fixture
+def checked(tmp_path, monkeypatch):
+    """An empty cache on the disk and in the process; its folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(families, "_proven", set())
+    return tmp_path / "cache" / "rlkit" / "checked"
+
+
+def test_a_verdict_is_kept_for_the_next_process(checked, monkeypatch):
+    assert families.check_architecture(hf.LlamaConfig(**SIZES))
+    (file,) = checked.iterdir()
+    monkeypatch.setattr(families, "_proven", set())
+    monkeypatch.setattr(families, "_built", lambda *_: pytest.fail("it was checked again"))
+    assert families.check_architecture(hf.LlamaConfig(**SIZES))
+    file.unlink()
+    monkeypatch.setattr(families, "_built", lambda *_: None)
+    assert not families.check_architecture(hf.LlamaConfig(**SIZES))
+
+
+def test_only_what_passed_is_kept_and_each_architecture_for_itself(checked, monkeypatch):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="sinks"):
+            families.check_architecture(config_of("gpt_oss"))
+    assert not checked.exists()
+    assert families.check_architecture(hf.LlamaConfig(**SIZES))
+    assert families.check_architecture(hf.LlamaConfig(**SIZES, attention_bias=True))
+    assert len(list(checked.iterdir())) == 2
+    monkeypatch.setattr(families, "_source", lambda: 0)  # another version of the code
+    assert families.check_architecture(hf.LlamaConfig(**SIZES))
+    assert len(list(checked.iterdir())) == 3
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(checked):
+    checked.parents[1].write_text("a file where the folder should be")
+    assert families.check_architecture(hf.LlamaConfig(**SIZES))
+
+
+def test_the_check_leaves_random_numbers_and_the_model_as_they_were(checked):
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))
+    before, weights = torch.get_rng_state(), {n: p.clone() for n, p in model.named_parameters()}
+    prepare(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+    assert model.config.num_attention_heads == SIZES["num_attention_heads"]
+
+
+def test_a_model_whose_own_forward_fails_is_refused():
+    config = hf.XmodConfig(**SIZES | dict(hidden_size=32, is_decoder=True))  # it wants a language to be set
+    with pytest.raises(
+        ValueError, match="'xmod' cannot be trained: its own forward fails on plain text: Input language"
+    ):
+        prepare(hf.XmodForCausalLM(config))
+
+
+def test_without_a_small_copy_the_model_is_checked_at_full_size(checked, monkeypatch, caplog):
+    monkeypatch.setattr(families, "_MAX_SIZE", 1)
+    torch.manual_seed(0)
+    with caplog.at_level(logging.WARNING, logger="rlkit"):
+        prepare(hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)))
+    assert "'llama'" in caplog.text
+    assert "checked at full size" in caplog.text
+    assert not checked.exists()
+    with pytest.raises(ValueError, match="'leaky' cannot be trained: its packed log-probs differ"):
+        prepare(LeakyForCausalLM(LeakyConfig(**SIZES, initializer_range=0.2)))

@@ -1,0 +1,210 @@
+"""Gym-like environments on messages and on tokens, with a scripted policy and with a real engine."""
+
+import random
+import threading
+
+import pytest
+import torch
+from scripted import Script, check_exact, prompt_of, tokenizer_with
+
+from rlkit.data.prompts import rl_prompts
+from rlkit.data.tiny import tiny_model
+from rlkit.model.forward import forward, prepare
+from rlkit.packing import pack
+from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.envs.gym import Chat, Step, Turns, gym_env, own_rewards
+from rlkit.rollout.limits import limited
+from rlkit.rollout.rollout import rollout
+from rlkit.types import SamplingParams, Trajectory
+
+
+class HigherLower:
+    """Guess a number; the prompt's answer is the secret."""
+
+    def __init__(self, prompt):
+        self.secret, self.threads, self.closed = int(prompt.row["answer"]), set(), False
+
+    def reset(self):
+        return "Guess a number."
+
+    def step(self, turn):
+        self.threads.add(threading.current_thread())
+        if not turn.text.isdigit():
+            return Step("Digits, please.", reward=-0.5)
+        guess = int(turn.text)
+        if guess == self.secret:
+            return Step("", reward=1.0, done=True)
+        return Step("higher" if guess < self.secret else "lower")
+
+    def close(self):
+        self.closed = True
+
+
+async def test_an_object_with_reset_and_step_is_an_environment():
+    tokenizer, made = tokenizer_with("chatml"), []
+
+    def make(prompt):
+        made.append(HigherLower(prompt))
+        return made[-1]
+
+    script = Script(tokenizer, "x", "50", "42")
+    (piece,) = await gym_env(make, tokenizer=tokenizer)(prompt_of(tokenizer), script)
+    check_exact([piece], script.calls)
+    assert [m["content"] for m in piece.info["messages"]] == [
+        "Guess a number.", "x", "Digits, please.", "50", "lower", "42",
+    ]  # fmt: skip
+    assert (piece.reward, piece.truncated, piece.token_rewards) == (0.5, False, None)
+    assert piece.info["turn_rewards"] == [-0.5, 0.0, 1.0]
+    assert made[0].closed
+    assert threading.main_thread() not in made[0].threads
+
+
+async def test_rewards_at_their_turns():
+    tokenizer = tokenizer_with("chatml")
+    env = gym_env(HigherLower, tokenizer=tokenizer, token_rewards=True)
+    (piece,) = await env(prompt_of(tokenizer), Script(tokenizer, "x", "42"))
+    assert (piece.reward, piece.score) == (0.0, 0.5)
+    assert [r for r in piece.token_rewards if r] == [-0.5, 1.0]
+    assert piece.token_rewards[1] == -0.5  # "x" and the end of turn
+
+
+class Echo:
+    """Async, on tokens: what was sampled comes back, doubled, until it has three tokens."""
+
+    def __init__(self, prompt):
+        self.start = prompt.ids
+
+    async def reset(self):
+        return self.start
+
+    async def step(self, turn):
+        return Step([*turn.ids, *turn.ids], reward=len(turn.ids), done=len(turn.ids) > 2)
+
+
+async def test_observations_may_be_tokens():
+    tokenizer = tokenizer_with("chatml")
+    prompt = prompt_of(tokenizer)
+    script = Script(tokenizer, [5, 6], [7, 8, 9])
+    (piece,) = await gym_env(Echo, tokenizer=tokenizer)(prompt, script)
+    check_exact([piece], script.calls)
+    assert piece.prompt_ids == prompt.ids
+    assert piece.ids == [5, 6, 5, 6, 5, 6, 7, 8, 9]
+    assert piece.reward == 5.0
+
+
+async def test_a_game_may_start_from_the_prompt_end_by_a_limit_and_fail():
+    tokenizer, closed = tokenizer_with("chatml"), []
+
+    class Limit:
+        def reset(self):
+            return None
+
+        def step(self, turn):
+            if turn.text == "boom":
+                raise KeyError("boom")
+            return Step([{"role": "tool", "content": "t"}], truncated=turn.text == "b")
+
+        def close(self):
+            closed.append(True)
+
+    env = gym_env(lambda _: Limit(), tokenizer=tokenizer)
+    prompt = prompt_of(tokenizer)
+    script = Script(tokenizer, "a", "b")
+    (piece,) = await env(prompt, script)
+    check_exact([piece], script.calls)
+    assert (piece.prompt_ids, piece.truncated) == (prompt.ids, True)
+    with pytest.raises(KeyError, match="boom"):
+        await env(prompt, Script(tokenizer, "boom"))
+    assert closed == [True, True]
+
+
+async def test_tokens_after_messages_are_refused_and_the_other_way_round():
+    tokenizer = tokenizer_with("chatml")
+    for opening, answer in ([[5], "text"], [[5], [{"role": "user", "content": "x"}]]):
+        game = type("G", (), {"reset": lambda self, o=opening: o, "step": lambda self, t, a=answer: Step(a)})
+        with pytest.raises(TypeError, match="observation must be token ids, got"):
+            await gym_env(lambda _, game=game: game(), tokenizer=tokenizer)(
+                prompt_of(tokenizer), Script(tokenizer, "a", "b")
+            )
+
+
+async def test_turns_restart_from_another_context():
+    tokenizer = tokenizer_with("chatml")
+    script = Script(tokenizer, [5], [6], [7])
+    turns = Turns([1, 2], script)
+    await turns.sample()
+    turns.append([8])
+    await turns.sample()
+    turns.append([9])  # nobody samples after it
+    turns.restart([3])
+    await turns.sample()
+    turns.restart([4])  # nor here
+    pieces = turns.pieces(reward=1.0)
+    check_exact(pieces, script.calls)
+    assert [(p.prompt_ids, p.ids) for p in pieces] == [([1, 2], [5, 8, 6]), ([3], [7])]
+    assert [c for c, _ in script.calls] == [[1, 2], [1, 2, 5, 8], [3]]
+
+
+@pytest.mark.parametrize("said", ["seen", ("seen", 0.0, False, False, {})])
+async def test_a_step_of_another_form_is_an_error_that_says_whose(said):
+    class Gymnasium:
+        def reset(self):
+            return "go"
+
+        def step(self, turn):
+            return said
+
+    tokenizer = tokenizer_with("chatml")
+    env = gym_env(lambda prompt: Gymnasium(), tokenizer=tokenizer)
+    message = r"Gymnasium.step must return Step\(observation, reward, done, truncated\), got .*seen"
+    with pytest.raises(TypeError, match=message):
+        await env(prompt_of(tokenizer), Script(tokenizer, "a"))
+
+
+async def test_own_rewards_stay():
+    t = Trajectory([1], [2], [True], [0.0], [0], reward=3.0)
+    assert await own_rewards(None, [t]) == [t]
+
+
+def babble(tokenizer):
+    """The opposite of a script: a random model, whose turns nobody knows."""
+    sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
+    return prepare(tiny_model(tokenizer, **sizes, seed=1))
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "llama3"])
+async def test_log_probs_of_several_turns_are_those_of_the_training_forward(name):
+    tokenizer = tokenizer_with(name)
+    model = babble(tokenizer)
+    stops = (tokenizer.eos_token_id, 10, 200)
+    rng = random.Random(0)
+    rows = [{"prompt": "".join(rng.choices("abc", k=3)), "answer": "1"} for _ in range(3)]
+    prompts, _ = rl_prompts(rows, tokenizer=tokenizer, max_prompt_tokens=64)
+
+    async def env(prompt, sample):
+        chat = Chat(prompt, sample, tokenizer=tokenizer)
+        async for turn in chat:
+            if chat.turns.num_turns == 3:
+                break
+            chat.messages[-1]["content"] = "<think>\nhm\n</think>\n\n" + turn.text  # as if it had thought
+            chat.add({"role": "tool", "content": "seven"} if chat.turns.num_turns == 1 else "and then?")
+        return chat.end(reward=float(len(chat.messages)))
+
+    async with LocalEngine(model, eos_token_ids=stops, max_len=512) as engine:
+        groups = await rollout(
+            prompts,
+            generate=engine.generate,
+            params=SamplingParams(max_new_tokens=200),
+            group_size=3,
+            seed=0,
+            env=limited(env, max_total_tokens=400),
+        )
+    batch = pack(groups)
+    assert int(batch.episode_ids.max()) + 1 == 9
+    if name == "qwen3":  # a user's message makes it forget
+        assert batch.num_seqs > 9
+    with torch.no_grad():
+        out = forward(model, batch)
+    worst = float((out.logp - batch.rollout_logp).abs().where(batch.mask, 0).max())
+    assert int(batch.mask.sum()) > 100
+    assert worst < 1e-4

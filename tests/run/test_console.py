@@ -1,0 +1,152 @@
+"""What a person sees: lines in fixed columns on a pipe, and a live bar below them on a terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit.run.console import COLUMNS, Progress, header, step_line
+from rlkit.run.folder import open_run, read_metrics
+
+ROOT = Path(__file__).parents[2]
+KEYS = sorted({key for column in COLUMNS for key in column.keys} | {"eval/sampled", "eval/greedy"})
+FULL = {
+    "loss": 0.25, "accuracy": 0.5, "reward/mean": 0.8125, "entropy": 1.5, "kl/ref": 0.0012, "length/mean": 7.03,
+    "ratio/clip_low": 0.01, "ratio/clip_high": 0.02, "mismatch/abs_mean": 1.5e-7, "grad_norm": 0.33, "time/step": 0.31,
+    "time/tokens_per_s": 6612.3, "eval/sampled": 0.9, "eval/greedy": 0.975,
+}  # fmt: skip
+
+
+def test_the_line_says_each_number_under_its_title():
+    titles, values = header().split("  eval: ")[0].split(), step_line(12, FULL).split()
+    assert dict(zip(titles, values, strict=False)) == {
+        "step": "12", "loss": "0.2500", "acc": "0.500", "reward": "0.812", "entropy": "1.500", "kl": "0.00120",
+        "length": "7.0", "clip%": "3.00", "mismatch": "1.5e-07", "grad": "0.330", "s/step": "0.31", "tok/s": "6612",
+    }  # fmt: skip
+    assert values[-1] == "0.900/0.975"
+    assert len(header()) <= 120
+    assert step_line(1, {"loss": 0.5, "accuracy": 0.75, "eval/loss": 0.25, "eval/accuracy": 1.0}).endswith(
+        "  0.250/1.000"
+    )
+    assert step_line(1, {"eval/loss": 0.25}).endswith("  0.250/-")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.sampled_from(KEYS), st.floats() | st.floats(-1e3, 1e3)), st.integers(0, 999_999))
+def test_columns_are_fixed_whatever_the_numbers(metrics, step):
+    evals = metrics.pop("eval/sampled", None), metrics.pop("eval/greedy", None)
+    line = step_line(step, metrics)
+    ends = [m.end() for m in re.finditer(r"\S+", header().split("  eval: ")[0])]
+    assert [m.end() for m in re.finditer(r"\S+", line)] == ends
+    assert len(line) <= 120
+    if all(x is not None and abs(x) < 1000 for x in evals):
+        assert len(step_line(step, metrics | {"eval/sampled": evals[0], "eval/greedy": evals[1]})) <= 120
+
+
+def test_columns_appear_with_their_metrics_and_the_header_returns(capsys):
+    progress = Progress(steps=99)
+    progress.step(0, {"eval/sampled": 0.5})
+    for step in range(1, 31):
+        progress.step(step, {"reward/mean": 0.5, **({"grad_norm": 1.0} if step > 2 else {})})
+    lines = capsys.readouterr().out.splitlines()
+    headers = {i: line.split() for i, line in enumerate(lines) if line.startswith("  step")}
+    tail = ["eval:", "sampled/greedy"]
+    assert headers == {
+        0: ["step", *tail],
+        2: ["step", "reward", *tail],
+        5: ["step", "reward", "grad", *tail],
+        31: ["step", "reward", "grad", *tail],
+    }
+    assert lines[1].split() == ["0", "0.500/-"]
+
+
+SCRIPT = """
+import sys, time
+from rlkit.run.console import Progress
+pause = sys.stdin.readline if sys.argv[1:] else lambda: time.sleep(0.7)
+progress = Progress(steps=10, start=3)
+for step in (4, 5):
+    progress.status("rollout 43/64")
+    pause()
+    progress.step(step, {"reward/mean": step / 10, "time/tokens_per_s": 6000.0 + step})
+progress.say("[bold] is not markup")
+print("a bare print", flush=True)
+pause()
+print("rich" in sys.modules)
+progress.close()
+"""
+
+
+def test_lines_leave_a_pipe_as_they_are_printed():
+    """The script goes on only when we have read what it printed."""
+    command = [sys.executable, "-c", SCRIPT, "wait"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    lines = []
+    for count in (2, 3, 1):
+        child.stdin.write("\n")
+        child.stdin.flush()
+        lines += [child.stdout.readline().rstrip("\n") for _ in range(count)]
+    assert child.wait() == 0
+    titles = f"  step{'reward':>8}{'tok/s':>9}  eval: sampled/greedy"
+    expected = [
+        titles,
+        "     4   0.400     6004",
+        "     5   0.500     6005",
+        "[bold] is not markup",
+        "a bare print",
+        "False",
+    ]
+    assert lines == expected
+
+
+def test_a_terminal_gets_a_bar_below_the_lines():
+    main, side = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "130", "LINES": "40"}
+    child = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=side, stderr=side, cwd=ROOT, env=env)
+    os.close(side)
+    raw = b""
+    while True:
+        try:
+            chunk = os.read(main, 4096)
+        except OSError:
+            break
+        if not chunk:
+            break
+        raw += chunk
+    assert child.wait() == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", raw.decode())
+    for part in ("step 3/10", "5/10", "eta", "rollout 43/64", "[bold] is not markup", "True"):
+        assert part in text
+    for line in ("     4   0.400     6004", "     5   0.500     6005", "a bare print"):
+        assert len(re.findall(rf"[\r\n]{re.escape(line)}\r?\n", text)) == 1, "a whole line, once"
+    assert re.search(r"eta 0:0\d:\d\d", text)
+
+
+@given(st.integers(1, 12), st.integers(1, 40), st.sets(st.integers(0, 40)))
+def test_every_nth_step_is_printed_and_those_with_an_evaluation_and_the_last(every, steps, evaluated):
+    out = io.StringIO()
+    with redirect_stdout(out):
+        progress = Progress(steps=steps, print_steps=every)
+        for step in range(1, steps + 1):
+            progress.step(step, {"reward/mean": 0.5} | ({"eval/greedy": 1.0} if step in evaluated else {}))
+    lines = out.getvalue().splitlines()
+    printed = [int(line.split()[0]) for line in lines if not line.startswith("  step")]
+    assert printed == [s for s in range(1, steps + 1) if s in {*range(0, 99, every), *evaluated, steps}]
+    assert lines[0].startswith("  step")
+
+
+def test_a_run_logs_the_steps_that_it_does_not_print(tmp_path, capsys):
+    with open_run(tmp_path, steps=5, print_steps=4, active=True) as run:
+        for step in range(1, 6):
+            run.log(step, {"reward/mean": 0.5})
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["step", "4", "5"]
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]

@@ -1,0 +1,373 @@
+"""The run folder: complete, each step once, readable by a person, whatever interrupts the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit.data.tiny import tiny_tokenizer
+from rlkit.run.folder import (
+    drop_after,
+    keep_args,
+    open_run,
+    read_metrics,
+    trajectory_row,
+)
+from rlkit.run.saving import restore
+from rlkit.types import Trajectory
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(script: str, *args: object, **kwargs) -> subprocess.Popen:
+    """A child process running `script`, with pipes."""
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, **kwargs)
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_is_on_the_file_when_log_returns(tmp_path):
+    with open_run(tmp_path / "run", steps=2) as run:
+        run.log(1, {"reward/mean": torch.tensor(0.1), "count": 3, "time/step": 0.25})
+        before = time.time()
+        (row,) = read_metrics(tmp_path / "run")
+        assert list(row) == ["step", "reward/mean", "count", "time/step", "time/unix"]
+        assert abs(row.pop("time/unix") - before) < 60
+        assert row == {"step": 1, "reward/mean": 0.10000000149011612, "count": 3, "time/step": 0.25}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(), min_size=1, max_size=5))
+def test_floats_come_back_bit_for_bit(tmp_path_factory, values):
+    folder = tmp_path_factory.mktemp("run") / "run"
+    with open_run(folder, steps=1) as run:
+        run.log(1, {str(i): x for i, x in enumerate(values)})
+    (row,) = read_metrics(folder)
+    for i, x in enumerate(values):
+        assert row[str(i)] == x or (math.isnan(row[str(i)]) and math.isnan(x))
+        assert math.copysign(1, row[str(i)]) == math.copysign(1, x) or math.isnan(x)
+
+
+def test_a_metric_that_is_no_number_is_named(tmp_path):
+    wrong = pytest.raises(TypeError, match="metric 'reward/mean' must be a number, got str: 'high'")
+    with open_run(tmp_path / "run", steps=1) as run, wrong:
+        run.log(1, {"reward/mean": "high"})
+
+
+def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
+    folder = tmp_path / "run"
+    with open_run(folder, steps=5) as run:
+        for step in range(5):
+            run.trajectories(step, [{"i": step}])
+            run.trajectories(step, [{"i": -step}], kind="eval")
+            run.log(step, {"x": 0.1 * step})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "x": 0.')  # the process died inside this line
+    first_lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:3]
+    with open_run(folder, steps=5, start=2, resume=True) as run:
+        assert (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True) == first_lines
+        run.log(3, {"x": 7})
+    assert [(r["step"], r["x"]) for r in read_metrics(folder)] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 7)]
+    dumps = sorted(p.name for p in (folder / "trajectories").iterdir())
+    assert dumps == [f"{kind}_{step:06d}.jsonl" for kind in ("eval", "train") for step in range(3)]
+    with open_run(folder, steps=5, start=-1, resume=True):  # no checkpoint had been written
+        assert read_metrics(folder) == []
+        assert not list((folder / "trajectories").iterdir())
+
+
+def test_a_broken_line_in_the_middle_is_named_and_dropped_on_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\0\0\0\n{"step": 2}\n{"step"')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is not JSON"):
+        read_metrics(tmp_path)
+    with pytest.warns(UserWarning, match="dropped a broken line"):
+        drop_after(tmp_path, 9)
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
+
+
+def test_lines_that_are_missing_on_resume_are_reported(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {i}}}\n' for i in range(5)))
+    drop_after(tmp_path, 4)
+    drop_after(tmp_path, 0)
+    assert capsys.readouterr().out == ""
+    drop_after(tmp_path, 3)
+    assert capsys.readouterr().out == f"{path} has no lines of steps 1 to 3, which were trained: they are lost\n"
+
+
+def test_dropping_lines_is_atomic_and_needs_no_space_at_the_end_of_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    lines = [f'{{"step": {i}}}\n'.encode() for i in range(9)]
+    path.write_bytes(b"".join(lines))
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    drop_after(tmp_path, 3)
+    assert path.read_bytes() == b"".join(lines[:4])
+    before = b"".join([lines[7], *lines[:4]])  # the line to drop is the first one
+    path.write_bytes(before)
+    with pytest.raises(OSError, match="No space"):
+        drop_after(tmp_path, 3)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+RUN = """
+import os, random, sys
+from pathlib import Path
+from rlkit.run.folder import holds_run, open_run
+folder, start, steps = Path(sys.argv[1]), int(sys.argv[2]), 40
+with open_run(folder, steps=steps, start=start, resume=holds_run(folder), active=True) as run:  # active: no torch
+    for step in range(max(start, 0) + 1, steps + 1):
+        noise = random.Random(step)
+        for sample in range(3):
+            run.trajectories(step, [{"sample": sample, "reward": noise.random()}])
+        run.log(step, {"x": noise.random() / 3})
+        if step % 5 == 0:
+            run.sync()
+            (folder / "checkpoint").write_text(str(step))
+"""
+
+
+def test_killed_and_resumed_equals_uninterrupted(tmp_path):
+    """SIGKILL at moments spread over the run; everything but the clock is then as in the run that was left alone."""
+
+    def contents(folder: Path) -> list:
+        metrics = [{k: v for k, v in r.items() if not k.startswith("time/")} for r in read_metrics(folder)]
+        dumps = {p.name: p.read_text() for p in (folder / "trajectories").iterdir()}
+        return [metrics, dumps]
+
+    (tmp_path / "a").mkdir()
+    assert python(RUN, tmp_path / "a", -1).wait() == 0
+    (tmp_path / "b").mkdir()
+    metrics, checkpoint = tmp_path / "b" / "metrics.jsonl", tmp_path / "b" / "checkpoint"
+    for kill_at in (2, 13, 26, 33, None):
+        child = python(RUN, tmp_path / "b", int(checkpoint.read_text()) if checkpoint.exists() else -1)
+        while kill_at and child.poll() is None:
+            if metrics.exists() and f'"step": {kill_at},' in metrics.read_text():
+                child.kill()
+                break
+            time.sleep(0.0005)
+        child.communicate()
+    assert contents(tmp_path / "b") == contents(tmp_path / "a")
+    assert [r["step"] for r in read_metrics(tmp_path / "b")] == list(range(1, 41))
+
+
+def test_a_folder_with_a_run_is_refused_unless_resumed(tmp_path):
+    with open_run(tmp_path, steps=1) as run:
+        run.log(1, {})
+    with pytest.raises(FileExistsError, match="already holds a run: resume it"), open_run(tmp_path, steps=1):
+        pass
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(FileExistsError, match="already holds a run"), open_run(tmp_path, steps=1):
+        pass
+
+
+def test_one_process_at_a_time_and_the_lock_dies_with_it(tmp_path):
+    holder = """
+        import os, sys, time
+        from rlkit.run.folder import open_run
+        with open_run(sys.argv[1], steps=1, active=True) as run:
+            if os.fork() == 0:  # a reward worker that outlives a killed run must not hold the folder
+                os.close(1), os.close(2)
+                time.sleep(300)
+                os._exit(0)
+            run.say("open")
+            time.sleep(300)
+    """
+    child = python(holder, tmp_path / "run", start_new_session=True)
+    assert child.stdout.readline() == "open\n"
+    held = pytest.raises(BlockingIOError, match="another process writes to this run folder")
+    with held, open_run(tmp_path / "run", steps=1, resume=True):
+        pass
+    child.kill()
+    child.communicate()
+    with open_run(tmp_path / "run", steps=1, resume=True) as run:
+        run.log(1, {})
+    os.killpg(child.pid, signal.SIGKILL)
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
+    with open_run(tmp_path / "run", steps=3, active=False) as run:
+        run.log(1, {"x": 1.0})
+        run.trajectories(1, [{}])
+        run.status("x"), run.say("x"), run.sync()
+        assert run.plot() is None
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_sync_reaches_every_open_file(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    with open_run(tmp_path / "run", steps=3) as run:
+        run.log(1, {})
+        run.trajectories(2, [{}])
+        run.sync()
+    files = ("metrics.jsonl", "trajectories/train_000002.jsonl")
+    assert synced == [(tmp_path / "run" / name).stat().st_ino for name in files]
+
+
+def test_trajectories_tell_a_person_what_happened(tmp_path):
+    tokenizer = tiny_tokenizer()
+    chat = [{"role": "user", "content": "häh?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    answer = [*tokenizer.encode("12", add_special_tokens=False), tokenizer.eos_token_id]
+    trajectory = Trajectory(
+        prompt_ids=prompt, ids=answer, mask=[True, False, True], logp=[-0.5, 0.0, -0.25], versions=[0, -1, 0],
+        reward=float("nan"), score=1.0, info={"finish_reason": "stop", "tool": {"calls": 2}},
+    )  # fmt: skip
+    expected = {
+        "group": 4,
+        "prompt": "<|im_start|>user\nhäh?<|im_end|>\n<|im_start|>assistant\n",
+        "completion": "12<|im_end|>",
+        "score": 1.0,
+        "length": 2,
+        "versions": [0],
+        "finish_reason": "stop",
+        "info": {"tool": {"calls": 2}},
+    }
+    row = trajectory_row(trajectory, decode=tokenizer.decode, group=4, with_ids=True)
+    with open_run(tmp_path, steps=1) as run:
+        run.trajectories(12, [row])
+        run.trajectories(12, [row, row])
+        read = rows_of(tmp_path / "trajectories" / "train_000012.jsonl")  # before the run is closed
+    assert len(read) == 3
+    assert "häh?" in (tmp_path / "trajectories" / "train_000012.jsonl").read_text(), "texts stay readable"
+    assert math.isnan(read[0].pop("reward"))
+    assert read[0] == expected | {"prompt_ids": prompt, "ids": answer, "logp": [-0.5, 0.0, -0.25]}
+    cut = Trajectory(prompt_ids=[1], ids=[2], mask=[True], logp=[0.0], versions=[0], truncated=True)
+    assert trajectory_row(cut, decode=str)["finish_reason"] == "length"
+
+
+def test_a_full_disk_cuts_no_line_and_is_explained(tmp_path):
+    with open_run(tmp_path, steps=3) as run:
+        run.log(1, {"x": 0.5})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        try:
+            with pytest.raises(
+                OSError, match=r"cannot save metrics.jsonl, a file would pass .* Free space there and resu"
+            ):
+                run.log(2, {"y" * 50: 0.5})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        run.log(2, {"x": 0.25})
+    assert [r["x"] for r in read_metrics(tmp_path)] == [0.5, 0.25]
+
+
+def test_reading_runs_and_plots_needs_no_torch():
+    child = python(
+        "import sys, rlkit.run.plot; print({'torch', 'transformers', 'rich', 'matplotlib'} & set(sys.modules))"
+    )
+    out, err = child.communicate()
+    assert out == "set()\n", err
+
+
+def test_a_run_resumed_with_other_arguments_names_them(tmp_path, capsys):
+    @dataclass
+    class Args:
+        lr: float = 1e-6
+        output: Path = tmp_path
+        resume: bool = False
+
+    keep_args(tmp_path, Args(), resume=False)
+    keep_args(tmp_path, Args(resume=True), resume=True)
+    assert capsys.readouterr().out == ""
+    keep_args(tmp_path, Args(lr=0.5, resume=True), resume=True)
+    assert capsys.readouterr().out == "resumed with another lr: 0.5, it was 1e-06\n"
+    assert json.loads((tmp_path / "args.json").read_text())["lr"] == 0.5
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(FileExistsError, match="--resume"):
+        keep_args(tmp_path, Args(), resume=False)
+    assert json.loads((tmp_path / "args.json").read_text())["lr"] == 0.5
+
+
+def test_a_folder_without_a_run_is_not_resumed(tmp_path):
+    @dataclass
+    class Args:
+        resume: bool = True
+
+    for refused in (
+        lambda folder: keep_args(folder, Args(), resume=True),
+        lambda folder: open_run(folder, steps=1, resume=True).__enter__(),
+        lambda folder: restore(folder, model=None, optimizer=None, reference=None),
+    ):
+        with pytest.raises(FileNotFoundError, match="there is no run to resume in this folder") as caught:
+            refused(tmp_path / "runs" / "typo")
+        assert caught.value.filename == str(tmp_path / "runs" / "typo")
+    assert not list(tmp_path.iterdir())
+    with open_run(tmp_path / "run", steps=1):  # ends before it has logged anything
+        pass
+    with open_run(tmp_path / "run", steps=1, start=-1, resume=True) as run:
+        run.log(1, {})
+
+
+def test_args_are_not_written_into_a_run_that_another_process_has_open(tmp_path, capsys):
+    """From `keep_args` on, while the model is still being loaded, the folder is held."""
+    other = """
+        import sys, time
+        from dataclasses import dataclass
+        from rlkit.run.folder import keep_args, open_run
+        @dataclass
+        class Args:
+            lr: float = 1e-6
+        keep_args(sys.argv[1], Args(), resume=False)
+        print("kept", flush=True)
+        sys.stdin.readline()
+        with open_run(sys.argv[1], steps=1):
+            print("open", flush=True)
+            sys.stdin.readline()
+    """
+
+    @dataclass
+    class Args:
+        lr: float = 0.9
+
+    child = python(other, tmp_path / "run", stdin=subprocess.PIPE)
+    for said in ("kept\n", "open\n"):
+        assert child.stdout.readline() == said
+        for resume in (True, False):
+            with pytest.raises(BlockingIOError, match="another process writes to this run folder"):
+                keep_args(tmp_path / "run", Args(), resume=resume)
+        assert json.loads((tmp_path / "run/args.json").read_text())["lr"] == 1e-6
+        child.stdin.write("\n")
+        child.stdin.flush()
+    assert child.wait() == 0
+    assert capsys.readouterr().out == ""
+    keep_args(tmp_path / "run", Args(), resume=True)
+    assert capsys.readouterr().out == "resumed with another lr: 0.9, it was 1e-06\n"
+    assert json.loads((tmp_path / "run/args.json").read_text())["lr"] == 0.9
+
+
+def test_a_run_of_another_script_or_with_damaged_args_is_refused(tmp_path, monkeypatch):
+    @dataclass
+    class Args:
+        lr: float = 0.1
+
+    keep_args(tmp_path, Args(), resume=False)
+    monkeypatch.setattr("rlkit.run.folder._script", lambda args: "dpo.py")
+    with pytest.raises(ValueError, match=r"is a run of test_run.py: resume it with that, or give another --output"):
+        keep_args(tmp_path, Args(), resume=True)
+    (tmp_path / "args.json").write_text("{")
+    with pytest.raises(ValueError, match=r"args.json is damaged \(.*\): delete it"):
+        keep_args(tmp_path, Args(), resume=True)

@@ -1,0 +1,191 @@
+"""Plots: drawn from what a run left, readable on their own, and never a reason for a run to fail."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit.run.folder import open_run, read_metrics
+from rlkit.run.plot import main, plot_run, smooth
+
+ROOT = Path(__file__).parents[1]
+
+
+def write_run(folder: Path, rows: list[dict]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def grpo_rows(scale: float = 1.0) -> list[dict]:
+    rows: list[dict] = [{"step": 0, "eval/sampled": 0.4, "eval/greedy": 0.6, "eval/kl": 0.0}]
+    for step in range(1, 31):
+        row = {"step": step, "reward/mean": scale * step / 30, "entropy": 1 / step, "length/mean": 7, "length/max": 9}
+        rows.append(row | ({"eval/sampled": 0.5, "eval/greedy": 0.7, "eval/kl": 0.1} if step % 10 == 0 else {}))
+    return rows
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures written during a test, so that it can look at their axes."""
+    from matplotlib.figure import Figure
+
+    kept, savefig = [], Figure.savefig
+
+    def keep(figure, *args, **kwargs):
+        kept.append(figure)
+        return savefig(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return kept
+
+
+def panels(figure) -> dict[str, list[str]]:
+    """Title -> labels in the legend, of the visible axes."""
+    shown = [a for a in figure.axes if a.get_visible()]
+    return {a.get_title(loc="left"): [t.get_text() for t in a.get_legend().get_texts()] for a in shown}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-1e3, 1e3) | st.just(math.nan), min_size=1, max_size=40), st.integers(0, 9))
+def test_smooth_is_the_mean_of_the_neighbours(values, window):
+    got = smooth(np.array(values), window=window)
+    for i in range(len(values)):
+        near = [x for x in values[max(0, i - window // 2) : i + window // 2 + 1] if not math.isnan(x)]
+        assert got[i] == pytest.approx(sum(near) / len(near), abs=1e-9) if near else math.isnan(got[i])
+
+
+def test_a_run_is_drawn_into_its_folder(tmp_path, figures):
+    folder = write_run(tmp_path / "sort-6", grpo_rows())
+    path = plot_run(folder)
+    assert path == folder / "metrics.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert panels(figures[0]) == {
+        "Reward": ["training, sampled", "evaluation, sampled", "evaluation, greedy"],
+        "Policy entropy": ["training"],
+        "Response length": ["mean", "max"],
+        "KL to the reference": ["evaluation prompts"],
+    }
+    reward = figures[0].axes[0]
+    raw, _, sampled, greedy = reward.get_lines()
+    assert np.allclose(raw.get_xydata(), [(s, s / 30) for s in range(1, 31)])
+    assert np.allclose(sampled.get_xydata(), [(0, 0.4), (10, 0.5), (20, 0.5), (30, 0.5)])
+    assert np.allclose(greedy.get_ydata(), [0.6, 0.7, 0.7, 0.7])
+    for axis in figures[0].axes:
+        assert axis.get_xlabel() == "step"
+        assert axis.get_ylabel()
+    assert figures[0].get_suptitle() == "sort-6"
+    plot_run(folder, title="40% -> 70%")
+    main([str(folder), "--title", "better"])
+    assert [figure.get_suptitle() for figure in figures[1:]] == ["40% -> 70%", "better"]
+    bottom, top = figures[0].axes[2].get_ylim()
+    assert bottom == 0
+    assert top > 9.5, "a constant maximum is not hidden by the frame"
+
+
+def test_runs_are_compared_by_name(tmp_path, figures):
+    a, b = write_run(tmp_path / "x" / "run", grpo_rows()), write_run(tmp_path / "y" / "run", grpo_rows(0.5))
+    path = plot_run(a, b, out=tmp_path / "both.png")
+    assert path == tmp_path / "both.png"
+    assert not (a / "metrics.png").exists()
+    assert panels(figures[0])["Policy entropy"] == ["x/run, training", "y/run, training"]
+    first, second = (line for line in figures[0].axes[1].get_lines() if line.get_label().endswith("training"))
+    assert first.get_color() != second.get_color()
+
+
+def test_sft_shows_its_loss_only(tmp_path, figures):
+    rows = [{"step": s, "loss": 1 / s, "time/step": 0.1} for s in range(1, 9)]
+    plot_run(write_run(tmp_path / "sft", [*rows, {"step": 9, "loss": math.nan}]))
+    assert panels(figures[0]) == {"Loss": ["training"]}
+
+
+def test_nothing_to_draw_and_no_run_are_said(tmp_path, capsys):
+    empty = write_run(tmp_path / "empty", [])
+    with pytest.raises(ValueError, match=r"no metric to draw in .*empty"):
+        plot_run(empty)
+    for arguments, message in (([tmp_path / "absent"], "holds no metrics.jsonl"), ([], "at least one run folder")):
+        with pytest.raises(SystemExit, match=message):
+            main(map(str, arguments))
+    run = write_run(tmp_path / "run", grpo_rows())
+    main([str(run), "--out", str(tmp_path / "a.png")])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "a.png")
+    for place in (tmp_path, tmp_path / "nowhere" / "a.png", tmp_path / "a.png" / "b.png"):
+        with pytest.raises(SystemExit, match="error: "):
+            main([str(run), "-o", str(place)])
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+PLOT = """
+import sys
+from rlkit.run.folder import open_run
+with open_run(sys.argv[1], steps=1, active=True) as run:  # told so, it needs no torch
+    run.log(1, {"reward/mean": 1.0})
+    print(run.plot())
+    run.log(2, {"reward/mean": 1.0})
+print("matplotlib.pyplot" in sys.modules)
+"""
+
+
+def plot_in_a_run(folder: Path, **env: str) -> list[str]:
+    """What a process prints that logs a step, draws the plot and logs another one."""
+    command = [sys.executable, "-c", PLOT, str(folder / "run")]
+    done = subprocess.run(command, env={**os.environ, **env}, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(read_metrics(folder / "run")) == 2
+    return done.stdout.splitlines()
+
+
+def test_a_run_draws_in_its_own_process_and_leaves_pyplot_alone(tmp_path, monkeypatch):
+    picture = tmp_path / "run" / "metrics.png"
+    lines = plot_in_a_run(tmp_path, MPLBACKEND="module://no_such_back_end")
+    assert (lines[2], lines[-1]) == (str(picture), "False")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    picture.unlink()
+    monkeypatch.setattr(sys, "executable", "/no/python")  # no other process can start
+    with open_run(tmp_path / "run", steps=3, start=2, resume=True) as run:
+        assert run.plot() == picture
+    assert picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise ModuleNotFoundError('none', name='matplotlib')", "plots need matplotlib: pip install 'rlkit-lm[plot]'"),
+        (
+            "raise ModuleNotFoundError('No module named kiwi', name='kiwi')",
+            "plots need matplotlib: pip install 'rlkit-lm[plot]' (No module named kiwi)",
+        ),
+        ("raise RuntimeError('broken:\\nread more')", "RuntimeError: broken:"),
+        ("raise OSError('no cache folder')", "no cache folder"),
+        ("raise AttributeError", "AttributeError: AttributeError()"),
+    ],
+)
+def test_a_plot_that_fails_is_one_line_and_the_run_goes_on(tmp_path, code, said):
+    (tmp_path / "matplotlib.py").write_text(code)
+    lines = plot_in_a_run(tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert lines[2:4] == [f"no plot: {said}", "None"]
+    assert lines[4].split() == ["2", "1.000"]
+
+
+def test_without_matplotlib_the_function_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"rlkit-lm\[plot\]"):
+        plot_run(write_run(tmp_path / "run", grpo_rows()))
+
+
+def test_the_suffix_says_what_kind_of_picture(tmp_path):
+    run = write_run(tmp_path / "run", grpo_rows())
+    for name, start in (("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a.png", b"\x89PNG"), ("a", b"\x89PNG")):
+        assert plot_run(run, out=tmp_path / name).read_bytes().startswith(start)
+    with pytest.raises(SystemExit, match=r"error: .*xyz"):
+        main([str(run), "-o", str(tmp_path / "a.xyz")])

@@ -1,0 +1,89 @@
+"""Each module imports only from the layers before its own; there are no circles; private modules stay at home."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1] / "rlkit"
+LAYERS = (  # each may import what stands before it; left before right within a line
+    "_platform _extras _numbers _retrying settings files ranks types _tensors",
+    "segments metrics kernels",
+    "advantages losses controllers objectives",
+    "balancing packing",
+    "parallel",
+    "model",
+    "data",
+    "rollout",
+    "rewards",
+    "run",
+    "loops",
+)
+ORDER = {name: place for place, name in enumerate(" ".join(LAYERS).split())}
+
+
+class Import(NamedTuple):
+    """`user` imports `used`, both dotted below rlkit; `at_load`: when it is imported itself, not in a call."""
+
+    user: str
+    used: str
+    at_load: bool
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+MODULES = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imports() -> Iterator[Import]:
+    for user, path in MODULES.items():
+        tree = ast.parse(path.read_text())
+        typing = {id(n) for x in ast.walk(tree) if is_for_types(x) for n in ast.walk(x)}
+        functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
+        inner = {id(n) for function in functions for n in ast.walk(function)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "rlkit":
+                base = node.module.removeprefix("rlkit").removeprefix(".")
+                for alias in node.names:
+                    full = f"{base}.{alias.name}".removeprefix(".")
+                    if id(node) not in typing:
+                        yield Import(user, full if full in MODULES else base, id(node) not in inner)
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def test_no_import_runs_up_the_layers():
+    """Also none inside a function: what a module needs at any time stands before it. `testing` may import anything."""
+    rooms = {i: (i.user.split(".")[0], i.used.split(".")[0]) for i in imports()}
+    found = {i: r for i, r in rooms.items() if r[0] != r[1] and r[0] not in ("testing", "")}
+    assert len(found) > 200
+    assert {f"{i.user} imports {i.used}" for i, (user, used) in found.items() if ORDER[user] < ORDER[used]} == set()
+
+
+def test_every_room_has_its_layer():
+    assert {name.split(".")[0] for name in MODULES} - {"", "testing"} == set(ORDER)
+
+
+def test_there_are_no_circles():
+    graph: dict[str, set[str]] = {name: set() for name in MODULES}
+    for i in imports():
+        if i.at_load and i.user != i.used:
+            graph[i.user].add(i.used)
+    assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)
+
+
+def test_private_modules_are_imported_by_their_own_package_only():
+    """Those right below rlkit are the whole package's."""
+    found = set()
+    for i in imports():
+        owner, dot, _ = i.used.partition("._")
+        if dot and not f"{i.user}.".startswith(f"{owner}."):
+            found.add(f"{i.user} imports {i.used}")
+    assert found == set()
