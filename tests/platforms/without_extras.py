@@ -1,10 +1,10 @@
-"""Imports and uses everything while no optional package can be found: run by test_platforms.py."""
+"""Imports and uses everything in an environment without extras: run by test_wheel.py."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
+import importlib.util
 import io
 import json
 import pkgutil
@@ -20,21 +20,6 @@ OPTIONAL = {
 }  # fmt: skip
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-
-class Hidden:
-    """A finder of modules that does not find optional ones."""
-
-    def __init__(self, finder: Any) -> None:
-        self._finder = finder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._finder, name)
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        return None if name.partition(".")[0] in OPTIONAL else self._finder.find_spec(name, path, target)
-
-
-sys.meta_path[:] = [Hidden(finder) for finder in sys.meta_path]
 sys.path.insert(0, str(EXAMPLES))
 
 
@@ -77,6 +62,7 @@ def uses(folder: Path) -> dict[str, str]:
     from rlkit.rewards import Sample, judge, score
     from rlkit.rollout.envs.endpoint import agent_env
     from rlkit.run.plot import main as plot
+    from rlkit.run.trackers import main as track
 
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64)
@@ -93,21 +79,26 @@ def uses(folder: Path) -> dict[str, str]:
 
     return {
         "sft": script("sft.py", *common, folder / "sft", "--batch-size", 4),
+        "parquet data": script("sft.py", *common, folder / "f", "--data", folder / "data.parquet"),
+        "hub data": script("sft.py", *common, folder / "f", "--data", "openai/gsm8k:main:train"),
         "grpo": script("grpo.py", *common, folder / "a", *rl, "--reward", f"{EXAMPLES}/sorting_reward.py:score"),
         "lora": script("grpo.py", *common, folder / "b", *rl, "--reward", "x.py:f", "--lora-rank", 4),
         "sglang": script("grpo.py", *common, folder / "c", *rl, "--reward", "x.py:f", "--engine", "sglang"),
         "math": script("grpo.py", *common, folder / "d", *rl, "--reward", "rlkit.rewards.math:boxed"),
         "math in a file": script("grpo.py", *common, folder / "e", *rl, "--reward", f"{EXAMPLES}/math_reward.py:score"),
+        "search": script("tool_use.py", *common[:2], "--output", folder / "g", "--task", "search"),
         "sweep": script("sweep.py", "--log-range", "lr", 1e-6, 1e-4, "--", "true"),
         "add_lora": outcome(lambda: add_lora(model)),
         "parquet": outcome(lambda: load_rows(folder / "data.parquet")),
         "plot": outcome(lambda: plot([str(folder / "sft")])),
+        "tracker": outcome(lambda: track([str(folder / "sft"), "--to", "wandb"])),
         "judge": outcome(lambda: score(asked, [sample], timeout_s=60)),
         "agent": outcome(lambda: agent_env(print, tokenizer=tokenizer)),
-        "search": outcome(lambda: importlib.import_module("environments").search_tool(["a"])),
+        "search_tool": outcome(lambda: importlib.import_module("environments").search_tool(["a"])),
     }
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    (folder / "out.json").write_text(json.dumps({"imports": imports(), "uses": uses(folder)}))
+    found = [name for name in sorted(OPTIONAL) if importlib.util.find_spec(name)]
+    (folder / "out.json").write_text(json.dumps({"found": found, "imports": imports(), "uses": uses(folder)}))
