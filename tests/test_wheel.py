@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from importlib.metadata import distribution
@@ -81,12 +82,29 @@ def install(wheel, tmp_path_factory):
     return installed
 
 
-def test_the_wheel_has_every_module_and_nothing_else(wheel):
+def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if ".dist-info/" not in name}
-    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "rlkit").rglob("*") if p.suffix == ".py"}
-    assert names == sources | {"rlkit/py.typed"}
-    assert "rlkit/rewards/sandbox/_worker/sandboxd.py" in names
+    files = {p.relative_to(ROOT).as_posix() for p in (ROOT / "rlkit").rglob("*") if p.is_file()}
+    assert names == {name for name in files if "__pycache__" not in name}
+    assert {"rlkit/py.typed", "rlkit/rewards/sandbox/_worker/sandboxd.py"} < names
+
+
+def test_the_sdist_has_the_tests_docs_and_tools_too(tmp_path):
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    files = {name for name in listed.stdout.splitlines() if (ROOT / name).exists() and not name.startswith(".")}
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    build = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    built = run(sys.executable, "-c", build, cwd=tmp_path)
+    assert built.returncode == 0, built.stdout + built.stderr
+    with tarfile.open(next(tmp_path.glob("dist/rlkit_lm-*.tar.gz"))) as file:
+        names = {member.name.partition("/")[2] for member in file.getmembers() if member.isfile()}
+    written = {name for name in names if name in ("PKG-INFO", "setup.cfg") or ".egg-info/" in name}
+    assert names - written == files
 
 
 def test_the_metadata_name_every_extra_that_messages_and_the_readme_do(wheel):
