@@ -1,0 +1,114 @@
+"""docs/metrics.md explains exactly the keys that short runs of the scripts write to metrics.jsonl."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.losses import diagnostics
+from rlkit.model.launch import main_on_ranks
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "metrics.md"
+sys.path.append(str(ROOT / "examples"))
+
+REWARD = """
+def score(completion, row):
+    size = len(completion)
+    if size % 8 == 7:
+        raise ValueError("cannot be judged")
+    return {"reward": size % 3, "score": size % 2, "size": size}
+"""
+ROWS = {
+    "sft": {"prompt": "{i}+1=", "response": "{i}"},
+    "pairs": {"prompt": "{i}+1=", "chosen": "{i}", "rejected": "x"},
+    "labelled": {"prompt": "{i}+1=", "completion": "{i}"},
+    "prompts": {"prompt": "{i}+1="},
+}
+SAMPLED = (
+    "--reward reward.py:score --reward-max-failed 0.9 --skip-nan --prompts-per-step 2 --group-size 2 "
+    "--max-new-tokens 4 --eval-samples 2 --kl-coef 0.1 --entropy-coef 0.01"
+)
+LIMITS = "--kl-target 0.02 --kl-limit 0.01 --entropy-limit 5 --entropy-target 5.5"
+RUNS = {  # name -> script, data, flags: together every metric
+    "sft": ("sft", "sft", "--batch-size 4"),
+    "dpo": ("dpo", "pairs", "--batch-size 4"),
+    "kto": ("kto", "labelled", "--batch-size 4"),
+    "reward model": ("reward_model", "pairs", "--batch-size 4"),
+    "grpo": ("grpo", "prompts", f"{SAMPLED} {LIMITS}"),
+    "grpo, top-p": ("grpo", "prompts", f"{SAMPLED} --top-p 0.9"),
+    "asynchronous grpo": ("async_grpo", "prompts", SAMPLED),
+    "ppo": ("ppo", "prompts", SAMPLED),
+}
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory) -> dict[str, set[str]]:
+    """What each run logs."""
+    folder = tmp_path_factory.mktemp("metrics")
+    tokenizer = tiny_tokenizer()
+    tiny_model(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=48).save_pretrained(
+        folder / "model"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    for name, row in ROWS.items():
+        rows = [{k: x.format(i=i) for k, x in row.items()} | {"label": i % 2 == 0} for i in range(8)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {}
+    for name, (script, data, flags) in RUNS.items():
+        path = folder / f"{data}.jsonl"
+        given = f"--model {folder}/model --data {path} --eval-data {path} --output {folder}/{name.replace(' ', '_')}"
+        flags = flags.replace("reward.py", str(folder / "reward.py"))
+        module = importlib.import_module(script)
+        args = f"{given} --device cpu --steps 2 {flags}".split()
+        main_on_ranks(module.main, tyro.cli(module.Args, args=args))
+        lines = (folder / name.replace(" ", "_") / "metrics.jsonl").read_text().splitlines()
+        found[name] = {key for line in lines for key in json.loads(line)}
+    return found
+
+
+def tables(text: str) -> set[str]:
+    """The names in the first column."""
+    cells = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_the_page_has_the_keys_that_runs_log_and_no_others(keys):
+    page = tables(PAGE.read_text().partition("\n## In a loop of your own")[0])
+    logged = set().union(*keys.values())
+    assert "reward/size" in logged
+    assert page == logged - {"reward/size"} | {"reward/NAME"}
+
+
+def test_what_the_page_says_of_some_runs_only(keys):
+    groups = {"PPO's critic": {"ppo"}, "Fixed data": {"sft", "dpo", "kto", "reward model"}}
+    for title, runs in groups.items():
+        section = re.search(rf"^##+ {title}.*?(?=^##)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+        assert {name for name, logged in keys.items() if tables(section[0]) & logged} == runs
+    assert {name for name, logged in keys.items() if "entropy" not in logged} == {"dpo", "kto", "reward model"}
+    assert {name for name, logged in keys.items() if "kept_mass" in logged} == {"grpo, top-p"}
+    assert {name for name, logged in keys.items() if logged & {"time/wait", "groups/ready"}} == {"asynchronous grpo"}
+    assert not {"margin", "groups/dropped"} & (keys["kto"] | keys["ppo"])
+
+
+def test_the_page_has_the_keys_of_every_diagnostic():
+    x, mask, cu_seqlens = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2])
+    found = {
+        "ratio_stats": diagnostics.ratio_stats(x, mask=mask),
+        "mismatch_stats": diagnostics.mismatch_stats(x, x, mask=mask),
+        "weight_stats": diagnostics.weight_stats(x, mask=mask),
+        "kl_stats": diagnostics.kl_stats(x, x, mask=mask),
+        "seq_kl_stats": diagnostics.seq_kl_stats(x, mask=mask, cu_seqlens=cu_seqlens),
+        "policy_stats": diagnostics.policy_stats(x, x, x, mask=mask),
+    }
+    rows = re.findall(r"^\| `(\w+_stats)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    assert {name: set(re.findall(r"`(\w+)`", cell)) for name, cell in rows} == {k: set(m) for k, m in found.items()}
