@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import os
 import re
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch
 import tyro
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SITE = "https://github.com/rlkit-lm/rlkit/blob/main/"  # of links in README.md, which the package index shows too
 FOLDERS = "rlkit|tests|docs|benchmarks|examples|tools"
 
 
@@ -37,12 +39,13 @@ def exists(dotted: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[p.name for p in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
 def test_what_a_page_names_is_there(page: Path) -> None:
-    text = page.read_text()
+    text = page.read_text().replace(SITE, f"{os.path.relpath(ROOT, page.parent)}/")
     dotted = set(re.findall(r"\brlkit(?:\.\w+)+", text))
     paths = {m.rstrip(".") for m in re.findall(rf"\b(?:{FOLDERS})/[\w/.*-]+", text)}
-    links = {m for m in re.findall(r"\]\(([^)#]+)", text) if not m.startswith("http")}
+    found = re.findall(r"\]\(([^)#]+)|^\[\w+\]: ([^#\s]+)", text, re.MULTILINE)
+    links = {a or b for a, b in found if not (a or b).startswith("http")}
     targets = set(re.findall(r"`make ([\w-]+)`", text))
     makefile = (ROOT / "Makefile").read_text()
     assert [name for name in sorted(dotted) if not exists(name)] == []
@@ -51,6 +54,19 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     assert [name for name in sorted(targets) if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         ast.parse(code)
+
+
+def test_the_links_of_the_readme_work_on_the_package_index() -> None:
+    text = (ROOT / "README.md").read_text()
+    names = dict(re.findall(r"^\[(\w+)\]: (\S+)$", text, re.MULTILINE))
+    targets = [*names.values(), *re.findall(r"\]\(([^)]+)\)", text)]
+    assert [link for link in targets if not link.startswith("https://")] == []
+    assert set(re.findall(r"\]\[(\w+)\]", text)) == set(names)
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert set(re.findall(r"\]\(([\w-]+\.md)", index)) == {p.name for p in PAGES[2:]} - {"README.md"}
 
 
 def flags_of(example: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
