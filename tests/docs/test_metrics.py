@@ -15,6 +15,7 @@ import tyro
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.losses import diagnostics
 from rlkit.model.launch import main_on_ranks
+from rlkit.rewards import Sample, code, math, score
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -82,9 +83,18 @@ def tables(text: str) -> set[str]:
     return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 
-def test_the_page_has_the_keys_that_runs_log_and_no_others(keys):
+async def numbers_of_rewards() -> set[str]:
+    """What the rewards for code and mathematics log besides the reward."""
+    program = Sample("```python\ndef one():\n    return 1\n```", {"tests": ["assert one() == 1"]}, 0)
+    found = [*await score(code.assert_tests, [program], timeout_s=60)]
+    found += await score(math.boxed, [Sample(r"\boxed{1}", {"answer": "1"}, 0)], timeout_s=60)
+    assert [reward.reward for reward in found] == [1.0, 1.0]
+    return {f"reward/{name}" for reward in found for name in reward.metrics}
+
+
+async def test_the_page_has_the_keys_that_runs_log_and_no_others(keys):
     page = tables(PAGE.read_text().partition("\n## In a loop of your own")[0])
-    logged = set().union(*keys.values())
+    logged = set().union(*keys.values(), await numbers_of_rewards())
     assert "reward/size" in logged
     assert page == logged - {"reward/size"} | {"reward/NAME"}
 
