@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import rlkit
+
 ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "platforms"
 
@@ -107,10 +109,19 @@ def test_the_sdist_has_the_tests_docs_and_tools_too(tmp_path):
     assert names - written == files
 
 
-def test_the_metadata_name_every_extra_that_messages_and_the_readme_do(wheel):
+@pytest.fixture(scope="module")
+def metadata(wheel):
     with zipfile.ZipFile(wheel) as file:
-        text = file.read(next(name for name in file.namelist() if name.endswith("/METADATA"))).decode()
-    extras = set(re.findall(r"^Provides-Extra: (.+)$", text, re.MULTILINE))
+        return file.read(next(name for name in file.namelist() if name.endswith("/METADATA"))).decode()
+
+
+def test_the_version_is_one(metadata):
+    assert f"\nVersion: {rlkit.__version__}\n" in metadata
+    assert f"\nversion: {rlkit.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_metadata_name_every_extra_that_messages_and_the_readme_do(metadata):
+    extras = set(re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE))
     sources = "".join(p.read_text() for folder in ("rlkit", "examples") for p in (ROOT / folder).rglob("*.py"))
     named = re.findall(r'(?:optional|missing)\((?:error, )?"[\w.]+", "(\w+)"', sources)
     assert len(named) >= 10
