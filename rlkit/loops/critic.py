@@ -11,7 +11,7 @@ import torch
 from rlkit.advantages import gae_decoupled, whiten
 from rlkit.loops.aggregate import per_token
 from rlkit.losses import kl_in_reward, value_clip
-from rlkit.metrics import Metrics, mean, merge
+from rlkit.metrics import Mean, Metrics, mean, merge
 from rlkit.model.heads import bootstraps, score_values, values
 from rlkit.model.optim import optimizer_step, set_lr
 from rlkit.packing import split, with_streams
@@ -98,3 +98,14 @@ def value_update(
         step = optimizer_step(optimizer, max_norm=max_norm)
         metrics = merge(metrics, {f"value/{name}": x for name, x in step.items()})
     return reduce_metrics(metrics, mesh=mesh)
+
+
+def with_explained(metrics: Metrics) -> Metrics:
+    """The metrics of `value_update` with `value/explained`, 1 - error / spread, in place of `value/spread`.
+
+    It is left out where all returns are equal (a spread of at most 1e-6).
+    """
+    error, spread = (torch.divide(*metrics[f"value/{name}"]) for name in ("error", "spread"))
+    varies = (spread > 1e-6).double()
+    out = {name: metric for name, metric in metrics.items() if name != "value/spread"}
+    return out | {"value/explained": Mean(torch.where(varies > 0, 1 - error / spread, 0.0), varies)}

@@ -16,7 +16,7 @@ from rlkit.data.examples import Pair
 from rlkit.loops.supervised import check_fits, response, train_examples
 from rlkit.loops.verbs import reference_policy
 from rlkit.metrics import Metrics, mean
-from rlkit.model.forward import forward, mesh_of, score, with_ref_logp
+from rlkit.model.forward import Policy, mesh_of, score, with_ref_logp
 from rlkit.packing import pack, with_streams
 from rlkit.segments import seq_lens, seq_mean, seq_sum
 from rlkit.types import Batch, Trajectory
@@ -67,8 +67,8 @@ def dpo(
     and the mean log-probs per token `logp/chosen`, `logp/rejected`: where `logp/chosen` falls, consider `sft_coef`.
     """
     mesh = mesh_of(model)
-    policy = partial(forward, model, dtype=dtype)
-    ref_policy = reference_policy(policy, model, reference)
+    policy = Policy(model, dtype=dtype)
+    ref_policy = reference_policy(policy, reference)
 
     scored = {pair.ref_logp is not None for pair in (*pairs, *eval_pairs)}
     if True in scored and (False in scored or reference is not None):
@@ -107,7 +107,7 @@ def with_reference(pairs: Sequence[Pair], model: Any, *, max_tokens: int = 16384
     decides the `accuracy` of a model that still is its reference.
     Differs: TRL's `precompute_ref_log_probs` keeps sums, in a cache file.
     """
-    policy, found = partial(forward, model, dtype=dtype), []
+    policy, found = Policy(model, dtype=dtype), []
     for start in range(0, len(pairs), _AT_ONCE):
         some = pairs[start : start + _AT_ONCE]
         batch = pack(pair_trajectories(some))

@@ -15,7 +15,7 @@ from rlkit.data.examples import Labelled
 from rlkit.loops.supervised import Losses, check_fits, response, train_examples
 from rlkit.loops.verbs import reference_policy
 from rlkit.metrics import Metrics, mean
-from rlkit.model.forward import forward, mesh_of, score, with_ref_logp
+from rlkit.model.forward import Policy, mesh_of, score, with_ref_logp
 from rlkit.packing import pack, select
 from rlkit.segments import seq_mean, seq_sum
 from rlkit.types import Batch
@@ -73,10 +73,8 @@ def kto(
     mismatched = reference_point is not None
     _check(examples, eval_examples, batch_size=batch_size, max_tokens=max_tokens, mismatched=mismatched)
     mesh = mesh_of(model)
-    policy = partial(forward, model, dtype=dtype)
-    with_reference = partial(
-        with_ref_logp, reference_policy(policy, model, reference), max_tokens=max_tokens, mesh=mesh
-    )
+    policy = Policy(model, dtype=dtype)
+    with_reference = partial(with_ref_logp, reference_policy(policy, reference), max_tokens=max_tokens, mesh=mesh)
 
     def prepare(some: Sequence[Labelled]) -> tuple[Batch, Losses]:
         own = [response(e.prompt, e.response, reward=float(e.desirable)) for e in some]  # the reward is the label

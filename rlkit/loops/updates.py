@@ -12,7 +12,7 @@ from torch import Tensor
 from rlkit.loops.aggregate import per_token
 from rlkit.losses import k3, ppo_clip, ratio_stats, unbiased_kl
 from rlkit.metrics import Metrics, largest, mean, merge
-from rlkit.model.forward import Policy
+from rlkit.model.forward import PolicyFn
 from rlkit.model.optim import optimizer_step, set_lr
 from rlkit.packing import split
 from rlkit.parallel.data import any_ranks, rank_microbatches, reduce_metrics
@@ -33,7 +33,7 @@ def clipped(log_ratio: Tensor, batch: Batch, *, clip_low: float = 0.2, clip_high
 def grpo_update(
     batch: Batch,
     *,
-    policy: Policy,
+    policy: PolicyFn,
     optimizer: torch.optim.Optimizer,
     lr: float,
     num_minibatches: int,

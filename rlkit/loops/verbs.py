@@ -15,7 +15,7 @@ import torch
 from rlkit.data.order import batch_indices
 from rlkit.losses import k3
 from rlkit.metrics import Metrics, largest, mean, merge
-from rlkit.model.forward import Policy, with_old_logp, with_ref_logp
+from rlkit.model.forward import Policy, PolicyFn, with_old_logp, with_ref_logp
 from rlkit.model.lora import adapters, without_adapter
 from rlkit.packing import pack
 from rlkit.parallel.mesh import Mesh
@@ -25,7 +25,7 @@ from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, rollout,
 from rlkit.rollout.shared import SharedEngine, SharedStream, from_first
 from rlkit.rollout.stream import GroupStream
 from rlkit.run.folder import Run
-from rlkit.types import Batch, Generate, LogProbs, SamplingParams, Trajectory
+from rlkit.types import Batch, Generate, SamplingParams, Trajectory
 
 X = TypeVar("X")
 
@@ -121,22 +121,22 @@ def check_sampling(params: SamplingParams, *, needs_reference: bool, reference: 
         raise ValueError(f"{truncation}: engines differ in what the two keep together; use one of them")
 
 
-def reference_policy(policy: partial[LogProbs], model: Any, reference: Any, *, moves: bool = False) -> Policy | None:
-    """`policy`, a `partial(forward, model, ...)`, of another model; where `reference` is `model`, without its adapter.
+def reference_policy(policy: Policy, reference: Any, *, moves: bool = False) -> PolicyFn | None:
+    """`policy` of another model; where `reference` is the policy's own model, that without its adapter.
 
     Raises:
-        ValueError: `reference` is `model`, which has no adapter to leave out, or the reference `moves`.
+        ValueError: `reference` is the model, which has no adapter to leave out, or the reference `moves`.
     """
     if reference is None:
         return None
-    if reference is not model:
-        return partial(policy.func, reference, **policy.keywords)
-    if moves or not adapters(model):
+    if reference is not policy.model:
+        return replace(policy, model=reference)
+    if moves or not adapters(reference):
         raise ValueError(
             "reference is the model that trains, which works where it has an adapter (rlkit.model.lora) and "
             "ref_sync_steps is 0; give a second model"
         )
-    return without_adapter(policy, model)
+    return without_adapter(policy, reference)
 
 
 async def here(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:
@@ -167,8 +167,8 @@ async def evaluate(
     seed: int,
     num_samples: int = 1,
     env: Env = single_turn,
-    policy: Policy | None = None,
-    reference: Policy | None = None,
+    policy: PolicyFn | None = None,
+    reference: PolicyFn | None = None,
     max_tokens: int = 16384,
     on_group: Callable[..., None] | None = None,
     mesh: Mesh | None = None,

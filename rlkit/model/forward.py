@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,22 @@ from rlkit.types import Batch, LogProbs, SamplingParams, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Policy = Callable[[Batch], LogProbs]  # `partial(forward, model, temperature=...)`
+PolicyFn = Callable[[Batch], LogProbs]  # a `Policy`, or anything else that gives log-probs
 Spread = Callable[[Tensor], Tensor]
 Head = Callable[[Tensor, Spread], tuple[Tensor, ...]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model with what its log-probs depend on: `policy(batch)` is `forward(model, batch, ...)`."""
+
+    model: Any
+    temperature: float = 1.0
+    dtype: str = "fp32"
+
+    def __call__(self, batch: Batch) -> LogProbs:  # noqa: D102
+        return forward(self.model, batch, temperature=self.temperature, dtype=self.dtype)
 
 
 def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrainedModel:
@@ -193,12 +206,12 @@ def _logits(
     return hidden, weight, {"bias": bias, "temperature": temperature / logit_scale(config), "softcap": softcap}
 
 
-def with_old_logp(policy: Policy, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
+def with_old_logp(policy: PolicyFn, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
     """The batch with `old_logp`: the policy's log-probs at the weights it has now."""
     return with_streams(batch, old_logp=score(policy, batch, max_tokens=max_tokens, mesh=mesh))
 
 
-def with_ref_logp(reference: Policy | None, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
+def with_ref_logp(reference: PolicyFn | None, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
     """The batch with `ref_logp` of a frozen second policy; unchanged when there is none (`kl_coef` 0)."""
     if reference is None:
         return batch
@@ -228,7 +241,7 @@ def with_kept_mass(
     return with_streams(batch, kept_mass=score_tokens(log_kept, batch, max_tokens=max_tokens, mesh=mesh).exp())
 
 
-def score(policy: Policy, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Float[Tensor, "T"]:
+def score(policy: PolicyFn, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Float[Tensor, "T"]:
     """The policy's log-probs over the whole batch; see `score_tokens`."""
     return score_tokens(lambda micro: policy(micro).logp, batch, max_tokens=max_tokens, mesh=mesh)
 

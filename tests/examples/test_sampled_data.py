@@ -18,7 +18,6 @@ from scripted import Script, check_exact, tokenizer_with
 
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.async_grpo import async_grpo as async_loop
 from rlkit.loops.grpo import grpo as loop
 from rlkit.losses import recipes
 from rlkit.packing import pack, with_streams
@@ -55,7 +54,7 @@ def args_of(files, kind=shared.Args, **changes):
 
 @pytest.mark.parametrize(
     ("script", "function", "own"),
-    [(grpo, loop, {"staleness", "drop_off_policy", "journal"}), (async_grpo, async_loop, {"staleness"})],
+    [(script, loop, {"staleness", "overlap", "drop_off_policy", "journal"}) for script in (grpo, async_grpo)],
 )
 def test_every_keyword_of_a_loop_is_set_by_a_flag(files, script, function, own):
     tokenizer = tiny_tokenizer()

@@ -81,7 +81,6 @@ def archived(points: torch.Tensor) -> torch.Tensor:
 
 
 REFERENCE = {"reference": torch.full((3,), -2.0, dtype=torch.float64)}
-SETS = tuple(x for x in PACKED if x is not laws.finite)
 OBJECTIVES = [
     row(O.weighted_sum, laws.monotone(), laws.scales(degree=1), options=WEIGHTS),
     row(O.tchebycheff, laws.monotone(), options={**IDEAL, "slope": 0.01}),
