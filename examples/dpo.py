@@ -50,7 +50,7 @@ def main(args: Args) -> Path:
 
     from rlkit.data.chat import check_same_tokens
     from rlkit.data.examples import preference_pairs
-    from rlkit.loops.dpo import dpo, with_reference
+    from rlkit.loops.preference import dpo, with_reference
     from rlkit.model.launch import load_policy, reference_of, report_model
 
     args = with_device(args)

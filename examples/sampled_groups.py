@@ -61,7 +61,7 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
 def loss_of(args: Args) -> dict[str, Any]:
     """What is computed of ratio and advantage, and what a token of it weighs."""
     from rlkit import losses
-    from rlkit.loops import aggregate
+    from rlkit.loops import updates as aggregate
 
     given = {"clip_low": args.clip_low, "clip_high": args.clip_high}
     constants = CONSTANTS[args.loss] | {name: value for name, value in given.items() if value is not None}

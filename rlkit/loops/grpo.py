@@ -11,18 +11,17 @@ from typing import Any
 from torch import Tensor
 
 from rlkit.advantages import group_centered
-from rlkit.loops import coefficients, verbs
-from rlkit.loops.aggregate import per_token
-from rlkit.loops.rl import Step, Task, rl
-from rlkit.loops.sync import blocking
-from rlkit.loops.updates import Aggregate, Surrogate, clipped, grpo_update
+from rlkit.loops import coefficients
+from rlkit.loops.rl import Step, Task, check_engine, check_sampling, rl
+from rlkit.loops.updates import Aggregate, Surrogate, clipped, grpo_update, per_token
 from rlkit.losses import tis
 from rlkit.metrics import Metrics, mean
-from rlkit.model.forward import Policy, mesh_of, with_kept_mass, with_old_logp, with_ref_logp
+from rlkit.model.forward import Policy, mesh_of, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.optim import adamw
 from rlkit.packing import pack, with_advantages
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, mix, single_turn
+from rlkit.run.sync import blocking
 from rlkit.settings import Rollouts, Schedule
 from rlkit.types import Batch, SamplingParams
 
@@ -89,26 +88,27 @@ async def grpo(
     see `rlkit.rollout.stream`: with 1 the engine samples one batch while the trainer works on the one before. The loss
     is decoupled PPO: clipped against the policy at the start of the step (`old_logp`), its tokens weighted by the
     `correction`, which does not scale the KL. Which groups make up a step depends on timing, so that two such runs are
-    equal in distribution, not in bits. Reference: arXiv:2505.24298 (AReaL); arXiv:2110.00641 (decoupled PPO).
+    equal in distribution, not in bits. Differs: TRL `max_staleness` discards what is too old; AReaL and verl's fully
+    asynchronous recipe bound the age on average. Reference: arXiv:2505.24298 (AReaL); arXiv:2110.00641.
 
     Differs from the GRPO paper (arXiv:2402.03300):
     1. advantages are not divided by the group's standard deviation (arXiv:2503.20783); pass `group_zscore` to do so
     2. token mean instead of the mean of sequence means, and a clip at 1.28 (both arXiv:2503.14476); other losses
-       (GSPO, CISPO, ...) and means are `surrogate` and `aggregate`, see `grpo_update` and `rlkit.loops.aggregate`
+       (GSPO, CISPO, ...) and means are `surrogate` and `aggregate`, see `grpo_update` and `rlkit.loops.updates`
     3. no KL term unless `kl_coef` > 0 or `controllers` has a rule for it (`rlkit.loops.coefficients`); then k3 against
        `reference`, scaled by the ratio so that its gradient is that of KL(policy || reference) also off policy
     4. tokens are weighted by `correction(log pi_old / pi_rollout)` for what the engine, or older weights, did otherwise
     5. under top-p or top-k, tokens are weighted by the mass that was kept, for one forward more (with `staleness` 0)
     """
     has_kl = coefficients.needs_reference(controllers, kl_coef=kl_coef)
-    verbs.check_engine(engine)
-    verbs.check_sampling(
+    check_engine(engine)
+    check_sampling(
         params, needs_reference=has_kl or bool(ref_sync_steps), reference=reference, stale=overlap or staleness > 0
     )
     if num_minibatches > prompts_per_step:
         raise ValueError(f"{num_minibatches=} is more than the {prompts_per_step} groups of a step: no group is cut")
     mesh, policy = mesh_of(model), Policy(model, temperature=params.temperature, dtype=dtype)
-    ref_policy = verbs.reference_policy(policy, reference, moves=bool(ref_sync_steps))
+    ref_policy = reference_policy(policy, reference, moves=bool(ref_sync_steps))
     optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
     how: dict[str, Any] = {"max_tokens": max_tokens, "mesh": mesh}
 

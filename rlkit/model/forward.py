@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlkit.kernels.linear_logp import linear_logp, log_kept_mass
 from rlkit.model.families import check_architecture, check_causal_lm, check_loaded, logit_scale, longest_sequence
+from rlkit.model.lora import adapters, without_adapter
 from rlkit.model.parallelize import inside, mesh_of
 from rlkit.packing import join, pack, with_streams
 from rlkit.parallel.attention import IMPLEMENTATION, has_flash, register
@@ -204,6 +205,24 @@ def _logits(
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     return hidden, weight, {"bias": bias, "temperature": temperature / logit_scale(config), "softcap": softcap}
+
+
+def reference_policy(policy: Policy, reference: Any, *, moves: bool = False) -> PolicyFn | None:
+    """`policy` of another model; where `reference` is the policy's own model, that without its adapter.
+
+    Raises:
+        ValueError: `reference` is the model, which has no adapter to leave out, or the reference `moves`.
+    """
+    if reference is None:
+        return None
+    if reference is not policy.model:
+        return replace(policy, model=reference)
+    if moves or not adapters(reference):
+        raise ValueError(
+            "reference is the model that trains, which works where it has an adapter (rlkit.model.lora) and "
+            "ref_sync_steps is 0; give a second model"
+        )
+    return without_adapter(policy, reference)
 
 
 def with_old_logp(policy: PolicyFn, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:

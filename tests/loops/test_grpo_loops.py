@@ -16,8 +16,8 @@ from rlkit.controllers import kl_linear
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
+from rlkit.loops.rl import prompt_order
 from rlkit.loops.updates import grpo_update
-from rlkit.loops.verbs import prompt_order
 from rlkit.losses import icepop
 from rlkit.model.forward import prepare
 from rlkit.model.lora import add_lora

@@ -366,7 +366,7 @@ def test_a_run_of_another_script_or_with_damaged_args_is_refused(tmp_path, monke
 
     keep_args(tmp_path, Args(), resume=False)
     monkeypatch.setattr("rlkit.run.folder._script", lambda args: "dpo.py")
-    with pytest.raises(ValueError, match=r"is a run of test_run.py: resume it with that, or give another --output"):
+    with pytest.raises(ValueError, match=r"is a run of test_folder.py: resume it with that, or give another --output"):
         keep_args(tmp_path, Args(), resume=True)
     (tmp_path / "args.json").write_text("{")
     with pytest.raises(ValueError, match=r"args.json is damaged \(.*\): delete it"):

@@ -18,11 +18,11 @@ import pytest
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo_sync
-from rlkit.loops.sync import blocking, run_sync
 from rlkit.model.forward import load_model
 from rlkit.rewards.adapters import scorer
 from rlkit.rollout.engines.process import launch
 from rlkit.run.folder import read_metrics
+from rlkit.run.sync import blocking, run_sync
 from rlkit.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +96,7 @@ def test_an_engine_that_is_still_to_be_launched_lives_in_the_call():
 INTERRUPTED = """
 import asyncio, sys
 from rlkit.run.signals import stop_on_interrupt
-from rlkit.loops.sync import run_sync
+from rlkit.run.sync import run_sync
 async def work():
     try:
         if sys.argv[1] == "caught":
