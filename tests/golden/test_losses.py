@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rlkit import losses
-from rlkit.losses import recipes
 
 
 def moments(f: Callable[..., Tensor], mu: float) -> tuple[float, float]:
@@ -135,10 +134,6 @@ DEFAULTS = [
     (losses.select_between, {"low": 1.0, "high": 5.0, "fraction": 2e-4}),  # Clip-Cov, arXiv:2505.22617
     (losses.m2_cutoff, {"max_m2": 0.04}),  # arXiv:2510.01161
     (losses.bapo_clip_range, {"target": 0.4, "low": (0.6, 0.9), "high": (1.2, 3.0)}),  # arXiv:2510.18927
-    (recipes.dapo, {"clip_low": 0.2, "clip_high": 0.28}),  # arXiv:2503.14476
-    (recipes.dr_grpo, {"max_length": 3000}),  # arXiv:2503.20783
-    (recipes.vapo, {"clip_high": 0.28, "nll_coef": 0.1}),  # arXiv:2504.05118
-    (recipes.grpo, {"kl_coef": 0.04}),  # arXiv:2402.03300
 ]
 
 
