@@ -27,6 +27,18 @@ from torch import Tensor
 from rlkit._tensors import MAX_LOG_RATIO, bounded_exp, check_float, check_mask, check_same_shape, masked, upcast
 from rlkit.losses._inputs import prepared
 
+__all__ = [
+    "abs_kl",
+    "k1",
+    "k1_straight_through",
+    "k2",
+    "k3",
+    "k3_straight_through",
+    "kl_from_logits",
+    "kl_in_reward",
+    "unbiased_kl",
+]
+
 
 def k1(
     logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
