@@ -94,7 +94,8 @@ def loss_of(args: Args) -> tuple[Any, Any, bool]:
     if free and args.precompute_reference:
         raise ValueError(f"--loss {args.loss} has no reference: drop --precompute-reference")
     reduce = seq_mean if args.loss in ("simpo", "orpo", "ipo") else seq_sum
-    return partial(getattr(losses, args.loss), **options), reduce, not free
+    function = {"apo_zero": "kto", "cpo": "dpo"}.get(args.loss, args.loss)  # docs/preference.md says of which inputs
+    return partial(getattr(losses, function), **options), reduce, not free
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import sampled_data
 
-CONSTANTS: dict[str, dict[str, float]] = {  # those of the papers, as in rlkit.losses.recipes
+CONSTANTS: dict[str, dict[str, float]] = {  # those of the papers, as in docs/recipes.md
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28},
     "dual_clip": {"clip_low": 0.2, "clip_high": 0.28, "clip_c": 3.0},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},

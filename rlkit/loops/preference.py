@@ -60,8 +60,8 @@ def dpo(
         dpo(..., loss=partial(losses.orpo, beta=0.1), reduce=seq_mean, sft_coef=1.0)         ORPO
 
     plus `sft_coef` times the chosen response's mean NLL per token. The reference's log-probs are computed with each
-    batch, without gradient; or once for all of them, by `with_reference`. The two losses that couple the pairs of a
-    batch (`aot`, `aot_paired`) see a micro-batch.
+    batch, without gradient; or once for all of them, by `with_reference`. `aot`, which couples the pairs of a
+    batch, sees a micro-batch.
 
     Logged: `accuracy` (the chosen number is the larger one), `margin`, `chosen`, `rejected` (the numbers themselves),
     and the mean log-probs per token `logp/chosen`, `logp/rejected`: where `logp/chosen` falls, consider `sft_coef`.

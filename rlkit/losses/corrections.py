@@ -21,6 +21,21 @@ from rlkit.losses._inputs import check_alone, check_at_least, check_positive, pr
 from rlkit.losses.ratios import seq_log_ratio
 from rlkit.segments import broadcast_to_tokens, seq_sum
 
+__all__ = [
+    "batch_normalized",
+    "clipped_is",
+    "effective_sample_size",
+    "icepop",
+    "keep_divergence",
+    "keep_ratio",
+    "keep_whole_sequences",
+    "log_kept_mass",
+    "opsm",
+    "seq_mask_tis",
+    "tis",
+    "veto",
+]
+
 
 def tis(
     log_ratio: Float[Tensor, "*shape"], *, max_weight: float, mask: Bool[Tensor, "*shape"] | None = None
@@ -228,11 +243,13 @@ def log_kept_mass(
         S = sum of the kept probabilities              top_k = 0 and top_p = 1 are off: log S = 0
 
     `logits` are temperature-scaled. Kept is what `rlkit.kernels.linear_logp.kept_mass.kept_support` keeps: rank below
-    top_k, and less than top_p of the probability strictly before the token. Use: the engine reports the untruncated
-    `rollout_logp`; what it sampled from is `truncated_logp(rollout_logp, log_kept_mass(logits, ...))`. Memory: several
-    copies of [*shape, V], and a sort. Differs: both conditions look at the full distribution, as in SGLang; HF
-    `generate` and vLLM renormalise what top-k left before top-p. slime replays the engine's own keep mask; TRL#6789 and
-    SkyRL PR#883 describe the bias and leave it. Reference: https://github.com/huggingface/trl/issues/6789
+    top_k, and less than top_p of the probability strictly before the token. The engine reports the untruncated
+    `rollout_logp`; the log-prob that the token was sampled with is `rollout_logp - log_kept_mass(logits, ...)`.
+    Memory: several copies of [*shape, V], and a sort.
+    Differs: both conditions look at the full distribution, as in SGLang; HF `generate` and vLLM renormalise what top-k
+    left before top-p. slime replays the engine's own keep mask; TRL#6789 and SkyRL PR#883 describe the bias and leave
+    it.
+    Reference: https://github.com/huggingface/trl/issues/6789
     """
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
@@ -248,22 +265,3 @@ def log_kept_mass(
     kept = kept_support(logp.exp(), **options)
     mass = torch.where(kept, logp, -torch.inf).logsumexp(-1).clamp(max=0).view(logits.shape[:-1])
     return masked(torch.where(kept.all(-1).view_as(mass), 0, mass), mask)
-
-
-def truncated_logp(
-    logp: Float[Tensor, "*shape"],
-    log_kept_mass: Float[Tensor, "*shape"],
-    *,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
-    """Log-probability under the truncated, renormalised distribution that the token was sampled from.
-
-        log q = logp - log S
-
-    A ratio formed with the untruncated `rollout_logp` is too large by exactly 1 / S (top_p 0.9: up to 1.11); with this
-    as the behaviour's log-prob it is right on the kept tokens. Tokens that truncation removed are never sampled, and no
-    weight brings them back.
-    Reference: https://github.com/huggingface/trl/issues/6789
-    """
-    logp, log_kept_mass = prepared(mask, logp=logp, log_kept_mass=log_kept_mass)
-    return logp - log_kept_mass
