@@ -7,14 +7,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit.kernels._checks import check_head, check_targets
-from rlkit.kernels.linear_logp import chunked, ops, small
+from rlkit.kernels.linear_logp import chunked, ops
 from rlkit.kernels.linear_logp import reference as _reference
 from rlkit.kernels.linear_logp.fused import FusedLoss, fused_loss
-from rlkit.kernels.linear_logp.kept_mass import log_kept_mass
 from rlkit.kernels.linear_logp.ops import which_impl
-from rlkit.kernels.linear_logp.shards import partials, shard_logp
-from rlkit.kernels.linear_logp.stats import Partials, combine, finish
+from rlkit.kernels.linear_logp.reference import Partials, combine, compute_dtype, finish
 from rlkit.types import LogProbs
+
+CPU_LOGITS_BYTES, LOGITS_BYTES = 32 << 20, 1 << 30  # that `log_kept_mass` holds at a time
 
 __all__ = [
     "FusedLoss",
@@ -83,7 +83,116 @@ def linear_logp(
     if into_grad:
         ops.check_into_grad(weight)
     into_grad = into_grad and not torch.compiler.is_compiling()
-    chosen, dtype = ops.check_impl(impl, hidden, weight, bias), chunked.compute_dtype(hidden, weight, bias)
-    keep = chosen == "chunked" and small.fits(hidden.shape[0], weight.shape[0], dtype)
+    chosen, dtype = ops.check_impl(impl, hidden, weight, bias), compute_dtype(hidden, weight, bias)
+    keep = chosen == "chunked" and chunked.can_keep(hidden.shape[0], weight.shape[0], dtype)
     out = ops.logp_op(hidden, weight, targets, bias, mask, temperature, softcap, keep, chosen, into_grad)
     return LogProbs(out[0], out[1])
+
+
+def partials(
+    hidden: Float[Tensor, "T D"],
+    weight: Float[Tensor, "V D"],
+    targets: Int[Tensor, "T"],
+    *,
+    vocab_start: int = 0,
+    bias: Float[Tensor, "V"] | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Bool[Tensor, "T"] | None = None,
+    impl: str | None = None,
+) -> Partials:
+    """Softmax statistics of one vocabulary shard (tensor parallel), to be merged with the other shards' by `combine`.
+
+    `weight` and `bias` are the shard's rows, the first of which is vocabulary entry `vocab_start`; `targets` are ids of
+    the whole vocabulary. Any split works: shards may differ in size or be empty. The result carries no gradient; the
+    gradient comes in through `shard_logp`:
+
+        mine = partials(hidden, shard, targets, vocab_start=start)
+        everyone = [Partials(*x) for x in all_gather(torch.stack(mine))]
+        out = shard_logp(hidden, shard, targets, combined=reduce(combine, everyone), vocab_start=start)
+
+    Without gradients `finish(reduce(combine, everyone))` is enough. Rows where `mask` is False are not read. `impl` as
+    in `linear_logp`, less its reference.
+    """
+    check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
+    check_targets(targets, hidden.shape[0], None, mask)
+    chosen, b = ops.check_impl(impl, hidden, weight, bias), None if bias is None else bias.detach()
+    args = (hidden.detach(), weight.detach(), targets, b, mask, temperature, softcap, vocab_start, chosen)
+    return Partials(*ops.partials_op(*args))
+
+
+def shard_logp(
+    hidden: Float[Tensor, "T D"],
+    weight: Float[Tensor, "V D"],
+    targets: Int[Tensor, "T"],
+    *,
+    combined: Partials,
+    vocab_start: int = 0,
+    bias: Float[Tensor, "V"] | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Bool[Tensor, "T"] | None = None,
+    impl: str | None = None,
+) -> LogProbs:
+    """Log-probability and entropy over the whole vocabulary, differentiable in this shard of it.
+
+    `combined` holds the statistics of all shards, merged; the values are `finish(combined)`, the same on every rank.
+    The backward gives the complete gradient of this shard's `weight` and `bias`, and this shard's *summand* of the
+    gradient of `hidden`: their sum over the shards is the gradient (the all-reduce that a column-parallel layer makes
+    anyway). It holds when every rank sends back the same gradients of logp and entropy, that is, when all compute the
+    same loss.
+
+    Differs: from Megatron-style vocabulary-parallel cross entropy (verl, NeMo, slime): no logits are stored, the
+    entropy has its gradient, and the collective is the caller's: one all-gather of `[4, T]`.
+    """
+    check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
+    check_targets(targets, hidden.shape[0], None, mask)
+    stats, chosen = torch.stack(combined).detach(), ops.check_impl(impl, hidden, weight, bias)
+    args = (hidden, weight, targets, bias, mask, temperature, softcap, vocab_start, stats, chosen)
+    return LogProbs(*ops.shard_op(*args))
+
+
+@torch.no_grad()
+def log_kept_mass(
+    hidden: Float[Tensor, "T D"],
+    weight: Float[Tensor, "V D"],
+    *,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    bias: Float[Tensor, "V"] | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Bool[Tensor, "T"] | None = None,
+) -> Float[Tensor, "T"]:
+    """log S: the log of the probability of the tokens that top-p and top-k sampling keep, at each row, in nats.
+
+        p = softmax(z), z as in `linear_logp`, sorted to fall: p_(1) >= p_(2) >= ...
+        S = sum of p_(i) with  i <= top_k  and  p_(1) + ... + p_(i-1) < top_p
+
+    `rollout_logp - log S` is what the sampler's truncated distribution gave to the token it drew; without it every
+    ratio is too large by 1 / S. Detached: it belongs to the behaviour, not to the policy that is trained. `top_k=0` and
+    `top_p=1.0` are off, and log S is 0 then, as where `mask` is False. No sort of the vocabulary: the largest 128 (or
+    top_k) entries are taken, and more only for rows whose nucleus is larger. Memory: 32 MB of logits (1 GB on
+    other devices than the CPU; at least one row), and as much again for their softmax.
+
+    Limits:     top_k = 1 is the largest log-probability; top_k >= V and top_p = 1 give 0.
+    Differs:    both limits look at p itself, as SGLang and `rlkit.rollout` do; Hugging Face `generate` and vLLM apply
+                top-p to what top-k left, renormalised. The two differ only where both limits are on.
+    Reference:  nucleus sampling, arXiv:1904.09751; the bias without the correction, huggingface/trl#6789.
+    """
+    check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    if top_k < 0:
+        raise ValueError(f"top_k must be >= 0 (0 is off), got {top_k}")
+    vocab, dtype = weight.shape[0], compute_dtype(hidden, weight, bias)
+    out = hidden.new_zeros(hidden.shape[0], dtype=dtype)
+    if top_p == 1 and not 0 < top_k < vocab:
+        return out
+    head = chunked.Head(weight, ops.finite(bias, dtype), temperature, softcap)
+    rows = torch.arange(hidden.shape[0], device=hidden.device) if mask is None else mask.nonzero().squeeze(1)
+    chunk_bytes = CPU_LOGITS_BYTES if hidden.device.type == "cpu" else LOGITS_BYTES
+    for chunk in rows.split(max(1, chunk_bytes // (vocab * dtype.itemsize))):
+        p = chunked.logits(hidden[chunk], head, dtype).softmax(1)
+        out[chunk] = chunked.kept_mass(p, top_p, min(top_k or vocab, vocab)).log().clamp_(max=0).to(dtype)
+    return out

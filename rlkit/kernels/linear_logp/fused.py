@@ -11,10 +11,9 @@ from torch import Tensor
 
 from rlkit._tensors import check_cu_seqlens, readable, uncompiled
 from rlkit.kernels._checks import check_head, check_targets
-from rlkit.kernels.linear_logp import fused_chunked
-from rlkit.kernels.linear_logp.chunked import Head, blocks, compute_dtype, row_terms
-from rlkit.kernels.linear_logp.ops import check_impl, finite, present
-from rlkit.kernels.linear_logp.stats import finish
+from rlkit.kernels.linear_logp.chunked import Head, blocks, row_terms
+from rlkit.kernels.linear_logp.ops import check_impl, finite, module, present
+from rlkit.kernels.linear_logp.reference import compute_dtype, finish
 from rlkit.types import LogProbs
 
 
@@ -139,7 +138,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tuple[Tensor, Tensor, Tensor, _Wanted]:
-    dtype, rows, engine = compute_dtype(hidden, weight, bias), task.rows, _engine(task.impl)
+    dtype, rows, engine = compute_dtype(hidden, weight, bias), task.rows, module(task.impl)
     head = Head(weight, finite(bias, dtype), task.temperature, task.softcap)
     h, targets, *data = (x if rows is None else x[rows] for x in (hidden, task.targets.long(), *task.row_data))
     chunks = _chunks(h, engine.chunk_rows(h.device, max(1, weight.shape[0])), task.cu_seqlens)
@@ -147,10 +146,10 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tu
     d_weight = torch.zeros_like(weight, dtype=dtype) if task.need[1] else None
     d_bias = h.new_zeros(weight.shape[0], dtype=dtype) if task.need[2] else None
     total, out = h.new_zeros((), dtype=dtype), h.new_zeros(2, h.shape[0], dtype=dtype)
-    buffer = engine.workspace(max((c.stop - c.start for c, _ in chunks), default=0), weight, dtype)
+    buffer = h.new_empty(max((c.stop - c.start for c, _ in chunks), default=0) * weight.shape[0], dtype=dtype)
     for chunk, bounds in chunks:
         hc, part = h[chunk], [x[chunk] for x in data]
-        kept, stats = engine.forward(hc, targets[chunk], head, buffer)
+        kept, stats = engine.forward_chunk(hc, targets[chunk], head, buffer)
         values = finish(stats)
         if chunk.start == 0 and readable(h):
             _check_rows(task.loss_fn, values, part, bounds)
@@ -162,8 +161,13 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tu
             total += losses.sum()
             terms = row_terms(targets[chunk], stats.max, stats.sum, *values, g_logp, g_entropy)
             alive = present(g_logp != 0 if g_entropy is None else (g_logp != 0) | (g_entropy != 0))
+            if alive is not None:
+                hc, terms = hc[alive], terms.take(alive)
             d_hc = None if d_hidden is None else d_hidden[chunk]
-            engine.backward(hc, head, terms, kept, alive, d_hc, d_weight, d_bias)
+            d_out = d_hc if d_hc is None or alive is None else torch.empty_like(hc, dtype=d_hc.dtype)
+            engine.backward_chunk(hc, head, terms, kept, alive, d_out, d_weight, d_bias)
+            if d_hc is not None and d_out is not None and alive is not None:
+                d_hc.index_copy_(0, alive, d_out)
     if rows is not None:
         out = out.new_zeros(2, hidden.shape[0]).index_copy_(1, rows, out)
         d_hidden = None if d_hidden is None else d_hidden.new_zeros(hidden.shape).index_copy_(0, rows, d_hidden)
@@ -175,15 +179,6 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tu
 def _kept(x: Tensor) -> torch.dtype:
     """Of the gradient of `x` until the backward: what fp16 cannot hold yet, a loss scale may still bring into range."""
     return torch.float32 if x.dtype == torch.float16 else x.dtype
-
-
-def _engine(impl: str) -> Any:
-    """The module with `forward` and `backward` of a chunk."""
-    if impl == "chunked":
-        return fused_chunked
-    from rlkit.kernels.linear_logp import fused_triton
-
-    return fused_triton
 
 
 def _loss_and_slopes(
