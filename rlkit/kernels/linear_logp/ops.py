@@ -1,8 +1,7 @@
-"""The operators behind `linear_logp`, as autograd and torch.compile see them, and the exact removal of rows.
+"""The operators behind `linear_logp`, for autograd and torch.compile, and the exact removal of rows.
 
-Rows leave in two places: masked ones never enter the forward, and rows whose upstream gradients are all zero (clipped,
-no advantage) never enter the backward. Time goes with the rows that are left. Both happen inside an operator, so that
-no compiler sees a shape that depends on data.
+The forward drops masked rows; the backward also drops rows whose upstream gradients are all zero (clipped, no
+advantage). Both happen inside an operator, so that no compiler sees a shape that depends on data.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ from rlkit.kernels.linear_logp import chunked
 from rlkit.kernels.linear_logp.chunked import Head, KeptRows, row_terms
 from rlkit.kernels.linear_logp.reference import LOWEST, Partials, compute_dtype, finish, no_partials
 
-IMPLS = ("chunked", "triton")
-SYNCS = (torch.Tag.cudagraph_unsafe,)  # they ask the device how many rows are left
+IMPLS = ("reference", "chunked", "triton")
+ENGINES = IMPLS[1:]
+SYNCS = (torch.Tag.cudagraph_unsafe,)  # they sync with the device to count the remaining rows
 
 
 @torch.library.custom_op("rlkit::linear_logp_partials", mutates_args=(), tags=SYNCS)
@@ -63,7 +63,7 @@ def logp_op(
     impl: str,
     into_grad: bool,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """logp and entropy, and for the backward offset, sum, and what `small` keeps of the rows that entered."""
+    """logp and entropy, and for the backward offset, sum, and what `forward_kept` keeps of the unmasked rows."""
     if not keep:
         stats = partials_op(hidden, weight, targets, bias, mask, temperature, softcap, 0, impl)
         return *finish(Partials(*stats)), stats[0].clone(), stats[1].clone(), stats.new_empty(0)
@@ -133,7 +133,7 @@ def _gradients(
     if kept is None:
         terms = row_terms(t, offset, _take(saved[3], rows), logp, entropy, g_l, g_h)
         grads = module(impl).backward(h, head, terms, need=need, d_weight=d_weight)
-    else:  # of the rows that entered the forward, in order
+    else:  # `kept` starts with the unmasked rows, in order
         entered = rows if rows is None or mask is None else (mask.cumsum(0) - 1)[rows]
         kept_rows = KeptRows(t, logp, entropy, offset, g_l, g_h)
         kept = kept if entered is None else kept[:, entered]
@@ -195,7 +195,7 @@ def _save(ctx: Any, tensors: Any, saved: Any, kept: Tensor | None, constants: tu
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *saved, kept)
     ctx.constants = constants
-    ctx.leaf = tensors[1] if into_grad else None  # what is saved may come back as a copy (checkpoints, offloading)
+    ctx.leaf = tensors[1] if into_grad else None  # a saved tensor may come back as a copy (checkpoints, offloading)
 
 
 def _backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -226,17 +226,15 @@ def which_impl(hidden: Float[Tensor, "T D"], weight: Float[Tensor, "V D"], bias:
     return "triton" if _triton.preferred(hidden, weight, bias) else "chunked"
 
 
-def check_impl(impl: str | None, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str:
-    """The implementation asked for, or the one picked."""
-    if impl is not None and impl not in IMPLS:
-        raise ValueError(f"impl must be one of {['reference', *IMPLS]}, got {impl!r}")
-    if impl == "triton":
-        _triton.require(hidden, weight, bias)
-    return which_impl(hidden, weight, bias) if impl is None else impl
+def check_impl(
+    impl: str | None, hidden: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[str, ...] = ENGINES
+) -> str:
+    """`impl` after its checks, or the one that `which_impl` picks."""
+    return _triton.choose(impl, names, which_impl(hidden, weight, bias), hidden, weight, bias)
 
 
 def check_into_grad(weight: Tensor) -> None:
-    """The weight's gradient can be written where autograd would put it."""
+    """Raise if the backward cannot write into `weight.grad` as autograd would."""
     if not weight.requires_grad:
         return
     if type(weight) not in (Tensor, torch.nn.Parameter):
@@ -260,7 +258,7 @@ def module(impl: str) -> Any:
 
 
 def present(mask: Tensor | None) -> Tensor | None:
-    """Indices of the True rows, or None when all of them are."""
+    """Indices of the True rows, or None if all are."""
     return None if mask is None or bool(mask.all()) else mask.nonzero().squeeze(1)
 
 
@@ -269,5 +267,5 @@ def _take(x: Any, rows: Tensor | None) -> Any:
 
 
 def finite(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A bias of -inf (a banned entry) as a huge finite one: e^(z - max) (z - max) is then 0 and not NaN."""
+    """The bias with -inf (a banned entry) replaced by -1e30, so that e^(z - max) (z - max) is 0 and not NaN."""
     return None if bias is None else bias.to(dtype).clamp(min=LOWEST)
