@@ -222,14 +222,13 @@ def log_kept_mass(
     top_k: int = 0,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """log S: the log of the probability that top-k, then top-p sampling leaves in play at each position.
+    """log S: log of the probability mass that top-p and top-k sampling keep at each position, in nats.
 
         S = sum of the kept probabilities              top_k = 0 and top_p = 1 are off: log S = 0
 
-    `logits` are temperature-scaled. Kept is what `kept_support` keeps: rank below top_k, and less than top_p of the
-    probability strictly before the token. Use: the engine reports the untruncated
-    `rollout_logp`; what it sampled from is `truncated_logp(rollout_logp, log_kept_mass(logits, ...))`. Memory: several
-    copies of [*shape, V], and a sort. Differs: both conditions look at the full distribution, as in SGLang; HF
+    `logits` are temperature-scaled; `kept_support` gives the kept tokens. Use: the engine reports the untruncated
+    `rollout_logp`; it sampled from `truncated_logp(rollout_logp, log_kept_mass(logits, ...))`. Memory: several copies
+    of [*shape, V], and a sort. Differs: both conditions look at the full distribution, as in SGLang; HF
     `generate` and vLLM renormalise what top-k left before top-p. slime replays the engine's own keep mask; TRL#6789 and
     SkyRL PR#883 describe the bias and leave it. Reference: https://github.com/huggingface/trl/issues/6789
     """
