@@ -142,7 +142,7 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tu
     head = Head(weight, finite(bias, dtype), task.temperature, task.softcap)
     h, targets, *data = (x if rows is None else x[rows] for x in (hidden, task.targets.long(), *task.row_data))
     chunks = _chunks(h, engine.chunk_rows(h.device, max(1, weight.shape[0])), task.cu_seqlens)
-    d_hidden = torch.zeros_like(h, dtype=_kept(h)) if task.need[0] else None
+    d_hidden = torch.zeros_like(h, dtype=_grad_dtype(h)) if task.need[0] else None
     d_weight = torch.zeros_like(weight, dtype=dtype) if task.need[1] else None
     d_bias = h.new_zeros(weight.shape[0], dtype=dtype) if task.need[2] else None
     total, out = h.new_zeros((), dtype=dtype), h.new_zeros(2, h.shape[0], dtype=dtype)
@@ -171,12 +171,12 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tu
     if rows is not None:
         out = out.new_zeros(2, hidden.shape[0]).index_copy_(1, rows, out)
         d_hidden = None if d_hidden is None else d_hidden.new_zeros(hidden.shape).index_copy_(0, rows, d_hidden)
-    d_weight = None if d_weight is None else d_weight.to(_kept(weight))
-    d_bias = None if d_bias is None or bias is None else d_bias.to(_kept(bias))
+    d_weight = None if d_weight is None else d_weight.to(_grad_dtype(weight))
+    d_bias = None if d_bias is None or bias is None else d_bias.to(_grad_dtype(bias))
     return total, out[0], out[1], (d_hidden, d_weight, d_bias)
 
 
-def _kept(x: Tensor) -> torch.dtype:
+def _grad_dtype(x: Tensor) -> torch.dtype:
     """Dtype of the gradient of `x` until the backward. fp32 for fp16: a loss scale may still bring it into range."""
     return torch.float32 if x.dtype == torch.float16 else x.dtype
 
