@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp, carry_nan, check_float, check_mask, masked, upcast
-from rlkit.kernels.linear_logp.kept_mass import kept_support
+from rlkit._tensors import bounded_exp, carry_nan, check_float, check_mask, cumsum, masked, upcast
 from rlkit.losses._inputs import check_alone, check_at_least, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio
 from rlkit.segments import broadcast_to_tokens, seq_sum
@@ -238,11 +237,11 @@ def log_kept_mass(
     top_k: int = 0,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """log S: the log of the probability that top-k, then top-p sampling leaves in play at each position.
+    """log S: log of the probability mass that top-p and top-k sampling keep at each position, in nats.
 
         S = sum of the kept probabilities              top_k = 0 and top_p = 1 are off: log S = 0
 
-    `logits` are temperature-scaled. Kept is what `rlkit.kernels.linear_logp.kept_mass.kept_support` keeps: rank below
+    `logits` are temperature-scaled. Kept is what `kept_support` keeps: rank below
     top_k, and less than top_p of the probability strictly before the token. The engine reports the untruncated
     `rollout_logp`; the log-prob that the token was sampled with is `rollout_logp - log_kept_mass(logits, ...)`.
     Memory: several copies of [*shape, V], and a sort.
@@ -265,3 +264,24 @@ def log_kept_mass(
     kept = kept_support(logp.exp(), **options)
     mass = torch.where(kept, logp, -torch.inf).logsumexp(-1).clamp(max=0).view(logits.shape[:-1])
     return masked(torch.where(kept.all(-1).view_as(mass), 0, mass), mask)
+
+
+def kept_support(
+    p: Float[Tensor, "B V"], *, top_p: Float[Tensor, "B"] | None = None, top_k: Int[Tensor, "B"] | None = None
+) -> Bool[Tensor, "B V"]:
+    """The tokens that top-p and top-k sampling keep: rank < top_k, and less than top_p strictly before the token.
+
+    Tokens are ranked by descending probability, the lower id first in a tie. Both conditions are on `p` itself, so
+    their order does not matter; the most likely token is always kept. `top_p=1.0` and `top_k=0` keep everything.
+    Reference: nucleus sampling, arXiv:1904.09751
+    """
+    ranked, order = p.sort(dim=-1, descending=True, stable=True)
+    keep = torch.ones_like(ranked, dtype=torch.bool)
+    if top_p is not None:
+        total = cumsum(ranked, -1)
+        before = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], dim=-1)
+        keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    if top_k is not None:
+        rank = torch.arange(p.shape[-1], device=p.device)
+        keep &= (rank < top_k[:, None]) | (top_k == 0)[:, None]
+    return torch.empty_like(keep).scatter_(-1, order, keep)
