@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from _gpu import CUDA, DEVICE, lost, machine, median_ms, reason, save
 
-from rlkit.kernels.linear_logp import fused_loss, fused_triton, linear_logp, row_kernels, triton
+from rlkit.kernels.linear_logp import fused_loss, linear_logp, triton
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.kernels.linear_scan import triton as scan
 from rlkit.kernels.logits_logp import logits_logp
@@ -43,15 +43,15 @@ def rows(now: dict[str, Any], stages: tuple[int, ...] = ()) -> list[dict[str, An
 def groups() -> dict[str, tuple[Choices, Callable[[], Workloads]]]:
     heights, widths = [512, 1024, 2048, 4096], [4096, 8192, 16_384, 32_768]
     sizes = [64 * MB, 128 * MB, 256 * MB, 512 * MB]
-    stats, gradient = rows(row_kernels.STATS, (1, 2, 3)), rows(row_kernels.GRADIENT)
+    stats, gradient = rows(triton.STATS, (1, 2, 3)), rows(triton.GRADIENT)
     scanning: Choices = {(scan, "BLOCK"): [512, 1024, 2048, 4096], (scan, "NUM_WARPS"): [2, 4, 8]}
     return {
-        "statistics": ({(row_kernels, "STATS"): stats}, lambda: from_logits(False) | from_hidden(False)),
-        "gradient": ({(row_kernels, "GRADIENT"): gradient}, lambda: from_logits(True) | from_hidden(True)),
+        "statistics": ({(triton, "STATS"): stats}, lambda: from_logits(False) | from_hidden(False)),
+        "gradient": ({(triton, "GRADIENT"): gradient}, lambda: from_logits(True) | from_hidden(True)),
         "forward": ({(triton, "HEIGHT"): heights, (triton, "WIDTH"): widths}, partial(from_hidden, False)),
         "backward": ({(triton, "BLOCK_BYTES"): [16 * MB, 32 * MB, 64 * MB, 256 * MB],
                       (triton, "GRADIENT_BYTES"): sizes}, partial(from_hidden, True)),
-        "fused": ({(fused_triton, "CHUNK_BYTES"): [n << 10 for n in (MB, 2 * MB, 4 * MB, 8 * MB)]}, fused),
+        "fused": ({(triton, "CHUNK_BYTES"): [n << 10 for n in (MB, 2 * MB, 4 * MB, 8 * MB)]}, fused),
         "scan": (scanning, scans),
     }  # fmt: skip
 

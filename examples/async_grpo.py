@@ -30,15 +30,16 @@ def main(args: Args) -> Path:
     from flag_checks import with_device
     from sampled_engines import own_engine
 
-    from rlkit.loops.async_grpo import async_grpo
-    from rlkit.loops.sync import run_sync
+    from rlkit.loops.grpo import grpo
+    from rlkit.run.sync import run_sync
 
     args = with_device(args)
     model, tokenizer, options = sampled_groups.prepared(args)
 
     async def run() -> Path:
         async with own_engine(args, num_threads=args.engine_threads, cpus=args.engine_cpus) as engine:
-            return await async_grpo(model, tokenizer, engine, staleness=args.staleness, **options)
+            asynchronous = {"overlap": True, "journal": True, "staleness": args.staleness}
+            return await grpo(model, tokenizer, engine, **asynchronous, **options)
 
     return run_sync(run())
 

@@ -50,7 +50,7 @@ def main(args: Args) -> Path:
 
     from rlkit.data.chat import check_same_tokens
     from rlkit.data.examples import preference_pairs
-    from rlkit.loops.dpo import dpo, with_reference
+    from rlkit.loops.preference import dpo, with_reference
     from rlkit.model.launch import load_policy, reference_of, report_model
 
     args = with_device(args)
@@ -94,7 +94,8 @@ def loss_of(args: Args) -> tuple[Any, Any, bool]:
     if free and args.precompute_reference:
         raise ValueError(f"--loss {args.loss} has no reference: drop --precompute-reference")
     reduce = seq_mean if args.loss in ("simpo", "orpo", "ipo") else seq_sum
-    return partial(getattr(losses, args.loss), **options), reduce, not free
+    function = {"apo_zero": "kto", "cpo": "dpo"}.get(args.loss, args.loss)  # docs/preference.md says of which inputs
+    return partial(getattr(losses, function), **options), reduce, not free
 
 
 if __name__ == "__main__":

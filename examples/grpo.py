@@ -33,7 +33,7 @@ def main(args: Args) -> Path:
     from sampled_engines import open_engine
 
     from rlkit.loops.grpo import grpo
-    from rlkit.loops.sync import run_sync
+    from rlkit.run.sync import run_sync
 
     args = with_device(args)
     model, tokenizer, options = sampled_groups.prepared(args)

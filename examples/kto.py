@@ -46,7 +46,7 @@ def main(args: Args) -> Path:
     from rlkit import losses
     from rlkit.data.chat import check_same_tokens
     from rlkit.data.examples import labelled_examples
-    from rlkit.loops.kto import kto
+    from rlkit.loops.preference import kto
     from rlkit.model.launch import load_policy, reference_of, report_model
 
     args = with_device(args)

@@ -52,9 +52,9 @@ def main(args: Args) -> Path:
     from sampled_engines import open_engine
 
     from rlkit.loops.ppo import ppo
-    from rlkit.loops.sync import run_sync
     from rlkit.model.launch import load_critic, report_model
     from rlkit.model.optim import schedule
+    from rlkit.run.sync import run_sync
 
     args = with_device(args)
     model, tokenizer, options = shared.prepared(args)

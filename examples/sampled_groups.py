@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import sampled_data
 
-CONSTANTS: dict[str, dict[str, float]] = {  # those of the papers, as in rlkit.losses.recipes
+CONSTANTS: dict[str, dict[str, float]] = {  # those of the papers, as in docs/recipes.md
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28},
     "dual_clip": {"clip_low": 0.2, "clip_high": 0.28, "clip_c": 3.0},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
@@ -61,7 +61,7 @@ def prepared(args: Args) -> tuple[Any, Any, dict[str, Any]]:
 def loss_of(args: Args) -> dict[str, Any]:
     """What is computed of ratio and advantage, and what a token of it weighs."""
     from rlkit import losses
-    from rlkit.loops import aggregate
+    from rlkit.loops import updates as aggregate
 
     given = {"clip_low": args.clip_low, "clip_high": args.clip_high}
     constants = CONSTANTS[args.loss] | {name: value for name, value in given.items() if value is not None}

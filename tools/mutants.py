@@ -30,7 +30,7 @@ SWAPS = {
 }  # fmt: skip
 TEXTS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.Add: "+"}
 TEXTS |= {ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.And: "and", ast.Or: "or", ast.Is: "is", ast.IsNot: "is not"}
-SKIPPED = ("rlkit/testing/", "triton", "row_kernels", "sglang", "_worker")  # need a device, a server or a sandbox
+SKIPPED = ("rlkit/testing/", "triton", "sglang", "_worker")  # need a device, a server or a sandbox
 SEED, NUM, PER_FOLDER, LIMIT_S = 7, 60, 3, 420
 
 

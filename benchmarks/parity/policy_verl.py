@@ -85,10 +85,10 @@ def policy(draw: Draw) -> Iterator[Row]:
     )
     theirs = verl_policy(draw, "gspo", per_seq, agg="seq-mean-token-mean")
     yield row("gspo", theirs, seq * L.gspo(x, seq_adv, **flat, **clip), "per-sequence advantages; eps", EPS8)
-    as_token = L.gspo_token_log_ratio(x, **flat)
+    as_token = L.token_gradient(L.seq_log_ratio(x, **flat), x)
     theirs = verl_policy(draw, "gspo", per_token)
     ours = token * L.ppo_clip(as_token, adv, **clip, **mask)
-    yield row("gspo, token-mean (GSPO-token)", theirs, ours, "ppo_clip(gspo_token_log_ratio)")
+    yield row("gspo, token-mean (GSPO-token)", theirs, ours, "ppo_clip(token_gradient(seq_log_ratio))")
     theirs = verl_policy(draw, "geo_mean", per_seq)
     yield row(
         "geo_mean (GMPO)",
@@ -100,7 +100,7 @@ def policy(draw: Draw) -> Iterator[Row]:
     theirs = verl_policy(draw, "sapo", per_token)
     yield row("sapo", theirs, seq * L.sapo(x, adv, **mask), "eps in the lengths", EPS8)
     theirs = verl_policy(draw, "gpg", per_token)
-    yield row("gpg", theirs, token * L.gpg(logp, adv, **mask))
+    yield row("gpg", theirs, token * L.reinforce(logp, adv, **mask))
     ours = token * L.cispo(x, adv, max_weight=1.28, min_weight=0.8, **mask)
     yield row(
         "cispo",
@@ -131,8 +131,9 @@ def policy(draw: Draw) -> Iterator[Row]:
     behaviour = draw.old_logp - draw.ref_logp
     weights = rollout_corr_helper.compute_rollout_correction_weights(behaviour, draw.mask.double(), "token", 1.3)[0]
     theirs = verl_policy(draw, "vanilla", per_token, weights=weights, clip_ratio_c=1e9)
-    ours = token * L.decoupled_ppo(x, adv, behavior_log_ratio=draw.pack(behaviour), max_weight=1.3, **clip, **mask)
-    yield row("vanilla, rollout_is_weights", theirs, ours, "decoupled_ppo; clip_ratio_c inf")
+    weights = L.tis(draw.pack(behaviour), max_weight=1.3, **mask)
+    ours = token * weights * L.ppo_clip(x, adv, **clip, **mask)
+    yield row("vanilla, rollout_is_weights", theirs, ours, "tis * ppo_clip; clip_ratio_c inf")
 
 
 def kl(draw: Draw) -> Iterator[Row]:
@@ -169,7 +170,7 @@ def aggregation(draw: Draw) -> Iterator[Row]:
         return Row(name, core_algos.agg_loss(loss, mask, mode, **options), (weights * x).sum(), loss, note, tol)
 
     yield row("token-mean", L.token_mean(flat["mask"]))
-    yield row("token-sum", L.token_sum(flat["mask"]))
+    yield row("token-sum", flat["mask"].double())
     yield row("seq-mean-token-sum", L.seq_mean_token_sum(**flat))
     yield row("seq-mean-token-mean", L.seq_mean(**flat), EPS8, "eps in the lengths")
     scaled = L.constant_length(**flat, max_length=50)

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,8 +59,10 @@ def preference(draw: Draw) -> dict[str, tuple[Tensor, Tensor]]:
     def dpo_trainer(loss_type: str, **options: Any) -> Tensor:
         return trl_dpo(draw, loss_types=[loss_type], **options)
 
+    def f_dpo(score: Callable[[Tensor], Tensor]) -> Tensor:
+        return L.dpo(score(c), score(r), **b)
+
     margins = sum_logp[0] - sum_logp[1], sum_ref[0] - sum_ref[1]
-    lens = {"chosen_lens": lens_c, "rejected_lens": lens_r}
     table = {
         "sigmoid": (dpo_trainer("sigmoid"), L.dpo(c, r, **b)),
         "hinge": (dpo_trainer("hinge"), L.hinge(c, r, **b)),
@@ -71,26 +75,32 @@ def preference(draw: Draw) -> dict[str, tuple[Tensor, Tensor]]:
         "robust": (dpo_trainer("robust", label_smoothing=0.1), L.robust_dpo(c, r, label_smoothing=0.1, **b)),
         "bco_pair": (dpo_trainer("bco_pair"), L.bco_pair(c, r, **b)),
         "sppo_hard": (dpo_trainer("sppo_hard"), L.sppo_hard(c, r, **b)),
-        "aot": (dpo_trainer("aot", label_smoothing=0.1), L.aot_paired(*margins, label_smoothing=0.1, **b)),
+        "aot": (dpo_trainer("aot", label_smoothing=0.1), L.aot(*margins, label_smoothing=0.1, **b)),
         "aot_unpaired": (dpo_trainer("aot_unpaired", label_smoothing=0.1), L.aot(c, r, label_smoothing=0.1, **b)),
-        "apo_zero": (dpo_trainer("apo_zero"), L.apo_zero(c, r, **b)),
+        "apo_zero": (dpo_trainer("apo_zero"), L.kto(c, r, **b)),
         "apo_down": (dpo_trainer("apo_down"), L.apo_down(c, r, **b)),
         "discopop": (dpo_trainer("discopop"), L.discopop(c, r, **b)),
-        "sft": (dpo_trainer("sft"), L.sft(logp.chunk(2)[0][draw.kept.chunk(2)[0]])),
-        "sigmoid_norm": (dpo_trainer("sigmoid_norm"), L.sigmoid_norm(c, r, **lens, **b)),
-        "f: forward_kl": (dpo_trainer("sigmoid", f_divergence_type="forward_kl"), L.dpo_forward_kl(c, r, **b)),
-        "f: js_divergence": (dpo_trainer("sigmoid", f_divergence_type="js_divergence"), L.dpo_js(c, r, **b)),
+        "sft": (dpo_trainer("sft"), -logp.chunk(2)[0][draw.kept.chunk(2)[0]]),
+        "sigmoid_norm": (dpo_trainer("sigmoid_norm"), L.dpo(mean_c, mean_r, **b)),
+        "f: forward_kl": (
+            dpo_trainer("sigmoid", f_divergence_type="forward_kl"),
+            f_dpo(partial(L.alpha_score, alpha=1.0)),
+        ),
+        "f: js_divergence": (dpo_trainer("sigmoid", f_divergence_type="js_divergence"), f_dpo(L.js_score)),
         "f: alpha_divergence 0.3 (fp32)": (
             dpo_trainer("sigmoid", f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.3),
-            L.dpo_alpha(c, r, alpha=1 - 0.3, **b),
+            f_dpo(partial(L.alpha_score, alpha=1 - 0.3)),
         ),
         "ld_alpha 0.4": (dpo_trainer("sigmoid", ld_alpha=0.4), L.dpo(*ld, **b)),
         "use_weighting (WPO)": (dpo_trainer("sigmoid", use_weighting=True), wpo[0] * wpo[1] * L.dpo(c, r, **b)),
         "KTO kto": (trl_kto(draw, "kto"), L.kto(c, r, kl=kl, **kto) / 2),
         "KTO apo_zero_unpaired": (trl_kto(draw, "apo_zero_unpaired"), L.kto(c, r, **kto) / 2),
-        "CPO sigmoid": (trl_cpo(draw, "sigmoid", False), L.cpo(*sum_logp, beta=2.0, label_smoothing=0.1)),
+        "CPO sigmoid": (trl_cpo(draw, "sigmoid", False), L.dpo(*sum_logp, beta=2.0, label_smoothing=0.1)),
         "CPO simpo": (trl_cpo(draw, "simpo", True), L.simpo(*avg_logp, beta=2.0, label_smoothing=0.1)),
-        "CPO alphapo 0.25": (trl_cpo(draw, "simpo", True, 0.25), L.alphapo(*avg_logp, beta=2.0, alpha=0.25)),
+        "CPO alphapo 0.25": (
+            trl_cpo(draw, "simpo", True, 0.25),
+            L.simpo(*(L.alpha_score(x, alpha=0.25) for x in avg_logp), beta=2.0),
+        ),
         "ORPO odds ratio (fp32)": (
             trl_orpo(draw),
             L.orpo(*avg_logp, **b),

@@ -75,10 +75,10 @@ def traces(draw: Draw) -> Iterator[Row]:
     greedy = torch.randn(SEQS, generator=draw.rng)
     theirs = draw.verl("remax", rewards=rewards, reward_baselines=greedy)
     ours = A.discounted_returns(r, **flat) - broadcast_to_tokens(greedy, cu_seqlens=draw.cu_seqlens)
-    note = "token rewards: discounted_returns - greedy; terminal: advantages.remax"
+    note = "token rewards: discounted_returns - greedy; terminal: rewards - greedy"
     yield Row("remax", theirs, torch.where(flat["mask"], ours, 0), note=note)
     theirs = draw.verl("remax", reward_baselines=greedy)
-    ours = broadcast_to_tokens(A.remax(draw.scores, greedy_rewards=greedy), cu_seqlens=draw.cu_seqlens)
+    ours = broadcast_to_tokens(draw.scores - greedy, cu_seqlens=draw.cu_seqlens)
     yield Row("remax, terminal reward", theirs, torch.where(flat["mask"], ours, 0))
 
     logp, weights = draw.logp.detach(), draw.rand() * 2

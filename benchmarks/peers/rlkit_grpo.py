@@ -18,13 +18,13 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import grpo
 
-from rlkit.loops import grpo as loop
-from rlkit.loops import verbs
+from rlkit.loops.evaluate import Clock
+from rlkit.model import forward as model
 
 
 def add_forward_timer() -> None:
     """Time every call of the policy's forward, and report the sum with the other times of the step."""
-    forward, times = loop.forward, verbs.Clock.times
+    forward, times = model.forward, Clock.times
     spent = 0.0
 
     def timed_forward(*args: Any, **kwargs: Any) -> Any:
@@ -34,13 +34,13 @@ def add_forward_timer() -> None:
         spent += time.perf_counter() - start
         return out
 
-    def with_forward(self: verbs.Clock, *, num_tokens: int) -> dict[str, float]:
+    def with_forward(self: Clock, *, num_tokens: int) -> dict[str, float]:
         nonlocal spent
         line = {**times(self, num_tokens=num_tokens), "time/forward": spent}
         spent = 0.0
         return line
 
-    loop.forward, verbs.Clock.times = timed_forward, with_forward  # type: ignore[method-assign]
+    model.forward, Clock.times = timed_forward, with_forward  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from rlkit.advantages.groups import group_centered, group_zscore
 from rlkit.advantages.traces import discounted_returns
 from rlkit.segments import broadcast_to_tokens
 
+__all__ = ["gdpo", "gigpo", "normalize_then_sum", "reinforce_pp", "reinforce_pp_baseline", "whiten"]
+
 
 def whiten(
     advantages: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None, eps: float = 1e-6

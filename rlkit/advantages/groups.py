@@ -24,10 +24,23 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_float, check_ids, check_same_shape, masked, upcast
+from rlkit._tensors import check_float, check_ids, masked, upcast
 from rlkit.advantages.traces import end_values, prepared, scan
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.segments import cumulative, first_of_group, group_count, group_mean, group_sum, seq_ids
+
+__all__ = [
+    "gpg",
+    "group_centered",
+    "group_mean_batch_std",
+    "group_zscore",
+    "leave_one_out",
+    "max_at_k",
+    "max_rl",
+    "opo",
+    "optimal_token_baseline",
+    "pass_at_k",
+]
 
 
 def group_centered(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
@@ -133,22 +146,6 @@ def opo(rewards: Float[Tensor, "N"], *, lengths: Int[Tensor, "N"], group_ids: In
     total = group_sum(weights, group_ids=group_ids)
     baseline = group_sum(weights * centered, group_ids=group_ids) / torch.where(total > 0, total, 1)
     return centered - baseline
-
-
-def remax(rewards: Float[Tensor, "N"], *, greedy_rewards: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Reward minus that of the greedy answer to the same prompt (ReMax).
-
-        A_i = r_i - r_greedy(prompt of i)
-
-    `greedy_rewards` holds, for each sequence, the reward of one completion at temperature 0.
-
-    Limits:   the greedy answer itself gets 0. No group is needed, so a singleton is not special.
-    Differs:  from verl `remax`: none for a terminal reward (its token version is `discounted_returns` minus this).
-    Reference: Li et al. 2023, https://arxiv.org/abs/2310.10505
-    """
-    check_float(rewards=rewards, greedy_rewards=greedy_rewards)
-    check_same_shape(rewards=rewards, greedy_rewards=greedy_rewards)
-    return upcast(rewards) - upcast(greedy_rewards)
 
 
 def gpg(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:

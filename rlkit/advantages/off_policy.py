@@ -18,6 +18,8 @@ from torch import Tensor
 from rlkit._tensors import bounded_exp, masked
 from rlkit.advantages.traces import coefficient, end_values, following, next_action, prepared, scan
 
+__all__ = ["VTrace", "clipped_is_returns", "q_lambda", "retrace", "vtrace"]
+
 
 class VTrace(NamedTuple):
     """Advantages for the policy (the truncated ratio is inside), targets for the critic."""

@@ -39,6 +39,17 @@ from rlkit._tensors import (
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.segments import broadcast_to_tokens, seq_count
 
+__all__ = [
+    "Gae",
+    "bootstrap_values",
+    "discounted_returns",
+    "gae",
+    "gae_decoupled",
+    "length_adaptive_lam",
+    "n_step",
+    "td_lambda",
+]
+
 
 def prepared(mask: Tensor, cu_seqlens: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
     """The `[T]` tensors in the order given, checked, in one dtype (fp32 or fp64), and 0 where the mask is False."""

@@ -1,4 +1,4 @@
-"""The checks that every entry point of this package makes on its tensors."""
+"""Argument checks that the operations of this package share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_head(
     temperature: float,
     softcap: float | None,
 ) -> None:
-    """Shapes, dtypes and ranges of a vocabulary projection and its input."""
+    """Shapes, dtypes and ranges of a vocabulary projection and its input are valid."""
     check_float(hidden=hidden, weight=weight, bias=bias)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -31,7 +31,7 @@ def check_head(
 
 
 def check_scaling(temperature: float, softcap: float | None) -> None:
-    """Both positive, where given."""
+    """Temperature and softcap are positive."""
     if not temperature > 0:
         raise ValueError(f"temperature must be > 0, got {temperature}; score greedy decoding at temperature 1")
     if softcap is not None and not softcap > 0:
@@ -39,7 +39,7 @@ def check_scaling(temperature: float, softcap: float | None) -> None:
 
 
 def check_targets(targets: Tensor, num_rows: int, vocab: int | None, mask: Tensor | None) -> None:
-    """One integer id per row, below `vocab` where given. Values are read only on CPU tensors, outside compilation."""
+    """`targets` holds one integer id per row, below `vocab` if given. Values are only read on CPU, uncompiled."""
     if targets.is_floating_point() or targets.shape != (num_rows,):
         raise ValueError(f"targets must be integers of shape [{num_rows}], got {targets.dtype} {list(targets.shape)}")
     if vocab is None or not readable(targets) or not num_rows:

@@ -1,4 +1,4 @@
-"""Where Triton kernels run. Nothing here imports Triton: it is optional, and its import takes time."""
+"""Choice of an implementation, and where Triton can run. Nothing here imports Triton: it is optional, and slow."""
 
 from __future__ import annotations
 
@@ -11,21 +11,28 @@ from torch import Tensor
 from rlkit._extras import MissingExtra
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
 NEEDED = "impl='triton' needs triton: pip install triton"
 INSTALLED = find_spec("triton") is not None  # torch's CUDA wheels bring it
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton decides it once, when kernels are first imported
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once, when kernels are first imported
 
 
 def preferred(*tensors: Tensor | None) -> bool:
-    """Whether the Triton implementation is the one to pick for these tensors: CUDA, not fp64, and it is installed."""
+    """Whether to pick the Triton implementation for these tensors: CUDA, not fp64, and Triton is installed."""
     given = [x for x in tensors if x is not None]
     return INSTALLED and all(x.is_cuda and x.dtype in DTYPES for x in given)
 
 
+def choose(impl: str | None, names: tuple[str, ...], default: str, *tensors: Tensor | None) -> str:
+    """`impl`, or `default` where it is None. Unknown names, and "triton" where it cannot run, are refused."""
+    if impl is not None and impl not in names:
+        raise ValueError(f"impl must be one of {list(names)}, got {impl!r}")
+    if impl == "triton":
+        require(*tensors)
+    return default if impl is None else impl
+
+
 def require(*tensors: Tensor | None) -> None:
-    """Refuse to run Triton kernels where they cannot, instead of running something else."""
+    """Raise where Triton kernels cannot run; there is no silent fallback."""
     if not INSTALLED:
         raise MissingExtra(NEEDED)
     for x in tensors:

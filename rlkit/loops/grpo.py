@@ -1,4 +1,4 @@
-"""Group-relative policy optimization, on policy or a few updates per rollout."""
+"""Group-relative policy optimization: on policy, a few updates per rollout, or asynchronous."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from typing import Any
 from torch import Tensor
 
 from rlkit.advantages import group_centered
-from rlkit.loops import coefficients, nans, verbs
-from rlkit.loops.aggregate import per_token
-from rlkit.loops.dump import dump_to
-from rlkit.loops.sync import blocking
-from rlkit.loops.updates import Aggregate, Surrogate, clipped, grpo_update
+from rlkit.loops import coefficients
+from rlkit.loops.rl import Step, Task, check_engine, check_sampling, rl
+from rlkit.loops.updates import Aggregate, Surrogate, clipped, grpo_update, per_token
 from rlkit.losses import tis
-from rlkit.metrics import finalize, merge
-from rlkit.model.forward import DTYPES, forward, mesh_of, with_kept_mass, with_old_logp, with_ref_logp
+from rlkit.metrics import Metrics, mean
+from rlkit.model.forward import Policy, mesh_of, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.optim import adamw
-from rlkit.model.weights import stream_weights
 from rlkit.packing import pack, with_advantages
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, mix, single_turn
-from rlkit.run import saving
-from rlkit.types import SamplingParams
+from rlkit.run.sync import blocking
+from rlkit.settings import Rollouts, Schedule
+from rlkit.types import Batch, SamplingParams
 
 
 async def grpo(
@@ -45,6 +43,7 @@ async def grpo(
     keep_group: Callable[[Group], bool] | None = None,
     max_dropped: int | None = None,
     staleness: float = 0.0,
+    overlap: bool = False,
     drop_truncated: bool = False,
     drop_off_policy: bool = False,
     journal: bool = False,
@@ -83,93 +82,71 @@ async def grpo(
     `drop_truncated` what a limit cut. With `journal` a killed run keeps what it sampled; else it samples that again.
     The first NaN or infinity in a stream or a gradient norm stops the run; `skip_nan` drops it (`rlkit.loops.nans`).
 
+    With `overlap` the engine samples while a step trains. It needs weights of its own (`rlkit.rollout.engines.process`,
+    `rlkit.rollout.engines.sglang`); they are replaced after every step without draining it, and each token is stamped
+    with the version that sampled it. A group is trained on at most `staleness` steps (rounded up) after it was started,
+    see `rlkit.rollout.stream`: with 1 the engine samples one batch while the trainer works on the one before. The loss
+    is decoupled PPO: clipped against the policy at the start of the step (`old_logp`), its tokens weighted by the
+    `correction`, which does not scale the KL. Which groups make up a step depends on timing, so that two such runs are
+    equal in distribution, not in bits. Differs: TRL `max_staleness` discards what is too old; AReaL and verl's fully
+    asynchronous recipe bound the age on average. Reference: arXiv:2505.24298 (AReaL); arXiv:2110.00641.
+
     Differs from the GRPO paper (arXiv:2402.03300):
     1. advantages are not divided by the group's standard deviation (arXiv:2503.20783); pass `group_zscore` to do so
     2. token mean instead of the mean of sequence means, and a clip at 1.28 (both arXiv:2503.14476); other losses
-       (GSPO, CISPO, ...) and means are `surrogate` and `aggregate`, see `grpo_update` and `rlkit.loops.aggregate`
+       (GSPO, CISPO, ...) and means are `surrogate` and `aggregate`, see `grpo_update` and `rlkit.loops.updates`
     3. no KL term unless `kl_coef` > 0 or `controllers` has a rule for it (`rlkit.loops.coefficients`); then k3 against
        `reference`, scaled by the ratio so that its gradient is that of KL(policy || reference) also off policy
     4. tokens are weighted by `correction(log pi_old / pi_rollout)` for what the engine, or older weights, did otherwise
     5. under top-p or top-k, tokens are weighted by the mass that was kept, for one forward more (with `staleness` 0)
     """
     has_kl = coefficients.needs_reference(controllers, kl_coef=kl_coef)
-    needs_reference = has_kl or bool(ref_sync_steps)
-    verbs.check_engine(engine)
-    verbs.check_sampling(params, needs_reference=needs_reference, reference=reference, stale=staleness > 0)
-    mesh, moving = mesh_of(model), reference if ref_sync_steps else None
-    policy = partial(forward, model, temperature=params.temperature, dtype=dtype)
-    ref_policy = verbs.reference_policy(policy, model, reference, moves=bool(ref_sync_steps))
-    with_kept = partial(with_kept_mass, model, params=params, max_tokens=max_tokens, dtype=dtype, mesh=mesh)
+    check_engine(engine)
+    check_sampling(
+        params, needs_reference=has_kl or bool(ref_sync_steps), reference=reference, stale=overlap or staleness > 0
+    )
+    if num_minibatches > prompts_per_step:
+        raise ValueError(f"{num_minibatches=} is more than the {prompts_per_step} groups of a step: no group is cut")
+    mesh, policy = mesh_of(model), Policy(model, temperature=params.temperature, dtype=dtype)
+    ref_policy = reference_policy(policy, reference, moves=bool(ref_sync_steps))
     optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
-    update = partial(
-        grpo_update, policy=policy, optimizer=optimizer, num_epochs=num_epochs, surrogate=surrogate,
-        aggregate=aggregate, correction=correction, max_norm=max_norm, max_tokens=max_tokens, device=model.device,
-        mesh=mesh,
-    )  # fmt: skip
-    state = saving.restore(folder, model=model, optimizer=optimizer, reference=moving) if resume else {}
-    start, first = state.get("step", -1), max(state.get("step", -1), 0)
-    starts = {"kl_coef": kl_coef, "entropy_coef": entropy_coef}
-    coefs = coefficients.start(controllers, **starts, saved=state.get("controllers"))
-    training = saving.open_training(folder, steps=steps, start=start, resume=resume, keep=keep, print_steps=print_steps)
-    with training as (run, stop, saver):
-        dump = dump_to(run, tokenizer, engine=engine)
-        watch = nans.Watch(run, prompts, tokenizer, skip=skip_nan)
-        evaluate = partial(
-            verbs.evaluate_if_due, prompts=eval_prompts, every=eval_steps, steps=steps, dump=dump, params=params,
-            num_samples=eval_samples, generate=engine.generate, env=env, score=score, seed=seed, policy=policy,
-            reference=ref_policy, max_tokens=max_tokens, mesh=mesh,
+    how: dict[str, Any] = {"max_tokens": max_tokens, "mesh": mesh}
+
+    def prepare(groups: Sequence[Group], step: Step) -> Batch:
+        groups = mask_truncated(groups) if drop_truncated else groups
+        groups = mask_off_policy(groups, version=step.index) if drop_off_policy else groups
+        batch = with_ref_logp(ref_policy if has_kl else None, with_advantages(pack(groups), baseline), **how)
+        if num_minibatches * num_epochs > 1:
+            batch = with_old_logp(policy, batch, **how)
+        return with_kept_mass(model, batch, params=params, dtype=dtype, **how)
+
+    def update(batch: Batch, step: Step) -> Metrics:
+        lr, num_groups = lr_at(step.index), len(batch.group_ids.unique())
+        metrics = grpo_update(
+            batch, policy=policy, optimizer=optimizer, lr=lr, num_minibatches=min(num_minibatches, num_groups),
+            num_epochs=num_epochs, surrogate=surrogate, aggregate=aggregate, correction=correction,
+            kl_coef=step.kl_coef, entropy_coef=step.entropy_coef, max_norm=max_norm, device=model.device,
+            seed=mix(seed, step.index), **how,
         )  # fmt: skip
-        await engine.update_weights(stream_weights(model, dtype=DTYPES.get(dtype)), version=first)
-        if start < 0 and (scores := await evaluate(0)):
-            run.log(0, scores)
-        signal = verbs.Signal()
-        call = verbs.in_thread if staleness else verbs.here  # pending rollouts are still judged meanwhile
-        async with verbs.open_stream(
-            verbs.prompt_order(prompts, seed=seed), generate=engine.generate, abort=engine.abort, params=params,
-            group_size=group_size, groups_per_step=prompts_per_step, staleness=staleness, seed=seed, env=env,
-            score=score, keep=keep_group, max_dropped=max_dropped, on_group=dump,
-            journal=folder / "completions" if journal else None, version=first, state=state.get("stream"),
-        ) as stream:  # fmt: skip
-            for step in range(first, steps):
-                clock = verbs.Clock()
-                stream.advance(version=step)
-                groups = await stream.take()
-                await stream.pause()
-                clock.lap("rollout")
-                groups = watch.groups(groups, step=step + 1)
-                metrics = verbs.rollout_metrics(groups, version=step)
-                groups = mask_truncated(groups) if drop_truncated else groups
-                groups = mask_off_policy(groups, version=step) if drop_off_policy else groups
-                batch = with_advantages(pack(groups), baseline)
-                reference_now = ref_policy if has_kl else None
-                batch = await call(with_ref_logp, reference_now, batch, max_tokens=max_tokens, mesh=mesh)
-                if num_minibatches * num_epochs > 1:
-                    batch = await call(with_old_logp, policy, batch, max_tokens=max_tokens, mesh=mesh)
-                batch = watch.batch(await call(with_kept, batch), step=step + 1)
-                clock.lap("score")
-                how: dict[str, Any] = {"lr": lr_at(step), "seed": mix(seed, step), **coefficients.coefs(coefs)}
-                how["num_minibatches"] = watch.at_most_groups(num_minibatches, batch)
-                metrics = merge(metrics, await call(update, batch, **how))
-                clock.lap("train")
-                done = step + 1
-                await engine.update_weights(stream_weights(model, dtype=DTYPES.get(dtype)), version=done)
-                if ref_sync_steps and done % ref_sync_steps == 0:
-                    reference.load_state_dict(model.state_dict())
-                line = finalize(metrics) | {"lr": lr_at(step), "groups/dropped": stream.num_dropped}
-                line |= watch.update(line, step=done) | coefficients.logged(controllers, coefs)
-                coefs = coefficients.advance(controllers, coefs, line, skip_nan=skip_nan)
-                clock.lap("sync")
-                line |= await evaluate(done)
-                clock.lap("eval")
-                run.log(done, line | clock.times(num_tokens=batch.num_tokens))
-                signal = verbs.say_if_no_signal(run, batch, before=signal)
-                if saving.save_if_due(
-                    run, saver, stop, done, steps=steps, every=save_steps, model=model, optimizer=optimizer,
-                    state={"controllers": coefficients.to_save(controllers, coefs)}, reference=moving, stream=stream,
-                ):  # fmt: skip
-                    break
-        run.plot()
-        return saving.export(run, model, tokenizer)
+        if ref_sync_steps and (step.index + 1) % ref_sync_steps == 0:
+            reference.load_state_dict(model.state_dict())
+        return metrics | {"lr": mean(lr)}
+
+    task = Task(prompts, params, score, env=env, keep_group=keep_group, eval_prompts=eval_prompts)
+    rollouts = Rollouts(
+        prompts_per_step=prompts_per_step, group_size=group_size, staleness=staleness, overlap=overlap,
+        max_dropped=max_dropped, journal=journal,
+    )  # fmt: skip
+    schedule = Schedule(
+        folder=folder, steps=steps, eval_steps=eval_steps, eval_samples=eval_samples, print_steps=print_steps,
+        save_steps=save_steps, keep=keep, seed=seed, resume=resume, skip_nan=skip_nan,
+    )  # fmt: skip
+    state = {"model": model, "optimizer": optimizer, "reference": reference if ref_sync_steps else None}
+    return await rl(
+        policy, tokenizer, engine, task, rollouts, schedule, prepare=prepare, update=update, state=state,
+        coefs={"kl_coef": kl_coef, "entropy_coef": entropy_coef}, controllers=controllers, reference=ref_policy,
+        max_tokens=max_tokens,
+    )  # fmt: skip
 
 
 grpo_sync = blocking(grpo)  # a plain function, also where an event loop runs

@@ -63,10 +63,6 @@ class Watch:
         num, self._num_dropped = self._num_dropped, 0
         return {"nan/dropped": float(num)} if self._skip else {}
 
-    def at_most_groups(self, num_minibatches: int, batch: Batch) -> int:
-        """`num_minibatches`, or the number of groups where dropping left fewer."""
-        return min(num_minibatches, len(batch.group_ids.unique())) if self._num_dropped else num_minibatches
-
     def _told(self, found: Finite[X]) -> X:
         self._num_dropped += found.num_dropped
         if found.note:

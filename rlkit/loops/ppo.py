@@ -3,28 +3,123 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from rlkit.loops import coefficients, nans, verbs
-from rlkit.loops.critic import value_update, with_gae
-from rlkit.loops.dump import dump_to
-from rlkit.loops.sync import blocking
-from rlkit.loops.updates import clipped, grpo_update
-from rlkit.losses import tis
-from rlkit.metrics import finalize, merge
-from rlkit.model.forward import DTYPES, forward, mesh_of, with_kept_mass, with_old_logp, with_ref_logp
-from rlkit.model.optim import adamw
-from rlkit.model.weights import export_hf, stream_weights
-from rlkit.packing import pack
+from rlkit.advantages import gae_decoupled, whiten
+from rlkit.loops import coefficients
+from rlkit.loops.rl import Step, Task, check_engine, check_sampling, rl
+from rlkit.loops.updates import clipped, grpo_update, per_token
+from rlkit.losses import kl_in_reward, tis, value_clip
+from rlkit.metrics import Mean, Metrics, mean, merge
+from rlkit.model.forward import Policy, mesh_of, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
+from rlkit.model.heads import bootstraps, score_values, values
+from rlkit.model.optim import adamw, optimizer_step, set_lr
+from rlkit.packing import pack, split, with_streams
+from rlkit.parallel.data import rank_microbatches, reduce_metrics
+from rlkit.parallel.mesh import Mesh
+from rlkit.parallel.pipeline import pipelined
 from rlkit.rollout.limits import mask_truncated
-from rlkit.rollout.rollout import Env, Prompt, Score, mix, single_turn
-from rlkit.run import saving
-from rlkit.types import SamplingParams
+from rlkit.rollout.rollout import Env, Group, Prompt, Score, mix, single_turn
+from rlkit.run.sync import blocking
+from rlkit.settings import Rollouts, Schedule
+from rlkit.types import Batch, SamplingParams
+
+
+def with_gae(
+    batch: Batch,
+    *,
+    critic: Any,
+    gamma: float,
+    lam_policy: float,
+    lam_value: float,
+    bootstrap: bool,
+    kl_coef: float,
+    max_tokens: int,
+    dtype: str,
+    mesh: Mesh | None = None,
+    checked: Callable[[Batch], Batch] = lambda batch: batch,
+) -> Batch:
+    """The batch with the critic's `values`, their targets `returns`, and whitened `advantages`.
+
+    Token rewards are lowered by `kl_coef` times the k1 estimate of KL(old policy || reference), where that is not 0. An
+    answer that a limit cut ends in the critic's value of what it came to (`bootstrap`), or in 0. `checked` gets the
+    batch with its raw `values`, and may drop sequences before the advantages are whitened over all of them.
+    """
+    batch = checked(replace(batch, values=score_values(critic, batch, max_tokens=max_tokens, dtype=dtype, mesh=mesh)))
+    found = batch.values
+    rewards, mask = batch.token_rewards, batch.mask
+    if kl_coef:
+        rewards = kl_in_reward(rewards, batch.old_logp, batch.ref_logp, kl_coef=kl_coef, mask=mask)
+    traces = gae_decoupled(
+        rewards, found, mask=mask, cu_seqlens=batch.cu_seqlens, gamma=gamma, lam_policy=lam_policy,
+        lam_value=lam_value, bootstrap=bootstraps(found, batch) if bootstrap else None,
+    )  # fmt: skip
+    advantages = whiten(traces.advantages, mask=mask)
+    return with_streams(batch, values=found, returns=traces.returns, advantages=advantages)
+
+
+def value_update(
+    batch: Batch,
+    *,
+    critic: Any,
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    num_minibatches: int,
+    num_epochs: int,
+    clip: float,
+    max_norm: float,
+    max_tokens: int,
+    dtype: str,
+    seed: int,
+    mesh: Mesh | None = None,
+) -> Metrics:
+    """`num_minibatches * num_epochs` optimizer steps of the critic: the clipped error of its values, averaged over all
+    tokens of a step.
+
+    Logged under `value/`: `loss`, `mean`, `return`, `grad_norm`, `skipped_step`, and `error` and `spread`, mean squares
+    over the batch: of value minus return, and of return minus the batch's mean return. So 1 - error / spread is the
+    share of the returns' variance that the values explain: 0 is what their mean would, below 0 is worse.
+    """
+    set_lr(optimizer, lr)
+    metrics: Metrics = {}
+    middle = batch.returns[batch.mask].mean()
+    for mini in split(batch, num_minibatches, epochs=num_epochs, seed=seed):
+        weights = per_token(mini)
+        with pipelined(mesh) as backward:
+            for micro, *rest in rank_microbatches((mini, weights), mesh=mesh, max_tokens=max_tokens):
+                now = values(critic, micro, dtype=dtype)
+                micro, w = micro.to(critic.device), rest[0].to(critic.device, non_blocking=True)
+                loss = value_clip(now, micro.values, micro.returns, clip=clip, mask=micro.mask)
+                backward((w * loss).sum())
+                shown = {
+                    "loss": loss,
+                    "mean": now,
+                    "return": micro.returns,
+                    "error": (now - micro.returns).square(),
+                    "spread": (micro.returns - middle).square(),
+                }
+                metrics = merge(metrics, {f"value/{k}": mean(x, mask=micro.mask) for k, x in shown.items()})
+        step = optimizer_step(optimizer, max_norm=max_norm)
+        metrics = merge(metrics, {f"value/{name}": x for name, x in step.items()})
+    return reduce_metrics(metrics, mesh=mesh)
+
+
+def with_explained(metrics: Metrics) -> Metrics:
+    """The metrics of `value_update` with `value/explained`, 1 - error / spread, in place of `value/spread`.
+
+    It is left out where all returns are equal (a spread of at most 1e-6).
+    """
+    error, spread = (torch.divide(*metrics[f"value/{name}"]) for name in ("error", "spread"))
+    varies = (spread > 1e-6).double()
+    out = {name: metric for name, metric in metrics.items() if name != "value/spread"}
+    return out | {"value/explained": Mean(torch.where(varies > 0, 1 - error / spread, 0.0), varies)}
 
 
 async def ppo(
@@ -90,87 +185,55 @@ async def ppo(
        or top-k by the mass that was kept (one forward more)
     """
     has_kl = coefficients.needs_reference(controllers, kl_coef=kl_coef)
-    verbs.check_engine(engine)
-    verbs.check_sampling(params, needs_reference=has_kl, reference=reference)
+    check_engine(engine)
+    check_sampling(params, needs_reference=has_kl, reference=reference)
+    if num_minibatches > prompts_per_step:
+        raise ValueError(f"{num_minibatches=} is more than the {prompts_per_step} groups of a step: no group is cut")
     mesh, both = mesh_of(model), nn.ModuleDict({"policy": model, "critic": critic})
-    policy = partial(forward, model, temperature=params.temperature, dtype=dtype)
-    ref_policy = verbs.reference_policy(policy, model, reference)
+    policy = Policy(model, temperature=params.temperature, dtype=dtype)
+    ref_policy = reference_policy(policy, reference)
     optimizer = adamw(both, lr=lr_at(0), weight_decay=weight_decay)  # it steps what has gradients: one of the two
-    many: dict[str, Any] = {"num_epochs": num_epochs, "max_norm": max_norm}
     how: dict[str, Any] = {"max_tokens": max_tokens, "mesh": mesh}
-    update: Any = partial(
-        grpo_update, policy=policy, surrogate=partial(clipped, clip_low=clip_low, clip_high=clip_high),
-        correction=correction, kl_coef=0.0, device=model.device, optimizer=optimizer,
-        **many, **how,
-    )  # fmt: skip
-    how |= {"critic": critic, "dtype": dtype}
-    estimate: Any = partial(
-        with_gae, gamma=gamma, lam_policy=lam_policy, lam_value=lam_value, bootstrap=bootstrap, **how
-    )
-    learn_values: Any = partial(value_update, clip=value_clip, optimizer=optimizer, **many, **how)
-    state = saving.restore(folder, model=both, optimizer=optimizer, reference=None) if resume else {}
-    start, first = state.get("step", -1), max(state.get("step", -1), 0)
-    starts = {"kl_coef": kl_coef, "entropy_coef": entropy_coef}
-    coefs = coefficients.start(controllers, **starts, saved=state.get("controllers"))
-    training = saving.open_training(folder, steps=steps, start=start, resume=resume, keep=keep, print_steps=print_steps)
-    with training as (run, stop, saver):
-        dump = dump_to(run, tokenizer, engine=engine)
-        watch = nans.Watch(run, prompts, tokenizer, skip=skip_nan)
-        evaluate = partial(
-            verbs.evaluate_if_due, prompts=eval_prompts, every=eval_steps, steps=steps, dump=dump, params=params,
-            num_samples=eval_samples, generate=engine.generate, env=env, score=score, seed=seed, policy=policy,
-            reference=ref_policy, max_tokens=max_tokens, mesh=mesh,
+    surrogate = partial(clipped, clip_low=clip_low, clip_high=clip_high)
+    of_critic: dict[str, Any] = {"critic": critic, "dtype": dtype, **how}
+
+    def prepare(groups: Sequence[Group], step: Step) -> Batch:
+        batch = pack(mask_truncated(groups) if drop_truncated else groups)
+        batch = with_ref_logp(ref_policy if has_kl else None, batch, **how)
+        if has_kl or num_minibatches * num_epochs > 1:
+            batch = with_old_logp(policy, batch, **how)
+        batch = step.check(with_kept_mass(model, batch, params=params, dtype=dtype, **how))
+        return with_gae(
+            batch, gamma=gamma, lam_policy=lam_policy, lam_value=lam_value, bootstrap=bootstrap,
+            kl_coef=step.kl_coef, checked=step.check, **of_critic,
         )  # fmt: skip
-        await engine.update_weights(stream_weights(model, dtype=DTYPES.get(dtype)), version=first)
-        if start < 0 and (scores := await evaluate(0)):
-            run.log(0, scores)
-        async with verbs.open_stream(
-            verbs.prompt_order(prompts, seed=seed), generate=engine.generate, abort=engine.abort, params=params,
-            group_size=group_size, groups_per_step=prompts_per_step, seed=seed, env=env, score=score, on_group=dump,
-            journal=folder / "completions" if journal else None, version=first, state=state.get("stream"),
-        ) as stream:  # fmt: skip
-            signal = verbs.Signal()
-            for step in range(first, steps):
-                clock = verbs.Clock()
-                stream.advance(version=step)
-                groups = await stream.take()
-                await stream.pause()
-                clock.lap("rollout")
-                groups = watch.groups(groups, step=step + 1)
-                metrics = verbs.rollout_metrics(groups, version=step)
-                batch = pack(mask_truncated(groups) if drop_truncated else groups)
-                batch = with_ref_logp(ref_policy if has_kl else None, batch, max_tokens=max_tokens, mesh=mesh)
-                if has_kl or num_minibatches * num_epochs > 1:
-                    batch = with_old_logp(policy, batch, max_tokens=max_tokens, mesh=mesh)
-                batch = with_kept_mass(model, batch, params=params, max_tokens=max_tokens, dtype=dtype, mesh=mesh)
-                now, checked = coefficients.coefs(coefs), partial(watch.batch, step=step + 1)
-                batch = checked(estimate(checked(batch), kl_coef=now["kl_coef"], checked=checked))
-                clock.lap("score")
-                how = {"seed": mix(seed, step), "num_minibatches": watch.at_most_groups(num_minibatches, batch)}
-                metrics = merge(metrics, learn_values(batch, lr=critic_lr_at(step), **how))
-                if step >= critic_steps:
-                    metrics = merge(metrics, update(batch, lr=lr_at(step), entropy_coef=now["entropy_coef"], **how))
-                clock.lap("train")
-                done = step + 1
-                await engine.update_weights(stream_weights(model, dtype=DTYPES.get(dtype)), version=done)
-                line = finalize(metrics) | {"lr": lr_at(step), "lr/critic": critic_lr_at(step)}
-                if (spread := line.pop("value/spread", 0.0)) > 1e-6:  # else all returns are equal
-                    line["value/explained"] = 1 - line["value/error"] / spread
-                line |= watch.update(line, step=done) | coefficients.logged(controllers, coefs)
-                coefs = coefficients.advance(controllers, coefs, line, skip_nan=skip_nan)
-                clock.lap("sync")
-                line |= await evaluate(done)
-                clock.lap("eval")
-                run.log(done, line | clock.times(num_tokens=batch.num_tokens))
-                signal = verbs.say_if_no_signal(run, batch, before=signal)
-                if saving.save_if_due(
-                    run, saver, stop, done, steps=steps, every=save_steps, model=both, optimizer=optimizer,
-                    state={"controllers": coefficients.to_save(controllers, coefs)}, stream=stream,
-                ):  # fmt: skip
-                    break
-        run.plot()
-        export_hf(critic, tokenizer, run.folder / "critic")
-        return saving.export(run, model, tokenizer)
+
+    def update(batch: Batch, step: Step) -> Metrics:
+        lr, critic_lr = lr_at(step.index), critic_lr_at(step.index)
+        times: dict[str, Any] = {
+            "num_minibatches": min(num_minibatches, len(batch.group_ids.unique())), "num_epochs": num_epochs,
+            "max_norm": max_norm, "seed": mix(seed, step.index), "optimizer": optimizer,
+        }  # fmt: skip
+        metrics = with_explained(value_update(batch, lr=critic_lr, clip=value_clip, **times, **of_critic))
+        if step.index >= critic_steps:
+            metrics |= grpo_update(
+                batch, policy=policy, lr=lr, surrogate=surrogate,
+                correction=correction, kl_coef=0.0, entropy_coef=step.entropy_coef, device=model.device,
+                **times, **how,
+            )  # fmt: skip
+        return metrics | {"lr": mean(lr), "lr/critic": mean(critic_lr)}
+
+    task = Task(prompts, params, score, env=env, eval_prompts=eval_prompts)
+    rollouts = Rollouts(prompts_per_step=prompts_per_step, group_size=group_size, journal=journal)
+    schedule = Schedule(
+        folder=folder, steps=steps, eval_steps=eval_steps, eval_samples=eval_samples, print_steps=print_steps,
+        save_steps=save_steps, keep=keep, seed=seed, resume=resume, skip_nan=skip_nan,
+    )  # fmt: skip
+    return await rl(
+        policy, tokenizer, engine, task, rollouts, schedule, prepare=prepare, update=update,
+        state={"model": both, "optimizer": optimizer}, coefs={"kl_coef": kl_coef, "entropy_coef": entropy_coef},
+        controllers=controllers, reference=ref_policy, exports={"critic": critic}, max_tokens=max_tokens,
+    )  # fmt: skip
 
 
 ppo_sync = blocking(ppo)  # a plain function, also where an event loop runs

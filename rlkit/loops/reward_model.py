@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlkit import losses
 from rlkit.data.examples import Pair
-from rlkit.loops.dpo import pair_metrics, train_pairs
+from rlkit.loops.preference import pair_metrics, train_pairs
 from rlkit.metrics import Metrics, mean
 from rlkit.model.heads import pack_whole, rewards
 from rlkit.types import Batch

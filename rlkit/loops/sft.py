@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlkit.loops.aggregate import per_token
 from rlkit.loops.supervised import check_fits, supervised
+from rlkit.loops.updates import per_token
 from rlkit.metrics import Metrics, mean, merge
 from rlkit.model.forward import forward, mesh_of, score
 from rlkit.packing import pack

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlkit.data.order import batches
-from rlkit.loops import verbs
+from rlkit.loops.evaluate import Clock, is_due
 from rlkit.metrics import Metrics, finalize, merge
 from rlkit.model.forward import mesh_of
 from rlkit.model.optim import adamw, optimizer_step, set_lr
@@ -117,7 +117,7 @@ def supervised(
     first = max(start, 0)
 
     def held_out(done: int) -> dict[str, float]:
-        if evaluate is None or not verbs.is_due(done, every=eval_steps, steps=steps):
+        if evaluate is None or not is_due(done, every=eval_steps, steps=steps):
             return {}
         return {f"eval/{name}": value for name, value in finalize(evaluate()).items()}
 
@@ -127,7 +127,7 @@ def supervised(
             run.log(0, scores)
         order = batches(num_examples, batch_size=batch_size, seed=seed, start_step=first)
         for step, rows in zip(range(first, steps), order):
-            clock = verbs.Clock()
+            clock = Clock()
             metrics, num_tokens = backward(rows)
             set_lr(optimizer, lr_at(step))
             metrics = merge(reduce_metrics(metrics, mesh=mesh), optimizer_step(optimizer, max_norm=max_norm))

@@ -1,4 +1,9 @@
-"""One step's updates on a batch, shared by the loops: where the loss is written down."""
+"""One step's updates on a batch, shared by the loops: the loss, and what each token of it weighs.
+
+The weights (`per_token`, `per_episode`, `per_prompt`, `per_length`) are functions of the optimizer step's batch, what
+`aggregate=` takes. Every rank holds the whole batch before it is split, so the counts are those of the step. An episode
+that came in pieces counts once (see `rlkit.segments`). An episode or prompt without a trainable token is not counted.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +11,50 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlkit.loops.aggregate import per_token
-from rlkit.losses import k3, ppo_clip, ratio_stats, unbiased_kl
+from rlkit.losses import constant_length, k3, ppo_clip, prompt_mean, ratio_stats, token_mean, unbiased_kl
 from rlkit.metrics import Metrics, largest, mean, merge
-from rlkit.model.forward import Policy
+from rlkit.model.forward import PolicyFn
 from rlkit.model.optim import optimizer_step, set_lr
 from rlkit.packing import split
 from rlkit.parallel.data import any_ranks, rank_microbatches, reduce_metrics
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.pipeline import pipelined
-from rlkit.segments import seq_sum
+from rlkit.segments import seq_count, seq_sum
 from rlkit.types import Batch, LogProbs
+
+
+def per_token(batch: Batch) -> Float[Tensor, "T"]:
+    """All tokens alike: `token_mean` (DAPO)."""
+    return token_mean(batch.mask, num_tokens=int(batch.mask.sum()))
+
+
+def per_episode(batch: Batch) -> Float[Tensor, "T"]:
+    """All episodes alike, and the tokens of one alike: `seq_mean` where an episode is a sequence (GRPO's paper)."""
+    return _mean_of(batch, batch.episode_ids)
+
+
+def per_prompt(batch: Batch) -> Float[Tensor, "T"]:
+    """All prompts alike, and the tokens of all samples of one alike: `prompt_mean`."""
+    return _mean_of(batch, batch.group_ids)
+
+
+def per_length(batch: Batch, *, max_length: int) -> Float[Tensor, "T"]:
+    """All tokens of an episode add up, over a constant: `constant_length`, so that no length is favoured (Dr. GRPO)."""
+    num_seqs = _count(batch, batch.episode_ids)
+    return constant_length(batch.mask, cu_seqlens=batch.cu_seqlens, max_length=max_length, num_seqs=num_seqs)
+
+
+def _mean_of(batch: Batch, ids: Int[Tensor, "N"]) -> Tensor:
+    return prompt_mean(batch.mask, group_ids=ids, cu_seqlens=batch.cu_seqlens, num_groups=_count(batch, ids))
+
+
+def _count(batch: Batch, ids: Int[Tensor, "N"]) -> int:
+    """How many different ids have a trainable token."""
+    return ids[seq_count(batch.mask, cu_seqlens=batch.cu_seqlens) > 0].unique().numel()
+
 
 Surrogate = Callable[[Tensor, Batch], Tensor]  # log_ratio [T] and the micro-batch it is of -> a loss per token
 Aggregate = Callable[[Batch], Tensor]  # the batch of an optimizer step -> what each token weighs
@@ -33,7 +68,7 @@ def clipped(log_ratio: Tensor, batch: Batch, *, clip_low: float = 0.2, clip_high
 def grpo_update(
     batch: Batch,
     *,
-    policy: Policy,
+    policy: PolicyFn,
     optimizer: torch.optim.Optimizer,
     lr: float,
     num_minibatches: int,

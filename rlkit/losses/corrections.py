@@ -15,11 +15,25 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp, carry_nan, check_float, check_mask, masked, upcast
-from rlkit.kernels.linear_logp.kept_mass import kept_support
+from rlkit._tensors import bounded_exp, carry_nan, check_float, check_mask, cumsum, masked, upcast
 from rlkit.losses._inputs import check_alone, check_at_least, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio
 from rlkit.segments import broadcast_to_tokens, seq_sum
+
+__all__ = [
+    "batch_normalized",
+    "clipped_is",
+    "effective_sample_size",
+    "icepop",
+    "keep_divergence",
+    "keep_ratio",
+    "keep_whole_sequences",
+    "log_kept_mass",
+    "opsm",
+    "seq_mask_tis",
+    "tis",
+    "veto",
+]
 
 
 def tis(
@@ -223,16 +237,18 @@ def log_kept_mass(
     top_k: int = 0,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """log S: the log of the probability that top-k, then top-p sampling leaves in play at each position.
+    """log S: log of the probability mass that top-p and top-k sampling keep at each position, in nats.
 
         S = sum of the kept probabilities              top_k = 0 and top_p = 1 are off: log S = 0
 
-    `logits` are temperature-scaled. Kept is what `rlkit.kernels.linear_logp.kept_mass.kept_support` keeps: rank below
-    top_k, and less than top_p of the probability strictly before the token. Use: the engine reports the untruncated
-    `rollout_logp`; what it sampled from is `truncated_logp(rollout_logp, log_kept_mass(logits, ...))`. Memory: several
-    copies of [*shape, V], and a sort. Differs: both conditions look at the full distribution, as in SGLang; HF
-    `generate` and vLLM renormalise what top-k left before top-p. slime replays the engine's own keep mask; TRL#6789 and
-    SkyRL PR#883 describe the bias and leave it. Reference: https://github.com/huggingface/trl/issues/6789
+    `logits` are temperature-scaled. Kept is what `kept_support` keeps: rank below
+    top_k, and less than top_p of the probability strictly before the token. The engine reports the untruncated
+    `rollout_logp`; the log-prob that the token was sampled with is `rollout_logp - log_kept_mass(logits, ...)`.
+    Memory: several copies of [*shape, V], and a sort.
+    Differs: both conditions look at the full distribution, as in SGLang; HF `generate` and vLLM renormalise what top-k
+    left before top-p. slime replays the engine's own keep mask; TRL#6789 and SkyRL PR#883 describe the bias and leave
+    it.
+    Reference: https://github.com/huggingface/trl/issues/6789
     """
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
@@ -250,20 +266,22 @@ def log_kept_mass(
     return masked(torch.where(kept.all(-1).view_as(mass), 0, mass), mask)
 
 
-def truncated_logp(
-    logp: Float[Tensor, "*shape"],
-    log_kept_mass: Float[Tensor, "*shape"],
-    *,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
-    """Log-probability under the truncated, renormalised distribution that the token was sampled from.
+def kept_support(
+    p: Float[Tensor, "B V"], *, top_p: Float[Tensor, "B"] | None = None, top_k: Int[Tensor, "B"] | None = None
+) -> Bool[Tensor, "B V"]:
+    """The tokens that top-p and top-k sampling keep: rank < top_k, and less than top_p strictly before the token.
 
-        log q = logp - log S
-
-    A ratio formed with the untruncated `rollout_logp` is too large by exactly 1 / S (top_p 0.9: up to 1.11); with this
-    as the behaviour's log-prob it is right on the kept tokens. Tokens that truncation removed are never sampled, and no
-    weight brings them back.
-    Reference: https://github.com/huggingface/trl/issues/6789
+    Tokens are ranked by descending probability, the lower id first in a tie. Both conditions are on `p` itself, so
+    their order does not matter; the most likely token is always kept. `top_p=1.0` and `top_k=0` keep everything.
+    Reference: nucleus sampling, arXiv:1904.09751
     """
-    logp, log_kept_mass = prepared(mask, logp=logp, log_kept_mass=log_kept_mass)
-    return logp - log_kept_mass
+    ranked, order = p.sort(dim=-1, descending=True, stable=True)
+    keep = torch.ones_like(ranked, dtype=torch.bool)
+    if top_p is not None:
+        total = cumsum(ranked, -1)
+        before = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], dim=-1)
+        keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    if top_k is not None:
+        rank = torch.arange(p.shape[-1], device=p.device)
+        keep &= (rank < top_k[:, None]) | (top_k == 0)[:, None]
+    return torch.empty_like(keep).scatter_(-1, order, keep)

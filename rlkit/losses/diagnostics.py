@@ -13,6 +13,8 @@ from rlkit.losses.kl import k3
 from rlkit.metrics import Metrics, largest, mean, smallest
 from rlkit.segments import seq_count, seq_sum
 
+__all__ = ["kl_stats", "mismatch_stats", "policy_stats", "ratio_stats", "seq_kl_stats", "weight_stats"]
+
 
 def ratio_stats(
     log_ratio: Float[Tensor, "*shape"],

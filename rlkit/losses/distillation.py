@@ -52,6 +52,24 @@ from rlkit.losses._inputs import check_at_least, check_positive, prepared
 from rlkit.losses.preference import check_between
 from rlkit.segments import broadcast_to_tokens, seq_sum
 
+__all__ = [
+    "forward_kl",
+    "forward_kl_topk",
+    "iw_opd_weights",
+    "jsd",
+    "jsd_topk",
+    "minillm_advantages",
+    "mixed_kl",
+    "mixed_kl_topk",
+    "opd_advantages",
+    "proximal_teacher",
+    "reverse_kl",
+    "reverse_kl_topk",
+    "teacher_mixture",
+    "teacher_product",
+    "uld",
+]
+
 MIN_LOGP = -1e9
 CHUNK_SIZE = 256
 

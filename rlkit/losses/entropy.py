@@ -1,4 +1,4 @@
-"""Entropy: as a bonus, as a filter on tokens, and from logits. In nats."""
+"""Entropy, in nats: from logits, and as a filter on tokens. The bonus is `-coef * entropy`, a loss per token."""
 
 from __future__ import annotations
 
@@ -9,24 +9,7 @@ from torch import Tensor
 from rlkit._tensors import carry_nan, check_float, check_mask, check_no_nan, masked, upcast
 from rlkit.losses._inputs import check_alone, check_share, prepared
 
-
-def entropy_bonus(
-    entropy: Float[Tensor, "*shape"],
-    *,
-    coef: float | Float[Tensor, ""],
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
-    """A reward for staying undecided, as a loss per token.
-
-        loss = -coef * entropy
-
-    Adaptive: `coef` is the output of a target-entropy controller (`rlkit.controllers`), read before the step. It is not
-    scaled by rollout corrections.
-    Differs: nothing (TRL, OpenRLHF and slime `entropy_coef`, verl `entropy_coeff`).
-    Reference: Williams and Peng 1991; arXiv:1602.01783.
-    """
-    (entropy,) = prepared(mask, entropy=entropy)
-    return -coef * entropy
+__all__ = ["entropy_from_logits", "entropy_quantile", "top_entropy_mask"]
 
 
 def entropy_from_logits(

@@ -26,6 +26,19 @@ from torch import Tensor
 
 from rlkit._tensors import MAX_LOG_RATIO, bounded_exp, check_float, check_mask, check_same_shape, masked, upcast
 from rlkit.losses._inputs import prepared
+from rlkit.losses.ratios import token_gradient
+
+__all__ = [
+    "abs_kl",
+    "k1",
+    "k1_straight_through",
+    "k2",
+    "k3",
+    "k3_straight_through",
+    "kl_from_logits",
+    "kl_in_reward",
+    "unbiased_kl",
+]
 
 
 def k1(
@@ -125,7 +138,7 @@ def k1_straight_through(
     Differs: nothing (verl `k1+`; OpenRLHF `unbiased_gradient`, with a ratio of at most 10).
     Reference: verl `kl_penalty`, trainer/ppo/core_algos.py.
     """
-    return _value_of(k1(logp, ref_logp, mask=mask), gradient_of=k2(logp, ref_logp, mask=mask))
+    return token_gradient(k1(logp, ref_logp, mask=mask), k2(logp, ref_logp, mask=mask))
 
 
 def k3_straight_through(
@@ -139,7 +152,7 @@ def k3_straight_through(
     Differs: nothing (verl `k3+`; OpenRLHF `unbiased_gradient`, with a ratio of at most 10).
     Reference: verl `kl_penalty`, trainer/ppo/core_algos.py.
     """
-    return _value_of(k3(logp, ref_logp, mask=mask), gradient_of=k2(logp, ref_logp, mask=mask))
+    return token_gradient(k3(logp, ref_logp, mask=mask), k2(logp, ref_logp, mask=mask))
 
 
 def unbiased_kl(
@@ -186,7 +199,3 @@ def kl_from_logits(
     possible = logp > -torch.inf
     gap = torch.where(possible, logp, 0) - torch.where(possible, ref_logp, 0)
     return (logp.exp() * gap).sum(-1)
-
-
-def _value_of(value: Tensor, *, gradient_of: Tensor) -> Tensor:
-    return gradient_of - gradient_of.detach() + value.detach()

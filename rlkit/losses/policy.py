@@ -19,11 +19,30 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import MAX_LOG_RATIO, bounded_exp, carry_nan, check_float, check_same_shape
+from rlkit._tensors import MAX_LOG_RATIO, bounded_exp, carry_nan
 from rlkit.losses._inputs import check_at_least, check_positive, prepared
-from rlkit.losses.corrections import icepop, tis
 from rlkit.losses.ratios import seq_log_ratio, seq_log_ratio_sum
 from rlkit.segments import broadcast_to_tokens, seq_count, seq_lens
+
+__all__ = [
+    "aspo",
+    "cispo",
+    "dppo",
+    "dppo_kl",
+    "dro",
+    "dual_clip",
+    "gmpo",
+    "gspo",
+    "importance_sampling",
+    "kimi15",
+    "luspo",
+    "ppo_clip",
+    "reinforce",
+    "sapo",
+    "topr",
+    "unbounded_positive",
+    "vespo",
+]
 
 
 def ppo_clip(
@@ -66,8 +85,10 @@ def dual_clip(
         loss = ppo_clip where A >= 0, min(ppo_clip, -A clip_c) where A < 0
 
     Coefficient: that of `ppo_clip`, and 0 also where A < 0 and r > clip_c.
-    Limits: clip_c = inf is `ppo_clip`. The usual value is 3.
-    Differs: always on in verl `vanilla` (`clip_ratio_c` 3); ROLL `dual_clip_loss` fixes clip_c = 1 + 2 * clip.
+    Limits: clip_c = inf is `ppo_clip`. The usual value is 3. For clip_c > 1 + clip_high it is also INTELLECT-2's
+    two-sided clip (arXiv:2505.07291), max(-A min(r, clip_c), -A clip(r, ..)).
+    Differs: always on in verl `vanilla` (`clip_ratio_c` 3); ROLL `dual_clip_loss` fixes clip_c = 1 + 2 * clip. TRL
+    `delta` may lie below 1 + clip_high, and then clips A > 0 there.
     Reference: arXiv:1912.09729.
     """
     if not clip_c > 1:
@@ -75,29 +96,6 @@ def dual_clip(
     loss = ppo_clip(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, mask=mask)
     (advantages,) = prepared(mask, advantages=advantages)
     return torch.where(advantages < 0, torch.minimum(loss, -advantages * clip_c), loss)
-
-
-def two_sided_clip(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    *,
-    delta: float = 4.0,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
-    """INTELLECT-2's two-sided clip: the unclipped ratio is capped at `delta` > 1 + clip_high.
-
-        loss = max(-A min(r, delta), -A clip(r, 1 - clip_low, 1 + clip_high))
-
-    Coefficient: that of `ppo_clip`, and 0 also where A < 0 and r > delta. For these delta it is `dual_clip` with
-    clip_c = delta, to the last bit: two papers, one function.
-    Differs: TRL `delta` accepts a delta below 1 + clip_high, which clips A > 0 at delta.
-    Reference: arXiv:2505.07291.
-    """
-    if not delta > 1 + clip_high:
-        raise ValueError(f"delta must be above 1 + clip_high = {1 + clip_high}, got {delta}")
-    return dual_clip(log_ratio, advantages, clip_c=delta, clip_low=clip_low, clip_high=clip_high, mask=mask)
 
 
 def aspo(
@@ -147,33 +145,6 @@ def unbounded_positive(
     return torch.where(advantages > 0, -advantages * log_ratio, negative)
 
 
-def decoupled_ppo(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    *,
-    behavior_log_ratio: Float[Tensor, "*shape"],
-    max_weight: float = float("inf"),
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
-    """PPO with three policies: clip against a recent (proximal) one, correct for the one that sampled.
-
-        loss = sg(min(pi_prox / pi_behavior, max_weight)) * ppo_clip(log pi - log pi_prox, A)
-
-    `log_ratio` is logp - proximal_logp, `behavior_log_ratio` is proximal_logp - rollout_logp.
-    Coefficient: the behaviour weight times that of `ppo_clip`; 1 where all three agree.
-    Limits: behavior_log_ratio = 0 is `ppo_clip`. It is `tis(...) * ppo_clip(...)`, no more; with `icepop` or another
-    correction in its place write that product.
-    Differs: AReaL `use_decoupled_loss` masks or clamps the weight by `rejection_sampling`.
-    Reference: arXiv:2110.00641; arXiv:2505.24298.
-    """
-    check_float(behavior_log_ratio=behavior_log_ratio)
-    check_same_shape(log_ratio=log_ratio, behavior_log_ratio=behavior_log_ratio)
-    loss = ppo_clip(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, mask=mask)
-    return tis(behavior_log_ratio, max_weight=max_weight, mask=mask) * loss
-
-
 def _clipped(ratio: Tensor, clip_low: float | Tensor, clip_high: float | Tensor) -> Tensor:
     if isinstance(clip_low, Tensor) or isinstance(clip_high, Tensor):
         low, high = (torch.as_tensor(x, dtype=ratio.dtype, device=ratio.device) for x in (1 - clip_low, 1 + clip_high))
@@ -197,23 +168,6 @@ def reinforce(
     """
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
     return -advantages * log_ratio
-
-
-def gpg(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    *,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
-    """Group policy gradient: `reinforce` under the name of its paper, which also fixes how A is made.
-
-        loss = -A log_ratio
-
-    Coefficient: c = 1. The paper's factor for groups that teach nothing is in `rlkit.advantages.gpg`.
-    Differs: nothing (verl `gpg`).
-    Reference: arXiv:2504.02546; verl `compute_policy_loss_gpg`.
-    """
-    return reinforce(log_ratio, advantages, mask=mask)
 
 
 def importance_sampling(
@@ -258,28 +212,6 @@ def cispo(
     check_at_least(min_weight, max_weight=max_weight)
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
     return _weighted(bounded_exp(log_ratio).clamp(min_weight, max_weight), log_ratio, advantages)
-
-
-def double_sided_is(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    *,
-    clip_low: float,
-    clip_high: float,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
-    """Importance weighting with a hard gate on both sides, whatever the sign of A (GLM-5).
-
-        loss = -sg(r 1[1 - clip_low <= r <= 1 + clip_high]) A log_ratio
-
-    Coefficient: c = r inside the interval, 0 outside. `icepop` as a surrogate: meant for log_ratio = logp -
-    rollout_logp.
-    Differs: SkyRL `rollout_is` leaves the two end points out.
-    Reference: SkyRL `rollout_is_policy_loss`.
-    """
-    check_at_least(0, clip_low=clip_low, clip_high=clip_high)
-    weight = icepop(log_ratio, low=1 - clip_low, high=1 + clip_high, mask=mask)
-    return weight * reinforce(log_ratio, advantages, mask=mask)
 
 
 def topr(
@@ -408,20 +340,6 @@ def dro(
     return -advantages * log_ratio + 0.5 * beta * log_ratio.square()
 
 
-def nll(logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None) -> Float[Tensor, "*shape"]:
-    """Negative log-likelihood of each target: supervised learning.
-
-        loss = -logp
-
-    The positive-example loss of VAPO is this on the tokens of correct samples; ECHO is 0.1 times this on the tokens
-    that the environment wrote (their log-probs come from a forward whose mask includes them).
-    Differs: nothing (NeMo-RL `positive_example_nll_weight`; prime-rl `echo`, with a token count of its own).
-    Reference: arXiv:2504.05118, equation 10.
-    """
-    (logp,) = prepared(mask, logp=logp)
-    return -logp
-
-
 def _weighted(weight: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     return -weight.detach() * advantages * log_ratio
 
@@ -445,7 +363,7 @@ def gspo(
 
     Coefficient: c = s, and 0 for the whole sequence where `ppo_clip` would be clipped. Aggregate with `seq_mean`.
     Limits: sequences of one token are `ppo_clip`.
-    Differs: nothing; `gspo_token_log_ratio` inside `ppo_clip` is GSPO-token.
+    Differs: nothing; GSPO-token is `ppo_clip` of `token_gradient(seq_log_ratio(...), log_ratio)`.
     Reference: arXiv:2507.18071, equation 5.
     """
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)

@@ -17,6 +17,18 @@ from rlkit._tensors import bounded_exp, carry_nan, check_no_nan, check_same_shap
 from rlkit.losses._inputs import check_alone, check_at_least, check_share, prepared
 from rlkit.losses.policy import importance_sampling, ppo_clip
 
+__all__ = [
+    "ClipRange",
+    "bapo_clip_range",
+    "clip_cov",
+    "kl_cov",
+    "m2_cutoff",
+    "m2po",
+    "select_between",
+    "select_top",
+    "token_covariance",
+]
+
 
 class ClipRange(NamedTuple):
     """Distances from 1, as `ppo_clip` takes them: `ppo_clip(x, A, **clip_range._asdict())`."""

@@ -14,27 +14,27 @@ one response.
 f-DPO, under other divergences than the reverse KL. DPO's implicit reward under the penalty D_f(policy || reference) is
 `beta f'(u)`, u = exp(log_ratio) (plus a constant of the prompt, which cancels in the margin). A score function is f' as
 a function of the log-ratio. Any loss of the margin takes scores in place of log-ratios, e.g.
-`ipo(js_score(chosen), js_score(rejected), beta=beta)`; anchored losses do not: the constant does not cancel there.
+`dpo(js_score(chosen), js_score(rejected), beta=beta)`; anchored losses do not: the constant does not cancel there.
 
     | divergence       | f'(u), up to a constant        | here                               | TRL `f_divergence_type` |
     |------------------|--------------------------------|------------------------------------|-------------------------|
     | reverse KL       | log u                          | the log-ratio                      | `reverse_kl`            |
-    | forward KL       | 1 - 1/u                        | `forward_kl_score`                 | `forward_kl`            |
+    | forward KL       | 1 - 1/u                        | `alpha_score`, alpha = 1           | `forward_kl`            |
     | Jensen-Shannon   | log(2u / (1 + u))              | `js_score`                         | `js_divergence`         |
     | alpha            | (1 - u^-alpha) / alpha         | `alpha_score`                      | `alpha_divergence`      |
 
 Reference: arXiv:2309.16240.
 
 Losses without a reference model take log-probs of the responses, not log-ratios. Whether a log-prob is summed over the
-response's tokens or averaged (`segments.seq_mean`) is stated in each docstring. The likelihood term that several of
-these papers add is its own function, `sft`, so that its denominator is the caller's choice: a mean over responses, or
-over the tokens of the global batch (TRL).
+response's tokens or averaged (`segments.seq_mean`) is stated in each docstring. The likelihood term `-chosen_logp` that
+several of these papers add is the caller's, and so is its denominator: a mean over responses, or over the tokens of the
+global batch (TRL).
 
 From tokens: LD-DPO's log-ratio and WPO's weight.
 
-Alignment via optimal transport compares sorted samples, not pairs. These two functions couple the samples of a batch
-through their current values: the loss of two micro-batches is not that of their union. Call them on the whole batch, or
-accept that dominance is measured within each micro-batch.
+Alignment via optimal transport (`aot`) compares sorted samples, not pairs. It couples the samples of a batch through
+their current values: the loss of two micro-batches is not that of their union. Call it on the whole batch, or accept
+that dominance is measured within each micro-batch.
 
 Losses that use reward gaps, or responses that the policy itself sampled. Online DPO needs no function of its own:
 sample two responses per prompt, let a judge or reward model order them, and call `dpo`.
@@ -52,6 +52,35 @@ from torch import Tensor
 from rlkit._tensors import MAX_LOG_RATIO, check_cu_seqlens, check_float, check_mask, check_same_shape, masked, upcast
 from rlkit.losses._inputs import check_at_least, check_positive, prepared
 from rlkit.segments import broadcast_to_tokens, cumulative, seq_mean, seq_sum
+
+__all__ = [
+    "alpha_score",
+    "aot",
+    "apo_down",
+    "bco_pair",
+    "discopop",
+    "dpo",
+    "exo_pair",
+    "hinge",
+    "ipo",
+    "js_score",
+    "kto",
+    "kto_reference_point",
+    "kto_unpaired",
+    "ld_log_ratio",
+    "nash_md",
+    "nca_pair",
+    "orpo",
+    "reward_aware_kl",
+    "reward_aware_reverse_kl",
+    "reward_aware_squared",
+    "robust_dpo",
+    "simpo",
+    "sppo",
+    "sppo_hard",
+    "wpo_weights",
+    "xpo",
+]
 
 Pairs = Float[Tensor, "*pairs"]
 PairMask = Bool[Tensor, "*pairs"] | None
@@ -188,29 +217,6 @@ def discopop(
     return masked(logistic + exponential, mask)
 
 
-def sigmoid_norm(
-    chosen_log_ratio: Pairs,
-    rejected_log_ratio: Pairs,
-    *,
-    chosen_lens: Int[Tensor, "*pairs"],
-    rejected_lens: Int[Tensor, "*pairs"],
-    beta: float,
-    mask: PairMask = None,
-) -> Pairs:
-    """Length-normalised DPO: each log-ratio, summed over tokens, is divided by its number of completion tokens.
-
-        loss = -log sigmoid(beta (chosen_log_ratio / chosen_lens - rejected_log_ratio / rejected_lens))
-
-    The same as `dpo` on averaged log-ratios, so beta must be larger than plain DPO's by about a response's length.
-    An empty response (length 0) counts as length 1.
-    Differs: nothing (TRL `sigmoid_norm`, open-instruct `dpo_norm`).
-    Reference: arXiv:2411.15124 (length-normalised DPO); TRL dpo_trainer.py.
-    """
-    check_same_shape(chosen_log_ratio=chosen_log_ratio, chosen_lens=chosen_lens, rejected_lens=rejected_lens)
-    chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
-    return dpo(chosen / chosen_lens.clamp(min=1), rejected / rejected_lens.clamp(min=1), beta=beta, mask=mask)
-
-
 def _scaled_margin(chosen_log_ratio: Tensor, rejected_log_ratio: Tensor, beta: float, mask: Tensor | None) -> Tensor:
     """beta * (chosen - rejected) of checked, upcast tensors; 0 at masked pairs."""
     check_positive(beta=beta)
@@ -233,7 +239,7 @@ def kto(
         loss = w_d (1 - sigmoid(beta (chosen_log_ratio - kl))) + w_u (1 - sigmoid(beta (kl - rejected_log_ratio)))
 
     `kl` is the reference point, a detached number of the whole batch (`kto_reference_point`).
-    Limits: kl = 0 (the default) with unit weights is `apo_zero`.
+    Limits: kl = 0 (the default) with unit weights is APO-zero (arXiv:2408.06266, equation 7).
     Differs: TRL `KTOTrainer` averages over the 2N responses, so its mean is half the mean of this.
     Reference: arXiv:2402.01306, equation 7.
     """
@@ -373,18 +379,6 @@ def sppo_hard(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float
     return won + sppo(rejected_log_ratio, torch.zeros_like(rejected_log_ratio), beta=beta, mask=mask)
 
 
-def apo_zero(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float, mask: PairMask = None) -> Pairs:
-    """Anchored preference optimisation, zero: raise the chosen response, lower the rejected one, each by itself.
-
-        loss = 1 - sigmoid(beta chosen_log_ratio) + sigmoid(beta rejected_log_ratio)
-
-    For chosen responses that are better than what the policy writes. Unpaired: `kto_unpaired` with kl = 0.
-    Differs: nothing (TRL `apo_zero`; its KTO trainer's `apo_zero_unpaired` is the unpaired form).
-    Reference: arXiv:2408.06266, equation 7.
-    """
-    return kto(chosen_log_ratio, rejected_log_ratio, beta=beta, mask=mask)
-
-
 def apo_down(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float, mask: PairMask = None) -> Pairs:
     """Anchored preference optimisation, down: lower both responses, the rejected one more.
 
@@ -400,19 +394,7 @@ def apo_down(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float,
     return masked(torch.sigmoid(beta * chosen) + torch.sigmoid(-beta * (chosen - rejected)), mask)
 
 
-def forward_kl_score(log_ratio: Pairs) -> Pairs:
-    """f' of the forward KL, KL(reference || policy).
-
-        1 - exp(-log_ratio)
-
-    Bounded above by 1; below log_ratio -20 held at 1 - e^20, without gradient. It is `alpha_score` with alpha = 1.
-    Differs: TRL does not bound it (it overflows in fp32 below log_ratio -88).
-    Reference: arXiv:2309.16240; TRL dpo_trainer.py.
-    """
-    return alpha_score(log_ratio, alpha=1.0)
-
-
-def js_score(log_ratio: Pairs) -> Pairs:
+def js_score(log_ratio: Pairs, *, mask: PairMask = None) -> Pairs:
     """f' of the Jensen-Shannon divergence.
 
         log(2u / (1 + u)) = ln 2 + log sigmoid(log_ratio)          u = exp(log_ratio)
@@ -421,118 +403,26 @@ def js_score(log_ratio: Pairs) -> Pairs:
     Differs: nothing.
     Reference: arXiv:2309.16240; TRL dpo_trainer.py.
     """
-    check_float(log_ratio=log_ratio)
-    return math.log(2) + F.logsigmoid(upcast(log_ratio))
+    (log_ratio,) = prepared(mask, log_ratio=log_ratio)
+    return math.log(2) + F.logsigmoid(log_ratio)
 
 
-def alpha_score(log_ratio: Pairs, *, alpha: float) -> Pairs:
-    """f' of the alpha divergence, in the paper's parametrisation.
+def alpha_score(log_ratio: Pairs, *, alpha: float, mask: PairMask = None) -> Pairs:
+    """f' of the alpha divergence, in the paper's parametrisation; alpha = 1 is the forward KL, 1 - exp(-log_ratio).
 
         (1 - exp(-alpha log_ratio)) / alpha
 
-    Limits: alpha -> 0 is the log-ratio (reverse KL; at alpha = 0 exactly), alpha = 1 is the forward KL.
-    Where -alpha log_ratio exceeds 20 the exponential is held at e^20, without gradient.
+    Limits: alpha -> 0 is the log-ratio (reverse KL; at alpha = 0 exactly).
+    Where -alpha log_ratio exceeds 20 the exponential is held at e^20, without gradient. Of averaged log-probs it is
+    AlphaPO's reward (arXiv:2501.03884).
     Differs: TRL's `f_alpha_divergence_coef` a has (u^(a-1) - 1) / (a - 1), so alpha here = 1 - a there (both 0.5 by
-    its default); it bounds the exponent at 80 in fp32.
+    its default); it bounds the exponent at 80 in fp32. TRL `forward_kl` is not bounded, nor is its `alphapo`.
     Reference: arXiv:2309.16240; TRL dpo_trainer.py.
     """
-    check_float(log_ratio=log_ratio)
-    log_ratio = upcast(log_ratio)
+    (log_ratio,) = prepared(mask, log_ratio=log_ratio)
     if alpha == 0:
         return log_ratio
     return -torch.expm1((-alpha * log_ratio).clamp(max=MAX_LOG_RATIO)) / alpha
-
-
-def dpo_forward_kl(
-    chosen_log_ratio: Pairs,
-    rejected_log_ratio: Pairs,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-    mask: PairMask = None,
-) -> Pairs:
-    """DPO under the forward KL: `dpo` of `forward_kl_score`.
-
-        loss = -log sigmoid(beta (1/u_rejected - 1/u_chosen))          u = exp(log_ratio)
-
-    Differs: TRL `f_divergence_type="forward_kl"`; see `forward_kl_score` for the bound.
-    Reference: arXiv:2309.16240.
-    """
-    chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
-    scores = forward_kl_score(chosen), forward_kl_score(rejected)
-    return dpo(*scores, beta=beta, label_smoothing=label_smoothing, mask=mask)
-
-
-def dpo_js(
-    chosen_log_ratio: Pairs,
-    rejected_log_ratio: Pairs,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-    mask: PairMask = None,
-) -> Pairs:
-    """DPO under the Jensen-Shannon divergence: `dpo` of `js_score`.
-
-        loss = -log sigmoid(beta (log sigmoid(chosen_log_ratio) - log sigmoid(rejected_log_ratio)))
-
-    Differs: nothing (TRL `f_divergence_type="js_divergence"`).
-    Reference: arXiv:2309.16240.
-    """
-    chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
-    return dpo(js_score(chosen), js_score(rejected), beta=beta, label_smoothing=label_smoothing, mask=mask)
-
-
-def dpo_alpha(
-    chosen_log_ratio: Pairs,
-    rejected_log_ratio: Pairs,
-    *,
-    beta: float,
-    alpha: float,
-    label_smoothing: float = 0.0,
-    mask: PairMask = None,
-) -> Pairs:
-    """DPO under the alpha divergence: `dpo` of `alpha_score`.
-
-        loss = -log sigmoid(beta (u_rejected^-alpha - u_chosen^-alpha) / alpha)          u = exp(log_ratio)
-
-    Limits: alpha = 0 is `dpo`, alpha = 1 is `dpo_forward_kl`.
-    Differs: TRL `f_divergence_type="alpha_divergence"`; see `alpha_score` for its other parametrisation.
-    Reference: arXiv:2309.16240.
-    """
-    chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
-    scores = alpha_score(chosen, alpha=alpha), alpha_score(rejected, alpha=alpha)
-    return dpo(*scores, beta=beta, label_smoothing=label_smoothing, mask=mask)
-
-
-def sft(logp: Pairs, *, mask: PairMask = None) -> Pairs:
-    """Negative log-likelihood: the term that keeps the chosen response likely.
-
-        loss = -logp
-
-    Per token ([T], weighted by `token_mean`) or per response. The sums that papers and systems name are then
-    CPO `cpo + sft`; ORPO `sft + orpo`; TPO (arXiv:2405.16681) `cpo + alpha sft(gold response)`; MPO a weighted sum of
-    `dpo`, `bco_pair` and `sft` (TRL `loss_weights`); NeMo-RL's DPO `preference_loss_weight dpo + sft_loss_weight sft`.
-    Differs: TRL `sft` averages over all chosen tokens of the local batch.
-    Reference: TRL dpo_trainer.py.
-    """
-    (logp,) = prepared(mask, logp=logp)
-    return -logp
-
-
-def cpo(
-    chosen_logp: Pairs, rejected_logp: Pairs, *, beta: float, label_smoothing: float = 0.0, mask: PairMask = None
-) -> Pairs:
-    """Contrastive preference optimisation, its preference term: DPO with a uniform reference.
-
-        loss = -(1 - e) log sigmoid(x) - e log sigmoid(-x)          x = beta (chosen_logp - rejected_logp)
-
-    Log-probs are summed over tokens. The whole CPO objective is `cpo(...) + sft(chosen_logp)`.
-    Differs: TRL's `CPOTrainer` (`sigmoid`) adds `cpo_alpha` (1.0) times the chosen tokens' mean NLL.
-    Reference: arXiv:2401.08417, equation 3; TRL experimental/cpo, `cpo_loss`.
-    """
-    check_float(chosen_logp=chosen_logp, rejected_logp=rejected_logp)
-    check_same_shape(chosen_logp=chosen_logp, rejected_logp=rejected_logp)
-    return dpo(chosen_logp, rejected_logp, beta=beta, label_smoothing=label_smoothing, mask=mask)
 
 
 def simpo(
@@ -549,9 +439,9 @@ def simpo(
         loss = -(1 - e) log sigmoid(x) - e log sigmoid(-x)          x = beta (chosen_logp - rejected_logp) - gamma
 
     `gamma` is the margin in units of the reward, i.e. after beta. beta is around 2.
-    Limits: gamma = 0 is `cpo` on averaged log-probs.
-    Differs: TRL writes beta (delta - simpo_gamma / beta), the same number (`simpo_gamma` 0.5); TPO-L is this with
-    `sft` of a third, gold response added (TRL `tpo-l`).
+    Limits: gamma = 0 is `dpo` of the averaged log-probs.
+    Differs: TRL writes beta (delta - simpo_gamma / beta), the same number (`simpo_gamma` 0.5); TPO-L is this minus the
+    log-prob of a third, gold response (TRL `tpo-l`).
     Reference: arXiv:2405.14734; TRL experimental/cpo, `cpo_loss`.
     """
     check_positive(beta=beta)
@@ -560,30 +450,12 @@ def simpo(
     return masked(smoothed_nll(beta * (chosen - rejected) - gamma, label_smoothing), mask)
 
 
-def alphapo(
-    chosen_logp: Pairs, rejected_logp: Pairs, *, beta: float, alpha: float, gamma: float = 0.5, mask: PairMask = None
-) -> Pairs:
-    """SimPO with a reward whose shape alpha bends: rewards of unlikely responses fall faster (alpha > 0) or slower.
-
-        loss = -log sigmoid(beta (r(chosen) - r(rejected)) - gamma)          r = (1 - p^-alpha) / alpha, p = exp(logp)
-
-    Log-probs are averaged over tokens, so p is the geometric mean of the token probabilities.
-    Limits: alpha = 0 is `simpo`. Where -alpha logp exceeds 20 the power is held at e^20 and has no gradient.
-    Differs: TRL's `CPOTrainer` (`alphapo`, `alpha`) computes p^-alpha by exp and pow, which overflows for small p.
-    Reference: arXiv:2501.03884; TRL experimental/cpo, `cpo_loss`.
-    """
-    chosen, rejected = prepared(mask, chosen_logp=chosen_logp, rejected_logp=rejected_logp)
-    return simpo(
-        alpha_score(chosen, alpha=alpha), alpha_score(rejected, alpha=alpha), beta=beta, gamma=gamma, mask=mask
-    )
-
-
 def orpo(chosen_logp: Pairs, rejected_logp: Pairs, *, beta: float, mask: PairMask = None) -> Pairs:
     """Odds-ratio preference optimisation, its odds-ratio term; log-probs *averaged* over tokens.
 
         loss = -beta log sigmoid(log odds(chosen) - log odds(rejected))          odds = p / (1 - p), p = exp(logp)
 
-    beta is the paper's lambda (0.1). The whole ORPO objective is `sft(chosen_logp) + orpo(...)`.
+    beta is the paper's lambda (0.1). The whole ORPO objective is `orpo(...) - chosen_logp`.
     1 - p is held at machine epsilon from below, so that a certain response (logp = 0) gives a finite number.
     Differs: TRL's `odds_ratio_loss` returns this with the sign flipped, does not guard p = 1, and its NLL term covers
     the prompt's tokens too.
@@ -592,33 +464,6 @@ def orpo(chosen_logp: Pairs, rejected_logp: Pairs, *, beta: float, mask: PairMas
     check_positive(beta=beta)
     chosen, rejected = prepared(mask, chosen_logp=chosen_logp, rejected_logp=rejected_logp)
     return masked(-beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected)), mask)
-
-
-def rpo(
-    chosen_log_ratio: Pairs,
-    rejected_log_ratio: Pairs,
-    chosen_logp: Pairs,
-    *,
-    beta: float,
-    sft_coef: float = 1.0,
-    label_smoothing: float = 0.0,
-    mask: PairMask = None,
-) -> Pairs:
-    """DPO plus the chosen response's likelihood, as in iterative reasoning preference optimisation.
-
-        loss = dpo(chosen_log_ratio, rejected_log_ratio) - sft_coef chosen_logp
-
-    `chosen_logp` is averaged over tokens (`segments.seq_mean`): the paper divides by the response's length.
-    This needs a reference model; it stands here as the sum of `dpo` and `sft`. "RPO" also names NVIDIA's reward-aware
-    losses: `reward_aware_kl` and its siblings.
-    Limits: sft_coef = 0 is `dpo`.
-    Differs: TRL `loss_type=["sigmoid", "sft"]` averages the likelihood over all chosen tokens of the local batch.
-    Reference: arXiv:2404.19733.
-    """
-    check_float(chosen_logp=chosen_logp)
-    check_same_shape(chosen_log_ratio=chosen_log_ratio, chosen_logp=chosen_logp)
-    preference = dpo(chosen_log_ratio, rejected_log_ratio, beta=beta, label_smoothing=label_smoothing, mask=mask)
-    return preference + sft_coef * sft(chosen_logp, mask=mask)
 
 
 def _log_odds(logp: Tensor) -> Tensor:
@@ -698,47 +543,19 @@ def aot(
     not be weighted per pair (TRL refuses WPO weights here too). With a mask the unmasked responses are ranked among
     themselves and fill the first entries; the rest is 0. The gradient goes through the sorted values, not the order.
     Limits: one pair is `dpo`; invariant under permuting either side.
-    Differs: this is TRL's `aot_unpaired`; TRL's `aot` is `aot_paired` here.
+    Differs: this is TRL's `aot_unpaired`. TRL's `aot`, the paired form, is this function of the policy's and the
+    reference model's margins logp(chosen) - logp(rejected), summed over tokens.
     Reference: arXiv:2406.05882; TRL dpo_trainer.py.
-    """
-    chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
-    return _sorted_dpo(chosen, rejected, beta, label_smoothing, mask)
-
-
-def aot_paired(
-    logp_margin: Float[Tensor, "N"],
-    ref_logp_margin: Float[Tensor, "N"],
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-    mask: Bool[Tensor, "N"] | None = None,
-) -> Float[Tensor, "N"]:
-    """Make the policy's margins dominate the reference model's (paired AOT), one loss per *rank*.
-
-        loss_i = -(1 - e) log sigmoid(beta d_i) - e log sigmoid(-beta d_i)
-        d = sort(logp_margin) - sort(ref_logp_margin)
-
-    A margin is logp(chosen) - logp(rejected), summed over tokens. Ranks, mask and splits as in `aot`.
-    Limits: one pair is `dpo`.
-    Differs: this is TRL's `aot`.
-    Reference: arXiv:2406.05882; TRL dpo_trainer.py.
-    """
-    margin, ref_margin = prepared(mask, logp_margin=logp_margin, ref_logp_margin=ref_logp_margin)
-    return _sorted_dpo(margin, ref_margin, beta, label_smoothing, mask)
-
-
-def _sorted_dpo(high: Tensor, low: Tensor, beta: float, label_smoothing: float, mask: Tensor | None) -> Tensor:
-    """DPO's loss of the gaps between order statistics; masked entries sort to the end and give 0.
-
-    NaN sorts last: filled in at masked places, a trainable NaN still stands before the end of those that are kept.
     """
     check_positive(beta=beta)
     check_between(0, 0.5, label_smoothing=label_smoothing)
-    if high.ndim != 1:
-        raise ValueError(f"AOT ranks one batch: inputs must have shape [N], got {list(high.shape)}")
-    kept = None if mask is None else torch.arange(high.numel(), device=high.device) < mask.sum()
-    high, low = (masked(masked(x, mask, float("nan")).sort().values, kept) for x in (high, low))
-    return masked(smoothed_nll(beta * (high - low), label_smoothing), kept)
+    chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
+    if chosen.ndim != 1:
+        raise ValueError(f"AOT ranks one batch: inputs must have shape [N], got {list(chosen.shape)}")
+    kept = None if mask is None else torch.arange(chosen.numel(), device=chosen.device) < mask.sum()
+    # NaN sorts last: filled in at masked places, a trainable NaN still stands before the end of those that are kept.
+    chosen, rejected = (masked(masked(x, mask, float("nan")).sort().values, kept) for x in (chosen, rejected))
+    return masked(smoothed_nll(beta * (chosen - rejected), label_smoothing), kept)
 
 
 def xpo(

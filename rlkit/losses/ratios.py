@@ -5,9 +5,11 @@ from __future__ import annotations
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_float, check_mask, masked
+from rlkit._tensors import check_float, check_mask
 from rlkit.losses._inputs import prepared
 from rlkit.segments import broadcast_to_tokens, seq_mean, seq_sum
+
+__all__ = ["seq_log_ratio", "seq_log_ratio_sum", "token_gradient"]
 
 
 def seq_log_ratio(
@@ -52,22 +54,9 @@ def token_gradient(value: Float[Tensor, "*shape"], log_ratio: Float[Tensor, "*sh
 
         sg(value) + log_ratio - sg(log_ratio)
 
-    Lets a sequence's ratio weigh each token's own gradient, e.g. TOPR on sequence level:
-    `topr(token_gradient(seq_log_ratio_sum(x, mask=mask, cu_seqlens=cu), x), advantages, mask=mask)`.
+    Lets a sequence's ratio weigh each token's own gradient. TOPR on sequence level:
+    `topr(token_gradient(seq_log_ratio_sum(x, mask=mask, cu_seqlens=cu), x), advantages, mask=mask)`;
+    GSPO-token (arXiv:2507.18071, equations 14 and 15): `seq_log_ratio` and `ppo_clip` in their places.
     """
     value, log_ratio = prepared(None, value=value, log_ratio=log_ratio)
     return value.detach() + (log_ratio - log_ratio.detach())
-
-
-def gspo_token_log_ratio(
-    log_ratio: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"] | None, cu_seqlens: Int[Tensor, "N1"]
-) -> Float[Tensor, "T"]:
-    """GSPO-token: the sequence's mean log-ratio in value, the token's own in gradient.
-
-        sg(seq_log_ratio) + x - sg(x)
-
-    With one advantage per sequence the gradient is GSPO's; with an advantage per token each keeps its own.
-    Differs: verl `gspo` is this, with the sum held at 10 from above.
-    Reference: arXiv:2507.18071, equations 14 and 15.
-    """
-    return token_gradient(seq_log_ratio(log_ratio, mask=mask, cu_seqlens=cu_seqlens), masked(log_ratio, mask))

@@ -19,6 +19,8 @@ from rlkit._tensors import check_float, check_mask, masked, readable, upcast
 from rlkit.losses._inputs import check_at_least, prepared
 from rlkit.losses.preference import PairMask, Pairs
 
+__all__ = ["bradley_terry", "hl_gauss", "hl_gauss_target", "hl_gauss_value", "process_bce", "value_clip", "value_mse"]
+
 
 def value_mse(
     values: Float[Tensor, "*shape"], returns: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
@@ -162,18 +164,6 @@ def bradley_terry(
     return masked(-F.logsigmoid(chosen - rejected - margin) + center_coef * (chosen + rejected).square(), mask)
 
 
-def log_exp(chosen_rewards: Pairs, rejected_rewards: Pairs, *, mask: PairMask = None) -> Pairs:
-    """The log-exp form of the pairwise loss.
-
-        loss = log(1 + exp(r_r - r_c))
-
-    The same number as `bradley_terry` without margin or centring.
-    Differs: OpenRLHF `LogExpLoss` computes the exponential as written, which overflows for gaps above 88 in fp32.
-    Reference: arXiv:2204.05862; OpenRLHF openrlhf/models/loss.py.
-    """
-    return bradley_terry(chosen_rewards, rejected_rewards, mask=mask)
-
-
 def process_bce(logits: Pairs, labels: Pairs, *, mask: PairMask = None) -> Pairs:
     """Process reward model: binary cross-entropy of each step's logit with a hard or soft label.
 
@@ -188,16 +178,3 @@ def process_bce(logits: Pairs, labels: Pairs, *, mask: PairMask = None) -> Pairs
     if readable(y) and y.numel() and not (y.min() >= 0 and y.max() <= 1):
         raise ValueError(f"labels must lie in [0, 1], got {y.min().item()} to {y.max().item()}")
     return masked(-y * F.logsigmoid(z) - (1 - y) * F.logsigmoid(-z), mask)
-
-
-def process_two_token(positive_logits: Pairs, negative_logits: Pairs, labels: Pairs, *, mask: PairMask = None) -> Pairs:
-    """Process reward model that speaks through two tokens of the vocabulary, such as "+" and "-".
-
-        loss = -y log p - (1 - y) log(1 - p)                p = softmax over the two tokens' logits
-
-    The logits are those of the two tokens at a step's placeholder; no other token takes part.
-    Limits: `process_bce` of the difference of the logits.
-    Reference: OpenRLHF `PRMLoss` with `reward_token_ids`, up to 0.8.
-    """
-    positive, negative = prepared(mask, positive_logits=positive_logits, negative_logits=negative_logits)
-    return process_bce(positive - negative, labels, mask=mask)

@@ -23,6 +23,8 @@ from rlkit._tensors import check_below, check_float, check_ids, check_mask, chec
 from rlkit.losses._inputs import check_alone, check_positive
 from rlkit.segments import broadcast_to_tokens, group_sum, seq_count
 
+__all__ = ["constant_length", "per_source_mean", "prompt_mean", "seq_mean", "seq_mean_token_sum", "token_mean"]
+
 Count = int | Int[Tensor, ""]
 
 
@@ -37,16 +39,6 @@ def token_mean(mask: Bool[Tensor, "*shape"], *, num_tokens: Count | None = None)
     """
     weights = _as_float(mask)
     return weights / _count("num_tokens", num_tokens, mask)
-
-
-def token_sum(mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """No denominator: every trainable token has weight 1, and the step grows with the batch.
-
-        w_t = m_t
-
-    Differs: nothing (verl `token-sum`).
-    """
-    return _as_float(mask)
 
 
 def seq_mean(

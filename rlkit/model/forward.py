@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from rlkit.kernels.linear_logp import linear_logp, log_kept_mass
 from rlkit.model.families import check_architecture, check_causal_lm, check_loaded, logit_scale, longest_sequence
+from rlkit.model.lora import adapters, without_adapter
 from rlkit.model.parallelize import inside, mesh_of
 from rlkit.packing import join, pack, with_streams
 from rlkit.parallel.attention import IMPLEMENTATION, has_flash, register
@@ -26,10 +28,22 @@ from rlkit.types import Batch, LogProbs, SamplingParams, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Policy = Callable[[Batch], LogProbs]  # `partial(forward, model, temperature=...)`
+PolicyFn = Callable[[Batch], LogProbs]  # a `Policy`, or anything else that gives log-probs
 Spread = Callable[[Tensor], Tensor]
 Head = Callable[[Tensor, Spread], tuple[Tensor, ...]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model with what its log-probs depend on: `policy(batch)` is `forward(model, batch, ...)`."""
+
+    model: Any
+    temperature: float = 1.0
+    dtype: str = "fp32"
+
+    def __call__(self, batch: Batch) -> LogProbs:  # noqa: D102
+        return forward(self.model, batch, temperature=self.temperature, dtype=self.dtype)
 
 
 def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrainedModel:
@@ -193,12 +207,30 @@ def _logits(
     return hidden, weight, {"bias": bias, "temperature": temperature / logit_scale(config), "softcap": softcap}
 
 
-def with_old_logp(policy: Policy, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
+def reference_policy(policy: Policy, reference: Any, *, moves: bool = False) -> PolicyFn | None:
+    """`policy` of another model; where `reference` is the policy's own model, that without its adapter.
+
+    Raises:
+        ValueError: `reference` is the model, which has no adapter to leave out, or the reference `moves`.
+    """
+    if reference is None:
+        return None
+    if reference is not policy.model:
+        return replace(policy, model=reference)
+    if moves or not adapters(reference):
+        raise ValueError(
+            "reference is the model that trains, which works where it has an adapter (rlkit.model.lora) and "
+            "ref_sync_steps is 0; give a second model"
+        )
+    return without_adapter(policy, reference)
+
+
+def with_old_logp(policy: PolicyFn, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
     """The batch with `old_logp`: the policy's log-probs at the weights it has now."""
     return with_streams(batch, old_logp=score(policy, batch, max_tokens=max_tokens, mesh=mesh))
 
 
-def with_ref_logp(reference: Policy | None, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
+def with_ref_logp(reference: PolicyFn | None, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
     """The batch with `ref_logp` of a frozen second policy; unchanged when there is none (`kl_coef` 0)."""
     if reference is None:
         return batch
@@ -228,7 +260,7 @@ def with_kept_mass(
     return with_streams(batch, kept_mass=score_tokens(log_kept, batch, max_tokens=max_tokens, mesh=mesh).exp())
 
 
-def score(policy: Policy, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Float[Tensor, "T"]:
+def score(policy: PolicyFn, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Float[Tensor, "T"]:
     """The policy's log-probs over the whole batch; see `score_tokens`."""
     return score_tokens(lambda micro: policy(micro).logp, batch, max_tokens=max_tokens, mesh=mesh)
 

@@ -29,7 +29,7 @@ from rlkit.parallel.data import each_stage
 from rlkit.ranks import first
 
 if TYPE_CHECKING:
-    from rlkit.model.forward import Policy
+    from rlkit.model.forward import PolicyFn
 
 
 class Adapter(NamedTuple):
@@ -112,7 +112,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def without_adapter(policy: Policy, model: nn.Module) -> Policy:
+def without_adapter(policy: PolicyFn, model: nn.Module) -> PolicyFn:
     """The same policy as it was before training: a reference that takes no memory of its own. For scoring only."""
 
     def reference(batch: Any) -> Any:

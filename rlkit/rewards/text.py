@@ -306,7 +306,7 @@ def squad_normalize(text: str) -> str:
 def exact_match(completion: str, row: dict[str, Any], *, column: str = "answer") -> float:
     """1 if the completion is one of the references `row[column]` (a text or a list of texts) after `squad_normalize`.
 
-    Differs: verl's `search_r1_like_qa_em` first takes the last `<answer>` tag; use `extract.last_tag` for that.
+    Differs: verl's `search_r1_like_qa_em` first takes the last `<answer>` tag; use `last_tag` for that.
     Reference: SQuAD's exact match.
     """
     return max(float(squad_normalize(completion) == squad_normalize(text)) for text in _references(row, column))

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
 from rlkit._tensors import cumsum, upcast
-from rlkit.kernels.linear_logp.kept_mass import kept_support
+from rlkit.losses.corrections import kept_support
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

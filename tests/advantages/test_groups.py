@@ -207,14 +207,6 @@ def test_opo_baseline_has_the_least_variance():
     assert spread(b) < spread(b - 1e-3)
 
 
-def test_remax():
-    out = A.remax(torch.tensor([1.0, 0.0, 0.5]).bfloat16(), greedy_rewards=torch.tensor([1.0, 1.0, 0.0]))
-    assert out.dtype == torch.float32
-    assert out.tolist() == [0.0, -1.0, 0.5]
-    with pytest.raises(ValueError, match="greedy_rewards must have the shape"):
-        A.remax(torch.ones(3), greedy_rewards=torch.ones(2))
-
-
 def test_opo_names_lengths():
     with pytest.raises(ValueError, match="lengths must have the shape"):
         A.opo(torch.ones(3), lengths=torch.ones(2), group_ids=torch.zeros(3, dtype=torch.int64))

@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from rlkit.data.examples import Labelled, Pair
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.dpo import dpo, with_reference
-from rlkit.loops.kto import kto
 from rlkit.loops.ppo import ppo
+from rlkit.loops.preference import dpo, kto, with_reference
 from rlkit.loops.reward_model import reward_model
 from rlkit.model.forward import load_model
 from rlkit.model.heads import load_reward_model, load_value_model

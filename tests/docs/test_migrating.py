@@ -201,8 +201,8 @@ def test_the_call_of_the_page_names_arguments_of_the_loop() -> None:
     call = ast.parse(source).body[0].value  # type: ignore[attr-defined]
     assert [keyword.arg for keyword in call.keywords] == ["surrogate"]
     assert "surrogate" in inspect.signature(grpo).parameters
-    assert "two_sided_clip(x, b.advantages, delta=4.0, clip_high=0.28)" in functions
-    losses.two_sided_clip(torch.zeros(1), torch.ones(1), delta=4.0, clip_high=0.28)
+    assert "dual_clip(x, b.advantages, clip_c=4.0, clip_high=0.28)" in functions
+    losses.dual_clip(torch.zeros(1), torch.ones(1), clip_c=4.0, clip_high=0.28)
 
 
 def test_there_is_a_command_for_every_system() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlkit import losses
 from rlkit.advantages import group_centered, group_zscore
-from rlkit.loops import aggregate
+from rlkit.loops import updates as aggregate
 from rlkit.loops.updates import clipped, grpo_update
 from rlkit.packing import pack, with_advantages, with_streams
 from rlkit.types import Batch, LogProbs, Trajectory

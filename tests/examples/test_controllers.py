@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from torch import nn
 
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.async_grpo import async_grpo
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
 from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint
@@ -31,6 +30,8 @@ from rlkit.types import SamplingParams
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import sampled_data
 from flag_checks import check_flags
+
+async_grpo = partial(grpo, overlap=True, journal=True, staleness=1.0)
 
 SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(40)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.segments import seq_sum
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -74,6 +77,22 @@ def test_a_run_leaves_a_model_and_its_numbers(task, tmp_path, script, flags):
     assert "accuracy" in done.stdout
     hint = "30 desirable and 10 undesirable responses: weigh them against that, with --undesirable-weight 3 or"
     assert (hint in done.stderr) == (script == "kto" and not flags)
+
+
+@pytest.mark.parametrize(
+    ("loss", "formula", "free"),
+    [
+        ("apo_zero", lambda c, r: 1 - torch.sigmoid(c / 2) + torch.sigmoid(r / 2), False),
+        ("cpo", lambda c, r: torch.log1p((r / 2 - c / 2).exp()), True),
+    ],
+)
+def test_names_of_papers_are_losses(monkeypatch, loss, formula, free):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    dpo = importlib.import_module("dpo")
+    c, r = torch.tensor([[-1.0, -0.5, -2.0], [-0.25, -3.0, -1.0]], dtype=torch.float64)
+    function, reduce, needs_reference = dpo.loss_of(dpo.Args(model="", data="", loss=loss, beta=0.5))
+    torch.testing.assert_close(function(c, r), formula(c, r))
+    assert (reduce, needs_reference) == (seq_sum, not free)
 
 
 def test_flags_that_do_not_go_together_are_refused(task, tmp_path):

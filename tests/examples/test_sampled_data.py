@@ -18,9 +18,8 @@ from scripted import Script, check_exact, tokenizer_with
 
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.async_grpo import async_grpo as async_loop
 from rlkit.loops.grpo import grpo as loop
-from rlkit.losses import recipes
+from rlkit.losses import cispo, gmpo, gspo, ppo_clip, sapo, seq_mean, token_mean
 from rlkit.packing import pack, with_streams
 from rlkit.types import Trajectory
 
@@ -55,7 +54,7 @@ def args_of(files, kind=shared.Args, **changes):
 
 @pytest.mark.parametrize(
     ("script", "function", "own"),
-    [(grpo, loop, {"staleness", "drop_off_policy", "journal"}), (async_grpo, async_loop, {"staleness"})],
+    [(script, loop, {"staleness", "overlap", "drop_off_policy", "journal"}) for script in (grpo, async_grpo)],
 )
 def test_every_keyword_of_a_loop_is_set_by_a_flag(files, script, function, own):
     tokenizer = tiny_tokenizer()
@@ -73,10 +72,16 @@ def test_every_keyword_of_a_loop_is_set_by_a_flag(files, script, function, own):
     assert (files / "run" / "args.json").exists()
 
 
-RECIPES = {"ppo_clip": "dapo", "gspo": "gspo", "gmpo": "gmpo", "cispo": "cispo", "sapo": "sapo"}
+PAPERS = {  # with the constants of docs/recipes.md
+    "ppo_clip": lambda x, a, seq: token_mean(seq["mask"]) * ppo_clip(x, a, clip_low=0.2, clip_high=0.28),
+    "gspo": lambda x, a, seq: seq_mean(**seq) * gspo(x, a, clip_low=3e-4, clip_high=4e-4, **seq),
+    "gmpo": lambda x, a, seq: seq_mean(**seq) * gmpo(x, a, clip_low=0.4, clip_high=0.4, **seq),
+    "cispo": lambda x, a, seq: token_mean(seq["mask"]) * cispo(x, a, max_weight=5.0),
+    "sapo": lambda x, a, seq: seq_mean(**seq) * sapo(x, a, tau_pos=1.0, tau_neg=1.05),
+}
 
 
-@pytest.mark.parametrize("loss", RECIPES)
+@pytest.mark.parametrize("loss", PAPERS)
 def test_a_loss_of_the_command_line_is_that_of_its_paper(files, loss):
     rows = [Trajectory([5], [6] * n, [True] * n, [-1.0] * n, [0] * n) for n in (1, 4, 2, 6)]
     noise = torch.randn(2, 13, generator=torch.Generator().manual_seed(0))
@@ -88,7 +93,9 @@ def test_a_loss_of_the_command_line_is_that_of_its_paper(files, loss):
         options = sampled_groups.loss_of(args_of(files, grpo.Args, loss=loss, **flags))
         return (options["aggregate"](batch) * options["surrogate"](logp - batch.old_logp, batch)).sum().item()
 
-    assert value() == pytest.approx(getattr(recipes, RECIPES[loss])(logp, batch).item(), rel=1e-5)
+    seq = {"mask": batch.mask, "cu_seqlens": batch.cu_seqlens}
+    paper = PAPERS[loss](logp - batch.old_logp, batch.advantages, seq).sum().item()
+    assert value() == pytest.approx(paper, rel=1e-5)
     assert len({round(value(aggregate=mean), 6) for mean in ("token", "episode", "prompt", "length")}) == 4
     if loss in ("ppo_clip", "gspo", "gmpo"):
         assert abs(value(clip_low=0.9, clip_high=9.0) - value()) > 1e-3

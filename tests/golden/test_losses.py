@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rlkit import losses
-from rlkit.losses import recipes
 
 
 def moments(f: Callable[..., Tensor], mu: float) -> tuple[float, float]:
@@ -88,8 +87,6 @@ def test_trl_6789_renormalisation_is_log_s() -> None:
         renormalised = torch.where(kept, full, -torch.inf).log_softmax(-1)
         gap = (full - renormalised)[kept]
         torch.testing.assert_close(gap, log_s[:, None].expand(50, 30)[kept], rtol=0, atol=1e-12)
-        behaviour = losses.truncated_logp(full, log_s[:, None].expand(50, 30), mask=kept)
-        torch.testing.assert_close(behaviour[kept], renormalised[kept], rtol=0, atol=1e-12)
     assert losses.log_kept_mass(torch.tensor([0.9, 0.1]).log(), top_p=0.9).exp().item() == pytest.approx(0.9)
 
 
@@ -124,7 +121,6 @@ DEFAULTS = [
     (losses.gmpo, {"clip_low": 0.4, "clip_high": 0.4}),  # arXiv:2507.20673, log space
     (losses.sapo, {"tau_pos": 1.0, "tau_neg": 1.05}),  # arXiv:2511.20347
     (losses.vespo, {"k_pos": 2, "lambda_pos": 3, "k_neg": 3, "lambda_neg": 2}),  # arXiv:2602.10693
-    (losses.two_sided_clip, {"delta": 4.0}),  # INTELLECT-2, arXiv:2505.07291
     (losses.cispo, {"max_weight": 5.0, "min_weight": 0.0}),  # ScaleRL, arXiv:2510.13786
     (losses.icepop, {"low": 0.5, "high": 5.0}),  # IcePop
     (losses.seq_mask_tis, {"low": 0.999, "high": 1.002}),  # seq-mask-TIS
@@ -135,10 +131,6 @@ DEFAULTS = [
     (losses.select_between, {"low": 1.0, "high": 5.0, "fraction": 2e-4}),  # Clip-Cov, arXiv:2505.22617
     (losses.m2_cutoff, {"max_m2": 0.04}),  # arXiv:2510.01161
     (losses.bapo_clip_range, {"target": 0.4, "low": (0.6, 0.9), "high": (1.2, 3.0)}),  # arXiv:2510.18927
-    (recipes.dapo, {"clip_low": 0.2, "clip_high": 0.28}),  # arXiv:2503.14476
-    (recipes.dr_grpo, {"max_length": 3000}),  # arXiv:2503.20783
-    (recipes.vapo, {"clip_high": 0.28, "nll_coef": 0.1}),  # arXiv:2504.05118
-    (recipes.grpo, {"kl_coef": 0.04}),  # arXiv:2402.03300
 ]
 
 

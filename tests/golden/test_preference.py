@@ -34,7 +34,6 @@ MARGIN = torch.full((1,), 5.0, dtype=torch.float64)  # with beta = 0.1: beta del
         (L.exo_pair(ZERO, ZERO, beta=0.1), -LN2 - math.log(1e-3 * 0.999) / 2),
         # KTO (arXiv:2402.01306, equation 7) and APO-zero (arXiv:2408.06266, equation 7): 1 - 1/2 + 1 - 1/2
         (L.kto(ZERO, ZERO, beta=0.1), 1.0),
-        (L.apo_zero(ZERO, ZERO, beta=0.1), 1.0),
         # APO-down (equation 8): 1/2 + 1 - 1/2
         (L.apo_down(ZERO, ZERO, beta=0.1), 1.0),
         # NCA and BCO (TRL dpo_trainer.py) at zero: 2 ln 2 each
@@ -49,15 +48,15 @@ MARGIN = torch.full((1,), 5.0, dtype=torch.float64)  # with beta = 0.1: beta del
         # ORPO (arXiv:2403.07691) at p = 3/4 and 1/4: odds 3 and 1/3, log sigmoid(log 9) = log 0.9
         (L.orpo((ZERO + 0.75).log(), (ZERO + 0.25).log(), beta=0.1), -0.1 * math.log(0.9)),
         # f-DPO (arXiv:2309.16240): forward KL with u = 2 and 1/2, beta = 1: sigmoid(2 - 1/2)
-        (L.dpo_forward_kl((ZERO + 2).log(), (ZERO + 0.5).log(), beta=1.0), math.log1p(math.exp(-1.5))),
+        (L.dpo(*(L.alpha_score((ZERO + u).log(), alpha=1.0) for u in (2, 0.5)), beta=1.0), math.log1p(math.exp(-1.5))),
         # Jensen-Shannon with u = 3 and 1: log(2*3/4) - log(2*1/2) = log 1.5, sigmoid(log 1.5) = 0.6
-        (L.dpo_js((ZERO + 3).log(), ZERO, beta=1.0), -math.log(0.6)),
+        (L.dpo(L.js_score((ZERO + 3).log()), L.js_score(ZERO), beta=1.0), -math.log(0.6)),
         # alpha = 1/2 with u = 4 and 1: (1 - 1/2) / 0.5 - 0 = 1
-        (L.dpo_alpha((ZERO + 4).log(), ZERO, beta=1.0, alpha=0.5), math.log1p(math.exp(-1.0))),
+        (L.dpo(*(L.alpha_score((ZERO + u).log(), alpha=0.5) for u in (4, 1)), beta=1.0), math.log1p(math.exp(-1.0))),
         # Bradley-Terry with margin 1 and centring 0.01 (TRL reward_trainer.py): r = 2, 1
         (L.bradley_terry(ZERO + 2, ZERO + 1, margin=1.0, center_coef=0.01), LN2 + 0.09),
         # OpenRLHF LogExpLoss: log(1 + e^(1 - 2))
-        (L.log_exp(ZERO + 2, ZERO + 1), math.log1p(math.exp(-1.0))),
+        (L.bradley_terry(ZERO + 2, ZERO + 1), math.log1p(math.exp(-1.0))),
     ],
 )
 def test_values(loss: torch.Tensor, want: float) -> None:

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rlkit.kernels.linear_logp import row_kernels
+from rlkit.kernels.linear_logp import triton as row_kernels
 from rlkit.kernels.linear_scan import triton as scan
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of one block

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlkit.kernels.linear_logp import chunked, fused_chunked, fused_loss, linear_logp, small
+from rlkit.kernels.linear_logp import chunked, fused_loss, linear_logp
 from rlkit.types import LogProbs
 
 
@@ -91,8 +91,8 @@ def both(
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_chunked, "CPU_MIN_ROWS", 5)
-    monkeypatch.setattr(fused_chunked, "CPU_CHUNK_BYTES", 0)
+    monkeypatch.setattr(chunked, "CPU_MIN_ROWS", 5)
+    monkeypatch.setattr(chunked, "CPU_CHUNK_BYTES", 0)
     monkeypatch.setattr(chunked, "CPU_TILE_BYTES", 5 * 16 * 8)
 
 
@@ -123,8 +123,8 @@ def test_equals_the_generic_path(loss_fn: Callable[..., Tensor], options: dict[s
 def test_any_shape(rows: int, vocab: int, chunk: int, tile: int, seed: int) -> None:
     tensors, data, targets = problem(rows, vocab, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_chunked, "CPU_MIN_ROWS", chunk)
-        patch.setattr(fused_chunked, "CPU_CHUNK_BYTES", 0)
+        patch.setattr(chunked, "CPU_MIN_ROWS", chunk)
+        patch.setattr(chunked, "CPU_CHUNK_BYTES", 0)
         patch.setattr(chunked, "CPU_TILE_BYTES", tile * 8)
         got, want = both(tensors, data, targets, clipped)
     for x, y in zip(got, want):
@@ -278,7 +278,7 @@ def test_small_and_large_problems_agree(monkeypatch: pytest.MonkeyPatch) -> None
     """The generic path keeps small problems; fused_loss must equal it in either regime."""
     tensors, data, targets = problem(16, 30)
     kept, _ = both(tensors, data, targets, clipped)
-    monkeypatch.setattr(small, "KEEP_BYTES", 0)
+    monkeypatch.setattr(chunked, "KEEP_BYTES", 0)
     _, tiled = both(tensors, data, targets, clipped)
     for x, y in zip(kept, tiled):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)

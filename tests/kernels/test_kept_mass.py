@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.kernels.linear_logp import chunked, kept_mass, linear_logp, log_kept_mass
+from rlkit.kernels.linear_logp import chunked, linear_logp, log_kept_mass
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +40,9 @@ def test_equals_the_walk(rows: int, vocab: int, top_p: float, top_k: int, scale:
     g = torch.Generator().manual_seed(seed)
     hidden, weight, bias = (torch.randn(s, generator=g, dtype=torch.float64) for s in ((rows, 4), (vocab, 4), (vocab,)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_mass, "FIRST_CANDIDATES", 2)
-        patch.setattr(kept_mass, "COLUMNS", 16)
-        patch.setattr(kept_mass, "CPU_CHUNK_BYTES", 2 * vocab * 8)
+        patch.setattr(chunked, "FIRST_CANDIDATES", 2)
+        patch.setattr(chunked, "COLUMNS", 16)
+        patch.setattr("rlkit.kernels.linear_logp.CPU_LOGITS_BYTES", 2 * vocab * 8)
         got = log_kept_mass(hidden * scale, weight, bias=bias, temperature=0.7, top_p=top_p, top_k=top_k)
     p = ((hidden * scale @ weight.T + bias) / 0.7).softmax(1)
     want = torch.tensor([by_hand(row, top_p, top_k) for row in p.tolist()], dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_logits_of_16_bit_inputs(softcap: float | None, dtype: torch.dtype) -> N
     g = torch.Generator().manual_seed(0)
     h, w = (torch.randn(s, generator=g).to(dtype) for s in ((5, 8), (11, 8)))
     bias, out = torch.randn(11, generator=g), torch.empty(5, 11)
-    kept_mass._logits_of_halves(out, h, chunked.Head(w, bias, 0.7, softcap))
+    chunked.logits_by_library(out, h, chunked.Head(w, bias, 0.7, softcap))
     z = h.double() @ w.double().T + bias
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     torch.testing.assert_close(out.double(), z / 0.7, rtol=1e-5, atol=1e-5)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from rlkit.kernels.linear_logp import chunked, linear_logp, ops, small, which_impl
+from rlkit.kernels.linear_logp import chunked, linear_logp, ops, which_impl
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -32,7 +32,7 @@ def _seeded() -> None:
 
 def use_tiles(patch: pytest.MonkeyPatch, rows: int = 5, columns: int = 16) -> None:
     """Nothing kept, and many small tiles."""
-    patch.setattr(small, "KEEP_BYTES", 0)
+    patch.setattr(chunked, "KEEP_BYTES", 0)
     patch.setattr(chunked, "TILE_ROWS", rows)
     patch.setattr(chunked, "CPU_TILE_BYTES", rows * columns * 4)
 

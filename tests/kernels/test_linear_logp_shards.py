@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkit.kernels.linear_logp import Partials, combine, finish, linear_logp, partials, shard_logp
-from rlkit.kernels.linear_logp.stats import no_partials
+from rlkit.kernels.linear_logp.reference import no_partials
 
 SPLITS = [[20, 13], [1, 32], [7, 25, 1], [33, 0], [0, 11, 22], [33]]
 

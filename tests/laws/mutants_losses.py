@@ -127,10 +127,6 @@ def gspo_over_the_whole_stream(log_ratio, advantages, mask, cu_seqlens, clip_low
     return L.ppo_clip(s, advantages, clip_low=clip_low, clip_high=clip_high, mask=mask)
 
 
-def decoupled_without_cap(log_ratio, advantages, behavior_log_ratio, mask, max_weight):
-    return masked(behavior_log_ratio, mask).detach().exp() * ppo(log_ratio, advantages, mask, 0.8, 1.2)
-
-
 def token_mean_over_all(mask, num_tokens):
     return mask.float() / max(mask.numel(), 1)
 
@@ -239,10 +235,6 @@ def mean_of_means(log_ratio, advantages, mask, clip_low, clip_high):
     return {k: Mean(v.total / count, v.count / count) if isinstance(v, Mean) else v for k, v in stats.items()}
 
 
-def entropy_of_masked_tokens(entropy, mask, coef):
-    return -coef * entropy.nan_to_num()
-
-
 def seq_ratio_over_gaps(log_ratio, mask, cu_seqlens):
     mean = seq_mean(masked(log_ratio, mask), cu_seqlens=cu_seqlens)
     return broadcast_to_tokens(mean, cu_seqlens=cu_seqlens)
@@ -284,7 +276,6 @@ MUTANTS = [
     Mutant("losses.gspo", "padded_is_packed", "mean over masked tokens too", gspo_counts_masked_tokens),
     Mutant("losses.gspo", "segment_isolation", "one ratio for the whole stream", gspo_over_the_whole_stream),
     Mutant("losses.luspo", "coefficient", "length off by one", length_of_all_tokens),
-    Mutant("losses.decoupled_ppo", "coefficient", "behaviour weight not capped", decoupled_without_cap),
     Mutant("losses.seq_log_ratio", "padded_is_packed", "count includes masked tokens", seq_ratio_over_gaps),
     Mutant("losses.token_mean", "sums_to_one", "denominator counts masked tokens", token_mean_over_all),
     Mutant("losses.token_mean", "additive", "denominator of the micro-batch", token_mean_of_the_micro_batch),
@@ -310,6 +301,5 @@ MUTANTS = [
     Mutant("losses.dpo", "margin_only", "beta on one side only", dpo_beta_on_one_side),
     Mutant("losses.dpo", "masked_is_zero", "a masked pair costs ln 2", masked_pair_costs_ln_2),
     Mutant("losses.forward_kl", "no_gradient_by", "the teacher learns too", teacher_learns),
-    Mutant("losses.entropy_bonus", "masked_is_zero", "bonus on tool output", entropy_of_masked_tokens),
     Mutant("losses.ratio_stats", "additive", "mean of means", mean_of_means),
 ]  # fmt: skip

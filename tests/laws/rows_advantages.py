@@ -190,7 +190,6 @@ OUTCOME = [
         },
     ),
     baseline(A.opo, degree=1, loop=loops.opo),
-    row(A.remax, laws.scales(degree=1, names=UNITS), family=ESTIMATOR),
     baseline(A.gpg, laws.centred, degree=1, skip=BATCH),
     baseline(
         A.max_at_k,

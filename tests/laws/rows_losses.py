@@ -38,13 +38,11 @@ def weights(fn, *more, **how):
 RATIOS = [
     row(L.seq_log_ratio, skip=EVERYWHERE),
     row(L.seq_log_ratio_sum, skip=EVERYWHERE),
-    row(L.gspo_token_log_ratio, skip={**EVERYWHERE, **TWO_RATIOS}),
     row(L.token_gradient, skip=TWO_RATIOS),
 ]
 
 WEIGHTS = [
     weights(L.token_mean, laws.sums_to_one, statistics={"num_tokens": num_tokens}),
-    weights(L.token_sum),
     weights(L.seq_mean, laws.sums_to_one, statistics={"num_seqs": num_seqs}),
     weights(L.seq_mean_token_sum, statistics={"num_seqs": num_seqs}),
     weights(L.constant_length, options={"max_length": 4}, statistics={"num_seqs": num_seqs}),
@@ -82,7 +80,6 @@ CORRECTIONS = [
     weights(L.batch_normalized, variant="own mean", streams={"mean": None}, skip=WHOLE_BATCH),
     row(L.effective_sample_size, family=STATISTIC, skip=WHOLE_BATCH),
     weights(L.log_kept_mass, options={"top_p": 0.7, "top_k": 3}),
-    row(L.truncated_logp),
 ]
 
 KLS = [
@@ -113,7 +110,6 @@ KLS = [
 ]
 
 ENTROPY = [
-    row(L.entropy_bonus, options={"coef": 0.25}),
     row(L.entropy_from_logits),
     row(
         L.entropy_quantile,
@@ -151,20 +147,10 @@ VALUES = [
 ]
 
 
-def bradley_terry(case: Case) -> torch.Tensor:
-    return L.bradley_terry(case.tokens["chosen_rewards"], case.tokens["rejected_rewards"], mask=case.mask)
-
-
 REWARD_MODELS = [
     row(L.bradley_terry, laws.no_gradient_by("margin"), options={"center_coef": 0.01}),
-    row(
-        L.log_exp,
-        laws.limit(bradley_terry, note="it is bradley_terry"),
-        laws.prefers_chosen,
-        laws.margin_only,
-    ),
+    row(L.bradley_terry, laws.prefers_chosen, laws.margin_only, variant="plain", streams={"margin": None}),
     row(L.process_bce, laws.no_gradient_by("labels")),
-    row(L.process_two_token),
 ]
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}

@@ -1,25 +1,22 @@
-"""Rows of controllers, objectives, recipes, segments, packing and the kernels' references."""
+"""Rows of controllers, objectives, segments, packing and the kernels' references."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 
 import loops
 import torch
-from row import PACKED, Row, num_seqs, num_tokens, row
+from row import PACKED, Row, row
 
 from rlkit import controllers as C
 from rlkit import objectives as O
 from rlkit import packing, segments
 from rlkit.kernels.linear_logp import linear_logp
 from rlkit.kernels.linear_scan import linear_scan
-from rlkit.losses import recipes
 from rlkit.testing import Case, Stream, laws
 from rlkit.testing.check import ESTIMATOR
 from rlkit.testing.subject import UNIT
-from rlkit.types import Batch
 
 IGNORES = "a schedule takes a measurement and does not use it"
 RULE = (laws.state_is_plain, laws.update_is_pure, laws.feedback, laws.within_bounds, laws.refuses_nan)
@@ -81,7 +78,6 @@ def archived(points: torch.Tensor) -> torch.Tensor:
 
 
 REFERENCE = {"reference": torch.full((3,), -2.0, dtype=torch.float64)}
-SETS = tuple(x for x in PACKED if x is not laws.finite)
 OBJECTIVES = [
     row(O.weighted_sum, laws.monotone(), laws.scales(degree=1), options=WEIGHTS),
     row(O.tchebycheff, laws.monotone(), options={**IDEAL, "slope": 0.01}),
@@ -132,63 +128,6 @@ OBJECTIVES = [
         skip=COMPARES,
     ),
     row(O.archive_init, family=(), call=archived, streams=POINTS, axis="N", variant="see archive_insert"),
-]
-
-TOTALS = (
-    laws.mask_isolation,
-    laws.permutation,
-    laws.padded_is_packed,
-    laws.additive,
-    laws.nothing_to_train_on,
-    laws.pure,
-    laws.finite,
-    laws.nan_shows,
-    laws.differentiable,
-)
-
-
-def recipe(fn):
-    """A recipe on a batch whose advantages were set before the split, with the counts of the whole step."""
-    counts = {"num_tokens": num_tokens, "num_seqs": num_seqs, "num_correct_tokens": num_tokens}
-    wanted = {k: f for k, f in counts.items() if k in inspect.signature(fn).parameters}
-
-    def call(logp, old_logp, ref_logp, rollout_logp, advantages, rewards, mask, cu_seqlens, **given):
-        tokens, seqs = torch.zeros_like(mask, dtype=torch.int64), torch.zeros_like(rewards, dtype=torch.int64)
-        batch = Batch(
-            tokens=tokens,
-            targets=tokens,
-            mask=mask,
-            cu_seqlens=cu_seqlens,
-            prefix_tokens=tokens[:0],
-            prefix_cu=cu_seqlens.new_zeros(1),
-            prefix_ids=seqs,
-            group_ids=seqs,
-            rewards=rewards,
-            truncated=seqs.bool(),
-            token_rewards=logp.detach() * 0,
-            rollout_logp=rollout_logp,
-            versions=tokens,
-            old_logp=old_logp,
-            ref_logp=ref_logp,
-            advantages=advantages,
-        )
-        return fn(logp, batch, **given)
-
-    return row(
-        fn,
-        call=call,
-        variant="recipe",
-        family=TOTALS,
-        streams={"rewards": Stream(axis="N")},
-        statistics=wanted,
-        axis="",
-    )
-
-
-RECIPES = [
-    recipe(f)
-    for name, f in vars(recipes).items()
-    if inspect.isfunction(f) and f.__module__ == recipes.__name__ and not name.startswith("_")
 ]
 
 
@@ -259,4 +198,4 @@ KERNELS = [
     ),
 ]
 
-ROWS = [*CONTROLLERS, *OBJECTIVES, *RECIPES, *SEGMENTS, *KERNELS]
+ROWS = [*CONTROLLERS, *OBJECTIVES, *SEGMENTS, *KERNELS]

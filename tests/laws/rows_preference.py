@@ -51,51 +51,34 @@ MARGINS = [
     preference(L.hinge, *MARGIN),
     preference(L.exo_pair, *MARGIN, options={"label_smoothing": 0.2}, skip=OPTIMUM),
     preference(L.discopop, *MARGIN, skip={"prefers_chosen": "around margin 0 it has a bump by construction (its tau)"}),
-    preference(L.sigmoid_norm, *PAIR),
-    preference(
-        L.dpo_alpha,
-        laws.limit(pair(L.dpo), note="alpha = 0 is dpo", alpha=0.0),
-        laws.limit(pair(L.dpo_forward_kl), note="alpha = 1 is dpo_forward_kl", alpha=1.0),
-        *PAIR,
+    row(L.js_score),
+    row(
+        L.alpha_score,
+        laws.limit(
+            lambda case: torch.where(case.mask, case.tokens["log_ratio"], 0),
+            note="alpha = 0 is the log-ratio",
+            alpha=0.0,
+        ),
         options={"alpha": 0.5},
     ),
-    preference(L.dpo_forward_kl, *PAIR),
-    preference(L.dpo_js, *PAIR),
-    row(L.forward_kl_score),
-    row(L.js_score),
-    row(L.alpha_score, options={"alpha": 0.5}),
 ]
 
 ANCHORED = [
-    preference(L.kto, laws.limit(pair(L.apo_zero), note="kl = 0 is apo_zero", kl=0.0), *PAIR, options={"kl": 0.25}),
+    preference(L.kto, *PAIR, options={"kl": 0.25}),
     preference(L.kto_unpaired, options={"kl": 0.25, "desirable_weight": 1.5}),
     row(L.kto_reference_point, family=STATISTIC, skip=WHOLE_BATCH),
     preference(L.bco_pair, *PAIR, options={"delta": 0.25}),
     preference(L.nca_pair, *PAIR, skip={"prefers_chosen": "the chosen term has its minimum at ln 2, by construction"}),
     preference(L.sppo, laws.no_gradient_by("win_prob")),
     preference(L.sppo_hard, *PAIR, skip={"prefers_chosen": "it regresses each log-ratio on a target, from both sides"}),
-    preference(L.apo_zero, *PAIR),
     preference(L.apo_down, *PAIR, skip={"prefers_chosen": "it lowers both responses, the rejected one more"}),
 ]
 
 GAP = laws.no_gradient_by("reward_gap")
 GIVEN = {"prefers_chosen": "it regresses the margin on a given reward gap, from both sides"}
 OTHERS = [
-    preference(L.cpo, *MARGIN),
     preference(L.simpo, *MARGIN),
-    preference(
-        L.alphapo,
-        laws.limit(
-            lambda case: L.simpo(case.tokens["chosen_logp"], case.tokens["rejected_logp"], beta=0.5, mask=case.mask),
-            note="alpha = 0 is simpo",
-            alpha=0.0,
-        ),
-        *PAIR,
-        options={"alpha": 0.25},
-    ),
     preference(L.orpo, *PAIR),
-    preference(L.rpo, *PAIR, options={"sft_coef": 0.5}),
-    row(L.sft),
     preference(L.xpo, *MARGIN, options={"alpha": 0.25}),
     preference(L.nash_md, skip={"gradcheck": "a policy gradient: the win probability and the KL are detached"}),
     preference(L.reward_aware_kl, *MARGIN, GAP, skip=GIVEN),
@@ -110,7 +93,6 @@ OTHERS = [
         axis="T",
         streams=dict.fromkeys(("chosen_log_ratio", "rejected_log_ratio"), RATIO),
     ),
-    preference(L.aot_paired, skip=SORTED, axis="T", streams=dict.fromkeys(("logp_margin", "ref_logp_margin"), RATIO)),
 ]
 
 

@@ -91,7 +91,6 @@ def m2_dropped(r: float, a: float, cutoff: float) -> float:
     return 0.0 if on and math.log(r) ** 2 > cutoff else r
 
 
-clip = laws.clipped(clip_low=0.2, clip_high=0.2)
 one = laws.coefficient(per_token(lambda r, a: 1.0))
 plain_ratio = laws.coefficient(per_token(lambda r, a: r))
 
@@ -102,7 +101,6 @@ def surrogate(fn, c, *more, **how):
 
 ROWS = [
     row(L.reinforce, one, family=SURROGATE),
-    row(L.gpg, one, family=SURROGATE),
     row(L.importance_sampling, plain_ratio, family=SURROGATE),
     surrogate(
         L.ppo_clip,
@@ -127,19 +125,8 @@ ROWS = [
         ),
         options={"clip_c": 3.0},
     ),
-    surrogate(
-        L.two_sided_clip,
-        per_token(lambda r, a: dual(r, a, 4.0)),
-        laws.clipped(clip_low=0.2, clip_high=0.2, max_ratio=4.0),
-    ),
     surrogate(L.aspo, per_token(aspo), options={"max_weight": 2.0}, skip=STOP_GRADIENT),
     surrogate(L.unbounded_positive, per_token(lambda r, a: 1.0 if a > 0 else dual(r, a, 3.0))),
-    surrogate(
-        L.decoupled_ppo,
-        per_token(lambda r, a, b: min(math.exp(b), 2.0) * ppo(r, a), "behavior_log_ratio"),
-        clip,
-        options={"max_weight": 2.0},
-    ),
     surrogate(
         L.cispo,
         per_token(lambda r, a: min(r, 5.0)),
@@ -151,18 +138,11 @@ ROWS = [
         ),
         skip=STOP_GRADIENT,
     ),
-    surrogate(
-        L.double_sided_is,
-        per_token(lambda r, a: r if 0.8 <= r <= 1.3 else 0.0),
-        options={"clip_low": 0.2, "clip_high": 0.3},
-        skip=STOP_GRADIENT,
-    ),
     surrogate(L.topr, per_token(lambda r, a: 1.0 if a > 0 else min(r, 1.0)), skip=STOP_GRADIENT),
     surrogate(L.sapo, per_token(sapo)),
     surrogate(L.dppo, per_token(dppo, "old_logp"), options={"max_weight": 4.0}, skip=STOP_GRADIENT),
     surrogate(L.dppo_kl, per_token(dppo_kl, "old_logp"), options={"max_weight": 4.0}, skip=STOP_GRADIENT),
     row(L.dro, one, family=SURROGATE, options={"beta": 0.5}, skip=PULLED),
-    row(L.nll),
     surrogate(L.gspo, per_seq(gspo), options={"clip_low": 0.1, "clip_high": 0.3}),
     surrogate(
         L.luspo,

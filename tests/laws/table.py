@@ -26,7 +26,6 @@ SECTIONS = {
     "Preference": [*rows_preference.MARGINS, *rows_preference.ANCHORED, *rows_preference.OTHERS],
     "Distillation": rows_preference.DISTILLATION,
     "Diagnostics": rows_losses.DIAGNOSTICS,
-    "Recipes": rows_other.RECIPES,
     "Traces": rows_advantages.TRACES,
     "Group baselines": rows_advantages.OUTCOME,
     "Batch and token baselines": rows_advantages.OTHERS,

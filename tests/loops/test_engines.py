@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
-from rlkit.loops.async_grpo import async_grpo
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
+from rlkit.model.forward import prepare
+from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.engines.vllm import VLLM
 from rlkit.rollout.shared import SharedEngine
 from rlkit.types import SamplingParams
+
+async_grpo = partial(grpo, overlap=True, journal=True, staleness=1.0)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -25,5 +30,18 @@ def test_an_engine_that_cannot_be_trained_with_is_refused_before_anything_runs(l
         params=SamplingParams(), lr_at=lambda step: 1e-3, **options,
     )  # fmt: skip
     with pytest.raises(TypeError, match="the engine VLLM has no abort and no update_weights: it can generate"):
+        asyncio.run(training)
+    assert not (tmp_path / "run").exists()
+
+
+def test_overlap_is_refused_for_an_engine_that_reads_the_weights_that_train(tmp_path):
+    model = prepare(
+        tiny_model(tiny_tokenizer(), hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=32)
+    )
+    training = async_grpo(
+        model, None, LocalEngine(model), [], score=None, folder=tmp_path / "run", steps=1, params=SamplingParams(),
+        lr_at=lambda step: 1e-3,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="overlap needs an engine with weights of its own, and LocalEngine reads"):
         asyncio.run(training)
     assert not (tmp_path / "run").exists()

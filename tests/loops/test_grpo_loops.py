@@ -15,10 +15,9 @@ import torch
 from rlkit.controllers import kl_linear
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.async_grpo import async_grpo
 from rlkit.loops.grpo import grpo
+from rlkit.loops.rl import prompt_order
 from rlkit.loops.updates import grpo_update
-from rlkit.loops.verbs import prompt_order
 from rlkit.losses import icepop
 from rlkit.model.forward import prepare
 from rlkit.model.lora import add_lora
@@ -27,6 +26,8 @@ from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.limits import success_between
 from rlkit.rollout.rollout import single_turn
 from rlkit.types import SamplingParams
+
+async_grpo = partial(grpo, overlap=True, journal=True, staleness=1.0)
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(100)]
@@ -306,9 +307,6 @@ def test_the_asynchronous_loop_moves_its_reference_and_resumes_with_it(tmp_path)
 
 
 def test_the_asynchronous_loop_resumes_with_what_it_had_sampled(tmp_path):
-    class Killed(BaseException):
-        pass
-
     def reward_until(limit):
         count = 0
 

@@ -13,7 +13,7 @@ from rlkit import losses
 from rlkit.data.examples import Labelled
 from rlkit.data.order import batch_indices
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.kto import kto
+from rlkit.loops.preference import kto
 from rlkit.model.forward import prepare
 from rlkit.model.lora import add_lora
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from transformers import AutoModelForTokenClassification
 
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.async_grpo import async_grpo
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
 from rlkit.loops.updates import clipped
@@ -26,6 +25,8 @@ from rlkit.rollout.limits import success_between
 from rlkit.rollout.rollout import single_turn
 from rlkit.run.folder import Run
 from rlkit.types import SamplingParams, Trajectory
+
+async_grpo = partial(grpo, overlap=True, journal=True, staleness=1.0)
 
 SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
 PROMPTS = [Prompt([65 + i, 60], {}, i) for i in range(4)]

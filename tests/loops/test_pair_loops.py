@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlkit import losses
 from rlkit.data.examples import Example, Pair
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.dpo import dpo, with_reference
+from rlkit.loops.preference import dpo, with_reference
 from rlkit.loops.reward_model import reward_model
 from rlkit.loops.sft import sft
 from rlkit.model.forward import prepare
@@ -145,7 +145,7 @@ def test_an_adapter_leaves_out_what_it_learned_for_its_reference(tmp_path):
 
 def test_log_probs_of_the_reference_that_were_computed_once_give_the_same_lines(tmp_path, monkeypatch):
     """Over two epochs, with evaluation and a resumed run; the model before training is its own reference."""
-    import rlkit.loops.dpo as module
+    import rlkit.loops.preference as module
 
     monkeypatch.setattr(module, "_AT_ONCE", 7)
     whole = run(tmp_path / "whole", reference=small_model(), steps=9)

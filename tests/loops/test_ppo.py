@@ -15,8 +15,7 @@ from transformers import AutoModelForTokenClassification
 from rlkit.controllers import kl_linear
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.critic import value_update, with_gae
-from rlkit.loops.ppo import ppo
+from rlkit.loops.ppo import ppo, value_update, with_gae
 from rlkit.model.forward import prepare
 from rlkit.model.heads import load_value_model, values
 from rlkit.model.optim import adamw

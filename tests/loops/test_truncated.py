@@ -13,8 +13,8 @@ import torch
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
+from rlkit.loops.rl import check_sampling
 from rlkit.loops.updates import grpo_update
-from rlkit.loops.verbs import check_sampling
 from rlkit.losses import tis
 from rlkit.model.forward import forward, prepare, with_kept_mass, with_ref_logp
 from rlkit.packing import pack, with_streams

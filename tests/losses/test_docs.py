@@ -1,11 +1,14 @@
-"""The page on losses names every policy-loss function there is."""
+"""The page on losses names every policy-loss function there is, and each name is public in one module."""
 
 from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import ModuleType
 
-from rlkit import losses
+import pytest
+
+from rlkit import advantages, losses
 
 MODULES = ("corrections", "diagnostics", "entropy", "kl", "policy", "policy_batch", "ratios", "weights")
 
@@ -15,3 +18,13 @@ def test_the_page_names_every_function() -> None:
     mine = {n for n in losses.__all__ if inspect.getmodule(getattr(losses, n)).__name__.split(".")[-1] in MODULES}
     assert len(mine) > 60
     assert {n for n in mine if n not in page} == set()
+
+
+@pytest.mark.parametrize("room", [advantages, losses])
+def test_a_public_name_is_of_one_module_and_hides_none(room: ModuleType) -> None:
+    """The package's names are those of its modules, which `import *` would overwrite without a word."""
+    modules = [m for m in vars(room).values() if inspect.ismodule(m) and m.__name__.startswith(f"{room.__name__}.")]
+    own = [name for m in modules if not m.__name__.split(".")[-1].startswith("_") for name in m.__all__]
+    assert sorted(room.__all__) == sorted(set(own)) == sorted(own)
+    assert not {*own} & {m.__name__.split(".")[-1] for m in modules}
+    assert {n for n in own if getattr(room, n).__module__.rpartition(".")[0] != room.__name__} == set()

@@ -9,18 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.losses import entropy_bonus, entropy_from_logits, entropy_quantile, top_entropy_mask
+from rlkit.losses import entropy_from_logits, entropy_quantile, top_entropy_mask
 
 NAN = float("nan")
-
-
-def test_bonus_rewards_entropy() -> None:
-    entropy = torch.tensor([0.5, NAN, 2.0], requires_grad=True)
-    mask = torch.tensor([True, False, True])
-    loss = entropy_bonus(entropy, coef=0.1, mask=mask)
-    torch.testing.assert_close(loss, torch.tensor([-0.05, 0.0, -0.2]))
-    torch.testing.assert_close(torch.autograd.grad(loss.sum(), entropy)[0], torch.tensor([-0.1, 0.0, -0.1]))
-    torch.testing.assert_close(entropy_bonus(entropy, coef=torch.tensor(0.1), mask=mask), loss)
 
 
 def test_entropy_from_logits() -> None:

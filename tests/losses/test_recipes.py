@@ -1,18 +1,32 @@
-"""Recipes against the papers' objectives, written as loops over samples in fp64."""
+"""The code of docs/recipes.md against the papers' objectives, written as loops over samples in fp64."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlkit.losses import recipes
-from rlkit.packing import microbatches, pack, select, with_streams
+from rlkit import advantages, losses
+from rlkit.packing import microbatches, pack, select, with_advantages, with_streams
 from rlkit.types import Batch, Trajectory
+
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+SECTIONS = dict(zip(*[iter(re.split(r"^## (.*)\n", PAGE, flags=re.MULTILINE)[1:])] * 2, strict=True))
+IMPORTS, NAMES = (re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0] for text in (PAGE, SECTIONS["The others"]))
+CODE = {name: re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0] for name, text in SECTIONS.items()}
+del CODE["The others"]
+TABLE = {
+    cells[0]: [cell.strip("`") for cell in cells[1:3]]
+    for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in SECTIONS["The others"].splitlines())
+    if cells and cells[0] != "name" and not set(cells[0]) <= {"-"}
+}
 
 
 def sample(ids: list[int], reward: float, *, mask: list[bool] | None = None, truncated: bool = False) -> Trajectory:
@@ -157,7 +171,7 @@ def reinforce_pp_baseline() -> Tensor:
 
 def rloo() -> Tensor:
     def loss(s: Seq) -> Tensor:
-        score = lambda o: o.reward - 0.05 * sum(d.item() for d in o.ref)
+        score = lambda o: o.reward - 0.05 * sum(o.old_ref)
         others = [score(o) for o in SEQS if o.group == s.group and o is not s]
         return -((score(s) - mean(others)) if others else 0.0) * sum(s.logp)
 
@@ -211,74 +225,79 @@ def max_rl() -> Tensor:
 
 
 ROWS: dict[str, Callable[[], Tensor]] = {
-    "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-    "rloo": rloo,
-    "ppo": ppo,
-    "vapo": vapo,
-    "grpo": grpo,
-    "dr_grpo": lambda: over_seqs(lambda s: sum(clipped(x, centered(s), 0.2, 0.2) for x in s.x) / 3000),
-    "dapo": lambda: over_tokens(lambda s, t: clipped(s.x[t], zscore(s), 0.2, 0.28)),
-    "gpg": gpg,
-    "gspo": lambda: over_seqs(lambda s: clipped(sum(s.x) / len(s.x), zscore(s), 3e-4, 4e-4)),
-    "luspo": lambda: over_seqs(lambda s: len(s.x) * clipped(sum(s.x) / len(s.x), zscore(s), 3e-4, 4e-4)),
-    "gmpo": gmpo,
-    "cispo": lambda: over_tokens(lambda s, t: -s.x[t].exp().clamp(max=5).detach() * zscore(s) * s.x[t]),
-    "sapo": sapo,
-    "vespo": vespo,
-    "kimi15": lambda: over_seqs(lambda s: -centered(s) * sum(s.x) + 0.05 * sum(s.x) ** 2),
-    "max_rl": max_rl,
+    "GRPO": grpo,
+    "Dr. GRPO": lambda: over_seqs(lambda s: sum(clipped(x, centered(s), 0.2, 0.2) for x in s.x) / 3000),
+    "DAPO": lambda: over_tokens(lambda s, t: clipped(s.x[t], zscore(s), 0.2, 0.28)),
+    "GSPO": lambda: over_seqs(lambda s: clipped(sum(s.x) / len(s.x), zscore(s), 3e-4, 4e-4)),
+    "CISPO": lambda: over_tokens(lambda s, t: -s.x[t].exp().clamp(max=5).detach() * zscore(s) * s.x[t]),
+    "RLOO": rloo,
+    "REINFORCE++": reinforce_pp,
+    "REINFORCE++-baseline": reinforce_pp_baseline,
+    "PPO": ppo,
+    "VAPO": vapo,
+    "GPG": gpg,
+    "LUSPO": lambda: over_seqs(lambda s: len(s.x) * clipped(sum(s.x) / len(s.x), zscore(s), 3e-4, 4e-4)),
+    "GMPO": gmpo,
+    "SAPO": sapo,
+    "VESPO": vespo,
+    "Kimi k1.5": lambda: over_seqs(lambda s: -centered(s) * sum(s.x) + 0.05 * sum(s.x) ** 2),
+    "MaxRL": max_rl,
 }
 
 
-def test_every_recipe_has_a_row() -> None:
-    public = {n for n, f in vars(recipes).items() if callable(f) and getattr(f, "__module__", "") == recipes.__name__}
-    assert {n for n in public if not n.startswith("_")} == set(ROWS)
+def run(code: str, **names: Any) -> dict[str, Any]:
+    exec(IMPORTS + code, names)
+    return names
+
+
+def of_the_page(name: str, batch: Batch = BATCH) -> Tensor:
+    """The loss that the page's code gives, or for a row of its table the two cells."""
+    if name in CODE:
+        return run(CODE[name], logp=LOGP, batch=batch, num_tokens=None, num_seqs=None)["loss"]
+    stream, loss = TABLE[name]
+    public = {n: getattr(room, n) for room in (advantages, losses) for n in room.__all__}
+    names = run(NAMES, logp=LOGP, **{f.name: getattr(batch, f.name) for f in fields(batch)}, **public)
+    found = eval(stream, names)
+    batch = with_advantages(batch, found) if callable(found) else with_streams(batch, advantages=found)
+    return eval(loss, names | {"A": batch.advantages})
+
+
+def test_the_page_has_these_recipes() -> None:
+    assert [*CODE, *TABLE] == [*ROWS]
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_loss_and_gradient_are_those_of_the_paper(name: str) -> None:
-    got, expected = getattr(recipes, name)(LOGP, BATCH), ROWS[name]()
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
+    got, expected = of_the_page(name), ROWS[name]()
     grads = [torch.autograd.grad(x, LOGP, retain_graph=True)[0] for x in (got, expected)]
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-9)
     assert (grads[0] != 0).any()
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_docstring_numbers_its_differences(name: str) -> None:
-    assert "\n    1. " in getattr(recipes, name).__doc__
-
-
-@pytest.mark.parametrize("name", ["dapo", "grpo", "gspo", "cispo", "kimi15"])
+@pytest.mark.parametrize("name", CODE)
 def test_micro_batches_add_up_exactly(name: str) -> None:
-    """With advantages set before the split and the step's counts, any split gives the whole loss."""
-    g = torch.Generator().manual_seed(0)
-    batch = with_streams(BATCH, advantages=torch.where(BATCH.mask, torch.randn(LOGP.shape, generator=g).double(), 0))
-    counts = {"num_tokens": NUM_TOKENS} if name in ("dapo", "cispo") else {"num_seqs": len(SEQS)}
-    whole = getattr(recipes, name)(LOGP, batch, **counts)
-    recipe, total = getattr(recipes, name), 0.0
+    """The lines above the blank one run on the whole batch; those below it give its loss in any split."""
+    once, each = CODE[name].split("\n\n")
+    counts = {"num_tokens": NUM_TOKENS, "num_seqs": len(SEQS)}
+    whole = run(CODE[name], logp=LOGP, batch=BATCH, **counts)["loss"]
+    made = run(once, logp=LOGP, batch=BATCH, **counts)
+    batch, weights = made["batch"], made["weights"]
+    total = 0.0
     for index in ([0, 3], [5, 1], [2], [4]):
         at = torch.cat([torch.arange(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) for i in index])
-        total = total + recipe(LOGP[at], select(batch, index), **counts)
+        total = total + run(each, logp=LOGP[at], batch=select(batch, index), weights=weights[at])["loss"]
     torch.testing.assert_close(total, whole, rtol=1e-12, atol=0)
-    torch.testing.assert_close(
-        torch.autograd.grad(total, LOGP)[0], torch.autograd.grad(whole, LOGP)[0], rtol=1e-12, atol=1e-18
-    )
-    parts = [recipe(*pair, **counts) for pair in ((lp, mb) for mb, lp in microbatches((batch, LOGP), max_tokens=6))]
+    grads = [torch.autograd.grad(x, LOGP, retain_graph=True)[0] for x in (total, whole)]
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-18)
+    micro = microbatches((batch, weights, LOGP), max_tokens=6)
+    parts = [run(each, logp=lp, batch=mb, weights=w)["loss"] for mb, w, lp in micro]
+    assert len(parts) > 1
     torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=0)
 
 
-def test_without_old_logp_the_ratio_is_one() -> None:
-    batch = replace(BATCH, old_logp=None)
-    (grad,) = torch.autograd.grad(recipes.dapo(LOGP, batch), LOGP)
+def test_on_policy_it_is_the_policy_gradient() -> None:
+    """With one update per rollout the ratio is 1."""
+    (grad,) = torch.autograd.grad(of_the_page("DAPO", replace(BATCH, old_logp=LOGP.detach())), LOGP)
     expected = over_tokens(lambda s, t: -zscore(s) * s.logp[t])
     torch.testing.assert_close(grad, torch.autograd.grad(expected, LOGP)[0], rtol=1e-6, atol=1e-9)
-
-
-def test_what_is_missing_is_named() -> None:
-    with pytest.raises(ValueError, match=r"batch\.ref_logp is needed"):
-        recipes.grpo(LOGP, replace(BATCH, ref_logp=None))
-    recipes.grpo(LOGP, replace(BATCH, ref_logp=None), kl_coef=0)
-    with pytest.raises(ValueError, match=r"batch\.values is needed"):
-        recipes.vapo(LOGP, replace(BATCH, values=None))

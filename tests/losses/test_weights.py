@@ -13,7 +13,6 @@ from rlkit.losses import (
     seq_mean,
     seq_mean_token_sum,
     token_mean,
-    token_sum,
 )
 
 LENS = [3, 0, 1, 4, 2, 2]
@@ -40,7 +39,6 @@ def mean(x: list[float]) -> float:
 SEQS = [s for s in kept() if s]
 EXPECTED = {
     "token_mean": (lambda: token_mean(MASK), mean([v for s in SEQS for v in s])),
-    "token_sum": (lambda: token_sum(MASK), sum(v for s in SEQS for v in s)),
     "seq_mean": (lambda: seq_mean(MASK, cu_seqlens=CU), mean([mean(s) for s in SEQS])),
     "seq_mean_token_sum": (lambda: seq_mean_token_sum(MASK, cu_seqlens=CU), mean([sum(s) for s in SEQS])),
     "constant_length": (
@@ -140,7 +138,6 @@ def test_a_missing_global_count_raises_when_several_ranks_train(monkeypatch: pyt
         with pytest.raises(ValueError, match=match):
             call()
     assert token_mean(MASK, num_tokens=8).sum().item() == 1
-    assert token_sum(MASK).sum().item() == 8
 
 
 def test_bad_input_is_named() -> None:

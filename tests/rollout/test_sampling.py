@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.kernels.linear_logp.kept_mass import kept_support
+from rlkit.losses.corrections import kept_support
 from rlkit.rollout.sampling import sample, uniforms
 
 MASK = 2**64 - 1

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_tokenizer
-from rlkit.loops.async_grpo import async_grpo
 from rlkit.loops.grpo import grpo
 from rlkit.model.forward import load_model
 from rlkit.rollout.engines.http import ReplicaError
@@ -23,6 +23,8 @@ from rlkit.rollout.engines.sglang import Server, SGLang
 from rlkit.rollout.limits import success_between
 from rlkit.rollout.rollout import single_turn
 from rlkit.types import SamplingParams
+
+async_grpo = partial(grpo, overlap=True, journal=True, staleness=1.0)
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 PROMPTS = [Prompt([10 + i, 60], {}, i) for i in range(60)]

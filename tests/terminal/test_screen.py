@@ -100,7 +100,7 @@ STUCK = """
 import asyncio, time
 from rlkit.run.console import Progress
 from rlkit.run.signals import stop_on_interrupt
-from rlkit.loops.verbs import in_thread
+from rlkit.loops.rl import in_thread
 def work():
     progress.say("working")
     time.sleep(600)

@@ -1,4 +1,4 @@
-"""From hidden states to the log-probability of the taken action and the entropy, without storing the logits."""
+"""Log-probability of the taken action and entropy from hidden states, without storing the logits."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit.kernels._checks import check_head, check_targets
-from rlkit.kernels.linear_logp import chunked, ops, small
+from rlkit.kernels.linear_logp import chunked, ops
 from rlkit.kernels.linear_logp import reference as _reference
 from rlkit.kernels.linear_logp.fused import FusedLoss, fused_loss
-from rlkit.kernels.linear_logp.kept_mass import log_kept_mass
 from rlkit.kernels.linear_logp.ops import which_impl
-from rlkit.kernels.linear_logp.shards import partials, shard_logp
-from rlkit.kernels.linear_logp.stats import Partials, combine, finish
+from rlkit.kernels.linear_logp.reference import Partials, combine, compute_dtype, finish
 from rlkit.types import LogProbs
+
+CPU_LOGITS_BYTES, LOGITS_BYTES = 32 << 20, 1 << 30  # that `log_kept_mass` holds at a time
 
 __all__ = [
     "FusedLoss",
@@ -49,41 +49,148 @@ def linear_logp(
         entropy_t = - sum_v softmax(z_t)[v] log softmax(z_t)[v]
 
     Differentiable in `hidden`, `weight` and `bias`, through both outputs. The `[T, V]` logits are never stored: each
-    pass walks over blocks of them (a few MB on a CPU, 32 on a GPU), and the backward computes them again (four matrix
-    products in all). Only where, on a CPU, they and their log-probabilities together take 16 MB or less are they kept,
-    which was measured to be 20% faster.
+    pass computes them block by block (4 MB on a CPU, 32 MB on a GPU), and the backward computes them again (four matrix
+    products in total). The exception is a CPU problem whose log-probabilities and probabilities together take at most
+    16 MB: they are kept, which was measured to be 20% faster.
 
-    Rows where `mask` is False never enter: logp = entropy = 0 there, gradient 0, and NaN in them harms nothing. Rows
-    whose upstream gradients are both 0 (clipped, no advantage) leave before the backward. Both are exact, and time goes
-    with the rows that are left. Tensors that do not require a gradient cost nothing in the backward (a frozen head).
+    Rows where `mask` is False are skipped: logp = entropy = 0, gradient 0, and NaN is legal there. The backward skips
+    rows whose upstream gradients are both 0 (clipped, no advantage). Both are exact, and time is proportional to the
+    remaining rows. Gradients of tensors that do not require one (a frozen head) are not computed.
 
     Limits:     softcap None is softcap -> inf, z = (hidden W^T + bias) / temperature; V = 1 gives logp = entropy = 0.
-    Precision:  fp32 logits, statistics and sums whatever the inputs (fp64 for fp64), each gradient rounded once to its
-                tensor's dtype; statistics relative to the row's maximum (see `finish`). On a GPU the gradient of the
-                logits enters its two products in the inputs' 16 bits. The same bits every run; with "triton" a row's
-                values have the same bits whatever rows surround it. A bias of -inf bans an entry; its own logp is then
-                about -1e30, not -inf.
+    Precision:  logits, statistics and sums are fp32 for all inputs (fp64 for fp64); each gradient is rounded once to
+                its tensor's dtype. Statistics are relative to the row's maximum (see `finish`). On a GPU the gradient
+                of the logits is rounded to the inputs' 16 bits before its two products. Runs are bit-identical; with
+                "triton" a row's values do not depend on the other rows. A bias of -inf bans an entry, whose own logp is
+                then about -1e30, not -inf.
     Args:       targets: ids in [0, V) where the mask is True, anything elsewhere.  temperature: > 0, as sampled.
                 into_grad: the backward adds the weight's gradient to `weight.grad` itself, which saves a tensor of the
-                weight's size; for a parameter without gradient hooks: single-process, or under FSDP2 inside the forward
+                weight's size. For a parameter without gradient hooks: single-process, or under FSDP2 inside the forward
                 of the module that owns it (not DDP, nor a DTensor). Ignored under torch.compile.
                 impl: "reference" (row chunks of log-softmax, checkpointed), "chunked" (torch, tile by tile) or "triton"
                 (library products and Triton passes over their blocks); None picks, see `which_impl`.
-    Differs:    from Liger and QuACK: the entropy has its gradient, and any loss may follow (theirs is known in advance;
-                `fused_loss` is that case). From verl `FusedLinearForPPO` and TRL: fp32 logits for bf16 models; rows
-                without gradient leave. From apple CCE: no gradient is dropped, and the result is deterministic.
-    Reference:  online softmax, arXiv:1805.02867; computing logits again in the backward, arXiv:2411.09009 (CCE).
+    Differs:    from Liger and QuACK: the entropy has a gradient, and any loss may follow (theirs is known in advance,
+                as in `fused_loss`). From verl `FusedLinearForPPO` and TRL: fp32 logits for bf16 models; rows without
+                gradient are skipped. From apple CCE: no gradient is dropped, and the result is deterministic.
+    Reference:  online softmax, arXiv:1805.02867; recomputing logits in the backward, arXiv:2411.09009 (CCE).
     """
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
     check_targets(targets, hidden.shape[0], weight.shape[0], mask)
-    if impl == "reference":
+    chosen, dtype = ops.check_impl(impl, hidden, weight, bias, ops.IMPLS), compute_dtype(hidden, weight, bias)
+    if chosen == "reference":
         return _reference.linear_logp(
             hidden, weight, targets, bias=bias, temperature=temperature, softcap=softcap, mask=mask
         )
     if into_grad:
         ops.check_into_grad(weight)
     into_grad = into_grad and not torch.compiler.is_compiling()
-    chosen, dtype = ops.check_impl(impl, hidden, weight, bias), chunked.compute_dtype(hidden, weight, bias)
-    keep = chosen == "chunked" and small.fits(hidden.shape[0], weight.shape[0], dtype)
+    keep = chosen == "chunked" and chunked.can_keep(hidden.shape[0], weight.shape[0], dtype)
     out = ops.logp_op(hidden, weight, targets, bias, mask, temperature, softcap, keep, chosen, into_grad)
     return LogProbs(out[0], out[1])
+
+
+def partials(
+    hidden: Float[Tensor, "T D"],
+    weight: Float[Tensor, "V D"],
+    targets: Int[Tensor, "T"],
+    *,
+    vocab_start: int = 0,
+    bias: Float[Tensor, "V"] | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Bool[Tensor, "T"] | None = None,
+    impl: str | None = None,
+) -> Partials:
+    """Softmax statistics of one vocabulary shard (tensor parallel), to be merged with the other shards' by `combine`.
+
+    `weight` and `bias` are the shard's rows, the first of which is vocabulary entry `vocab_start`; `targets` are ids of
+    the whole vocabulary. Shards may differ in size or be empty. The result has no gradient; that of `shard_logp` does:
+
+        mine = partials(hidden, shard, targets, vocab_start=start)
+        everyone = [Partials(*x) for x in all_gather(torch.stack(mine))]
+        out = shard_logp(hidden, shard, targets, combined=reduce(combine, everyone), vocab_start=start)
+
+    Without gradients `finish(reduce(combine, everyone))` is enough. Rows where `mask` is False are not read. `impl`:
+    "chunked" or "triton"; None picks, see `which_impl`.
+    """
+    check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
+    check_targets(targets, hidden.shape[0], None, mask)
+    chosen, b = ops.check_impl(impl, hidden, weight, bias), None if bias is None else bias.detach()
+    args = (hidden.detach(), weight.detach(), targets, b, mask, temperature, softcap, vocab_start, chosen)
+    return Partials(*ops.partials_op(*args))
+
+
+def shard_logp(
+    hidden: Float[Tensor, "T D"],
+    weight: Float[Tensor, "V D"],
+    targets: Int[Tensor, "T"],
+    *,
+    combined: Partials,
+    vocab_start: int = 0,
+    bias: Float[Tensor, "V"] | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Bool[Tensor, "T"] | None = None,
+    impl: str | None = None,
+) -> LogProbs:
+    """Log-probability and entropy over the whole vocabulary, differentiable in this shard of it.
+
+    `combined` holds the statistics of all shards, merged; the values are `finish(combined)`, the same on every rank.
+    The backward gives the complete gradient of this shard's `weight` and `bias`, and this shard's *summand* of the
+    gradient of `hidden`: sum it over the shards (the all-reduce of a column-parallel layer). All ranks must compute the
+    same loss, so that their upstream gradients are equal.
+
+    Differs: from Megatron-style vocabulary-parallel cross entropy (verl, NeMo, slime): no logits are stored, the
+    entropy has its gradient, and the collective is the caller's: one all-gather of `[4, T]`.
+    """
+    check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
+    check_targets(targets, hidden.shape[0], None, mask)
+    stats, chosen = torch.stack(combined).detach(), ops.check_impl(impl, hidden, weight, bias)
+    args = (hidden, weight, targets, bias, mask, temperature, softcap, vocab_start, stats, chosen)
+    return LogProbs(*ops.shard_op(*args))
+
+
+@torch.no_grad()
+def log_kept_mass(
+    hidden: Float[Tensor, "T D"],
+    weight: Float[Tensor, "V D"],
+    *,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    bias: Float[Tensor, "V"] | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Bool[Tensor, "T"] | None = None,
+) -> Float[Tensor, "T"]:
+    """log S: log of the probability mass that top-p and top-k sampling keep in each row, in nats.
+
+        p = softmax(z), z as in `linear_logp`, in descending order: p_(1) >= p_(2) >= ...
+        S = sum of p_(i) with  i <= top_k  and  p_(1) + ... + p_(i-1) < top_p
+
+    `rollout_logp - log S` is the log-probability of a token under the truncated distribution that it was sampled from;
+    without the correction every ratio is too large by 1 / S. Detached: S belongs to the behaviour policy. `top_k=0` and
+    `top_p=1.0` are off, and log S is then 0, as it is where `mask` is False. The vocabulary is not sorted: the largest
+    128 (or top_k) entries are taken, and more only for rows whose nucleus is larger. Memory: 32 MB of logits on a CPU,
+    1 GB elsewhere (at least one row), and as much again for their softmax.
+
+    Limits:     top_k = 1 is the largest log-probability; top_k >= V and top_p = 1 give 0.
+    Differs:    both limits look at p itself, as SGLang and `rlkit.rollout` do; Hugging Face `generate` and vLLM apply
+                top-p to what top-k left, renormalised. The two differ only where both limits are on.
+    Reference:  nucleus sampling, arXiv:1904.09751; the bias without the correction, huggingface/trl#6789.
+    """
+    check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    if top_k < 0:
+        raise ValueError(f"top_k must be >= 0 (0 is off), got {top_k}")
+    vocab, dtype = weight.shape[0], compute_dtype(hidden, weight, bias)
+    out = hidden.new_zeros(hidden.shape[0], dtype=dtype)
+    if top_p == 1 and not 0 < top_k < vocab:
+        return out
+    head = chunked.Head(weight, ops.finite(bias, dtype), temperature, softcap)
+    rows = torch.arange(hidden.shape[0], device=hidden.device) if mask is None else mask.nonzero().squeeze(1)
+    chunk_bytes = CPU_LOGITS_BYTES if hidden.device.type == "cpu" else LOGITS_BYTES
+    for chunk in rows.split(max(1, chunk_bytes // (vocab * dtype.itemsize))):
+        p = chunked.logits(hidden[chunk], head, dtype).softmax(1)
+        out[chunk] = chunked.kept_mass(p, top_p, min(top_k or vocab, vocab)).log().clamp_(max=0).to(dtype)
+    return out

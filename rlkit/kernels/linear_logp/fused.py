@@ -11,15 +11,14 @@ from torch import Tensor
 
 from rlkit._tensors import check_cu_seqlens, readable, uncompiled
 from rlkit.kernels._checks import check_head, check_targets
-from rlkit.kernels.linear_logp import fused_chunked
-from rlkit.kernels.linear_logp.chunked import Head, blocks, compute_dtype, row_terms
-from rlkit.kernels.linear_logp.ops import check_impl, finite, present
-from rlkit.kernels.linear_logp.stats import finish
+from rlkit.kernels.linear_logp.chunked import Head, blocks, row_terms
+from rlkit.kernels.linear_logp.ops import check_impl, finite, module, present
+from rlkit.kernels.linear_logp.reference import compute_dtype, finish
 from rlkit.types import LogProbs
 
 
 class FusedLoss(NamedTuple):
-    """The summed loss, and the values it was made of, detached (0 where the mask is False)."""
+    """The summed loss, and detached log-probs and entropies (0 where the mask is False)."""
 
     loss: Float[Tensor, ""]
     logp: Float[Tensor, "T"]
@@ -30,7 +29,7 @@ _Wanted = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of hid
 
 
 class _Task(NamedTuple):
-    """Everything that is not differentiated: rows that enter, and what to do with them."""
+    """The arguments of `fused_loss` that are not differentiated. `rows`: indices of the unmasked rows (None: all)."""
 
     targets: Tensor
     rows: Tensor | None
@@ -58,25 +57,25 @@ def fused_loss(
     cu_seqlens: Int[Tensor, "N1"] | None = None,
     impl: str | None = None,
 ) -> FusedLoss:
-    """sum_t loss_fn(LogProbs_t, row_data_t), with all gradients computed on the way: faster, for a loss known up front.
+    """sum_t loss_fn(LogProbs_t, row_data_t), with its gradients computed in the forward, for a loss known in advance.
 
         loss = sum over chunks of rows of loss_fn(linear_logp(hidden, ...), *row_data).sum()
 
     `loss_fn(out, *row_data)` gets `LogProbs` of R rows and the same R rows of each tensor in `row_data` (first axis T),
-    and returns R weighted losses. It is called once per chunk under autograd, on `[R]` tensors. Whatever it is (clipped
-    surrogate, KL, entropy bonus), three matrix products are enough, because a chunk's logits are still there when their
-    gradient is known. Memory: an fp32 gradient of the weight and one chunk of logits (on a CPU 32 MB, or 256 rows where
-    those take more; by Triton up to 4 GB). The backward only scales by the upstream gradient, and works once. Gradients
-    flow to `hidden`, `weight` and `bias`, not to `row_data` or to tensors that `loss_fn` closes over. `impl`:
-    "chunked" or "triton"; None picks, see `which_impl`.
+    and returns R weighted losses. It is called once per chunk under autograd, on `[R]` tensors. Any loss (clipped
+    surrogate, KL, entropy bonus) takes three matrix products, because a chunk's logits are kept until their gradient is
+    known. Memory: an fp32 gradient of the weight and one chunk of logits (on a CPU 32 MB, or 256 rows if they take
+    more; with Triton up to 4 GB). The backward only scales by the upstream gradient, and can run once. Gradients flow
+    to `hidden`, `weight` and `bias`, not to `row_data` or to tensors that `loss_fn` closes over. `impl`: "chunked" or
+    "triton"; None picks, see `which_impl`.
 
-    `mask`: rows where it is False never enter; `loss_fn` does not see them. In a chunk, rows whose gradient is 0 skip
+    `mask`: rows where it is False are skipped; `loss_fn` does not see them. Rows of a chunk whose gradient is 0 skip
     the gradient's products.
 
     `cu_seqlens`: chunks then hold whole sequences, and `loss_fn(out, *row_data, cu_seqlens=...)` gets their bounds
-    among the rows that entered; a long sequence makes its chunk as long. Without it a loss must be one of each row by
-    itself: on the CPU half of the first chunk is evaluated alone as well, and a loss that changes (a sequence-level
-    ratio, a mean, a running sum) is refused.
+    among the unmasked rows; a chunk is at least as long as its longest sequence. Without it the loss of a row must not
+    depend on other rows: on the CPU half of the first chunk is also evaluated alone, and a loss that changes (a
+    sequence-level ratio, a mean, a running sum) is refused.
 
     Example:
         def loss_fn(out, old_logp, advantages, weights):
@@ -112,7 +111,7 @@ def fused_loss(
 
 
 class _Fused(torch.autograd.Function):
-    """Computes the gradients in the forward and hands them out, scaled, in the backward."""
+    """Computes the gradients in the forward and returns them, scaled, in the backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tuple[Tensor, ...]:
@@ -139,18 +138,18 @@ class _Fused(torch.autograd.Function):
 
 
 def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tuple[Tensor, Tensor, Tensor, _Wanted]:
-    dtype, rows, engine = compute_dtype(hidden, weight, bias), task.rows, _engine(task.impl)
+    dtype, rows, engine = compute_dtype(hidden, weight, bias), task.rows, module(task.impl)
     head = Head(weight, finite(bias, dtype), task.temperature, task.softcap)
     h, targets, *data = (x if rows is None else x[rows] for x in (hidden, task.targets.long(), *task.row_data))
     chunks = _chunks(h, engine.chunk_rows(h.device, max(1, weight.shape[0])), task.cu_seqlens)
-    d_hidden = torch.zeros_like(h, dtype=_kept(h)) if task.need[0] else None
+    d_hidden = torch.zeros_like(h, dtype=_grad_dtype(h)) if task.need[0] else None
     d_weight = torch.zeros_like(weight, dtype=dtype) if task.need[1] else None
     d_bias = h.new_zeros(weight.shape[0], dtype=dtype) if task.need[2] else None
     total, out = h.new_zeros((), dtype=dtype), h.new_zeros(2, h.shape[0], dtype=dtype)
-    buffer = engine.workspace(max((c.stop - c.start for c, _ in chunks), default=0), weight, dtype)
+    buffer = h.new_empty(max((c.stop - c.start for c, _ in chunks), default=0) * weight.shape[0], dtype=dtype)
     for chunk, bounds in chunks:
         hc, part = h[chunk], [x[chunk] for x in data]
-        kept, stats = engine.forward(hc, targets[chunk], head, buffer)
+        kept, stats = engine.forward_chunk(hc, targets[chunk], head, buffer)
         values = finish(stats)
         if chunk.start == 0 and readable(h):
             _check_rows(task.loss_fn, values, part, bounds)
@@ -162,34 +161,30 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tu
             total += losses.sum()
             terms = row_terms(targets[chunk], stats.max, stats.sum, *values, g_logp, g_entropy)
             alive = present(g_logp != 0 if g_entropy is None else (g_logp != 0) | (g_entropy != 0))
+            if alive is not None:
+                hc, terms = hc[alive], terms.take(alive)
             d_hc = None if d_hidden is None else d_hidden[chunk]
-            engine.backward(hc, head, terms, kept, alive, d_hc, d_weight, d_bias)
+            d_out = d_hc if d_hc is None or alive is None else torch.empty_like(hc, dtype=d_hc.dtype)
+            engine.backward_chunk(hc, head, terms, kept, alive, d_out, d_weight, d_bias)
+            if d_hc is not None and d_out is not None and alive is not None:
+                d_hc.index_copy_(0, alive, d_out)
     if rows is not None:
         out = out.new_zeros(2, hidden.shape[0]).index_copy_(1, rows, out)
         d_hidden = None if d_hidden is None else d_hidden.new_zeros(hidden.shape).index_copy_(0, rows, d_hidden)
-    d_weight = None if d_weight is None else d_weight.to(_kept(weight))
-    d_bias = None if d_bias is None or bias is None else d_bias.to(_kept(bias))
+    d_weight = None if d_weight is None else d_weight.to(_grad_dtype(weight))
+    d_bias = None if d_bias is None or bias is None else d_bias.to(_grad_dtype(bias))
     return total, out[0], out[1], (d_hidden, d_weight, d_bias)
 
 
-def _kept(x: Tensor) -> torch.dtype:
-    """Of the gradient of `x` until the backward: what fp16 cannot hold yet, a loss scale may still bring into range."""
+def _grad_dtype(x: Tensor) -> torch.dtype:
+    """Dtype of the gradient of `x` until the backward. fp32 for fp16: a loss scale may still bring it into range."""
     return torch.float32 if x.dtype == torch.float16 else x.dtype
-
-
-def _engine(impl: str) -> Any:
-    """The module with `forward` and `backward` of a chunk."""
-    if impl == "chunked":
-        return fused_chunked
-    from rlkit.kernels.linear_logp import fused_triton
-
-    return fused_triton
 
 
 def _loss_and_slopes(
     loss_fn: Callable[..., Tensor], values: LogProbs, data: list[Tensor], bounds: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Losses of a chunk, and their gradients in logp and entropy (None where the loss does not use the entropy)."""
+    """Losses of a chunk, and their gradients in logp and entropy (None if the loss does not use the entropy)."""
     with torch.enable_grad():
         leaves = LogProbs(*(x.detach().requires_grad_() for x in values))
         losses = _call(loss_fn, leaves, data, bounds)
@@ -212,7 +207,7 @@ def _call(loss_fn: Callable[..., Tensor], out: LogProbs, data: list[Tensor], bou
 
 
 def _check_rows(loss_fn: Callable[..., Tensor], values: LogProbs, data: list[Tensor], bounds: Tensor | None) -> None:
-    """The middle half of the rows (sequences) alone must have the losses that they have between the others."""
+    """Raise if the losses of the middle half of the rows (sequences) change when it is evaluated alone."""
     num = values.logp.shape[0] if bounds is None else bounds.numel() - 1
     first, last = (num + 2) // 4, (num + 2) // 4 + num // 2
     some = None if bounds is None else bounds[first : last + 1] - bounds[first]

@@ -1,8 +1,7 @@
-"""The operators behind `linear_logp`, as autograd and torch.compile see them, and the exact removal of rows.
+"""The operators behind `linear_logp`, for autograd and torch.compile, and the exact removal of rows.
 
-Rows leave in two places: masked ones never enter the forward, and rows whose upstream gradients are all zero (clipped,
-no advantage) never enter the backward. Time goes with the rows that are left. Both happen inside an operator, so that
-no compiler sees a shape that depends on data.
+The forward drops masked rows; the backward also drops rows whose upstream gradients are all zero (clipped, no
+advantage). Both happen inside an operator, so that no compiler sees a shape that depends on data.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlkit.kernels import _triton
-from rlkit.kernels.linear_logp import chunked, small
-from rlkit.kernels.linear_logp.chunked import Head, row_terms
-from rlkit.kernels.linear_logp.stats import LOWEST, Partials, finish, no_partials
+from rlkit.kernels.linear_logp import chunked
+from rlkit.kernels.linear_logp.chunked import Head, KeptRows, row_terms
+from rlkit.kernels.linear_logp.reference import LOWEST, Partials, compute_dtype, finish, no_partials
 
-IMPLS = ("chunked", "triton")
-SYNCS = (torch.Tag.cudagraph_unsafe,)  # they ask the device how many rows are left
+IMPLS = ("reference", "chunked", "triton")
+ENGINES = IMPLS[1:]
+SYNCS = (torch.Tag.cudagraph_unsafe,)  # they sync with the device to count the remaining rows
 
 
 @torch.library.custom_op("rlkit::linear_logp_partials", mutates_args=(), tags=SYNCS)
@@ -36,7 +36,7 @@ def partials_op(
     impl: str,
 ) -> Tensor:
     """Statistics `[4, T]` over this part of the vocabulary, without a gradient."""
-    dtype = chunked.compute_dtype(hidden, weight, bias)
+    dtype = compute_dtype(hidden, weight, bias)
     head = Head(weight, finite(bias, dtype), temperature, softcap, start)
     rows = present(mask)
     if rows is None:
@@ -47,7 +47,7 @@ def partials_op(
 
 @partials_op.register_fake
 def _(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, *_: Any) -> Tensor:  # noqa: ARG001
-    return hidden.new_empty(4, hidden.shape[0], dtype=chunked.compute_dtype(hidden, weight, bias))
+    return hidden.new_empty(4, hidden.shape[0], dtype=compute_dtype(hidden, weight, bias))
 
 
 @torch.library.custom_op("rlkit::linear_logp", mutates_args=(), tags=SYNCS)
@@ -63,16 +63,16 @@ def logp_op(
     impl: str,
     into_grad: bool,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """logp and entropy, and for the backward offset, sum, and what `small` keeps of the rows that entered."""
+    """logp and entropy, and for the backward offset, sum, and what `forward_kept` keeps of the unmasked rows."""
     if not keep:
         stats = partials_op(hidden, weight, targets, bias, mask, temperature, softcap, 0, impl)
         return *finish(Partials(*stats)), stats[0].clone(), stats[1].clone(), stats.new_empty(0)
-    head = Head(weight, finite(bias, chunked.compute_dtype(hidden, weight, bias)), temperature, softcap)
+    head = Head(weight, finite(bias, compute_dtype(hidden, weight, bias)), temperature, softcap)
     rows, num_rows = present(mask), hidden.shape[0]
     if rows is None:
-        logp, entropy, offset, kept = small.forward(hidden, targets.long(), head)
+        logp, entropy, offset, kept = chunked.forward_kept(hidden, targets.long(), head)
     else:
-        *values, kept = small.forward(hidden[rows], targets[rows].long(), head)
+        *values, kept = chunked.forward_kept(hidden[rows], targets[rows].long(), head)
         logp, entropy, offset = (x.new_zeros(num_rows).index_copy_(0, rows, x) for x in values)
         kept = pad(kept, (0, 0, 0, num_rows - rows.numel()))
     return logp, entropy, offset, logp.new_empty(0), kept
@@ -81,26 +81,20 @@ def logp_op(
 @logp_op.register_fake
 def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     _, bias, *_, keep, _, _ = rest
-    num_rows, dtype = hidden.shape[0], chunked.compute_dtype(hidden, weight, bias)
+    num_rows, dtype = hidden.shape[0], compute_dtype(hidden, weight, bias)
     shapes = [(num_rows,)] * 3 + ([(0,), (2, num_rows, weight.shape[0])] if keep else [(num_rows,), (0,)])
     return tuple(hidden.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
-@torch.library.custom_op("rlkit::linear_logp_shard", mutates_args=())
-def shard_op(
-    hidden: Tensor,  # noqa: ARG001
-    weight: Tensor,  # noqa: ARG001
-    targets: Tensor,  # noqa: ARG001
-    bias: Tensor | None,  # noqa: ARG001
-    mask: Tensor | None,  # noqa: ARG001
-    temperature: float,  # noqa: ARG001
-    softcap: float | None,  # noqa: ARG001
-    start: int,  # noqa: ARG001
-    stats: Tensor,
-    impl: str,  # noqa: ARG001
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "rlkit::linear_logp_shard",
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor weight, Tensor targets, Tensor? bias, Tensor? mask, float temperature, "
+    "float? softcap, SymInt start, Tensor stats, str impl) -> (Tensor, Tensor)",
+)
+def shard_op(*args: Any) -> tuple[Tensor, Tensor]:
     """logp and entropy from the statistics `[4, T]` of the whole vocabulary, with gradients to this part of it."""
-    logp, entropy = finish(Partials(*stats))
+    logp, entropy = finish(Partials(*args[8]))
     return logp, entropy
 
 
@@ -110,8 +104,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
     return stats.new_empty(stats.shape[1]), stats.new_empty(stats.shape[1])
 
 
-@torch.library.custom_op("rlkit::linear_logp_backward", mutates_args=(), tags=SYNCS)
-def backward_op(
+def _gradients(
     g_logp: Tensor | None,
     g_entropy: Tensor | None,
     hidden: Tensor,
@@ -126,58 +119,10 @@ def backward_op(
     start: int,
     impl: str,
     need: list[bool],
+    d_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias (`[0]` where not needed), from rows with a non-zero upstream gradient."""
     head = Head(weight, finite(bias, saved[0].dtype), temperature, softcap, start)
-    return _gradients((g_logp, g_entropy), hidden, targets, bias, mask, head, saved, kept, impl, need, None)
-
-
-@backward_op.register_fake
-def _(*args: Any) -> tuple[Tensor, ...]:
-    hidden, weight, _, bias = args[2:6]
-    wanted = zip((hidden, weight, hidden if bias is None else bias), args[-1], strict=True)
-    return tuple(torch.empty_like(x) if needed else x.new_empty(0) for x, needed in wanted)
-
-
-@torch.library.custom_op("rlkit::linear_logp_backward_", mutates_args=("d_weight",), tags=SYNCS)
-def backward_op_(
-    g_logp: Tensor | None,
-    g_entropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    saved: list[Tensor],
-    kept: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    start: int,
-    impl: str,
-    need: list[bool],
-    d_weight: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The same, with the weight's gradient added to `d_weight`."""
-    head = Head(weight, finite(bias, saved[0].dtype), temperature, softcap, start)
-    upstream = (g_logp, g_entropy)
-    d_hidden, _, d_bias = _gradients(upstream, hidden, targets, bias, mask, head, saved, kept, impl, need, d_weight)
-    return d_hidden, d_bias
-
-
-def _gradients(
-    upstream: tuple[Tensor | None, Tensor | None],
-    hidden: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    head: Head,
-    saved: list[Tensor],
-    kept: Tensor | None,
-    impl: str,
-    need: list[bool],
-    d_weight: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    g_logp, g_entropy = upstream
     g_entropy = None if g_entropy is None or not g_entropy.any() else g_entropy
     g_logp = torch.zeros_like(saved[0]) if g_logp is None else g_logp
     alive = g_logp != 0 if g_entropy is None else (g_logp != 0) | (g_entropy != 0)
@@ -188,18 +133,50 @@ def _gradients(
     if kept is None:
         terms = row_terms(t, offset, _take(saved[3], rows), logp, entropy, g_l, g_h)
         grads = module(impl).backward(h, head, terms, need=need, d_weight=d_weight)
-    else:  # its rows are those that entered the forward, in order
+    else:  # `kept` starts with the unmasked rows, in order
         entered = rows if rows is None or mask is None else (mask.cumsum(0) - 1)[rows]
-        kept_rows = small.KeptRows(t, logp, entropy, offset, g_l, g_h)
+        kept_rows = KeptRows(t, logp, entropy, offset, g_l, g_h)
         kept = kept if entered is None else kept[:, entered]
-        grads = small.backward(h, head, kept, kept_rows, need=need, d_weight=d_weight)
+        grads = chunked.backward_kept(h, head, kept, kept_rows, need=need, d_weight=d_weight)
     d_hidden, d_weight, d_bias = grads
     if d_hidden is not None and rows is not None:
         d_hidden = torch.zeros_like(hidden).index_copy_(0, rows, d_hidden)
     d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
-    likes = (hidden, head.weight, hidden if bias is None else bias)
+    likes = (hidden, weight, hidden if bias is None else bias)
     found = (like.new_empty(0) if g is None else g for like, g in zip(likes, (d_hidden, d_weight, d_bias), strict=True))
     return tuple(found)  # type: ignore[return-value]
+
+
+_BACKWARD_ARGS = (
+    "Tensor? g_logp, Tensor? g_entropy, Tensor hidden, Tensor weight, Tensor targets, Tensor? bias, Tensor? mask, "
+    "Tensor[] saved, Tensor? kept, float temperature, float? softcap, SymInt start, str impl, bool[] need"
+)
+backward_op = torch.library.custom_op(
+    "rlkit::linear_logp_backward",
+    _gradients,
+    mutates_args=(),
+    schema=f"({_BACKWARD_ARGS}) -> (Tensor, Tensor, Tensor)",
+    tags=SYNCS,
+)
+
+
+@backward_op.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    hidden, weight, _, bias = args[2:6]
+    wanted = zip((hidden, weight, hidden if bias is None else bias), args[-1], strict=True)
+    return tuple(torch.empty_like(x) if needed else x.new_empty(0) for x, needed in wanted)
+
+
+@torch.library.custom_op(
+    "rlkit::linear_logp_backward_",
+    mutates_args=("d_weight",),
+    schema=f"({_BACKWARD_ARGS}, Tensor(a!) d_weight) -> (Tensor, Tensor)",
+    tags=SYNCS,
+)
+def backward_op_(*args: Any) -> tuple[Tensor, Tensor]:
+    """`backward_op` that adds the weight's gradient to `d_weight`."""
+    d_hidden, _, d_bias = _gradients(*args)
+    return d_hidden, d_bias
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -218,7 +195,7 @@ def _save(ctx: Any, tensors: Any, saved: Any, kept: Tensor | None, constants: tu
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *saved, kept)
     ctx.constants = constants
-    ctx.leaf = tensors[1] if into_grad else None  # what is saved may come back as a copy (checkpoints, offloading)
+    ctx.leaf = tensors[1] if into_grad else None  # a saved tensor may come back as a copy (checkpoints, offloading)
 
 
 def _backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -249,17 +226,15 @@ def which_impl(hidden: Float[Tensor, "T D"], weight: Float[Tensor, "V D"], bias:
     return "triton" if _triton.preferred(hidden, weight, bias) else "chunked"
 
 
-def check_impl(impl: str | None, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str:
-    """The implementation asked for, or the one picked."""
-    if impl is not None and impl not in IMPLS:
-        raise ValueError(f"impl must be one of {['reference', *IMPLS]}, got {impl!r}")
-    if impl == "triton":
-        _triton.require(hidden, weight, bias)
-    return which_impl(hidden, weight, bias) if impl is None else impl
+def check_impl(
+    impl: str | None, hidden: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[str, ...] = ENGINES
+) -> str:
+    """`impl` after its checks, or the one that `which_impl` picks."""
+    return _triton.choose(impl, names, which_impl(hidden, weight, bias), hidden, weight, bias)
 
 
 def check_into_grad(weight: Tensor) -> None:
-    """The weight's gradient can be written where autograd would put it."""
+    """Raise if the backward cannot write into `weight.grad` as autograd would."""
     if not weight.requires_grad:
         return
     if type(weight) not in (Tensor, torch.nn.Parameter):
@@ -274,7 +249,7 @@ def check_into_grad(weight: Tensor) -> None:
 
 
 def module(impl: str) -> Any:
-    """The module with `partials` and `backward`; Triton is imported when it is first needed."""
+    """The engine: the module with `partials`, `backward` and their chunk forms. Triton is imported at its first use."""
     if impl == "chunked":
         return chunked
     from rlkit.kernels.linear_logp import triton
@@ -283,7 +258,7 @@ def module(impl: str) -> Any:
 
 
 def present(mask: Tensor | None) -> Tensor | None:
-    """Indices of the True rows, or None when all of them are."""
+    """Indices of the True rows, or None if all are."""
     return None if mask is None or bool(mask.all()) else mask.nonzero().squeeze(1)
 
 
@@ -292,5 +267,5 @@ def _take(x: Any, rows: Tensor | None) -> Any:
 
 
 def finite(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A bias of -inf (a banned entry) as a huge finite one: e^(z - max) (z - max) is then 0 and not NaN."""
+    """The bias with -inf (a banned entry) replaced by -1e30, so that e^(z - max) (z - max) is 0 and not NaN."""
     return None if bias is None else bias.to(dtype).clamp(min=LOWEST)

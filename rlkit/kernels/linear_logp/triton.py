@@ -1,11 +1,16 @@
-"""Library products into blocks that stay in the cache, and one Triton pass over each block. CUDA, any vocabulary.
+# mypy: allow-untyped-defs
+"""The engine in Triton: library products into blocks that stay in the cache, and one Triton pass over each block. CUDA.
 
-The tensor cores' work is left to the library (cuBLAS), which writes fp32 logits of 16-bit inputs; the row kernels read
-each block once, from the L2 cache where it fits. The forward's blocks have one fixed shape, the last rows filled up
-with zeros, so the library takes the same kernel for every row: a row's log-probability does not depend on how many
-rows there are, or on which. The backward walks over the vocabulary: for some columns the gradient of the logits of
-*all* rows, then one product for the weight's gradient there, final when written and rounded once, and one into an fp32
-sum for the hidden states'.
+The library (cuBLAS) writes fp32 logits of 16-bit inputs; the row kernels read each block once, from the L2 cache where
+it fits. The forward's blocks have one fixed shape, the last rows padded with zeros, so that the library picks the same
+kernel for every row: a row's log-probability does not depend on how many rows there are, or which. The backward walks
+over the vocabulary: for some columns the gradient of the logits of *all* rows, then one product for the weight's
+gradient there, which is final when written and rounded once, and one into an fp32 sum for the hidden states'.
+
+The row kernels also serve `logits_logp`. They turn what they read into logits, z = softcap * tanh((x + bias) / softcap)
+/ temperature in fp32: x is a model's logits, or a block that a library product left. A program handles whole rows
+(statistics) or pieces of rows (gradient), always in the same order: no atomics, and a row's bits do not depend on the
+rows around it. Rows are on the first axis of the grid (the other axes end at 65,535).
 """
 
 from __future__ import annotations
@@ -16,15 +21,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlkit.kernels.linear_logp.chunked import Grads, Head, Rows, blocks
-from rlkit.kernels.linear_logp.products import full_sums, product_dtype, product_into
-from rlkit.kernels.linear_logp.row_kernels import Scaling, pack_terms, update_stats, write_gradient
-from rlkit.kernels.linear_logp.stats import no_partials
+from rlkit._extras import MissingExtra
+from rlkit.kernels._triton import NEEDED
+from rlkit.kernels.linear_logp.chunked import Grads, Head, Rows, blocks, full_sums, product_dtype, product_into
+from rlkit.kernels.linear_logp.reference import Partials, no_partials
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    raise MissingExtra(NEEDED) from None
 
 HEIGHT, WIDTH = 1024, 8192  # of a block of logits in the forward: 32 MB in fp32, in an L2 cache of 50
 BLOCK_BYTES, MIN_HEIGHT = 32 << 20, 256  # of a block of logits in the backward
 GRADIENT_BYTES = 128 << 20  # of the logits' gradient: all rows, and at least MIN_WIDTH columns
 MIN_WIDTH, MAX_WIDTH = 4096, 16_384
+CHUNK_BYTES, ROWS_STEP = 4 << 30, 1024  # of a chunk's fp32 logits and 16-bit gradient: 4096 rows of 152k entries
+LOWEST = tl.constexpr(-1e30)  # `reference.LOWEST`
+LOG2_E = tl.constexpr(1.4426950408889634)
+ROWS = 1  # per program; more only in the interpreter, where a program costs milliseconds
+# enable_fp_fusion: a product fused with the difference after it would leave u = z - max not 0 at the maximum.
+# maxnreg: on sm_100 ptxas would stop at 64 registers, and spill.
+STATS = {"BLOCK": 4096, "STAGES": 2, "num_warps": 8, "maxnreg": 128, "enable_fp_fusion": False}
+GRADIENT = {"BLOCK": 4096, "num_warps": 8, "enable_fp_fusion": False}
 
 
 def partials(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
@@ -41,12 +60,12 @@ def partials(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
             for first, last in blocks(vocab, WIDTH):
                 x = z[:, : last - first]
                 product_into(x, h, head.weight[first:last].to(dtype).t())
-                update_stats(out[:, top:end], x[: end - top], targets[top:end], scaling(head, first, last))
+                update_stats(out[:, top:end], x[: end - top], targets[top:end], head, first=first)
     return out
 
 
 def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool], d_weight: Tensor | None = None) -> Grads:
-    """Gradients as far as `need` asks for them; a given `d_weight` is added to, in its own dtype."""
+    """Gradients where `need` is True; a given `d_weight` is added to, in its own dtype."""
     weight, dtype = head.weight, product_dtype(hidden, head.weight)
     h, (vocab, dim), num_rows = hidden.to(dtype), weight.shape, hidden.shape[0]
     add = d_weight is not None
@@ -56,20 +75,17 @@ def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool], d_weig
     d_bias = h.new_zeros(vocab, dtype=torch.float32) if need[2] else None
     if num_rows == 0 or vocab == 0:
         return Grads(None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias)
-    scale, unscale = lift(rows, dtype, head.temperature)
-    terms = pack_terms(scale, rows.offset, rows.at_target, rows.base, rows.slope)
+    terms, unscale = pack_terms(rows, dtype, head.temperature)
     width = min(vocab, max(MIN_WIDTH, min(MAX_WIDTH, GRADIENT_BYTES // (dtype.itemsize * num_rows) // 256 * 256)))
-    buffer, z = (
-        h.new_empty(num_rows, width),
-        h.new_empty(max(MIN_HEIGHT, BLOCK_BYTES // (4 * width)), width, dtype=torch.float32),
-    )
+    buffer = h.new_empty(num_rows, width)
+    z = h.new_empty(max(MIN_HEIGHT, BLOCK_BYTES // (4 * width)), width, dtype=torch.float32)
     with torch.cuda.device_of(hidden), full_sums():
         for first, last in blocks(vocab, width):
             w, d = weight[first:last].to(dtype), buffer[:, : last - first]
             for top, end in blocks(num_rows, z.shape[0]):
                 x = z[: end - top, : last - first]
                 product_into(x, h[top:end], w.t())
-                write_gradient(d[top:end], x, rows.targets[top:end], terms[:, top:end], scaling(head, first, last))
+                write_gradient(d[top:end], x, rows.targets[top:end], terms[:, top:end], head, first=first)
             if d_hidden is not None:
                 product_into(d_hidden, d, w, add=True, factor=unscale)
             if d_weight is not None and need[1]:
@@ -80,25 +96,254 @@ def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool], d_weig
     return Grads(None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias)
 
 
-def lift(rows: Rows, dtype: torch.dtype, temperature: float) -> tuple[Tensor, float]:
-    """What to scale each row's gradient by, and the factor to take off after the products.
+def pack_terms(rows: Rows, dtype: torch.dtype, temperature: float) -> tuple[Tensor, float]:
+    """The `terms` of `write_gradient` for a gradient in `dtype`, and the factor to multiply with after the products.
 
     fp16 ends at 6e-8 and 65504. A power of two brings the largest possible entry near 2^14, so that what is lost is
     4e11 times smaller. It costs a device sync; the other dtypes have the range of fp32, and their factor is 1.
     """
-    scale = rows.scale / temperature
-    if dtype != torch.float16 or not scale.numel():
-        return scale, 1.0
-    size = torch.ones_like(scale) if rows.base is None else rows.base.abs()
-    size = size if rows.slope is None else size + rows.slope.abs()
-    largest = (scale.abs() * torch.maximum(size, rows.at_target.abs())).max().item()
-    if not 0 < largest < math.inf:
-        return scale, 1.0
-    factor = 2.0 ** min(120, 14 - math.frexp(largest)[1])
-    return scale * factor, 1 / factor
+    scale, factor = rows.scale / temperature, 1.0
+    if dtype == torch.float16 and scale.numel():
+        size = torch.ones_like(scale) if rows.base is None else rows.base.abs()
+        size = size if rows.slope is None else size + rows.slope.abs()
+        largest = (scale.abs() * torch.maximum(size, rows.at_target.abs())).max().item()
+        factor = 2.0 ** min(120, 14 - math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
+    terms = [scale * factor, rows.offset, rows.at_target, rows.base, rows.slope]
+    return torch.stack([x for x in terms if x is not None]), 1 / factor
 
 
-def scaling(head: Head, first: int, last: int) -> Scaling:
-    """How a block of raw logits of the weight's rows [first, last) becomes logits."""
-    bias = None if head.bias is None else head.bias[first:last]
-    return Scaling(bias, head.temperature, head.softcap, head.start + first)
+def chunk_rows(device: torch.device, vocab: int) -> int:  # noqa: ARG001
+    """Rows whose logits `forward_chunk` keeps: thousands, since each chunk reads and writes all of d_weight."""
+    return max(1, CHUNK_BYTES // (6 * vocab * ROWS_STEP)) * ROWS_STEP
+
+
+def forward_chunk(h: Tensor, targets: Tensor, head: Head, buffer: Tensor) -> tuple[Tensor, Partials]:
+    """The chunk's raw logits in the flat `buffer`, and the statistics of its rows."""
+    h = h.to(product_dtype(h, head.weight))
+    shape = (h.shape[0], head.weight.shape[0])
+    z = buffer[: math.prod(shape)].view(shape)
+    stats = no_partials(h.shape[0], dtype=torch.float32, device=h.device)
+    with torch.cuda.device_of(h), full_sums():
+        product_into(z, h, head.weight.to(h.dtype).t())
+        update_stats(stats, z, targets, head)
+    return z, Partials(*stats)
+
+
+def backward_chunk(
+    h: Tensor,
+    head: Head,
+    rows: Rows,
+    z: Tensor,
+    alive: Tensor | None,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+    d_bias: Tensor | None,
+) -> None:
+    """Writes `d_hidden` of the rows of `h`, and adds to `d_weight` and `d_bias`.
+
+    `h` and `rows` hold the chunk's rows with the indices `alive` (None: all); `z` holds all, and may be overwritten.
+    """
+    h = h.to(product_dtype(h, head.weight))
+    if h.shape[0] == 0:
+        return
+    terms, unscale = pack_terms(rows, h.dtype, head.temperature)
+    d = z if z.dtype == h.dtype and alive is None else h.new_empty(h.shape[0], z.shape[1])
+    with torch.cuda.device_of(h), full_sums():
+        write_gradient(d, z, rows.targets, terms, head, rows=alive)
+        if d_hidden is not None:
+            product_into(d_hidden, d, head.weight.to(h.dtype), factor=unscale)
+        if d_weight is not None:
+            product_into(d_weight, d.t(), h, add=True, factor=unscale)
+        if d_bias is not None:
+            d_bias.add_(d.sum(0, dtype=torch.float32), alpha=unscale)
+
+
+def update_stats(
+    stats: Tensor, x: Tensor, targets: Tensor, head: Head, *, first: int = 0, mask: Tensor | None = None
+) -> None:
+    """Merges the columns `x` `[R, C]`, raw logits of the head's entries from `first`, into the statistics `[4, R]`.
+
+    Rows where `mask` is False are not read.
+    """
+    num_rows, num_columns = x.shape
+    bias = None if head.bias is None else head.bias[first : first + num_columns]
+    mask = None if mask is None else mask.contiguous()
+    stats_kernel[(triton.cdiv(num_rows, ROWS),)](
+        *(x, bias, targets.contiguous(), mask, stats),
+        *(num_rows, num_columns, x.stride(0), stats.stride(0), head.start + first),
+        *(1 / head.temperature, float(head.softcap or 1.0)),
+        HAS_BIAS=bias is not None,
+        HAS_MASK=mask is not None,
+        HAS_SOFTCAP=head.softcap is not None,
+        ROWS=ROWS,
+        **STATS,
+    )
+
+
+def write_gradient(
+    out: Tensor,
+    x: Tensor,
+    targets: Tensor,
+    terms: Tensor,
+    head: Head,
+    *,
+    first: int = 0,
+    alive: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> None:
+    """out <- gradient of the columns `x` `[R, C]` from the `terms` of their rows; `out` may be `x`.
+
+    `terms` `[3, R]` or `[5, R]` holds scale, offset, at_target(, base, slope) of `chunked.Rows`. Where `alive` is False
+    the gradient is 0 and nothing is read. `rows` `[R]`: the row of `x` that each row of `out` belongs to.
+    """
+    num_rows, num_columns = out.shape
+    bias = None if head.bias is None else head.bias[first : first + num_columns]
+    grid = (triton.cdiv(num_rows, ROWS), triton.cdiv(num_columns, GRADIENT["BLOCK"]))
+    gradient_kernel[grid](
+        *(x, bias, targets.contiguous(), alive, rows, terms, out),
+        *(num_rows, num_columns, x.stride(0), out.stride(0), terms.stride(0), head.start + first),
+        *(1 / head.temperature, float(head.softcap or 1.0)),
+        HAS_BIAS=bias is not None,
+        HAS_ALIVE=alive is not None,
+        HAS_ROWS=rows is not None,
+        HAS_SOFTCAP=head.softcap is not None,
+        HAS_ENTROPY=terms.shape[0] == 5,
+        ROWS=ROWS,
+        **GRADIENT,
+    )
+
+
+@triton.jit
+def tanh(x):
+    """tanh by exponentials, and by its series near 0, where those cancel (relative error 2e-7)."""
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+    t = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
+    size = (1 - t) / (1 + t)
+    return tl.where(square < 0.04, series, tl.where(x < 0, -size, size))
+
+
+@triton.jit
+def to_logits(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Scaled, capped, and at least -1e30; NaN stays NaN."""
+    if HAS_SOFTCAP:
+        x = softcap * tanh(x / softcap)
+    z = x * scale
+    return tl.where(z < LOWEST, LOWEST, z)
+
+
+@triton.jit(do_not_specialize=["num_rows", "first"])
+def stats_kernel(
+    x_ptr,
+    bias_ptr,
+    targets_ptr,
+    mask_ptr,
+    stats_ptr,
+    num_rows,
+    num_columns,
+    x_stride,
+    stats_stride,
+    first,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Merges these columns into max, sum, dot and target of their rows (see `Partials`)."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    alive = row < num_rows
+    if HAS_MASK:
+        alive = alive & (tl.load(mask_ptr + row, mask=alive, other=0) != 0)
+    start = row * x_stride
+    peak = tl.load(stats_ptr + row, mask=alive, other=LOWEST)
+    total = tl.load(stats_ptr + stats_stride + row, mask=alive, other=0.0)
+    dot = tl.load(stats_ptr + 2 * stats_stride + row, mask=alive, other=0.0)
+    end = tl.where(tl.max(alive.to(tl.int32), 0) > 0, num_columns, 0)
+    for left in tl.range(0, end, BLOCK, num_stages=STAGES):
+        column = left + tl.arange(0, BLOCK)
+        inside = alive[:, None] & (column < num_columns)[None, :]
+        x = tl.load(x_ptr + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            x += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0)[None, :]
+        z = to_logits(x, scale, softcap, HAS_SOFTCAP)
+        top = tl.maximum(peak, tl.max(tl.where(inside, z, LOWEST), 1))
+        u = z - top[:, None]
+        e = tl.where(inside, tl.exp2(u * LOG2_E), 0.0)
+        shift = peak - top
+        shrink = tl.exp2(shift * LOG2_E)
+        dot = (dot + total * shift) * shrink + tl.sum(e * u, 1)
+        total = total * shrink + tl.sum(e, 1)
+        peak = top
+    local = tl.load(targets_ptr + row, mask=alive, other=-1).to(tl.int32) - first
+    here = alive & (local >= 0) & (local < num_columns)
+    x = tl.load(x_ptr + start + local, mask=here, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + local, mask=here, other=0.0)
+    z = to_logits(x, scale, softcap, HAS_SOFTCAP)
+    tl.store(stats_ptr + row, peak, mask=alive)
+    tl.store(stats_ptr + stats_stride + row, total, mask=alive)
+    tl.store(stats_ptr + 2 * stats_stride + row, dot, mask=alive)
+    tl.store(stats_ptr + 3 * stats_stride + row, z, mask=here)
+
+
+@triton.jit(do_not_specialize=["num_rows", "first"])
+def gradient_kernel(
+    x_ptr,
+    bias_ptr,
+    targets_ptr,
+    alive_ptr,
+    rows_ptr,
+    terms_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    x_stride,
+    out_stride,
+    terms_stride,
+    first,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_ALIVE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """factor * e^u (base + slope u), u = z - offset, and factor * at_target at the target: see `chunked`."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    valid = row < num_rows
+    alive = valid
+    if HAS_ALIVE:
+        alive = alive & (tl.load(alive_ptr + row, mask=valid, other=0) != 0)
+    source = row
+    if HAS_ROWS:
+        source = tl.load(rows_ptr + row, mask=valid, other=0)
+    inside = alive[:, None] & (column < num_columns)[None, :]
+    x = tl.load(x_ptr + (source * x_stride)[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0)[None, :]
+    z = to_logits(x, scale, softcap, HAS_SOFTCAP)
+    factor = tl.load(terms_ptr + row, mask=alive, other=0.0)
+    offset = tl.load(terms_ptr + terms_stride + row, mask=alive, other=0.0)
+    at_target = tl.load(terms_ptr + 2 * terms_stride + row, mask=alive, other=0.0)
+    u = z - offset[:, None]
+    d = tl.exp2(u * LOG2_E)
+    if HAS_ENTROPY:
+        base = tl.load(terms_ptr + 3 * terms_stride + row, mask=alive, other=0.0)
+        slope = tl.load(terms_ptr + 4 * terms_stride + row, mask=alive, other=0.0)
+        d *= base[:, None] + slope[:, None] * u
+    local = tl.load(targets_ptr + row, mask=alive, other=-1).to(tl.int32) - first
+    d = tl.where(local[:, None] == column[None, :], at_target[:, None], d)
+    if HAS_SOFTCAP:  # d softcap * tanh(x / softcap) / dx = 1 - tanh^2
+        t = z / (scale * softcap)
+        d *= 1 - t * t
+    d = tl.where(inside, d * factor[:, None], 0.0)
+    here = valid[:, None] & (column < num_columns)[None, :]
+    tl.store(out_ptr + (row * out_stride)[:, None] + column[None, :], d.to(out_ptr.dtype.element_ty), mask=here)

@@ -1,4 +1,4 @@
-"""The first-order linear recurrence over packed segments that every trace estimator is made of."""
+"""First-order linear recurrence over packed segments, the core of every trace estimator."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def linear_scan(
 
     Example: a = [.5, .5, .5], b = [1, 1, 1], cu_seqlens = [0, 2, 3] gives x = [1.5, 1, 1].
 
-    a_t = 0 reads nothing, so a NaN stays inside its segment, and behind a 0 inside one. The x_end of an empty segment
-    is read nowhere. (a, b) = (1, 0) passes the value on unchanged.
+    Where a_t = 0, x_t = b_t even if x_{t+1} is NaN, so a NaN stays in its segment and does not pass a 0 inside one. The
+    x_end of an empty segment is not read. (a, b) = (1, 0) passes the value on unchanged.
 
     Limits:     a = 1 gives reverse cumulative sums; a = 0 gives b.
     Requires:   |a| <= 1, except for the reference: running products of a could overflow otherwise. On the CPU larger
-                ones are noticed and go to the loop (about 0.2 s for a million tokens); on other devices they are not
-                looked at.
-    Precision:  bf16 and fp16 are computed and returned in fp32; fp64 stays fp64. The same bits every run.
+                values are detected and computed by the loop (about 0.2 s for a million tokens); on other devices they
+                are not checked.
+    Precision:  bf16 and fp16 are computed and returned in fp32; fp64 stays fp64. Runs are bit-identical.
     Args:       cu_seqlens: segment bounds `[N+1]`; None is one segment.  x_end: one value per segment, `[N]`.
                 impl: "reference" (a loop), "blocked" (torch operations) or "triton"; None picks, see `which_impl`.
-    Differs:    from a Python loop over padded `[B, L]` (TRL, verl, OpenRLHF): no padding, and time does not go with the
-                longest row. From torch's `associative_scan`: segments, no NaN across packed neighbours, and 1 M tokens
-                on two CPU cores in about 10 ms instead of 200.
+    Differs:    from a Python loop over padded `[B, L]` (TRL, verl, OpenRLHF): no padding, and time does not depend on
+                the longest row. From torch's `associative_scan`: segments, no NaN across packed neighbours, and 1 M
+                tokens on two CPU cores in about 10 ms instead of 200.
     Reference:  G. Blelloch, "Prefix sums and their applications" (1990), section 1.4: first-order recurrences.
     """
     check_float(a=a, b=b, x_end=x_end)
@@ -58,11 +58,7 @@ def linear_scan(
     dtype = torch.promote_types(upcast(a).dtype, upcast(b).dtype)
     a, b = a.to(dtype), b.to(dtype)
     end = None if x_end is None else x_end.to(dtype)
-    chosen = which_impl(a) if impl is None else impl
-    if chosen not in ops.IMPLS:
-        raise ValueError(f"impl must be one of {sorted(ops.IMPLS)}, got {chosen!r}")
-    if chosen == "triton":
-        _triton.require(a, b, cu_seqlens)
+    chosen = _triton.choose(impl, ops.IMPLS, which_impl(a), a, b, cu_seqlens)
     if reverse or chosen == "triton":
         return ops.scan_op(a, b, cu_seqlens, end, reverse, chosen)
     mirrored = a.numel() - cu_seqlens.flip(0)

@@ -1,4 +1,4 @@
-"""The recurrence in blocks: many short scans side by side, a scan of their carries, one correction. Any device."""
+"""The recurrence in blocks: many short scans in parallel, a scan of their carries, one correction. Any device."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LOOP_TOKENS = 1024  # up to here the Python loop is faster than a level of block
 def scan(a: Float[Tensor, "T"], b: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
     """x_t = a_t x_{t+1} + b_t from x_T = 0, for |a| <= 1.
 
-    Blocks of L tokens are the columns of a [L, T / L] matrix, so each of the few steps is one operation on a contiguous
-    row: first every block from a zero carry, with the running products of a beside it; then the carries, by the same
-    rule on a stream L times shorter; then x += product * carry. Where |a| > 1 those products can overflow although x
-    does not: on the CPU the loop is taken instead, elsewhere |a| <= 1 is the caller's promise.
+    Blocks of L tokens are the columns of a [L, T / L] matrix, so each of the L steps is one operation on a contiguous
+    row: first every block from a zero carry, together with the running products of a; then the carries, recursively, on
+    a stream L times shorter; then x += product * carry. For |a| > 1 the products can overflow although x does not: on
+    the CPU the loop runs instead, elsewhere the caller must ensure |a| <= 1.
     """
     if a.device.type != "cpu":
         return _scan(a, b, finite=False)
@@ -55,7 +55,7 @@ def _in_blocks(x: Tensor, length: int) -> Tensor:
 
 
 def _add_product(x: Tensor, a: Tensor, y: Tensor, *, finite: bool) -> None:
-    """x += a y, except that a = 0 reads nothing. With `finite` sums the plain product is the same."""
+    """x += a y, and x unchanged where a = 0 (0 * nan). If all sums are `finite` the plain product is the same."""
     if finite:
         x.addcmul_(a, y)
     else:

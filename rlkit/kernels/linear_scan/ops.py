@@ -1,4 +1,4 @@
-"""The operator behind `linear_scan`: segments folded into the coefficients, the gradient as the scan backwards."""
+"""The operator behind `linear_scan`: a = 0 at segment bounds; the gradient is a scan in the other direction."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ IMPLS = (*SCANS, "triton")
 
 @torch.library.custom_op("rlkit::linear_scan", mutates_args=())
 def scan_op(a: Tensor, b: Tensor, cu_seqlens: Tensor, x_end: Tensor | None, reverse: bool, impl: str) -> Tensor:
-    """x_t = a_t x' + b_t inside each segment, which x_end enters; only "triton" also takes reverse=False."""
+    """x_t = a_t x' + b_t inside each segment, starting from x_end; only "triton" also takes reverse=False."""
     if a.numel() == 0:
         return torch.empty_like(b)
     if x_end is None and impl == "triton":
-        return _by_triton(a, b, cu_seqlens, reverse)
+        return _by_triton(a, b, cu_seqlens, reverse=reverse)[0]
     edges, some = _entries(cu_seqlens, a.numel(), reverse)
     if x_end is not None:
         b = b.index_add(0, edges, torch.where(some & (a[edges] != 0), a[edges] * x_end, 0.0))
     if impl == "triton":
-        return _by_triton(a, b, cu_seqlens, reverse)
+        return _by_triton(a, b, cu_seqlens, reverse=reverse)[0]
     return SCANS[impl](a.index_fill(0, edges, 0.0), b)
 
 
@@ -42,9 +42,9 @@ def backward_op(
         return torch.empty_like(a), torch.empty_like(a), g.new_zeros(0) if x_end is None else torch.zeros_like(x_end)
     edges, some = _entries(cu_seqlens, a.numel(), reverse)
     if impl == "triton":
-        d_a, d_b = _gradients_by_triton(g.contiguous(), a, x, cu_seqlens, reverse)
+        d_b, d_a = _by_triton(a, g, cu_seqlens, reverse=not reverse, of=x)
     else:
-        inner = a.index_fill(0, edges, 0.0)  # its last entry is 0, so rolling it by one starts the scan from nothing
+        inner = a.index_fill(0, edges, 0.0)  # its last entry is 0, so rolling it by one starts the scan from 0
         d_b = SCANS[impl](inner.roll(1).flip(0), g.flip(0)).flip(0)
         following = x.roll(-1).index_fill_(0, edges, 0.0)
         d_a = torch.where((a == 0) & following.isnan(), 0.0, d_b * following)
@@ -82,17 +82,7 @@ def _entries(cu_seqlens: Tensor, num_tokens: int, reverse: bool) -> tuple[Tensor
     return torch.where(some, entry, num_tokens - 1).long(), some
 
 
-def _by_triton(a: Tensor, b: Tensor, cu_seqlens: Tensor, reverse: bool) -> Tensor:
+def _by_triton(*tensors: Tensor, reverse: bool, of: Tensor | None = None) -> Any:
     from rlkit.kernels.linear_scan import triton
 
-    with torch.cuda.device_of(a):
-        last = triton.last_tokens(cu_seqlens, a.numel())
-        return triton.scan(a.contiguous(), b.contiguous(), last, triton.Direction(reverse))
-
-
-def _gradients_by_triton(g: Tensor, a: Tensor, x: Tensor, cu_seqlens: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
-    from rlkit.kernels.linear_scan import triton
-
-    with torch.cuda.device_of(a):
-        last = triton.last_tokens(cu_seqlens, a.numel())
-        return triton.gradients(g, a.contiguous(), x, last, reverse=reverse)
+    return triton.scan(*tensors, reverse=reverse, of=of)

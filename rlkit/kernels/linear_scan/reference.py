@@ -1,4 +1,4 @@
-"""The recurrence as a loop: the definition, the fast path for short streams on a CPU, and the only one for |a| > 1."""
+"""The recurrence as a loop: the definition, the fast path for short streams on a CPU, and the path for |a| > 1."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def scan(a: Float[Tensor, "T"], b: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
-    """x_t = a_t x_{t+1} + b_t from x_T = 0, in Python floats: fp64 inside, whatever the inputs.
+    """x_t = a_t x_{t+1} + b_t from x_T = 0, in Python floats: fp64 for every dtype of the inputs.
 
-    a_t = 0 reads nothing: x_t = b_t even where x_{t+1} is NaN or infinite.
+    Where a_t = 0, x_t = b_t even if x_{t+1} is NaN or infinite.
     """
     x, out = 0.0, []
     for a_t, b_t in zip(reversed(a.tolist()), reversed(b.tolist()), strict=True):

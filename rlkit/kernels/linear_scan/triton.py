@@ -1,14 +1,12 @@
 # mypy: allow-untyped-defs
-"""The recurrence in three passes of Triton: each block from nothing, the carries of the blocks, each block for good.
+"""The recurrence in three Triton passes: each block from 0, the carries of the blocks, each block from its carry.
 
-Segments are cut inside the kernels: one byte per token says whether it is its segment's last, so neither coefficients
-nor values are copied. Work per token does not depend on how long the segments are. No atomics: the same bits every run.
-Bytes per token in fp32: 9 read in each of two passes, 4 written, 1 for the flag.
+Segments are cut inside the kernels: one byte per token marks the last token of a segment, so neither coefficients nor
+values are copied. Work per token does not depend on the segments' lengths. No atomics: the same bits every run. Bytes
+per token in fp32: 9 read in each of two passes, 4 written, 1 for the flag.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,47 +26,27 @@ BOUNDS = 1024
 NUM_WARPS = 4
 
 
-class Direction(NamedTuple):
-    """Which way a scan runs (`reverse`: from the last token), and whether token t multiplies by its predecessor's a."""
+def scan(
+    a: Tensor, b: Tensor, cu_seqlens: Tensor, *, reverse: bool, of: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """x_t = a_t x' + b_t inside each segment, x' the value before it in the direction of the scan (0 at the edge).
 
-    reverse: bool
-    shifted: bool = False
-
-
-def last_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """1 at the last token of each segment, 0 elsewhere: int8 `[T]`."""
-    out = torch.zeros(num_tokens, dtype=torch.int8, device=cu_seqlens.device)
-    num_seqs = cu_seqlens.numel() - 1
-    mark_kernel[(triton.cdiv(num_seqs, BOUNDS),)](cu_seqlens.contiguous(), out, num_seqs, BOUNDS)
-    return out
-
-
-def scan(a: Tensor, b: Tensor, last: Tensor, direction: Direction) -> Tensor:
-    """x_t = a_t x' + b_t inside each segment, x' the value before it in the direction of the scan (0 at the edge)."""
-    out = torch.empty_like(b)
-    carry = _carries(a, b, last, direction)
-    grid = (carry.numel(),)
-    apply_kernel[grid](a, b, last, carry, out, None, None, a.numel(), *direction, False, BLOCK, num_warps=NUM_WARPS)
-    return out
-
-
-def gradients(g: Tensor, a: Tensor, x: Tensor, last: Tensor, *, reverse: bool) -> tuple[Tensor, Tensor]:
-    """Gradients of a and b of the scan that gave `x`: d_b is the scan of g the other way, d_a_t = d_b_t x'."""
-    d_a, d_b = torch.empty_like(a), torch.empty_like(g)
-    direction = Direction(not reverse, shifted=True)
-    carry = _carries(a, g, last, direction)
-    grid = (carry.numel(),)
-    apply_kernel[grid](a, g, last, carry, d_b, x, d_a, a.numel(), *direction, True, BLOCK, num_warps=NUM_WARPS)
-    return d_a, d_b
-
-
-def _carries(a: Tensor, b: Tensor, last: Tensor, direction: Direction) -> Tensor:
-    num_blocks = triton.cdiv(a.numel(), BLOCK)
-    ends = b.new_empty(2, num_blocks)
-    carry = b.new_empty(num_blocks)
-    reduce_kernel[(num_blocks,)](a, b, last, ends, a.numel(), num_blocks, *direction, BLOCK, num_warps=NUM_WARPS)
-    carry_kernel[(1,)](ends, carry, num_blocks, direction.reverse, CARRIES, num_warps=NUM_WARPS)
-    return carry
+    With `of`, the values of a scan with the coefficients `a` in the other direction, and `b` their upstream gradient,
+    the result is the gradients of b and a of that scan: d_b_t = b_t + a' d_b', d_a_t = d_b_t of'.
+    """
+    a, b, num_tokens, num_seqs = a.contiguous(), b.contiguous(), a.numel(), cu_seqlens.numel() - 1
+    num_blocks, flags = triton.cdiv(num_tokens, BLOCK), (reverse, of is not None)
+    out, d_a = torch.empty_like(b), None if of is None else torch.empty_like(a)
+    last = torch.zeros(num_tokens, dtype=torch.int8, device=a.device)
+    ends, carry = b.new_empty(2, num_blocks), b.new_empty(num_blocks)
+    with torch.cuda.device_of(a):
+        mark_kernel[(triton.cdiv(num_seqs, BOUNDS),)](cu_seqlens.contiguous(), last, num_seqs, BOUNDS)
+        reduce_kernel[(num_blocks,)](a, b, last, ends, num_tokens, num_blocks, *flags, BLOCK, num_warps=NUM_WARPS)
+        carry_kernel[(1,)](ends, carry, num_blocks, reverse, CARRIES, num_warps=NUM_WARPS)
+        apply_kernel[(num_blocks,)](
+            a, b, last, carry, out, of, d_a, num_tokens, *flags, of is not None, BLOCK, num_warps=NUM_WARPS
+        )
+    return out, d_a
 
 
 @triton.jit
@@ -82,7 +60,7 @@ def mark_kernel(cu_ptr, last_ptr, num_seqs, BOUNDS: tl.constexpr):
 
 @triton.jit
 def compose(a1, b1, a2, b2):
-    """x -> a1 x + b1, then a2 x + b2; a2 = 0 reads nothing, so no NaN passes it."""
+    """x -> a1 x + b1, then a2 x + b2; a2 = 0 drops x, so no NaN passes it."""
     cut = a2 == 0
     return tl.where(cut, a2, a1 * a2), tl.where(cut, b2, a2 * b1 + b2)
 
@@ -116,7 +94,7 @@ def reduce_kernel(
     SHIFTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What one block does to the value that enters it: x -> a x + b."""
+    """The map x -> a x + b that one block applies to the value that enters it."""
     pid = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     a, b = coefficients(a_ptr, b_ptr, last_ptr, pid.to(tl.int64) * BLOCK + i, num_tokens, REVERSE, SHIFTED)

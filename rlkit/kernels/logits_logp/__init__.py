@@ -1,4 +1,4 @@
-"""Log-probability of the taken action and entropy from logits that already exist."""
+"""Log-probability of the taken action and entropy from existing logits, on the engines of `linear_logp`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rlkit._tensors import check_float, check_mask
 from rlkit.kernels import _triton
 from rlkit.kernels._checks import check_scaling, check_targets
 from rlkit.kernels.linear_logp import Partials
+from rlkit.kernels.linear_logp.ops import ENGINES, IMPLS
 from rlkit.kernels.logits_logp import ops
 from rlkit.kernels.logits_logp import reference as _reference
 from rlkit.types import LogProbs
@@ -32,26 +33,25 @@ def logits_logp(
         z = softcap * tanh(logits / softcap) / temperature
         logp_t = log softmax(z_t)[targets_t]             entropy_t = - sum_v softmax(z_t)[v] log softmax(z_t)[v]
 
-    For models that return logits. Where the hidden states can be had, `linear_logp` saves the logits themselves. Both
-    outputs are differentiable; beyond the logits and their gradient nothing of size `[T, V]` exists, and fp32 values
-    only for a few rows at a time. Rows where `mask` is False are not read: 0, and gradient 0. Rows whose upstream
-    gradients are 0 are skipped in the backward.
+    For models that return logits. With the hidden states at hand, `linear_logp` saves the memory of the logits. Both
+    outputs are differentiable; no `[T, V]` tensor is made but the gradient, and fp32 copies only of a few rows at a
+    time. Rows where `mask` is False are not read: logp = entropy = 0, gradient 0. The backward skips rows whose
+    upstream gradients are 0.
 
-    Precision:  fp32 statistics relative to the row's maximum whatever the logits' dtype (fp64 for fp64); the gradient
-                is rounded once. A logit of -inf counts as -1e30.
-    Args:       inplace_backward: the gradient overwrites the logits, which saves its `[T, V]`; for logits that nobody
-                reads afterwards (the output of a matrix product). A second backward then raises. Not under
-                torch.compile, where it is ignored.
+    Precision:  fp32 statistics relative to the row's maximum for every dtype of the logits (fp64 for fp64); the
+                gradient is rounded once. A logit of -inf counts as -1e30.
+    Args:       inplace_backward: the gradient overwrites the logits, which saves `[T, V]`; for logits that are not read
+                afterwards (the output of a matrix product). A second backward then raises. Ignored under torch.compile.
                 impl: "reference" (materialised log-softmax), "chunked" (torch, some rows at a time) or "triton" (one
                 read forward, one read and one write backward, no device sync); None picks, see `which_impl`.
-    Differs:    from `log_softmax` and a gather (TRL `selective_log_softmax`): two more `[T, V]` tensors there. From
-                FlashAttention's cross entropy (verl): the entropy has its gradient too.
+    Differs:    from `log_softmax` and a gather (TRL `selective_log_softmax`), which makes two more `[T, V]` tensors.
+                From FlashAttention's cross entropy (verl): the entropy has a gradient too.
     Reference:  the shifted statistics of `rlkit.kernels.linear_logp.finish`.
     """
     _check(logits, targets, mask, logits.shape[-1], temperature, softcap)
-    if impl == "reference":
+    chosen = _triton.choose(impl, IMPLS, which_impl(logits), logits)
+    if chosen == "reference":
         return _reference.logits_logp(logits, targets, temperature=temperature, softcap=softcap, mask=mask)
-    chosen = _check_impl(impl, logits)
     if inplace_backward and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace_backward would overwrite logits, which are a leaf; leave it off")
     stats = ops.partials_op(logits.detach(), targets, mask, temperature, softcap, 0, chosen)
@@ -96,8 +96,8 @@ def shard_logp(
 ) -> LogProbs:
     """Log-probability and entropy over the whole vocabulary, differentiable in this shard's logits.
 
-    The same contract as `rlkit.kernels.linear_logp.shard_logp`: values are `finish(combined)` on every rank, and the
-    gradient of this shard's columns is complete when all ranks send back the same upstream gradients.
+    As `rlkit.kernels.linear_logp.shard_logp`: the values are `finish(combined)` on every rank, and the gradient of this
+    shard's columns is complete if all ranks compute the same loss.
     """
     _check(logits, targets, mask, None, temperature, softcap)
     stats, chosen = torch.stack(combined).detach(), _check_impl(impl, logits)
@@ -105,11 +105,7 @@ def shard_logp(
 
 
 def _check_impl(impl: str | None, logits: Tensor) -> str:
-    if impl not in (None, "chunked", "triton"):
-        raise ValueError(f'impl must be "reference", "chunked" or "triton", got {impl!r}')
-    if impl == "triton":
-        _triton.require(logits)
-    return which_impl(logits) if impl is None else impl
+    return _triton.choose(impl, ENGINES, which_impl(logits), logits)
 
 
 def _check(

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import upcast
-from rlkit.kernels.linear_logp.stats import LOWEST
+from rlkit.kernels.linear_logp.reference import from_logits
 from rlkit.types import LogProbs
 
 
@@ -22,10 +22,5 @@ def logits_logp(
     """Log-softmax of the logits in fp32 (fp64 for fp64), at the targets, and its entropy."""
     rows = torch.arange(logits.shape[0], device=logits.device) if mask is None else mask.nonzero().squeeze(1)
     z = upcast(logits[rows])
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    log_p = torch.log_softmax((z / temperature).clamp(min=LOWEST), dim=-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    logp = log_p.gather(1, targets[rows].long().unsqueeze(1)).squeeze(1)
     zeros = z.new_zeros(logits.shape[0])
-    return LogProbs(zeros.index_copy(0, rows, logp), zeros.index_copy(0, rows, entropy))
+    return LogProbs(*(zeros.index_copy(0, rows, x) for x in from_logits(z, targets[rows].long(), temperature, softcap)))

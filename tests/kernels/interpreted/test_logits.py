@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from oracles import Size, assert_three_way, truth, with_grads
 from row_cases import ROW_CASES
 
-from rlkit.kernels.linear_logp import fused_triton, linear_logp, row_kernels, triton
+from rlkit.kernels.linear_logp import linear_logp, triton
 from rlkit.kernels.logits_logp import logits_logp
 
 SIZE = Size("cpu", rows=27, vocab=127, dim=24)  # two row blocks, three column blocks, three chunks; none is whole
@@ -18,9 +18,9 @@ SIZE = Size("cpu", rows=27, vocab=127, dim=24)  # two row blocks, three column b
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs, columns that no tile divides, and blocks of a few rows."""
-    monkeypatch.setattr(row_kernels, "ROWS", 8)
-    monkeypatch.setattr(row_kernels, "STATS", row_kernels.STATS | {"BLOCK": 32})
-    monkeypatch.setattr(row_kernels, "GRADIENT", row_kernels.GRADIENT | {"BLOCK": 64})
+    monkeypatch.setattr(triton, "ROWS", 8)
+    monkeypatch.setattr(triton, "STATS", triton.STATS | {"BLOCK": 32})
+    monkeypatch.setattr(triton, "GRADIENT", triton.GRADIENT | {"BLOCK": 64})
     for name, value in {
         "HEIGHT": 16,
         "WIDTH": 48,
@@ -30,8 +30,8 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         "MIN_WIDTH": 56,
     }.items():
         monkeypatch.setattr(triton, name, value)
-    monkeypatch.setattr(fused_triton, "CHUNK_BYTES", 0)
-    monkeypatch.setattr(fused_triton, "ROWS_STEP", 10)
+    monkeypatch.setattr(triton, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(triton, "ROWS_STEP", 10)
 
 
 @pytest.mark.parametrize("name", ROW_CASES)
@@ -71,8 +71,8 @@ def test_32003_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     size = Size("cpu", 3, 32_003, 4)
     tensors, targets = size.problem()
     targets[0], targets[1] = 32_002, 0
-    monkeypatch.setattr(row_kernels, "STATS", row_kernels.STATS | {"BLOCK": 4096})
-    monkeypatch.setattr(row_kernels, "GRADIENT", row_kernels.GRADIENT | {"BLOCK": 4096})
+    monkeypatch.setattr(triton, "STATS", triton.STATS | {"BLOCK": 4096})
+    monkeypatch.setattr(triton, "GRADIENT", triton.GRADIENT | {"BLOCK": 4096})
     monkeypatch.setattr(triton, "WIDTH", 8192)
     monkeypatch.setattr(triton, "MIN_WIDTH", 16_384)
     run = lambda h, w, b: linear_logp(h, w, targets, bias=b, impl="triton")

@@ -78,7 +78,7 @@ class LocalEngine:
             raise ValueError(
                 "LocalEngine reads a model that is not cut over ranks; use rlkit.rollout.engines.process.launch"
             )
-        self.max_batch, self.max_len = max_batch, context_limit(model, max_len)
+        self.model, self.max_batch, self.max_len = model, max_batch, context_limit(model, max_len)
         self.version = 0
         self._eos = model_eos(model) if eos_token_ids is None else tuple(eos_token_ids)
         self._device, self._tokenizer = model.device, tokenizer

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.aggregate import per_episode, per_length, per_prompt, per_token
-from rlkit.loops.updates import clip_shares, clipped, grpo_update
+from rlkit.loops.updates import clip_shares, clipped, grpo_update, per_episode, per_length, per_prompt, per_token
 from rlkit.losses import cispo, dro, gspo, ratio_stats, tis
 from rlkit.metrics import finalize
 from rlkit.model.forward import forward, prepare

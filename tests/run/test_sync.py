@@ -17,12 +17,12 @@ import pytest
 
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.async_grpo import async_grpo_sync
-from rlkit.loops.sync import blocking, run_sync
+from rlkit.loops.grpo import grpo_sync
 from rlkit.model.forward import load_model
 from rlkit.rewards.adapters import scorer
 from rlkit.rollout.engines.process import launch
 from rlkit.run.folder import read_metrics
+from rlkit.run.sync import blocking, run_sync
 from rlkit.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +96,7 @@ def test_an_engine_that_is_still_to_be_launched_lives_in_the_call():
 INTERRUPTED = """
 import asyncio, sys
 from rlkit.run.signals import stop_on_interrupt
-from rlkit.loops.sync import run_sync
+from rlkit.run.sync import run_sync
 async def work():
     try:
         if sys.argv[1] == "caught":
@@ -139,7 +139,7 @@ def test_ctrl_c_reaches_the_other_thread(kind, number):
         assert (out, child.returncode) == ("closed\nended\n", -signal.SIGINT), err
 
 
-def test_async_grpo_trains_inside_a_running_loop(tmp_path):
+def test_asynchronous_grpo_trains_inside_a_running_loop(tmp_path):
     """Its engine belongs to one event loop, and so is launched in the call."""
     tokenizer = tiny_tokenizer()
     tiny_model(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=32).save_pretrained(
@@ -155,7 +155,9 @@ def test_async_grpo_trains_inside_a_running_loop(tmp_path):
 
     async def cell():
         engine = launch(tmp_path / "model", max_len=64)
-        return async_grpo_sync(model, tokenizer, engine, prompts, folder=tmp_path / "run", steps=3, **options)
+        return grpo_sync(
+            model, tokenizer, engine, prompts, folder=tmp_path / "run", steps=3, overlap=True, staleness=1.0, **options
+        )
 
     assert (asyncio.run(cell()) / "model.safetensors").exists()
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""What the GRPO loops share: the order of prompts, the thread beside the event loop, dumps and what they say."""
+"""The parts of the RL loop: the order of prompts, the thread beside the event loop, dumps, reports, saving."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rlkit.advantages import group_centered
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_tokenizer
-from rlkit.loops import verbs
-from rlkit.loops.dump import dump_to
+from rlkit.loops.evaluate import dump_to, rollout_metrics
+from rlkit.loops.rl import Signal, in_thread, prompt_order, say_if_no_signal
 from rlkit.metrics import finalize
 from rlkit.model import checkpoint
 from rlkit.model import checkpoint as saver
@@ -40,11 +40,11 @@ def sampled(reward=0.0, *, ids=(65, 66), versions=(0, 0), **changes):
 @given(st.integers(1, 9), st.integers(0, 5))
 def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own(n, seed):
     prompts = [Prompt([i], {}, i) for i in range(n)]
-    at = verbs.prompt_order(prompts, seed=seed)
+    at = prompt_order(prompts, seed=seed)
     drawn = [at(place).index for place in range(3 * n)]
     assert Counter(drawn) == dict.fromkeys(range(n), 3)
     assert all(sorted(drawn[e * n : (e + 1) * n]) == list(range(n)) for e in range(3))
-    again = verbs.prompt_order(prompts, seed=seed)
+    again = prompt_order(prompts, seed=seed)
     assert [again(place).index for place in reversed(range(3 * n))] == drawn[::-1]
 
 
@@ -56,7 +56,7 @@ def test_the_event_loop_goes_on_beside_the_thread():
             assert done.wait(60)
             return x + y
 
-        call = asyncio.create_task(verbs.in_thread(work, 1, y=2))
+        call = asyncio.create_task(in_thread(work, 1, y=2))
         while ticks < 20:
             await asyncio.sleep(0.001)
             ticks += 1
@@ -72,7 +72,7 @@ def test_threads_work_on_the_gpu_of_their_rank(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread())))
-    assert asyncio.run(verbs.in_thread(lambda x: (x, chosen[-1][1] is threading.current_thread()), 5)) == (5, True)
+    assert asyncio.run(in_thread(lambda x: (x, chosen[-1][1] is threading.current_thread()), 5)) == (5, True)
     with BackgroundSaver(tmp_path, keep=1) as saver:
         saver.save(step=1, model=torch.nn.Linear(2, 2), optimizer=None, state={})
     assert [device for device, _ in chosen] == [3, 3]
@@ -88,7 +88,7 @@ def test_a_cancelled_call_ends_when_the_function_does():
         finished.append(True)
 
     async def main():
-        call = asyncio.create_task(verbs.in_thread(work))
+        call = asyncio.create_task(in_thread(work))
         while not started.is_set():
             await asyncio.sleep(0.001)
         call.cancel()
@@ -108,7 +108,7 @@ def test_metrics_count_episodes_and_ages_count_tokens():
         sampled(1.0, versions=(4, 4), continues=True, score=0.5, truncated=True, info={"metrics": {"format": 0.25}}),
         sampled(0.0, ids=(65, 66, 67), versions=(5, -1, 5)),
     ]
-    got = finalize(verbs.rollout_metrics([group], version=5))
+    got = finalize(rollout_metrics([group], version=5))
     assert got["reward/mean"] == 0.5, "two episodes, of which one came in two pieces"
     assert got["reward/std"] == 0.5
     assert got["truncated"] == 0.5
@@ -270,12 +270,12 @@ APART, HALF, ABOVE = [[1.0, 1.0], [0.0, 0.0]], [[0.5, 0.5], [0.5, 0.5]], [[2.0, 
     ],
 )
 def test_no_signal_is_reported_once_unless_all_answers_are_the_best_so_far(tmp_path, capsys, steps, said):
-    got, signal = [], verbs.Signal()
+    got, signal = [], Signal()
     with open_run(tmp_path / "run", steps=9) as run:
         for rewards in steps:
             groups = [[sampled(r) for r in group] for group in rewards]
             batch = with_advantages(pack(groups), group_centered)
-            signal = verbs.say_if_no_signal(run, batch, before=signal)
+            signal = say_if_no_signal(run, batch, before=signal)
             got.append(capsys.readouterr().out)
     assert ["no learning signal" in line for line in got] == [bool(s) for s in said]
     assert all(f"({s})" in line for s, line in zip(said, got, strict=True) if s)

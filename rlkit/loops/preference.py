@@ -1,4 +1,4 @@
-"""Direct preference optimization and its relatives, on packed pairs."""
+"""Preference training: DPO and its relatives on packed pairs, and KTO on single responses labelled good or bad."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlkit import losses
-from rlkit.data.examples import Pair
-from rlkit.loops.supervised import check_fits, response, train_examples
-from rlkit.loops.verbs import reference_policy
+from rlkit.data.examples import Labelled, Pair
+from rlkit.loops.supervised import Losses, check_fits, response, train_examples
 from rlkit.metrics import Metrics, mean
-from rlkit.model.forward import forward, mesh_of, score, with_ref_logp
-from rlkit.packing import pack, with_streams
+from rlkit.model.forward import Policy, mesh_of, reference_policy, score, with_ref_logp
+from rlkit.packing import pack, select, with_streams
 from rlkit.segments import seq_lens, seq_mean, seq_sum
 from rlkit.types import Batch, Trajectory
 
@@ -60,15 +60,15 @@ def dpo(
         dpo(..., loss=partial(losses.orpo, beta=0.1), reduce=seq_mean, sft_coef=1.0)         ORPO
 
     plus `sft_coef` times the chosen response's mean NLL per token. The reference's log-probs are computed with each
-    batch, without gradient; or once for all of them, by `with_reference`. The two losses that couple the pairs of a
-    batch (`aot`, `aot_paired`) see a micro-batch.
+    batch, without gradient; or once for all of them, by `with_reference`. `aot`, which couples the pairs of a
+    batch, sees a micro-batch.
 
     Logged: `accuracy` (the chosen number is the larger one), `margin`, `chosen`, `rejected` (the numbers themselves),
     and the mean log-probs per token `logp/chosen`, `logp/rejected`: where `logp/chosen` falls, consider `sft_coef`.
     """
     mesh = mesh_of(model)
-    policy = partial(forward, model, dtype=dtype)
-    ref_policy = reference_policy(policy, model, reference)
+    policy = Policy(model, dtype=dtype)
+    ref_policy = reference_policy(policy, reference)
 
     scored = {pair.ref_logp is not None for pair in (*pairs, *eval_pairs)}
     if True in scored and (False in scored or reference is not None):
@@ -107,7 +107,7 @@ def with_reference(pairs: Sequence[Pair], model: Any, *, max_tokens: int = 16384
     decides the `accuracy` of a model that still is its reference.
     Differs: TRL's `precompute_ref_log_probs` keeps sums, in a cache file.
     """
-    policy, found = partial(forward, model, dtype=dtype), []
+    policy, found = Policy(model, dtype=dtype), []
     for start in range(0, len(pairs), _AT_ONCE):
         some = pairs[start : start + _AT_ONCE]
         batch = pack(pair_trajectories(some))
@@ -159,3 +159,106 @@ def pair_trajectories(pairs: Sequence[Pair]) -> list[list[Trajectory]]:
         [response(p.prompt, ids, logp=logp) for ids, logp in zip((p.chosen, p.rejected), p.ref_logp or (None, None))]
         for p in pairs
     ]
+
+
+def kto(
+    model: Any,
+    tokenizer: Any,
+    examples: Sequence[Labelled],
+    *,
+    folder: Path,
+    steps: int,
+    lr_at: Callable[[int], float],
+    reference: Any,
+    loss: Callable[..., Tensor] = partial(losses.kto_unpaired, beta=0.1),
+    reference_point: Callable[[Tensor], Tensor] | None = losses.kto_reference_point,
+    batch_size: int = 64,
+    weight_decay: float = 0.0,
+    max_norm: float = 1.0,
+    max_tokens: int = 16384,
+    dtype: str = "fp32",
+    eval_examples: Sequence[Labelled] = (),
+    eval_steps: int = 0,
+    print_steps: int = 1,
+    save_steps: int = 0,
+    keep: int = 2,
+    seed: int = 0,
+    resume: bool = False,
+) -> Path:
+    """Train `model` in place on labelled responses; returns the folder of the exported model.
+
+    The loss is the mean over a step's examples i = 1 .. B of `loss(log_ratio_i, desirable_i, kl=kl)`, where
+
+        log_ratio_i = log policy(y_i | x_i) - log reference(y_i | x_i)       sums over the tokens of the response y_i
+        kl          = reference_point of all log_ratio'_i, those of the mismatched y_{i-1} | x_i   (y_0 is y_B)
+
+    so with the defaults `kl` is max(0, mean log_ratio'). It is computed once a step, of all its examples, before they
+    are split, and no gradient flows through it: micro-batches and ranks change nothing. It costs a forward of policy
+    and reference over the mismatched responses; `reference_point=None` does without, at kl = 0:
+
+        kto(..., reference=model_0)                                                          KTO, beta 0.1
+        kto(..., reference=model_0, loss=partial(losses.kto_unpaired, beta=0.1, undesirable_weight=2.0))
+        kto(..., reference=model_0, reference_point=None)                                    APO-zero, unpaired
+
+    Logged: `kl`; `accuracy`, the share of responses on their label's side of it; the mean log-ratios `chosen` of the
+    desirable responses and `rejected` of the others, and their mean log-probs per token `logp/chosen`, `logp/rejected`.
+
+    Errors: ValueError where a prompt has no other one's response in its batch, and where `max_tokens` does not hold the
+    longest prompt with the longest response.
+
+    Differs: TRL's `KTOTrainer` mismatches and computes `kl` within each micro-batch, so that the loss depends on its
+    size; its responses are mismatched once, in the order of the file, which therefore is not shuffled.
+    Reference: arXiv:2402.01306; TRL kto_trainer.py.
+    """
+    mismatched = reference_point is not None
+    _check(examples, eval_examples, batch_size=batch_size, max_tokens=max_tokens, mismatched=mismatched)
+    mesh = mesh_of(model)
+    policy = Policy(model, dtype=dtype)
+    with_reference = partial(with_ref_logp, reference_policy(policy, reference), max_tokens=max_tokens, mesh=mesh)
+
+    def prepare(some: Sequence[Labelled]) -> tuple[Batch, Losses]:
+        own = [response(e.prompt, e.response, reward=float(e.desirable)) for e in some]  # the reward is the label
+        if reference_point is None:
+            return with_reference(pack([[t] for t in own])), partial(response_losses, kl=torch.zeros(()))
+        other = [response(e.prompt, before.response) for before, e in zip([some[-1], *some], some)]
+        both = with_reference(pack([*zip(own, other, strict=True)]))  # forwards a prompt once for the two
+        batch, others = (select(both, range(i, both.num_seqs, 2)) for i in (0, 1))
+        logp = score(policy, others, max_tokens=max_tokens, mesh=mesh)
+        kl = reference_point(seq_sum(logp - others.ref_logp, cu_seqlens=others.cu_seqlens))
+        return batch, partial(response_losses, kl=kl)
+
+    def response_losses(micro: Batch, *, kl: Tensor) -> tuple[Tensor, Metrics]:
+        out, micro = policy(micro), micro.to(model.device)  # on the host its segments are read without waiting
+        log_ratio = seq_sum(out.logp - micro.ref_logp, mask=micro.mask, cu_seqlens=micro.cu_seqlens)
+        desirable = micro.rewards > 0
+        value = loss(log_ratio, desirable, kl=kl)
+        metrics: Metrics = {"loss": mean(value), "kl": mean(kl), "accuracy": mean((log_ratio > kl) == desirable)}
+        logp = seq_mean(out.logp, mask=micro.mask, cu_seqlens=micro.cu_seqlens)
+        for name, which in (("chosen", desirable), ("rejected", ~desirable)):
+            metrics |= {name: mean(log_ratio, mask=which), f"logp/{name}": mean(logp, mask=which)}
+        return value, metrics
+
+    return train_examples(
+        model, tokenizer, examples, prepare=prepare, eval_examples=eval_examples, folder=folder, steps=steps,
+        lr_at=lr_at, batch_size=batch_size, weight_decay=weight_decay, max_norm=max_norm, max_tokens=max_tokens,
+        eval_steps=eval_steps, print_steps=print_steps, save_steps=save_steps, keep=keep, seed=seed, resume=resume,
+    )  # fmt: skip
+
+
+def _check(
+    examples: Sequence[Labelled],
+    eval_examples: Sequence[Labelled],
+    *,
+    batch_size: int,
+    max_tokens: int,
+    mismatched: bool,
+) -> None:
+    sizes = [(len(e.prompt), len(e.response)) for e in (*examples, *eval_examples)]
+    if mismatched and sizes:
+        sizes = [(max(a for a, _ in sizes), max(b for _, b in sizes))]
+    check_fits((a + b - 1 for a, b in sizes), max_tokens=max_tokens, what="prompt with a response that it meets")
+    if mismatched and min(batch_size, len(examples), len(eval_examples) or 2) < 2:
+        raise ValueError(
+            f"batch_size={batch_size}, {len(examples)} examples and {len(eval_examples)} to evaluate: KTO's reference "
+            "point pairs prompts with others' responses, which takes two; reference_point=None (APO-zero) does without"
+        )

@@ -1,0 +1,177 @@
+"""What a run measures: rollout metrics, times, evaluation on held-out prompts, and dumps of its samples."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from rlkit.losses import k3
+from rlkit.metrics import Metrics, largest, mean, merge
+from rlkit.model.forward import PolicyFn, with_old_logp, with_ref_logp
+from rlkit.packing import pack
+from rlkit.parallel.mesh import Mesh
+from rlkit.rollout.limits import score_of, success
+from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, rollout, single_turn
+from rlkit.rollout.shared import from_first
+from rlkit.run.folder import Run, trajectory_row
+from rlkit.types import Generate, SamplingParams, Trajectory
+
+
+class Clock:
+    """Laps of a step in seconds, under `time/...`: the only fields of a metric line that differ between equal runs."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """Add the time since the last lap to `time/{name}`."""
+        now = time.perf_counter()
+        self._laps[f"time/{name}"] = self._laps.get(f"time/{name}", 0.0) + now - self._last
+        self._last = now
+
+    def times(self, *, num_tokens: int) -> dict[str, float]:
+        """All laps, the whole step, and tokens per second of the whole step."""
+        step = time.perf_counter() - self._start
+        return {**self._laps, "time/step": step, "time/tokens_per_s": num_tokens / step}
+
+
+def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> Metrics:
+    """What was sampled: rewards (with whatever else the reward function reported), lengths, truncations, by episode.
+
+    `staleness/` is how many steps older than `version`, the weights now, those were that sampled a token.
+    """
+    samples = [t for group in groups for t in group]
+    ends = [t for group in groups for t in last_pieces(group)]
+    reported = [(f"reward/{k}", v) for t in ends for k, v in t.info.get("metrics", {}).items()]
+    scores = [("score/mean", t.score) for t in ends if t.score is not None]
+    rewards = torch.tensor([t.reward for t in ends])
+    lengths = torch.tensor([sum(t.mask) for t in samples])
+    ages = torch.tensor([version - v for t in samples for v, m in zip(t.versions, t.mask, strict=True) if m])
+    return merge(*({name: mean(value)} for name, value in [*scores, *reported])) | {
+        "reward/mean": mean(rewards),
+        "reward/std": mean(rewards.std(correction=0) if ends else torch.zeros(())),
+        "length/mean": mean(lengths),
+        "length/max": largest(lengths),
+        "truncated": mean(torch.tensor([t.truncated for t in ends])),
+        "staleness/mean": mean(ages),
+        "staleness/max": largest(ages),
+    }
+
+
+async def evaluate(
+    prompts: Sequence[Prompt],
+    *,
+    generate: Generate,
+    params: SamplingParams,
+    score: Score | None,
+    seed: int,
+    num_samples: int = 1,
+    env: Env = single_turn,
+    policy: PolicyFn | None = None,
+    reference: PolicyFn | None = None,
+    max_tokens: int = 16384,
+    on_group: Callable[..., None] | None = None,
+    mesh: Mesh | None = None,
+) -> dict[str, float]:
+    """Mean score (the reward, where a reward function gives no score) on held-out prompts, sampled and greedy.
+
+    `num_samples` of each prompt are sampled; with several, `eval/best` is the mean over prompts of the best (pass@n,
+    where scores are 0 and 1). A sample that could not be judged does not count. With `policy` and `reference`, also
+    `eval/kl`: the k3 estimate of KL(policy || reference) in nats per sampled token.
+    """
+    out = {}
+    for name, how, n in (("sampled", params, num_samples), ("greedy", replace(params, temperature=0.0), 1)):
+        sample = partial(
+            rollout,
+            prompts,
+            generate=generate,
+            params=how,
+            group_size=n,
+            seed=mix(seed),
+            env=env,
+            score=score,
+            on_group=None if on_group is None else partial(on_group, kind=f"eval_{name}"),
+        )
+        groups = await from_first(sample)
+        scores = [found for group in groups if (found := _scores(group))]
+        out[f"eval/{name}"] = sum(sum(found) / len(found) for found in scores) / max(1, len(scores))
+        if n > 1:
+            best = [max(found, key=lambda x: (math.isnan(x), x)) for found in scores]  # NaN, where there is one
+            out["eval/best"] = sum(best) / max(1, len(best))
+        if name == "sampled" and policy is not None and reference is not None:
+            batch = with_old_logp(policy, pack(groups), max_tokens=max_tokens, mesh=mesh)
+            batch = with_ref_logp(reference, batch, max_tokens=max_tokens, mesh=mesh)
+            kl = mean(k3(batch.old_logp, batch.ref_logp), mask=batch.mask)
+            out["eval/kl"] = float(kl.total / kl.count)
+    return out
+
+
+def _scores(group: Sequence[Trajectory]) -> list[float]:
+    """Of the episodes that could be judged."""
+    return [score_of(t) for t in last_pieces(group) if not t.info.get("metrics", {}).get("failed")]
+
+
+async def evaluate_if_due(
+    step: int,
+    prompts: Sequence[Prompt],
+    *,
+    every: int,
+    steps: int,
+    dump: Callable[..., None],
+    **how: Any,
+) -> dict[str, float]:
+    """`evaluate` at step 0 and where it `is_due`; else, or without prompts, {}."""
+    if not prompts or not is_due(step, every=every, steps=steps):
+        return {}
+    return await evaluate(prompts, on_group=partial(dump, step=step), **how)
+
+
+def is_due(step: int, *, every: int, steps: int) -> bool:
+    """Whether to evaluate after `step` of `steps`: after every so many (0: never), and after the last."""
+    return every != 0 and (step % every == 0 or step == steps)
+
+
+@dataclass
+class _Tally:
+    """One file's groups so far; tokens since the first of them."""
+
+    groups: int = 0
+    success: float = 0.0
+    tokens: int = 0
+    start: float = field(default_factory=time.perf_counter)
+
+
+def dump_to(run: Run, tokenizer: Any, *, engine: Any) -> Callable[..., None]:
+    """An `on_group` that writes each group into the run folder as it completes, and says how far the rollout is.
+
+    Its keywords: `step` and `kind` (`train`, `eval_sampled`, `eval_greedy`) name the file; groups that were not `kept`
+    go to `dropped_{step}.jsonl` instead. Running and waiting requests are the engine's, where it counts them.
+    """
+    tallies: dict[tuple[str, int], _Tally] = {}
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    def dump(prompt: Prompt, group: Sequence[Trajectory], *, step: int, kind: str = "train", kept: bool = True) -> None:
+        kind = kind if kept else "dropped"
+        run.trajectories(step, [trajectory_row(t, decode=decode, group=prompt.index) for t in group], kind=kind)
+        tally = tallies.setdefault((kind, step), _Tally())
+        tally.groups += 1
+        tally.success += success(group)
+        tally.tokens += sum(sum(t.mask) for t in group) if tally.groups > 1 else 0
+        run.status(_line(kind, tally, getattr(engine, "progress", None)))
+
+    return dump
+
+
+def _line(kind: str, tally: _Tally, progress: Any) -> str:
+    rate = tally.tokens / max(1e-9, time.perf_counter() - tally.start)
+    queue = "" if progress is None else f", {progress.running} running, {progress.waiting} queued"
+    return f"{kind}: {tally.groups} groups, reward {tally.success / tally.groups:.3f}, {rate:.0f} tok/s{queue}"

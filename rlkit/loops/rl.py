@@ -1,0 +1,273 @@
+"""One loop for reinforcement learning: sample, score, update, publish, evaluate, save.
+
+An algorithm is two functions, `prepare` and `update`; GRPO, PPO and asynchronous training are settings of this loop
+(`rlkit.loops.grpo`, `rlkit.loops.ppo`). docs/own-loop.md builds one from scratch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+from rlkit.data.order import batch_indices
+from rlkit.loops import coefficients, nans
+from rlkit.loops.evaluate import Clock, dump_to, evaluate_if_due, rollout_metrics
+from rlkit.metrics import Metrics, finalize, merge
+from rlkit.model.forward import DTYPES, Policy, PolicyFn, mesh_of
+from rlkit.model.weights import export_hf, stream_weights
+from rlkit.ranks import on_this_device, together, world_size
+from rlkit.rollout.rollout import Env, Group, Prompt, Score, single_turn
+from rlkit.rollout.shared import SharedEngine, SharedStream
+from rlkit.rollout.stream import GroupStream
+from rlkit.run import saving
+from rlkit.run.folder import Run
+from rlkit.settings import Rollouts, Schedule
+from rlkit.types import Batch, SamplingParams
+
+X = TypeVar("X")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What `prepare` and `update` are told: which step this is, from 0, and the coefficients that the controllers set.
+
+    `check(batch)` stops the run at the first NaN or infinity in a stream, or drops its sample (`Schedule.skip_nan`).
+    """
+
+    index: int
+    kl_coef: float
+    entropy_coef: float
+    check: Callable[[Batch], Batch]
+
+
+Prepare = Callable[[Sequence[Group], Step], Batch]
+Update = Callable[[Batch, Step], Metrics]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is sampled, how, and how it is judged.
+
+    `score` judges an episode (None: the environment's own reward); groups that `keep_group` refuses are replaced.
+    `eval_prompts` are held out: they are never trained on.
+    """
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    score: Score | None
+    env: Env = single_turn
+    keep_group: Callable[[Group], bool] | None = None
+    eval_prompts: Sequence[Prompt] = ()
+
+
+async def rl(
+    policy: Policy,
+    tokenizer: Any,
+    engine: Any,
+    task: Task,
+    rollouts: Rollouts,
+    schedule: Schedule,
+    *,
+    prepare: Prepare,
+    update: Update,
+    state: Mapping[str, Any],
+    coefs: Mapping[str, float] = MappingProxyType({}),
+    controllers: coefficients.Controllers = MappingProxyType({}),
+    reference: PolicyFn | None = None,
+    exports: Mapping[str, Any] = MappingProxyType({}),
+    max_tokens: int = 16384,
+) -> Path:
+    """Train `policy.model` in place on rewards of its own samples; returns the folder of the exported model.
+
+    Each step takes `rollouts.prompts_per_step` groups of `rollouts.group_size` episodes, and calls
+
+        batch   = prepare(groups, step)
+        metrics = update(batch, step)
+
+    `prepare` packs the groups and fills in advantages and the log-probs that the loss needs; `update` takes the
+    optimizer steps. `step` is a `Step`, with the coefficients that `controllers` set (`rlkit.loops.coefficients`).
+
+    With `rollouts.overlap` the engine goes on sampling while the step trains; it needs weights of its own. `prepare`
+    and `update` then run in a thread.
+
+    Args:
+        state: what is saved and restored: "model" (all modules that train, one `nn.Module`), "optimizer", and
+            "reference", a reference model that moves, if there is one.
+        coefs: `kl_coef` and `entropy_coef` at the start; 0 where they are left out.
+        reference: log-probs of a reference model; then the KL to it is reported on `task.eval_prompts`.
+        exports: further models (a critic) to export at the end, by the name of their folder.
+        max_tokens: packed tokens of a micro-batch in that report.
+    """
+    check_engine(engine)
+    if rollouts.overlap and getattr(engine, "model", None) is policy.model:
+        raise ValueError(
+            f"overlap needs an engine with weights of its own, and {type(engine).__name__} reads those that train; use "
+            "rlkit.rollout.engines.process.launch or SGLang"
+        )
+    folder, steps, seed = schedule.folder, schedule.steps, schedule.seed
+    parts = {"model": state["model"], "optimizer": state["optimizer"], "reference": state.get("reference")}
+    saved = saving.restore(folder, **parts) if schedule.resume else {}
+    start, first = saved.get("step", -1), max(saved.get("step", -1), 0)
+    starts = {"kl_coef": 0.0, "entropy_coef": 0.0, **coefs}
+    now = coefficients.start(controllers, **starts, saved=saved.get("controllers"))
+    publish = partial(stream_weights, policy.model, dtype=DTYPES.get(policy.dtype))
+    call = in_thread if rollouts.overlap or rollouts.staleness else here  # pending samples are still scored
+    with saving.open_training(
+        folder, steps=steps, start=start, resume=schedule.resume, keep=schedule.keep, print_steps=schedule.print_steps
+    ) as (run, stop, saver):
+        dump = dump_to(run, tokenizer, engine=engine)
+        watch = nans.Watch(run, task.prompts, tokenizer, skip=schedule.skip_nan)
+        evaluate = partial(
+            evaluate_if_due, prompts=task.eval_prompts, every=schedule.eval_steps, steps=steps, dump=dump,
+            params=task.params, num_samples=schedule.eval_samples, generate=engine.generate, env=task.env,
+            score=task.score, seed=seed, policy=policy, reference=reference, max_tokens=max_tokens,
+            mesh=mesh_of(policy.model),
+        )  # fmt: skip
+        await engine.update_weights(publish(), version=first)
+        if start < 0 and (scores := await evaluate(0)):
+            run.log(0, scores)
+        signal = Signal()
+        async with open_stream(
+            prompt_order(task.prompts, seed=seed), generate=engine.generate, abort=engine.abort,
+            params=task.params, group_size=rollouts.group_size, groups_per_step=rollouts.prompts_per_step,
+            staleness=rollouts.staleness, seed=seed, env=task.env, score=task.score, keep=task.keep_group,
+            max_dropped=rollouts.max_dropped, on_group=dump, version=first, state=saved.get("stream"),
+            journal=folder / "completions" if rollouts.journal else None,
+        ) as stream:  # fmt: skip
+            for step in range(first, steps):
+                done, clock = step + 1, Clock()
+                stream.advance(version=step)
+                groups = await stream.take()
+                if not rollouts.overlap:
+                    await stream.pause()
+                clock.lap("wait" if rollouts.overlap else "rollout")
+                groups = watch.groups(groups, step=done)
+                metrics = rollout_metrics(groups, version=step)
+                told = Step(step, **coefficients.coefs(now), check=partial(watch.batch, step=done))
+                batch = told.check(await call(prepare, groups, told))
+                clock.lap("score")
+                metrics = merge(metrics, await call(update, batch, told))
+                clock.lap("train")
+                await engine.update_weights(publish(), version=done)
+                line = finalize(metrics) | {"groups/dropped": stream.num_dropped}
+                line |= {"groups/ready": stream.progress.ready} if rollouts.overlap else {}
+                line |= watch.update(line, step=done) | coefficients.logged(controllers, now)
+                now = coefficients.advance(controllers, now, line, skip_nan=schedule.skip_nan)
+                clock.lap("sync")
+                line |= await evaluate(done)
+                clock.lap("eval")
+                run.log(done, line | clock.times(num_tokens=batch.num_tokens))
+                signal = say_if_no_signal(run, batch, before=signal)
+                if saving.save_if_due(
+                    run, saver, stop, done, steps=steps, every=schedule.save_steps, stream=stream, **parts,
+                    state={"controllers": coefficients.to_save(controllers, now)},
+                ):  # fmt: skip
+                    break
+        run.plot()
+        for name, model in exports.items():
+            export_hf(model, tokenizer, run.folder / name)
+        return saving.export(run, policy.model, tokenizer)
+
+
+def check_engine(engine: Any) -> None:
+    """Refuses, before anything runs, an engine that cannot be trained with: it must generate, abort and take weights.
+
+    Raises TypeError, on every rank, with what is missing.
+    """
+
+    def check() -> None:
+        real = engine.engine if isinstance(engine, SharedEngine) else engine
+        names = () if real is None else ("generate", "abort", "update_weights")  # None: of the ranks but the first
+        if missing := [name for name in names if not callable(getattr(real, name, None))]:
+            raise TypeError(
+                f"the engine {type(real).__name__} has no {' and no '.join(missing)}: it can generate for evaluation "
+                "and judges, but not for training; use LocalEngine, rlkit.rollout.engines.process.launch or SGLang"
+            )
+
+    together(check)
+
+
+def check_sampling(params: SamplingParams, *, needs_reference: bool, reference: Any, stale: bool = False) -> None:
+    """Refuses, before anything runs, what would bias every ratio of the loss or make all samples of a group alike.
+
+    Truncated sampling is corrected for by the mass it kept (`with_kept_mass`), which only the weights that sampled
+    can tell: not where samples may be `stale`.
+    """
+    if needs_reference and reference is None:
+        raise ValueError("kl_coef, a KL controller and ref_sync_steps need a reference model")
+    if params.temperature == 0:
+        raise ValueError("params.temperature is 0: greedy samples of a group are all alike; use e.g. 1.0")
+    truncation = f"params.top_p={params.top_p}, params.top_k={params.top_k}"
+    if params.truncates and stale:
+        raise ValueError(
+            f"{truncation}: what truncated sampling keeps is known of the weights of now, not of older ones that may "
+            "have sampled here; use top_p=1.0 and top_k=0, or sample and train in turn (grpo with staleness 0)"
+        )
+    if params.top_p < 1 and params.top_k:
+        raise ValueError(f"{truncation}: engines differ in what the two keep together; use one of them")
+
+
+def prompt_order(prompts: Sequence[Prompt], *, seed: int) -> Callable[[int], Prompt]:
+    """The prompt of every place of an endless stream: all of them in a new order each epoch, a pure function."""
+    return lambda place: prompts[batch_indices(len(prompts), batch_size=1, seed=seed, step=place)[0]]
+
+
+def open_stream(prompt_at: Callable[[int], Prompt], **options: Any) -> GroupStream | SharedStream:
+    """A `GroupStream`; on many ranks rank 0's, of which every rank takes the groups."""
+    make = partial(GroupStream, prompt_at, **options)
+    return make() if world_size() == 1 else SharedStream(make)
+
+
+async def here(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:
+    """Call it as `in_thread` would, but in this thread: the event loop waits for it."""
+    return function(*args, **kwargs)
+
+
+async def in_thread(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:
+    """Call it beside the event loop, which goes on sampling and scoring meanwhile.
+
+    A cancelled call ends when the function does: nobody may look at a model in the middle of an optimizer step.
+    """
+    call = partial(on_this_device(function), *args, **kwargs)
+    work = asyncio.get_running_loop().run_in_executor(None, call)  # no task: Ctrl-C cancels those
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+
+
+class Signal(NamedTuple):
+    """Whether the last step had an advantage to learn from, and the range of all rewards so far."""
+
+    present: bool = True
+    low: float = math.inf
+    high: float = -math.inf
+
+
+def say_if_no_signal(run: Run, batch: Batch, *, before: Signal) -> Signal:
+    """Report the first step in a row in which every advantage is 0, unless the cause is success.
+
+    Success is that every reward of the step equals the highest one so far, and a lower one has been seen: there is
+    nothing left to learn from these prompts. Returns the state for the next step.
+    """
+    rewards = batch.rewards.tolist()
+    now = Signal(bool((batch.advantages != 0).any()), min([before.low, *rewards]), max([before.high, *rewards]))
+    if not before.present or now.present:
+        return now
+    if not batch.mask.any():
+        run.say("no token of this step is trained on: a limit cut every answer, or all are older than allowed")
+    elif min(rewards) < now.high or now.low == now.high:
+        low, high = min(rewards), max(rewards)
+        shown = f"all {low:g}" if low == high else f"between {low:g} and {high:g}"
+        run.say(
+            f"all rewards are equal in every group ({shown}): no learning signal in this step. Training goes on; "
+            "easier, harder or more varied prompts, a larger group_size or a finer reward would help"
+        )
+    return now
