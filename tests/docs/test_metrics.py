@@ -107,7 +107,8 @@ def test_what_the_page_says_of_some_runs_only(keys):
     assert {name for name, logged in keys.items() if "entropy" not in logged} == {"dpo", "kto", "reward model"}
     assert {name for name, logged in keys.items() if "kept_mass" in logged} == {"grpo, top-p"}
     assert {name for name, logged in keys.items() if logged & {"time/wait", "groups/ready"}} == {"asynchronous grpo"}
-    assert not {"margin", "groups/dropped"} & (keys["kto"] | keys["ppo"])
+    assert {name for name, logged in keys.items() if "groups/dropped" in logged} & {"sft", "kto"} == set()
+    assert "margin" not in keys["kto"]
 
 
 def test_the_page_has_the_keys_of_every_diagnostic():
