@@ -13,7 +13,7 @@ from pathlib import Path
 import transformers
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent / "tests" / "parallel"))
+sys.path.insert(0, str(DOCS.parent / "tests" / "model"))
 
 from model_types import FAMILIES, MODEL_TYPES, Verdict, verdict  # noqa: E402
 
