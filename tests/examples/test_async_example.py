@@ -48,8 +48,10 @@ def start(task, output, *more):
 
 
 def lines_of(output):
+    """The whole lines: the last one may still be being written."""
     path = output / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def wait_for(condition, process, seconds=200):
