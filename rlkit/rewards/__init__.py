@@ -1,7 +1,7 @@
 """Rewards: find a user's function, call it safely, and adapt it to rollouts; and the functions that most runs need.
 
-What most runs need lies in modules of its own: `math`, `code` (in a `sandbox`), `format`, `text`, `length`, `judge`,
-`combine`, `extract` and `prompts`. See docs/rewards.md.
+What most runs need lies in modules of its own: `math`, `code` (in a `sandbox`), `text`, `judge` and `combine`. See
+docs/rewards.md.
 """
 
 from rlkit.rewards.adapters import own_scorer, scorer, with_messages
