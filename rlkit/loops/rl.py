@@ -111,8 +111,7 @@ async def rl(
             "rlkit.rollout.engines.process.launch or SGLang"
         )
     folder, steps, seed = schedule.folder, schedule.steps, schedule.seed
-    parts = {"model": state["model"], "optimizer": state["optimizer"], "reference": state.get("reference")}
-    saved = saving.restore(folder, **parts) if schedule.resume else {}
+    saved = saving.restore(folder, **state) if schedule.resume else {}
     start, first = saved.get("step", -1), max(saved.get("step", -1), 0)
     starts = {"kl_coef": 0.0, "entropy_coef": 0.0, **coefs}
     now = coefficients.start(controllers, **starts, saved=saved.get("controllers"))
@@ -165,7 +164,7 @@ async def rl(
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens))
                 signal = say_if_no_signal(run, batch, before=signal)
                 if saving.save_if_due(
-                    run, saver, stop, done, steps=steps, every=schedule.save_steps, stream=stream, **parts,
+                    run, saver, stop, done, steps=steps, every=schedule.save_steps, stream=stream, **state,
                     state={"controllers": coefficients.to_save(controllers, now)},
                 ):  # fmt: skip
                     break

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlkit.loops.supervised import check_fits, supervised
 from rlkit.loops.updates import per_token
 from rlkit.metrics import Metrics, mean, merge
-from rlkit.model.forward import forward, mesh_of, score
+from rlkit.model.forward import Policy, mesh_of, score
 from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches
 from rlkit.parallel.pipeline import pipelined
@@ -70,7 +69,7 @@ def sft(
     micro-batches.
     """
     mesh = mesh_of(model)
-    policy = partial(forward, model, dtype=dtype)
+    policy = Policy(model, dtype=dtype)
     check_fits((len(e.ids) - 1 for e in (*examples, *eval_examples)), max_tokens=max_tokens, what="example")
 
     def gradients(rows: list[int]) -> tuple[Metrics, int]:

@@ -112,7 +112,7 @@ def supervised(
     """
     mesh = mesh_of(model)
     optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
-    state = saving.restore(folder, model=model, optimizer=optimizer, reference=None) if resume else {}
+    state = saving.restore(folder, model=model, optimizer=optimizer) if resume else {}
     start = state.get("step", -1)
     first = max(start, 0)
 

@@ -109,7 +109,7 @@ def _said(run: Run, *, unless: bool) -> Iterator[None]:
         run.say(f"no checkpoint, training goes on: {error}")
 
 
-def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any) -> dict[str, Any]:
+def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any = None) -> dict[str, Any]:
     """Load the newest whole checkpoint of the run and return its state, "step" among it; {} where there is none yet.
 
     A damaged checkpoint is skipped for the one before it, and named on stdout with what is wrong with it. The folder is
