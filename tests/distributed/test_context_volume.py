@@ -14,7 +14,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.forward import forward
 from rlkit.model.parallelize import parallelize
 from rlkit.packing import pack
-from rlkit.parallel import collectives as _collectives
+from rlkit.parallel import collectives
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.types import Trajectory
 
@@ -42,7 +42,7 @@ class Counting:
     def __init__(self, monkeypatch) -> None:
         self.bytes = 0.0
         for name in ("_gather", "_reduce_scatter"):
-            monkeypatch.setattr(_collectives, name, partial(self._counted, getattr(_collectives, name)))
+            monkeypatch.setattr(collectives, name, partial(self._counted, getattr(collectives, name)))
         monkeypatch.setattr(dist, "all_to_all_single", partial(self._counted, dist.all_to_all_single))
 
     def _counted(self, collective, out, x, *splits, group):

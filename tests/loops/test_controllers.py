@@ -7,19 +7,17 @@ import itertools
 import json
 import math
 import sys
-from functools import cache, partial
 from pathlib import Path
 
 import pytest
-import torch
+from small import SIZES, CopyEngine, async_grpo, small_model, tokenizer
 from torch import nn
 
 from rlkit.data.prompts import Prompt
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.data.tiny import tiny_model
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
 from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint
-from rlkit.model.forward import prepare
 from rlkit.model.heads import load_value_model
 from rlkit.model.optim import adamw
 from rlkit.rewards.adapters import scorer
@@ -31,9 +29,6 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import sampled_data
 from flag_checks import check_flags
 
-async_grpo = partial(grpo, overlap=True, journal=True, staleness=1.0)
-
-SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(40)]
 STEPS, SAMPLES, COEF, TARGET, HORIZON = 4, 16, 0.05, 0.02, 100.0
 LIMITS = {"kl_limit": 0.01, "entropy_limit": 5.6, "entropy_target": 5.5, "entropy_coef": 0.01, "limit_rate": 0.3}
@@ -88,30 +83,6 @@ def entropy_path(entropies):
 def without_plots(monkeypatch):
     """Each would import matplotlib and draw, and nothing here looks at one."""
     monkeypatch.setattr(Run, "plot", lambda run: None)
-
-
-@cache
-def tokenizer():
-    return tiny_tokenizer()
-
-
-def small_model(seed=0):
-    return prepare(tiny_model(tokenizer(), **SIZES, seed=seed))
-
-
-class CopyEngine(LocalEngine):
-    """A LocalEngine with weights of its own, as `async_grpo` needs."""
-
-    def __init__(self):
-        self.model = tiny_model(tokenizer(), **SIZES)
-        super().__init__(self.model, max_len=64)
-
-    async def update_weights(self, weights=None, *, version):
-        own = self.model.state_dict()
-        with torch.no_grad():
-            for name, tensor in weights:
-                own[name].copy_(tensor)
-        await super().update_weights(version=version)
 
 
 def args_of(**flags):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
 import pytest
+from small import async_grpo
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
@@ -15,8 +15,6 @@ from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.engines.vllm import VLLM
 from rlkit.rollout.shared import SharedEngine
 from rlkit.types import SamplingParams
-
-async_grpo = partial(grpo, overlap=True, journal=True, staleness=1.0)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -7,19 +7,19 @@ import json
 import math
 import threading
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
+import small
 import torch
+from small import async_grpo, tokenizer
 
 from rlkit.controllers import kl_linear
 from rlkit.data.prompts import Prompt
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
 from rlkit.loops.rl import prompt_order
 from rlkit.loops.updates import grpo_update
 from rlkit.losses import icepop
-from rlkit.model.forward import prepare
 from rlkit.model.lora import add_lora
 from rlkit.rewards.adapters import scorer
 from rlkit.rollout.engines.local import LocalEngine
@@ -27,35 +27,18 @@ from rlkit.rollout.limits import success_between
 from rlkit.rollout.rollout import single_turn
 from rlkit.types import SamplingParams
 
-async_grpo = partial(grpo, overlap=True, journal=True, staleness=1.0)
-
-SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
+SIZES = {**small.SIZES, "layers": 2}
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(100)]
 CONTROLLER = kl_linear(target=1e-4, rate=0.1)
 
 
-@cache
-def tokenizer():
-    return tiny_tokenizer()
-
-
 def small_model():
-    return prepare(tiny_model(tokenizer(), **SIZES))
+    return small.small_model(layers=2)
 
 
-class CopyEngine(LocalEngine):
-    """A LocalEngine whose model is nobody else's: new weights are copied into it, between two of its steps."""
-
+class CopyEngine(small.CopyEngine):
     def __init__(self, **options):
-        self.model = tiny_model(tokenizer(), **SIZES)
-        super().__init__(self.model, max_len=64, **options)
-
-    async def update_weights(self, weights=None, *, version):
-        own = self.model.state_dict()
-        with torch.no_grad():
-            for name, tensor in weights:
-                own[name].copy_(tensor)
-        await super().update_weights(version=version)
+        super().__init__(SIZES, **options)
 
 
 def ascii_share(completion, row):

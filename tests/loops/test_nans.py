@@ -6,18 +6,17 @@ import asyncio
 import json
 import math
 from dataclasses import replace
-from functools import cache, partial
 
 import pytest
 import torch
+from small import SIZES, CopyEngine, async_grpo, small_model, tokenizer
 from transformers import AutoModelForTokenClassification
 
 from rlkit.data.prompts import Prompt
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.data.tiny import tiny_model
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
 from rlkit.loops.updates import clipped
-from rlkit.model.forward import prepare
 from rlkit.model.heads import load_value_model
 from rlkit.packing import pack, with_streams
 from rlkit.rollout.engines.local import LocalEngine
@@ -26,9 +25,6 @@ from rlkit.rollout.rollout import single_turn
 from rlkit.run.folder import Run
 from rlkit.types import SamplingParams, Trajectory
 
-async_grpo = partial(grpo, overlap=True, journal=True, staleness=1.0)
-
-SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
 PROMPTS = [Prompt([65 + i, 60], {}, i) for i in range(4)]
 FIRST_TOKEN = PROMPTS[2].ids[0]
 
@@ -37,30 +33,6 @@ FIRST_TOKEN = PROMPTS[2].ids[0]
 def without_plots(monkeypatch):
     """Each would import matplotlib and draw, and nothing here looks at one."""
     monkeypatch.setattr(Run, "plot", lambda run: None)
-
-
-@cache
-def tokenizer():
-    return tiny_tokenizer()
-
-
-def small_model(seed=0):
-    return prepare(tiny_model(tokenizer(), **SIZES, seed=seed))
-
-
-class CopyEngine(LocalEngine):
-    """A LocalEngine with weights of its own, as `async_grpo` needs."""
-
-    def __init__(self):
-        self.model = tiny_model(tokenizer(), **SIZES)
-        super().__init__(self.model, max_len=64)
-
-    async def update_weights(self, weights=None, *, version):
-        own = self.model.state_dict()
-        with torch.no_grad():
-            for name, tensor in weights:
-                own[name].copy_(tensor)
-        await super().update_weights(version=version)
 
 
 def with_broken_token(model):

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
-
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 SAMPLED = "--prompts-per-step 2 --group-size 2 --max-prompt-tokens 32 --max-new-tokens 4 --eval-steps 0"
@@ -26,24 +24,6 @@ FLAGS = {
     "ppo": SAMPLED,
     "async_grpo": SAMPLED,
 }
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    """A tiny model, and rows that every script can read."""
-    folder = tmp_path_factory.mktemp("task")
-    tokenizer = tiny_tokenizer()
-    model = tiny_model(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=32)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    rows = [
-        {"prompt": f"{i}+1", "response": f"{i + 1}", "chosen": f"{i + 1}", "rejected": "x", "completion": "y",
-         "label": i % 2 == 0}
-        for i in range(12)
-    ]  # fmt: skip
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text("def score(completion, row):\n    return len(set(completion)) / 8\n")
-    return folder
 
 
 def command(task, script, output, *flags):

@@ -22,7 +22,6 @@ from rlkit.loops.evaluate import dump_to, rollout_metrics
 from rlkit.loops.rl import Signal, in_thread, prompt_order, say_if_no_signal
 from rlkit.metrics import finalize
 from rlkit.model import checkpoint
-from rlkit.model import checkpoint as saver
 from rlkit.model.checkpoint import BackgroundSaver, latest_checkpoint, load_checkpoint
 from rlkit.packing import pack, with_advantages
 from rlkit.run.folder import open_run
@@ -229,11 +228,11 @@ def test_a_stopped_run_is_on_the_disk_before_it_says_so(saving):
 
 
 def test_where_a_copy_has_no_room_the_run_waits_for_the_disk(saving, monkeypatch):
-    monkeypatch.setattr(saver, "_free_memory", lambda: 40.0)
+    monkeypatch.setattr(checkpoint, "_free_memory", lambda: 40.0)
     saving.due(2)
     assert latest_checkpoint(saving.run.checkpoints).name == "step_00000002"
     monkeypatch.undo()
-    assert saver._free_memory() > 2**20
+    assert checkpoint._free_memory() > 2**20
 
 
 def test_what_a_run_cannot_do_is_said_before_it_starts(tmp_path, capsys):

@@ -22,7 +22,6 @@ from torch import nn
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model import checkpoint
-from rlkit.model import checkpoint as saver
 from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlkit.model.forward import prepare
 from rlkit.model.weights import export_hf
@@ -542,9 +541,9 @@ def test_a_folder_that_the_nodes_do_not_share_is_refused(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_a_copy_from_a_gpu_needs_room_for_what_torch_pins(monkeypatch, nbytes, is_cuda, free, room):
     """Pinned memory comes in powers of two, and a host that runs out of memory kills the run."""
-    monkeypatch.setattr(saver, "_free_memory", lambda: free)
+    monkeypatch.setattr(checkpoint, "_free_memory", lambda: free)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert saver._has_room({"x": SimpleNamespace(nbytes=nbytes, is_cuda=is_cuda)}) == room
+    assert checkpoint._has_room({"x": SimpleNamespace(nbytes=nbytes, is_cuda=is_cuda)}) == room
 
 
 def test_interrupted_save_leaves_nothing(tmp_path, monkeypatch):

@@ -111,9 +111,9 @@ def test_a_notebook_runs_the_loop_the_plain_grpo_and_a_script(tmp_path, monkeypa
 
 INTERRUPTED = """
 import os, signal
-from rlkit.run import signals as stopping
+from rlkit.run import signals
 told, scored, judge = [], [], options["score"]
-stopping._tell = told.append
+signals._tell = told.append
 async def interrupting(prompt, group):  # while groups are sampled, in a task of its own
     scored.append(1)
     for number in range(1, NUM_SIGNALS + 1) if len(scored) == 7 else ():  # of the fourth step

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from screen import ROOT, Terminal, assert_clean, steps_on
 
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
-
 SAMPLED = (
     "--reward REWARD --eval-steps 2 --eval-limit 4 --prompts-per-step 2 --group-size 2 --max-prompt-tokens 32 "
     "--max-new-tokens 6"
@@ -27,24 +25,6 @@ SCRIPTS = {
     "ppo": SAMPLED,
     "async_grpo": SAMPLED,
 }
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    """A tiny model, and rows that every script can read."""
-    folder = tmp_path_factory.mktemp("task")
-    tokenizer = tiny_tokenizer()
-    model = tiny_model(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=32)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    rows = [
-        {"prompt": f"{i}+1", "response": f"{i + 1}", "chosen": f"{i + 1}", "rejected": "x", "completion": "y",
-         "label": i % 2 == 0}
-        for i in range(16)
-    ]  # fmt: skip
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text("def score(completion, row):\n    return len(set(completion)) / 8\n")
-    return folder
 
 
 def command(task: Path, script: str, output: Path, *flags: str) -> list[str]:
