@@ -22,7 +22,6 @@ import statistics
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,11 @@ from transformers.utils import logging
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
+from rlkit.loops.rl import Task
 from rlkit.model.forward import load_model
 from rlkit.rollout.engines.process import launch
-from rlkit.types import SamplingParams, Trajectory
-
-async_grpo = partial(grpo, overlap=True, journal=True, staleness=1.0)
+from rlkit.settings import Optim, Rollouts, Schedule
+from rlkit.types import Trajectory
 
 SKIP = 2  # the pipeline fills, memory is touched for the first time
 
@@ -70,15 +69,15 @@ async def coin(_prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
     return [replace(t, reward=float(i % 2)) for i, t in enumerate(group)]
 
 
-async def seconds_per_step(loop: Any, args: Args, engine: Any, path: Path) -> dict[str, float]:
-    """One run of a loop: seconds from the end of a step to that of the next, and where they went (medians)."""
+async def seconds_per_step(overlap: bool, args: Args, engine: Any, path: Path) -> dict[str, float]:
+    """One run: seconds from the end of a step to that of the next, and where they went (medians)."""
     prompts = [Prompt([(7 * i + j) % 250 for j in range(args.prompt_tokens)], {}, i) for i in range(64)]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        await loop(
-            load_model(path), tiny_tokenizer(), engine, prompts, score=coin, folder=Path(folder), steps=args.steps,
-            params=SamplingParams(max_new_tokens=args.new_tokens), lr_at=lambda _step: 1e-7, num_epochs=args.epochs,
-            prompts_per_step=args.prompts_per_step, group_size=args.group_size,
-        )  # fmt: skip
+        rollouts = Rollouts(
+            args.prompts_per_step, args.group_size, epochs=args.epochs, max_new_tokens=args.new_tokens, overlap=overlap
+        )
+        schedule = Schedule(Path(folder), steps=args.steps)
+        await grpo(load_model(path), tiny_tokenizer(), engine, Task(prompts, coin), rollouts, schedule, Optim(lr=1e-7))
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     counted = lines[SKIP:]
     times = {k: statistics.median(line[k] for line in counted) for k in counted[0] if k.startswith("time/")}
@@ -96,8 +95,8 @@ async def measure(args: Args, path: Path) -> list[dict[str, Any]]:
         for number in range(args.pairs + 1):
             if pairs and time.monotonic() - start > args.seconds:
                 break
-            order = [("sync", grpo), ("async", async_grpo)][:: 1 if number % 2 else -1]
-            pair = {name: await seconds_per_step(loop, args, engine, path) for name, loop in order}
+            order = [("sync", False), ("async", True)][:: 1 if number % 2 else -1]
+            pair = {name: await seconds_per_step(overlap, args, engine, path) for name, overlap in order}
             ratio = pair["sync"]["step"] / pair["async"]["step"]
             rollout, train = pair["sync"]["time/rollout"], pair["sync"]["time/train"] + pair["sync"]["time/score"]
             balance, most = rollout / train, (rollout + train) / max(rollout, train)

@@ -178,8 +178,8 @@ def uses_in_page(path: Path) -> Iterator[Use]:
 
 
 def options(command: str) -> Iterator[str]:
-    """The flags and keys of another project's command; none of one that runs our examples."""
-    if "examples/" not in command:
+    """The flags and keys of another project's command; none of our own."""
+    if not re.search(r"\brlkit |rlkit\.scripts|examples/", command):
         arguments = re.split(r" (?:-m|--module) \S+|\.py |^trl \w+", command.split("#")[0])[-1]
         yield from re.findall(r"(?<!\S)--[\w.-]+|(?<!\S)[a-z_]+(?:\.\w+)+(?==)", arguments)
 

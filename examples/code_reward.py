@@ -1,6 +1,6 @@
 """A reward for programs: all tests must pass, in a sandbox, each within two seconds.
 
-    python examples/grpo.py --model MODEL --data train.jsonl --reward examples/code_reward.py:score
+    rlkit grpo --model MODEL --data train.jsonl --reward examples/code_reward.py:score
 
 Rows have `prompt` and `test_cases`: {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}. The answer is the last Python block.
 """

@@ -6,7 +6,7 @@
 Makes a Qwen3 of one million random weights with its own tokenizer, and JSONL data. SFT imitates a teacher that is usually
 wrong: it sorts 65% of its answers downwards and swaps two neighbours (equal ones at times) in 10%, so that 28% are right.
 The model's most likely answer is then wrong, too. GRPO learns from the reward alone: 1 for the right answer, else 0.
-Both steps are the example scripts, called as you would call them on your own model and data. No held-out prompt is trained on.
+Both steps are the scripts `rlkit sft` and `rlkit grpo`, on data made here. No held-out prompt is trained on.
 """
 
 from __future__ import annotations
@@ -14,33 +14,37 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from rlkit.settings import ParallelArgs
+from rlkit.scripts import grpo, sft
+from rlkit.scripts.cli import run
+from rlkit.scripts.common import Data, Examples, Model
+from rlkit.scripts.rollouts import Engine, Episodes
+from rlkit.settings import Count, CountOr0, Optim, ParallelArgs, Rollouts, Schedule, Seed, check
 
-sys.path.insert(0, str(Path(__file__).parent))
 
-
-@dataclass
+@dataclass(frozen=True)
 class Args:
     output: Path = Path("runs/demo")
     """where everything goes; an earlier demo there is replaced"""
-    sft_steps: int = 300
+    sft_steps: CountOr0 = 300
     """optimizer steps of the warm start"""
-    grpo_steps: int = 200
+    grpo_steps: CountOr0 = 200
     """rollouts of reinforcement learning"""
-    eval_limit: int = 256
+    eval_limit: Count = 256
     """held-out prompts"""
-    seed: int = 0
+    seed: Seed = 0
     """of the data, the weights and the sampling"""
     parallel: ParallelArgs = field(default_factory=ParallelArgs)
     """how the model is cut over the ranks of torchrun"""
     resume: bool = False
     """continue an interrupted demo in `output`"""
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 def make_data(folder: Path, *, seed: int, num_sft: int = 9600, num_train: int = 4096, num_eval: int = 256) -> None:
@@ -67,16 +71,11 @@ def make_data(folder: Path, *, seed: int, num_sft: int = 9600, num_train: int = 
 
 
 def main(args: Args) -> None:
-    import grpo
-    import sft
-    from flag_checks import check_values
-
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
     from rlkit.model.launch import open_mesh
     from rlkit.model.weights import export_hf
     from rlkit.ranks import first
 
-    check_values(args)
     started = time.perf_counter()
     open_mesh(args.parallel, device="cpu")
     if not args.resume:
@@ -85,43 +84,29 @@ def main(args: Args) -> None:
         export_hf(tiny_model(tokenizer, seed=args.seed), tokenizer, args.output / "random")
 
     first(lambda: print("SFT: imitate a teacher that sorts 65% of its answers downwards (28% are right)"))
+    common = {"seed": args.seed, "resume": args.resume}
     warm = sft.main(
         sft.Args(
-            model=str(args.output / "random"),
-            data=str(args.output / "sft.jsonl"),
-            output=args.output / "sft",
-            steps=args.sft_steps,
-            lr=1e-3,
-            print_steps=50,
-            seed=args.seed,
-            device="cpu",
-            resume=args.resume,
-            parallel=args.parallel,
+            model=Model(str(args.output / "random"), device="cpu", parallel=args.parallel),
+            data=Data(str(args.output / "sft.jsonl")),
+            examples=Examples(batch_size=64),
+            schedule=Schedule(args.output / "sft", steps=args.sft_steps, print_steps=50, save_steps=100, **common),
+            optim=Optim(lr=1e-3, lr_schedule="linear", warmup_steps=20),
         )
     )
     first(lambda: print("GRPO: learn what is right from the reward alone"))
+    reward = str(Path(__file__).with_name("sorting_reward.py")) + ":score"
     trained = grpo.main(
         grpo.Args(
-            model=str(warm),
-            data=str(args.output / "train.jsonl"),
-            eval_data=str(args.output / "eval.jsonl"),
-            reward=str(Path(__file__).parent / "sorting_reward.py") + ":score",
-            output=args.output / "grpo",
-            steps=args.grpo_steps,
-            max_prompt_tokens=32,
-            max_new_tokens=8,
-            prompts_per_step=16,
-            minibatches=2,
-            max_batch=128,
-            lr=1.5e-4,
-            lr_schedule="linear",
-            eval_limit=args.eval_limit,
-            eval_kl=True,
-            print_steps=10,
-            seed=args.seed,
-            device="cpu",
-            resume=args.resume,
-            parallel=args.parallel,
+            model=Model(str(warm), device="cpu", parallel=args.parallel),
+            data=Data(str(args.output / "train.jsonl"), eval_data=str(args.output / "eval.jsonl")),
+            episodes=Episodes(reward=reward, max_prompt_tokens=32, eval_limit=args.eval_limit, eval_kl=True),
+            rollouts=Rollouts(prompts_per_step=16, minibatches=2, max_new_tokens=8),
+            schedule=Schedule(
+                args.output / "grpo", steps=args.grpo_steps, eval_steps=25, print_steps=10, save_steps=50, **common
+            ),
+            optim=Optim(lr=1.5e-4, lr_schedule="linear"),
+            engine=Engine(max_batch=128),
         )
     )
     first(lambda: report(args, trained, time.perf_counter() - started))
@@ -186,8 +171,4 @@ def greedy_answers(output: Path, step: int) -> dict[int, Answer]:
 
 
 if __name__ == "__main__":
-    import tyro
-
-    from rlkit.model.launch import main_on_ranks
-
-    main_on_ranks(main, tyro.cli(Args, description=__doc__))
+    run(main, Args, __doc__)

@@ -1,6 +1,6 @@
 """A reward for mathematics: the boxed answer must be right, and the completion not too long.
 
-    python examples/grpo.py --model MODEL --data train.jsonl --reward examples/math_reward.py:score
+    rlkit grpo --model MODEL --data train.jsonl --reward examples/math_reward.py:score
 
 Rows have `prompt` and `answer`. For rewards without options no file is needed: `--reward rlkit.rewards.math:boxed`.
 """

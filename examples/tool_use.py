@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rlkit.scripts.cli import Flat, run
+from rlkit.settings import Count, CountOr0, Optim, Rollouts, Schedule, check
 
-@dataclass
+
+@dataclass(frozen=True)
 class Args:
     task: Literal["calculator", "search", "guessing", "code"] = "calculator"
     """which environment of environments.py"""
@@ -23,40 +26,26 @@ class Args:
     """folder written by save_pretrained, or a hub id, of a model that can call tools; None: the tiny one"""
     data: str | None = None
     """rows of the task `code`: prompt, public_tests (to run) and tests (to be judged by)"""
-    output: Path = Path("runs/tool_use")
-    """run folder: metrics, trajectories, plot, checkpoints, exported model"""
-    steps: int = 40
-    """number of rollouts to train on"""
-    prompts_per_step: int = 16
-    """prompts of a rollout"""
-    group_size: int = 8
-    """episodes of each prompt"""
-    max_turns: int = 8
+    max_turns: Count = 8
     """turns of an episode at most"""
-    max_new_tokens: int = 96
-    """limit of a turn"""
-    max_total_tokens: int = 512
+    max_total_tokens: Count = 512
     """limit of an episode with its prompt"""
-    lr: float = 3e-4
-    """learning rate; 1e-6 for a real model"""
-    warmup_steps: int = 800
+    sft_steps: CountOr0 = 800
     """steps of supervised learning from demonstrations, of the tiny model only"""
-    eval_limit: int = 64
+    eval_limit: Count = 64
     """held-out prompts"""
-    eval_steps: int = 20
-    """rollouts between evaluations"""
-    max_tokens: int = 16384
-    """packed tokens of a micro-batch: lower it when memory is short"""
-    dtype: Literal["fp32", "bf16"] | None = None
-    """of the matrix products; weights and optimizer states are fp32. None: bf16 on a CUDA GPU, else fp32"""
     device: str | None = None
     """cpu, cuda, or mps (untested). None: cpu for the tiny model, for others cuda where there is a GPU"""
-    seed: int = 0
-    """of data, weights and sampling"""
     deterministic: bool = False
     """reproducible CUDA kernels: a resumed run on GPUs repeats every bit, more slowly; on CPUs it does so anyway"""
-    resume: bool = False
-    """go on from the newest checkpoint in `output`"""
+    debug: bool = False
+    """show the traceback of an error that is otherwise one line"""
+    rollouts: Flat[Rollouts] = Rollouts(prompts_per_step=16, group_size=8, max_new_tokens=96)
+    schedule: Flat[Schedule] = Schedule(Path("runs/tool_use"), steps=40, eval_steps=20)
+    optim: Flat[Optim] = Optim(lr=3e-4)
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 def make_task(args: Args, tokenizer: Any) -> Any:
@@ -66,9 +55,9 @@ def make_task(args: Args, tokenizer: Any) -> Any:
 
     if args.task == "code":
         if args.data is None:
-            raise ValueError("--task code needs --data: rows of prompt, public_tests and tests")
+            raise ValueError("`task` code needs `data`: rows of prompt, public_tests and tests")
         return environments.code(tokenizer, rows=load_rows(args.data))
-    return getattr(environments, args.task)(tokenizer, seed=args.seed)
+    return getattr(environments, args.task)(tokenizer, seed=args.schedule.seed)
 
 
 def warmed_up(args: Args) -> Path:
@@ -79,9 +68,9 @@ def warmed_up(args: Args) -> Path:
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
     from rlkit.loops.sft import sft
     from rlkit.model.forward import prepare
-    from rlkit.model.optim import schedule
 
-    torch.manual_seed(args.seed)
+    seed = args.schedule.seed
+    torch.manual_seed(seed)
     tokenizer = tiny_tokenizer()
     # every byte is a token here: of a tool only the name is shown
     names = "{% if tools %}{% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}"
@@ -91,76 +80,63 @@ def warmed_up(args: Args) -> Path:
     examples, _ = sft_examples(
         rows, tokenizer=tokenizer, max_example_tokens=args.max_total_tokens, tools=task.tools or None
     )
-    model = prepare(tiny_model(tokenizer, hidden=96, layers=3, heads=3, kv_heads=1, intermediate=256, seed=args.seed))
+    model = prepare(tiny_model(tokenizer, hidden=96, layers=3, heads=3, kv_heads=1, intermediate=256, seed=seed))
     print("SFT: learning to talk from a teacher who gives up three times out of five")
-    return sft(
-        model, tokenizer, examples, folder=args.output / "sft", steps=args.warmup_steps, batch_size=32,
-        lr_at=schedule("linear", lr=2e-3, num_steps=args.warmup_steps), seed=args.seed, resume=args.resume,
-    )  # fmt: skip
+    schedule = Schedule(args.schedule.output / "sft", steps=args.sft_steps, seed=seed, resume=args.schedule.resume)
+    return sft(model, tokenizer, examples, schedule, Optim(lr=2e-3, lr_schedule="linear"), batch_size=32)
 
 
 def main(args: Args) -> Path:
     import torch
-    from flag_checks import check_values, with_device
     from transformers import AutoTokenizer
 
     from rlkit.data.chat import stop_token_ids
     from rlkit.data.prompts import rl_prompts
     from rlkit.loops.grpo import grpo_sync
-    from rlkit.model.forward import load_model
+    from rlkit.loops.rl import Task
+    from rlkit.model.forward import default_dtype, load_model
     from rlkit.model.launch import make_deterministic, report_model
-    from rlkit.model.optim import schedule
     from rlkit.rewards.adapters import scorer
     from rlkit.rollout.engines.local import LocalEngine
     from rlkit.rollout.envs.gym import own_rewards, refuse_vision
     from rlkit.rollout.limits import limited
     from rlkit.run.folder import holds_run
-    from rlkit.types import SamplingParams
+    from rlkit.scripts.common import check_device
 
-    check_values(args)
-    args = with_device(args if args.model or args.device else replace(args, device="cpu"))
+    device = args.device or ("cuda" if args.model and torch.cuda.is_available() else "cpu")
+    check_device(device)
     if args.deterministic:
-        make_deterministic(args.seed)
+        make_deterministic(args.schedule.seed)
     path = args.model or str(warmed_up(args))
-    torch.manual_seed(args.seed)
-    model = load_model(path, device=args.device)
+    torch.manual_seed(args.schedule.seed)
+    model = load_model(path, device=device)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    report_model(model, dtype=args.dtype)
+    report_model(model, dtype=args.optim.dtype or default_dtype(device))
     refuse_vision(model, tokenizer)
     task = make_task(args, tokenizer)
     prompts, _ = rl_prompts(
         task.rows, tokenizer=tokenizer, max_prompt_tokens=args.max_total_tokens // 2, tools=task.tools or None
     )
-    held_out, training = prompts[: args.eval_limit], prompts[args.eval_limit :]
     print("GRPO: learning what is right, from the reward alone")
+    output = args.schedule.output / "grpo"
+    resume = args.schedule.resume and (
+        args.model is not None or holds_run(output)
+    )  # it may have stopped in the warm-up
     return grpo_sync(
         model,
         tokenizer,
         LocalEngine(model, max_batch=128, max_len=args.max_total_tokens + 1),
-        training,
-        env=limited(task.env, max_turns=args.max_turns, max_total_tokens=args.max_total_tokens),
-        score=scorer(task.reward, tokenizer=tokenizer, timeout_s=30.0) if task.reward else own_rewards,
-        folder=args.output / "grpo",
-        steps=args.steps,
-        params=SamplingParams(
-            max_new_tokens=args.max_new_tokens,
-            stop_token_ids=stop_token_ids(tokenizer, model.config, model.generation_config),
+        Task(
+            prompts[args.eval_limit :],
+            score=scorer(task.reward, tokenizer=tokenizer, timeout_s=30.0) if task.reward else own_rewards,
+            env=limited(task.env, max_turns=args.max_turns, max_total_tokens=args.max_total_tokens),
+            eval_prompts=prompts[: args.eval_limit],
         ),
-        prompts_per_step=args.prompts_per_step,
-        group_size=args.group_size,
-        lr_at=schedule("constant", lr=args.lr, num_steps=args.steps),
-        max_tokens=args.max_tokens,
-        dtype=args.dtype,
-        eval_prompts=held_out,
-        eval_steps=args.eval_steps,
-        seed=args.seed,
-        resume=args.resume and (args.model is not None or holds_run(args.output / "grpo")),  # stopped in the warm-up
+        replace(args.rollouts, stop_token_ids=stop_token_ids(tokenizer, model.config, model.generation_config)),
+        replace(args.schedule, output=output, resume=resume),
+        args.optim,
     )
 
 
 if __name__ == "__main__":
-    import tyro
-
-    from rlkit.model.launch import main_on_ranks
-
-    main_on_ranks(main, tyro.cli(Args, description=__doc__))
+    run(main, Args, __doc__)

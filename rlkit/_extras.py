@@ -27,4 +27,9 @@ def missing(error: ImportError, module: str, extra: str, why: str) -> MissingExt
     """What to raise for the `error` of importing `module`; why, where the package is there and cannot be imported."""
     package = module.partition(".")[0]
     broken = "" if getattr(error, "name", None) == package else f" ({error})"
-    return MissingExtra(f"{why} {package}: pip install 'rlkit-lm[{extra}]'{broken}", name=package)
+    return MissingExtra(lacks(package, extra, why) + broken, name=package)
+
+
+def lacks(package: str, extra: str, why: str) -> str:
+    """The line that names the missing package and the command that installs it."""
+    return f"{why} {package}: pip install 'rlkit-lm[{extra}]'"

@@ -1,88 +1,376 @@
 """Settings that travel together: plain data, the same objects in Python and on the command line.
 
-Without torch, so that `--help` is fast.
+    rollouts = Rollouts(prompts_per_step=16, group_size=8, max_new_tokens=512)
+    schedule = Schedule(Path("runs/mine"), steps=200)
+    await grpo(model, tokenizer, engine, task, rollouts, schedule, Optim(lr=1e-6), Penalties(kl_coef=0.001))
+
+Every field is a flag of the scripts: `rlkit grpo --prompts-per-step 16 --lr 1e-6`. A field's range is part of its type.
+What is wrong is a ValueError with the names of fields in backquotes. This module imports no torch: `--help` is fast.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
+from functools import cache
+from math import inf
 from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+
+class Range(NamedTuple):
+    """The numbers that a field allows: `Annotated[int, Range("at least 1", lambda x: x >= 1)]`."""
+
+    meaning: str
+    allows: Callable[[float], bool]
+
+
+POSITIVE = Range("above 0", lambda x: 0 < x < inf)
+NOT_NEGATIVE = Range("at least 0", lambda x: 0 <= x < inf)
+
+Count = Annotated[int, Range("at least 1", lambda x: 1 <= x < inf)]
+CountOr0 = Annotated[int, NOT_NEGATIVE]
+Positive = Annotated[float, POSITIVE]
+NotNegative = Annotated[float, NOT_NEGATIVE]
+Finite = Annotated[float, Range("a finite number", lambda x: -inf < x < inf)]
+Limit = Annotated[float, Range("above 0 (inf: no limit)", lambda x: x > 0)]
+LimitOr0 = Annotated[float, Range("at least 0 (inf: no limit)", lambda x: x >= 0)]
+Share = Annotated[float, Range("from 0 to 1", lambda x: 0 <= x <= 1)]
+Seed = Annotated[int, Range("from 0 to 2**63 - 1", lambda x: 0 <= x < 2**63)]
+
+
+@cache
+def ranges(kind: type) -> dict[str, Range]:
+    """The range of each field of a dataclass whose type has one."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = {f.name: next(_ranges(hints[f.name]), None) for f in fields(kind)}
+    return {name: allowed for name, allowed in found.items() if allowed is not None}
+
+
+def _ranges(hint: Any) -> Iterator[Range]:
+    if get_origin(hint) is Annotated:
+        yield from (x for x in hint.__metadata__ if isinstance(x, Range))
+    for inner in get_args(hint):
+        yield from _ranges(inner)
+
+
+_collected: ContextVar[list[str] | None] = ContextVar("collected", default=None)
+
+
+@contextmanager
+def collected() -> Iterator[list[str]]:
+    """Inside the block, what is wrong with settings is added to the list, and not raised: for a command line."""
+    messages: list[str] = []
+    token = _collected.set(messages)
+    try:
+        yield messages
+    finally:
+        _collected.reset(token)
+
+
+def check_all(*wrong: tuple[object, str]) -> None:
+    """ValueError with the message of the first (is it wrong, message)."""
+    for is_wrong, message in wrong:
+        if is_wrong:
+            if (messages := _collected.get()) is None:
+                raise ValueError(message)
+            messages.append(message)
+            return
+
+
+def check(settings: Any, *, may_be_empty: tuple[str, ...] = ()) -> None:
+    """Refuse numbers outside their field's range, and empty texts, with the field's name (ValueError)."""
+    allowed = ranges(settings.__class__)
+    for f in fields(settings):
+        value = getattr(settings, f.name)
+        for x in value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,):
+            empty = x == "" and isinstance(x, str) and f.name not in may_be_empty
+            outside = f.name in allowed and x is not None and not allowed[f.name].allows(x)
+            check_all(
+                (empty, f"`{f.name}` is empty: give a value, or leave it out"),
+                (outside, f"`{f.name}` must be {allowed[f.name].meaning if outside else ''}, got {x}"),
+            )
+
+
+def is_default(settings: Any, name: str) -> bool:
+    """Whether the field has its class's default."""
+    return bool(getattr(settings, name) == getattr(type(settings), name))
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How an engine samples one completion. Every engine of rlkit takes these and nothing else.
+
+    temperature 0 is greedy decoding; the log-probs are then those of temperature 1.
+    `top_k=0` and `top_p=1.0` mean "off". The stop token is part of the completion; so are the tokens of a stop string.
+    `seed` fixes the noise of each position, so a request samples the same tokens whatever else the engine is doing,
+    up to fp32 rounding of the logits; None draws a fresh seed.
+    """
+
+    max_new_tokens: int = 1024
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0 (0 is off), got {self.top_k}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens can never be sampled."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """How many samples a step takes, and how old they may be."""
+    """What a step samples, and how often it trains on it."""
 
-    prompts_per_step: int = 8
-    """groups of a batch"""
-    group_size: int = 8
+    prompts_per_step: Count = 8
+    """prompts of a batch"""
+    group_size: Count = 8
     """samples of each prompt"""
-    staleness: float = 0.0
-    """with `overlap`: steps that a group may be older than the weights; else: partial rollout, the share of additional
-    groups that are started in a step, interrupted, and finished in the next one"""
+    minibatches: Count = 1
+    """optimizer steps that a batch is split into"""
+    epochs: Count = 1
+    """passes over a batch"""
+    max_new_tokens: Count = 1024
+    """limit of a completion"""
+    temperature: Positive = 1.0
+    """sampling temperature, and that of all log-probs"""
+    top_p: Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)] = 1.0
+    """nucleus sampling; the loss corrects for the truncated mass"""
+    top_k: CountOr0 = 0
+    """sample from the k most likely tokens (0: off)"""
+    stop: tuple[str, ...] = ()
+    """strings that end a turn, besides the model's own stop tokens"""
+    stop_token_ids: tuple[int, ...] = ()
+    """more token ids that end a turn"""
+    drop_truncated: bool = False
+    """do not train on answers that a length limit cut"""
     overlap: bool = False
-    """sample while training; the engine needs weights of its own"""
-    max_dropped: int | None = None
-    """groups that may be refused in one step before the run stops; None: 20 * prompts_per_step"""
+    """asynchronous: the engine samples while the step trains; it has its own copy of the weights"""
+    staleness: NotNegative | None = None
+    """with --overlap: how many steps older than the weights a group may be; None: 1. Without it, partial rollout: each
+    step starts f * prompts_per_step extra groups, interrupts the last and finishes them in the next; None: 0"""
+    drop_off_policy: bool = False
+    """train only on tokens that the newest weights sampled"""
+    max_dropped: CountOr0 | None = None
+    """groups that may be rejected in one step before the run stops; None: 20 * prompts_per_step"""
     journal: bool = False
-    """keep every completion on disk, so that a killed run resumes with what it had sampled"""
+    """keep every completion on disk, so that a killed run resumes with what it had sampled (always with --overlap)"""
+    skip_nan: bool = False
+    """drop samples with NaN or infinities, skip optimizer steps whose gradient norm is not finite, and count both; off:
+    the first one stops the run. (A reward function that returns NaN has failed: see reward_max_failed)"""
+    eval_samples: Count = 1
+    """samples per held-out prompt, for `eval/sampled` (mean) and `eval/best` (mean of each prompt's best, pass@n)"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        stale = self.overlap or self.staleness
+        check_all(
+            (
+                self.minibatches > self.prompts_per_step,
+                f"`minibatches` {self.minibatches} is more than the {self.prompts_per_step} groups of "
+                "`prompts_per_step`: groups are not split",
+            ),
+            (self.top_p < 1 and self.top_k, "`top_p` and `top_k`: engines combine them differently; use one of them"),
+            (
+                (self.top_p < 1 or self.top_k) and stale,
+                "`top_p` and `top_k` need on-policy samples: the kept probability mass is computed from the current "
+                "weights; not with `overlap` or `staleness` above 0",
+            ),
+            (
+                self.drop_off_policy and not stale,
+                "`drop_off_policy` is for `overlap` or `staleness` above 0: else every sample is on-policy",
+            ),
+        )
+
+    @property
+    def params(self) -> SamplingParams:
+        """What an engine is asked for each completion."""
+        names = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids")
+        return SamplingParams(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The run folder, and what happens at which step."""
 
-    folder: Path
-    """run folder: metrics, trajectories, plot, checkpoints, exported model"""
-    steps: int
+    output: Path
+    """run folder: metrics, samples, plot, checkpoints, exported model"""
+    steps: CountOr0
     """batches to train on"""
-    eval_steps: int = 0
+    eval_steps: CountOr0 = 0
     """steps between evaluations, of which the first is before any step; 0: none"""
-    eval_samples: int = 1
-    """samples of each held-out prompt"""
-    print_steps: int = 1
-    """print every n-th step, and those with an evaluation"""
-    save_steps: int = 0
+    print_steps: Count = 1
+    """print every n-th step, and those with an evaluation; metrics.jsonl has all of them"""
+    save_steps: CountOr0 = 0
     """steps between checkpoints; 0: only the last"""
-    keep: int = 2
+    keep: Count = 2
     """newest checkpoints to keep"""
-    seed: int = 0
-    """of the prompts' order and the sampling"""
+    seed: Seed = 0
+    """random seed of data order and sampling"""
     resume: bool = False
-    """go on from the newest checkpoint in `folder`"""
-    skip_nan: bool = False
-    """drop samples with NaN or infinities and skip optimizer steps whose gradient norm is not finite; off: stop"""
+    """continue from the newest checkpoint in `output`"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        here = str(self.output) == "."  # what an empty text becomes, too
+        check_all((here, "`output` is empty or the current folder: give the folder of the run a name"))
+
+
+@dataclass(frozen=True)
+class Optim:
+    """How a step trains: AdamW, its learning rate, gradient clipping, precision and micro-batches."""
+
+    lr: NotNegative = 1e-6
+    """highest learning rate"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """after the warm-up: constant, or decay to 0 at the last step"""
+    warmup_steps: CountOr0 = 0
+    """linear warm-up steps"""
+    weight_decay: NotNegative = 0.0
+    """of AdamW, on matrices only"""
+    max_norm: Limit = 1.0
+    """global gradient norm to clip to; inf: not clipped"""
+    max_tokens: Count = 16384
+    """packed tokens of a micro-batch: lower it when memory is short"""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """of the matrix products; weights and optimizer states are fp32. None: bf16 on a CUDA GPU that has it, else fp32"""
+    lr_at: Callable[[int], float] | None = None
+    """in Python: the learning rate of each step, in place of `lr`, `lr_schedule` and `warmup_steps`"""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """KL penalty and entropy bonus, and the rules that move their coefficients (`rlkit.loops.coefficients`)."""
+
+    kl_coef: NotNegative = 0.0
+    """weight of the KL to the reference model (GRPO: in the loss; PPO: in the reward); 0 does not load one"""
+    kl_target: Positive | None = None
+    """move kl_coef so that the KL (mean of k3, nats per token) stays near this; None: kl_coef is constant"""
+    kl_controller: Literal["fixed", "linear", "exponential", "pid", "decay", "cosine"] | None = None
+    """rule that moves kl_coef: linear, exponential (verl's adaptive) and pid hold --kl-target; decay and cosine fall to
+    0 at the last step; None: linear with --kl-target, else fixed"""
+    kl_horizon: Positive = 10_000
+    """samples in which --kl-controller exponential changes kl_coef by at most a factor of 1.22"""
+    kl_limit: Positive | None = None
+    """constraint: a Lagrange multiplier is added to kl_coef while the KL (nats per token) is above this"""
+    ref_sync_steps: CountOr0 = 0
+    """steps between copies of the policy into the reference model; 0: the reference is frozen"""
+    entropy_coef: Finite = 0.0
+    """weight of an entropy bonus"""
+    entropy_target: NotNegative | None = None
+    """raise entropy_coef by 0.005 a step while the entropy (nats per token) is at or below this, lower it and switch it
+    off above (TRL's adaptive entropy); None: entropy_coef is constant"""
+    entropy_limit: NotNegative | None = None
+    """constraint: a Lagrange multiplier is added to entropy_coef while the entropy (nats per token) is below this"""
+    limit_rate: Positive = 0.1
+    """step size of the multipliers of --kl-limit and --entropy-limit: per step and nat of violation"""
+    controllers: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """in Python: rules of your own by name, beside those that the fields above name; see `rlkit.loops.coefficients`"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        rule, target = self.kl_controller, self.kl_target
+        check_all(
+            (target is not None and not self.kl_coef, "`kl_target` moves `kl_coef`: give one above 0"),
+            (
+                rule in ("linear", "exponential", "pid") and target is None,
+                f"`kl_controller` {rule} holds `kl_target`: give one",
+            ),
+            (
+                rule in ("fixed", "decay", "cosine") and target is not None,
+                f"`kl_controller` {rule} holds no `kl_target`: drop it, or use linear, exponential or pid",
+            ),
+            (rule and not self.kl_coef, "`kl_controller` moves `kl_coef`: give one above 0"),
+            (
+                rule != "exponential" and not is_default(self, "kl_horizon"),
+                "`kl_horizon` is for `kl_controller` exponential: use that, or drop `kl_horizon`",
+            ),
+            (
+                self.kl_limit is None and self.entropy_limit is None and not is_default(self, "limit_rate"),
+                "`limit_rate` is for `kl_limit` and `entropy_limit`: give one of them",
+            ),
+            (
+                self.entropy_target is not None and self.entropy_coef < 0,
+                "`entropy_target` starts from `entropy_coef`: give one of at least 0",
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Critic:
+    """PPO's critic: how it learns, and what it makes of rewards (generalized advantage estimation)."""
+
+    critic_lr: NotNegative = 1e-5
+    """highest learning rate of the critic, on the policy's schedule"""
+    critic_steps: CountOr0 = 0
+    """first steps, in which the critic learns alone"""
+    gamma: Share = 1.0
+    """discount of a token"""
+    lam_policy: Share = 0.95
+    """lambda of the advantages"""
+    lam_value: Share = 1.0
+    """lambda of the critic's targets"""
+    bootstrap: bool = True
+    """an answer that a length limit cuts ends in the critic's value; off: in 0, which penalizes length"""
+    value_clip: Limit = 0.5
+    """how far a value may move in a step's updates, in units of the reward"""
+    critic_lr_at: Callable[[int], float] | None = None
+    """in Python: the learning rate of each step, in place of `critic_lr`"""
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True)
 class Parallel:
     """Sizes of the grid of ranks; their product, without `ep`, is the number of ranks."""
 
-    replicate: int = 1
+    replicate: Count = 1
     """full copies of the sharded model (HSDP: shards inside a node, copies across nodes)"""
-    shard: int = 0
-    """ranks that share one copy of parameters, gradients and optimizer states (ZeRO-3); 0: all that are left"""
-    cp: int = 1
-    """ranks that share the tokens of a sequence"""
-    tp: int = 1
-    """ranks that share every matrix"""
-    pp: int = 1
+    shard: CountOr0 = 0
+    """ranks that share one copy of parameters, gradients and optimizer states (ZeRO-3); 0: all remaining ranks"""
+    cp: Count = 1
+    """context parallel: ranks that share the tokens of a sequence"""
+    tp: Count = 1
+    """tensor parallel: ranks that share every matrix"""
+    pp: Count = 1
     """pipeline stages"""
-    ep: int = 1
-    """ranks that share the experts of a MoE layer, taken out of shard * cp * tp"""
+    ep: Count = 1
+    """expert parallel: ranks that share the experts of a MoE layer, taken out of shard * cp * tp"""
     ulysses: bool = False
     """context parallel by exchanging heads for tokens instead of gathering keys"""
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True)
 class ParallelArgs(Parallel):
-    """Sizes, and how a model is cut."""
+    """Sizes, and how a model is sharded."""
 
     activation_checkpointing: bool = False
-    """keep only each layer's input, and compute the rest again in the backward"""
+    """keep only each layer's input, and recompute the rest in the backward"""
     offload: bool = False
     """parameters, gradients and optimizer states in CPU memory"""
     compile: bool = False
     """compile each layer"""
-    timeout_s: float = 1800.0
+    timeout_s: Positive = 1800.0
     """seconds that ranks wait for each other, e.g. for the slowest rollout, before the job ends with an error"""

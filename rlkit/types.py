@@ -22,6 +22,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rlkit.settings import SamplingParams
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -40,40 +42,6 @@ class Controller(NamedTuple):
 
     init: Callable[[float], Any]
     update: Callable[[Any, float], Any]
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How an engine samples. Every engine of rlkit takes these and nothing else.
-
-    temperature 0 is greedy decoding; the log-probs are then those of temperature 1.
-    `top_k=0` and `top_p=1.0` mean "off". The stop token is part of the completion; so are the tokens of a stop string.
-    `seed` fixes the noise of each position, so a request samples the same tokens whatever else the engine is doing,
-    up to fp32 rounding of the logits; None draws a fresh seed.
-    """
-
-    max_new_tokens: int = 1024
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be >= 0 (0 is off), got {self.top_k}")
-
-    @property
-    def truncates(self) -> bool:
-        """Whether some tokens can never be sampled."""
-        return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ RLKIT_GPU_TESTS_ON=cpu rehearses every line on the CPU: `tests/test_gpu_rehearsa
 import asyncio
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -193,30 +194,35 @@ def test_the_demos_task_learns_and_resumes(dtype, tmp_path, monkeypatch):
     """The scripts as a user calls them: SFT, GRPO, a checkpoint, and a run that goes on from it."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import demo
-    import grpo
-    import sft
 
     from rlkit.model.weights import export_hf
+    from rlkit.scripts import grpo, sft
+    from rlkit.scripts.common import Data, Model
+    from rlkit.scripts.rollouts import Engine, Episodes
+    from rlkit.settings import Optim, Penalties, Rollouts, Schedule
 
     demo.make_data(tmp_path, seed=0)
     tokenizer = tiny_tokenizer()
     export_hf(tiny_model(tokenizer), tokenizer, tmp_path / "random")
-    on = {"device": DEVICE, "dtype": dtype}
     num_sft, num_grpo = (300, 12) if DEVICE != "cpu" else (3, 4)
     warm = sft.main(
         sft.Args(
-            model=str(tmp_path / "random"), data=str(tmp_path / "sft.jsonl"), output=tmp_path / "sft",
-            steps=num_sft, lr=1e-3, **on,
+            model=Model(str(tmp_path / "random"), device=DEVICE), data=Data(str(tmp_path / "sft.jsonl")),
+            schedule=Schedule(tmp_path / "sft", steps=num_sft),
+            optim=Optim(lr=1e-3, lr_schedule="linear", warmup_steps=20, dtype=dtype),
         )
     )  # fmt: skip
+    reward = str(ROOT / "examples/sorting_reward.py") + ":score"
     args = {
-        "model": str(warm), "data": str(tmp_path / "train.jsonl"), "eval_data": str(tmp_path / "eval.jsonl"),
-        "reward": str(ROOT / "examples/sorting_reward.py") + ":score", "output": tmp_path / "grpo",
-        "max_prompt_tokens": 32, "max_new_tokens": 8, "prompts_per_step": 8, "minibatches": 2, "max_batch": 64,
-        "lr": 1.5e-4, "eval_limit": 16, "eval_steps": 4, "save_steps": 2, "kl_coef": 0.01, **on,
+        "model": Model(str(warm), device=DEVICE),
+        "data": Data(str(tmp_path / "train.jsonl"), eval_data=str(tmp_path / "eval.jsonl")),
+        "episodes": Episodes(reward=reward, max_prompt_tokens=32, eval_limit=16),
+        "rollouts": Rollouts(prompts_per_step=8, minibatches=2, max_new_tokens=8), "engine": Engine(max_batch=64),
+        "optim": Optim(lr=1.5e-4, dtype=dtype), "penalties": Penalties(kl_coef=0.01),
     }  # fmt: skip
-    grpo.main(grpo.Args(steps=num_grpo // 2, **args))
-    trained = grpo.main(grpo.Args(steps=num_grpo, resume=True, **args))
+    when = Schedule(tmp_path / "grpo", steps=num_grpo // 2, eval_steps=4, save_steps=2)
+    grpo.main(grpo.Args(schedule=when, **args))
+    trained = grpo.main(grpo.Args(schedule=replace(when, steps=num_grpo, resume=True), **args))
     lines = [json.loads(line) for line in (tmp_path / "grpo/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(num_grpo + 1))
     assert all(line["skipped_step"] == 0 for line in lines[1:])

@@ -21,6 +21,7 @@ LAYERS = (  # each may import what stands before it; left before right within a 
     "rewards",
     "run",
     "loops",
+    "scripts",
 )
 ORDER = {name: place for place, name in enumerate(" ".join(LAYERS).split())}
 

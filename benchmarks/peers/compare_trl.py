@@ -6,7 +6,7 @@ The task is the demo's: sort six digits, from an SFT warm start on a noisy teach
 made on first use with the project's version of torch. Both train in fp32 with TRL's default algorithm: rewards centred
 and divided by their group's standard deviation, token mean, no KL, AdamW, gradient norm clipped to 1. Neither
 evaluates or saves during the run; both save the model at its end. trl_grpo.py says how TRL is set up; rlkit_grpo.py is
-examples/grpo.py with one more timer. What is measured, each in a fresh process:
+rlkit grpo with one more timer. What is measured, each in a fresh process:
 
     first update   seconds from starting the command until the first step's line is logged
     step           seconds between the lines of two steps; medians over the steps after the third, also of its parts:

@@ -1,25 +1,19 @@
-"""examples/grpo.py as a user starts it, with one more timer: `time/forward` in metrics.jsonl.
+"""rlkit grpo as a user starts it, with one more timer: `time/forward` in metrics.jsonl.
 
     .venv/bin/python benchmarks/peers/rlkit_grpo.py --model M --data train.jsonl --reward FILE.py:NAME --output RUN ...
 
 The loop times its rollout and its training; this also takes the log-prob forward inside the training apart from the
-backward pass, as trl_grpo.py does for TRL. Arguments are those of examples/grpo.py.
+backward pass, as trl_grpo.py does for TRL. Arguments are those of rlkit grpo.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 from typing import Any
-
-import tyro
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import grpo
 
 from rlkit.loops.evaluate import Clock
 from rlkit.model import forward as model
+from rlkit.scripts import grpo
 
 
 def add_forward_timer() -> None:
@@ -45,4 +39,4 @@ def add_forward_timer() -> None:
 
 if __name__ == "__main__":
     add_forward_timer()
-    grpo.main(tyro.cli(grpo.Args))
+    grpo.cli()

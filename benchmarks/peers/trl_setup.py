@@ -56,18 +56,24 @@ def make_task(folder: Path, sft_steps: int) -> dict[str, Any]:
 def _make_task(folder: Path, sft_steps: int) -> None:
     sys.path.insert(0, str(ROOT / "examples"))
     import demo
-    import sft
 
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
     from rlkit.model.weights import export_hf
+    from rlkit.scripts import sft
+    from rlkit.scripts.common import Data, Model
+    from rlkit.settings import Optim, Schedule
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     demo.make_data(folder, seed=0)
     tokenizer = tiny_tokenizer()
     random = export_hf(tiny_model(tokenizer, seed=0), tokenizer, folder / "random")
-    data = str(folder / "sft.jsonl")
-    model = sft.main(sft.Args(model=str(random), data=data, output=folder / "sft", steps=sft_steps, lr=1e-3, seed=0))
+    model = sft.main(
+        sft.Args(
+            Model(str(random)), Data(str(folder / "sft.jsonl")), schedule=Schedule(folder / "sft", steps=sft_steps),
+            optim=Optim(lr=1e-3, lr_schedule="linear", warmup_steps=20),
+        )
+    )  # fmt: skip
     turn = [{"role": "user", "content": "000000"}]
     prompt = tokenizer.apply_chat_template(turn, tokenize=True, add_generation_prompt=True, return_dict=False)
     task = {"model": str(model), "data": str(folder / "train.jsonl"), "prompt_tokens": len(prompt)}

@@ -1,13 +1,14 @@
-"""The coefficients of a loss from step to step: what the controllers say, what they are told, and their checkpoint.
+"""KL and entropy coefficients from step to step: the controllers, what they measure, and their checkpoint.
 
-    states = start(controllers, kl_coef=0.05, entropy_coef=0.0)
+    controllers = rules(penalties, steps=200, num_samples=64)
+    states = start(controllers, penalties)
     for step in ...:
         metrics = update(batch, **coefs(states))            # kl_coef, entropy_coef
         states = advance(controllers, states, finalize(metrics))
 
-`controllers` has a controller (`rlkit.controllers`) by one of these names:
+A controller (`rlkit.controllers`) has one of these names:
 
-| name            | adds to        | starts at      | is told                                                      |
+| name            | adds to        | starts at      | measures                                                     |
 |-----------------|----------------|----------------|--------------------------------------------------------------|
 | `kl`            | `kl_coef`      | `kl_coef`      | `kl/ref`: mean of k3(logp, ref_logp), nats per trained token |
 | `kl_limit`      | `kl_coef`      | 0              | the same: a constraint, e.g. `lagrange_at_most`              |
@@ -24,7 +25,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rlkit import controllers as library
 from rlkit.controllers import Coef
+from rlkit.settings import Penalties
 from rlkit.types import Controller
 
 Controllers = Mapping[str, Controller]
@@ -34,29 +37,54 @@ ADDS_TO = {"kl": "kl_coef", "kl_limit": "kl_coef", "entropy": "entropy_coef", "e
 TOLD = {"kl_coef": "kl/ref", "entropy_coef": "entropy"}
 
 
-def needs_reference(controllers: Controllers, *, kl_coef: float) -> bool:
-    """Whether the KL to a reference model is part of the loss, or may become one.
+def rules(penalties: Penalties, *, steps: int, num_samples: int) -> Controllers:
+    """The controllers that the settings name, for a run of `steps` steps of `num_samples` samples each.
 
-    Errors: ValueError for a controller of an unknown name.
+    Errors: ValueError for a controller of an unknown name, and for a `kl_horizon` that a step would use up.
     """
-    unknown = sorted(set(controllers) - set(ADDS_TO))
-    if unknown:
+    target, coef = penalties.kl_target or 0.0, penalties.kl_coef
+    falling = {"end": 0.0, "num_updates": max(1, steps - 1)}  # the last step has 0
+    out: dict[str, Controller] = {}
+    match penalties.kl_controller or ("fixed" if penalties.kl_target is None else "linear"):
+        case "linear":
+            out["kl"] = library.kl_linear(target=target, rate=coef)
+        case "exponential":
+            least = 0.2 * num_samples
+            if least >= penalties.kl_horizon:
+                raise ValueError(f"`kl_horizon` must be above {least:g}, a fifth of the samples of a step: raise it")
+            out["kl"] = library.kl_exponential(target=target, horizon=penalties.kl_horizon, num_samples=num_samples)
+        case "pid":  # a KL of twice its target adds kl_coef at once, and a tenth of it in each step that it lasts
+            gain = coef / target
+            out["kl"] = library.kl_pid(target=target, kp=gain, ki=0.1 * gain)
+        case "decay":
+            out["kl"] = library.schedule_linear(**falling)
+        case "cosine":
+            out["kl"] = library.schedule_cosine(**falling)
+    if penalties.kl_limit is not None:
+        out["kl_limit"] = library.lagrange_at_most(bound=penalties.kl_limit, rate=penalties.limit_rate)
+    if penalties.entropy_target is not None:
+        out["entropy"] = library.target_entropy(target=penalties.entropy_target)
+    if penalties.entropy_limit is not None:
+        out["entropy_limit"] = library.lagrange_at_least(bound=penalties.entropy_limit, rate=penalties.limit_rate)
+    if unknown := sorted(set(penalties.controllers) - set(ADDS_TO)):
         raise ValueError(f"controllers must be named {', '.join(ADDS_TO)}; got {', '.join(unknown)}")
-    return bool(kl_coef) or any(ADDS_TO[name] == "kl_coef" for name in controllers)
+    return {**out, **penalties.controllers}
+
+
+def needs_reference(penalties: Penalties) -> bool:
+    """Whether the KL to a reference model is part of the loss, or may become one."""
+    moved = penalties.kl_limit is not None or any(ADDS_TO.get(name) == "kl_coef" for name in penalties.controllers)
+    return bool(penalties.kl_coef) or moved
 
 
 def start(
-    controllers: Controllers,
-    *,
-    kl_coef: float,
-    entropy_coef: float,
-    saved: Mapping[str, Mapping[str, float]] | None = None,
+    controllers: Controllers, penalties: Penalties, *, saved: Mapping[str, Mapping[str, float]] | None = None
 ) -> States:
     """The states before the first step, or those of a checkpoint (`saved`, see `to_save`).
 
     A controller that the checkpoint lacks, or whose state has other fields there, starts anew.
     """
-    constant = {"kl": kl_coef, "entropy": entropy_coef}
+    constant = {"kl": penalties.kl_coef, "entropy": penalties.entropy_coef}
     states: States = {name: Coef(float(value)) for name, value in constant.items()}
     for name, controller in controllers.items():
         state = controller.init(constant.get(name, 0.0))

@@ -16,9 +16,10 @@ from rlkit import losses
 from rlkit.data.examples import Labelled, Pair
 from rlkit.loops.supervised import Losses, check_fits, response, train_examples
 from rlkit.metrics import Metrics, mean
-from rlkit.model.forward import Policy, mesh_of, reference_policy, score, with_ref_logp
+from rlkit.model.forward import make_policy, mesh_of, reference_policy, score, with_ref_logp
 from rlkit.packing import pack, select, with_streams
 from rlkit.segments import seq_lens, seq_mean, seq_sum
+from rlkit.settings import Optim, Schedule
 from rlkit.types import Batch, Trajectory
 
 _AT_ONCE = 256  # pairs that are packed together to be scored
@@ -28,26 +29,15 @@ def dpo(
     model: Any,
     tokenizer: Any,
     pairs: Sequence[Pair],
+    schedule: Schedule,
+    optim: Optim = Optim(),
     *,
-    folder: Path,
-    steps: int,
-    lr_at: Callable[[int], float],
     reference: Any = None,
     loss: Callable[[Tensor, Tensor], Tensor] = partial(losses.dpo, beta=0.1),
     reduce: Callable[..., Tensor] = seq_sum,
     sft_coef: float = 0.0,
     batch_size: int = 64,
-    weight_decay: float = 0.0,
-    max_norm: float = 1.0,
-    max_tokens: int = 16384,
-    dtype: str = "fp32",
     eval_pairs: Sequence[Pair] = (),
-    eval_steps: int = 0,
-    print_steps: int = 1,
-    save_steps: int = 0,
-    keep: int = 2,
-    seed: int = 0,
-    resume: bool = False,
 ) -> Path:
     """Train `model` in place on pairs of responses; returns the folder of the exported model.
 
@@ -66,8 +56,7 @@ def dpo(
     Logged: `accuracy` (the chosen number is the larger one), `margin`, `chosen`, `rejected` (the numbers themselves),
     and the mean log-probs per token `logp/chosen`, `logp/rejected`: where `logp/chosen` falls, consider `sft_coef`.
     """
-    mesh = mesh_of(model)
-    policy = Policy(model, dtype=dtype)
+    policy = make_policy(model, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference)
 
     scored = {pair.ref_logp is not None for pair in (*pairs, *eval_pairs)}
@@ -77,7 +66,7 @@ def dpo(
     def prepare(batch: Batch) -> Batch:
         if True in scored:
             return with_streams(batch, ref_logp=batch.rollout_logp)
-        return with_ref_logp(ref_policy, batch, max_tokens=max_tokens, mesh=mesh)
+        return with_ref_logp(ref_policy, batch, max_tokens=optim.max_tokens, mesh=mesh_of(model))
 
     def pair_losses(micro: Batch) -> tuple[Tensor, Metrics]:
         out, micro = policy(micro), micro.to(model.device)  # on the host its segments are read without waiting
@@ -89,14 +78,12 @@ def dpo(
         return value, {"loss": mean(value), **pair_metrics(number), **logged}
 
     return train_pairs(
-        model, tokenizer, pairs, pack=lambda groups: prepare(pack(groups)), pair_losses=pair_losses, folder=folder,
-        steps=steps, lr_at=lr_at, batch_size=batch_size, weight_decay=weight_decay, max_norm=max_norm,
-        max_tokens=max_tokens, eval_pairs=eval_pairs, eval_steps=eval_steps, print_steps=print_steps,
-        save_steps=save_steps, keep=keep, seed=seed, resume=resume,
+        model, tokenizer, pairs, schedule, optim, pack=lambda groups: prepare(pack(groups)), pair_losses=pair_losses,
+        batch_size=batch_size, eval_pairs=eval_pairs,
     )  # fmt: skip
 
 
-def with_reference(pairs: Sequence[Pair], model: Any, *, max_tokens: int = 16384, dtype: str = "fp32") -> list[Pair]:
+def with_reference(pairs: Sequence[Pair], model: Any, optim: Optim = Optim()) -> list[Pair]:
     """The pairs with the log-probs that `model` gives their responses now: `dpo` then needs no reference in memory.
 
         pairs = with_reference(pairs, model)                # before training the model is its own reference
@@ -107,11 +94,11 @@ def with_reference(pairs: Sequence[Pair], model: Any, *, max_tokens: int = 16384
     decides the `accuracy` of a model that still is its reference.
     Differs: TRL's `precompute_ref_log_probs` keeps sums, in a cache file.
     """
-    policy, found = Policy(model, dtype=dtype), []
+    policy, found = make_policy(model, dtype=optim.dtype), []
     for start in range(0, len(pairs), _AT_ONCE):
         some = pairs[start : start + _AT_ONCE]
         batch = pack(pair_trajectories(some))
-        logp = score(policy, batch, max_tokens=max_tokens, mesh=mesh_of(model))
+        logp = score(policy, batch, max_tokens=optim.max_tokens, mesh=mesh_of(model))
         rows = [array("f", row.tolist()) for row in logp.split(seq_lens(batch.cu_seqlens).tolist())]
         found += [replace(p, ref_logp=both) for p, both in zip(some, zip(rows[0::2], rows[1::2]), strict=True)]
     return found
@@ -121,25 +108,21 @@ def train_pairs(
     model: Any,
     tokenizer: Any,
     pairs: Sequence[Pair],
+    schedule: Schedule,
+    optim: Optim,
     *,
     pack: Callable[[list[list[Trajectory]]], Batch],
     pair_losses: Callable[[Batch], tuple[Tensor, Metrics]],
-    max_tokens: int,
+    batch_size: int,
     eval_pairs: Sequence[Pair],
-    **options: Any,
 ) -> Path:
     """`train_examples` on pairs: `pair_losses(micro)` gives one loss a pair."""
     sizes = (len(p.prompt) + len(p.chosen) + len(p.rejected) - 1 for p in (*pairs, *eval_pairs))
-    check_fits(sizes, max_tokens=max_tokens, what="pair")
+    check_fits(sizes, max_tokens=optim.max_tokens, what="pair")
     return train_examples(
-        model,
-        tokenizer,
-        pairs,
+        model, tokenizer, pairs, schedule, optim, batch_size=batch_size, eval_examples=eval_pairs,
         prepare=lambda some: (pack(pair_trajectories(some)), pair_losses),
-        max_tokens=max_tokens,
-        eval_examples=eval_pairs,
-        **options,
-    )
+    )  # fmt: skip
 
 
 def pair_metrics(numbers: Tensor) -> Metrics:
@@ -165,25 +148,14 @@ def kto(
     model: Any,
     tokenizer: Any,
     examples: Sequence[Labelled],
+    schedule: Schedule,
+    optim: Optim = Optim(),
     *,
-    folder: Path,
-    steps: int,
-    lr_at: Callable[[int], float],
     reference: Any,
     loss: Callable[..., Tensor] = partial(losses.kto_unpaired, beta=0.1),
     reference_point: Callable[[Tensor], Tensor] | None = losses.kto_reference_point,
     batch_size: int = 64,
-    weight_decay: float = 0.0,
-    max_norm: float = 1.0,
-    max_tokens: int = 16384,
-    dtype: str = "fp32",
     eval_examples: Sequence[Labelled] = (),
-    eval_steps: int = 0,
-    print_steps: int = 1,
-    save_steps: int = 0,
-    keep: int = 2,
-    seed: int = 0,
-    resume: bool = False,
 ) -> Path:
     """Train `model` in place on labelled responses; returns the folder of the exported model.
 
@@ -211,19 +183,23 @@ def kto(
     Reference: arXiv:2402.01306; TRL kto_trainer.py.
     """
     mismatched = reference_point is not None
-    _check(examples, eval_examples, batch_size=batch_size, max_tokens=max_tokens, mismatched=mismatched)
-    mesh = mesh_of(model)
-    policy = Policy(model, dtype=dtype)
-    with_reference = partial(with_ref_logp, reference_policy(policy, reference), max_tokens=max_tokens, mesh=mesh)
+    _check(examples, eval_examples, batch_size=batch_size, max_tokens=optim.max_tokens, mismatched=mismatched)
+    policy = make_policy(model, dtype=optim.dtype)
+    how: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": mesh_of(model)}
+    ref_policy = reference_policy(policy, reference)
 
     def prepare(some: Sequence[Labelled]) -> tuple[Batch, Losses]:
         own = [response(e.prompt, e.response, reward=float(e.desirable)) for e in some]  # the reward is the label
         if reference_point is None:
-            return with_reference(pack([[t] for t in own])), partial(response_losses, kl=torch.zeros(()))
+            return with_ref_logp(ref_policy, pack([[t] for t in own]), **how), partial(
+                response_losses, kl=torch.zeros(())
+            )
         other = [response(e.prompt, before.response) for before, e in zip([some[-1], *some], some)]
-        both = with_reference(pack([*zip(own, other, strict=True)]))  # forwards a prompt once for the two
+        both = with_ref_logp(
+            ref_policy, pack([*zip(own, other, strict=True)]), **how
+        )  # forwards a prompt once for the two
         batch, others = (select(both, range(i, both.num_seqs, 2)) for i in (0, 1))
-        logp = score(policy, others, max_tokens=max_tokens, mesh=mesh)
+        logp = score(policy, others, **how)
         kl = reference_point(seq_sum(logp - others.ref_logp, cu_seqlens=others.cu_seqlens))
         return batch, partial(response_losses, kl=kl)
 
@@ -239,9 +215,8 @@ def kto(
         return value, metrics
 
     return train_examples(
-        model, tokenizer, examples, prepare=prepare, eval_examples=eval_examples, folder=folder, steps=steps,
-        lr_at=lr_at, batch_size=batch_size, weight_decay=weight_decay, max_norm=max_norm, max_tokens=max_tokens,
-        eval_steps=eval_steps, print_steps=print_steps, save_steps=save_steps, keep=keep, seed=seed, resume=resume,
+        model, tokenizer, examples, schedule, optim, prepare=prepare, batch_size=batch_size,
+        eval_examples=eval_examples,
     )  # fmt: skip
 
 

@@ -13,7 +13,9 @@ from rlkit import losses
 from rlkit.data.examples import Pair
 from rlkit.loops.preference import pair_metrics, train_pairs
 from rlkit.metrics import Metrics, mean
+from rlkit.model.forward import make_policy
 from rlkit.model.heads import pack_whole, rewards
+from rlkit.settings import Optim, Schedule
 from rlkit.types import Batch
 
 
@@ -21,23 +23,12 @@ def reward_model(
     model: Any,
     tokenizer: Any,
     pairs: Sequence[Pair],
+    schedule: Schedule,
+    optim: Optim = Optim(lr=1e-5),
     *,
-    folder: Path,
-    steps: int,
-    lr_at: Callable[[int], float],
     loss: Callable[[Tensor, Tensor], Tensor] = partial(losses.bradley_terry, center_coef=0.01),
     batch_size: int = 64,
-    weight_decay: float = 0.0,
-    max_norm: float = 1.0,
-    max_tokens: int = 16384,
-    dtype: str = "fp32",
     eval_pairs: Sequence[Pair] = (),
-    eval_steps: int = 0,
-    print_steps: int = 1,
-    save_steps: int = 0,
-    keep: int = 2,
-    seed: int = 0,
-    resume: bool = False,
 ) -> Path:
     """Train `model`, from `load_reward_model`, in place; returns the folder of the exported sequence classifier.
 
@@ -51,14 +42,14 @@ def reward_model(
     if model.config.pad_token_id in {ids[-1] for pair in pairs for ids in (pair.chosen, pair.rejected)}:
         model.config.pad_token_id = None
 
+    dtype = make_policy(model, dtype=optim.dtype).dtype
+
     def pair_losses(micro: Batch) -> tuple[Tensor, Metrics]:
         numbers = rewards(model, micro, dtype=dtype)
         value = loss(numbers[0::2], numbers[1::2])
         return value, {"loss": mean(value), **pair_metrics(numbers)}
 
     return train_pairs(
-        model, tokenizer, pairs, pack=pack_whole, pair_losses=pair_losses, folder=folder, steps=steps, lr_at=lr_at,
-        batch_size=batch_size, weight_decay=weight_decay, max_norm=max_norm, max_tokens=max_tokens,
-        eval_pairs=eval_pairs, eval_steps=eval_steps, print_steps=print_steps, save_steps=save_steps, keep=keep,
-        seed=seed, resume=resume,
+        model, tokenizer, pairs, schedule, optim, pack=pack_whole, pair_losses=pair_losses, batch_size=batch_size,
+        eval_pairs=eval_pairs,
     )  # fmt: skip

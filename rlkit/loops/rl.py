@@ -22,13 +22,14 @@ from rlkit.metrics import Metrics, finalize, merge
 from rlkit.model.forward import DTYPES, Policy, PolicyFn, mesh_of
 from rlkit.model.weights import export_hf, stream_weights
 from rlkit.ranks import on_this_device, together, world_size
+from rlkit.rollout.limits import mask_off_policy, mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, single_turn
 from rlkit.rollout.shared import SharedEngine, SharedStream
 from rlkit.rollout.stream import GroupStream
 from rlkit.run import saving
 from rlkit.run.folder import Run
-from rlkit.settings import Rollouts, Schedule
-from rlkit.types import Batch, SamplingParams
+from rlkit.settings import Penalties, Rollouts, Schedule
+from rlkit.types import Batch
 
 X = TypeVar("X")
 
@@ -52,14 +53,13 @@ Update = Callable[[Batch, Step], Metrics]
 
 @dataclass(frozen=True)
 class Task:
-    """What is sampled, how, and how it is judged.
+    """The prompts, the environment and the reward.
 
-    `score` judges an episode (None: the environment's own reward); groups that `keep_group` refuses are replaced.
+    `score` judges an episode (None: the environment's own reward); groups that `keep_group` rejects are replaced.
     `eval_prompts` are held out: they are never trained on.
     """
 
     prompts: Sequence[Prompt]
-    params: SamplingParams
     score: Score | None
     env: Env = single_turn
     keep_group: Callable[[Group], bool] | None = None
@@ -73,12 +73,11 @@ async def rl(
     task: Task,
     rollouts: Rollouts,
     schedule: Schedule,
+    penalties: Penalties = Penalties(),
     *,
     prepare: Prepare,
     update: Update,
     state: Mapping[str, Any],
-    coefs: Mapping[str, float] = MappingProxyType({}),
-    controllers: coefficients.Controllers = MappingProxyType({}),
     reference: PolicyFn | None = None,
     exports: Mapping[str, Any] = MappingProxyType({}),
     max_tokens: int = 16384,
@@ -91,15 +90,14 @@ async def rl(
         metrics = update(batch, step)
 
     `prepare` packs the groups and fills in advantages and the log-probs that the loss needs; `update` takes the
-    optimizer steps. `step` is a `Step`, with the coefficients that `controllers` set (`rlkit.loops.coefficients`).
+    optimizer steps. `step` is a `Step`, with the coefficients of `penalties` (`rlkit.loops.coefficients`).
 
     With `rollouts.overlap` the engine goes on sampling while the step trains; it needs weights of its own. `prepare`
     and `update` then run in a thread.
 
     Args:
         state: what is saved and restored: "model" (all modules that train, one `nn.Module`), "optimizer", and
-            "reference", a reference model that moves, if there is one.
-        coefs: `kl_coef` and `entropy_coef` at the start; 0 where they are left out.
+            "reference", a reference model that moves: the policy is copied into it every `penalties.ref_sync_steps`.
         reference: log-probs of a reference model; then the KL to it is reported on `task.eval_prompts`.
         exports: further models (a critic) to export at the end, by the name of their folder.
         max_tokens: packed tokens of a micro-batch in that report.
@@ -110,21 +108,23 @@ async def rl(
             f"overlap needs an engine with weights of its own, and {type(engine).__name__} reads those that train; use "
             "rlkit.rollout.engines.process.launch or SGLang"
         )
-    folder, steps, seed = schedule.folder, schedule.steps, schedule.seed
+    folder, steps, seed, params = schedule.output, schedule.steps, schedule.seed, rollouts.params
+    staleness = float(rollouts.overlap) if rollouts.staleness is None else rollouts.staleness
+    num_samples = rollouts.prompts_per_step * rollouts.group_size
+    controllers = coefficients.rules(penalties, steps=steps, num_samples=num_samples)
     saved = saving.restore(folder, **state) if schedule.resume else {}
     start, first = saved.get("step", -1), max(saved.get("step", -1), 0)
-    starts = {"kl_coef": 0.0, "entropy_coef": 0.0, **coefs}
-    now = coefficients.start(controllers, **starts, saved=saved.get("controllers"))
+    now = coefficients.start(controllers, penalties, saved=saved.get("controllers"))
     publish = partial(stream_weights, policy.model, dtype=DTYPES.get(policy.dtype))
-    call = in_thread if rollouts.overlap or rollouts.staleness else here  # pending samples are still scored
+    call = in_thread if rollouts.overlap or staleness else here  # pending samples are still scored
     with saving.open_training(
         folder, steps=steps, start=start, resume=schedule.resume, keep=schedule.keep, print_steps=schedule.print_steps
     ) as (run, stop, saver):
         dump = dump_to(run, tokenizer, engine=engine)
-        watch = nans.Watch(run, task.prompts, tokenizer, skip=schedule.skip_nan)
+        watch = nans.Watch(run, task.prompts, tokenizer, skip=rollouts.skip_nan)
         evaluate = partial(
             evaluate_if_due, prompts=task.eval_prompts, every=schedule.eval_steps, steps=steps, dump=dump,
-            params=task.params, num_samples=schedule.eval_samples, generate=engine.generate, env=task.env,
+            params=params, num_samples=rollouts.eval_samples, generate=engine.generate, env=task.env,
             score=task.score, seed=seed, policy=policy, reference=reference, max_tokens=max_tokens,
             mesh=mesh_of(policy.model),
         )  # fmt: skip
@@ -134,10 +134,10 @@ async def rl(
         signal = Signal()
         async with open_stream(
             prompt_order(task.prompts, seed=seed), generate=engine.generate, abort=engine.abort,
-            params=task.params, group_size=rollouts.group_size, groups_per_step=rollouts.prompts_per_step,
-            staleness=rollouts.staleness, seed=seed, env=task.env, score=task.score, keep=task.keep_group,
+            params=params, group_size=rollouts.group_size, groups_per_step=rollouts.prompts_per_step,
+            staleness=staleness, seed=seed, env=task.env, score=task.score, keep=task.keep_group,
             max_dropped=rollouts.max_dropped, on_group=dump, version=first, state=saved.get("stream"),
-            journal=folder / "completions" if rollouts.journal else None,
+            journal=folder / "completions" if rollouts.journal or rollouts.overlap else None,
         ) as stream:  # fmt: skip
             for step in range(first, steps):
                 done, clock = step + 1, Clock()
@@ -152,12 +152,14 @@ async def rl(
                 batch = told.check(await call(prepare, groups, told))
                 clock.lap("score")
                 metrics = merge(metrics, await call(update, batch, told))
+                if penalties.ref_sync_steps and done % penalties.ref_sync_steps == 0:
+                    state["reference"].load_state_dict(policy.model.state_dict())
                 clock.lap("train")
                 await engine.update_weights(publish(), version=done)
                 line = finalize(metrics) | {"groups/dropped": stream.num_dropped}
                 line |= {"groups/ready": stream.progress.ready} if rollouts.overlap else {}
                 line |= watch.update(line, step=done) | coefficients.logged(controllers, now)
-                now = coefficients.advance(controllers, now, line, skip_nan=schedule.skip_nan)
+                now = coefficients.advance(controllers, now, line, skip_nan=rollouts.skip_nan)
                 clock.lap("sync")
                 line |= await evaluate(done)
                 clock.lap("eval")
@@ -192,24 +194,10 @@ def check_engine(engine: Any) -> None:
     together(check)
 
 
-def check_sampling(params: SamplingParams, *, needs_reference: bool, reference: Any, stale: bool = False) -> None:
-    """Refuses, before anything runs, what would bias every ratio of the loss or make all samples of a group alike.
-
-    Truncated sampling is corrected for by the mass it kept (`with_kept_mass`), which only the weights that sampled
-    can tell: not where samples may be `stale`.
-    """
-    if needs_reference and reference is None:
-        raise ValueError("kl_coef, a KL controller and ref_sync_steps need a reference model")
-    if params.temperature == 0:
-        raise ValueError("params.temperature is 0: greedy samples of a group are all alike; use e.g. 1.0")
-    truncation = f"params.top_p={params.top_p}, params.top_k={params.top_k}"
-    if params.truncates and stale:
-        raise ValueError(
-            f"{truncation}: what truncated sampling keeps is known of the weights of now, not of older ones that may "
-            "have sampled here; use top_p=1.0 and top_k=0, or sample and train in turn (grpo with staleness 0)"
-        )
-    if params.top_p < 1 and params.top_k:
-        raise ValueError(f"{truncation}: engines differ in what the two keep together; use one of them")
+def masked(groups: Sequence[Group], rollouts: Rollouts, *, version: int) -> Sequence[Group]:
+    """The groups without what `drop_truncated` and `drop_off_policy` keep out of the loss."""
+    groups = mask_truncated(groups) if rollouts.drop_truncated else groups
+    return mask_off_policy(groups, version=version) if rollouts.drop_off_policy else groups
 
 
 def prompt_order(prompts: Sequence[Prompt], *, seed: int) -> Callable[[int], Prompt]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlkit.loops.supervised import check_fits, supervised
 from rlkit.loops.updates import per_token
 from rlkit.metrics import Metrics, mean, merge
-from rlkit.model.forward import Policy, mesh_of, score
+from rlkit.model.forward import make_policy, mesh_of, score
 from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches
 from rlkit.parallel.pipeline import pipelined
+from rlkit.settings import Optim, Schedule
 from rlkit.types import Batch, Trajectory
 
 
@@ -44,22 +45,11 @@ def sft(
     model: Any,
     tokenizer: Any,
     examples: Sequence[Example],
+    schedule: Schedule,
+    optim: Optim = Optim(lr=1e-5),
     *,
-    folder: Path,
-    steps: int,
-    lr_at: Callable[[int], float],
     batch_size: int = 64,
-    weight_decay: float = 0.0,
-    max_norm: float = 1.0,
-    max_tokens: int = 16384,
-    dtype: str = "fp32",
     eval_examples: Sequence[Example] = (),
-    eval_steps: int = 0,
-    print_steps: int = 1,
-    save_steps: int = 0,
-    keep: int = 2,
-    seed: int = 0,
-    resume: bool = False,
 ) -> Path:
     """Train `model` in place on the masked-in tokens of the examples; returns the folder of the exported model.
 
@@ -69,7 +59,7 @@ def sft(
     micro-batches.
     """
     mesh = mesh_of(model)
-    policy = Policy(model, dtype=dtype)
+    policy, max_tokens = make_policy(model, dtype=optim.dtype), optim.max_tokens
     check_fits((len(e.ids) - 1 for e in (*examples, *eval_examples)), max_tokens=max_tokens, what="example")
 
     def gradients(rows: list[int]) -> tuple[Metrics, int]:
@@ -91,7 +81,6 @@ def sft(
         return {"loss": mean(-logp, mask=held_out.mask)}
 
     return supervised(
-        model, tokenizer, num_examples=len(examples), backward=gradients, evaluate=evaluate if eval_examples else None,
-        folder=folder, steps=steps, lr_at=lr_at, batch_size=batch_size, weight_decay=weight_decay, max_norm=max_norm,
-        eval_steps=eval_steps, print_steps=print_steps, save_steps=save_steps, keep=keep, seed=seed, resume=resume,
+        model, tokenizer, schedule, optim, num_examples=len(examples), batch_size=batch_size, backward=gradients,
+        evaluate=evaluate if eval_examples else None,
     )  # fmt: skip

@@ -13,10 +13,11 @@ from rlkit.data.order import batches
 from rlkit.loops.evaluate import Clock, is_due
 from rlkit.metrics import Metrics, finalize, merge
 from rlkit.model.forward import mesh_of
-from rlkit.model.optim import adamw, optimizer_step, set_lr
+from rlkit.model.optim import adamw, learning_rate, optimizer_step, set_lr
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
 from rlkit.parallel.pipeline import pipelined
 from rlkit.run import saving
+from rlkit.settings import Optim, Schedule
 from rlkit.types import Batch, Trajectory
 
 X = TypeVar("X")
@@ -45,11 +46,12 @@ def train_examples(
     model: Any,
     tokenizer: Any,
     examples: Sequence[X],
+    schedule: Schedule,
+    optim: Optim,
     *,
     prepare: Callable[[Sequence[X]], tuple[Batch, Losses]],
-    max_tokens: int,
+    batch_size: int,
     eval_examples: Sequence[X],
-    **options: Any,
 ) -> Path:
     """`supervised` on the mean of one loss an example, over the examples of a step.
 
@@ -62,7 +64,7 @@ def train_examples(
         batch, losses = prepare(some)
         metrics: Metrics = {}
         with pipelined(mesh) as backward:
-            for micro, *_ in rank_microbatches((batch,), mesh=mesh, max_tokens=max_tokens, whole_groups=True):
+            for micro, *_ in rank_microbatches((batch,), mesh=mesh, max_tokens=optim.max_tokens, whole_groups=True):
                 value, new = losses(micro)
                 if train:
                     backward(value.sum() / len(some))
@@ -74,71 +76,67 @@ def train_examples(
             return reduce_metrics(passes(eval_examples, train=False)[0], mesh=mesh)
 
     return supervised(
-        model,
-        tokenizer,
-        num_examples=len(examples),
+        model, tokenizer, schedule, optim, num_examples=len(examples), batch_size=batch_size,
         backward=lambda rows: passes([examples[i] for i in rows], train=True),
         evaluate=evaluate if eval_examples else None,
-        **options,
-    )
+    )  # fmt: skip
 
 
 def supervised(
     model: Any,
     tokenizer: Any,
+    schedule: Schedule,
+    optim: Optim,
     *,
     num_examples: int,
     backward: Backward,
     evaluate: Callable[[], Metrics] | None,
-    folder: Path,
-    steps: int,
-    lr_at: Callable[[int], float],
     batch_size: int,
-    weight_decay: float,
-    max_norm: float,
-    eval_steps: int,
-    print_steps: int,
-    save_steps: int,
-    keep: int,
-    seed: int,
-    resume: bool,
 ) -> Path:
-    """Train `model` in place for `steps` batches of the examples' indices; returns the folder of the exported model.
+    """Train `model` in place on `schedule.steps` batches of examples; returns the folder of the exported model.
 
-    `backward` computes a batch's loss, micro-batch by micro-batch, and leaves the gradients on the parameters; its
-    weights hold the denominators of the whole batch. `evaluate` gives metrics of held-out data, already of all ranks:
-    at step 0, every `eval_steps` steps and after the last one.
+    `backward` is given the indices of a batch's examples. It computes the loss, micro-batch by micro-batch, and leaves
+    the gradients on the parameters; its weights hold the denominators of the whole batch. `evaluate` gives metrics of
+    held-out data, already of all ranks: at step 0, every `eval_steps` steps and after the last one.
     Each epoch visits every example once, in an order that `seed` fixes.
     """
-    mesh = mesh_of(model)
-    optimizer = adamw(model, lr=lr_at(0), weight_decay=weight_decay)
+    mesh, lr_at = mesh_of(model), learning_rate(optim, num_steps=schedule.steps)
+    folder, steps, resume = schedule.output, schedule.steps, schedule.resume
+    optimizer = adamw(model, lr=lr_at(0), weight_decay=optim.weight_decay)
     state = saving.restore(folder, model=model, optimizer=optimizer) if resume else {}
     start = state.get("step", -1)
     first = max(start, 0)
 
     def held_out(done: int) -> dict[str, float]:
-        if evaluate is None or not is_due(done, every=eval_steps, steps=steps):
+        if evaluate is None or not is_due(done, every=schedule.eval_steps, steps=steps):
             return {}
         return {f"eval/{name}": value for name, value in finalize(evaluate()).items()}
 
-    training = saving.open_training(folder, steps=steps, start=start, resume=resume, keep=keep, print_steps=print_steps)
-    with training as (run, stop, saver):
+    with saving.open_training(
+        folder, steps=steps, start=start, resume=resume, keep=schedule.keep, print_steps=schedule.print_steps
+    ) as (run, stop, saver):
         if start < 0 and (scores := held_out(0)):
             run.log(0, scores)
-        order = batches(num_examples, batch_size=batch_size, seed=seed, start_step=first)
+        order = batches(num_examples, batch_size=batch_size, seed=schedule.seed, start_step=first)
         for step, rows in zip(range(first, steps), order):
-            clock = Clock()
+            done, clock = step + 1, Clock()
             metrics, num_tokens = backward(rows)
             set_lr(optimizer, lr_at(step))
-            metrics = merge(reduce_metrics(metrics, mesh=mesh), optimizer_step(optimizer, max_norm=max_norm))
-
-            done = step + 1
+            metrics = merge(reduce_metrics(metrics, mesh=mesh), optimizer_step(optimizer, max_norm=optim.max_norm))
             line = finalize(metrics) | {"lr": lr_at(step)} | held_out(done)
             if line["skipped_step"]:
                 run.say(f"step {done}: the gradient norm is {line['grad_norm']}, so the optimizer step was skipped")
             run.log(done, line | clock.times(num_tokens=num_tokens))
             if saving.save_if_due(
-                run, saver, stop, done, steps=steps, every=save_steps, model=model, optimizer=optimizer, state={}
+                run,
+                saver,
+                stop,
+                done,
+                steps=steps,
+                every=schedule.save_steps,
+                model=model,
+                optimizer=optimizer,
+                state={},
             ):
                 break
         run.plot()

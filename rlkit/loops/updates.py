@@ -8,21 +8,21 @@ that came in pieces counts once (see `rlkit.segments`). An episode or prompt wit
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlkit.losses import constant_length, k3, ppo_clip, prompt_mean, ratio_stats, token_mean, unbiased_kl
+from rlkit.losses import constant_length, k3, ppo_clip, prompt_mean, ratio_stats, tis, token_mean, unbiased_kl
 from rlkit.metrics import Metrics, largest, mean, merge
-from rlkit.model.forward import PolicyFn
+from rlkit.model.forward import Policy, mesh_of
 from rlkit.model.optim import optimizer_step, set_lr
 from rlkit.packing import split
 from rlkit.parallel.data import any_ranks, rank_microbatches, reduce_metrics
-from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.pipeline import pipelined
 from rlkit.segments import seq_count, seq_sum
+from rlkit.settings import Optim, Rollouts
 from rlkit.types import Batch, LogProbs
 
 
@@ -65,45 +65,61 @@ def clipped(log_ratio: Tensor, batch: Batch, *, clip_low: float = 0.2, clip_high
     return ppo_clip(log_ratio, batch.advantages, clip_low=clip_low, clip_high=clip_high)
 
 
+def truncated(log_ratio: Tensor, *, max_weight: float = 2.0) -> Tensor:
+    """Truncated importance sampling of engine and older weights (`tis`), as the loops take a correction."""
+    return tis(log_ratio, max_weight=max_weight)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The policy term of the loss, in three functions.
+
+        PolicyLoss(partial(clipped, clip_high=0.2))
+        PolicyLoss(lambda x, b: gspo(x, b.advantages, mask=b.mask, cu_seqlens=b.cu_seqlens), per_episode)
+
+    Args:
+        surrogate: `surrogate(log_ratio, batch)`, a loss per token of a micro-batch.
+        aggregate: what each token of an optimizer step's batch weighs (`per_token`, `per_episode`, ...).
+        correction: `correction(old_logp - rollout_logp)` weighs the surrogate's tokens for what the engine, or older
+            weights, did otherwise. It does not scale KL and entropy.
+    """
+
+    surrogate: Surrogate = clipped
+    aggregate: Aggregate = per_token
+    correction: Callable[[Tensor], Tensor] = truncated
+
+
 def grpo_update(
     batch: Batch,
     *,
-    policy: PolicyFn,
+    policy: Policy,
     optimizer: torch.optim.Optimizer,
+    loss: PolicyLoss,
+    rollouts: Rollouts,
+    optim: Optim,
     lr: float,
-    num_minibatches: int,
-    num_epochs: int,
-    correction: Callable[..., Tensor],
     kl_coef: float,
     entropy_coef: float,
-    max_norm: float,
-    max_tokens: int,
-    device: torch.device | str,
     seed: int,
-    mesh: Mesh | None = None,
-    surrogate: Surrogate = clipped,
-    aggregate: Aggregate = per_token,
 ) -> Metrics:
-    """`num_minibatches * num_epochs` optimizer steps on one batch: a surrogate, plus `kl_coef` * KL to the reference
-    and minus `entropy_coef` * entropy, each weighed by `aggregate(batch of the optimizer step)` and summed.
+    """`rollouts.minibatches * rollouts.epochs` optimizer steps on one batch.
 
-    `surrogate(log_ratio, batch)` is any loss per token:
+    The loss is the surrogate, plus `kl_coef` * KL to the reference and minus `entropy_coef` * entropy, each weighed by
+    `loss.aggregate(batch of the optimizer step)` and summed.
 
-        grpo_update(..., surrogate=partial(clipped, clip_high=0.2))
-        grpo_update(..., surrogate=lambda x, b: gspo(x, b.advantages, mask=b.mask, cu_seqlens=b.cu_seqlens))
-
-    `correction(old_logp - rollout_logp)` weighs the surrogate's tokens. Truncated sampling drew a token from p / S and
-    not from p, so there S (`kept_mass`) weighs the tokens of surrogate and KL. Without `old_logp` in the batch (one
-    update per rollout) it is the current log-prob, and no forward was spent on it. With a `mesh` every rank gives the
-    whole batch, and computes its share.
+    Truncated sampling drew a token from p / S and not from p, so there S (`kept_mass`) weighs the tokens of surrogate
+    and KL. Without `old_logp` in the batch (one update per rollout) it is the current log-prob, and no forward is spent
+    on it. On a model cut by `parallelize` every rank gives the whole batch, and computes its share.
     """
     set_lr(optimizer, lr)
     metrics: Metrics = {}
-    for mini in split(batch, num_minibatches, epochs=num_epochs, seed=seed):
-        weights = aggregate(mini)
-        flat = seq_sum(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
-        micros = list(rank_microbatches((mini, weights), mesh=mesh, max_tokens=max_tokens, apart=flat))
-        always = bool(kl_coef or entropy_coef) or _pulls(surrogate, mini)
+    mesh, device, surrogate = mesh_of(policy.model), policy.model.device, loss.surrogate
+    minibatches = min(rollouts.minibatches, len(batch.group_ids.unique()))
+    for mini in split(batch, minibatches, epochs=rollouts.epochs, seed=seed):
+        weights = loss.aggregate(mini)
+        no_advantage = seq_sum(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
+        micros = list(rank_microbatches((mini, weights), mesh=mesh, max_tokens=optim.max_tokens, apart=no_advantage))
+        always = bool(kl_coef or entropy_coef) or has_gradient_without_advantage(surrogate, mini)
         learns = any_ranks([always or bool(micro.advantages.any()) for micro, *_ in micros])
         with pipelined(mesh) as backward:
             for (micro, *rest), learning in zip(micros, learns, strict=True):
@@ -113,33 +129,36 @@ def grpo_update(
                 old_logp = out.logp.detach() if micro.old_logp is None else micro.old_logp
                 log_ratio = out.logp - old_logp
                 w_drawn = w if micro.kept_mass is None else w * micro.kept_mass
-                w_policy = w_drawn * correction(old_logp - micro.rollout_logp)
-                loss = w_policy * surrogate(log_ratio, micro)
+                w_policy = w_drawn * loss.correction(old_logp - micro.rollout_logp)
+                token_loss, slope = with_gradient(surrogate, log_ratio, micro)
+                total = w_policy * token_loss
                 if kl_coef:
-                    loss = loss + kl_coef * w_drawn * unbiased_kl(out.logp, micro.ref_logp, old_logp)
+                    total = total + kl_coef * w_drawn * unbiased_kl(out.logp, micro.ref_logp, old_logp)
                 if entropy_coef:
-                    loss = loss - entropy_coef * w * out.entropy
+                    total = total - entropy_coef * w * out.entropy
                 if learning:
-                    backward(loss.sum())
-                new = policy_metrics(out, old_logp, micro, surrogate=surrogate)
-                metrics = merge(metrics, new)
-        metrics = merge(metrics, optimizer_step(optimizer, max_norm=max_norm))
+                    backward(total.sum())
+                metrics = merge(metrics, policy_metrics(out, old_logp, micro) | clip_shares(slope, micro))
+        metrics = merge(metrics, optimizer_step(optimizer, max_norm=optim.max_norm))
     return reduce_metrics(metrics, mesh=mesh)
 
 
-def _pulls(surrogate: Surrogate, batch: Batch) -> bool:
-    """Whether a token without an advantage has a gradient all the same (`dro`, `kimi15`)."""
+def has_gradient_without_advantage(surrogate: Surrogate, batch: Batch) -> bool:
+    """Whether a token whose advantage is 0 has a gradient (`dro`, `kimi15`).
+
+    Asked for each optimizer step: a surrogate may also read the batch, so one step's answer says little about the next.
+    """
     neutral = replace(batch, advantages=torch.zeros_like(batch.advantages))
-    return bool(_slope(surrogate, torch.full_like(batch.advantages, 0.1), neutral).any())
+    return bool(with_gradient(surrogate, torch.full_like(batch.advantages, 0.1), neutral)[1].any())
 
 
-def policy_metrics(out: LogProbs, old_logp: Float[Tensor, "T"], batch: Batch, *, surrogate: Surrogate) -> Metrics:
-    """How the policy stands to itself (`ratio/`), to the engine that sampled (`mismatch/`), to the reference (`kl/`).
+def policy_metrics(out: LogProbs, old_logp: Float[Tensor, "T"], batch: Batch) -> Metrics:
+    """Importance-ratio (`ratio/`), engine-mismatch (`mismatch/`) and reference-KL (`kl/`) statistics.
 
     mismatch/k3 and mismatch/abs_mean compare old_logp with rollout_logp: 0 up to rounding where the engine is right.
     """
     logp, mask = out.logp.detach(), batch.mask
-    stats = ratio_stats(logp - old_logp, mask=mask) | clip_shares(surrogate, logp - old_logp, batch)
+    stats = ratio_stats(logp - old_logp, mask=mask)
     gap = old_logp - batch.rollout_logp
     metrics: Metrics = {f"ratio/{name}": value for name, value in stats.items()}
     metrics |= {
@@ -155,19 +174,19 @@ def policy_metrics(out: LogProbs, old_logp: Float[Tensor, "T"], batch: Batch, *,
     return metrics
 
 
-def clip_shares(surrogate: Surrogate, log_ratio: Float[Tensor, "T"], batch: Batch) -> Metrics:
-    """Shares of tokens that get no gradient though they have an advantage: `clip_low` of A < 0, `clip_high` of A > 0.
+def clip_shares(slope: Float[Tensor, "T"], batch: Batch) -> Metrics:
+    """Shares of tokens with an advantage but no gradient: `ratio/clip_low` of A < 0, `ratio/clip_high` of A > 0.
 
-    That is what the clip of any surrogate takes away. Differs: from verl and TRL for sequence ratios only, whose clip
-    they count in sequences.
+    That is what the clip of any surrogate takes away. `slope` is the surrogate's gradient by log_ratio.
+    Differs: from verl and TRL for sequence ratios only, whose clip they count in sequences.
     """
-    silent = _slope(surrogate, log_ratio, batch) == 0
     signs = {"clip_low": batch.advantages < 0, "clip_high": batch.advantages > 0}
-    return {name: mean(silent & sign, mask=batch.mask) for name, sign in signs.items()}
+    return {f"ratio/{name}": mean((slope == 0) & sign, mask=batch.mask) for name, sign in signs.items()}
 
 
-def _slope(surrogate: Surrogate, log_ratio: Float[Tensor, "T"], batch: Batch) -> Tensor:
-    """The gradient of the surrogate's sum by log_ratio."""
+def with_gradient(surrogate: Surrogate, log_ratio: Float[Tensor, "T"], batch: Batch) -> tuple[Tensor, Tensor]:
+    """The surrogate's loss per token, and the gradient of its sum by log_ratio, from one call."""
     with torch.enable_grad():
-        x = log_ratio.detach().requires_grad_()
-        return torch.autograd.grad(surrogate(x, batch).sum(), x)[0]
+        x = log_ratio if log_ratio.requires_grad else log_ratio.detach().requires_grad_()
+        token_loss = surrogate(x, batch)
+        return token_loss, torch.autograd.grad(token_loss.sum(), x, retain_graph=True)[0]

@@ -46,6 +46,19 @@ class Policy:
         return forward(self.model, batch, temperature=self.temperature, dtype=self.dtype)
 
 
+def make_policy(model: Any, *, temperature: float = 1.0, dtype: str | None = None) -> Policy:
+    """The `Policy` of a model; a `dtype` of None is bf16 on a CUDA GPU that has it, else fp32."""
+    mesh = mesh_of(model)
+    device = model.device if mesh is None else mesh.device
+    return Policy(model, temperature=temperature, dtype=dtype or default_dtype(device))
+
+
+def default_dtype(device: torch.device | str) -> str:
+    """`"bf16"` for a CUDA GPU that computes in it, else `"fp32"`."""
+    on_gpu = torch.device(device).type == "cuda"
+    return "bf16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+
+
 def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrainedModel:
     """A causal LM from a local folder or a hub id, ready for `forward` (see `prepare`).
 
@@ -238,24 +251,19 @@ def with_ref_logp(reference: PolicyFn | None, batch: Batch, *, max_tokens: int, 
 
 
 def with_kept_mass(
-    model: PreTrainedModel,
-    batch: Batch,
-    *,
-    params: SamplingParams,
-    max_tokens: int,
-    dtype: str = "fp32",
-    mesh: Mesh | None = None,
+    policy: Policy, batch: Batch, *, params: SamplingParams, max_tokens: int, mesh: Mesh | None = None
 ) -> Batch:
-    """The batch with `kept_mass`: how much of the probability top-p or top-k kept, at the weights of now.
+    """The batch with `kept_mass`: the probability mass that top-p or top-k kept, under the current weights.
 
     Those must be the weights that sampled. Unchanged where `params` truncate nothing.
     """
     if not params.truncates:
         return batch
+    model, dtype = policy.model, DTYPES[policy.dtype]
 
     def log_kept(micro: Batch) -> Tensor:
-        head = partial(_log_kept_mass, model=model, batch=micro, params=params, dtype=DTYPES[dtype])
-        return token_outputs(model, micro, head, dtype=DTYPES[dtype])[0]
+        head = partial(_log_kept_mass, model=model, batch=micro, params=params, dtype=dtype)
+        return token_outputs(model, micro, head, dtype=dtype)[0]
 
     return with_streams(batch, kept_mass=score_tokens(log_kept, batch, max_tokens=max_tokens, mesh=mesh).exp())
 

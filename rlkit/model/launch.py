@@ -1,25 +1,21 @@
 """From the flags of a script to a model on many ranks.
 
-    torchrun --nproc-per-node 8 examples/grpo.py --parallel.tp 2 --parallel.cp 2 ...
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT examples/grpo.py ...
+    torchrun --nproc-per-node 8 -m rlkit.scripts.grpo --parallel.tp 2 --parallel.cp 2 ...
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m rlkit.scripts.grpo ...
 
-`python examples/grpo.py ...` is one process, and without parallel flags a plain model.
+`rlkit grpo ...` is one process, and without parallel flags a plain model.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import random
-import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from rlkit.model.forward import DTYPES, load_model
 from rlkit.model.heads import load_reward_model, load_value_model
@@ -27,12 +23,10 @@ from rlkit.model.lora import adapters, add_lora
 from rlkit.model.parallelize import load_parallel, mesh_of, parallelize
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh, make_mesh, start
-from rlkit.ranks import Stopped, rank, world_size
+from rlkit.ranks import rank, world_size
 from rlkit.settings import ParallelArgs
 
 X = TypeVar("X")
-
-TRAINING = "training had started"  # begins the note on an error that a run raised after it was set up
 
 
 def choose_device(device: str | None, dtype: str | None, *, cuda: bool, bf16: bool) -> tuple[str, str]:
@@ -137,67 +131,3 @@ def make_deterministic(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-
-
-def main_on_ranks(main: Callable[..., X], *args: Any) -> X | None:
-    """`main(*args)` as a script's last line: the ranks leave together, or a failed one ends the job.
-
-    What is wrong with flags, data or files (ValueError, OSError, ImportError) before training starts is printed to
-    stderr as one line, `error: ...`, and the exit code is 2. RLKIT_DEBUG=1 in the environment shows its traceback; any
-    other error always has one.
-
-    A rank that raises leaves at once; the others may be waiting for it in a collective. torchrun then ends them, and
-    names the first rank that failed, with its traceback, as the cause.
-
-    Exit codes: 2 and one line `error: ...` for a run folder (`args[0].output`) that cannot be used: another process
-    has it open, nothing to resume, a full disk. A run that was stopped and has saved ends a plain process by SIGINT, so
-    that a shell's loop ends with it, or with 143 after SIGTERM; ranks exit with 0.
-    """
-    alone, result = "RANK" not in os.environ, None
-    if os.environ.get("RANK", "0") != "0":
-        logging.getLogger("rlkit").setLevel(logging.ERROR)  # what every rank would warn of is said once
-    run = _with_short_errors if alone else _recorded(_with_short_errors)
-    try:
-        result = run(main, *args)
-    except Stopped as stopped:
-        if alone and stopped.number == signal.SIGINT:
-            sys.excepthook = lambda *_: None  # no traceback
-            raise KeyboardInterrupt from None  # of which, and no subclass, Python ends by SIGINT
-        if alone:
-            sys.exit(128 + stopped.number)
-    if dist.is_initialized():
-        dist.barrier()  # the store lives in rank 0, and others may still need it
-        dist.destroy_process_group()
-    return result
-
-
-def _with_short_errors(main: Callable[..., X], *args: Any) -> X:
-    """`main(*args)`; a user's error before training, or one of the run folder at any time, is one line."""
-    try:
-        return main(*args)
-    except (ValueError, OSError, ImportError) as error:
-        path = error.filename if isinstance(error, OSError) else None
-        of_folder = path is not None and _inside(path, getattr(args[0] if args else None, "output", None))
-        started = any(note.startswith(TRAINING) for note in getattr(error, "__notes__", ()))
-        if (started and not of_folder) or os.environ.get("RLKIT_DEBUG"):
-            raise
-        text = str(error) if isinstance(error, ImportError) else " ".join(str(error).split())  # a user's own traceback
-        if isinstance(error, OSError) and error.strerror and path is not None:
-            text = f"{path}: {error.strerror}"
-        sys.stderr.write(f"error: {text or type(error).__name__}\n")
-        raise SystemExit(2) from None
-
-
-def _recorded(main: Callable[..., X]) -> Callable[..., X | None]:
-    """`main`, whose exceptions torchrun reports."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    return record(main)
-
-
-def _inside(path: str, folder: Path | None) -> bool:
-    """Whether `path` is `folder`, in it, or on the way to it."""
-    if folder is None:
-        return False
-    here, there = Path(path).absolute(), Path(folder).absolute()
-    return here.is_relative_to(there) or there.is_relative_to(here)

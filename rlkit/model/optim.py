@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rlkit.metrics import Metrics, mean
 from rlkit.parallel.pipeline import sum_copies
 from rlkit.ranks import distributed, reshard
+from rlkit.settings import Optim
 
 
 def adamw(
@@ -126,3 +127,10 @@ def schedule(name: str, *, lr: float, num_steps: int, warmup_steps: int = 0) -> 
     if name not in falling:
         raise ValueError(f"schedule {name!r} is unknown: choose constant, linear or cosine")
     return partial(falling[name], lr=lr, num_steps=num_steps, warmup_steps=warmup_steps)
+
+
+def learning_rate(optim: Optim, *, num_steps: int) -> Callable[[int], float]:
+    """The learning rate of each step of a run of `num_steps`."""
+    if optim.lr_at is not None:
+        return optim.lr_at
+    return schedule(optim.lr_schedule, lr=optim.lr, num_steps=num_steps, warmup_steps=optim.warmup_steps)

@@ -1,6 +1,6 @@
 """Pipeline parallelism: the layers in stages, several micro-batches in flight between them.
 
-    torchrun --nproc-per-node 4 examples/grpo.py --parallel.pp 2 ...
+    torchrun --nproc-per-node 4 -m rlkit.scripts.grpo --parallel.pp 2 ...
 
     with pipelined(mesh) as backward:                     # any mesh, or None
         for micro, w in rank_microbatches((batch, weights), mesh=mesh, max_tokens=16384):

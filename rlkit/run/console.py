@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+TRAINING = "training had started"  # begins the note on an error that a run raised after it was set up
+
 
 class Column(NamedTuple):
     """A field of the step line: the sum of those of `keys` that are present, times `scale`."""

@@ -23,7 +23,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -35,6 +34,7 @@ if TYPE_CHECKING:  # reading a run folder needs no torch
 
 Decode = Callable[[list[int]], str]
 
+FORMAT = 1  # of a run folder; a change of what resuming reads is another number
 _RUN = ("metrics.jsonl", "checkpoints", "completions")  # what a new run would mix with
 _OPENED = ("args.json", ".lock", *_RUN)  # what a run leaves, however early it ended
 _FULL_FIX = "Free space there and resume: all up to the last checkpoint is safe."
@@ -107,11 +107,11 @@ class Run:
         self._unsynced.add(path)
 
 
-def keep_args(folder: Path | str, args: Any, *, resume: bool) -> None:
-    """Hold a run folder and write the dataclass `args` to its `args.json`; of many ranks the first does.
+def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resume: bool) -> None:
+    """Hold a run folder and write the flags `args` of a `script` to its `args.json`; of many ranks the first does.
 
-    A run that is resumed with other arguments than it had goes on with the new ones, and they are named on stdout.
-    Nothing is written where the run is refused. The folder is held until the run that `open_run` opens there ends.
+    A run that is resumed with other flags than it had continues with the new ones, and they are printed. Nothing is
+    written where the run is refused. The folder is held until the run that `open_run` opens there ends.
 
     Errors: on every rank, FileExistsError for a folder with a run in it, unless `resume`, and then FileNotFoundError
     for one without; BlockingIOError where another process has it open; ValueError for a run of another script and for a
@@ -121,27 +121,24 @@ def keep_args(folder: Path | str, args: Any, *, resume: bool) -> None:
     check_folder(folder, resume=resume)
     if not _first_rank():
         return
-    path, kept = folder / "args.json", {"script": _script(args)} | asdict(args)
+    path, kept = folder / "args.json", {"format": FORMAT, "script": script, **args}
     text = json.dumps(kept, indent=1, default=str) + "\n"
     with explain_full_disk(path.name, folder, needed=len(text), fix=_FULL_FIX):
         hold(folder)
         changed = True
         if resume and path.exists():
             new, old = json.loads(text), _read_args(path)
-            if {None, new["script"]}.isdisjoint({old.get("script")}):
-                raise ValueError(f"{folder} is a run of {old['script']}: resume it with that, or give another --output")
-            names = [n for n in sorted((new.keys() | old.keys()) - {"resume", "script"}) if new.get(n) != old.get(n)]
+            if old.get("format") != FORMAT:
+                other = f"format {old.get('format')}, and this version reads format {FORMAT}"
+                raise ValueError(f"{folder} was written in {other}: resume it with the version that wrote it")
+            if script != old["script"]:
+                raise ValueError(f"{folder} is a run of {old['script']}: resume it with that, or give another `output`")
+            names = [n for n in sorted(new.keys() | old.keys()) if n != "resume" and new.get(n) != old.get(n)]
             for name in names:
                 say(f"resumed with another {name}: {new.get(name)!r}, it was {old.get(name)!r}")
             changed = bool(names)
         if changed:
             replace_file(path, text.encode())
-
-
-def _script(args: Any) -> str | None:
-    """The file that defines the dataclass of `args`; None in a notebook."""
-    file = getattr(sys.modules.get(type(args).__module__), "__file__", None)
-    return Path(file).name if file else None
 
 
 def _read_args(path: Path) -> dict[str, Any]:
@@ -299,10 +296,13 @@ def trajectory_row(
 
 
 def _first_rank() -> bool:
-    """Also before there is a process group: torchrun has said which rank this is."""
-    from rlkit.ranks import distributed, rank
+    """Also before there is a process group: torchrun says in RANK which rank this is."""
+    if "torch" in sys.modules:
+        from rlkit.ranks import distributed, rank
 
-    return (rank() if distributed() else int(os.environ.get("RANK", "0"))) == 0
+        if distributed():
+            return rank() == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _number(key: str, value: Any) -> int | float:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import io
 import math
-import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import tyro
 
 from rlkit._extras import optional
 from rlkit.files import replace_file
@@ -163,28 +160,3 @@ def _figure_class() -> Any:
     from matplotlib.figure import Figure
 
     return Figure
-
-
-@dataclass(frozen=True)
-class Args:
-    """Draw the curves of one run, or of several over each other."""
-
-    folders: tyro.conf.Positional[tuple[Path, ...]]
-    """Run folders, each with a metrics.jsonl."""
-    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """The picture to write, .png, .pdf or .svg; by default metrics.png in the first folder."""
-    title: str | None = None
-    """Headline; by default the names of the runs."""
-
-
-def main(args: Iterable[str] | None = None) -> None:
-    """The command line."""
-    parsed = tyro.cli(Args, args=None if args is None else list(args), prog="python -m rlkit.run.plot")
-    try:
-        sys.stdout.write(f"{plot_run(*parsed.folders, out=parsed.out, title=parsed.title)}\n")
-    except (OSError, ModuleNotFoundError, ValueError) as error:
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()

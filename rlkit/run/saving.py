@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from rlkit.model.checkpoint import BackgroundSaver
-from rlkit.model.launch import TRAINING
 from rlkit.parallel.data import any_rank
 from rlkit.ranks import Stopped, first, together
 from rlkit.rollout.shared import SharedStream
 from rlkit.rollout.stream import GroupStream
-from rlkit.run.console import say
+from rlkit.run.console import TRAINING, say
 from rlkit.run.folder import Run, check_folder, hold, open_run
 from rlkit.run.signals import Stop, resume_command, stop_on_interrupt
 

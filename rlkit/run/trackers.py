@@ -12,15 +12,10 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import tyro
+from typing import Any, NamedTuple
 
 from rlkit.files import replace_file
 from rlkit.run.folder import read_metrics
@@ -108,39 +103,3 @@ def _module(name: str) -> Any:
     except ImportError as error:
         package = name.rpartition(".")[2]
         raise ModuleNotFoundError(f"{package} is not installed: pip install {package} ({error})") from None
-
-
-@dataclass(frozen=True)
-class Args:
-    """Send a run's metrics to a tracker."""
-
-    folder: tyro.conf.Positional[Path]
-    """Run folder with a metrics.jsonl."""
-    to: Literal["wandb", "mlflow", "tensorboard"]
-    """The tracker; its package must be installed."""
-    project: str = "rlkit"
-    """Project (wandb) or experiment (mlflow)."""
-    follow: bool = False
-    """Go on until Ctrl-C, looking for new steps every five seconds."""
-
-
-def main(args: Iterable[str] | None = None) -> None:
-    """The command line."""
-    parsed = tyro.cli(Args, args=None if args is None else list(args), prog="python -m rlkit.run.trackers")
-
-    def again() -> bool:
-        if parsed.follow:
-            time.sleep(5)
-        return parsed.follow
-
-    try:
-        count = track(parsed.folder, to=parsed.to, project=parsed.project, again=again)
-        sys.stdout.write(f"{count} steps sent to {parsed.to}\n")
-    except (OSError, ModuleNotFoundError, ValueError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        pass
-
-
-if __name__ == "__main__":
-    main()

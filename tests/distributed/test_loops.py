@@ -16,13 +16,14 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.ppo import ppo
 from rlkit.loops.preference import dpo, kto, with_reference
 from rlkit.loops.reward_model import reward_model
+from rlkit.loops.rl import Task
 from rlkit.model.forward import load_model
 from rlkit.model.heads import load_reward_model, load_value_model
 from rlkit.model.parallelize import parallelize
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.shared import SharedEngine
-from rlkit.types import SamplingParams
+from rlkit.settings import Critic, Optim, Penalties, Rollouts, Schedule
 
 STEPS = 3
 PAIRS = [
@@ -60,21 +61,22 @@ async def score(prompt, group):
 
 def trained(name, path, folder, *, cut, engine):
     """What the loop logs, and the weights that it exports."""
-    common = {"folder": folder, "steps": STEPS, "lr_at": lambda _: 3e-3, "max_tokens": 40}
-    pairs = {"batch_size": 8, "eval_pairs": PAIRS[:6], "eval_steps": 2}
+    common = [Schedule(folder, steps=STEPS, eval_steps=2), Optim(lr=3e-3, max_tokens=40)]
+    pairs = {"batch_size": 8, "eval_pairs": PAIRS[:6]}
     model = cut((load_reward_model if name == "reward model" else load_model)(path))
     if name == "dpo":
-        dpo(model, None, PAIRS, reference=cut(load_model(path)), **common, **pairs)
+        dpo(model, None, PAIRS, *common, reference=cut(load_model(path)), **pairs)
     elif name == "kto":
-        how = {"batch_size": 8, "eval_examples": LABELLED[:7], "eval_steps": 2}
-        kto(model, None, LABELLED, reference=cut(load_model(path)), **common, **how)
+        how = {"batch_size": 8, "eval_examples": LABELLED[:7]}
+        kto(model, None, LABELLED, *common, reference=cut(load_model(path)), **how)
     elif name == "reward model":
-        reward_model(model, None, PAIRS, **common, **pairs)
+        reward_model(model, None, PAIRS, *common, **pairs)
     else:
+        rollouts = Rollouts(prompts_per_step=8, group_size=1, minibatches=2, max_new_tokens=6)
+        critic = Critic(critic_lr=3e-3, critic_steps=1)
         work = ppo(
-            model, cut(load_value_model(path)), tiny_tokenizer(), engine(), PROMPTS, score=score, critic_steps=1,
-            params=SamplingParams(max_new_tokens=6), critic_lr_at=lambda _: 3e-3, prompts_per_step=8,
-            num_minibatches=2, kl_coef=0.05, reference=cut(load_model(path)), **common,
+            model, cut(load_value_model(path)), tiny_tokenizer(), engine(), Task(PROMPTS, score), rollouts, *common,
+            Penalties(kl_coef=0.05), critic, reference=cut(load_model(path)),
         )  # fmt: skip
         asyncio.run(work)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -93,7 +95,7 @@ def on_rank(rank, world, name, path, folder, sizes):
 
 
 def scored(model):
-    return [[list(logp) for logp in pair.ref_logp] for pair in with_reference(PAIRS, model, max_tokens=40)]
+    return [[list(logp) for logp in pair.ref_logp] for pair in with_reference(PAIRS, model, Optim(max_tokens=40))]
 
 
 def scored_on_rank(rank, world, path, sizes):

@@ -62,7 +62,8 @@ def test_grpo_on_one_rank_of_torchrun_is_the_plain_run(tmp_path):
         "def score(completion, row):\n    return sum(map(str.isascii, completion)) / 8\n"
     )
     command = [
-        str(REPO / "examples/grpo.py"),
+        "-m",
+        "rlkit.scripts.grpo",
         "--model",
         str(tmp_path / "model"),
         "--data",

@@ -36,7 +36,7 @@ def files(tmp_path_factory):
 
 def sft(files: Path, output: Path, *flags: str) -> list[str]:
     """The command line of an SFT run of four steps."""
-    command = [str(REPO / "examples/sft.py"), "--model", str(files / "model"), "--data", str(files / "data.jsonl")]
+    command = ["-m", "rlkit.scripts.sft", "--model", str(files / "model"), "--data", str(files / "data.jsonl")]
     command += ["--eval-data", str(files / "data.jsonl"), "--steps", "4", "--eval-steps", "2", "--batch-size", "16"]
     return [*command, "--lr", "1e-3", "--max-tokens", "300", "--device", "cpu", "--output", str(output), *flags]
 
@@ -83,7 +83,7 @@ def score(completion, row):
 def grpo(files: Path, output: Path, *flags: str) -> list[str]:
     """The command line of a GRPO run with dynamic batches, two updates a rollout, evaluation and a moving reference."""
     (files / "reward.py").write_text(REWARD)
-    command = [str(REPO / "examples/grpo.py"), "--model", str(files / "model"), "--data", str(files / "data.jsonl")]
+    command = ["-m", "rlkit.scripts.grpo", "--model", str(files / "model"), "--data", str(files / "data.jsonl")]
     command += ["--eval-data", str(files / "data.jsonl"), "--reward", f"{files / 'reward.py'}:score", "--lr", "1e-3"]
     command += ["--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "8", "--max-tokens", "200"]
     command += ["--minibatches", "2", "--kl-coef", "0.1", "--ref-sync-steps", "1", "--eval-steps", "2"]
@@ -132,9 +132,8 @@ def failing(*args, **kwargs):
         {fail}
     return step(*args, **kwargs)
 loop.optimizer_step = failing
-sys.argv = sys.argv[1:]
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
+sys.argv = sys.argv[2:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """)
     run = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script), *sft(files, tmp_path / "run")]
     run += ["--parallel.timeout-s", "20"] if how == "hangs" else []
@@ -163,9 +162,8 @@ def killed(*args, **kwargs):
     return step(*args, **kwargs)
 if __name__ == "__main__":
     loop.optimizer_step = killed
-    sys.argv = sys.argv[1:]
-    sys.path.insert(0, os.path.dirname(sys.argv[0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.argv = sys.argv[2:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
 

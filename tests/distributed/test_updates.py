@@ -9,14 +9,14 @@ import torch
 
 from rlkit.advantages import group_centered
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.updates import clipped, grpo_update
-from rlkit.losses import tis
+from rlkit.loops.updates import PolicyLoss, clipped, grpo_update
 from rlkit.metrics import finalize
-from rlkit.model.forward import forward, prepare, with_kept_mass, with_old_logp, with_ref_logp
+from rlkit.model.forward import Policy, prepare, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.optim import adamw
 from rlkit.model.parallelize import parallelize
 from rlkit.packing import pack, with_advantages
 from rlkit.parallel.mesh import Parallel, make_mesh
+from rlkit.settings import Optim, Rollouts
 from rlkit.types import SamplingParams, Trajectory
 
 
@@ -43,17 +43,16 @@ def logged(sizes, **options):
     """What is logged of two passes over two mini-batches, in micro-batches of a few sequences."""
     mesh = None if sizes is None else make_mesh(Parallel(**sizes))
     made = [prepare(model(seed)) if mesh is None else parallelize(model(seed), mesh, **options) for seed in (0, 1)]
-    policy, reference = (partial(forward, m) for m in made)
+    policy, reference = map(Policy, made)
     batch = with_advantages(pack(sampled()), group_centered)
     batch = with_ref_logp(reference, batch, max_tokens=60, mesh=mesh)
     batch = with_old_logp(policy, batch, max_tokens=60, mesh=mesh)
     params = SamplingParams(max_new_tokens=15, top_p=0.9)
-    batch = with_kept_mass(made[0], batch, params=params, max_tokens=60, mesh=mesh)
+    batch = with_kept_mass(policy, batch, params=params, max_tokens=60, mesh=mesh)
     metrics = grpo_update(
-        batch, policy=policy, optimizer=adamw(made[0], lr=1e-3, eps=1e-4), lr=1e-3, num_minibatches=2, num_epochs=2,
-        surrogate=partial(clipped, clip_low=0.01, clip_high=0.01), correction=partial(tis, max_weight=2.0),
-        kl_coef=0.1, entropy_coef=0.01,
-        max_norm=0.5, max_tokens=60, device="cpu", seed=3, mesh=mesh,
+        batch, policy=policy, optimizer=adamw(made[0], lr=1e-3, eps=1e-4), lr=1e-3,
+        loss=PolicyLoss(partial(clipped, clip_low=0.01, clip_high=0.01)), rollouts=Rollouts(minibatches=2, epochs=2),
+        optim=Optim(max_norm=0.5, max_tokens=60), kl_coef=0.1, entropy_coef=0.01, seed=3,
     )  # fmt: skip
     return finalize(metrics)
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import tyro
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.losses import diagnostics
-from rlkit.model.launch import main_on_ranks
 from rlkit.rewards import Sample, code, math, score
+from rlkit.scripts.cli import run
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
-sys.path.append(str(ROOT / "examples"))
 
 REWARD = """
 def score(completion, row):
@@ -46,7 +43,7 @@ RUNS = {  # name -> script, data, flags: together every metric
     "reward model": ("reward_model", "pairs", "--batch-size 4"),
     "grpo": ("grpo", "prompts", f"{SAMPLED} {LIMITS}"),
     "grpo, top-p": ("grpo", "prompts", f"{SAMPLED} --top-p 0.9"),
-    "asynchronous grpo": ("async_grpo", "prompts", SAMPLED),
+    "asynchronous grpo": ("grpo", "prompts", f"{SAMPLED} --overlap"),
     "ppo": ("ppo", "prompts", SAMPLED),
 }
 
@@ -69,9 +66,9 @@ def keys(tmp_path_factory) -> dict[str, set[str]]:
         path = folder / f"{data}.jsonl"
         given = f"--model {folder}/model --data {path} --eval-data {path} --output {folder}/{name.replace(' ', '_')}"
         flags = flags.replace("reward.py", str(folder / "reward.py"))
-        module = importlib.import_module(script)
+        module = importlib.import_module(f"rlkit.scripts.{script}")
         args = f"{given} --device cpu --steps 2 {flags}".split()
-        main_on_ranks(module.main, tyro.cli(module.Args, args=args))
+        run(module.main, module.Args, None, argv=args)
         lines = (folder / name.replace(" ", "_") / "metrics.jsonl").read_text().splitlines()
         found[name] = {key for line in lines for key in json.loads(line)}
     return found

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import dataclasses
 import importlib
 import inspect
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +23,28 @@ from rlkit import losses
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
 from rlkit.rewards import Sample, score
+from rlkit.scripts.cli import flags_of
+from rlkit.scripts.rollouts import Engine
 from rlkit.settings import ParallelArgs
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrating.md").read_text()
-COMMANDS = re.findall(r"examples/(\w+)\.py +(--.*)", PAGE.replace("\\\n", " "))
+COMMANDS = re.findall(r"^(?:torchrun .*?)?rlkit(?:\.scripts\.| )(\w+) +(--.*)", PAGE.replace("\\\n", " "), re.MULTILINE)
 
 
-@pytest.fixture(autouse=True)
-def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+def module_of(script: str) -> Any:
+    return importlib.import_module(f"rlkit.scripts.{script}")
 
 
 def value_of(script: str, flag: str) -> Any:
-    """The default of a flag; AttributeError where there is none. Where it goes with the loss, of the default loss."""
-    args: Any = importlib.import_module(script).Args(model="", data="")
+    """The default of a flag; KeyError where there is none. Where it goes with the loss, of the default loss."""
+    needed = ["--model", "m", "--data", "d", *(["--reward", "a:b"] if script in ("grpo", "ppo") else [])]
+    args: Any = tyro.cli(module_of(script).Args, args=needed)
     name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-    value: Any = args
-    for part in name.split("."):
-        value = getattr(value, part)
+    value = dict(flags_of(args))[name]
     if value is None and name in ("clip_low", "clip_high", "aggregate"):
-        groups = importlib.import_module("sampled_groups")
-        mean = groups.loss_of(args)["aggregate"].__name__
-        return mean.removeprefix("per_") if name == "aggregate" else groups.CONSTANTS[args.loss][name]
+        mean = module_of(script).policy_loss(args.loss, None, max_length=1).aggregate.__name__
+        return mean.removeprefix("per_") if name == "aggregate" else module_of(script).CONSTANTS[args.loss.loss][name]
     return value
 
 
@@ -54,7 +53,7 @@ def table_rows() -> list[tuple[str, list[str], list[str]]]:
     rows, where = [], None
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] if line.startswith("|") else []
-        heads = [re.match(r"here \(`(\w+)\.py`\)", cell) for cell in cells]
+        heads = [re.match(r"here \(`rlkit (\w+)`\)", cell) for cell in cells]
         if any(heads):
             at = next(i for i, head in enumerate(heads) if head)
             where = (heads[at][1], at)
@@ -81,7 +80,7 @@ def test_the_flags_and_defaults_of_the_tables_are_those_of_the_scripts() -> None
 
 def test_every_other_flag_that_the_page_names_is_theirs_or_exists() -> None:
     """Their options are those of the first column, of the PPO table, and the few that the text sets beside ours."""
-    text = re.sub(r"```.*?```|`python -m [^`]*`", "", PAGE, flags=re.DOTALL)
+    text = re.sub(r"```.*?```|`rlkit track [^`]*`", "", PAGE, flags=re.DOTALL)
     flag = r"--[a-z][\w.-]*\w"
     ppo = text.index("## PPO")
     cells = [line.split("|") for line in text[:ppo].splitlines() if line.startswith("|")]
@@ -103,7 +102,7 @@ def test_every_other_flag_that_the_page_names_is_theirs_or_exists() -> None:
 def exists(script: str, flag: str) -> bool:
     try:
         value_of(script, flag)
-    except AttributeError:
+    except KeyError:
         return False
     return True
 
@@ -172,25 +171,22 @@ HUB = {"openai/gsm8k:main:train": "gsm8k.jsonl", "trl-lib/ultrafeedback_binarize
 @pytest.mark.parametrize(("script", "flags"), COMMANDS, ids=[f"{i}-{c[0]}" for i, c in enumerate(COMMANDS)])
 def test_the_commands_run(script: str, flags: str, task: Path, tmp_path: Path) -> None:
     """Parsed as they stand; run with a tiny model, little data and one process."""
-    module = importlib.import_module(script)
+    module = module_of(script)
     args = tyro.cli(module.Args, args=shlex.split(flags.split("#")[0]))
-    data = str(task / HUB.get(args.data, args.data))
-    small = {
-        "model": str(task / "model"),
-        "data": data,
-        "eval_data": args.eval_data and data,
-        "output": tmp_path / "run",
-    }
-    small |= {"steps": 2, "device": "cpu", "parallel": ParallelArgs()}
+    data = str(task / HUB.get(args.data.data, args.data.data))
+    model = replace(args.model, model=str(task / "model"), device="cpu", parallel=ParallelArgs())
+    rows = replace(args.data, data=data, eval_data=args.data.eval_data and data)
+    small = {"model": model, "data": rows, "schedule": replace(args.schedule, output=tmp_path / "run", steps=2)}
     if script == "grpo":
-        small |= {"prompts_per_step": 4, "max_new_tokens": 8, "max_prompt_tokens": 64, "eval_limit": 2}
-        small |= {"engine": "local", "engine_urls": ()}
-        file, name = args.reward.split(":")
+        file, name = args.episodes.reward.split(":")
         assert file in ("my_rewards.py", "rlkit.rewards.math")
-        small |= {"reward": f"{task}/my_rewards.py:{name}", "reward_timeout": 300.0}
+        how = {"reward": f"{task}/my_rewards.py:{name}", "reward_timeout": 300.0}
+        small["episodes"] = replace(args.episodes, max_prompt_tokens=64, eval_limit=2, **how)
+        small["rollouts"] = replace(args.rollouts, prompts_per_step=4, max_new_tokens=8)
+        small["engine"] = Engine()
     else:
-        small |= {"batch_size": 4}
-    exported = module.main(dataclasses.replace(args, **small))
+        small["examples"] = replace(args.examples, batch_size=4)
+    exported = module.main(replace(args, **small))
     assert (exported / "config.json").exists()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 2
@@ -199,15 +195,15 @@ def test_the_commands_run(script: str, flags: str, task: Path, tmp_path: Path) -
 def test_the_call_of_the_page_names_arguments_of_the_loop() -> None:
     ((source, functions),) = re.findall(r"```python\n(grpo\((.*?))```", PAGE, re.DOTALL)
     call = ast.parse(source).body[0].value  # type: ignore[attr-defined]
-    assert [keyword.arg for keyword in call.keywords] == ["surrogate"]
-    assert "surrogate" in inspect.signature(grpo).parameters
+    assert [keyword.arg for keyword in call.keywords] == ["loss"]
+    assert "loss" in inspect.signature(grpo).parameters
     assert "dual_clip(x, b.advantages, clip_c=4.0, clip_high=0.28)" in functions
     losses.dual_clip(torch.zeros(1), torch.ones(1), clip_c=4.0, clip_high=0.28)
 
 
 def test_there_is_a_command_for_every_system() -> None:
     for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[2:7]:
-        assert re.search(r"examples/grpo\.py +--model", section), section[:20]
+        assert re.search(r"rlkit(?:\.scripts\.| )grpo +--model", section), section[:20]
 
 
 VERL_ROW = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "4"}, "extra_info": {"index": 0}}

@@ -19,8 +19,10 @@ from torch import Tensor
 from rlkit import losses
 from rlkit.advantages import group_centered, group_zscore
 from rlkit.loops import updates as aggregate
-from rlkit.loops.updates import clipped, grpo_update
+from rlkit.loops.updates import PolicyLoss, clipped, grpo_update
+from rlkit.model.forward import Policy
 from rlkit.packing import pack, with_advantages, with_streams
+from rlkit.settings import Optim, Rollouts
 from rlkit.types import Batch, LogProbs, Trajectory
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
@@ -30,6 +32,13 @@ V = 6
 def logp_of(theta: Tensor, state: int, action: int) -> Tensor:
     row = theta[state]
     return row[action] - row.exp().sum().log()
+
+
+class Table(Policy):
+    """A policy whose model is a table of logits."""
+
+    def __call__(self, batch: Batch) -> LogProbs:
+        return policy(self.model, batch)
 
 
 def policy(theta: Tensor, batch: Batch) -> LogProbs:
@@ -123,11 +132,13 @@ def test_the_update_has_the_loss_that_the_page_says(
     g = torch.Generator().manual_seed(0)
     start, ref = (torch.randn(V, V, dtype=torch.float64, generator=g) for _ in range(2))
     theta, lr = torch.nn.Parameter(start.clone()), 2.0
-    options = {"kl_coef": 0.0, "surrogate": partial(clipped, clip_low=0.2, clip_high=0.2), **options}
+    kl_coef = options.get("kl_coef", 0.0)
+    loss = {"surrogate": partial(clipped, clip_low=0.2, clip_high=0.2), **options}
+    loss.pop("kl_coef", None)
     grpo_update(
-        batch_of(start, ref, baseline), policy=partial(policy, theta), optimizer=torch.optim.SGD([theta], lr=lr), lr=lr,
-        num_minibatches=1, num_epochs=3, correction=partial(losses.tis, max_weight=2.0),
-        entropy_coef=0.0, max_norm=float("inf"), max_tokens=8, device="cpu", seed=0, **options,
+        batch_of(start, ref, baseline), policy=Table(theta), optimizer=torch.optim.SGD([theta], lr=lr), lr=lr,
+        loss=PolicyLoss(**loss), rollouts=Rollouts(epochs=3), optim=Optim(max_norm=float("inf"), max_tokens=8),
+        kl_coef=kl_coef, entropy_coef=0.0, seed=0,
     )  # fmt: skip
     found = three_updates(start, ref, lr=lr, **theirs)
     tokens = [(s, a) for answers in ANSWERS for ids in answers for s, a in zip((0, *ids[:-1]), ids, strict=True)]

@@ -17,6 +17,8 @@ import pytest
 import torch
 import tyro
 
+from rlkit.scripts.cli import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SITE = "https://github.com/rlkit-lm/rlkit/blob/main/"  # of links in README.md, which the package index shows too
@@ -69,27 +71,34 @@ def test_every_page_is_in_the_index() -> None:
     assert set(re.findall(r"\]\(([\w-]+\.md)", index)) == {p.name for p in PAGES[2:]} - {"README.md"}
 
 
-def flags_of(example: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The flags that the example's --help lists."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    spec = importlib.util.spec_from_file_location(f"page_{example}", ROOT / "examples" / f"{example}.py")
+def args_of(script: str) -> Any:
+    """The dataclass with the flags of a command or an example."""
+    path = ROOT / ("rlkit/scripts" if script in COMMANDS else "examples") / f"{script}.py"
+    spec = importlib.util.spec_from_file_location(f"page_{script}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    return module.Args
+
+
+def flags_of(script: str) -> set[str]:
+    """The flags that --help lists."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
-        tyro.cli(module.Args, args=["--help"])
+        tyro.cli(args_of(script), args=["--help"])
     return set(re.findall(r"--[\w.-]+", re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())))
 
 
-def test_the_commands_of_the_pages_have_flags_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_pages_have_flags_that_exist() -> None:
     used: dict[str, set[str]] = {}
+    commands = r"(?:rlkit |rlkit\.scripts\.|examples/)(" + "|".join([*COMMANDS, "demo", "tool_use"]) + r")(?:\.py)?\b"
     for page in PAGES:
-        for example, rest in re.findall(r"examples/(\w+)\.py([^`|\n]*)", page.read_text().replace("\\\n", " ")):
-            used.setdefault(example, set()).update(re.findall(r" (--[a-z][\w.-]*)", rest.split("#")[0]))
-    wrong = {name: sorted(flags - flags_of(name, monkeypatch)) for name, flags in used.items() if flags}
+        for script, rest in re.findall(rf"{commands}([^`|\n]*)", page.read_text().replace("\\\n", " ")):
+            given = rest.split("#")[0].split(" -- ")[0]
+            used.setdefault(script, set()).update(re.findall(r" (--[a-z][\w.-]*)", given))
+    wrong = {name: sorted(flags - flags_of(name)) for name, flags in used.items() if flags}
     assert len(wrong) >= 6
     assert not any(wrong.values()), wrong
 

@@ -14,13 +14,14 @@ import pytest
 from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
+from rlkit.loops.rl import Task
 from rlkit.model.forward import prepare
-from rlkit.model.optim import schedule
 from rlkit.rewards.adapters import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.gym import Chat, Turn, own_rewards
 from rlkit.rollout.limits import limited
 from rlkit.rollout.rollout import rollout, sample_group
+from rlkit.settings import Optim, Rollouts, Schedule
 from rlkit.types import Completion, SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -166,15 +167,10 @@ async def test_a_game_of_two_turns_is_learnt(tmp_path):
         model,
         TOKENIZER,
         LocalEngine(model, eos_token_ids=range(0, 263, 4)),
-        prompts,
-        env=env,
-        score=own_rewards,
-        folder=tmp_path / "run",
-        steps=15,
-        params=SamplingParams(max_new_tokens=6),
-        lr_at=schedule("constant", lr=3e-3, num_steps=15),
-        prompts_per_step=8,
-        group_size=8,
+        Task(prompts, own_rewards, env=env),
+        Rollouts(max_new_tokens=6),
+        Schedule(tmp_path / "run", steps=15),
+        Optim(lr=3e-3),
     )
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward/mean"] for line in lines]
@@ -200,17 +196,10 @@ async def test_the_loop_takes_episodes_in_pieces(tmp_path):
         model,
         tokenizer,
         LocalEngine(model, eos_token_ids=range(0, 263, 2)),
-        prompts,
-        env=env,
-        score=own_rewards,
-        folder=tmp_path / "run",
-        steps=2,
-        params=SamplingParams(max_new_tokens=40),
-        lr_at=schedule("constant", lr=1e-3, num_steps=2),
-        prompts_per_step=4,
-        group_size=4,
-        num_minibatches=2,
-        max_tokens=200,
+        Task(prompts, own_rewards, env=env),
+        Rollouts(prompts_per_step=4, group_size=4, minibatches=2, max_new_tokens=40),
+        Schedule(tmp_path / "run", steps=2),
+        Optim(lr=1e-3, max_tokens=200),
     )
     rows = [json.loads(x) for x in (tmp_path / "run" / "trajectories" / "train_000001.jsonl").read_text().splitlines()]
     assert len(rows) == 32
@@ -224,7 +213,7 @@ async def test_the_loop_takes_episodes_in_pieces(tmp_path):
 def test_the_script_from_nothing_to_a_trained_model(tmp_path):
     command = [
         sys.executable, str(ROOT / "examples" / "tool_use.py"), "--output", str(tmp_path / "run"),
-        "--warmup-steps", "12", "--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--eval-limit", "4",
+        "--sft-steps", "12", "--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--eval-limit", "4",
         "--max-turns", "3", "--max-total-tokens", "160", "--max-new-tokens", "70",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -6,15 +6,14 @@ import asyncio
 import itertools
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
-from small import SIZES, CopyEngine, async_grpo, small_model, tokenizer
+from small import SIZES, CopyEngine, async_grpo, call, small_model, tokenizer
 from torch import nn
 
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model
+from rlkit.loops.coefficients import rules
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
 from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint
@@ -23,11 +22,9 @@ from rlkit.model.optim import adamw
 from rlkit.rewards.adapters import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.run.folder import Run
-from rlkit.types import SamplingParams
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-import sampled_data
-from flag_checks import check_flags
+from rlkit.scripts.cli import spelled
+from rlkit.scripts.grpo import Args
+from rlkit.settings import Penalties
 
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(40)]
 STEPS, SAMPLES, COEF, TARGET, HORIZON = 4, 16, 0.05, 0.02, 100.0
@@ -85,20 +82,16 @@ def without_plots(monkeypatch):
     monkeypatch.setattr(Run, "plot", lambda run: None)
 
 
-def args_of(**flags):
-    args = sampled_data.Args(model="x", data="x", reward="a:b", prompts_per_step=4, group_size=4, steps=STEPS, **flags)
-    check_flags(args)
-    return args
-
-
-def run(loop, folder, args, *, steps, resume=False):
+def run(loop, folder, penalties, *, steps, resume=False):
+    """The first `steps` steps, with the rules of a run of STEPS steps."""
     model = small_model()
     engine = CopyEngine() if loop is async_grpo else LocalEngine(model, max_len=64)
     options = {
         "score": scorer(lambda text, row: sum(map(str.isascii, text)) / 6, tokenizer=tokenizer(), timeout_s=30.0),
-        "folder": folder, "steps": steps, "params": SamplingParams(max_new_tokens=6), "lr_at": lambda step: 3e-3,
-        "prompts_per_step": 4, "group_size": 4, "kl_coef": args.kl_coef, "entropy_coef": args.entropy_coef,
-        "controllers": sampled_data.controllers(args), "reference": small_model(seed=1), "resume": resume,
+        "output": folder, "steps": steps, "max_new_tokens": 6, "lr_at": lambda step: 3e-3,
+        "prompts_per_step": 4, "group_size": 4, "reference": small_model(seed=1), "resume": resume,
+        "kl_coef": penalties["kl_coef"], "entropy_coef": penalties["entropy_coef"],
+        "controllers": rules(Penalties(**penalties), steps=STEPS, num_samples=SAMPLES),
     }  # fmt: skip
     models = [model]
     if loop is ppo:
@@ -107,7 +100,7 @@ def run(loop, folder, args, *, steps, resume=False):
         options["critic_lr_at"] = options["lr_at"]
     if loop is async_grpo:
         options["staleness"] = 0.0
-    asyncio.run(loop(*models, tokenizer(), engine, PROMPTS, **options))
+    asyncio.run(call(loop, *models, tokenizer(), engine, prompts=PROMPTS, **options))
 
 
 def lines_of(folder):
@@ -122,7 +115,7 @@ def column(lines, name):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_controller_moves_its_coefficient_and_goes_on_after_a_resume(tmp_path, loop, rule):
     """In two parts: so what a rule remembers (a sum, a count, a gate) is there again, or its equation breaks."""
-    args = args_of(kl_coef=COEF, **RULES[rule], **LIMITS)
+    args = {"kl_coef": COEF, **RULES[rule], **LIMITS}
     run(loop, tmp_path / "run", args, steps=2)
     run(loop, tmp_path / "run", args, steps=STEPS, resume=True)
     lines = lines_of(tmp_path / "run")
@@ -144,7 +137,7 @@ def test_a_controller_moves_its_coefficient_and_goes_on_after_a_resume(tmp_path,
 
 @pytest.mark.parametrize("loop", [grpo, ppo])
 def test_a_resumed_run_has_the_same_bits_in_every_controller(tmp_path, loop):
-    args = args_of(kl_coef=COEF, **RULES["pid"], **LIMITS)
+    args = {"kl_coef": COEF, **RULES["pid"], **LIMITS}
     run(loop, tmp_path / "whole", args, steps=STEPS)
     run(loop, tmp_path / "parts", args, steps=2)
     run(loop, tmp_path / "parts", args, steps=STEPS, resume=True)
@@ -171,23 +164,26 @@ def test_a_resumed_run_has_the_same_bits_in_every_controller(tmp_path, loop):
         ({"kl_controller": "pid", "kl_coef": 0.1}, "--kl-controller pid holds --kl-target: give one"),
         ({"kl_controller": "cosine", "kl_coef": 0.1, "kl_target": 0.1}, "--kl-controller cosine holds no --kl-target"),
         ({"kl_controller": "cosine"}, "--kl-controller moves --kl-coef: give one above 0"),
-        ({"kl_horizon": 10.0}, "--kl-horizon is of --kl-controller exponential"),
+        ({"kl_horizon": 10.0}, "--kl-horizon is for --kl-controller exponential"),
         (
             {"kl_controller": "exponential", "kl_coef": 0.1, "kl_target": 0.1, "kl_horizon": 3.0},
             "--kl-horizon must be above 3.2, a fifth of the samples of a step",
         ),
-        ({"limit_rate": 0.5}, "--limit-rate is of --kl-limit and --entropy-limit"),
+        ({"limit_rate": 0.5}, "--limit-rate is for --kl-limit and --entropy-limit"),
         ({"entropy_target": 1.0, "entropy_coef": -0.1}, "--entropy-target starts from --entropy-coef"),
         ({"kl_limit": 0.0}, "--kl-limit must be above 0, got 0.0"),
     ],
 )
 def test_flags_that_do_not_fit_each_other_are_refused(flags, message):
-    with pytest.raises(ValueError, match=message):
-        args_of(**flags)
+    with pytest.raises(ValueError, match="`") as refused:
+        rules(Penalties(**flags), steps=STEPS, num_samples=SAMPLES)
+    assert spelled(str(refused.value), Args).startswith(message)
 
 
 def test_a_controller_of_an_unknown_name_is_refused(tmp_path):
     model = small_model()
-    how = {"score": None, "folder": tmp_path, "steps": 1, "params": SamplingParams(), "lr_at": lambda step: 0.0}
+    options = {
+        "score": None, "output": tmp_path, "steps": 1, "controllers": {"kl_coef": None}, "prompts": PROMPTS,
+    }  # fmt: skip
     with pytest.raises(ValueError, match="controllers must be named kl, kl_limit, entropy, entropy_limit; got kl_coef"):
-        asyncio.run(grpo(model, tokenizer(), None, PROMPTS, controllers={"kl_coef": None}, **how))
+        asyncio.run(call(grpo, model, tokenizer(), LocalEngine(model), **options))

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import small
 import torch
-from small import async_grpo, tokenizer
+from small import async_grpo, call, tokenizer
 
 from rlkit.controllers import kl_linear
 from rlkit.data.prompts import Prompt
@@ -25,7 +25,6 @@ from rlkit.rewards.adapters import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.limits import success_between
 from rlkit.rollout.rollout import single_turn
-from rlkit.types import SamplingParams
 
 SIZES = {**small.SIZES, "layers": 2}
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(100)]
@@ -49,10 +48,10 @@ def ascii_share(completion, row):
 def run(loop, model, engine, folder, reward=ascii_share, **changes):
     options = {
         "score": scorer(reward, tokenizer=tokenizer(), timeout_s=30.0),
-        "folder": folder, "steps": 4, "params": SamplingParams(max_new_tokens=6), "lr_at": lambda step: 3e-3,
+        "output": folder, "steps": 4, "max_new_tokens": 6, "lr_at": lambda step: 3e-3,
         "prompts_per_step": 4, "group_size": 4,
     }  # fmt: skip
-    return asyncio.run(loop(model, tokenizer(), engine, PROMPTS, **options | changes))
+    return asyncio.run(call(loop, model, tokenizer(), engine, prompts=PROMPTS, **options | changes))
 
 
 def lines_of(folder):
@@ -113,7 +112,7 @@ async def at_once(prompt, group):
     return [replace(t, reward=float(t.ids[0] % 2)) for t in group]
 
 
-PARTIAL = {"score": at_once, "env": unequal, "params": SamplingParams(max_new_tokens=18), "staleness": 0.5, "steps": 6}
+PARTIAL = {"score": at_once, "env": unequal, "max_new_tokens": 18, "staleness": 0.5, "steps": 6}
 
 
 def test_partial_rollout_continues_what_it_interrupts(tmp_path):
@@ -218,7 +217,7 @@ def test_the_asynchronous_loop_stays_inside_its_budget(tmp_path, staleness):
     model, engine = small_model(), CopyEngine()
     path = run(
         async_grpo, model, engine, tmp_path, staleness=staleness, steps=6, save_steps=2, eval_prompts=PROMPTS[:4],
-        eval_steps=3, num_minibatches=2, correction=partial(icepop, low=0.5, high=5.0),
+        eval_steps=3, minibatches=2, correction=partial(icepop, low=0.5, high=5.0),
     )  # fmt: skip
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == list(range(7))
@@ -243,7 +242,7 @@ def test_at_staleness_0_the_asynchronous_loop_takes_the_steps_of_the_synchronous
         run(
             loop, model, engine, tmp_path / name, reference=reference, kl_coef=coef,
             controllers={"kl": CONTROLLER} if coef else {},
-            staleness=0.0, eval_prompts=PROMPTS[:6], eval_steps=4, num_minibatches=2,
+            staleness=0.0, eval_prompts=PROMPTS[:6], eval_steps=4, minibatches=2,
         )  # fmt: skip
         runs[name] = lines_of(tmp_path / name)
         before = small_model().state_dict()

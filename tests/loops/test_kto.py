@@ -7,6 +7,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+from small import call
 from transformers import AutoModelForCausalLM
 
 from rlkit import losses
@@ -83,9 +84,9 @@ def lines_of(folder):
 
 
 def run(folder, model=None, **changes):
-    options = {"folder": folder, "steps": 6, "lr_at": lambda step: 3e-3, "batch_size": 8, "eval_steps": 3}
+    options = {"output": folder, "steps": 6, "lr_at": lambda step: 3e-3, "batch_size": 8, "eval_steps": 3}
     options |= {"reference": small_model(), "eval_examples": HELD_OUT}
-    kto(small_model() if model is None else model, tokenizer(), TRAIN, **options | changes)
+    call(kto, small_model() if model is None else model, tokenizer(), TRAIN, **options | changes)
     return lines_of(folder)
 
 

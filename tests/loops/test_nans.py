@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import SIZES, CopyEngine, async_grpo, small_model, tokenizer
+from small import SIZES, CopyEngine, async_grpo, call, small_model, tokenizer
 from transformers import AutoModelForTokenClassification
 
 from rlkit.data.prompts import Prompt
@@ -23,7 +23,7 @@ from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.limits import success_between
 from rlkit.rollout.rollout import single_turn
 from rlkit.run.folder import Run
-from rlkit.types import SamplingParams, Trajectory
+from rlkit.types import Trajectory
 
 PROMPTS = [Prompt([65 + i, 60], {}, i) for i in range(4)]
 FIRST_TOKEN = PROMPTS[2].ids[0]
@@ -57,7 +57,7 @@ def run(loop, folder, **changes):
     model = small_model()
     engine = CopyEngine() if loop is async_grpo else LocalEngine(model, max_len=64)
     options = {
-        "env": rewarded, "score": None, "folder": folder, "steps": 2, "params": SamplingParams(max_new_tokens=5),
+        "env": rewarded, "score": None, "output": folder, "steps": 2, "max_new_tokens": 5,
         "lr_at": lambda step: 1e-3, "prompts_per_step": 4, "group_size": 4,
     }  # fmt: skip
     options |= changes
@@ -65,7 +65,7 @@ def run(loop, folder, **changes):
     models = (model,) if loop is not ppo else (model, critic)
     if loop is ppo:
         options["critic_lr_at"] = options["lr_at"]
-    asyncio.run(loop(*models, tokenizer(), engine, PROMPTS, **options))
+    asyncio.run(call(loop, *models, tokenizer(), engine, prompts=PROMPTS, **options))
     return model
 
 
@@ -95,7 +95,7 @@ def test_a_reward_that_is_nan(tmp_path, capsys, loop):
     assert "nan in " in str(told.value)
     assert "row 3 of the data, 'C<'" in str(told.value)
     assert "--skip-nan" in str(told.value)
-    run(loop, tmp_path / "skips", env=nan_reward, skip_nan=True, num_minibatches=2)
+    run(loop, tmp_path / "skips", env=nan_reward, skip_nan=True, minibatches=2)
     lines = sound(tmp_path / "skips")
     dropped = sum(line["nan/dropped"] for line in lines)
     rows = [json.loads(x) for f in (tmp_path / "skips/trajectories").glob("train*") for x in f.read_text().splitlines()]

@@ -10,20 +10,22 @@ from functools import cache
 
 import pytest
 import torch
+from small import call
 from transformers import AutoModelForTokenClassification
 
 from rlkit.controllers import kl_linear
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.ppo import ppo, value_update, with_gae
-from rlkit.model.forward import prepare
+from rlkit.model.forward import Policy, prepare
 from rlkit.model.heads import load_value_model, values
 from rlkit.model.optim import adamw
 from rlkit.packing import pack, with_streams
 from rlkit.rewards.adapters import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.rollout import single_turn
-from rlkit.types import SamplingParams, Trajectory
+from rlkit.settings import Critic, Optim, Rollouts
+from rlkit.types import Trajectory
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(100)]
@@ -65,8 +67,8 @@ def test_a_step_estimates_what_plain_loops_do(folder):
     old, ref = (torch.randn(batch.num_tokens, generator=generator) for _ in range(2))
     batch = with_streams(batch, old_logp=old, ref_logp=ref)
     found = with_gae(
-        batch, critic=load_value_model(folder / "critic"), gamma=0.9, lam_policy=0.8, lam_value=0.95, bootstrap=True,
-        kl_coef=0.1, max_tokens=12, dtype="fp32",
+        batch, values=Policy(load_value_model(folder / "critic")), kl_coef=0.1, max_tokens=12,
+        critic=Critic(gamma=0.9, lam_policy=0.8, lam_value=0.95),
     )  # fmt: skip
     advantages, returns = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
     first = 0
@@ -87,8 +89,8 @@ def test_a_step_estimates_what_plain_loops_do(folder):
     torch.testing.assert_close(found.returns, returns, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.advantages, whitened, atol=1e-4, rtol=1e-4)
     cut = with_gae(
-        batch, critic=load_value_model(folder / "critic"), gamma=1.0, lam_policy=1.0, lam_value=1.0, bootstrap=False,
-        kl_coef=0.0, max_tokens=99, dtype="fp32",
+        batch, values=Policy(load_value_model(folder / "critic")), kl_coef=0.0, max_tokens=99,
+        critic=Critic(gamma=1.0, lam_policy=1.0, lam_value=1.0, bootstrap=False),
     )  # fmt: skip
     ends = batch.rewards.repeat_interleave(batch.cu_seqlens.diff()) * mask
     torch.testing.assert_close(cut.returns, ends, atol=1e-5, rtol=1e-5)
@@ -103,8 +105,8 @@ def test_the_critic_takes_the_step_of_a_padded_one(folder):
     old, returns = (now + 0.2 * torch.randn(now.shape, generator=generator) for _ in range(2))
     batch = with_streams(batch, values=old, returns=returns)
     metrics = value_update(
-        batch, critic=critic, optimizer=adamw(critic, lr=0.0), lr=1e-2, num_minibatches=1, num_epochs=1, clip=0.1,
-        max_norm=1e9, max_tokens=12, dtype="fp32", seed=0,
+        batch, values=Policy(critic), optimizer=adamw(critic, lr=0.0), rollouts=Rollouts(), lr=1e-2, clip=0.1, seed=0,
+        optim=Optim(max_norm=1e9, max_tokens=12),
     )  # fmt: skip
 
     loss, first = torch.zeros(()), 0
@@ -137,11 +139,13 @@ def run(folder, output, **changes):
     torch.manual_seed(0)
     model, critic = prepare(tiny_model(tokenizer(), **SIZES)), load_value_model(folder / "policy")
     options = {
-        "score": scorer(ascii_share, tokenizer=tokenizer(), timeout_s=30.0), "folder": output, "steps": 6,
-        "params": SamplingParams(max_new_tokens=6), "lr_at": lambda _: 3e-3, "critic_lr_at": lambda _: 3e-3,
-        "prompts_per_step": 16, "num_minibatches": 2,
+        "score": scorer(ascii_share, tokenizer=tokenizer(), timeout_s=30.0), "output": output, "steps": 6,
+        "max_new_tokens": 6, "lr_at": lambda _: 3e-3, "critic_lr_at": lambda _: 3e-3,
+        "prompts_per_step": 16, "group_size": 1, "minibatches": 2,
     }  # fmt: skip
-    asyncio.run(ppo(model, critic, tokenizer(), LocalEngine(model, max_len=64), PROMPTS, **options | changes))
+    asyncio.run(
+        call(ppo, model, critic, tokenizer(), LocalEngine(model, max_len=64), prompts=PROMPTS, **options | changes)
+    )
     return model, critic
 
 
@@ -151,7 +155,7 @@ def lines_of(folder):
 
 
 def test_policy_and_critic_learn_and_are_exported(folder, tmp_path):
-    _, critic = run(folder, tmp_path / "run", steps=25, prompts_per_step=32, num_epochs=2, bootstrap=False)
+    _, critic = run(folder, tmp_path / "run", steps=25, prompts_per_step=32, epochs=2, bootstrap=False)
     lines = lines_of(tmp_path / "run")
     assert lines[0]["reward/mean"] < 0.65 < 0.9 < lines[-1]["reward/mean"]
     assert lines[-1]["value/error"] < 0.1 * lines[0]["value/error"]
@@ -165,7 +169,7 @@ def test_policy_and_critic_learn_and_are_exported(folder, tmp_path):
 
 def test_what_a_critic_explains(folder, tmp_path):
     """1 - error / variance; there is none where all rewards are equal, and no number of no token."""
-    run(folder, tmp_path / "run", steps=1, num_minibatches=1)
+    run(folder, tmp_path / "run", steps=1, minibatches=1)
     line = lines_of(tmp_path / "run")[0]
     rows = (tmp_path / "run/trajectories/train_000001.jsonl").read_text().splitlines()
     rewards = torch.tensor([row["reward"] for row in map(json.loads, rows) for _ in range(row["length"])])

@@ -22,14 +22,14 @@ FLAGS = {
     "reward_model": "--batch-size 4",
     "grpo": SAMPLED,
     "ppo": SAMPLED,
-    "async_grpo": SAMPLED,
+    "grpo --overlap": SAMPLED,
 }
 
 
 def command(task, script, output, *flags):
     reward = ["--reward", f"{task / 'reward.py'}:score"] if FLAGS[script] is SAMPLED else []
     return [
-        sys.executable, str(ROOT / "examples" / f"{script}.py"), "--model", str(task / "model"), "--data",
+        sys.executable, "-m", *f"rlkit.scripts.{script}".split(), "--model", str(task / "model"), "--data",
         str(task / "rows.jsonl"), "--output", str(output), "--save-steps", "2", "--steps", "6", "--lr", "1e-3",
         *FLAGS[script].split(), *reward, *flags,
     ]  # fmt: skip
@@ -51,7 +51,7 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
-SLOW = {"dpo", "kto", "reward_model", "ppo", "async_grpo"}
+SLOW = {"dpo", "kto", "reward_model", "ppo", "grpo --overlap"}
 EACH = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FLAGS]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,15 +12,15 @@ import torch
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
-from rlkit.loops.rl import check_sampling
-from rlkit.loops.updates import grpo_update
-from rlkit.losses import tis
-from rlkit.model.forward import forward, prepare, with_kept_mass, with_ref_logp
+from rlkit.loops.rl import Task
+from rlkit.loops.updates import PolicyLoss, grpo_update
+from rlkit.model.forward import Policy, forward, prepare, with_kept_mass, with_ref_logp
 from rlkit.packing import pack, with_streams
 from rlkit.parallel.attention import as_inference
 from rlkit.rewards.adapters import scorer
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.types import SamplingParams, Trajectory
+from rlkit.settings import Optim, Rollouts, SamplingParams, Schedule
+from rlkit.types import Trajectory
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
 PROMPT = [5, 60, 7]
@@ -58,14 +57,14 @@ def test_kept_mass_is_what_the_sampler_kept(limits):
     model, params = small_model(), SamplingParams(max_new_tokens=4, temperature=0.7, **limits)
     samples = [Trajectory(PROMPT, ids, [True, False, True], [0.0] * 3, [0] * 3) for ids in ([9, 10, 11], [12, 13, 14])]
     batch = pack([samples])
-    found = with_kept_mass(model, batch, params=params, max_tokens=5).kept_mass
+    found = with_kept_mass(Policy(model), batch, params=params, max_tokens=5).kept_mass
     for i, sample in enumerate(samples):
         with torch.no_grad():
             p = own_probs(model, PROMPT + sample.ids, params.temperature)[len(PROMPT) - 1 : -1]
         true = [row[kept_by_hand(row, params.top_p, params.top_k)].sum().item() for row in p]
         assert found[3 * i : 3 * i + 3][batch.mask[:3]].tolist() == pytest.approx([true[0], true[2]], rel=1e-5)
         assert max(true) < 0.95
-    assert with_kept_mass(model, batch, params=SamplingParams(max_new_tokens=4), max_tokens=5) is batch
+    assert with_kept_mass(Policy(model), batch, params=SamplingParams(max_new_tokens=4), max_tokens=5) is batch
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
@@ -86,9 +85,9 @@ def test_the_expected_gradient_under_truncated_sampling_is_that_of_the_whole_dis
 
     samples = [Trajectory(PROMPT, [a], [True], [p[a].log().item()], [0]) for a in kept]
     batch = pack([samples])
-    policy = partial(forward, model, temperature=0.7)
+    policy = Policy(model, temperature=0.7)
     batch = with_ref_logp(partial(forward, reference, temperature=0.7), batch, max_tokens=64)
-    batch = with_kept_mass(model, batch, params=params, max_tokens=64)
+    batch = with_kept_mass(policy, batch, params=params, max_tokens=64)
     found = [torch.zeros_like(w) for w in weights]
     for i in range(len(kept)):  # one sample at a time: the mean over tokens is the sample itself
         one = pack([samples[i : i + 1]])
@@ -96,9 +95,8 @@ def test_the_expected_gradient_under_truncated_sampling_is_that_of_the_whole_dis
         one = with_streams(one, advantages=values[i : i + 1].float(), **streams)
         before = [w.detach().clone() for w in weights]
         grpo_update(
-            one, policy=policy, optimizer=torch.optim.SGD(model.parameters()), lr=1.0, num_minibatches=1, num_epochs=1,
-            correction=partial(tis, max_weight=2.0), kl_coef=kl_coef, entropy_coef=0.0,
-            max_norm=1e9, max_tokens=64, device="cpu", seed=0,
+            one, policy=policy, optimizer=torch.optim.SGD(model.parameters()), loss=PolicyLoss(), rollouts=Rollouts(),
+            optim=Optim(max_norm=1e9, max_tokens=64), lr=1.0, kl_coef=kl_coef, entropy_coef=0.0, seed=0,
         )  # fmt: skip
         with torch.no_grad():
             for total, w, old in zip(found, weights, before, strict=True):
@@ -115,11 +113,10 @@ def lines_of(folder):
 def test_grpo_on_a_nucleus_logs_what_was_kept_and_learns(tmp_path):
     tokenizer, model = tiny_tokenizer(), small_model()
     score = scorer(lambda text, row: sum(map(str.isascii, text)) / max(1, len(text)), tokenizer=tokenizer, timeout_s=60)
-    training = grpo(
-        model, tokenizer, LocalEngine(model, max_len=64), [Prompt([20 + i, 60], {}, i) for i in range(100)],
-        score=score, folder=tmp_path, steps=5, params=SamplingParams(max_new_tokens=6, top_p=0.9),
-        lr_at=lambda step: 5e-3, prompts_per_step=4, group_size=8, num_minibatches=2,
-    )  # fmt: skip
+    task = Task([Prompt([20 + i, 60], {}, i) for i in range(100)], score)
+    rollouts = Rollouts(prompts_per_step=4, group_size=8, minibatches=2, max_new_tokens=6, top_p=0.9)
+    engine, schedule = LocalEngine(model, max_len=64), Schedule(tmp_path, steps=5)
+    training = grpo(model, tokenizer, engine, task, rollouts, schedule, Optim(lr=5e-3))
     asyncio.run(training)
     lines = lines_of(tmp_path)
     assert all(0.9 <= line["kept_mass"] < 1 for line in lines)
@@ -128,13 +125,11 @@ def test_grpo_on_a_nucleus_logs_what_was_kept_and_learns(tmp_path):
 
 
 def test_what_cannot_be_corrected_for_is_refused():
-    given = SamplingParams(max_new_tokens=4)
-    for changes, stale, match in (
-        ({"top_p": 0.9}, True, "older ones"),
-        ({"top_k": 5}, True, "older ones"),
-        ({"top_k": 5, "top_p": 0.9}, False, "use one of them"),
+    for settings, match in (
+        ({"top_p": 0.9, "staleness": 0.5}, "need on-policy samples"),
+        ({"top_k": 5, "overlap": True}, "need on-policy samples"),
+        ({"top_k": 5, "top_p": 0.9}, "use one of them"),
     ):
         with pytest.raises(ValueError, match=match):
-            check_sampling(replace(given, **changes), needs_reference=False, reference=None, stale=stale)
-    check_sampling(replace(given, top_p=0.9), needs_reference=False, reference=None)
-    check_sampling(given, needs_reference=False, reference=None, stale=True)
+            Rollouts(**settings)
+    Rollouts(top_p=0.9), Rollouts(overlap=True), Rollouts(staleness=0.5)

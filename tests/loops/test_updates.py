@@ -9,11 +9,22 @@ import pytest
 import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.updates import clip_shares, clipped, grpo_update, per_episode, per_length, per_prompt, per_token
-from rlkit.losses import cispo, dro, gspo, ratio_stats, tis
+from rlkit.loops.updates import (
+    PolicyLoss,
+    clip_shares,
+    clipped,
+    grpo_update,
+    per_episode,
+    per_length,
+    per_prompt,
+    per_token,
+    with_gradient,
+)  # fmt: skip
+from rlkit.losses import cispo, dro, gspo, ratio_stats
 from rlkit.metrics import finalize
-from rlkit.model.forward import forward, prepare
+from rlkit.model.forward import Policy, prepare
 from rlkit.packing import pack, with_streams
+from rlkit.settings import Optim, Rollouts
 from rlkit.types import Trajectory
 
 
@@ -73,7 +84,7 @@ SURROGATES = {
 def test_the_update_takes_any_surrogate_and_mean(loss, max_tokens):
     sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
     model, lens = prepare(tiny_model(tiny_tokenizer(), **sizes)), [3, 1, 5, 2]
-    policy = partial(forward, model)
+    policy = Policy(model)
     batch = pack([[sample([5, 6], n) for n in lens[:2]], [sample([7, 8], n) for n in lens[2:]]])
     advantages = torch.tensor([1.0, -1.0, 0.0, 2.0]).repeat_interleave(torch.tensor(lens))
     logp = policy(batch).logp
@@ -84,10 +95,9 @@ def test_the_update_takes_any_surrogate_and_mean(loss, max_tokens):
     true = torch.autograd.grad(truth, weights)
     before = [w.detach().clone() for w in weights]
     grpo_update(
-        batch, policy=policy, optimizer=torch.optim.SGD(weights), lr=1.0, num_minibatches=1, num_epochs=1,
-        surrogate=SURROGATES[loss], aggregate=per_episode,
-        correction=partial(tis, max_weight=2.0), kl_coef=0.0, entropy_coef=0.0, max_norm=1e9, max_tokens=max_tokens,
-        device="cpu", seed=0,
+        batch, policy=policy, optimizer=torch.optim.SGD(weights), loss=PolicyLoss(SURROGATES[loss], per_episode),
+        rollouts=Rollouts(), optim=Optim(max_norm=1e9, max_tokens=max_tokens), lr=1.0, kl_coef=0.0, entropy_coef=0.0,
+        seed=0,
     )  # fmt: skip
     for old, w, want in zip(before, weights, true, strict=True):
         assert (old - w - want).abs().max() <= 2e-4 * want.abs().max() + 1e-6
@@ -99,10 +109,15 @@ def test_the_share_that_is_clipped_is_that_of_the_surrogate():
     advantages = torch.tensor([1.0, -1.0, 0.5, 0.0]).repeat_interleave(torch.tensor(lens))
     batch = with_streams(batch, advantages=advantages)
     x = torch.tensor([0.5, 0.5, 0.5, -0.5, 0.5, -0.5, 0.5, -0.5, 0.0, 0.5, 0.5])
-    shares = {name: finalize(clip_shares(surrogate, x, batch)) for name, surrogate in SURROGATES.items()}
+
+    def shares_of(surrogate):
+        found = finalize(clip_shares(with_gradient(surrogate, x, batch)[1], batch))
+        return {name.removeprefix("ratio/"): share for name, share in found.items()}
+
+    shares = {name: shares_of(surrogate) for name, surrogate in SURROGATES.items()}
     assert shares["gspo"] == pytest.approx({"clip_high": 3 / 11, "clip_low": 1 / 11}), "two sequences of three whole"
     assert shares["cispo"] == shares["dro"] == {"clip_high": 0.0, "clip_low": 0.0}
     counted = finalize(ratio_stats(x, mask=batch.mask, clip_low=0.2, clip_high=0.28, advantages=advantages))
-    own = finalize(clip_shares(clipped, x, batch))
+    own = shares_of(clipped)
     assert own == {name: counted[name] for name in own}
     assert own["clip_high"] == pytest.approx(5 / 11)

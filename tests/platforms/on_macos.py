@@ -11,12 +11,14 @@ from pathlib import Path
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
+from rlkit.loops.rl import Task
 from rlkit.model.forward import prepare
 from rlkit.model.weights import stream_weights
 from rlkit.rewards import Sample, code, math, score, scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.engines.process import launch
 from rlkit.rollout.engines.sglang import launch as launch_sglang
+from rlkit.settings import Optim, Rollouts, Schedule
 from rlkit.types import SamplingParams
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
@@ -45,9 +47,11 @@ async def grade(answers: list[str]) -> list[float]:
 async def train(folder: Path, *, steps: int, resume: bool) -> None:
     model = prepare(tiny_model(TOKENIZER, **SIZES))
     await grpo(
-        model, TOKENIZER, LocalEngine(model, max_len=64), PROMPTS, folder=folder, steps=steps, resume=resume,
-        score=scorer(ascii_share, tokenizer=TOKENIZER, timeout_s=60), params=SamplingParams(max_new_tokens=4),
-        lr_at=lambda step: 1e-3, prompts_per_step=2, group_size=2, save_steps=1,
+        model, TOKENIZER, LocalEngine(model, max_len=64),
+        Task(PROMPTS, scorer(ascii_share, tokenizer=TOKENIZER, timeout_s=60)),
+        Rollouts(prompts_per_step=2, group_size=2, max_new_tokens=4),
+        Schedule(folder, steps=steps, save_steps=1, resume=resume),
+        Optim(lr=1e-3),
     )  # fmt: skip
 
 

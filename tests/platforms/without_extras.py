@@ -22,6 +22,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 sys.path.insert(0, str(EXAMPLES))
 
+from rlkit.scripts import cli  # noqa: E402
+
 
 def outcome(call: Any) -> str:
     """The error, or "" for a call that works."""
@@ -45,10 +47,15 @@ def imports() -> dict[str, str]:
 
 
 def script(name: str, *flags: str) -> str:
-    sys.argv = [name, *map(str, flags)]
+    """What `rlkit NAME` or an example prints."""
     kept, errors = io.StringIO(), io.StringIO()
+    argv = [*map(str, flags)]
+    sys.argv = [name, *argv]
     with contextlib.redirect_stdout(kept), contextlib.redirect_stderr(errors):
-        said = outcome(lambda: runpy.run_path(str(EXAMPLES / name), run_name="__main__"))
+        if name.endswith(".py"):
+            said = outcome(lambda: runpy.run_path(str(EXAMPLES / name), run_name="__main__"))
+        else:
+            said = outcome(lambda: cli.main([name, *argv]))
     print(kept.getvalue(), errors.getvalue())
     return errors.getvalue().strip().splitlines()[-1] if said == "2" else said or kept.getvalue()
 
@@ -61,8 +68,6 @@ def uses(folder: Path) -> dict[str, str]:
     from rlkit.model.weights import export_hf
     from rlkit.rewards import Sample, judge, score
     from rlkit.rollout.envs.endpoint import agent_env
-    from rlkit.run.plot import main as plot
-    from rlkit.run.trackers import main as track
 
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64)
@@ -78,20 +83,20 @@ def uses(folder: Path) -> dict[str, str]:
         return await judge.chat(completion, row, url="http://127.0.0.1:9", model="m")
 
     return {
-        "sft": script("sft.py", *common, folder / "sft", "--batch-size", 4),
-        "parquet data": script("sft.py", *common, folder / "f", "--data", folder / "data.parquet"),
-        "hub data": script("sft.py", *common, folder / "f", "--data", "openai/gsm8k:main:train"),
-        "grpo": script("grpo.py", *common, folder / "a", *rl, "--reward", f"{EXAMPLES}/sorting_reward.py:score"),
-        "lora": script("grpo.py", *common, folder / "b", *rl, "--reward", "x.py:f", "--lora-rank", 4),
-        "sglang": script("grpo.py", *common, folder / "c", *rl, "--reward", "x.py:f", "--engine", "sglang"),
-        "math": script("grpo.py", *common, folder / "d", *rl, "--reward", "rlkit.rewards.math:boxed"),
-        "math in a file": script("grpo.py", *common, folder / "e", *rl, "--reward", f"{EXAMPLES}/math_reward.py:score"),
+        "sft": script("sft", *common, folder / "sft", "--batch-size", 4),
+        "parquet data": script("sft", *common, folder / "f", "--data", folder / "data.parquet"),
+        "hub data": script("sft", *common, folder / "f", "--data", "openai/gsm8k:main:train"),
+        "grpo": script("grpo", *common, folder / "a", *rl, "--reward", f"{EXAMPLES}/sorting_reward.py:score"),
+        "lora": script("grpo", *common, folder / "b", *rl, "--reward", "x.py:f", "--lora-rank", 4),
+        "sglang": script("grpo", *common, folder / "c", *rl, "--reward", "x.py:f", "--engine", "sglang"),
+        "math": script("grpo", *common, folder / "d", *rl, "--reward", "rlkit.rewards.math:boxed"),
+        "math in a file": script("grpo", *common, folder / "e", *rl, "--reward", f"{EXAMPLES}/math_reward.py:score"),
         "search": script("tool_use.py", *common[:2], "--output", folder / "g", "--task", "search"),
-        "sweep": script("sweep.py", "--log-range", "lr", 1e-6, 1e-4, "--", "true"),
+        "sweep": script("sweep", "--log-range", "lr", 1e-6, 1e-4, "--", "true"),
         "add_lora": outcome(lambda: add_lora(model)),
         "parquet": outcome(lambda: load_rows(folder / "data.parquet")),
-        "plot": outcome(lambda: plot([str(folder / "sft")])),
-        "tracker": outcome(lambda: track([str(folder / "sft"), "--to", "wandb"])),
+        "plot": script("plot", folder / "sft"),
+        "tracker": script("track", folder / "sft", "--to", "wandb"),
         "judge": outcome(lambda: score(asked, [sample], timeout_s=60)),
         "agent": outcome(lambda: agent_env(print, tokenizer=tokenizer)),
         "search_tool": outcome(lambda: importlib.import_module("environments").search_tool(["a"])),

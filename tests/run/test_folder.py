@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -284,31 +283,24 @@ def test_reading_runs_and_plots_needs_no_torch():
 
 
 def test_a_run_resumed_with_other_arguments_names_them(tmp_path, capsys):
-    @dataclass
-    class Args:
-        lr: float = 1e-6
-        output: Path = tmp_path
-        resume: bool = False
+    def keep(lr=1e-6, *, resume):
+        keep_args(tmp_path, {"lr": lr, "output": tmp_path, "resume": resume}, script="a.py", resume=resume)
 
-    keep_args(tmp_path, Args(), resume=False)
-    keep_args(tmp_path, Args(resume=True), resume=True)
+    keep(resume=False)
+    keep(resume=True)
     assert capsys.readouterr().out == ""
-    keep_args(tmp_path, Args(lr=0.5, resume=True), resume=True)
+    keep(lr=0.5, resume=True)
     assert capsys.readouterr().out == "resumed with another lr: 0.5, it was 1e-06\n"
     assert json.loads((tmp_path / "args.json").read_text())["lr"] == 0.5
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(FileExistsError, match="--resume"):
-        keep_args(tmp_path, Args(), resume=False)
+        keep(resume=False)
     assert json.loads((tmp_path / "args.json").read_text())["lr"] == 0.5
 
 
 def test_a_folder_without_a_run_is_not_resumed(tmp_path):
-    @dataclass
-    class Args:
-        resume: bool = True
-
     for refused in (
-        lambda folder: keep_args(folder, Args(), resume=True),
+        lambda folder: keep_args(folder, {}, script="a.py", resume=True),
         lambda folder: open_run(folder, steps=1, resume=True).__enter__(),
         lambda folder: restore(folder, model=None, optimizer=None, reference=None),
     ):
@@ -326,12 +318,8 @@ def test_args_are_not_written_into_a_run_that_another_process_has_open(tmp_path,
     """From `keep_args` on, while the model is still being loaded, the folder is held."""
     other = """
         import sys, time
-        from dataclasses import dataclass
         from rlkit.run.folder import keep_args, open_run
-        @dataclass
-        class Args:
-            lr: float = 1e-6
-        keep_args(sys.argv[1], Args(), resume=False)
+        keep_args(sys.argv[1], {"lr": 1e-6}, script="a.py", resume=False)
         print("kept", flush=True)
         sys.stdin.readline()
         with open_run(sys.argv[1], steps=1):
@@ -339,35 +327,36 @@ def test_args_are_not_written_into_a_run_that_another_process_has_open(tmp_path,
             sys.stdin.readline()
     """
 
-    @dataclass
-    class Args:
-        lr: float = 0.9
-
     child = python(other, tmp_path / "run", stdin=subprocess.PIPE)
     for said in ("kept\n", "open\n"):
         assert child.stdout.readline() == said
         for resume in (True, False):
             with pytest.raises(BlockingIOError, match="another process writes to this run folder"):
-                keep_args(tmp_path / "run", Args(), resume=resume)
+                keep_args(tmp_path / "run", {"lr": 0.9}, script="a.py", resume=resume)
         assert json.loads((tmp_path / "run/args.json").read_text())["lr"] == 1e-6
         child.stdin.write("\n")
         child.stdin.flush()
     assert child.wait() == 0
     assert capsys.readouterr().out == ""
-    keep_args(tmp_path / "run", Args(), resume=True)
+    keep_args(tmp_path / "run", {"lr": 0.9}, script="a.py", resume=True)
     assert capsys.readouterr().out == "resumed with another lr: 0.9, it was 1e-06\n"
     assert json.loads((tmp_path / "run/args.json").read_text())["lr"] == 0.9
 
 
-def test_a_run_of_another_script_or_with_damaged_args_is_refused(tmp_path, monkeypatch):
-    @dataclass
-    class Args:
-        lr: float = 0.1
+def test_a_run_of_another_script_or_format_or_with_damaged_args_is_refused(tmp_path):
+    def resumed(script="sft.py"):
+        keep_args(tmp_path, {"lr": 0.1}, script=script, resume=True)
 
-    keep_args(tmp_path, Args(), resume=False)
-    monkeypatch.setattr("rlkit.run.folder._script", lambda args: "dpo.py")
-    with pytest.raises(ValueError, match=r"is a run of test_folder.py: resume it with that, or give another --output"):
-        keep_args(tmp_path, Args(), resume=True)
+    keep_args(tmp_path, {"lr": 0.1}, script="sft.py", resume=False)
+    with pytest.raises(ValueError, match=r"is a run of sft.py: resume it with that, or give another `output`"):
+        resumed("dpo.py")
+    kept = json.loads((tmp_path / "args.json").read_text())
+    for other in ({"format": 99}, {}):
+        (tmp_path / "args.json").write_text(json.dumps({k: v for k, v in kept.items() if k != "format"} | other))
+        with pytest.raises(
+            ValueError, match=r"was written in format (99|None), and this version reads format 1: resume"
+        ):
+            resumed()
     (tmp_path / "args.json").write_text("{")
     with pytest.raises(ValueError, match=r"args.json is damaged \(.*\): delete it"):
-        keep_args(tmp_path, Args(), resume=True)
+        resumed()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit.run.folder import open_run, read_metrics
-from rlkit.run.plot import main, plot_run, smooth
+from rlkit.run.plot import plot_run, smooth
+from rlkit.scripts import cli
 
 ROOT = Path(__file__).parents[1]
 
@@ -85,7 +87,7 @@ def test_a_run_is_drawn_into_its_folder(tmp_path, figures):
         assert axis.get_ylabel()
     assert figures[0].get_suptitle() == "sort-6"
     plot_run(folder, title="40% -> 70%")
-    main([str(folder), "--title", "better"])
+    cli.main(["plot", str(folder), "--title", "better"])
     assert [figure.get_suptitle() for figure in figures[1:]] == ["40% -> 70%", "better"]
     bottom, top = figures[0].axes[2].get_ylim()
     assert bottom == 0
@@ -113,14 +115,16 @@ def test_nothing_to_draw_and_no_run_are_said(tmp_path, capsys):
     with pytest.raises(ValueError, match=r"no metric to draw in .*empty"):
         plot_run(empty)
     for arguments, message in (([tmp_path / "absent"], "holds no metrics.jsonl"), ([], "at least one run folder")):
-        with pytest.raises(SystemExit, match=message):
-            main(map(str, arguments))
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["plot", *map(str, arguments)])
+        assert message in capsys.readouterr().err
     run = write_run(tmp_path / "run", grpo_rows())
-    main([str(run), "--out", str(tmp_path / "a.png")])
+    cli.main(["plot", str(run), "--out", str(tmp_path / "a.png")])
     assert capsys.readouterr().out.strip() == str(tmp_path / "a.png")
     for place in (tmp_path, tmp_path / "nowhere" / "a.png", tmp_path / "a.png" / "b.png"):
-        with pytest.raises(SystemExit, match="error: "):
-            main([str(run), "-o", str(place)])
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["plot", str(run), "-o", str(place)])
+        assert capsys.readouterr().err.startswith("error: ")
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
@@ -183,9 +187,10 @@ def test_without_matplotlib_the_function_names_the_extra(tmp_path, monkeypatch):
         plot_run(write_run(tmp_path / "run", grpo_rows()))
 
 
-def test_the_suffix_says_what_kind_of_picture(tmp_path):
+def test_the_suffix_says_what_kind_of_picture(tmp_path, capsys):
     run = write_run(tmp_path / "run", grpo_rows())
     for name, start in (("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a.png", b"\x89PNG"), ("a", b"\x89PNG")):
         assert plot_run(run, out=tmp_path / name).read_bytes().startswith(start)
-    with pytest.raises(SystemExit, match=r"error: .*xyz"):
-        main([str(run), "-o", str(tmp_path / "a.xyz")])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plot", str(run), "-o", str(tmp_path / "a.xyz")])
+    assert re.match("error: .*xyz", capsys.readouterr().err)

@@ -18,12 +18,13 @@ import pytest
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo_sync
+from rlkit.loops.rl import Task
 from rlkit.model.forward import load_model
 from rlkit.rewards.adapters import scorer
 from rlkit.rollout.engines.process import launch
 from rlkit.run.folder import read_metrics
 from rlkit.run.sync import blocking, run_sync
-from rlkit.types import SamplingParams
+from rlkit.settings import Rollouts, Schedule
 
 ROOT = Path(__file__).parents[2]
 where: ContextVar[str] = ContextVar("where", default="nowhere")
@@ -147,17 +148,13 @@ def test_asynchronous_grpo_trains_inside_a_running_loop(tmp_path):
     )
     tokenizer.save_pretrained(tmp_path / "model")
     model = load_model(tmp_path / "model")
-    options = {
-        "score": scorer(lambda completion, row: len(set(completion)) / 8, tokenizer=tokenizer, timeout_s=30),
-        "params": SamplingParams(max_new_tokens=4), "lr_at": lambda step: 1e-3, "prompts_per_step": 2, "group_size": 2,
-    }  # fmt: skip
     prompts = [Prompt(ids=[1, 2, i], row={}, index=i) for i in range(8)]
 
     async def cell():
         engine = launch(tmp_path / "model", max_len=64)
-        return grpo_sync(
-            model, tokenizer, engine, prompts, folder=tmp_path / "run", steps=3, overlap=True, staleness=1.0, **options
-        )
+        rollouts = Rollouts(prompts_per_step=2, group_size=2, max_new_tokens=4, overlap=True)
+        score = scorer(lambda completion, row: len(set(completion)) / 8, tokenizer=tokenizer, timeout_s=30)
+        return grpo_sync(model, tokenizer, engine, Task(prompts, score), rollouts, Schedule(tmp_path / "run", steps=3))
 
     assert (asyncio.run(cell()) / "model.safetensors").exists()
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]

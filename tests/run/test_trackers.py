@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlkit.run.trackers import main, track
+from rlkit.run.trackers import track
+from rlkit.scripts import cli
 
 
 class Wandb:
@@ -77,10 +78,12 @@ def test_mlflow_gets_the_arguments_once(tmp_path, monkeypatch):
     assert calls[7] == ("log_metrics", ({"loss": 1.0},), {"step": 2})
 
 
-def test_a_tracker_that_is_not_installed_and_a_folder_without_a_run_are_named(tmp_path, monkeypatch):
-    with pytest.raises(SystemExit, match="holds no metrics"):
-        main([str(tmp_path), "--to", "wandb"])
+def test_a_tracker_that_is_not_installed_and_a_folder_without_a_run_are_named(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["track", str(tmp_path), "--to", "wandb"])
+    assert "holds no metrics" in capsys.readouterr().err
     write(tmp_path, {"step": 1})
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SystemExit, match="pip install wandb"):
-        main([str(tmp_path), "--to", "wandb"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["track", str(tmp_path), "--to", "wandb"])
+    assert "pip install wandb" in capsys.readouterr().err

@@ -28,7 +28,7 @@ def test_weights_from_tensor_parallel_and_sharded_ranks_sample_what_the_trainer_
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(16)))
     (tmp_path / "reward.py").write_text(REWARD)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += [str(REPO / "examples/grpo.py"), "--model", str(checkpoints[1]), "--data", str(tmp_path / "data.jsonl")]
+    command += ["-m", "rlkit.scripts.grpo", "--model", str(checkpoints[1]), "--data", str(tmp_path / "data.jsonl")]
     command += ["--reward", f"{tmp_path / 'reward.py'}:score", "--engine", "sglang", "--engine-urls", server.url]
     command += ["--parallel.tp", "2", "--parallel.shard", "2", "--steps", "3", "--lr", "1e-2", "--max-new-tokens", "12"]
     command += ["--prompts-per-step", "4", "--group-size", "4", "--save-steps", "0", "--output", str(tmp_path / "run")]

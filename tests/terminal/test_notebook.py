@@ -53,9 +53,11 @@ from functools import partial
 from pathlib import Path
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo, grpo_sync
+from rlkit.loops.rl import Task
 from rlkit.model.forward import prepare
 from rlkit.rewards.adapters import scorer
 from rlkit.rollout.engines.local import LocalEngine
+from rlkit.settings import Optim, Rollouts, Schedule
 
 tokenizer = tiny_tokenizer()
 sizes = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 32}
@@ -63,31 +65,30 @@ model = prepare(tiny_model(tokenizer, **sizes))
 model.save_pretrained("model"), tokenizer.save_pretrained("model")
 Path("train.jsonl").write_text("".join(json.dumps({"prompt": str(i)}) + chr(10) for i in range(20)))
 Path("reward.py").write_text("def score(completion, row):\\n    return len(set(completion)) / 8\\n")
-options = dict(
-    score=scorer(lambda completion, row: len(set(completion)) / 8, tokenizer=tokenizer, timeout_s=5),
-    params=SamplingParams(max_new_tokens=8), lr_at=lambda step: 1e-3, prompts_per_step=2, group_size=4,
-)
+rollouts = Rollouts(prompts_per_step=2, group_size=4, max_new_tokens=8)
 prompts = [Prompt(ids=tokenizer.encode(f"{i}: "), row={}, index=i) for i in range(8)]
+task = Task(prompts, scorer(lambda completion, row: len(set(completion)) / 8, tokenizer=tokenizer, timeout_s=5))
 engine = LocalEngine(model)
 await engine.generate(prompts[0].ids, params=SamplingParams(max_new_tokens=2))
 """
 PLAIN = """
 where = ContextVar("where")
 where.set("in the cell")
-lr_at = options["lr_at"]
 def seen(step):
     print("lr", where.get(), threading.current_thread() is threading.main_thread())
-    return lr_at(step)
-print(grpo_sync(model, tokenizer, engine, prompts, folder=Path("plain"), steps=2, **options | {"lr_at": seen}))
+    return 1e-3
+print(grpo_sync(model, tokenizer, engine, task, rollouts, Schedule(Path("plain"), steps=2), Optim(lr_at=seen)))
 """
-SCRIPT = f"""
-sys.path.insert(0, {str(ROOT / "examples")!r})
-import grpo as script
-flags = dict(data="train.jsonl", reward="reward.py:score", max_prompt_tokens=32, max_new_tokens=8, prompts_per_step=2)
-print(script.main(script.Args(model="model", output=Path("script"), steps=2, **flags)))
+SCRIPT = """
+from rlkit.scripts import grpo as script
+from rlkit.scripts.common import Data, Model
+from rlkit.scripts.rollouts import Episodes
+flags = dict(episodes=Episodes(reward="reward.py:score", max_prompt_tokens=32), rollouts=rollouts)
+schedule = Schedule(Path("script"), steps=2)
+print(script.main(script.Args(model=Model("model"), data=Data("train.jsonl"), schedule=schedule, **flags)))
 """
 AWAITED = """
-print(await grpo(model, tokenizer, engine, prompts, folder=Path("awaited"), steps=1, **options))
+print(await grpo(model, tokenizer, engine, task, rollouts, Schedule(Path("awaited"), steps=1), Optim(lr=1e-3)))
 """
 
 
@@ -112,7 +113,7 @@ def test_a_notebook_runs_the_loop_the_plain_grpo_and_a_script(tmp_path, monkeypa
 INTERRUPTED = """
 import os, signal
 from rlkit.run import signals
-told, scored, judge = [], [], options["score"]
+told, scored, judge = [], [], task.score
 signals._tell = told.append
 async def interrupting(prompt, group):  # while groups are sampled, in a task of its own
     scored.append(1)
@@ -133,9 +134,9 @@ print("handler", signal.getsignal(signal.SIGINT) is before)
 @pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("form", ["grpo_sync", "await grpo"])
 def test_interrupting_a_cell_saves_and_again_aborts(tmp_path, monkeypatch, form, again):
-    how = 'folder=Path("run"), steps=500, **options | {"score": interrupting}'
+    how = 'Task(prompts, interrupting), rollouts, Schedule(Path("run"), steps=500), Optim(lr=1e-3)'
     code = INTERRUPTED.replace("NUM_SIGNALS", "2" if again else "1")
-    code = code.replace("CALL", f"{form}(model, tokenizer, engine, prompts, {how})")
+    code = code.replace("CALL", f"{form}(model, tokenizer, engine, {how})")
     imports = "from rlkit.data.prompts import Prompt\nfrom rlkit.types import SamplingParams\n"
     client = notebook(tmp_path, monkeypatch, imports + TASK, code, "print('the kernel lives')")
     cells = client.execute()["cells"]

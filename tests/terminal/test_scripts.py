@@ -23,14 +23,14 @@ SCRIPTS = {
     "reward_model": "",
     "grpo": SAMPLED,
     "ppo": SAMPLED,
-    "async_grpo": SAMPLED,
+    "grpo --overlap": SAMPLED,
 }
 
 
 def command(task: Path, script: str, output: Path, *flags: str) -> list[str]:
     data = str(task / "rows.jsonl")
     more = SCRIPTS[script].replace("REWARD", f"{task / 'reward.py'}:score").split() or ["--batch-size", "8"]
-    line = [sys.executable, str(ROOT / "examples" / f"{script}.py"), "--model", str(task / "model"), "--data", data]
+    line = [sys.executable, "-m", *f"rlkit.scripts.{script}".split(), "--model", str(task / "model"), "--data", data]
     return [*line, "--eval-data", data, "--output", str(output), "--lr", "1e-3", "--steps", "3", *more, *flags]
 
 
@@ -71,7 +71,7 @@ def test_the_demo_runs_in_a_terminal(tmp_path):
 
 @pytest.mark.slow
 def test_the_tool_example_runs_in_a_terminal(tmp_path):
-    flags = "--warmup-steps 2 --steps 1 --prompts-per-step 2 --group-size 2 --eval-limit 2 --max-new-tokens 16"
+    flags = "--sft-steps 2 --steps 1 --prompts-per-step 2 --group-size 2 --eval-limit 2 --max-new-tokens 16"
     terminal = Terminal([sys.executable, ROOT / "examples/tool_use.py", "--output", tmp_path / "run", *flags.split()])
     assert terminal.wait() == 0, terminal.text
     assert_clean(terminal)

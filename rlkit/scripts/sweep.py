@@ -1,11 +1,11 @@
-"""Search for the best values of a script's flags with Optuna: every trial is a run of the script in a folder of its own.
+"""Search for the best values of a command's flags with Optuna: every trial is a run in its own folder.
 
-    python examples/sweep.py --trials 20 --metric eval/sampled --log-range lr 1e-6 1e-4 --choice group-size 4,8,16 \\
-        -- python examples/grpo.py --model M --data D --reward R --eval-data E --eval-steps 20
+    rlkit sweep --trials 20 --metric eval/sampled --log-range lr 1e-6 1e-4 --choice group-size 4,8,16 \\
+        -- rlkit grpo --model M --data D --reward R --eval-data E --eval-steps 20
 
-What follows `--` is the command (any that takes `--output` and writes `metrics.jsonl` there, torchrun too) with the flags
-that stay the same. A trial that does worse than the median of earlier ones at the same step is ended early. Called again,
-a sweep goes on; `optuna-dashboard sqlite:///OUTPUT/study.db` shows it. Needs `pip install "rlkit-lm[sweep]"`.
+After `--` comes the command (any that takes `--output` and writes `metrics.jsonl` there, torchrun too) with the flags
+that are the same in all trials. A trial that is worse than the median of earlier ones at the same step ends early. A
+sweep that is called again continues; `optuna-dashboard sqlite:///OUTPUT/study.db` shows it. Needs the extra `sweep`.
 """
 
 from __future__ import annotations
@@ -19,42 +19,47 @@ from pathlib import Path
 from typing import Any
 
 from rlkit._extras import optional
+from rlkit.run.console import say
 from rlkit.run.folder import read_metrics
+from rlkit.scripts.cli import run
+from rlkit.settings import Count, Seed, check
 
 
-@dataclass
+@dataclass(frozen=True)
 class Args:
+    """Flags."""
+
     output: Path = Path("runs/sweep")
     """folder of the study and of the trials' runs"""
-    trials: int = 20
+    trials: Count = 20
     """runs to start in this call"""
     metric: str = "eval/sampled"
     """the number to make large: a key of `metrics.jsonl`; its last value counts"""
     minimize: bool = False
     """make it small instead"""
-    range: dict[str, tuple[float, float]] = field(default_factory=dict)
+    range: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     """flags with a number from low to high: `--range clip-high 0.2 0.4 temperature 0.7 1.2`"""
-    log_range: dict[str, tuple[float, float]] = field(default_factory=dict)
+    log_range: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     """the same, on a logarithmic scale: `--log-range lr 1e-6 1e-4`"""
-    choice: dict[str, str] = field(default_factory=dict)
+    choice: dict[str, str] = field(default_factory=dict, hash=False)
     """flags with one of several values: `--choice group-size 4,8,16`"""
-    startup_trials: int = 5
+    startup_trials: Count = 5
     """runs that are never ended early, and that are drawn at random"""
-    seed: int = 0
-    """of what is tried"""
+    seed: Seed = 0
+    """random seed of the search"""
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 def main(args: Args, command: list[str]) -> Any:
     """The finished study."""
-    from flag_checks import check_values
-
     optuna = optional("optuna", "sweep", "sweeps need")
 
-    check_values(args)
     if not (args.range or args.log_range or args.choice):
-        raise ValueError("nothing to search over: give --range, --log-range or --choice")
+        raise ValueError("nothing to search over: give `range`, `log_range` or `choice`")
     if not command:
-        raise ValueError("no command: give it after --, as in `sweep.py --log-range lr 1e-6 1e-4 -- python train.py`")
+        raise ValueError("no command: give it after --, as in: rlkit sweep --log-range lr 1e-6 1e-4 -- rlkit grpo ...")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     args.output.mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(
@@ -72,7 +77,7 @@ def main(args: Args, command: list[str]) -> Any:
         flags |= {name: trial.suggest_float(name, *ends, log=True) for name, ends in args.log_range.items()}
         flags |= {name: trial.suggest_categorical(name, values.split(",")) for name, values in args.choice.items()}
         shown = "  ".join(f"{name} {v:.3g}" if isinstance(v, float) else f"{name} {v}" for name, v in flags.items())
-        print(f"trial {trial.number}: {shown}", flush=True)
+        say(f"trial {trial.number}: {shown}")
         folder = args.output / f"trial_{trial.number:04d}"
         given = [x for name, value in flags.items() for x in (f"--{name}", str(value))]
         try:
@@ -85,7 +90,7 @@ def main(args: Args, command: list[str]) -> Any:
         study.tell(trial, value if state == states.COMPLETE else None, state=state)
         done = [t for t in study.trials if t.state == states.COMPLETE]
         best = f"; best so far: trial {study.best_trial.number}, {study.best_value:.4g}" if done else ""
-        print(f"trial {trial.number}: {args.metric} {value:.4g}{' (ended early)' if pruned else ''}{best}", flush=True)
+        say(f"trial {trial.number}: {args.metric} {value:.4g}{' (ended early)' if pruned else ''}{best}")
     return study
 
 
@@ -115,10 +120,12 @@ def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tupl
     return list(seen.values())[-1], False
 
 
-if __name__ == "__main__":
-    import tyro
-
-    from rlkit.model.launch import main_on_ranks
-
+def cli() -> None:
+    """The flags of the command line; the command follows `--`."""
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    main_on_ranks(main, tyro.cli(Args, args=sys.argv[1:end], description=__doc__), sys.argv[end + 1 :])
+    command, sys.argv = sys.argv[end + 1 :], sys.argv[:end]
+    run(main, Args, __doc__, command)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,4 +1,4 @@
-"""examples/ppo.py as a user runs it, alone and on two ranks, with the same numbers."""
+"""`rlkit ppo` as a user runs it, alone and on two ranks, with the same numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def task(tmp_path_factory):
 
 def run(task, output, *flags, ranks=1):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *torchrun, str(ROOT / "examples/ppo.py"), "--model", str(task / "model")]
+    command = [sys.executable, *torchrun, "-m", "rlkit.scripts.ppo", "--model", str(task / "model")]
     command += ["--data", str(task / "data.jsonl"), "--reward", f"{task / 'reward.py'}:score", "--steps", "3"]
     command += ["--prompts-per-step", "8", "--max-new-tokens", "8", "--minibatches", "2", "--kl-coef", "0.05"]
     command += ["--lr", "1e-3", "--critic-lr", "1e-3", "--critic-steps", "1", "--output", str(output)]

@@ -28,7 +28,7 @@ assert args.bad != "fails"
 
 def sweep(folder, *flags, train=(), trials=12):
     (folder / "train.py").write_text(TRAIN)
-    command = [sys.executable, str(ROOT / "examples/sweep.py"), "--output", str(folder / "out"), "--metric", "score"]
+    command = [sys.executable, "-m", "rlkit.scripts.sweep", "--output", str(folder / "out"), "--metric", "score"]
     command += ["--trials", str(trials), *flags, "--", sys.executable, str(folder / "train.py"), *train]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)

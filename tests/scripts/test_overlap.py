@@ -35,7 +35,7 @@ def task(tmp_path_factory):
 
 def start(task, output, *more):
     command = [
-        sys.executable, str(ROOT / "examples" / "async_grpo.py"), "--model", str(task / "model"), "--data",
+        sys.executable, "-m", "rlkit.scripts.grpo", "--overlap", "--model", str(task / "model"), "--data",
         str(task / "train.jsonl"), "--reward", f"{task / 'reward.py'}:score", "--output", str(output),
         "--steps", "12", "--save-steps", "2", "--prompts-per-step", "4", "--group-size", "4",
         "--max-prompt-tokens", "32", "--max-new-tokens", "6", "--lr", "1e-3", "--minibatches", "2",

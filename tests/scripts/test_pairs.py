@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.scripts import dpo
 from rlkit.segments import seq_sum
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def task(tmp_path_factory):
 
 def run(task, script, output, *flags, prefix=()):
     data = str(task / ("labelled.jsonl" if script == "kto" else "pairs.jsonl"))
-    command = [sys.executable, *prefix, str(ROOT / "examples" / f"{script}.py"), "--model", str(task / "model")]
+    command = [sys.executable, *prefix, "-m", f"rlkit.scripts.{script}", "--model", str(task / "model")]
     command += ["--data", data, "--eval-data", data, "--steps", "4", "--eval-steps", "2", "--batch-size", "8"]
     command += ["--lr", "1e-3", "--max-tokens", "100", "--output", str(output), "--device", "cpu", *flags]
     return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False)
@@ -86,13 +86,12 @@ def test_a_run_leaves_a_model_and_its_numbers(task, tmp_path, script, flags):
         ("cpo", lambda c, r: torch.log1p((r / 2 - c / 2).exp()), True),
     ],
 )
-def test_names_of_papers_are_losses(monkeypatch, loss, formula, free):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    dpo = importlib.import_module("dpo")
+def test_names_of_papers_are_losses(loss, formula, free):
     c, r = torch.tensor([[-1.0, -0.5, -2.0], [-0.25, -3.0, -1.0]], dtype=torch.float64)
-    function, reduce, needs_reference = dpo.loss_of(dpo.Args(model="", data="", loss=loss, beta=0.5))
+    flags = dpo.Loss(loss=loss, beta=0.5)
+    function, reduce = dpo.loss_of(flags, None)
     torch.testing.assert_close(function(c, r), formula(c, r))
-    assert (reduce, needs_reference) == (seq_sum, not free)
+    assert (reduce, flags.free) == (seq_sum, free)
 
 
 def test_flags_that_do_not_go_together_are_refused(task, tmp_path):
@@ -118,3 +117,27 @@ def test_two_ranks_log_the_same_numbers(task, tmp_path, script):
         assert done.returncode == 0, done.stderr[-4000:]
         for a, b in zip(*(without_ties(numbers(folder)) for folder in (output, tmp_path / "alone")), strict=True):
             assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
+
+
+OWN = """
+import torch
+from rlkit import losses
+
+def pair(chosen, rejected):
+    return losses.dpo(chosen, rejected, beta=0.1)
+
+def single(log_ratio, desirable, **options):
+    return losses.kto_unpaired(log_ratio, desirable, **options)
+
+def ranked(chosen, rejected):
+    return losses.bradley_terry(chosen, rejected, center_coef=0.01)
+"""
+
+
+@pytest.mark.parametrize(("script", "name"), [("dpo", "pair"), ("kto", "single"), ("reward_model", "ranked")])
+def test_a_loss_in_a_file_trains_like_the_same_loss_by_name(task, tmp_path, script, name):
+    (tmp_path / "own.py").write_text(OWN)
+    for output, flags in (("named", []), ("own", ["--loss", f"{tmp_path / 'own.py'}:{name}"])):
+        done = run(task, script, tmp_path / output, "--steps", "2", *flags)
+        assert done.returncode == 0, done.stderr
+    assert numbers(tmp_path / "own") == numbers(tmp_path / "named")

@@ -35,7 +35,7 @@ def task(tmp_path_factory):
 
 def command(task, output, *more, reward="reward.py:score", data="train.jsonl"):
     return [
-        sys.executable, str(ROOT / "examples" / "grpo.py"), "--model", str(task / "model"), "--data", str(task / data),
+        sys.executable, "-m", "rlkit.scripts.grpo", "--model", str(task / "model"), "--data", str(task / data),
         "--reward", f"{task / reward}", "--output", str(output), "--eval-data", str(task / "train.jsonl"),
         "--steps", "9", "--save-steps", "2", "--eval-steps", "4", "--eval-limit", "4", "--prompts-per-step", "4",
         "--group-size", "4", "--max-prompt-tokens", "32", "--max-new-tokens", "6", "--lr", "1e-3", "--kl-coef", "0.01",

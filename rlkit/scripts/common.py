@@ -1,0 +1,227 @@
+"""Flags that the scripts share, and what they do with them before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rlkit._extras import lacks
+from rlkit.scripts.cli import flags_of
+from rlkit.settings import Count, CountOr0, Optim, ParallelArgs, Schedule, check, check_all
+
+log = logging.getLogger("rlkit.scripts")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model, and where it runs."""
+
+    model: str
+    """folder written by save_pretrained, or a hub id"""
+    device: str | None = None
+    """cpu, cuda, or mps (untested). None: cuda where there is a GPU, else cpu; ranks of torchrun take a GPU each"""
+    parallel: ParallelArgs = field(default_factory=ParallelArgs)
+    """how the model is sharded over the ranks of torchrun"""
+    deterministic: bool = False
+    """reproducible CUDA kernels: a resumed run on GPUs repeats every bit, more slowly; on CPUs it does so anyway"""
+    debug: bool = False
+    """show the traceback of an error that is otherwise one line"""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The rows to train on, and how they are rendered."""
+
+    data: str
+    """JSON, JSONL, CSV, Parquet or Arrow file, save_to_disk folder or hub id (OWNER/NAME:CONFIG:SPLIT)"""
+    rename: dict[str, str] = field(default_factory=dict, hash=False)
+    """columns of the data under other names: `--rename question prompt output response`"""
+    eval_data: str | None = None
+    """held-out rows; None: no evaluation"""
+    system_prompt: str | None = None
+    """put before every conversation that has none"""
+    chat_template: bool = True
+    """render with the model's chat template; off for base models and plain strings"""
+    template_args: str = "{}"
+    """JSON with more arguments of the chat template, e.g. {"enable_thinking": false} for Qwen3"""
+
+    def __post_init__(self) -> None:
+        check(self, may_be_empty=("system_prompt", "template_args"))
+        wrong = f'`template_args` must be a JSON object like {{"name": true}}, got {self.template_args!r}'
+        check_all((not isinstance(self.template(), dict), wrong))
+
+    def template(self) -> Any:
+        """The value of `template_args`."""
+        try:
+            return json.loads(self.template_args)
+        except ValueError:
+            return None
+
+    def rows(self, limit: int | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The training rows, and the held-out ones, of these at most `limit`."""
+        from rlkit.data.load import load_rows
+
+        held_out = load_rows(self.eval_data, rename=self.rename, limit=limit) if self.eval_data else []
+        return load_rows(self.data, rename=self.rename), held_out
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Offline data: how many rows a step takes."""
+
+    batch_size: Count = 64
+    """examples, pairs or labelled responses of a step"""
+    max_example_tokens: Count = 2048
+    """longer examples, or pairs with a longer response, are dropped, counted and reported"""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """LoRA adapters (needs peft)."""
+
+    lora_rank: CountOr0 = 0
+    """rank of LoRA adapters on all linear layers, which then are all that trains; 0: every weight"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_all((self.lora_rank and not find_spec("peft"), lacks("peft", "lora", "`lora_rank` needs")))
+
+
+def begin(args: Any) -> Any:
+    """The flags with `device` and `dtype` filled in for this machine. The run folder is made, and torch seeded.
+
+    Errors: ValueError for a device that torch does not have, FileNotFoundError for a model folder that does not exist,
+    and those of `rlkit.run.folder.keep_args`.
+    """
+    warn_of_steps(args.schedule, args.data)
+    import torch
+
+    from rlkit.model.forward import check_path
+    from rlkit.model.launch import choose_device, make_deterministic
+    from rlkit.run.folder import keep_args
+
+    if args.model.device:
+        check_device(args.model.device)
+    cuda = torch.cuda.is_available()
+    bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    device, dtype = choose_device(args.model.device, args.optim.dtype, cuda=cuda, bf16=bf16)
+    args = replace(args, model=replace(args.model, device=device), optim=replace(args.optim, dtype=dtype))
+    check_path(args.model.model)
+    keep_args(args.schedule.output, dict(flags_of(args)), script=script_of(args), resume=args.schedule.resume)
+    torch.manual_seed(args.schedule.seed)
+    if args.model.deterministic:
+        make_deterministic(args.schedule.seed)
+    return args
+
+
+def script_of(args: Any) -> str:
+    """The file that defines the flags."""
+    import sys
+
+    return Path(getattr(sys.modules.get(type(args).__module__), "__file__", None) or "notebook").name
+
+
+def check_device(device: str) -> None:
+    """ValueError for a device that this torch does not have."""
+    import torch
+
+    try:
+        there = torch.get_device_module(torch.device(device).type).is_available()
+    except (RuntimeError, AttributeError):
+        there = False
+    if not there:
+        raise ValueError(f"`device` {device}: this torch ({torch.__version__}) finds none here; cpu is always there")
+
+
+def warn_of_steps(schedule: Schedule, data: Data) -> None:
+    """Warn of a run without steps, and of held-out data that is not used."""
+    if schedule.steps == 0 and not data.eval_data:
+        log.warning("--steps 0 without --eval-data: nothing is trained or measured, the model is exported as it is")
+    if data.eval_data and schedule.eval_steps == 0:
+        log.warning("--eval-data is not used with --eval-steps 0")
+
+
+def warn_of_warmup(optim: Optim, schedule: Schedule) -> None:
+    """Warn of a warm-up that is longer than the run."""
+    if optim.warmup_steps > schedule.steps > 0:
+        log.warning(
+            "--warmup-steps %d is not below --steps %d: the learning rate never reaches --lr",
+            optim.warmup_steps, schedule.steps,
+        )  # fmt: skip
+
+
+def where(args: Any) -> dict[str, Any]:
+    """Device, ranks and dtype of the flags, for `rlkit.model.launch.load_policy` and its relatives."""
+    return {"args": args.model.parallel, "device": args.model.device, "dtype": args.optim.dtype}
+
+
+def load_policies(args: Any, *, has_reference: bool) -> tuple[Any, Any]:
+    """The model, which is printed in one line, and the reference model or None."""
+    from rlkit.model.launch import load_policy, reference_of, report_model
+
+    load: Callable[..., Any] = partial(load_policy, **where(args))
+    model = load(args.model.model, lora_rank=args.lora.lora_rank)
+    report_model(model, dtype=args.optim.dtype)
+    if not has_reference:
+        return model, None
+    return model, reference_of(model, args.reference, path=args.model.model, load=load)
+
+
+def load_tokenizer(path: str, *others: str | None) -> Any:
+    """The tokenizer of the model; the `others` must have the same tokens (ValueError)."""
+    from transformers import AutoTokenizer
+
+    from rlkit.data.chat import check_same_tokens
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    for other in others:
+        if other:
+            check_same_tokens(tokenizer, other)
+    return tokenizer
+
+
+def offline(args: Any, read: Callable[..., tuple[list[Any], int]], *others: str | None) -> tuple[Any, Any, Any, Any]:
+    """The flags (see `begin`), the tokenizer, and the training and held-out examples that `read` makes of rows."""
+    rows, held_out = args.data.rows()
+    warn_of_warmup(args.optim, args.schedule)
+    args = begin(args)
+    tokenizer = load_tokenizer(args.model.model, *others)
+    render: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_example_tokens": args.examples.max_example_tokens,
+        "system_prompt": args.data.system_prompt,
+        "apply_chat_template": args.data.chat_template,
+        "template_args": args.data.template() or None,
+    }
+    return args, tokenizer, read(rows, **render)[0], read(held_out, **render)[0] if held_out else []
+
+
+def function_of(flag: str, spec: str) -> Any:
+    """The function that a flag names as FILE.py:FUNCTION or MODULE:FUNCTION; ValueError, with the flag, for none."""
+    from rlkit.rewards.load import load_function
+
+    try:
+        return load_function(spec)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"`{flag}` {spec}: {error}") from None
+
+
+def named_or_file(flag: str, spec: str, names: tuple[str, ...]) -> Any:
+    """None for one of the `names`, else the function of `FILE.py:FUNCTION`."""
+    if spec in names:
+        return None
+    if ":" not in spec:
+        raise ValueError(f"`{flag}` {spec}: choose one of {', '.join(names)}, or name a function as FILE.py:FUNCTION")
+    return function_of(flag, spec)

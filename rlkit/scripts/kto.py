@@ -1,0 +1,102 @@
+"""KTO on your model and your labelled responses: each one by itself is marked as desirable or not.
+
+    rlkit kto --model PATH_OR_HUB_ID --data labelled.jsonl
+    rlkit kto --model PATH_OR_HUB_ID --data labelled.jsonl --undesirable-weight 2.5
+    torchrun --nproc-per-node 8 -m rlkit.scripts.kto --parallel.tp 2 --model PATH_OR_HUB_ID --data labelled.jsonl
+
+Every row holds `prompt` (a string) or `messages`, `completion` or `response` (a string or messages), and `label` (true
+or false); `messages` alone is a conversation that ends with the response. Rows of preference pairs (see
+`rlkit dpo`) are read too, as two responses each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlkit.scripts.cli import Flat, run
+from rlkit.scripts.common import Data, Examples, Lora, Model, load_policies, log, named_or_file, offline
+from rlkit.settings import NotNegative, Optim, Positive, Schedule, check
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of a labelled response."""
+
+    loss: str = "kto"
+    """kto; apo_zero, whose reference point is 0 and not an estimate of the KL, which saves a forward of mismatched
+    responses; or FILE.py:FUNCTION, `def loss(log_ratio, desirable, *, kl, beta, desirable_weight, undesirable_weight)`
+    """
+    beta: Positive = 0.1
+    """strength of the pull to the reference"""
+    desirable_weight: NotNegative = 1.0
+    """weight of a desirable response"""
+    undesirable_weight: NotNegative = 1.0
+    """weight of an undesirable response; for unbalanced data a hint says which"""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags."""
+
+    model: Flat[Model]
+    data: Flat[Data]
+    examples: Flat[Examples] = Examples()
+    schedule: Flat[Schedule] = Schedule(Path("runs/kto"), steps=300, eval_steps=50, save_steps=100)
+    optim: Flat[Optim] = Optim(lr=1e-6, lr_schedule="linear", warmup_steps=20)
+    loss: Flat[Loss] = Loss()
+    reference: str | None = None
+    """reference model; None: the initial weights of `model` (with LoRA, `model` without its adapter: no second one)"""
+    lora: Flat[Lora] = Lora()
+
+
+def main(args: Args) -> Path:
+    """The folder of the exported model."""
+    from rlkit.data.examples import labelled_examples
+
+    how = args.loss
+    own = named_or_file("loss", how.loss, ("kto", "apo_zero"))
+    args, tokenizer, examples, held_out = offline(args, labelled_examples, args.reference)
+    hint_at_labels(args, examples)
+    from rlkit import losses
+    from rlkit.loops.preference import kto
+
+    model, reference = load_policies(args, has_reference=True)
+    weights: dict[str, Any] = {"desirable_weight": how.desirable_weight, "undesirable_weight": how.undesirable_weight}
+    return kto(
+        model, tokenizer, examples, args.schedule, args.optim,
+        reference=reference, loss=partial(own or losses.kto_unpaired, beta=how.beta, **weights),
+        reference_point=None if how.loss == "apo_zero" else losses.kto_reference_point,
+        batch_size=args.examples.batch_size, eval_examples=held_out,
+    )  # fmt: skip
+
+
+def hint_at_labels(args: Args, examples: list[Any]) -> None:
+    """Warn of data of one label, and of weights outside the paper's range: w_d n_d / (w_u n_u) between 1 and 4/3."""
+    good = sum(e.desirable for e in examples)
+    bad = len(examples) - good
+    if not (good and bad):
+        log.warning(
+            "%s: all %d responses are %s: KTO learns from the contrast, so add some of the other label",
+            args.data.data, len(examples), "desirable" if good else "undesirable",
+        )  # fmt: skip
+    desirable, undesirable = args.loss.desirable_weight * good, args.loss.undesirable_weight * bad
+    if 0 < good != bad > 0 and not undesirable <= desirable <= 4 / 3 * undesirable:
+        log.warning(
+            "%d desirable and %d undesirable responses: weigh them against that, with --undesirable-weight %.3g or "
+            "--desirable-weight %.3g", good, bad, desirable / bad, undesirable / good
+        )  # fmt: skip
+
+
+def cli() -> None:
+    """The flags of the command line."""
+    run(main, Args, __doc__)
+
+
+if __name__ == "__main__":
+    cli()

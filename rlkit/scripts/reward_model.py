@@ -1,0 +1,67 @@
+"""A reward model from your model and your pairs, by the Bradley-Terry loss.
+
+    rlkit reward_model --model PATH_OR_HUB_ID --data pairs.jsonl
+    torchrun --nproc-per-node 8 -m rlkit.scripts.reward_model --parallel.tp 2 --model PATH_OR_HUB_ID --data pairs.jsonl
+
+The export is a sequence classifier with one label: serve it, and it is a reward (`rlkit.rewards.judge.reward_model`).
+
+Every row holds `prompt` (a string) or `messages`, and `chosen` and `rejected` (strings or messages); or `chosen` and
+`rejected` are whole conversations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rlkit.scripts.cli import Flat, run
+from rlkit.scripts.common import Data, Examples, Model, named_or_file, offline, where
+from rlkit.settings import NotNegative, Optim, Schedule, check, check_all, is_default
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags."""
+
+    model: Flat[Model]
+    data: Flat[Data]
+    examples: Flat[Examples] = Examples()
+    schedule: Flat[Schedule] = Schedule(Path("runs/reward_model"), steps=300, eval_steps=50, save_steps=100)
+    optim: Flat[Optim] = Optim(lr=1e-5, lr_schedule="linear", warmup_steps=20)
+    loss: str = "bradley_terry"
+    """bradley_terry, or FILE.py:FUNCTION, `def loss(chosen, rejected)` of a pair's rewards"""
+    center_coef: NotNegative = 0.01
+    """weight of the penalty that pulls a pair's rewards towards 0"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        own = self.loss != "bradley_terry" and not is_default(self, "center_coef")
+        check_all((own, "`center_coef` is part of bradley_terry: drop it, or `loss`"))
+
+
+def main(args: Args) -> Path:
+    """The folder of the exported model."""
+    from rlkit.data.examples import preference_pairs
+
+    own = named_or_file("loss", args.loss, ("bradley_terry",))
+    args, tokenizer, pairs, held_out = offline(args, preference_pairs)
+    from rlkit.loops.reward_model import reward_model
+    from rlkit.losses import bradley_terry
+    from rlkit.model.launch import load_judge, report_model
+
+    model = load_judge(args.model.model, **where(args))
+    report_model(model, dtype=str(args.optim.dtype))
+    return reward_model(
+        model, tokenizer, pairs, args.schedule, args.optim, eval_pairs=held_out,
+        loss=own or partial(bradley_terry, center_coef=args.center_coef), batch_size=args.examples.batch_size,
+    )  # fmt: skip
+
+
+def cli() -> None:
+    """The flags of the command line."""
+    run(main, Args, __doc__)
+
+
+if __name__ == "__main__":
+    cli()

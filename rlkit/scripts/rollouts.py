@@ -1,0 +1,280 @@
+"""Flags that the scripts of reinforcement learning share: prompts, environment, reward and engine."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from rlkit._extras import lacks
+from rlkit.scripts.common import begin, function_of, load_policies, load_tokenizer, warn_of_warmup
+from rlkit.settings import Count, Positive, Rollouts, Share, check, check_all, is_default
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Prompts, environment and reward: what an episode is, and who judges it."""
+
+    reward: str | None = None
+    """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion; None: the environment's own reward"""
+    env: str | None = None
+    """FILE.py:FUNCTION of an environment, `async def env(prompt, sample)`, or of a function of the tokenizer that
+    returns one; None: one question, one answer"""
+    tools: tuple[str, ...] = ()
+    """FILE.py:FUNCTION of functions that the model may call; without --env it calls them until a turn calls none"""
+    tool_calls: Literal["hermes", "json", "pythonic"] = "hermes"
+    """how the model writes a call: <tool_call> with JSON (Qwen), nothing but JSON (Llama 3, Mistral), or [f(x=1)]"""
+    max_prompt_tokens: Count = 1024
+    """longer prompts are dropped, counted and reported"""
+    max_turns: Count | None = None
+    """turns of an episode; None: the environment's own limit"""
+    max_total_tokens: Count | None = None
+    """context length of an episode, prompt and all turns; None: max_prompt_tokens + max_new_tokens"""
+    max_sampled_tokens: Count | None = None
+    """sampled tokens of an episode, all turns together; None: no limit"""
+    reward_timeout: Positive = 30.0
+    """seconds one call of the reward function may take"""
+    reward_max_failed: Share = 0.0
+    """share of the last 100 samples whose reward may fail; they do not train. 0: the first failure ends the run"""
+    eval_limit: Count = 128
+    """held-out prompts to use at most"""
+    eval_kl: bool = False
+    """report the KL to the reference model on evaluation prompts (loads it)"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        one_turn = self.env is None and not self.tools
+        check_all(
+            (self.reward is None and self.env is None, "give `reward`, `env` or both: something has to judge"),
+            (self.max_turns is not None and one_turn, "`max_turns` is for `env` or `tools`: else there is one turn"),
+            (
+                self.max_sampled_tokens is not None and one_turn,
+                "`max_sampled_tokens` is for many turns: give `env` or `tools`, or use `max_new_tokens`",
+            ),
+            (
+                (self.env is not None or not self.tools) and not is_default(self, "tool_calls"),
+                "`tool_calls` says how calls of `tools` are read where there is no `env`",
+            ),
+        )
+
+    def max_len(self, rollouts: Rollouts) -> int:
+        """The longest context of an episode."""
+        return self.max_total_tokens or self.max_prompt_tokens + rollouts.max_new_tokens
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What samples."""
+
+    engine: Literal["local", "sglang"] = "local"
+    """local: of this package, for small models; sglang: SGLang servers"""
+    engine_urls: tuple[str, ...] = ()
+    """SGLang servers that were started on `model`; none: launch one here with 40% of the first GPU's free memory"""
+    max_batch: Count = 64
+    """sequences the local engine decodes at once"""
+    compile: bool = False
+    """compile the local engine's decoding: about ten seconds once, then up to 1.5x the tokens/s"""
+    engine_threads: Count = 1
+    """CPU threads of the local engine with --overlap"""
+    engine_cpus: tuple[int, ...] = ()
+    """CPUs that the local engine with --overlap may run on; none: all"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        served = self.engine == "sglang"
+        there = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
+        own = not (is_default(self, "engine_threads") and is_default(self, "engine_cpus"))
+        check_all(
+            (served and not find_spec("aiohttp"), lacks("aiohttp", "http", "`engine` sglang needs")),
+            (self.engine_urls and not served, "`engine_urls` are SGLang servers: add `engine` sglang"),
+            (
+                served and not (is_default(self, "compile") and is_default(self, "max_batch")),
+                "`compile` and `max_batch` are for `engine` local",
+            ),
+            (served and own, "`engine_threads` and `engine_cpus` are for `engine` local"),
+            (self.engine_cpus and not there, "`engine_cpus` needs Linux: drop it"),
+            (
+                not {*self.engine_cpus} <= there,
+                f"`engine_cpus` {self.engine_cpus}: this process may not use all of them",
+            ),
+        )
+
+
+def check_rl(args: Any) -> None:
+    """Combinations of flags of several settings that would have no effect, or fail late (ValueError)."""
+    penalties, rollouts = args.penalties, args.rollouts
+    own_threads = not (is_default(args.engine, "engine_threads") and is_default(args.engine, "engine_cpus"))
+    check_all(
+        (args.reference and not has_kl(args), "`reference` is for `kl_coef`, `kl_limit` or `eval_kl`: give one"),
+        (
+            penalties.ref_sync_steps and not has_kl(args),
+            "`ref_sync_steps` moves the reference of `kl_coef`: give one above 0",
+        ),
+        (
+            penalties.ref_sync_steps and args.lora.lora_rank,
+            "`ref_sync_steps` copies whole weights: not with `lora_rank`",
+        ),
+        (args.episodes.eval_kl and not args.data.eval_data, "`eval_kl` is measured on `eval_data`: give some"),
+        (rollouts.eval_samples > 1 and not args.data.eval_data, "`eval_samples` is for `eval_data`: give some"),
+        (own_threads and not rollouts.overlap, "`engine_threads` and `engine_cpus` are for `overlap`"),
+    )
+    warn_of_warmup(args.optim, args.schedule)
+
+
+def has_kl(args: Any) -> bool:
+    """Whether a reference model is needed."""
+    penalties = args.penalties
+    return bool(penalties.kl_coef) or args.episodes.eval_kl or penalties.kl_limit is not None
+
+
+def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """The flags (see `begin`), the tokenizer and the `Task`; `options` are fields of the task."""
+    check_rl(args)
+    rows = args.data.rows(limit=args.episodes.eval_limit)  # before torch is loaded
+    args = begin(args)
+    from transformers import AutoConfig
+
+    from rlkit.loops.rl import Task
+
+    tokenizer = load_tokenizer(args.model.model, args.reference, getattr(args, "critic_model", None))
+    env, score = environment(args, tokenizer)
+    prompts, held_out = (render(args, tokenizer, part) for part in rows)
+    check_lengths(args, prompts + held_out, AutoConfig.from_pretrained(args.model.model).get_text_config())
+    return args, tokenizer, Task(prompts, score, env=env, eval_prompts=held_out, **options)
+
+
+def render(args: Any, tokenizer: Any, rows: list[Any]) -> list[Any]:
+    """The prompts of rows, as token ids."""
+    from rlkit.data.prompts import rl_prompts
+
+    if not rows:
+        return []
+    longest = min(args.episodes.max_prompt_tokens, args.episodes.max_len(args.rollouts) - 1)  # one token of an answer
+    return rl_prompts(
+        rows, tokenizer=tokenizer, max_prompt_tokens=longest, system_prompt=args.data.system_prompt,
+        apply_chat_template=args.data.chat_template, tools=load_tools(args.episodes) or None,
+        template_args=args.data.template() or None,
+    )[0]  # fmt: skip
+
+
+def load_tools(episodes: Episodes) -> list[Any]:
+    """The functions that the model may call."""
+    return [function_of("tools", spec) for spec in episodes.tools]
+
+
+def environment(args: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """The `env` and the `score` of a rollout."""
+    from rlkit.rewards.adapters import own_scorer, scorer
+    from rlkit.rollout.calling import is_async
+    from rlkit.rollout.envs import tools
+    from rlkit.rollout.limits import limited
+    from rlkit.rollout.rollout import single_turn
+
+    how = args.episodes
+    env: Any = single_turn
+    if how.env is not None:
+        env = function_of("env", how.env)
+        env = env if is_async(env) else _made(env, tokenizer, spec=how.env)
+    elif how.tools:
+        chat: Any = {"system_prompt": args.data.system_prompt, "template_args": args.data.template() or None}
+        parse = getattr(tools, f"{how.tool_calls}_calls")
+        env = tools.tool_env(load_tools(how), tokenizer=tokenizer, parse=parse, **chat)
+    if env is not single_turn:
+        bounds = {"max_total_tokens": how.max_len(args.rollouts), "max_sampled_tokens": how.max_sampled_tokens}
+        env = limited(env, max_turns=how.max_turns, **bounds)
+    if how.reward is None:
+        return env, own_scorer(max_failed=how.reward_max_failed)
+    reward = function_of("reward", how.reward)
+    try:
+        limits = {"timeout_s": how.reward_timeout, "max_failed": how.reward_max_failed}
+        return env, scorer(reward, tokenizer=tokenizer, **limits)
+    except TypeError as error:
+        raise ValueError(f"`reward` {how.reward}: {error}") from None
+
+
+def _made(function: Any, tokenizer: Any, *, spec: str) -> Any:
+    """The environment that a function of the tokenizer returns."""
+    try:
+        inspect.signature(function).bind(tokenizer)
+    except TypeError as error:
+        what = "must be `async def env(prompt, sample)`, or a function of the tokenizer that returns one"
+        raise ValueError(f"`env` {spec}: {what} ({error})") from None
+    return function(tokenizer)
+
+
+def check_lengths(args: Any, prompts: list[Any], config: Any) -> None:
+    """ValueError where samples may be longer than the model or a micro-batch allows."""
+    how, max_tokens = args.episodes, args.optim.max_tokens
+    longest, positions = how.max_len(args.rollouts), getattr(config, "max_position_embeddings", None)
+    given = "`max_total_tokens`" if how.max_total_tokens else "`max_prompt_tokens` + `max_new_tokens`"
+    if positions is not None and longest > positions:
+        raise ValueError(f"{given} is {longest}, and the model has {positions} positions: lower it")
+    if how.env is None and not how.tools:
+        longest = min(longest, max(len(prompt.ids) for prompt in prompts) + args.rollouts.max_new_tokens)
+    if longest > max_tokens:
+        raise ValueError(
+            f"a sample with its prompt may have {longest} tokens, and a micro-batch holds `max_tokens` {max_tokens}: "
+            "raise it, or lower `max_new_tokens`"
+        )
+
+
+def load_models(args: Any, tokenizer: Any) -> tuple[Any, Any, Rollouts]:
+    """The model, the reference model (None where there is no KL), and the rollouts with the model's own stop tokens."""
+    from rlkit.data.chat import stop_token_ids
+
+    model, reference = load_policies(args, has_reference=has_kl(args))
+    ends = stop_token_ids(tokenizer, model.config, model.generation_config) if args.data.chat_template else ()
+    return model, reference, replace(args.rollouts, stop_token_ids=(*ends, *args.rollouts.stop_token_ids))
+
+
+@asynccontextmanager
+async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
+    """Embedded where it can share the model that trains; else one with its own weights, held by rank 0."""
+    from rlkit.model.forward import mesh_of
+    from rlkit.ranks import rank, world_size
+
+    max_len = args.episodes.max_len(args.rollouts)
+    if args.engine.engine == "local" and mesh_of(model) is None and not args.rollouts.overlap:
+        from rlkit.rollout.engines.local import LocalEngine
+
+        how = args.engine
+        yield LocalEngine(model, tokenizer=tokenizer, max_batch=how.max_batch, max_len=max_len, compile=how.compile)
+        return
+    if world_size() == 1:
+        async with _own_engine(args, max_len) as engine:
+            yield engine
+        return
+    from rlkit.rollout.shared import SharedEngine
+
+    async with _own_engine(args, max_len) if rank() == 0 else nullcontext() as engine:
+        yield SharedEngine(engine)
+
+
+@asynccontextmanager
+async def _own_engine(args: Any, max_len: int) -> AsyncIterator[Any]:
+    """A local engine in a process, or SGLang; a server that was launched for it ends with it."""
+    how, model = args.engine, args.model
+    if how.engine == "local":
+        from rlkit.rollout.engines.process import launch as launch_process
+
+        options = {"max_batch": how.max_batch, "max_len": max_len, "compile": how.compile, "device": model.device}
+        threads = {"num_threads": how.engine_threads, "cpus": how.engine_cpus}
+        async with await launch_process(model.model, **options, **threads) as engine:
+            yield engine
+        return
+    from transformers import AutoConfig
+
+    from rlkit.rollout.engines.sglang import SGLang, launch
+
+    with ExitStack() as stack:
+        shared = () if model.device == "cpu" else ("--mem-fraction-static", "0.4")  # of a GPU that trains as well
+        if model.deterministic and model.device != "cpu":
+            shared = (*shared, "--enable-deterministic-inference")
+        urls = how.engine_urls or [stack.enter_context(launch(model.model, device=model.device, args=shared)).url]
+        size = AutoConfig.from_pretrained(model.model).get_text_config().vocab_size
+        async with SGLang(list(urls), vocab_size=size) as engine:
+            yield engine

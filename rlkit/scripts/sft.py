@@ -1,0 +1,49 @@
+"""Supervised fine-tuning on your model and your conversations.
+
+    rlkit sft --model PATH_OR_HUB_ID --data train.jsonl
+    torchrun --nproc-per-node 8 -m rlkit.scripts.sft --parallel.tp 2 --model PATH_OR_HUB_ID --data train.jsonl
+
+Every row holds `prompt` and `response` (strings), or `messages`; only assistant turns are trained on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlkit.scripts.cli import Flat, run
+from rlkit.scripts.common import Data, Examples, Lora, Model, load_policies, offline
+from rlkit.settings import Optim, Schedule
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags."""
+
+    model: Flat[Model]
+    data: Flat[Data]
+    examples: Flat[Examples] = Examples()
+    schedule: Flat[Schedule] = Schedule(Path("runs/sft"), steps=300, eval_steps=50, save_steps=100)
+    optim: Flat[Optim] = Optim(lr=1e-5, lr_schedule="linear", warmup_steps=20)
+    lora: Flat[Lora] = Lora()
+
+
+def main(args: Args) -> Path:
+    """The folder of the exported model."""
+    from rlkit.data.examples import sft_examples
+
+    args, tokenizer, examples, held_out = offline(args, sft_examples)
+    from rlkit.loops.sft import sft
+
+    model, _ = load_policies(args, has_reference=False)
+    batch_size = args.examples.batch_size
+    return sft(model, tokenizer, examples, args.schedule, args.optim, batch_size=batch_size, eval_examples=held_out)
+
+
+def cli() -> None:
+    """The flags of the command line."""
+    run(main, Args, __doc__)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,249 @@
+"""The flags of every script: ranges, empty texts, combinations, devices; named at once, before torch is loaded."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import subprocess
+import sys
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from rlkit.scripts import cli, grpo, ppo
+from rlkit.scripts.cli import COMMANDS, flag_names, flags_of, spelled
+from rlkit.scripts.common import Data, Model, check_device
+from rlkit.scripts.rollouts import Engine, Episodes, check_rl
+from rlkit.settings import Penalties, ranges
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = [name for name in COMMANDS if name not in ("copy", "plot", "track")]
+EXAMPLES = ["demo", "tool_use"]
+
+
+def module_of(script):
+    if script in SCRIPTS:
+        return importlib.import_module(f"rlkit.scripts.{script}")
+    spec = importlib.util.spec_from_file_location(script, ROOT / "examples" / f"{script}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[script] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def settings_of(kind):
+    """The dataclass and those in its fields, without their `Annotated`."""
+    yield kind
+    for hint in get_type_hints(kind).values():
+        if is_dataclass(hint):
+            yield from settings_of(hint)
+
+
+def numbers_of(kind):
+    """Fields that take a number."""
+    for name, hint in get_type_hints(kind).items():
+        inner = [hint, *get_args(hint), *(y for x in get_args(hint) for y in get_args(x))]
+        yield from ((name, number) for number in (int, float) if number in inner)
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, *EXAMPLES])
+def test_every_number_of_every_script_has_a_range_and_refuses_what_is_outside(script):
+    without = {"range", "log_range", "engine_cpus", "stop_token_ids", "lr_at", "critic_lr_at"}
+    for kind in settings_of(module_of(script).Args):
+        for name, number in numbers_of(kind):
+            if name in without:
+                continue
+            assert name in ranges(kind), f"{kind.__name__}.{name} has no range"
+            bad = math.nan if number is float else -1
+            assert not ranges(kind)[name].allows(bad)
+
+
+def args_of(kind=grpo.Args, **changes):
+    """The flags of a script at their defaults; each of the `changes` goes to the settings that have it."""
+    needed = {"model": Model("x"), "data": Data("x"), "episodes": Episodes(reward="a:b")}
+    args = kind(**needed)
+    for name, value in changes.items():
+        holders = [f for f, x in vars(args).items() if is_dataclass(x) and hasattr(x, name)]
+        if holders:
+            args = replace(args, **{holders[0]: replace(getattr(args, holders[0]), **{name: value})})
+        else:
+            args = replace(args, **{name: value})
+    return args
+
+
+def refused(kind, **changes):
+    """What a wrong value is refused with, as the command line prints it."""
+    with pytest.raises(ValueError, match=r".") as error:
+        check_rl(args_of(kind, **changes))
+    return spelled(str(error.value), kind)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"weight_decay": -0.1}, "--weight-decay must be at least 0, got -0.1"),
+        ({"weight_decay": math.inf}, "--weight-decay must be at least 0, got inf"),
+        ({"max_norm": 0.0}, "--max-norm must be above 0 (inf: no limit), got 0.0"),
+        ({"temperature": 0.0}, "--temperature must be above 0, got 0.0"),
+        ({"top_p": 1.5}, "--top-p must be above 0 and at most 1, got 1.5"),
+        ({"success_range": (0.1, math.nan)}, "--success-range must be a finite number, got nan"),
+        ({"success_range": (0.9, 0.1)}, "--success-range is from low to high, got 0.9 0.1"),
+        ({"seed": 10**30}, "--seed must be from 0 to 2**63 - 1"),
+        ({"output": Path()}, "--output is empty or the current folder"),
+        ({"eval_data": ""}, "--eval-data is empty: give a value, or leave it out"),
+        ({"stop": ("",)}, "--stop is empty"),
+        ({"rename": {"prompt": ""}}, "--rename is empty"),
+        ({"template_args": "[1]"}, "--template-args must be a JSON object"),
+        ({"engine_cpus": (0, 10**6)}, "--engine-cpus (0, 1000000): this process may not use all of them"),
+        ({"engine_threads": 2}, "--engine-threads and --engine-cpus are for --overlap"),
+        ({"engine_urls": ("http://x",)}, "--engine-urls are SGLang servers: add --engine sglang"),
+        ({"top_p": 0.9, "top_k": 5}, "--top-p and --top-k: engines combine them differently; use one of them"),
+        ({"top_p": 0.9, "overlap": True}, "--top-p and --top-k need on-policy samples"),
+        ({"reward": None}, "give --reward, --env or both: something has to judge"),
+        ({"eval_kl": True}, "--eval-kl is measured on --eval-data"),
+        ({"max_turns": 3}, "--max-turns is for --env or --tools"),
+        ({"max_sampled_tokens": 3}, "--max-sampled-tokens is for many turns"),
+        ({"tool_calls": "json"}, "--tool-calls says how calls of --tools are read"),
+        ({"correction": "icepop", "tis_max_weight": 3.0}, "--tis-max-weight is for --correction tis"),
+        ({"drop_off_policy": True}, "--drop-off-policy is for --overlap or --staleness above 0"),
+        ({"minibatches": 9}, "--minibatches 9 is more than the 8 groups of --prompts-per-step"),
+        ({"loss": "cispo", "clip_high": 4.0}, "--clip-low and --clip-high are not part of --loss cispo"),
+        ({"eval_samples": 4}, "--eval-samples is for --eval-data"),
+        ({"epochs": 0}, "--epochs must be at least 1, got 0"),
+        ({"ref_sync_steps": 3}, "--ref-sync-steps moves the reference of --kl-coef"),
+        ({"reference": "x"}, "--reference is for --kl-coef, --kl-limit or --eval-kl"),
+        ({"kl_coef": 0.1, "ref_sync_steps": 3, "lora_rank": 2}, "--ref-sync-steps copies whole weights"),
+    ],
+)
+def test_what_is_wrong_is_named_by_its_flag(flags, message):
+    assert refused(grpo.Args, **flags).startswith(message)
+
+
+def test_flags_of_the_engines_exclude_each_other():
+    for flags in ({"compile": True}, {"max_batch": 3}):
+        with pytest.raises(ValueError, match="`compile` and `max_batch` are for `engine` local"):
+            Engine(engine="sglang", **flags)
+    with pytest.raises(ValueError, match="`engine_threads` and `engine_cpus` are for `engine` local"):
+        Engine(engine="sglang", engine_threads=2)
+
+
+def test_what_means_something_is_let_through():
+    free = {"max_norm": math.inf, "clip_low": math.inf, "clip_high": math.inf, "value_clip": math.inf}
+    none = {"lr": 0.0, "steps": 0, "eval_steps": 0, "save_steps": 0, "system_prompt": "", "entropy_coef": -0.1}
+    check_rl(args_of(ppo.Args, **free, **none, tis_max_weight=math.inf))
+    assert refused(ppo.Args, gamma=1.5) == "--gamma must be from 0 to 1, got 1.5"
+    how = {"tools": ("a:b",), "tool_calls": "json", "max_turns": 3, "max_sampled_tokens": 9}
+    args = args_of(eval_data="x", reference="y", kl_coef=0.1, minibatches=8, success_range=(0.1, 0.9))
+    rollouts = replace(args.rollouts, max_dropped=3, staleness=0.5, drop_off_policy=True)
+    episodes = Episodes(reward="a:b", eval_kl=True, **how)
+    check_rl(replace(args, rollouts=rollouts, episodes=episodes, penalties=Penalties(kl_coef=0.1, ref_sync_steps=3)))
+
+
+def test_a_device_that_is_not_there_is_named():
+    for device in ("gpu", "meta"):
+        with pytest.raises(ValueError, match=f"`device` {device}: this torch .* finds none here"):
+            check_device(device)
+
+
+@pytest.mark.parametrize("text", ["", "enable_thinking=false", "[1]", '{"a": }'])
+def test_a_flag_of_json_names_itself(text):
+    with pytest.raises(ValueError, match="`template_args` must be a JSON object"):
+        Data("x", template_args=text)
+    assert Data("x", template_args='{"enable_thinking": false}').template() == {"enable_thinking": False}
+
+
+def test_names_of_flags_are_those_of_the_settings():
+    names = dict(flags_of(args_of()))
+    assert names.keys() == {*flag_names(grpo.Args)}
+    assert {"group_size", "output", "lr", "parallel.tp", "kl_target", "engine_urls"} <= {*names}
+    assert (
+        spelled("`tp` `group_size` `no_flag` `compile`", grpo.Args) == "--parallel.tp --group-size `no_flag` --compile"
+    )
+
+
+HELP = """
+import sys
+from rlkit.scripts import cli
+try:
+    cli.main([*sys.argv[1:], "--help"])
+except SystemExit as ended:
+    assert not ended.code
+loaded = {"torch", "transformers", "numpy", "datasets", "pandas", "jaxtyping"} & {*sys.modules}
+assert not loaded, loaded
+"""
+
+
+@pytest.mark.parametrize("script", ["", *[name for name in COMMANDS if name != "copy"]])
+def test_help_loads_no_torch(script):
+    done = subprocess.run([sys.executable, "-c", HELP, *script.split()], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage: " in done.stdout
+
+
+WRONG = """
+import sys
+from rlkit.scripts import cli
+try:
+    cli.main(sys.argv[1:])
+except SystemExit as ended:
+    assert ended.code == 2
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("grpo --model m --data no.jsonl --reward a:b --lr -1", "--lr must be at least 0, got -1.0"),
+        ("grpo --model m --data no.jsonl --reward a:b --kl-target 0.1", "--kl-target moves --kl-coef"),
+        ("grpo --model m --data no.jsonl --reward a:b --group-size 1", "--group-size must be at least 2"),
+        ("grpo --model m --data no.jsonl --reward a:b --max-dropped 3", "--max-dropped is a limit on --success-range"),
+        ("grpo --model m --data no.jsonl --reward a:b --loss grpo", "--loss grpo: choose one of ppo_clip, dual_clip"),
+        ("ppo --model m --data no.jsonl --reward a:b", "no.jsonl: no such file"),
+        ("sft --model m --data no.jsonl", "no.jsonl: no such file"),
+        ("sft --model m --data no.jsonl --parallel.tp 0", "--parallel.tp must be at least 1, got 0"),
+        ("dpo --model m --data d --loss orpo --reference r", "--loss orpo compares log-probs without a reference"),
+        ("kto --model m --data d --loss dpo", "--loss dpo: choose one of kto, apo_zero, or name a function as FILE.py"),
+        ("reward_model --model m --data d --loss a.py:f --center-coef 1", "--center-coef is part of bradley_terry"),
+        ("nothing", "no command 'nothing': choose one of grpo, ppo"),
+        ("copy grpo", "usage: rlkit copy SCRIPT FILE.py"),
+    ],
+)
+def test_a_wrong_flag_or_file_is_one_line_before_torch_is_loaded(flags, message):
+    done = subprocess.run([sys.executable, "-c", WRONG, *flags.split()], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    assert done.stderr.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("script", ["grpo", "dpo"])
+def test_a_copied_script_has_the_same_flags(tmp_path, script, capsys):
+    cli.main(["copy", script, str(tmp_path / "mine.py")])
+    assert "run it with python" in capsys.readouterr().out
+    shown = [
+        subprocess.run([sys.executable, *how, "--help"], capture_output=True, text=True, check=True).stdout
+        for how in ([tmp_path / "mine.py"], ["-m", f"rlkit.scripts.{script}"])
+    ]
+    assert shown[0].partition("\n\n")[2] == shown[1].partition("\n\n")[2] != ""
+    with pytest.raises(SystemExit):
+        cli.main(["copy", script, str(tmp_path / "mine.py")])
+    assert f"error: {tmp_path / 'mine.py'}: File exists" in capsys.readouterr().err
+
+
+def test_the_demo_deletes_nothing_but_a_demo(tmp_path):
+    demo = module_of("demo")
+    mine = tmp_path / "grpo" / "metrics.jsonl"
+    mine.parent.mkdir()
+    mine.write_text("precious")
+    with pytest.raises(FileExistsError, match="holds other things than a demo"):
+        demo.make_folder(demo.Args(output=tmp_path))
+    assert mine.read_text() == "precious"
+    again = demo.Args(output=tmp_path / "demo")
+    demo.make_folder(again)
+    (again.output / "random").mkdir()
+    (again.output / "old").touch()
+    demo.make_folder(again)
+    assert sorted(p.name for p in again.output.iterdir()) == ["eval.jsonl", "sft.jsonl", "train.jsonl"]
