@@ -177,7 +177,7 @@ def test_a_batch_made_by_hand_has_an_episode_for_each_sequence():
 
 def test_bad_pieces_are_named():
     good = Trajectory([1], [2], [True], [0.0], [0], reward=1.0)
-    with pytest.raises(ValueError, match=r"groups\[1\]\[0\]: continues is True, but nothing stands before it"):
+    with pytest.raises(ValueError, match=r"groups\[1\]\[0\]: continues is True, but it is the first"):
         pack([[good], [replace(good, continues=True)]])
     with pytest.raises(ValueError, match=r"groups\[0\]\[1\]: continues an episode of reward 1.0, but has reward 2.0"):
         pack([[good, replace(good, continues=True, reward=2.0)]])

@@ -38,7 +38,7 @@ def test_what_there_was_nothing_of_is_left_out_and_what_is_wrong_stays():
 
 
 def test_one_key_has_one_type():
-    with pytest.raises(TypeError, match="metric 'x' is a Mean here and a Max there"):
+    with pytest.raises(TypeError, match="metric 'x' is a Mean in one dict and a Max in another"):
         merge({"x": mean(1.0)}, {"x": largest(1.0)})
 
 

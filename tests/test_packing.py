@@ -180,7 +180,7 @@ def test_with_streams_zeroes_masked_places_and_knows_its_names():
     batch = pack([[Trajectory([1], [2, 3], [True, False], [-1.0, 0.0], [0, -1])]])
     batch = with_streams(batch, advantages=torch.tensor([2.0, float("nan")]))
     assert batch.advantages.tolist() == [2.0, 0.0]
-    with pytest.raises(ValueError, match="tokens is no per-token float stream"):
+    with pytest.raises(ValueError, match="tokens is not a per-token float stream"):
         with_streams(batch, tokens=batch.tokens)
 
 
@@ -215,7 +215,7 @@ good = Trajectory([1], [2, 3], [True, True], [-1.0, -1.0], [0, 0])
         (replace(good, logp=[-1.0, float("nan")]), r"logp\[1\] is nan at a trained token"),
         (replace(good, reward=float("inf")), "reward is inf"),
         (replace(good, ids=[], mask=[], logp=[], versions=[]), "no tokens and not truncated"),
-        (replace(good, mask=[True, False], token_rewards=[0.0, 1.0]), "token_rewards is not 0"),
+        (replace(good, mask=[True, False], token_rewards=[0.0, 1.0]), "token_rewards must be 0"),
     ],
 )
 def test_bad_trajectories_are_named(bad, message):

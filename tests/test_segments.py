@@ -63,7 +63,7 @@ def test_precision():
     [
         (torch.tensor([1, 3]), ValueError, "cu_seqlens must start at 0, got 1"),
         (torch.tensor([0, 2]), ValueError, "cu_seqlens must end at the number of tokens, 3, got 2"),
-        (torch.tensor([0, 2, 1, 3]), ValueError, "cu_seqlens must never fall"),
+        (torch.tensor([0, 2, 1, 3]), ValueError, "cu_seqlens must be non-decreasing"),
         (torch.tensor([0.0, 3.0]), TypeError, "cu_seqlens must be int32 or int64"),
     ],
 )

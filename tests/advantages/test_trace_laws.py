@@ -208,7 +208,7 @@ def test_errors_name_the_argument(name):
     fails("mask must have the shape", mask=MASK[:-1])
     fails("cu_seqlens must start at 0", cu_seqlens=torch.tensor([1, 4, 4, 11, 12, 17]))
     fails("cu_seqlens must end at", cu_seqlens=torch.tensor([0, 4, 4, 11, 12, 16]))
-    fails("cu_seqlens must never fall", cu_seqlens=torch.tensor([0, 4, 3, 11, 12, 17]))
+    fails("cu_seqlens must be non-decreasing", cu_seqlens=torch.tensor([0, 4, 3, 11, 12, 17]))
     fails("cu_seqlens must be int32 or int64", TypeError, cu_seqlens=CU.double())
     fails("gamma must be in", gamma=1.5)
     fails("gamma must be in", gamma=NAN)

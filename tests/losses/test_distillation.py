@@ -239,7 +239,7 @@ def test_nothing_of_the_size_of_the_logits_is_kept_for_the_backward_pass() -> No
     [
         (lambda s, t: L.forward_kl(s, t[:, :3]), "teacher_logits must have the shape of student_logits"),
         (lambda s, t: L.uld(s, t[:1]), "teacher_logits"),
-        (lambda s, t: L.jsd(s, t, beta=1.2), "beta must lie in"),
+        (lambda s, t: L.jsd(s, t, beta=1.2), "beta must be in"),
         (lambda s, t: L.mixed_kl(s, t, forward_weight=-0.1), "forward_weight"),
         (lambda s, t: L.reverse_kl(s, t, temperature=0.0), "temperature must be positive"),
         (lambda s, t: L.reverse_kl(s, t, chunk_size=0), "chunk_size"),
