@@ -102,9 +102,7 @@ def _grouped(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
         gate, value = F.grouped_mm(rows, up.transpose(1, 2), offs=offs).chunk(2, -1)
         return F.grouped_mm(experts.act_fn(gate) * value, down.transpose(1, 2), offs=offs)
     out = []
-    for x, w_up, w_down in zip(
-        rows.split(counts.tolist()), up, down
-    ):  # also without rows: all weights get a gradient
+    for x, w_up, w_down in zip(rows.split(counts.tolist()), up, down):  # also without rows: all weights get a gradient
         gate, value = F.linear(x, w_up).chunk(2, -1)
         out.append(F.linear(experts.act_fn(gate) * value, w_down))
     return torch.cat(out)

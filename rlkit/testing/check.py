@@ -87,8 +87,8 @@ def check_loss(
 
     Example:  check_loss(my_loss, options={"clip_high": 0.28}, clip_low=0.2, clip_high=0.28)
 
-    Args:     coefficient: c(case) per token, e.g. `lambda case: case.ratio.clamp(max=5)`; adds the law that the gradient
-              is -c * A * dlogp.  clip_low, clip_high: distances from 1; both together add the law of PPO's clip.
+    Args:     coefficient: c(case) per token, e.g. `lambda case: case.ratio.clamp(max=5)`: adds the law that the
+              gradient is -c * A * dlogp.  clip_low, clip_high: distances from 1; both together add PPO's clip law.
               laws: further laws, e.g. `laws.margin_only` for a pairwise loss.
               skip: law name -> reason why it need not hold, e.g. {"gradcheck": "detached ratio"}.
               compile: also check `torch.compile(fullgraph=True)` (a few seconds).

@@ -158,7 +158,7 @@ def test_low_precision_sums_once(dtype: torch.dtype) -> None:
 
 
 class Products(TorchDispatchMode):
-    """Multiplications in matrix products, by hand: torch's own counter does not know the in-place ones."""
+    """Multiplications in matrix products, counted here: torch's counter ignores the in-place ones."""
 
     def __init__(self) -> None:
         super().__init__()

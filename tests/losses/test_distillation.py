@@ -149,7 +149,7 @@ def test_ends_of_the_jsd() -> None:
 
 
 @full
-def test_zero_only_between_equals_and_blind_to_a_shift_of_the_logits(name: str) -> None:
+def test_zero_only_if_equal_and_invariant_to_a_shift_of_the_logits(name: str) -> None:
     student, teacher = logits(4, 6)
     torch.testing.assert_close(
         FULL[name](teacher + 5, teacher), torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-12
@@ -217,7 +217,7 @@ def test_uld_takes_vocabularies_of_different_sizes() -> None:
     assert L.uld(teacher, student).item() == pytest.approx(0.25 + 0.05 + 0.2)
 
 
-def test_nothing_of_the_size_of_the_logits_is_kept_for_the_backward_pass() -> None:
+def test_no_tensor_of_the_logits_size_is_kept_for_the_backward() -> None:
     student, teacher = (x.float() for x in logits(64, 100))
     student.requires_grad_()
     kept: dict[int, int] = {}

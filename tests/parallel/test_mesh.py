@@ -50,13 +50,13 @@ def test_a_rank_takes_its_own_gpu_and_a_process_alone_the_one_it_names(monkeypat
 def test_zigzag_gives_every_rank_the_same_attention_work(cp):
     """Query-key pairs of one long sequence; contiguous chunks would give the last rank almost twice the mean."""
     from rlkit.parallel.attention import Segment
-    from rlkit.parallel.context import _mine
+    from rlkit.parallel.context import _local_segments
 
     chunk = 64
     size = 2 * cp * chunk
     pairs = []
     for rank in range(cp):
-        spans = _mine([Segment(0, size, [(0, size)])], rank, cp, chunk)
+        spans = _local_segments([Segment(0, size, [(0, size)])], rank, cp, chunk)
         assert sum(s.length for s in spans) == 2 * chunk
         pairs.append(sum(k - s.length + i + 1 for s in spans for k in [s.keys[-1][1]] for i in range(s.length)))
     assert sum(pairs) == size * (size + 1) // 2
