@@ -1,6 +1,6 @@
-"""Writes docs/laws.md from the table of laws and the mutants, and the outputs of docs/tutorial-new-loss.md.
+"""Generate docs/laws.md from the table of laws and the mutants, and the outputs in docs/tutorial-new-loss.md.
 
-Run `python docs/make_laws.py` after changing a row, a law or a mutant; a test says when it is due.
+Run `python docs/make_laws.py` after changing a row, a law or a mutant; a test fails if the pages are out of date.
 """
 
 from __future__ import annotations
@@ -34,46 +34,46 @@ FAMILIES = {
 }
 PAGE = """# Laws
 
-`rlkit.testing` holds the laws by which rlkit's own functions are proved, and runs them on yours:
+`rlkit.testing` contains the laws (property tests) that check rlkit's own functions, and runs them on yours:
 
 ```python
 from rlkit.testing import check_loss
 
-check_loss(my_loss)                    # prints which laws hold, and the smallest counterexample of each that does not
+check_loss(my_loss)                    # prints which laws hold, and the smallest counterexample of each that fails
 ```
 
-`check_estimator` and `check_kl` do the same for advantage estimators and KL estimators, `check_weights` for what
-multiplies a loss (a correction, an aggregation, a filter); [the tutorial](tutorial-new-loss.md) writes a wrong loss
-and mends it. `print(report)` shows a report again, `failures(report)` holds the laws that do not hold. A single law
-raises with its smallest counterexample, or returns: `laws.additive(my_loss)`,
-`laws.coefficient(lambda case: case.ratio)(my_loss)`. Cases are packed batches drawn by Hypothesis
-(`rlkit.testing.strategies`): sequences of any length, empty ones too, masks with gaps, singleton groups, values on a
-grid that bf16 holds exactly, and for some laws huge and tiny ones. The same cases are drawn every time.
+`check_estimator` and `check_kl` do the same for advantage estimators and KL estimators, `check_weights` for loss
+weights (a correction, an aggregation, a filter). [The tutorial](tutorial-new-loss.md) starts from a wrong loss and
+fixes it. `print(report)` shows a report again, `failures(report)` contains the failing laws. A single law raises with
+its smallest counterexample, or returns: `laws.additive(my_loss)`, `laws.coefficient(lambda case: case.ratio)(my_loss)`.
+Cases are packed batches drawn by Hypothesis (`rlkit.testing.strategies`): sequences of any length, also empty, masks
+with gaps, singleton groups, values on a grid that is exact in bf16, and for some laws huge and tiny values. The draws
+are deterministic.
 
-This page is written by `docs/make_laws.py` from `tests/laws`, where every public loss, estimator, controller and
-objective is a row ({num_rows} rows, {num_checks} checks). A law that does not hold for a row stands there with its
-reason, and a test shows that it really does not hold. {num_mutants} wrong variants show that the laws bite.
+`docs/make_laws.py` generates this page from `tests/laws`, where every public loss, estimator, controller and
+objective is a row ({num_rows} rows, {num_checks} checks). If a law does not hold for a row, the row states the reason,
+and a test checks that the law indeed fails. {num_mutants} wrong variants show that the laws detect mistakes.
 
 ## Arguments
 
-A check calls the function with tensors by name. It recognises `log_ratio`, `logp`, `old_logp`, `ref_logp`,
-`advantages`, `rewards`, `values`, `returns`, `gamma`, `lam` and other names of the field, also at the end of a longer
-name (`greedy_rewards`), and reads shapes from jaxtyping annotations. `mask`, `cu_seqlens` and `group_ids` are the
-batch's own. Every other argument is described by the caller:
+A check passes tensors by name. It recognises `log_ratio`, `logp`, `old_logp`, `ref_logp`, `advantages`, `rewards`,
+`values`, `returns`, `gamma`, `lam` and other common names, also at the end of a longer name (`greedy_rewards`), and
+reads shapes from jaxtyping annotations. `mask`, `cu_seqlens` and `group_ids` come from the batch. The caller describes
+every other argument:
 
 - a number, a string or a fixed tensor: `check_loss(my_loss, options={{"beta": 0.1}})`
 - a tensor, one value per token: `streams={{"rate": Stream(low=0.0, high=1.0)}}`; `Stream(axis="N")` is one per sequence
 - a statistic of the whole batch: `statistics={{"mean": lambda case: case.rewards.mean()}}`
 
-A `case` has each stream as an attribute (`case.advantages`), beside `case.mask`, `case.cu_seqlens`, `case.group_ids`
+A `case` has each stream as an attribute (`case.advantages`), besides `case.mask`, `case.cu_seqlens`, `case.group_ids`
 and `case.ratio` (the exponential of the log-ratio).
 
 ## The laws
 
 {statements}
 
-Which laws a row must obey is its family's list, plus what its own line below names. A law that needs an argument the
-function has not (`mask`, `cu_seqlens`, `group_ids`) says nothing about it.
+A row must obey the laws of its family, plus those named in its line below. A law that needs an argument which the
+function does not take (`mask`, `cu_seqlens`, `group_ids`) does not apply.
 
 {families}
 
@@ -85,13 +85,13 @@ function has not (`mask`, `cu_seqlens`, `group_ids`) says nothing about it.
 
 {exceptions}
 
-Not compiled as one graph by `torch.compile(fullgraph=True)`; every other row is (in the nightly tests):
+`torch.compile(fullgraph=True)` compiles every row (in the nightly tests) except:
 
 {not_compiled}
 
 ## Mutants
 
-Each wrong variant is caught by the law beside it, which holds for the original.
+Each wrong variant fails the law in its row, which holds for the original.
 
 {mutants}
 """
@@ -102,30 +102,30 @@ def statements() -> Iterator[str]:
     seen: dict[str, str] = {}
     for law in [*(x for row in ROWS for x in row.laws), laws.compiles()]:
         name = "limit" if law.name.startswith("limit: ") else law.name
-        seen.setdefault(name, law.statement if name == law.name else "In a stated limit it equals another function.")
+        seen.setdefault(name, law.statement if name == law.name else "In a stated limit, it equals another function.")
     for name, statement in seen.items():
         yield f"- `{name}`: {statement}"
 
 
 def families() -> Iterator[str]:
-    """The laws of each family, those of a smaller family by its name."""
+    """The laws of each family; those of the base family by its name."""
     named = {id(laws): name for name, laws in FAMILIES.items()}
     for name, members in FAMILIES.items():
         base = PACKED if members is not PACKED else ()
-        own = ", ".join(f"`{x.name}`" for x in members if x not in base)
-        yield f"- {name}: {f'those of {named[id(PACKED)]}, ' if base else ''}{own}"
+        further = ", ".join(f"`{x.name}`" for x in members if x not in base)
+        yield f"- {name}: {f'those of {named[id(PACKED)]}, ' if base else ''}{further}"
 
 
 def table() -> Iterator[str]:
     """A table per section: each row's laws beyond the family, and the names of those that do not apply."""
     for section, rows in SECTIONS.items():
         yield f"### {section}\n"
-        yield "| function | laws | of its own | does not apply |\n|---|---|---|---|"
+        yield "| function | laws | beyond its family | does not apply |\n|---|---|---|---|"
         for row in rows:
             checked = [x for x in row.laws if x.name not in row.skip and x.why_not(row.subject) is None]
             common = {x.name for members in FAMILIES.values() for x in members}
-            own = [x.name for x in checked if x.name not in common]
-            cells = [f"`{row.name}`", str(len(checked)), ", ".join(own), ", ".join(row.skip)]
+            further = [x.name for x in checked if x.name not in common]
+            cells = [f"`{row.name}`", str(len(checked)), ", ".join(further), ", ".join(row.skip)]
             yield f"| {' | '.join(cells)} |"
         yield ""
 
@@ -165,7 +165,7 @@ def page() -> str:
 
 
 def tutorial(text: str) -> tuple[str, list[list[Result]]]:
-    """The tutorial with what its code blocks print in the `text` blocks after them, and the reports they made."""
+    """The tutorial with the output of each code block in the `text` block after it, and the reports of the blocks."""
     namespace: dict[str, Any] = {"__name__": "tutorial"}
     reports = []
 

@@ -1,4 +1,4 @@
-"""Optional packages: imported where they are used, and one line that names the extra where one is missing."""
+"""Import optional packages at their first use; a missing one raises one line that names the extra to install."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class MissingExtra(ModuleNotFoundError):
-    """An optional package is not installed, or cannot be imported; the message has the command that installs it."""
+    """An optional package is not installed or fails to import. The message has the command that installs it."""
 
 
 def optional(module: str, extra: str, why: str) -> Any:
-    """The module, imported. `extra` is the extra of rlkit-lm that brings it.
+    """Import and return `module`; `extra` is the extra of rlkit-lm that installs it.
 
     >>> optional("no_such_module", "plot", "plots need")
     Traceback (most recent call last):
@@ -24,7 +24,7 @@ def optional(module: str, extra: str, why: str) -> Any:
 
 
 def missing(error: ImportError, module: str, extra: str, why: str) -> MissingExtra:
-    """What to raise for the `error` of importing `module`; why, where the package is there and cannot be imported."""
+    """The exception for a failed import of `module`; includes the `error` if the package is installed but broken."""
     package = module.partition(".")[0]
     broken = "" if getattr(error, "name", None) == package else f" ({error})"
     return MissingExtra(lacks(package, extra, why) + broken, name=package)

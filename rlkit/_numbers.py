@@ -1,4 +1,4 @@
-"""What counts as a reward: one finite real number, within the range of float32, in which rewards are trained on."""
+"""Validation of rewards: one finite real number within the range of float32, the dtype used in training."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _LARGEST = 3.4028234663852886e38  # of float32
 
 
 def to_number(value: Any) -> float:
-    """A bool, int, float, or a numpy or torch scalar as a float.
+    """Convert a bool, int, float, or a numpy or torch scalar to float.
 
     >>> to_number(True), to_number(2)
     (1.0, 2.0)
 
-    Raises TypeError for anything else (complex, text, a tensor of several elements), ValueError for nan, infinity and
-    what is beyond +-3.4e38.
+    Raises TypeError for anything else (complex, text, a tensor of several elements), and ValueError for NaN, infinity
+    and values beyond +-3.4e38.
     """
     if type(value) is not float:
         if getattr(value, "shape", None) == ():
@@ -32,20 +32,20 @@ def to_number(value: Any) -> float:
 
 
 def is_number(value: Any) -> bool:
-    """Whether `to_number` takes it.
+    """Whether `to_number` accepts the value.
 
     >>> is_number(0.5), is_number(float("nan")), is_number(10**400), is_number(None)
     (True, False, False, False)
     """
     try:
         to_number(value)
-    except Exception:  # whatever the conversion of a foreign type raises
+    except Exception:  # the conversion of a foreign type may raise anything
         return False
     return True
 
 
 def show(value: Any) -> str:
-    """The type and the start of the repr, in one line, of any value.
+    """Type and truncated repr of any value, in one line.
 
     >>> show("0.5")
     "str '0.5'"

@@ -1,4 +1,4 @@
-"""What rlkit cannot do on a system, in one sentence."""
+"""Errors for unsupported platforms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def refuse_windows(what: str) -> None:
-    """Raise ImportError where this is Windows; `what` needs POSIX file locks, sockets and signals."""
+    """Raise ImportError on Windows; `what` needs POSIX file locks, sockets and signals."""
     if sys.platform == "win32":
         raise ImportError(
             f"{what} does not run on Windows itself: run it in WSL (https://learn.microsoft.com/windows/wsl)"

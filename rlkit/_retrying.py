@@ -1,4 +1,4 @@
-"""Repeat a request that a busy server did not take: exponential back-off with jitter, Retry-After, bounded in total."""
+"""Retries for requests that a busy server rejects: exponential backoff with jitter, Retry-After, a total time limit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import TypeVar
 
 T = TypeVar("T")
 BUSY = frozenset({408, 425, 429, 503})
-"""The HTTP statuses of a request that was not processed and may be sent again."""
+"""HTTP status codes of requests that were not processed and may be retried."""
 _LONGEST_S = 60.0
 
 
 def retry_after_s(header: str | None) -> float:
-    """The seconds that a Retry-After header asks to wait: a number or a date; 0 where there is none to read.
+    """The wait in seconds given by a Retry-After header, a number or a date; 0 if it is missing or invalid.
 
     >>> retry_after_s("2.5"), retry_after_s(None), retry_after_s("soon"), retry_after_s("nan")
     (2.5, 0.0, 0.0, 0.0)
@@ -41,12 +41,12 @@ async def retried(
     max_retries: int | None = None,
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
 ) -> T:
-    """`await attempt()`, repeated while it raises `on`.
+    """Call `await attempt()`, and retry while it raises `on`.
 
         wait_n = max(min(60, backoff_s 2^n) u_n, error.retry_after_s)        u_n ~ U[0.5, 1.5],  n = 0, 1, ...
 
-    Errors: the last error is raised, with the number of tries in its message, after `max_retries` retries (None: no
-    limit), or where the next wait would end more than `total_s` seconds after the first attempt began.
+    Errors: raises the last error, with the number of attempts in its message, after `max_retries` retries (None: no
+    limit), or if the next wait would end more than `total_s` seconds after the first attempt began.
     Reference: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
     """
     end = time.monotonic() + total_s

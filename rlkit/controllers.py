@@ -1,17 +1,17 @@
-"""Feedback rules for coefficients: how strong the KL penalty, the entropy bonus or a constraint is, from measurements.
+"""Controllers: adapt the coefficient of a KL penalty, an entropy bonus or a constraint to measurements.
 
-Each function takes the rule's constants and gives a `Controller(init, update)`. The state is a NamedTuple of floats
-whose `coef` is what the next step multiplies in; nothing else is kept: `state._asdict()` is JSON and a checkpoint.
+Each function takes the rule's constants and returns a `Controller(init, update)`. The state is a NamedTuple of floats,
+and its `coef` is the coefficient of the next step. There is no other state: `state._asdict()` is JSON and a checkpoint.
 
     kl_rule = kl_exponential(target=0.1, num_samples=512)
     state = kl_rule.init(0.05)
     ...                                                     a step with state.coef
     state = kl_rule.update(state, measured_kl)
 
-Every rule has these two signatures: what else it needs is a constant. KL and entropy are in nats per token; which KL
-estimate is controlled is the caller's choice (`rlkit.loops.coefficients` says which one the loops measure).
-`update` never changes its argument. A measurement that is not finite raises: one NaN would stay in the state for ever.
-Measure over the whole batch (`rlkit.metrics` adds up over ranks), so that all ranks hold the same state.
+All rules have these two signatures. KL and entropy are in nats per token. The caller chooses the KL estimate
+(`rlkit.loops.coefficients` defines the one that the loops measure). `update` does not modify its argument. A non-finite
+measurement raises, because one NaN would never leave the state. Measure over the whole batch (`rlkit.metrics` reduces
+over ranks), so that all ranks hold the same state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlkit.types import Controller
 
 
 class Coef(NamedTuple):
-    """A coefficient that carries no further memory."""
+    """A coefficient without further state."""
 
     coef: float
 
@@ -39,7 +39,7 @@ class PidState(NamedTuple):
 
 
 class ScheduleState(NamedTuple):
-    """The output, where it started, and the number of updates so far."""
+    """The output, its start value, and the number of updates so far."""
 
     coef: float
     start: float
@@ -47,7 +47,7 @@ class ScheduleState(NamedTuple):
 
 
 class TargetEntropyState(NamedTuple):
-    """The output (0 while the entropy is above the target) and the coefficient that waits behind the gate."""
+    """The output (0 while the entropy is above the target) and the coefficient before the gate."""
 
     coef: float
     ungated: float
@@ -62,7 +62,7 @@ class LagrangeState(NamedTuple):
 
 
 def fixed() -> Controller:
-    """A coefficient that stays: `update` gives back its state."""
+    """A constant coefficient: `update` returns its state unchanged."""
 
     def update(state: Coef, measured: float) -> Coef:
         _finite(measured)
@@ -72,17 +72,17 @@ def fixed() -> Controller:
 
 
 def kl_exponential(*, target: float, num_samples: float, horizon: float = 10_000, max_error: float = 0.2) -> Controller:
-    """Multiply the KL coefficient up while the KL is above its target, down while it is below.
+    """Increase the KL coefficient by a factor while the KL is above its target, decrease it while below.
 
         error = clip(kl / target - 1, -max_error, max_error)
         coef  = coef (1 + error num_samples / horizon)
 
-    `init(coef)`, `update(state, kl)`. `num_samples` is the number of samples of a step, so that the speed does not
-    depend on the batch size: at most a factor e^max_error per `horizon` samples.
+    `init(coef)`, `update(state, kl)`. `num_samples` is the number of samples per step; it makes the rate independent of
+    the batch size: at most a factor e^max_error per `horizon` samples.
 
-    Limits:   kl = target leaves coef; coef = 0 stays 0; coef never changes sign.
+    Limits:   kl = target leaves coef unchanged; coef = 0 stays 0; coef never changes sign.
     Errors:   ValueError for num_samples >= horizon / max_error, which could flip the sign.
-    Differs:  from verl, OpenRLHF, SkyRL and ROLL `AdaptiveKLController`: that error, nothing else.
+    Differs:  from verl, OpenRLHF, SkyRL and ROLL `AdaptiveKLController`: only this error.
     Reference: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2
     """
     _positive(target=target, num_samples=num_samples, horizon=horizon, max_error=max_error)
@@ -101,15 +101,15 @@ def kl_exponential(*, target: float, num_samples: float, horizon: float = 10_000
 def kl_linear(
     *, target: float, rate: float, max_error: float = 0.2, min_coef: float = 0.0, max_coef: float = math.inf
 ) -> Controller:
-    """Add to the KL coefficient while the KL is above its target, subtract while it is below.
+    """Add to the KL coefficient while the KL is above its target, subtract while below.
 
         error = clip(kl / target - 1, -max_error, max_error)
         coef  = clip(coef + rate error, min_coef, max_coef)
 
-    `init(coef)`, `update(state, kl)`. Unlike `kl_exponential` it can leave 0 and does not slow down near it.
+    `init(coef)`, `update(state, kl)`. Unlike `kl_exponential` it can leave 0 and does not slow down near it. This is
+    the common rule made additive; RL2's enhanced fork names such a rule but publishes no formula.
 
-    Limits:   kl = target leaves coef.
-    Differs:  only RL2's enhanced fork names one, and publishes no formula: this is the common rule made additive.
+    Limits:   kl = target leaves coef unchanged.
     """
     _positive(target=target, rate=rate, max_error=max_error)
     _range(min_coef, max_coef)
@@ -130,18 +130,18 @@ def kl_pid(
     min_coef: float = 0.0,
     max_coef: float = math.inf,
 ) -> Controller:
-    """Set the KL coefficient from the error, its sum and its change.
+    """PID control of the KL coefficient: from the error, its sum and its change.
 
         error    = kl - target
         integral = clip(integral + error, min_coef / ki, max_coef / ki)          anti-windup
         coef     = clip(kp error + ki integral + kd (error - last error), min_coef, max_coef)
 
-    `init(coef)`, `update(state, kl)`. `init` sets the integral so that a first error of 0 gives `coef`; the first
-    update has no last error, so no derivative. The integral never leaves the range in which it can move the output, so
-    after a long excursion the output turns with the error.
+    `init(coef)`, `update(state, kl)`. `init` sets the integral so that a first error of 0 gives `coef`. The first
+    update has no derivative. The integral is clipped to the range in which it can change the output, so the output
+    responds at once when the error changes sign after a long excursion.
 
     Limits:   kp = kd = 0 is dual ascent, `lagrange_at_most` with rate ki; ki = 0 keeps no sum.
-    Differs:  from the paper: the derivative counts in both directions, and the sum has an upper bound too.
+    Differs:  from the paper: the derivative acts in both directions, and the sum also has an upper bound.
     Reference: Stooke, Achiam & Abbeel 2020, https://arxiv.org/abs/2007.03964, algorithm 2
     """
     _positive(target=target)
@@ -163,7 +163,7 @@ def kl_pid(
 
 
 def schedule_linear(*, end: float, num_updates: float) -> Controller:
-    """Move from the start to `end` in a straight line, then stay.
+    """Linear schedule from the start value to `end`, then constant.
 
         coef = start + (end - start) min(1, n / num_updates)          n: updates so far
 
@@ -173,7 +173,7 @@ def schedule_linear(*, end: float, num_updates: float) -> Controller:
 
 
 def schedule_cosine(*, end: float, num_updates: float) -> Controller:
-    """Move from the start to `end` along half a cosine, then stay.
+    """Half-cosine schedule from the start value to `end`, then constant.
 
         coef = end + (start - end) (1 + cos(pi min(1, n / num_updates))) / 2          n: updates so far
 
@@ -184,16 +184,16 @@ def schedule_cosine(*, end: float, num_updates: float) -> Controller:
 
 
 def target_entropy(*, target: float, delta: float = 0.005, min_coef: float = 0.0, max_coef: float = 1.0) -> Controller:
-    """Raise the entropy bonus step by step while the entropy is at or below its target; switch it off above.
+    """Raise the entropy bonus by `delta` per step while the entropy is at or below its target; switch it off above.
 
         ungated = clip(ungated + delta, ..) if entropy <= target else clip(ungated - delta, min_coef, max_coef)
         coef    = ungated if entropy <= target else 0
 
-    `init(coef)` (nothing measured yet: the gate is closed), `update(state, entropy)`, entropy in nats per token.
+    `init(coef)` (the output is 0 until the first measurement), `update(state, entropy)`, entropy in nats per token.
 
-    Limits:   delta = 0 is a constant bonus that acts only below the target.
-    Differs:  from TRL (`use_adaptive_entropy`, target .2, delta .005, range [0, 1]): nothing, where its coefficient
-              starts at `entropy_coef`. The paper gates with the entropy of the step itself, this with the last one.
+    Limits:   delta = 0 is a constant bonus that acts only at or below the target.
+    Differs:  from the paper: it gates with the entropy of the same step, this function with that of the previous one.
+              Same as TRL `use_adaptive_entropy` (target .2, delta .005, range [0, 1], start `entropy_coef`).
     Reference: He et al. 2025 (Skywork Open Reasoner 1), https://arxiv.org/abs/2505.22312
     """
     _at_least_zero(target=target, delta=delta)
@@ -212,16 +212,16 @@ def target_entropy(*, target: float, delta: float = 0.005, min_coef: float = 0.0
 
 
 def lagrange_at_most(*, bound: float, rate: float, penalty: float = 0.0, max_coef: float = math.inf) -> Controller:
-    """The multiplier of the constraint x <= bound, e.g. a hard limit on the KL, by dual ascent.
+    """Multiplier of the constraint x <= bound, e.g. a hard limit on the KL, by dual ascent.
 
         violation  = x - bound
         multiplier = clip(multiplier + rate violation, 0, max_coef)
         coef       = clip(multiplier + penalty max(0, violation), 0, max_coef)
 
     `init(coef)`, `update(state, x)`; add `coef * x` to the loss. This is the gradient of the augmented Lagrangian
-    multiplier (x - bound) + penalty / 2 max(0, x - bound)^2: the penalty acts at once, the multiplier in the long run.
+    multiplier (x - bound) + penalty / 2 max(0, x - bound)^2: the penalty acts at once, the multiplier over many steps.
 
-    Limits:   x <= bound for long: coef 0, the constraint costs nothing; penalty = 0 is plain dual ascent.
+    Limits:   while x < bound, coef falls to 0; penalty = 0 is plain dual ascent.
     Reference: Hestenes 1969 and Powell 1969, as in Nocedal & Wright, Numerical Optimization, chapter 17; for RL,
                Tessler et al. 2018, https://arxiv.org/abs/1805.11074
     """
@@ -244,11 +244,12 @@ def lagrange_at_most(*, bound: float, rate: float, penalty: float = 0.0, max_coe
 
 
 def lagrange_at_least(*, bound: float, rate: float, penalty: float = 0.0, max_coef: float = math.inf) -> Controller:
-    """The multiplier of the constraint x >= bound, e.g. a minimum entropy: `lagrange_at_most` of -x and -bound.
+    """Multiplier of the constraint x >= bound, e.g. a minimum entropy: `lagrange_at_most` of -x and -bound.
 
-    `init(coef)`, `update(state, x)`; *subtract* `coef * x` from the loss. SAC's temperature, without the logarithm.
+    `init(coef)`, `update(state, x)`; *subtract* `coef * x` from the loss. This is SAC's temperature without the
+    logarithm.
 
-    Limits:   x >= bound for long: coef 0.
+    Limits:   while x > bound, coef falls to 0.
     Reference: see `lagrange_at_most`; for entropy Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905, section 5
     """
     mirrored = lagrange_at_most(bound=-bound, rate=rate, penalty=penalty, max_coef=max_coef)
@@ -287,7 +288,7 @@ def _clip(x: float, low: float, high: float) -> float:
 def _finite(measured: float) -> float:
     measured = float(measured)
     if not math.isfinite(measured):
-        raise ValueError(f"measured must be finite, got {measured}; skip the update of a step that was skipped")
+        raise ValueError(f"measured must be finite, got {measured}; do not update the controller on a skipped step")
     return measured
 
 

@@ -1,4 +1,4 @@
-"""Metrics that add exactly over micro-batches and ranks. The type says how to reduce, never the key.
+"""Metrics that add exactly over micro-batches and ranks. The type of a metric defines its reduction, never its key.
 
 >>> a = {"reward": mean(torch.tensor([1.0, 0.0])), "length": largest(torch.tensor([3.0, 9.0]))}
 >>> finalize(merge(a, {"reward": mean(torch.tensor([1.0]))}))
@@ -18,20 +18,20 @@ from rlkit._tensors import check_mask
 
 
 class Mean(NamedTuple):
-    """A sum and how many things were summed. Both stay on the device, in fp64, until `finalize`."""
+    """A sum and a count. Both stay on the device, in fp64, until `finalize`."""
 
     total: Tensor
-    count: Tensor  # type: ignore[assignment]  # shadows tuple.count, which nobody calls
+    count: Tensor  # type: ignore[assignment]  # shadows tuple.count, which is never called
 
 
 class Max(NamedTuple):
-    """A largest value; -inf when there was none, which `finalize` leaves out."""
+    """A maximum; -inf over no entries, which `finalize` omits."""
 
     value: Tensor
 
 
 class Min(NamedTuple):
-    """A smallest value; +inf when there was none, which `finalize` leaves out."""
+    """A minimum; +inf over no entries, which `finalize` omits."""
 
     value: Tensor
 
@@ -41,7 +41,7 @@ Metrics = dict[str, Metric]
 
 
 def mean(x: Tensor | float, *, mask: Tensor | None = None, weights: Tensor | None = None) -> Mean:
-    """Mean of the (masked-in) entries, or the weighted mean `sum(w x) / sum(w)`; no gradient flows."""
+    """Mean of the unmasked entries, or the weighted mean `sum(w x) / sum(w)`. Detached."""
     x = _detached(x)
     check_mask(mask, x=x)
     w = torch.ones_like(x) if weights is None else weights.detach().to(x)
@@ -51,17 +51,17 @@ def mean(x: Tensor | float, *, mask: Tensor | None = None, weights: Tensor | Non
 
 
 def largest(x: Tensor | float, *, mask: Tensor | None = None) -> Max:
-    """Largest (masked-in) entry."""
+    """Largest unmasked entry."""
     return Max(_extreme(x, mask, -torch.inf).amax())
 
 
 def smallest(x: Tensor | float, *, mask: Tensor | None = None) -> Min:
-    """Smallest (masked-in) entry."""
+    """Smallest unmasked entry."""
     return Min(_extreme(x, mask, torch.inf).amin())
 
 
 def merge(*many: Mapping[str, Metric]) -> Metrics:
-    """One dict of metrics from several: means add, extremes compare. Keys may differ between them."""
+    """Merge dicts of metrics: sums and counts of means add, extremes are compared. Their keys may differ."""
     out: Metrics = {}
     for metrics in many:
         for key, new in metrics.items():
@@ -69,7 +69,8 @@ def merge(*many: Mapping[str, Metric]) -> Metrics:
             if old is None:
                 out[key] = new
             elif type(old) is not type(new):
-                raise TypeError(f"metric {key!r} is a {type(old).__name__} here and a {type(new).__name__} there")
+                kinds = f"a {type(old).__name__} in one dict and a {type(new).__name__} in another"
+                raise TypeError(f"metric {key!r} is {kinds}")
             elif isinstance(old, Mean) and isinstance(new, Mean):
                 out[key] = Mean(old.total + new.total, old.count + new.count)
             elif isinstance(old, Max):
@@ -80,10 +81,10 @@ def merge(*many: Mapping[str, Metric]) -> Metrics:
 
 
 def all_reduce(metrics: Metrics, *, group: torch.distributed.ProcessGroup | None = None) -> Metrics:
-    """The same metrics over all ranks of `group`; three collectives in all. Every rank must hold the same keys.
+    """Reduce the metrics over all ranks of `group` with three collectives. All ranks must hold the same keys.
 
-    A NaN on any rank stays NaN: whether a backend's MAX keeps one depends on the order of the ranks, so that they are
-    counted beside the means.
+    NaN on any rank gives NaN. Whether a backend's MAX keeps a NaN depends on the order of the ranks, so the NaNs of
+    extremes are counted along with the means.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return metrics
@@ -106,10 +107,9 @@ def all_reduce(metrics: Metrics, *, group: torch.distributed.ProcessGroup | None
 
 
 def finalize(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Plain numbers, read from the device in one copy.
+    """The metrics as Python floats, read from the device in one copy.
 
-    What there was nothing of (a mean over no token, the largest of none) is left out, so a NaN in the result is one
-    that was measured.
+    Metrics over no entries are omitted, so a NaN in the result was measured.
     """
     if not metrics:
         return {}
@@ -126,7 +126,7 @@ def finalize(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def stacked(values: Sequence[Tensor]) -> Tensor:
-    """Of numbers on the host and on a device, on the device: `torch.stack` does not take both."""
+    """Stack scalars from mixed devices, on the GPU if any is there."""
     device = next((x.device for x in values if x.device.type != "cpu"), values[0].device)
     return torch.stack([x.to(device) for x in values])
 
@@ -135,8 +135,8 @@ def _detached(x: Tensor | float) -> Tensor:
     return x.detach().double() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
 
 
-def _extreme(x: Tensor | float, mask: Tensor | None, nothing: float) -> Tensor:
+def _extreme(x: Tensor | float, mask: Tensor | None, identity: float) -> Tensor:
     x = _detached(x)
     check_mask(mask, x=x)
-    x = x if mask is None else torch.where(mask, x, nothing)
-    return torch.cat([x.flatten(), x.new_full((1,), nothing)])
+    x = x if mask is None else torch.where(mask, x, identity)
+    return torch.cat([x.flatten(), x.new_full((1,), identity)])

@@ -1,8 +1,8 @@
-"""Several rewards: one number to train on, or a front to choose from. Larger is better in every objective.
+"""Multiple objectives: scalarisations to train on, and Pareto fronts to choose from. Larger is better.
 
-Scalarisations take rewards `[N, K]`, one column per objective, and give `[N]`. They are not scale-free (except
-`normalize_then_sum`, see `rlkit.advantages`): bring the columns to one unit first, by weights or otherwise. Fronts take
-points `[M, K]`, e.g. one evaluated checkpoint per row. NaN is an error on the CPU: it can neither win nor lose.
+Scalarisations map rewards `[N, K]`, one column per objective, to `[N]`. Except for `normalize_then_sum` (see
+`rlkit.advantages`) they depend on the scale of each column: bring the columns to a common scale first, e.g. by weights.
+Functions on fronts take points `[M, K]`, e.g. one evaluated checkpoint per row. NaN raises on the CPU.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ __all__ = [
 
 
 def weighted_sum(rewards: Float[Tensor, "N K"], *, weights: Float[Tensor, "K"]) -> Float[Tensor, "N"]:
-    """The linear scalarisation.
+    """Linear scalarisation.
 
         s_i = sum_k w_k r_ik
 
-    Limits:   one weight 1 and the others 0 gives that reward. Its maximisers lie on the convex hull of the front: a
-              concave stretch of it is reached by no weights, see `tchebycheff`.
-    Differs:  from TRL (`reward_weights`), verl: nothing.
+    Limits:   one weight 1 and the others 0 gives that reward. Its maximisers lie on the convex hull of the front: no
+              weights reach a concave part of it, see `tchebycheff`.
     """
     rewards, weights = _checked(rewards, weights=weights)
     return rewards @ weights
@@ -51,15 +50,15 @@ def tchebycheff(
     ideal: Float[Tensor, "K"],
     slope: float = 0.0,
 ) -> Float[Tensor, "N"]:
-    """Minus the largest weighted distance to the ideal point: the worst objective decides.
+    """Minus the largest weighted distance to the ideal point: only the worst objective counts.
 
         d_ik = w_k (ideal_k - r_ik)          s_i = -max_k d_ik - slope sum_k d_ik
 
-    `ideal` is at least as good as anything attainable in each objective (the best seen so far is common). Every Pareto
-    optimal point maximises s for some weights, on concave stretches too. A small `slope` (the augmented form) excludes
-    weakly dominated maximisers.
+    `ideal` is at least as good as any attainable value of each objective (a common choice: the best so far). Every
+    Pareto-optimal point maximises s for some weights, also on concave parts of the front. A small `slope` (the
+    augmented form) excludes weakly dominated maximisers.
 
-    Limits:   at the ideal point s = 0; slope -> infinity, over slope, is `weighted_sum` up to a constant.
+    Limits:   at the ideal point s = 0; s / slope tends to `weighted_sum` up to a constant as slope -> infinity.
     Reference: Steuer & Choo 1983, https://doi.org/10.1007/BF02591870; Miettinen, Nonlinear Multiobjective Optimization
     """
     if not slope >= 0:
@@ -75,7 +74,7 @@ def smooth_tchebycheff(
     ideal: Float[Tensor, "K"],
     temperature: float,
 ) -> Float[Tensor, "N"]:
-    """`tchebycheff` with a soft maximum: every objective keeps some pull, the worst one most.
+    """`tchebycheff` with a soft maximum: every objective has some weight, the worst one the most.
 
         s_i = -temperature logsumexp_k(w_k (ideal_k - r_ik) / temperature)
 
@@ -91,14 +90,14 @@ def smooth_tchebycheff(
 def dominates(a: Float[Tensor, "*batch K"], b: Float[Tensor, "*batch K"]) -> Bool[Tensor, "*batch"]:
     """Whether a is at least as good as b in every objective and better in one. The leading axes broadcast.
 
-    A point does not dominate itself or its equal. NaN, which compares with nothing, raises ValueError (on the CPU).
+    A point does not dominate an equal point. NaN raises ValueError (on the CPU).
     """
     check_no_nan(None, a=a, b=b)
     return (a >= b).all(-1) & (a > b).any(-1)
 
 
 def num_dominating(points: Float[Tensor, "M K"]) -> Int[Tensor, "M"]:
-    """For each point how many of the others dominate it: 0 on the front. O(M^2 K) time, O(M^2) memory."""
+    """The number of points that dominate each point: 0 on the front. O(M^2 K) time, O(M^2) memory."""
     (points,) = _checked(points, "points")
     columns = points.unbind(1)
     no_worse = torch.ones(points.shape[0], points.shape[0], dtype=torch.bool, device=points.device)
@@ -110,20 +109,21 @@ def num_dominating(points: Float[Tensor, "M K"]) -> Int[Tensor, "M"]:
 
 
 def pareto_mask(points: Float[Tensor, "M K"]) -> Bool[Tensor, "M"]:
-    """Which points no other one dominates: the Pareto front. Equal points are all in or all out."""
+    """True for the points that no other point dominates: the Pareto front. Equal points are all in or all out."""
     return num_dominating(points) == 0
 
 
 def hypervolume(points: Float[Tensor, "M K"], *, reference: Float[Tensor, "K"]) -> Float[Tensor, ""]:
-    """Volume of what the points dominate above `reference`: one number for how good a front is.
+    """Hypervolume indicator: the volume that the points dominate above `reference`.
 
         volume of the union of the boxes [reference, point]
 
-    A point that is not better than the reference in every objective adds nothing. Detached. Computed in fp64, exactly:
-    two objectives by one sweep; more by `moocore` (C, extra `pareto`) where it is installed, otherwise by slicing along
-    the last objective, O(M^(K-1)): fine for tens of points and up to five objectives.
+    A point that is not better than the reference in every objective adds nothing. Detached. Exact, in fp64: one sweep
+    for two objectives; for more, `moocore` (C, extra `pareto`) if it is installed, otherwise slicing along the last
+    objective, O(M^(K-1)): fast enough for tens of points and up to five objectives.
 
-    Limits:   one point gives the product of its distances; a dominated point adds nothing; shifts of all cancel.
+    Limits:   one point gives the product of its distances; a dominated point adds nothing; invariant to a common shift
+              of points and reference.
     Reference: Zitzler & Thiele 1998, https://doi.org/10.1007/BFb0056872; slicing: While et al. 2006,
                https://doi.org/10.1109/TEVC.2005.851275; https://github.com/multi-objective/moocore
     """
@@ -143,22 +143,22 @@ def hypervolume(points: Float[Tensor, "M K"], *, reference: Float[Tensor, "K"]) 
 
 
 class Archive(NamedTuple):
-    """A Pareto front with what belongs to each point (a step, a path): plain data, sorted by the first objective."""
+    """A Pareto front with one item per point (e.g. a step, a path): plain data, sorted by the first objective."""
 
     points: tuple[tuple[float, ...], ...]
     items: tuple[Any, ...]
 
 
 def archive_init() -> Archive:
-    """An archive with nothing in it."""
+    """An empty archive."""
     return Archive((), ())
 
 
 def archive_insert(archive: Archive, point: tuple[float, ...], item: Any, *, max_size: int | None = None) -> Archive:
-    """A new archive with the point in it and without those it dominates; the same archive if the point is dominated.
+    """A new archive with the point, without the points it dominates; the same archive if the point is dominated.
 
-    A point equal to one that is there is dropped: the older item stays. Beyond `max_size` the point with the smallest
-    crowding distance leaves, never the best one of an objective: the front keeps its ends and its spread.
+    A point equal to an archived one is dropped, and the older item stays. Beyond `max_size` the point with the smallest
+    crowding distance is removed, but never the best point of an objective, so the front keeps its ends.
 
     Reference: Deb et al. 2002 (NSGA-II), https://doi.org/10.1109/4235.996017, section III-B
     """
@@ -166,7 +166,9 @@ def archive_insert(archive: Archive, point: tuple[float, ...], item: Any, *, max
     if any(x != x for x in point):
         raise ValueError(f"point must not contain NaN, got {point}")
     if archive.points and len(point) != len(archive.points[0]):
-        raise ValueError(f"point must have {len(archive.points[0])} objectives like those before it, got {len(point)}")
+        raise ValueError(
+            f"point must have {len(archive.points[0])} objectives, as archived points do, got {len(point)}"
+        )
     if max_size is not None and max_size < 1:
         raise ValueError(f"max_size must be at least 1, got {max_size}")
     if any(_no_worse(old, point) for old in archive.points):
@@ -197,7 +199,7 @@ def _crowding(points: list[tuple[float, ...]]) -> list[float]:
 
 
 def _sweep(gains: Tensor) -> Tensor:
-    """Exact volume for one or two objectives: from the best in the first, only rises of the second add a strip."""
+    """Exact volume for one or two objectives: in descending order of the first, rises of the second add strips."""
     if gains.shape[1] == 1:
         return gains.amax()
     width, height = gains[gains[:, 0].argsort(descending=True)].unbind(1)
@@ -206,7 +208,7 @@ def _sweep(gains: Tensor) -> Tensor:
 
 
 def _slices(gains: Tensor) -> Tensor:
-    """Exact volume: between two neighbouring values of the last objective, the volume of the rest of those above."""
+    """Exact volume: sum of slabs between neighbouring values of the last objective, each by recursion on the rest."""
     if gains.shape[1] <= 2:
         return _sweep(gains)
     gains = gains[gains[:, -1].argsort(descending=True)]
@@ -224,7 +226,7 @@ def _weighted_distance(rewards: Tensor, weights: Tensor, ideal: Tensor) -> Tenso
 
 
 def _checked(points: Tensor, name: str = "rewards", **per_objective: Tensor) -> list[Tensor]:
-    """`[N, K]` and its `[K]` companions, checked and in one dtype."""
+    """The points `[N, K]` and the `[K]` tensors, checked, in one dtype."""
     check_float(**{name: points}, **per_objective)
     if points.ndim != 2 or points.shape[1] == 0:
         raise ValueError(f"{name} must have shape [N, K], one column per objective, got {list(points.shape)}")

@@ -1,4 +1,4 @@
-"""Trajectories to packed tensors and back; batches to mini-batches to micro-batches.
+"""Pack trajectories into tensors and unpack them; split batches into mini-batches and micro-batches.
 
 >>> t = Trajectory(prompt_ids=[5, 6, 7], ids=[8, 9], mask=[True, True], logp=[-0.5, -0.25], versions=[0, 0], reward=1.0)
 >>> b = pack([[t, t]])
@@ -32,17 +32,17 @@ _IDS = ("group_ids", "episode_ids")
 
 
 def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) -> Batch:
-    """Groups of trajectories as one packed batch; the targets are shifted here, once and for all.
+    """Pack groups of trajectories into one batch. Targets are shifted here, and only here.
 
     With `share_prompts` (default) every distinct prompt of a group is stored once, as a prefix, and a sequence is
-    `[last prompt token, s_1 .. s_{n-1}]`. Without, each sequence carries its whole prompt (mask False) and the prefixes
-    are empty: the reference that sharing must equal. A truncated trajectory keeps one more place, mask False, for its
-    bootstrap value. The terminal reward is put on the last action; float streams are 0 where the mask is False.
-    Pieces of one episode (`Trajectory.continues`) share an entry of `episode_ids`; each ends with the episode's reward.
+    `[last prompt token, s_1 .. s_{n-1}]`. Otherwise each sequence carries its whole prompt (mask False) and the
+    prefixes are empty; sharing gives the same results. A truncated trajectory has one more input, mask False, for its
+    bootstrap value. The terminal reward is on the last action; float streams are 0 where the mask is False.
+    The pieces of one episode (`Trajectory.continues`) have equal `episode_ids`; each ends with the episode's reward.
 
-    Errors: an empty prompt, streams of different lengths, a non-finite log-prob or reward at a trained token, a
-    trajectory without tokens that is not marked truncated, a piece that continues nothing or has another reward than
-    the piece before it. Each names the group and the sample.
+    Errors: ValueError, naming group and sample, for an empty prompt, streams of different lengths, a non-finite
+    log-prob or reward at a trained token, a trajectory without tokens that is not truncated, and a piece that follows
+    no other piece or whose reward differs from the one before it.
     """
     for g, group in enumerate(groups):
         if isinstance(group, Trajectory):
@@ -63,7 +63,7 @@ def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) 
     num_tokens = sum(lens)
 
     def stream(per_sample: Callable[[Trajectory], Sequence[float]], dtype: torch.dtype, fill: float = 0) -> Tensor:
-        """One `[T]` stream: `fill` over the prompt, the sample's values, `fill` at the place after a truncation."""
+        """One `[T]` stream: `fill` over the prompt, the sample's values, `fill` at the input after a truncation."""
         parts = (
             chain([fill] * (len(h) - 1), per_sample(t), [fill] * t.truncated)
             for h, t in zip(heads, samples, strict=True)
@@ -93,11 +93,11 @@ def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) 
 
 
 def unpack(batch: Batch) -> list[list[Trajectory]]:
-    """The trajectories `pack` was given, in their groups; floats as fp32 holds them, `score` and `info` left empty.
+    """The trajectories that were packed, in their groups. Floats have fp32 precision; `score` and `info` are not kept.
 
-    Pieces of one episode that `select` kept apart from each other are episodes of their own afterwards.
-    Of an unshared batch, which no longer knows where its prompts end, the first token of each counts as the prompt and
-    the rest of it as masked tokens.
+    Pieces of one episode that are no longer adjacent (after `select`) become separate episodes.
+    An unshared batch does not record where its prompts end: the first token of each sequence becomes the prompt, and
+    the rest of the prompt masked tokens.
     """
     prefixes = [p.tolist() for p in batch.prefix_tokens.split(seq_lens(batch.prefix_cu).tolist())]
     lens = seq_lens(batch.cu_seqlens).tolist()
@@ -139,9 +139,9 @@ class Packed(NamedTuple):
 
 
 def from_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"]) -> Packed:
-    """Padded `[B, L, ...]` tensors without their padding. `padding_mask` is True at real tokens, wherever they stand.
+    """Remove the padding of `[B, L, ...]` tensors. `padding_mask` is True at real tokens, in any arrangement.
 
-    `to_padded(*packed.streams, padding_mask=padding_mask)` is the exact inverse: the mask is the witness.
+    `to_padded(*packed.streams, padding_mask=padding_mask)` is the exact inverse.
     """
     for i, x in enumerate(streams):
         check_mask(padding_mask, **{f"streams[{i}][:, :]": x[..., 0] if x.ndim > 2 else x})
@@ -149,7 +149,7 @@ def from_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"]) -> Packed:
 
 
 def to_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"], fill: float = 0) -> tuple[Tensor, ...]:
-    """Packed `[T, ...]` streams back at their places in `[B, L, ...]`, `fill` elsewhere. Inverse of `from_padded`."""
+    """Packed `[T, ...]` streams as padded `[B, L, ...]` tensors, `fill` at padding. Inverse of `from_padded`."""
     num_real = int(padding_mask.sum())
     out = []
     for i, x in enumerate(streams):
@@ -161,7 +161,7 @@ def to_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"], fill: float =
 
 
 def select(batch: Batch, index: Int[Tensor, "M"] | Sequence[int]) -> Batch:
-    """The sequences `index`, in that order, with the prefixes they need; all ids become dense again."""
+    """The sequences `index`, in that order, with the prefixes they need. All ids are made dense again."""
     index = torch.as_tensor(index, dtype=torch.long, device=batch.tokens.device)
     tokens, cu_seqlens = _rows(batch.cu_seqlens, index)
     used, prefix_ids = batch.prefix_ids[index].unique(return_inverse=True)
@@ -179,7 +179,7 @@ def select(batch: Batch, index: Int[Tensor, "M"] | Sequence[int]) -> Batch:
 
 
 def split(batch: Batch, num_minibatches: int, *, epochs: int = 1, seed: int = 0) -> Iterator[Batch]:
-    """Mini-batches of whole groups, `num_minibatches` per epoch, reshuffled each epoch by `seed` alone."""
+    """Mini-batches of whole groups, `num_minibatches` per epoch; the order is reshuffled each epoch from `seed`."""
     group_ids = batch.group_ids.unique()
     if not 1 <= num_minibatches <= max(1, group_ids.numel()):
         raise ValueError(
@@ -206,22 +206,21 @@ def microbatches(
     rank: int = 0,
     ranks: int = 1,
 ) -> Iterator[tuple[Batch, *tuple[Tensor, ...]]]:
-    """Cut a batch and any `[T]` tensors beside it, e.g. `(batch, weights)`, into balanced micro-batches of one budget.
+    """Split a batch, and any `[T]` tensors with it, e.g. `(batch, weights)`, into balanced micro-batches.
 
-    Nothing is lost or repeated: every token of the batch is in exactly one micro-batch. See `plan_microbatches`.
-    Sequences flagged `apart` never share a micro-batch with the others: those that need no gradient, say. With
-    `whole_groups` no group is cut: a preference pair, whose loss couples its samples. Data parallel rank `rank` of
-    `ranks` gets its share; every rank gets as many micro-batches, some of them possibly empty.
+    Every token of the batch is in exactly one micro-batch of at most `max_tokens` tokens (see `plan_microbatches`).
+    Sequences where `apart` is True never share a micro-batch with the others, e.g. sequences that need no gradient.
+    `whole_groups` keeps groups intact, e.g. preference pairs, whose loss couples the samples. Data parallel rank `rank`
+    of `ranks` gets its share; all ranks get the same number of micro-batches, some possibly empty.
     """
     batch, *tensors = streams
     for i, x in enumerate(tensors, start=1):
         if x.shape[:1] != batch.tokens.shape:
             raise ValueError(f"streams[{i}] must have first axis T = {batch.num_tokens}, got {list(x.shape)}")
-    everything = torch.arange(batch.num_seqs)
-    parts = [everything] if apart is None else [everything[~apart], everything[apart]]
-    for part in parts:
-        own = batch if part.numel() == batch.num_seqs else select(batch, part)
-        plan = plan_microbatches(own, max_tokens=max_tokens, ranks=ranks, whole_groups=whole_groups)
+    seqs = torch.arange(batch.num_seqs)
+    for part in [seqs] if apart is None else [seqs[~apart], seqs[apart]]:
+        subset = batch if part.numel() == batch.num_seqs else select(batch, part)
+        plan = plan_microbatches(subset, max_tokens=max_tokens, ranks=ranks, whole_groups=whole_groups)
         for members in plan.bins[rank::ranks]:
             if len(members) == batch.num_seqs:
                 yield streams
@@ -232,7 +231,7 @@ def microbatches(
 
 
 def join(batch: Batch) -> tuple[Int[Tensor, "PT"], Int[Tensor, "PT"]]:
-    """What the policy reads: `[prefixes, sequences]` as one stream, and each token's position in its document."""
+    """The input of the policy: `[prefixes, sequences]` as one stream, and each token's position in its document."""
     prefix_lens = seq_lens(batch.prefix_cu)
     lens = torch.cat([prefix_lens, seq_lens(batch.cu_seqlens)])
     start = torch.cat([torch.zeros_like(prefix_lens), prefix_lens[batch.prefix_ids]])
@@ -242,10 +241,10 @@ def join(batch: Batch) -> tuple[Int[Tensor, "PT"], Int[Tensor, "PT"]]:
 
 
 def with_streams(batch: Batch, **streams: Tensor) -> Batch:
-    """The batch with `[T]` streams replaced, each 0 where the mask is False (NaN there never gets in)."""
+    """The batch with `[T]` streams replaced; each is set to 0 where the mask is False, even over NaN."""
     for name, x in streams.items():
         if name not in _FLOATS:
-            raise ValueError(f"{name} is no per-token float stream of Batch; choose from {list(_FLOATS)}")
+            raise ValueError(f"{name} is not a per-token float stream of Batch; choose from {list(_FLOATS)}")
         check_mask(batch.mask, **{name: x})
     return replace(batch, **{k: masked(x, batch.mask) for k, x in streams.items()})
 
@@ -256,7 +255,7 @@ def with_advantages(batch: Batch, baseline: Callable[..., Float[Tensor, "E"]]) -
         A_t = baseline({r_e, g_e : e an episode})[episode of t]
 
     `baseline(rewards, group_ids=group_ids)` is a function of `rlkit.advantages` over episodes (`group_centered`,
-    `leave_one_out`, ...), or your own. An episode that was sampled in several pieces enters its baseline once.
+    `leave_one_out`, ...), or your own. An episode in several pieces enters its baseline once.
 
     Example:  batch = with_advantages(pack(groups), group_centered)
     """
@@ -265,7 +264,7 @@ def with_advantages(batch: Batch, baseline: Callable[..., Float[Tensor, "E"]]) -
 
 
 def _rows(cu: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Token indices of the segments `index`, in order, and their own cu."""
+    """Token indices of the segments `index`, in order, and their cumulative lengths."""
     lens = seq_lens(cu)[index]
     new_cu = cumulative(lens)
     offset = (cu[index] - new_cu[:-1]).repeat_interleave(lens)
@@ -274,11 +273,11 @@ def _rows(cu: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 def _check_continues(t: Trajectory, before: Trajectory | None, where: str) -> None:
     if before is None:
-        raise ValueError(f"{where}: continues is True, but nothing stands before it in its group")
+        raise ValueError(f"{where}: continues is True, but it is the first trajectory of its group")
     if t.reward != before.reward:
         raise ValueError(
             f"{where}: continues an episode of reward {before.reward}, but has reward {t.reward}; the pieces of an "
-            "episode share one reward (token_rewards are for what differs between them)"
+            "episode share one reward (use token_rewards where they differ)"
         )
 
 
@@ -297,7 +296,7 @@ def _check(t: Trajectory, where: str) -> None:
     if not t.prompt_ids:
         raise ValueError(f"{where}: prompt_ids is empty; a sequence starts with at least one token (e.g. the BOS id)")
     if not t.ids and not t.truncated:
-        raise ValueError(f"{where}: no tokens and not truncated; mark it truncated, or leave it out")
+        raise ValueError(f"{where}: no tokens and not truncated; set truncated=True, or drop it")
     for name in ("mask", "logp", "versions", "token_rewards"):
         x = getattr(t, name)
         if x is not None and len(x) != len(t.ids):
@@ -308,4 +307,4 @@ def _check(t: Trajectory, where: str) -> None:
         if trained and not math.isfinite(logp):
             raise ValueError(f"{where}: logp[{j}] is {logp} at a trained token; did the engine return log-probs?")
     if t.token_rewards and any(r != 0 and not m for r, m in zip(t.token_rewards, t.mask, strict=True)):
-        raise ValueError(f"{where}: token_rewards is not 0 at a token that the policy did not sample")
+        raise ValueError(f"{where}: token_rewards must be 0 at tokens that the policy did not sample (mask False)")

@@ -1,17 +1,18 @@
 """Sums, means and broadcasts over packed sequences, groups and episodes: no Python loops, no atomics.
 
-Episodes in pieces. A chat template may rewrite history between two turns (drop the reasoning of past turns, reformat a
-tool call). The turn that follows was then sampled from another context than the tokens so far, and the episode becomes
-several sequences: `Trajectory.continues`, `Batch.episode_ids`. They share one reward and stay in one group.
+Episodes in several pieces. A chat template may rewrite history between two turns (drop the reasoning of past turns,
+reformat a tool call). The next turn is then sampled from a context that does not extend the tokens so far, and the
+episode becomes several sequences, its pieces (`Trajectory.continues`, `Batch.episode_ids`). They share one reward and
+one group.
 
-    baselines         `episode_advantages`: one reward per episode, its advantage for each of its pieces
-    token_mean        a token is a token: the pieces weigh as the sampled tokens they hold, like a single sequence
-    seq_mean, ...     count *sequences*: an episode of k pieces weighs k times. To count episodes, give their ids to
+    baselines         `episode_advantages`: one reward per episode; all its pieces get the same advantage
+    token_mean        counts tokens, so splitting an episode into pieces changes nothing
+    seq_mean, ...     count *sequences*, so an episode of k pieces weighs k times. To count episodes, use
                       `prompt_mean(mask, group_ids=batch.episode_ids, ...)`: mean over an episode's tokens, then over
-                      episodes, which is `seq_mean` where no episode has further pieces
-    sequence ratios   (GSPO) are those of a piece, which is what was sampled from one context
-    traces            (GAE, returns) end at the end of a piece, each with the episode's reward: exact for gamma = 1 and
-                      lam = 1, else the turns of later pieces are not discounted
+                      episodes; equal to `seq_mean` if every episode is one piece
+    sequence ratios   (GSPO) are per piece, the unit that was sampled from one context
+    traces            (GAE, returns) end at the end of a piece, with the episode's reward: exact for gamma = lam = 1;
+                      otherwise the reward is not discounted over later pieces
     batch statistics  of rewards (`whiten`, `reinforce_pp`) count pieces unless given `rewards[is_first_piece(...)]`
 """
 
@@ -42,12 +43,12 @@ def seq_lens(cu_seqlens: Int[Tensor, "N1"]) -> Int[Tensor, "N"]:
 
 
 def cumulative(lens: Int[Tensor, "N"]) -> Int[Tensor, "N1"]:
-    """`cu_seqlens` of given lengths: 0, l_1, l_1 + l_2, ... The inverse of `seq_lens`."""
+    """`cu_seqlens` from lengths: 0, l_1, l_1 + l_2, ... The inverse of `seq_lens`."""
     return torch.cat([lens.new_zeros(1), lens.cumsum(0, dtype=lens.dtype)])
 
 
 def seq_ids(cu_seqlens: Int[Tensor, "N1"], *, num_tokens: int) -> Int[Tensor, "T"]:
-    """For each token the index of its sequence, e.g. cu_seqlens [0, 2, 2, 3] gives [0, 0, 2]."""
+    """The index of each token's sequence, e.g. cu_seqlens [0, 2, 2, 3] gives [0, 0, 2]."""
     check_bounds(cu_seqlens, num_tokens)
     num_seqs = cu_seqlens.numel() - 1
     return torch.arange(num_seqs, device=cu_seqlens.device).repeat_interleave(
@@ -56,7 +57,7 @@ def seq_ids(cu_seqlens: Int[Tensor, "N1"], *, num_tokens: int) -> Int[Tensor, "T
 
 
 def seq_positions(cu_seqlens: Int[Tensor, "N1"], *, num_tokens: int) -> Int[Tensor, "T"]:
-    """For each token its index inside its sequence, e.g. cu_seqlens [0, 2, 2, 3] gives [0, 1, 0]."""
+    """The index of each token inside its sequence, e.g. cu_seqlens [0, 2, 2, 3] gives [0, 1, 0]."""
     ids = seq_ids(cu_seqlens, num_tokens=num_tokens)
     return torch.arange(num_tokens, device=cu_seqlens.device) - cu_seqlens[ids]
 
@@ -64,9 +65,9 @@ def seq_positions(cu_seqlens: Int[Tensor, "N1"], *, num_tokens: int) -> Int[Tens
 def broadcast_to_tokens(
     x: Float[Tensor, "N"], *, cu_seqlens: Int[Tensor, "N1"], num_tokens: int | None = None
 ) -> Float[Tensor, "T"]:
-    """One value per sequence, repeated for each of its tokens.
+    """Repeat one value per sequence for each of its tokens.
 
-    `num_tokens` is `cu_seqlens[-1]`; give it where reading that value would cost a device sync.
+    `num_tokens` is `cu_seqlens[-1]`; pass it to avoid the device sync of reading that value.
     """
     check_bounds(cu_seqlens, num_tokens)
     if x.shape != (cu_seqlens.numel() - 1,):
@@ -78,7 +79,7 @@ def broadcast_to_tokens(
 def seq_sum(
     x: Float[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"], mask: Bool[Tensor, "T"] | None = None
 ) -> Float[Tensor, "N"]:
-    """Sum over each sequence's (masked-in) tokens; 0 for an empty one."""
+    """Sum over each sequence's unmasked tokens; 0 for an empty sequence."""
     check_float(x=x)
     check_mask(mask, x=x)
     check_cu_seqlens(cu_seqlens, x=x)
@@ -96,14 +97,14 @@ def seq_count(mask: Bool[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"]) -> Int[
 def seq_mean(
     x: Float[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"], mask: Bool[Tensor, "T"] | None = None
 ) -> Float[Tensor, "N"]:
-    """Mean over each sequence's (masked-in) tokens; 0 where there are none."""
+    """Mean over each sequence's unmasked tokens; 0 if there are none."""
     total = seq_sum(x, cu_seqlens=cu_seqlens, mask=mask)
     count = seq_lens(cu_seqlens) if mask is None else seq_count(mask, cu_seqlens=cu_seqlens)
     return total / count.clamp(min=1)
 
 
 def group_sum(x: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Sum over each member's group, given back to every member. Groups may be ragged and in any order."""
+    """Sum over each member's group, returned for every member. Groups may be ragged and in any order."""
     check_float(x=x)
     check_ids(x, group_ids=group_ids)
     return _by_group(upcast(x), group_ids)
@@ -116,12 +117,12 @@ def group_count(group_ids: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
 
 
 def group_mean(x: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Mean over each member's group, given back to every member."""
+    """Mean over each member's group, returned for every member."""
     return group_sum(x, group_ids=group_ids) / group_count(group_ids)
 
 
 def _by_group(x: Tensor, group_ids: Tensor) -> Tensor:
-    """Segment sum over runs of equal ids after a stable sort, given back to every member: static shapes, no atomics."""
+    """Segment sum over runs of equal ids after a stable sort: static shapes, no atomics."""
     order = torch.argsort(group_ids, stable=True)
     ids = group_ids[order]
     rank = torch.cat([ids.new_zeros(min(1, ids.numel())), (ids[1:] != ids[:-1]).cumsum(0)])
@@ -133,27 +134,27 @@ def _by_group(x: Tensor, group_ids: Tensor) -> Tensor:
 def is_first_piece(episode_ids: Int[Tensor, "N"]) -> Bool[Tensor, "N"]:
     """True at the first sequence of each episode: `rewards[is_first_piece(episode_ids)]` has one entry per episode.
 
-    Episodes keep the order of their first pieces. All True where every sequence is an episode of its own.
+    Episodes keep the order of their first pieces. All True if every episode is one sequence.
     """
     check_ids(episode_ids=episode_ids)
     return first_of_group(episode_ids) == torch.arange(episode_ids.numel(), device=episode_ids.device)
 
 
 def episode_advantages(baseline: Callable[..., Float[Tensor, "E"]], batch: Batch) -> Float[Tensor, "N"]:
-    """`baseline(rewards, group_ids=group_ids)` over episodes, handed to all pieces of each.
+    """`baseline(rewards, group_ids=group_ids)` over episodes; all pieces of an episode get its advantage.
 
         A_i = baseline({r_e, g_e : e an episode})[episode of i]
 
-    `baseline` is any function of `rlkit.advantages.groups`, or one bound with `partial`; what it takes besides must
-    have one entry per episode, in the order of `is_first_piece`. For `opo`, an episode's length is that of all pieces:
+    `baseline` is any function of `rlkit.advantages.groups`, or one bound with `partial`; its other tensor arguments
+    must have one entry per episode, in the order of `is_first_piece`. For `opo`, sum the length over the pieces:
 
         lengths = group_sum(seq_count(batch.mask, cu_seqlens=batch.cu_seqlens).float(), group_ids=batch.episode_ids)
         episode_advantages(partial(opo, lengths=lengths[is_first_piece(batch.episode_ids)]), batch)
 
-    Limits:   where no episode has further pieces this is `baseline(batch.rewards, group_ids=batch.group_ids)`, bit for
-              bit. An episode's advantage does not depend on the number of its pieces, or of others'.
-    Differs:  from frameworks that treat each rewritten context as a sample of the group: an episode of many pieces then
-              counts many times in its own baseline, and `leave_one_out` compares it with itself.
+    Limits:   if every episode is one piece this is `baseline(batch.rewards, group_ids=batch.group_ids)`, bit for bit.
+              An episode's advantage does not depend on the number of pieces of any episode.
+    Differs:  if each piece counted as a sample of the group, an episode of many pieces would count many times in its
+              own baseline, and `leave_one_out` would compare it with itself.
     """
     first = is_first_piece(batch.episode_ids)
     per_episode = baseline(batch.rewards[first], group_ids=batch.group_ids[first])
@@ -165,6 +166,6 @@ def episode_advantages(baseline: Callable[..., Float[Tensor, "E"]], batch: Batch
 
 
 def first_of_group(group_ids: Tensor) -> Tensor:
-    """For each member the index of its group's first member."""
+    """The index of the first member of each member's group."""
     order = torch.argsort(group_ids, stable=True)
     return order[torch.searchsorted(group_ids[order], group_ids)]

@@ -55,7 +55,7 @@ def test_pure_serialisable_and_never_negative(name, measured):
 
 @pytest.mark.parametrize("name", [n for n in ALL if not n.startswith("schedule")])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_measurement_that_is_not_finite_raises(name, bad):
+def test_a_non_finite_measurement_raises(name, bad):
     rule = ALL[name]
     with pytest.raises(ValueError, match="measured must be finite"):
         rule.update(rule.init(0.3), bad)
@@ -226,7 +226,7 @@ def test_errors_name_the_argument(make, name):
         make()
 
 
-def test_constants_that_are_not_finite_are_refused():
+def test_non_finite_constants_raise():
     for bound in (math.nan, math.inf, -math.inf):
         for rule in (C.lagrange_at_most, C.lagrange_at_least):
             with pytest.raises(ValueError, match="bound must be finite"):

@@ -49,7 +49,7 @@ def flat(groups):
 
 
 def numbers(groups):
-    """For each sequence the number of its episode, counted through."""
+    """The episode number of each sequence."""
     episodes = [e for group in groups for e in group]
     return [i for i, pieces in enumerate(episodes) for _ in pieces]
 
@@ -66,8 +66,8 @@ def test_pack_numbers_episodes_and_unpack_returns_the_pieces(groups):
 
 @settings(max_examples=40, deadline=None)
 @given(group_lists(), st.randoms(use_true_random=False))
-def test_parts_of_a_batch_keep_episodes_apart_and_together(groups, random):
-    """Two sequences of a part are of one episode exactly if they were so in the whole batch."""
+def test_selecting_sequences_keeps_episodes_together(groups, random):
+    """Two selected sequences belong to one episode if and only if they did in the whole batch."""
     batch = pack(flat(groups))
     index = random.sample(range(batch.num_seqs), random.randint(1, batch.num_seqs))
     part = select(batch, index)
@@ -114,7 +114,7 @@ def test_an_advantage_does_not_depend_on_the_number_of_pieces(groups, baseline):
 @settings(max_examples=40, deadline=None)
 @given(group_lists())
 def test_each_trained_token_gets_the_advantage_of_its_episode(groups):
-    """The README's two lines from groups to advantages, where they meet episodes of several pieces."""
+    """The README's two lines from groups to advantages, with episodes of several pieces."""
     page = (Path(__file__).parents[1] / "README.md").read_text()
     lines = [line.strip() for line in page.split("await rollout(")[1].split("with_old_logp(")[0].splitlines()[1:-1]]
     imports = [line for line in page.splitlines() if line.startswith("from rlkit.")]
@@ -175,16 +175,16 @@ def test_a_batch_made_by_hand_has_an_episode_for_each_sequence():
     assert batch.to("cpu").episode_ids.tolist() == [0, 0, 1]
 
 
-def test_bad_pieces_are_named():
+def test_errors_name_the_bad_piece():
     good = Trajectory([1], [2], [True], [0.0], [0], reward=1.0)
-    with pytest.raises(ValueError, match=r"groups\[1\]\[0\]: continues is True, but nothing stands before it"):
+    with pytest.raises(ValueError, match=r"groups\[1\]\[0\]: continues is True, but it is the first"):
         pack([[good], [replace(good, continues=True)]])
     with pytest.raises(ValueError, match=r"groups\[0\]\[1\]: continues an episode of reward 1.0, but has reward 2.0"):
         pack([[good, replace(good, continues=True, reward=2.0)]])
 
 
-def test_a_baseline_of_another_length_is_refused():
-    """One advantage per sequence, where an episode has two pieces: they would go to the wrong episodes."""
+def test_a_baseline_of_another_length_raises():
+    """One advantage per sequence, although an episode has two pieces: they would go to the wrong episodes."""
     shared = {"prompt_ids": [1], "ids": [7], "mask": [True], "logp": [0.0], "versions": [0]}
     first = Trajectory(**shared, reward=1.0)
     batch = pack([[first, replace(first, continues=True), Trajectory(**shared, reward=0.0)]])

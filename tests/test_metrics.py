@@ -26,7 +26,7 @@ def test_masks_and_weights():
     assert finalize({"w": mean(torch.tensor([1.0, 4.0]), weights=torch.tensor([3.0, 1.0]))}) == {"w": 1.75}
 
 
-def test_what_there_was_nothing_of_is_left_out_and_what_is_wrong_stays():
+def test_metrics_over_no_entries_are_omitted_and_nan_is_kept():
     none = {"m": mean(torch.zeros(0)), "a": largest(torch.zeros(0)), "i": smallest(torch.zeros(0))}
     masked = {"w": mean(torch.ones(2), mask=torch.zeros(2, dtype=torch.bool))}
     wrong = {"nan": mean(torch.tensor([1.0, math.nan])), "inf": largest(torch.tensor([1.0, math.inf]))}
@@ -38,18 +38,18 @@ def test_what_there_was_nothing_of_is_left_out_and_what_is_wrong_stays():
 
 
 def test_one_key_has_one_type():
-    with pytest.raises(TypeError, match="metric 'x' is a Mean here and a Max there"):
+    with pytest.raises(TypeError, match="metric 'x' is a Mean in one dict and a Max in another"):
         merge({"x": mean(1.0)}, {"x": largest(1.0)})
 
 
-def test_types_say_how_to_reduce():
+def test_the_type_defines_the_reduction():
     assert isinstance(mean(2.0), Mean)
     assert isinstance(largest(2.0), Max)
     assert isinstance(smallest(2.0), Min)
     assert not mean(torch.ones(2, requires_grad=True)).total.requires_grad
 
 
-def test_what_was_counted_on_the_host_is_read_together_with_what_is_on_the_device():
+def test_metrics_on_host_and_device_are_read_together():
     host, device = torch.ones(()), torch.ones((), device="meta")  # "meta" is a device without memory
     for values in ([host, device], [device, host]):
         assert stacked(values).device == device.device

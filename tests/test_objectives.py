@@ -129,7 +129,7 @@ def test_normalize_then_sum_is_the_same_function():
 
 @settings(max_examples=40, deadline=None)
 @given(points_of(2, max_size=12), st.randoms())
-def test_archive_is_the_front_of_all_it_saw(points, random):
+def test_archive_is_the_front_of_all_inserted_points(points, random):
     archive = O.archive_init()
     for i, p in enumerate(points):
         before = archive

@@ -87,7 +87,7 @@ def test_every_target_follows_its_token(groups, share):
         assert (stream[~batch.mask] == 0).all()
 
 
-def test_a_group_stores_its_prompt_once_and_another_prompt_beside_it():
+def test_a_group_stores_each_distinct_prompt_once():
     a = Trajectory([1, 2, 3], [4], [True], [0.0], [0])
     b = Trajectory([1, 2, 3, 4, 5], [6], [True], [0.0], [0])
     batch = pack([[a, a, b], [a]])
@@ -115,7 +115,7 @@ def test_microbatches_lose_nothing_and_keep_the_budget(groups, max_tokens, share
 
 @settings(deadline=None)
 @given(group_lists(), st.integers(16, 60), st.data())
-def test_sequences_apart_never_meet_the_others(groups, max_tokens, data):
+def test_flagged_sequences_never_share_a_microbatch_with_others(groups, max_tokens, data):
     batch = pack(groups)
     apart = torch.tensor([data.draw(st.booleans()) for _ in range(batch.num_seqs)], dtype=torch.bool)
     flag = apart.repeat_interleave(batch.cu_seqlens.diff())
@@ -139,7 +139,7 @@ def test_groups_stay_whole_where_they_fit():
     assert [plan.makespan, plan.bound, len(plan.bins)] == [27, 26, 3]
 
 
-def test_a_sequence_over_the_budget_is_named():
+def test_a_sequence_over_the_budget_raises():
     batch = pack([[Trajectory([1, 2], [3] * 10, [True] * 10, [0.0] * 10, [0] * 10)]])
     with pytest.raises(ValueError, match=r"max_tokens=10 is less than sequence 0 with its prompt: 10 \+ 1 tokens"):
         plan_microbatches(batch, max_tokens=10)
@@ -147,7 +147,7 @@ def test_a_sequence_over_the_budget_is_named():
 
 @settings(deadline=None, max_examples=50)
 @given(group_lists(), st.integers(1, 3), st.integers(1, 2))
-def test_split_deals_whole_groups_once_per_epoch(groups, num_minibatches, epochs):
+def test_split_yields_whole_groups_once_per_epoch(groups, num_minibatches, epochs):
     batch = with_streams(pack(groups), advantages=torch.arange(pack(groups).num_tokens).float())
     if num_minibatches > len(groups):
         if num_minibatches > 1:
@@ -165,7 +165,7 @@ def test_split_deals_whole_groups_once_per_epoch(groups, num_minibatches, epochs
     assert all(torch.equal(a.advantages, b.advantages) for a, b in zip(minis, again, strict=True))
 
 
-def test_select_carries_every_stream():
+def test_select_keeps_every_stream():
     t = [Trajectory([7, i], [i, i], [True, True], [-1.0, -2.0], [0, 0], reward=i) for i in range(4)]
     batch = with_streams(pack([t[:2], t[2:]]), values=torch.arange(8.0), ref_logp=-torch.arange(8.0))
     part = select(batch, [3, 0])
@@ -176,11 +176,11 @@ def test_select_carries_every_stream():
     assert part.old_logp is None
 
 
-def test_with_streams_zeroes_masked_places_and_knows_its_names():
+def test_with_streams_zeroes_masked_positions_and_checks_names():
     batch = pack([[Trajectory([1], [2, 3], [True, False], [-1.0, 0.0], [0, -1])]])
     batch = with_streams(batch, advantages=torch.tensor([2.0, float("nan")]))
     assert batch.advantages.tolist() == [2.0, 0.0]
-    with pytest.raises(ValueError, match="tokens is no per-token float stream"):
+    with pytest.raises(ValueError, match="tokens is not a per-token float stream"):
         with_streams(batch, tokens=batch.tokens)
 
 
@@ -215,15 +215,15 @@ good = Trajectory([1], [2, 3], [True, True], [-1.0, -1.0], [0, 0])
         (replace(good, logp=[-1.0, float("nan")]), r"logp\[1\] is nan at a trained token"),
         (replace(good, reward=float("inf")), "reward is inf"),
         (replace(good, ids=[], mask=[], logp=[], versions=[]), "no tokens and not truncated"),
-        (replace(good, mask=[True, False], token_rewards=[0.0, 1.0]), "token_rewards is not 0"),
+        (replace(good, mask=[True, False], token_rewards=[0.0, 1.0]), "token_rewards must be 0"),
     ],
 )
-def test_bad_trajectories_are_named(bad, message):
+def test_errors_name_the_bad_trajectory(bad, message):
     with pytest.raises(ValueError, match=rf"groups\[1\]\[1\]: .*{message}"):
         pack([[good], [good, bad]])
 
 
-def test_bad_calls_are_named():
+def test_bad_calls_raise():
     sample = Trajectory(prompt_ids=[1], ids=[2, 3], mask=[True, True], logp=[-1.0, -1.0], versions=[0, 0])
     batch = pack([[sample, sample]])
     with pytest.raises(TypeError, match=r"groups\[0\] must be a list of trajectories"):

@@ -1,12 +1,13 @@
-"""Advantages: from rewards and values to what multiplies the gradient of the log-probability.
+"""Advantage estimators.
 
-Per sequence `[N]` from a group's rewards; per token `[T]` from rewards, values and traces. No function draws on another
-rank or keeps state; what needs the whole batch says so.
+Group baselines map rewards `[N]` to one advantage per sequence `[N]`; traces map per-token rewards and values `[T]` to
+one advantage per token `[T]`. All functions are stateless and local to the rank. Functions that need statistics of the
+whole batch say so.
 
-    groups       baselines from the rewards of a prompt's samples, best of k
+    groups       baselines from the rewards of one prompt's samples; best of k
     traces       returns, GAE, TD(lambda), n-step
     off_policy   V-trace, Retrace, Q(lambda)
-    batch        whitening, REINFORCE++, several rewards, GiGPO
+    batch        whitening, REINFORCE++, multiple rewards, GiGPO
 """
 
 from rlkit.advantages import batch, groups, off_policy, traces

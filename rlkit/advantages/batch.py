@@ -1,7 +1,7 @@
-"""Advantages that need statistics of the whole batch: whitening, REINFORCE++, several rewards, step groups.
+"""Advantages that need statistics of the whole batch: whitening, REINFORCE++, multiple rewards, step groups.
 
-A batch is one optimizer step's data over all ranks. Rollout metadata is replicated on every rank before the split, so
-these need no collective; computed on a shard, they are another estimator.
+The batch is the data of one optimizer step over all ranks. Rollout metadata is replicated on every rank before the
+split, so no collective is needed. Computed on a shard, these functions give a different estimator.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["gdpo", "gigpo", "normalize_then_sum", "reinforce_pp", "reinforce_pp_
 def whiten(
     advantages: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None, eps: float = 1e-6
 ) -> Float[Tensor, "*shape"]:
-    """Shift and scale to mean 0 and standard deviation 1 over all (masked-in) entries of the batch.
+    """Shift and scale to mean 0 and standard deviation 1 over all unmasked entries of the batch.
 
         (x - mean) / (std + eps)          std unbiased; 0 where the mask is False and where all entries are equal
 
-    Limits:   invariant under a shift and (eps -> 0) a positive scale; of [N] rewards `group_zscore` with one group.
-    Differs:  from verl (`masked_whiten`): (x - mean) / sqrt(var + 1e-8), and a single entry is an error there. From
-              OpenRLHF: biased variance, clamped at 1e-8.
+    Limits:   invariant to a shift and (eps -> 0) to a positive scale; for rewards [N] equal to `group_zscore` with one
+              group.
+    Differs:  from verl (`masked_whiten`): (x - mean) / sqrt(var + 1e-8), and a single entry raises.
     Reference: Andrychowicz et al. 2020, https://arxiv.org/abs/2006.05990
     """
     check_float(advantages=advantages)
@@ -37,7 +37,7 @@ def whiten(
     x = masked(upcast(advantages), mask)
     mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
     count = mask.sum()
-    # Shifting by one of the entries first makes equal entries exact zeros, whatever the rounding of their mean.
+    # Subtract one entry first: equal entries then become exact zeros, however their mean rounds.
     if x.numel():
         first = mask.flatten().int().argmax().reshape(1)
         x = masked(x - x.flatten().index_select(0, first), mask)
@@ -59,12 +59,12 @@ def reinforce_pp(
 
         A = whiten(G)          G_t = r_t + gamma G'          (`discounted_returns`)
 
-    `rewards` are per token with the KL penalty inside, `rlkit.losses.kl_in_reward(..)`: the paper's
+    `rewards` are per token and include the KL penalty (`rlkit.losses.kl_in_reward`): the paper's
     r_t = [t is last] R - kl_coef (log pi - log pi_ref).
 
-    Limits:   without KL and at gamma = 1, every token of a sequence gets its reward, whitened over *tokens*.
-    Differs:  from SkyRL: a masked token's reward does not count. From slime and miles: gamma is not spent on
-              masked gaps (mask [1, 0, 0, 1], kl 1, gamma .9: -1.9 here, -1.729 there, -3.439 where the gap leaks).
+    Limits:   without KL and at gamma = 1, every token of a sequence gets the sequence's reward, whitened over *tokens*.
+    Differs:  from slime and miles: masked gaps are not discounted (mask [1, 0, 0, 1], kl 1, gamma .9: -1.9 here, -1.729
+              there, -3.439 where the gap leaks).
     Reference: Hu et al. 2025, https://arxiv.org/abs/2501.03262
     """
     return whiten(discounted_returns(rewards, mask=mask, cu_seqlens=cu_seqlens, gamma=gamma), mask=mask, eps=eps)
@@ -82,12 +82,11 @@ def reinforce_pp_baseline(
 
         A_t = whiten(r_i - mean(r))          for each action token t of sequence i
 
-    The group's mean reshapes rewards, the batch's std scales them: no group is blown up for varying little. The KL goes
-    into the loss (k2) in the paper.
+    Centring is per group and scaling per batch, so a group whose rewards hardly vary is not amplified. The paper puts
+    the KL into the loss (k2). For the KL in the token rewards, as slime can, use `reinforce_pp` on centred rewards.
 
-    Limits:   a batch in which all groups are solved or hopeless gets 0. A singleton enters the whitening with 0.
-    Differs:  from verl (`reinforce_plus_plus_baseline`): its singleton enters with the raw reward. From slime: it can
-              put the KL into the token rewards; do so by `reinforce_pp` on centred rewards.
+    Limits:   a batch in which every group has equal rewards gets 0. A singleton enters the whitening with 0.
+    Differs:  from verl (`reinforce_plus_plus_baseline`): a singleton enters the whitening with its raw reward.
     Reference: Hu et al. 2025, https://arxiv.org/abs/2501.03262
     """
     centered = group_centered(rewards, group_ids=group_ids)
@@ -102,16 +101,16 @@ def normalize_then_sum(
     weights: Float[Tensor, "K"] | None = None,
     eps: float = 1e-6,
 ) -> Float[Tensor, "N"]:
-    """Each of K rewards z-scored inside its group, then their weighted sum.
+    """Z-score each of K rewards inside its group, then take their weighted sum.
 
-        A_i = sum_k w_k group_zscore(r_k)_i          w_k = 1 where not given
+        A_i = sum_k w_k group_zscore(r_k)_i          w_k defaults to 1
 
-    So a reward with a large spread does not drown the others, and answers with different reward vectors but the same
-    sum stay different.
+    A reward with a large variance does not dominate the others, and answers whose reward vectors differ but have the
+    same sum get different advantages.
 
-    Limits:   K = 1 is `group_zscore`; invariant under a shift and (eps -> 0) a positive scale of each reward by itself.
-    Differs:  from TRL (`multi_objective_aggregation="normalize_then_sum"`): no NaN for "does not apply"; the step
-              that follows there, division by the batch's std, is `gdpo`.
+    Limits:   K = 1 is `group_zscore`; invariant to a shift and (eps -> 0) a positive scale of each reward.
+    Differs:  from TRL (`multi_objective_aggregation="normalize_then_sum"`): NaN does not mean "does not apply", and the
+              division by the batch's std that follows there is `gdpo`.
     Reference: Liu et al. 2026 (GDPO), https://arxiv.org/abs/2601.05242
     """
     if rewards.ndim != 2:
@@ -132,12 +131,12 @@ def gdpo(
     weights: Float[Tensor, "K"] | None = None,
     eps: float = 1e-6,
 ) -> Float[Tensor, "N"]:
-    """Each of K rewards z-scored inside its group, their weighted sum whitened over the batch (GDPO).
+    """Z-score each of K rewards inside its group, then whiten their weighted sum over the batch (GDPO).
 
         A = whiten(normalize_then_sum(rewards))
 
     Limits:   K = 1 is whitened `group_zscore`; the scale of the advantages does not grow with K.
-    Differs:  from verl (`gdpo`): it whitens over tokens, so that long answers count more; from TRL, eps.
+    Differs:  from verl (`gdpo`): it whitens over tokens, so long answers weigh more.
     Reference: Liu et al. 2026, https://arxiv.org/abs/2601.05242
     """
     return whiten(normalize_then_sum(rewards, group_ids=group_ids, weights=weights, eps=eps), eps=eps)
@@ -153,15 +152,15 @@ def gigpo(
     step_weight: float = 1.0,
     baseline: Callable[..., Tensor] = group_centered,
 ) -> Float[Tensor, "S"]:
-    """Two levels of groups for agents: episodes of one task, and steps taken from the same state (GiGPO).
+    """Two levels of groups for agents: episodes of one task, and steps that start in the same state (GiGPO).
 
         A_s = baseline(rewards)[episode of s] + step_weight * baseline(step_returns, by anchor state)[s]
 
-    `step_seq_ids` says to which of the N episodes a step belongs, `step_group_ids` which steps start in the same state
-    (of the same task: give other tasks other ids), `step_returns` are the discounted rewards from the step on
-    (`discounted_returns` over steps). `baseline` is any `(rewards, *, group_ids)` function of this package.
+    `step_seq_ids` is the index of each step's episode. Steps with equal `step_group_ids` start in the same state of the
+    same task; ids must differ between tasks. `step_returns` are the returns of the steps (`discounted_returns` over
+    steps). `baseline` is any `(rewards, *, group_ids)` function of this package.
 
-    Limits:   step_weight = 0, or states that never repeat, give the episode's advantage.
+    Limits:   with step_weight = 0, or if no state repeats, this is the episode's advantage.
     Reference: Feng et al. 2025, https://arxiv.org/abs/2505.10978, eq. 3-8
     """
     check_ids(step_returns, step_seq_ids=step_seq_ids, step_group_ids=step_group_ids)

@@ -1,18 +1,18 @@
 """Group baselines: one reward per sequence [N] in, one advantage per sequence [N] out.
 
-`group_ids` say which sequences answer the same prompt. Groups may be ragged, in any order and with gaps in the ids.
-A group of one has nothing to be compared with: its advantage is 0 under every function here. So is the advantage of a
-group whose rewards are all equal, exactly, whatever the rounding: filters may test for `== 0`.
+Sequences with equal `group_ids` answer the same prompt. Groups may be ragged and in any order, and ids may have gaps.
+Every function here gives advantage 0 to a group of one, and to a group whose rewards are all equal. The 0 is exact
+(no rounding noise), so filters may test for `== 0`.
 
     b_i     baseline of sequence i          n      size of its group
     mean    over its group                  std    unbiased (ddof 1) over its group
 
-Best of k (`max_at_k`, ...): the objective is E[max of k samples' rewards], which with 0/1 rewards is pass@k. All are
-averages over the size-k subsets of a group of n, in closed form: the rewards of a group are sorted, and the sample of
-rank j (0 = worst) is the best of C(j, k-1) of the C(n, k) subsets. A group smaller than k has no such subset and gets
-advantage 0. Ties need no care: equal rewards get equal advantages.
+Best of k (`max_at_k`, `pass_at_k`): the objective is E[max of k samples' rewards]; with 0/1 rewards this is pass@k.
+Both average over the size-k subsets of a group of n in closed form: with the group's rewards sorted, the sample of rank
+j (0 = worst) is the best of C(j, k-1) of the C(n, k) subsets. A group smaller than k gets advantage 0. Equal rewards
+get equal advantages.
 
-The last function has a baseline per token position, from the group's other sequences at the same position.
+`optimal_token_baseline` has one baseline per token position, computed from all sequences of the group at that position.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ def group_centered(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) 
 
         A_i = r_i - mean(r)
 
-    Limits:   invariant under a shift of a group's rewards; scales with them; sums to 0 in each group.
-    Differs:  from verl (`norm_adv_by_std_in_grpo=False`): a singleton has advantage 0; there it keeps the raw reward.
-              From slime and SkyRL: groups need no common size. From TRL (`scale_rewards="none"`): nothing.
+    Limits:   invariant to a shift of a group's rewards; scales with them; sums to 0 in each group.
+    Differs:  from verl (`norm_adv_by_std_in_grpo=False`): there a singleton keeps its raw reward.
     Reference: Liu et al. 2025, https://arxiv.org/abs/2503.20783
     """
     check_float(rewards=rewards)
@@ -65,9 +64,9 @@ def group_zscore(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], ep
 
         A_i = (r_i - mean(r)) / (std(r) + eps)
 
-    Limits:   invariant under a shift of a group's rewards, and under their scale for eps -> 0.
-    Differs:  from TRL: eps is 1e-4 there. From verl: its singleton has mean 0 and std 1, so the raw reward; here 0.
-              The gradient at equal rewards is 0, not NaN.
+    Limits:   invariant to a shift of a group's rewards, and to their scale for eps -> 0. The gradient at equal rewards
+              is 0, not NaN.
+    Differs:  from verl: there a singleton keeps its raw reward. From TRL: eps is 1e-4 there.
     Reference: Shao et al. 2024, https://arxiv.org/abs/2402.03300
     """
     centered = group_centered(rewards, group_ids=group_ids)
@@ -82,7 +81,7 @@ def leave_one_out(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -
     The baseline does not depend on the sample itself, so the gradient estimate is unbiased.
 
     Limits:   n / (n - 1) times `group_centered`.
-    Differs:  from verl `rloo`: its singleton keeps the raw reward; here 0, as in verl `rloo_vectorized`.
+    Differs:  from verl `rloo`: there a singleton keeps its raw reward; verl `rloo_vectorized` gives 0, as here.
     Reference: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740
     """
     count = group_count(group_ids)
@@ -94,12 +93,11 @@ def max_rl(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], eps: flo
 
         A_i = (r_i - mean(r)) / (mean(r) + eps)          0 where mean(r) = 0
 
-    With 0/1 rewards a solved sample of a group with success rate p gets (1 - p) / p: rare successes weigh most, as in
-    maximum likelihood, of whose gradient this is an unbiased estimate truncated at order n. Made for rewards >= 0.
+    With 0/1 rewards a solved sample of a group with success rate p gets (1 - p) / p, so rare successes weigh most. This
+    is an unbiased estimate of the maximum-likelihood gradient, truncated at order n. Meant for rewards >= 0.
 
-    Limits:   scales neither with the rewards nor with their unit (eps -> 0); a group without success gets 0.
-    Differs:  from SkyRL (`maxrl`): its singleton keeps the raw reward. From prime-rl (`max_rl`): no epsilon there, and
-              0 where the mean is negative.
+    Limits:   invariant to the scale of the rewards (eps -> 0); a group without success gets 0.
+    Differs:  from SkyRL (`maxrl`): there a singleton keeps its raw reward.
     Reference: Tajwar et al. 2026, https://arxiv.org/abs/2602.02710
     """
     centered = group_centered(rewards, group_ids=group_ids)
@@ -115,7 +113,7 @@ def group_mean_batch_std(
 
         A_i = (r_i - mean(r)) / (std_batch(r) + eps)          std unbiased
 
-    One scale for all groups: an easy or hard prompt, whose rewards hardly vary, is not blown up.
+    All groups share one scale, so a very easy or very hard prompt, whose rewards hardly vary, is not amplified.
 
     Limits:   a positive multiple of `group_centered`; with one group it is `group_zscore`.
     Differs:  from TRL (`scale_rewards="batch"`): eps is 1e-4 there.
@@ -133,10 +131,11 @@ def opo(rewards: Float[Tensor, "N"], *, lengths: Int[Tensor, "N"], group_ids: In
 
         A_i = r_i - sum_j l_j r_j / sum_j l_j          l_j: number of action tokens of sequence j
 
-    The baseline of least variance if the squared gradient norm of a sequence grows with its length.
+    The minimum-variance baseline if the squared gradient norm of a sequence is proportional to its length.
 
-    Limits:   equal lengths give `group_centered`; invariant under a shift of a group's rewards and a scale of lengths.
-    Differs:  from verl `opo`: its singleton keeps the raw reward; here 0. Lengths that are all 0 count alike.
+    Limits:   equal lengths (also all 0) give `group_centered`; invariant to a shift of a group's rewards and to a scale
+              of the lengths.
+    Differs:  from verl `opo`: there a singleton keeps its raw reward.
     Reference: Hao et al. 2025, https://arxiv.org/abs/2505.23585
     """
     centered = group_centered(rewards, group_ids=group_ids)
@@ -149,14 +148,14 @@ def opo(rewards: Float[Tensor, "N"], *, lengths: Int[Tensor, "N"], group_ids: In
 
 
 def gpg(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Centred rewards, scaled up by the share of samples that carry no signal (GPG).
+    """Centred rewards, scaled up to make up for samples without a learning signal (GPG).
 
         A_i = N / (N - M) (r_i - mean(r))          M: samples of groups whose rewards are all equal
 
-    so that a batch with many solved or hopeless prompts has no smaller gradient.
+    Prompts that are always or never solved then do not shrink the batch's gradient.
 
     Limits:   M = 0 gives `group_centered`; M = N gives 0.
-    Differs:  from verl `gpg`: it divides by the number of nonzero *rewards* in place of N - M.
+    Differs:  from verl `gpg`: it divides by the number of nonzero *rewards* instead of N - M.
     Reference: Chu et al. 2025, https://arxiv.org/abs/2504.02546
     """
     centered = group_centered(rewards, group_ids=group_ids)
@@ -172,18 +171,18 @@ def _over_std(centered: Tensor, sum_squares: Tensor, count: Tensor, eps: float) 
 
 
 def max_at_k(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], k: int) -> Float[Tensor, "N"]:
-    """The unbiased estimator of the gradient of E[max of k rewards] (PKPO), with its baseline of size k - 1.
+    """Unbiased estimator of the gradient of E[max of k rewards] (PKPO), with a leave-one-out baseline of size k - 1.
 
         A_i = n / C(n, k) sum_{I: |I| = k, i in I} (max_I r - max_{I \\\\ i} r)
             = n / C(n, k) sum_{j < i} C(j, k-2) (r_(i) - r_(j))          ranks in ascending order
 
-    Only a sample that beats k - 1 others of some subset is rewarded, by how much it beats the second best.
-    The mean over the group of A_i grad log p_i has expectation grad E[max].
+    A sample gets, for each subset of which it is the best, its lead over the second best. The mean over the group of
+    A_i grad log p_i has expectation grad E[max].
 
-    Limits:   k = 1 is `leave_one_out` (the baseline of no sample is not defined); k = n rewards the best sample alone,
-              by n times its lead over the second. Invariant under a shift of a group's rewards; scales with them.
-    Differs:  from the paper: n times its s^(loo-1), because a loss averages over samples. From verl `grpo_passk`, which
-              is k = n divided by n (and by the group's std): any k <= n, ties and singletons included.
+    Limits:   k = 1 is `leave_one_out` (a baseline of size 0 is undefined); k = n gives only the best sample a nonzero
+              advantage: n times its lead over the second. Invariant to a shift of a group's rewards; scales with them.
+    Differs:  from the paper: n times its s^(loo-1), because a loss averages over samples. verl `grpo_passk` is k = n,
+              divided by n (and by the group's std).
     Reference: Walder & Karkhanis 2025, https://arxiv.org/abs/2505.15201, eq. 33; Tang et al. 2025,
                https://arxiv.org/abs/2503.19595 for k = n
     """
@@ -199,7 +198,7 @@ def max_at_k(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], k: int
 def pass_at_k(
     rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], k: int, eps: float = 1e-6
 ) -> Float[Tensor, "N"]:
-    """GRPO on subsets: each size-k subset is one sample whose reward is its maximum (Pass@k training).
+    """GRPO on subsets: each size-k subset is one sample, and its reward is the maximum (Pass@k training).
 
         A_i = (mean_{I: i in I} max_I r - mean_I max_I r) / (std_I max_I r + eps)          I: the subsets of size k
 
@@ -208,21 +207,22 @@ def pass_at_k(
         R = 1 - C(n-c, k) / C(n, k)      std = sqrt(R (1 - R))
         A = (1 - R) / std  if solved,    A = (1 - R - C(n-c-1, k-1) / C(n-1, k-1)) / std  if not.
 
-    Limits:   k = 1 is `group_zscore` with the biased std; k = n, one subset, gives 0; invariant under a shift and
-              (eps -> 0) a scale of rewards.
-    Differs:  from the paper: any real rewards. The std is that over all subsets (ddof 0), as there.
+    The std is over all subsets (ddof 0), as in the paper. Rewards may be any real numbers.
+
+    Limits:   k = 1 is `group_zscore` with the biased std; k = n (one subset) gives 0; invariant to a shift and
+              (eps -> 0) a scale of the rewards.
     Reference: Chen et al. 2025, https://arxiv.org/abs/2508.10751, section 2.4
     """
     _check_k(k)
     g = _sorted_groups(rewards, group_ids)
-    # No subset's best ranks below k - 1: with that one's reward as zero, equal bests give an exact zero.
+    # The best of a subset has rank >= k - 1. Subtract the reward of that rank: equal maxima then give an exact zero.
     least = torch.arange(g.rank.numel(), device=g.rank.device) - g.rank + (g.size - 1).clamp(max=k - 1)
     r = g.rewards - g.rewards[least]
     best = _share(g.rank, k - 1, g.size, k)  # share of the subsets of which this sample is the best
     mean = group_sum(best * r, group_ids=g.ids)
     var = group_sum(best * (r - mean).square(), group_ids=g.ids)
 
-    # Of the subsets with i: those that i itself wins, and those that a better sample does.
+    # Subsets that contain i: i itself is the best, or a sample of higher rank is.
     better = _share(g.rank - 1, k - 2, g.size - 1, k - 1) * r
     above = group_sum(better, group_ids=g.ids) - _sum_below(better, g) - better
     with_i = _share(g.rank, k - 1, g.size - 1, k - 1) * r + above
@@ -231,7 +231,7 @@ def pass_at_k(
 
 
 class _Sorted(NamedTuple):
-    """A batch sorted by group, then by reward: fp64, shifted so that each group's worst reward is 0."""
+    """A batch sorted by group, then by reward, in fp64; shifted so that each group's lowest reward is 0."""
 
     rewards: Tensor
     ids: Tensor
@@ -240,7 +240,7 @@ class _Sorted(NamedTuple):
     order: Tensor
 
     def restore(self, x: Tensor, *, like: Tensor) -> Tensor:
-        """`x` in the order of the input and the dtype that the input is computed in."""
+        """`x` in the order of the input, in the input's compute dtype."""
         return torch.empty_like(x).index_copy(0, self.order, x).to(upcast(like[:0]).dtype)
 
 
@@ -262,7 +262,7 @@ def _sum_below(x: Tensor, g: _Sorted) -> Tensor:
 
 
 def _share(n: Tensor, k: int, of_n: Tensor, of_k: int) -> Tensor:
-    """C(n, k) / C(of_n, of_k) elementwise in fp64, by logarithms so that no group is too large; 0 where either is 0."""
+    """C(n, k) / C(of_n, of_k) elementwise, in fp64; in log space, so large groups do not overflow; 0 if either is 0."""
     defined = (n >= k) & (k >= 0) & (of_n >= of_k)
     log_share = _log_binomial(n.clamp(min=max(k, 0)), k) - _log_binomial(of_n.clamp(min=of_k), of_k)
     return torch.where(defined, log_share.exp(), 0.0)
@@ -295,15 +295,14 @@ def optimal_token_baseline(
         B_t = sum_j G_jt W_jt / sum_j W_jt         over the sequences j of the group that have a t-th action
         A_t = G_t - B_t                            G: reward-to-go (gamma = 1)
 
-    t counts actions, so tool output does not shift the comparison. `sum_pi_squared` is sum over the vocabulary of the
-    squared probabilities of the distribution that gave `logp`.
+    t counts actions, so tool output does not shift the comparison. `sum_pi_squared` is the sum over the vocabulary of
+    the squared probabilities of the distribution that gave `logp`.
 
-    Limits:   equal W (e.g. the same probabilities), or W = 0 throughout, gives the group's mean return at each t; for
-              a terminal reward and equal lengths that is `group_centered`. Where one sequence alone is that long, and
-              for a singleton group, A = 0.
-    Differs:  from verl `optimal_token_baseline`: it compares by position, gaps counted, and its singleton keeps the
-              return; from `tir_optimal_token_baseline` (actions counted, as here): there the tail of the longest
-              sequence keeps the return (`handle_zero_tail`).
+    Limits:   with equal W (e.g. equal probabilities), or W = 0 everywhere, B is the group's mean return at each t; for
+              a terminal reward and equal lengths A is `group_centered`. A = 0 where only one sequence of the group is
+              long enough, and for a singleton group.
+    Differs:  from verl `optimal_token_baseline`: it compares by position, counting gaps, and a singleton keeps its
+              return. In `tir_optimal_token_baseline`, which counts actions, the tail of the longest sequence keeps it.
     Reference: verl/trainer/ppo/core_algos.py; https://arxiv.org/abs/2602.07078
     """
     given = {"rewards": rewards, "logp": logp, "sum_pi_squared": sum_pi_squared}
@@ -328,14 +327,14 @@ def optimal_token_baseline(
 
 
 def _minus_weighted_mean(x: Tensor, weights: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-    """`x` minus its weighted mean over the (masked-in) tokens of one key; the plain mean where all weights are 0."""
+    """`x` minus its weighted mean over the unmasked tokens of equal key; unweighted where all weights are 0."""
     order = torch.argsort(keys, stable=True)
     keys, x, weights, mask = keys[order], x[order], weights[order], mask[order]
     new = torch.cat([keys.new_ones(1, dtype=torch.bool), keys[1:] != keys[:-1]])
     run = new.cumsum(0) - 1
-    places = torch.arange(keys.numel() + 1, device=keys.device)
-    bounds = torch.searchsorted(run, places)
-    first = torch.where(new, places[:-1], 0).cummax(0).values
+    index = torch.arange(keys.numel() + 1, device=keys.device)
+    bounds = torch.searchsorted(run, index)
+    first = torch.where(new, index[:-1], 0).cummax(0).values
 
     def run_sum(y: Tensor) -> Tensor:
         return torch.segment_reduce(y, "sum", offsets=bounds, initial=0, unsafe=True)[run]

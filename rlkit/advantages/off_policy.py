@@ -1,10 +1,10 @@
-"""Traces for data that another policy sampled: V-trace, Retrace, Q(lambda), clipped importance sampling.
+"""Traces for off-policy data: V-trace, Retrace, Q(lambda), clipped importance sampling.
 
-    ratio_t = exp(log_ratio_t)     log_ratio = logp of the policy that is learned minus logp of the one that sampled
+    ratio_t = exp(log_ratio_t)     log_ratio = logp of the learned policy minus logp of the behaviour policy
 
-The ratio's exponent is bounded from above at 20. Everything that `rlkit.advantages.traces` says of masked tokens,
-`gamma`, `lam`, `bootstrap` and dtypes holds here too. A cap above 1 on what multiplies the trace (`c_max`; `rho_max` in
-`clipped_is_returns`) makes the scan sequential: about 0.3 s for a million tokens.
+The exponent is capped at 20. Masked tokens, `gamma`, `lam`, `bootstrap` and dtypes are as in `rlkit.advantages.traces`.
+A trace cap above 1 (`c_max`; `rho_max` in `clipped_is_returns`) makes the scan sequential: about 0.3 s for a million
+tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["VTrace", "clipped_is_returns", "q_lambda", "retrace", "vtrace"]
 
 
 class VTrace(NamedTuple):
-    """Advantages for the policy (the truncated ratio is inside), targets for the critic."""
+    """Advantages for the policy (they include the truncated ratio), targets for the critic."""
 
     advantages: Float[Tensor, "T"]
     targets: Float[Tensor, "T"]
@@ -50,14 +50,14 @@ def vtrace(
         targets_t = V_t + x_t
         advantages_t = min(pg_rho_max, ratio_t) (r_t + gamma_t targets' - V_t)
 
-    The trace x is cut by its *own* token's c. `targets'` after the last action is `bootstrap`. `pg_rho_max` None is
-    `rho_max`. The advantages already contain the ratio: use them with `reinforce`, not with a second ratio.
+    The trace x is cut by its *own* token's c. `targets'` after the last action is `bootstrap`. `pg_rho_max` defaults to
+    `rho_max`. The advantages include the ratio: use them with `reinforce`, not with a surrogate that has a ratio.
 
     Limits:   at ratio 1 and caps >= 1 the targets are `td_lambda`, and at lam = 1 the advantages those of `gae`; with
-              lam = 0 the targets are one truncated TD step; rho_max = 0 leaves the values as they are; with no
-              truncation and lam = 1 it is per-decision importance sampling.
-    Errors:   rho_max, c_max or pg_rho_max below 0. The paper asks for c_max <= rho_max; this is left to the caller.
-    Differs:  from rlax at lam < 1: its advantages use lam targets' + (1 - lam) V' in place of targets'.
+              lam = 0 the targets are one truncated TD step; rho_max = 0 leaves the values unchanged; without
+              truncation and at lam = 1 it is per-decision importance sampling.
+    Errors:   ValueError for rho_max, c_max or pg_rho_max below 0. The paper's c_max <= rho_max is not checked.
+    Differs:  from rlax at lam < 1: its advantages use lam targets' + (1 - lam) V' instead of targets'.
     Reference: Espeholt et al. 2018, https://arxiv.org/abs/1802.01561, section 4, remark 2
     """
     pg_rho_max = rho_max if pg_rho_max is None else pg_rho_max
@@ -89,17 +89,16 @@ def retrace(
     c_max: float = 1.0,
     bootstrap: Float[Tensor, "N"] | None = None,
 ) -> Float[Tensor, "T"]:
-    """Retrace(lambda): safe off-policy targets for action values.
+    """Retrace(lambda): off-policy targets for action values.
 
         c_t = lam_t min(c_max, ratio_t)
         G_t = r_t + gamma_t (V' + c' (G' - Q'))          after the last action V' is bootstrap and c' is 0
 
     `q_values` are Q(s_t, a_t) of the sampled tokens, `values` V(s_t) = E_a Q(s_t, a) under the learned policy. The
-    trace is cut by the *next* action's c: what this action's own ratio does is left to the caller.
+    trace is cut by the *next* action's c; the target does not contain action t's own ratio. The advantage is G - V.
 
     Limits:   lam = 0 gives r + gamma V'; ratio = 1, lam = 1, Q = V gives `discounted_returns`; a large ratio is
-              capped, a ratio of 0 cuts the trace. The advantage is G - V.
-    Differs:  from rlax `general_off_policy_returns_from_q_and_v`: nothing but the masked gaps.
+              capped, a ratio of 0 cuts the trace.
     Reference: Munos et al. 2016, https://arxiv.org/abs/1606.02647, section 3
     """
     _check_caps(c_max=c_max)
@@ -119,14 +118,13 @@ def q_lambda(
     lam: float | Float[Tensor, "T"] = 1.0,
     bootstrap: Float[Tensor, "N"] | None = None,
 ) -> Float[Tensor, "T"]:
-    """Q(lambda) with off-policy corrections: Retrace's target with no ratio in its trace.
+    """Q(lambda) with off-policy corrections: Retrace's target without a ratio in the trace.
 
         G_t = r_t + gamma_t (V' + lam' (G' - Q'))          after the last action V' is bootstrap and lam' is 0
 
-    Converges where the two policies are close: lam < (1 - gamma) / (gamma d), d their largest L1 distance in a state.
+    Converges if the two policies are close: lam < (1 - gamma) / (gamma d), d their largest L1 distance over states.
 
     Limits:   lam = 0 gives r + gamma V'; Q = V gives `td_lambda` with a constant lam.
-    Differs:  from rlax `general_off_policy_returns_from_q_and_v` at c = lam: nothing but the masked gaps.
     Reference: Harutyunyan et al. 2016, https://arxiv.org/abs/1602.04951
     """
     (like,) = prepared(mask, cu_seqlens, rewards=rewards)
@@ -148,11 +146,11 @@ def clipped_is_returns(
 
         G_t = min(rho_max, ratio_t) (r_t + gamma_t G')          G' after the last action: bootstrap
 
-    An estimate of V(s_t) under the learned policy: it contains the ratio of action t. Unbiased for rho_max = inf, where
-    its variance grows exponentially with the length; biased low (for rewards >= 0) under a cap.
+    Estimates V(s_t) under the learned policy; it includes the ratio of action t. For rho_max = inf it is unbiased, with
+    a variance that grows exponentially with length; with a cap it is biased low (for rewards >= 0). To weight the loss
+    of each token by one ratio instead, use `rlkit.losses.tis`.
 
-    Limits:   ratio = 1 is `discounted_returns`; it is `vtrace` targets at V = 0, lam = 1 and both caps rho_max.
-    Differs:  from LLM systems: they weigh the loss of each token by one ratio instead (`rlkit.losses.tis`).
+    Limits:   ratio = 1 is `discounted_returns`; equal to `vtrace` targets at V = 0, lam = 1 and both caps rho_max.
     Reference: Precup, Sutton & Singh 2000, Eligibility traces for off-policy policy evaluation, section 4; the cap
                as in https://arxiv.org/abs/1802.01561
     """

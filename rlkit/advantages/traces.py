@@ -1,20 +1,20 @@
 """Traces over the tokens of each sequence: rewards and values [T] in, returns or advantages [T] out.
 
-    t'      the next *action* token of the sequence after t (mask True); masked tokens in between do not exist
-    V'      V at t'. After the last action: `bootstrap` of the sequence, 0 where it is not given (terminated)
-    G', A'  likewise; what follows the last action is stated per function
+    t'      the next *action* token (mask True) of the sequence after t; masked tokens in between are skipped
+    V'      V at t'. After the last action: `bootstrap` of the sequence, by default 0 (terminated)
+    G', A'  likewise; each function states the value after the last action
 
-So a tool's output between two actions neither decays nor leaks, whatever its length, and what is stored at masked
-places (NaN included, also in `values`, `gamma` and `lam`) has no effect on values or gradients. Outputs are 0 there. A
-reward at a masked place is ignored: put it on the action that earned it.
+Tool output between two actions, of any length, is not discounted and does not leak. Values at masked positions (also
+NaN, also in `values`, `gamma` and `lam`) affect neither results nor gradients; outputs are 0 there. A reward at a
+masked position is ignored: put it on the action that earned it.
 
-`gamma` and `lam` are floats, or `[T]` tensors: gamma_t and lam_t scale what *follows* token t. They lie in [-1, 1].
-`cu_seqlens` is int32 or int64; sequences may be empty. Everything is differentiable; under `torch.no_grad` it is the
-usual target. bf16 and fp16 are computed and returned in fp32; fp64 stays fp64.
+`gamma` and `lam` are floats or `[T]` tensors in [-1, 1]; gamma_t and lam_t scale what *follows* token t. `cu_seqlens`
+is int32 or int64; sequences may be empty. All functions are differentiable; call them under `torch.no_grad` for
+targets. bf16 and fp16 are computed and returned in fp32; fp64 stays fp64.
 
-All of them are one recurrence, x_t = a_t x_{t+1} + b_t, backwards inside each sequence. A masked token is the identity
-(a, b) = (1, 0): the scan's value *at* a masked token is the value at the next action token (or the end value after the
-last), which is what "next action" means.
+All are the recurrence x_t = a_t x_{t+1} + b_t, computed backwards inside each sequence. A masked token is its identity,
+(a, b) = (1, 0), so the scan's value *at* a masked token is the value at the next action (or the end value after the
+last one).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 
 
 def prepared(mask: Tensor, cu_seqlens: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
-    """The `[T]` tensors in the order given, checked, in one dtype (fp32 or fp64), and 0 where the mask is False."""
+    """Check the `[T]` tensors; return them in the order given, in one dtype (fp32 or fp64), 0 where masked."""
     check_float(**tensors)
     name, first = next(iter(tensors.items()))
     check_same_shape(**tensors)
@@ -78,7 +78,7 @@ def coefficient(mask: Tensor, like: Tensor, **named: float | Tensor) -> Tensor:
 
 
 def end_values(bootstrap: Tensor | None, cu_seqlens: Tensor, like: Tensor) -> Tensor:
-    """`bootstrap` of shape [N], checked, in `like`'s dtype; 0 (terminated) where there is none."""
+    """`bootstrap` [N], checked, in `like`'s dtype; zeros (terminated) for None."""
     num_seqs = cu_seqlens.numel() - 1
     if bootstrap is None:
         return like.new_zeros(num_seqs)
@@ -92,23 +92,21 @@ def end_values(bootstrap: Tensor | None, cu_seqlens: Tensor, like: Tensor) -> Te
 def scan(a: Tensor, b: Tensor, *, mask: Tensor, cu_seqlens: Tensor, end: Tensor, a_max: float = 1.0) -> Tensor:
     """x_t = a_t x' + b_t at actions, x_t = x' at masked tokens; x' after the last token is `end`.
 
-    `a_max` bounds |a|. Above 1 the products of a parallel scan could overflow where x does not: the loop is taken.
+    `a_max` bounds |a|. Above 1 the products in a parallel scan could overflow where x does not, so the loop is used.
     """
     impl = None if a_max <= 1 else "reference"
     return linear_scan(masked(a, mask, fill=1.0), masked(b, mask), cu_seqlens=cu_seqlens, x_end=end, impl=impl)
 
 
 def following(x: Tensor, *, cu_seqlens: Tensor, end: Tensor) -> Tensor:
-    """The scan's value one token on: of the next action after t, or `end` after the last. `x` is a result of `scan`."""
+    """A result `x` of `scan`, shifted by one token: its value at the next action after t, or `end` after the last."""
     num_tokens = x.shape[0]
-    last = torch.where(
-        cu_seqlens.diff() > 0, cu_seqlens[1:] - 1, num_tokens
-    ).long()  # an empty sequence's: a spare place
+    last = torch.where(cu_seqlens.diff() > 0, cu_seqlens[1:] - 1, num_tokens).long()  # empty sequences: a spare entry
     return torch.cat([x[1:], x.new_zeros(min(num_tokens, 1) + 1)]).index_copy(0, last, end)[:num_tokens]
 
 
 def next_action(x: Tensor, *, mask: Tensor, cu_seqlens: Tensor, end: Tensor) -> Tensor:
-    """For each token, `x` at the next action token of its sequence after it, or `end` where there is none."""
+    """`x` at the next action token of the sequence, or `end` after the last action."""
     at_or_after = scan(torch.zeros_like(x), x, mask=mask, cu_seqlens=cu_seqlens, end=end)
     return following(at_or_after, cu_seqlens=cu_seqlens, end=end)
 
@@ -123,14 +121,14 @@ class Gae(NamedTuple):
 def bootstrap_values(
     values: Float[Tensor, "T"], *, truncated: Bool[Tensor, "N"], cu_seqlens: Int[Tensor, "N1"]
 ) -> Float[Tensor, "N"]:
-    """The `bootstrap` argument of every trace, for batches made by `rlkit.packing.pack`.
+    """The `bootstrap` argument of the traces, for batches made by `rlkit.packing.pack`.
 
         bootstrap_i = V at the last token of sequence i  if truncated_i, else 0
 
-    A truncated sequence is packed with its last sampled token as one more input, whose mask is False: the value there
-    is that of the state in which the episode was cut. An empty sequence gives 0.
+    `pack` appends the last sampled token of a truncated sequence as one more input with mask False; the value there is
+    that of the state in which the episode was truncated. An empty sequence gives 0.
 
-    Differs:  from verl and OpenRLHF, which let a cut episode end in value 0 and so punish length.
+    Differs:  from verl and OpenRLHF, where a truncated episode ends with value 0, which penalises length.
     Reference: Pardo et al. 2018, https://arxiv.org/abs/1712.00378
     """
     check_float(values=values)
@@ -156,9 +154,9 @@ def discounted_returns(
 
         G_t = r_t + gamma_t G'          G' after the last action: bootstrap
 
-    Limits:   gamma = 0 gives the rewards; gamma = 1 the sum of what is left (reward-to-go).
-    Differs:  from SkyRL (`reinforce++`: a masked token's reward counts, and cuts what comes before it) and slime, miles
-              (a gap of k tokens costs gamma^k): here a gap costs nothing.
+    Limits:   gamma = 0 gives the rewards; gamma = 1 the sum of the remaining rewards (reward-to-go).
+    Differs:  from slime and miles, where a gap of k tokens is discounted by gamma^k, and SkyRL (`reinforce++`), where
+              the reward of a masked token counts and cuts the return of the tokens before it.
     Reference: Sutton & Barto, Reinforcement Learning, eq. 3.8; http://incompleteideas.net/book/the-book.html
     """
     (rewards,) = prepared(mask, cu_seqlens, rewards=rewards)
@@ -181,8 +179,7 @@ def td_lambda(
 
         G_t = r_t + gamma_t ((1 - lam_t) V' + lam_t G')          G' after the last action: bootstrap
 
-    Limits:   lam = 1 is `discounted_returns`; lam = 0 is r + gamma V'; in between it is V + the advantages of `gae`.
-    Differs:  from rlax (`lambda_returns`): nothing but the masked gaps.
+    Limits:   lam = 1 is `discounted_returns`; lam = 0 is r + gamma V'; for every lam it is V + the advantages of `gae`.
     Reference: Sutton & Barto, chapter 12; https://github.com/google-deepmind/rlax (multistep.py)
     """
     rewards, values = prepared(mask, cu_seqlens, rewards=rewards, values=values)
@@ -210,8 +207,8 @@ def gae(
         returns_t = A_t + V_t
 
     Limits:   lam = 1 gives `discounted_returns` - V; lam = 0 gives delta; returns are `td_lambda`.
-    Differs:  from verl (`gae`) and OpenRLHF: no whitening inside (compose with `whiten`) and a `bootstrap` for cut
-              episodes. From SkyRL: masked gaps count there.
+    Differs:  from verl (`gae`) and OpenRLHF: advantages are not whitened (call `whiten`), and truncated episodes have a
+              `bootstrap`.
     Reference: Schulman et al. 2015, https://arxiv.org/abs/1506.02438
     """
     values, advantages = _gae(rewards, values, mask, cu_seqlens, gamma, bootstrap, lam=lam)
@@ -233,10 +230,10 @@ def gae_decoupled(
 
         advantages = A(lam_policy)          returns = V + A(lam_value)          A: see `gae`
 
-    VAPO takes lam_value = 1 (unbiased targets, whatever the length) and `lam_policy = length_adaptive_lam(mask, ..)`.
+    VAPO uses lam_value = 1 (unbiased targets at any length) and `lam_policy = length_adaptive_lam(mask, ..)`.
 
     Limits:   lam_policy = lam_value is `gae`.
-    Differs:  from NeMo-RL (`gae_lambda_policy`, `gae_lambda_value`): no whitening inside.
+    Differs:  from NeMo-RL (`gae_lambda_policy`, `gae_lambda_value`): advantages are not whitened.
     Reference: Yuan et al. 2025, https://arxiv.org/abs/2503.01491; Yue et al. 2025, https://arxiv.org/abs/2504.05118
     """
     lams = {"lam_policy": lam_policy, "lam_value": lam_value}
@@ -270,10 +267,9 @@ def length_adaptive_lam(
 
         lam = max(0, 1 - 1 / (alpha l))
 
-    so that the sum of the weights lam^k over a long sequence grows with its length: sum ~ 1 / (1 - lam) = alpha l.
+    The sum of the weights lam^k over a long sequence is then proportional to its length: 1 / (1 - lam) = alpha l.
 
     Limits:   l <= 1 / alpha gives 0 (20 tokens at the paper's alpha); l -> infinity gives 1.
-    Differs:  from NeMo-RL (`length_adaptive_alpha`): nothing. l counts actions, not tool output.
     Reference: Yue et al. 2025, https://arxiv.org/abs/2504.05118, section 4.2
     """
     if not alpha > 0:
@@ -294,17 +290,16 @@ def n_step(
     gamma: float | Float[Tensor, "T"] = 1.0,
     bootstrap: Float[Tensor, "N"] | None = None,
 ) -> Float[Tensor, "T"]:
-    """Sum of the next n rewards, then the value: the n-step return over action tokens.
+    """The n-step return over action tokens: the discounted sum of n rewards, then the value.
 
         G_t = r_0 + gamma_0 r_1 + ... + (gamma_0 .. gamma_{n-2}) r_{n-1} + (gamma_0 .. gamma_{n-1}) V_n
 
-    where 0, 1, .. n count actions from t. Where fewer than n actions are left, all of them are summed and `bootstrap`
-    takes the place of V_n.
+    where 0, 1, .. n count actions from t. If fewer than n actions remain, all of them are summed and `bootstrap`
+    replaces V_n.
 
     One step is the map x -> gamma_t x + r_t; n of them compose along the next-action index in log2(n) doublings.
 
     Limits:   n = 1 is r + gamma V'; n >= the number of actions is `discounted_returns`.
-    Differs:  rlax `n_step_bootstrapped_returns` costs n passes and has no masks.
     Reference: Sutton & Barto, eq. 7.1
     """
     if n < 1:
@@ -315,7 +310,7 @@ def n_step(
     if n >= rewards.shape[0]:
         return masked(scan(gamma, rewards, mask=mask, cu_seqlens=cu_seqlens, end=end), mask)
 
-    # Each sequence gets one more node, its end: value `bootstrap`, next node itself, map the identity.
+    # One more node per sequence, its end: value `bootstrap`, the identity map, itself as the next node.
     node_values = torch.cat([values, end])
     step = _next_action_node(mask, cu_seqlens)
     a = torch.cat([gamma.expand_as(rewards), torch.ones_like(end)])
@@ -332,12 +327,12 @@ def n_step(
 
 
 def _next_action_node(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Of each token the next action after it, or T + i where sequence i has none; of node T + i itself."""
+    """The next action after each token, or T + i if sequence i has none; node T + i points to itself."""
     num_tokens, num_seqs = mask.shape[0], cu_seqlens.numel() - 1
     tokens = torch.arange(num_tokens, device=mask.device)
     ends = torch.arange(num_seqs, device=mask.device) + num_tokens
     at_or_after = torch.where(mask, tokens, num_tokens).flip(0).cummin(0).values.flip(0)
     after = torch.cat([at_or_after[1:], at_or_after.new_full((1,), num_tokens)])
     stop = broadcast_to_tokens(cu_seqlens[1:], cu_seqlens=cu_seqlens, num_tokens=num_tokens)
-    own_end = broadcast_to_tokens(ends, cu_seqlens=cu_seqlens, num_tokens=num_tokens)
-    return torch.cat([torch.where(after < stop, after, own_end), ends])
+    seq_end = broadcast_to_tokens(ends, cu_seqlens=cu_seqlens, num_tokens=num_tokens)
+    return torch.cat([torch.where(after < stop, after, seq_end), ends])

@@ -1,4 +1,4 @@
-"""Argument checks that the operations of this package share."""
+"""Argument checks shared by the operations of this package."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_scaling(temperature: float, softcap: float | None) -> None:
 
 
 def check_targets(targets: Tensor, num_rows: int, vocab: int | None, mask: Tensor | None) -> None:
-    """`targets` holds one integer id per row, below `vocab` if given. Values are only read on CPU, uncompiled."""
+    """`targets` holds one integer id per row, below `vocab` if given (values: on CPU tensors, outside compilation)."""
     if targets.is_floating_point() or targets.shape != (num_rows,):
         raise ValueError(f"targets must be integers of shape [{num_rows}], got {targets.dtype} {list(targets.shape)}")
     if vocab is None or not readable(targets) or not num_rows:

@@ -1,4 +1,4 @@
-"""Choice of an implementation, and where Triton can run. Nothing here imports Triton: it is optional, and slow."""
+"""Selection of an implementation, and checks that Triton can run. Triton is not imported: it is optional and slow."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rlkit._extras import MissingExtra
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NEEDED = "impl='triton' needs triton: pip install triton"
-INSTALLED = find_spec("triton") is not None  # torch's CUDA wheels bring it
+INSTALLED = find_spec("triton") is not None  # installed with torch's CUDA wheels
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once, when kernels are first imported
 
 
 def preferred(*tensors: Tensor | None) -> bool:
-    """Whether to pick the Triton implementation for these tensors: CUDA, not fp64, and Triton is installed."""
+    """Whether to use Triton for these tensors by default: CUDA, not fp64, and Triton is installed."""
     given = [x for x in tensors if x is not None]
     return INSTALLED and all(x.is_cuda and x.dtype in DTYPES for x in given)
 
 
 def choose(impl: str | None, names: tuple[str, ...], default: str, *tensors: Tensor | None) -> str:
-    """`impl`, or `default` where it is None. Unknown names, and "triton" where it cannot run, are refused."""
+    """`impl`, or `default` for None. Unknown names, and "triton" where it cannot run, raise."""
     if impl is not None and impl not in names:
         raise ValueError(f"impl must be one of {list(names)}, got {impl!r}")
     if impl == "triton":
@@ -32,7 +32,7 @@ def choose(impl: str | None, names: tuple[str, ...], default: str, *tensors: Ten
 
 
 def require(*tensors: Tensor | None) -> None:
-    """Raise where Triton kernels cannot run; there is no silent fallback."""
+    """Raise if Triton kernels cannot run on these tensors; there is no silent fallback."""
     if not INSTALLED:
         raise MissingExtra(NEEDED)
     for x in tensors:

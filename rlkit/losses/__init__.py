@@ -1,16 +1,17 @@
 """Losses, weights, corrections and penalties: small functions of token tensors.
 
-    policy, policy_batch   surrogates of the policy gradient; those that need a statistic of the whole batch
-    ratios                 log-ratios of sequences
-    weights                how tokens are averaged
-    corrections            weights for samples of another engine or an older policy
+    policy, policy_batch   policy-gradient surrogates; surrogates that need a statistic of the whole batch
+    ratios                 sequence-level log-ratios
+    weights                loss aggregation
+    corrections            importance weights for samples of another engine or an older policy
     kl, entropy            penalties, bonuses and filters
     values                 value heads and reward models
-    preference             DPO and its relatives
+    preference             DPO and related losses
     distillation           divergences from a teacher
     diagnostics            metrics
 
-Names of papers that are one call or one operator away from these are in docs/losses.md and docs/preference.md.
+docs/losses.md and docs/preference.md list published losses that are one call or one operator away from these, and the
+names that other frameworks use.
 """
 
 from rlkit.losses import (

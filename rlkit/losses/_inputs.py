@@ -1,4 +1,4 @@
-"""What every loss does to its tensors first: check, upcast, and neutralise masked places."""
+"""Input preparation shared by all losses: check, upcast, and zero masked positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlkit._tensors import check_float, check_mask, check_same_shape, masked, up
 
 
 def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the order given, checked, in fp32 or fp64, and 0 where the mask is False."""
+    """Check the tensors; return them in the order given, in fp32 or fp64, 0 where the mask is False."""
     check_float(**tensors)
     check_same_shape(**tensors)
     name, first = next(iter(tensors.items()))
@@ -18,33 +18,33 @@ def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_at_least(bound: float, **values: float | Tensor) -> None:
-    """Each Python number is at least `bound`; NaN is not. Tensors pass unread: that would cost a device sync."""
+    """Each Python number is at least `bound` (NaN fails). Tensors are not checked: reading them costs a device sync."""
     for name, x in values.items():
         if not isinstance(x, Tensor) and not x >= bound:
             raise ValueError(f"{name} must be at least {bound:g}, got {x}")
 
 
 def check_positive(**values: float) -> None:
-    """Each number is above 0; NaN is not."""
+    """Each number is above 0 (NaN fails)."""
     for name, x in values.items():
         if not x > 0:
             raise ValueError(f"{name} must be positive, got {x}")
 
 
-def check_share(**values: float) -> None:
-    """Each number lies in [0, 1]; NaN does not."""
+def check_between(low: float, high: float, **values: float) -> None:
+    """Each number is in [low, high] (NaN fails)."""
     for name, x in values.items():
-        if not 0 <= x <= 1:
-            raise ValueError(f"{name} must be in [0, 1], got {x}")
+        if not low <= x <= high:
+            raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {x}")
 
 
 def check_alone(name: str) -> None:
-    """Raise where a statistic of the whole batch was left out although several ranks train, each with its share."""
+    """Raise if a statistic of the whole batch is missing while several ranks train, each on its share."""
     distributed = torch.distributed
     if torch.compiler.is_compiling() or not (distributed.is_available() and distributed.is_initialized()):
         return
     if distributed.get_world_size() > 1:
         raise ValueError(
             f"{name} must be given when several ranks train: it is a statistic of the whole optimizer step's batch, "
-            f"and this rank may hold only a part. If it holds all of it (replicated metadata), pass its own."
+            f"and this rank may hold only a part of it. If it holds the whole batch, pass the local value."
         )

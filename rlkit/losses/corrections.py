@@ -1,12 +1,12 @@
-"""Corrections for samples that another engine, or an older policy, drew.
+"""Importance weights and rejection masks for samples of another engine or an older policy.
 
-Each takes `log_ratio = old_logp - rollout_logp` (training engine over sampling engine, at the weights that sampled) and
-returns detached weights that multiply the *policy* term of the loss, never KL or entropy. Weights are 0 where the mask
-is False. Multiply them into `token_mean(...)`: the denominator then stays the count before rejection. To count only
-what was kept, give `token_mean` the mask `weights > 0`.
+Each function takes `log_ratio = old_logp - rollout_logp` (training engine over sampling engine, both at the weights
+that sampled) and returns detached weights, 0 where the mask is False. They multiply the *policy* term of the loss,
+never KL or entropy. Multiplied into `token_mean(...)`, they keep the token count before rejection as the denominator;
+to count only kept tokens, give `token_mean` the mask `weights > 0`.
 
-Every function is elementwise, so the level is the log-ratio's: a token's own, the whole sequence's
-(`seq_log_ratio_sum`, exact and wild) or the geometric mean's (`seq_log_ratio`, tame and biased).
+The functions are elementwise; the log-ratio sets the level: per token, per sequence (`seq_log_ratio_sum`: exact, high
+variance) or the geometric mean over a sequence (`seq_log_ratio`: biased, low variance).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = [
 def tis(
     log_ratio: Float[Tensor, "*shape"], *, max_weight: float, mask: Bool[Tensor, "*shape"] | None = None
 ) -> Float[Tensor, "*shape"]:
-    """Truncated importance sampling: the ratio, capped.
+    """Truncated importance sampling: the capped ratio.
 
         w = min(exp(log_ratio), max_weight)            detached
 
     Limits: max_weight = inf is plain importance sampling (unbiased, heavy tails). The usual cap is 2.
-    Differs: RL2 `tis_coef` takes the *current* log-probs over the rollout's, and after 0.0.2 scales the KL too.
+    Differs: RL2 `tis_coef` uses the *current* log-probs over the rollout's.
     Reference: https://fengyao.notion.site/off-policy-rl, verl PR#2953.
     """
     check_positive(max_weight=max_weight)
@@ -54,12 +54,11 @@ def tis(
 def clipped_is(
     log_ratio: Float[Tensor, "*shape"], *, low: float, high: float, mask: Bool[Tensor, "*shape"] | None = None
 ) -> Float[Tensor, "*shape"]:
-    """Importance weights held inside an interval on both sides.
+    """Importance weights clipped to an interval.
 
         w = clip(exp(log_ratio), low, high)            detached
 
     Limits: low = 0 is `tis`.
-    Differs: nothing (AReaL `action=clamp`; slime `clip`, in its example of a mismatch helper).
     Reference: slime examples/train_infer_mismatch_helper/mis.py.
     """
     check_at_least(0, low=low)
@@ -75,11 +74,10 @@ def icepop(
     high: float = 5.0,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """Importance weights, and nothing at all from tokens on which the two engines disagree too much.
+    """Importance weights, with rejection of tokens on which the two engines disagree too much.
 
         w = r where low <= r <= high, else 0           r = exp(log_ratio), detached
 
-    Differs: nothing; on the sequence level it is TRL `sequence_mask`, its default.
     Reference: https://ringtech.notion.site/icepop, arXiv:2510.18855.
     """
     weight = clipped_is(log_ratio, low=0.0, high=float("inf"), mask=mask)
@@ -89,11 +87,11 @@ def icepop(
 def keep_ratio(
     log_ratio: Float[Tensor, "*shape"], *, low: float, high: float, mask: Bool[Tensor, "*shape"] | None = None
 ) -> Float[Tensor, "*shape"]:
-    """Rejection by ratio: 1 where low <= exp(log_ratio) <= high, else 0; NaN where it is NaN. Detached.
+    """Rejection by ratio: 1 where low <= exp(log_ratio) <= high, else 0; NaN where log_ratio is NaN. Detached.
 
     With `seq_log_ratio` it keeps or drops whole sequences by their geometric mean, with `seq_log_ratio_sum` by their
     exact ratio.
-    Differs: verl `token_k1`, `seq_mean_k1`, `seq_sum_k1` bound 1 / r in place of r.
+    Differs: verl `token_k1`, `seq_mean_k1`, `seq_sum_k1` bound 1 / r instead of r.
     Reference: verl trainer/ppo/rollout_corr_helper.py.
     """
     check_at_least(low, high=high)
@@ -107,9 +105,8 @@ def keep_divergence(
 ) -> Float[Tensor, "*shape"]:
     """Rejection by divergence: 1 where it is at most `max_divergence`, else 0; NaN where it is NaN. Detached.
 
-    The divergence is any non-negative one: `k2` or `k3(rollout_logp, old_logp)` per token, or its sum, mean or maximum
-    over a sequence from `rlkit.segments`, broadcast to tokens.
-    Differs: nothing (verl `token_k2`, `token_k3`; AReaL `kl_k2`, `kl_k3`).
+    `divergence` is any non-negative estimate: `k2` or `k3(rollout_logp, old_logp)` per token, or its sum, mean or
+    maximum over a sequence (`rlkit.segments`), broadcast to tokens.
     Reference: verl trainer/ppo/rollout_corr_helper.py.
     """
     check_at_least(0, max_divergence=max_divergence)
@@ -120,9 +117,9 @@ def keep_divergence(
 def keep_whole_sequences(
     keep: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"] | None, cu_seqlens: Int[Tensor, "N1"]
 ) -> Float[Tensor, "T"]:
-    """Turns a token's rejection into its sequence's: 0 on all tokens of a sequence of which any trainable one is 0.
+    """Reject whole sequences: 0 on all tokens of a sequence in which any trainable token is 0.
 
-    Differs: verl `seq_max_k2` and AReaL `agg=max` are `keep_divergence` followed by this.
+    verl `seq_max_k2` and AReaL `agg=max` are `keep_divergence` followed by this.
     """
     (keep,) = prepared(mask, keep=keep.detach())
     rejected = seq_sum(carry_nan((keep == 0).to(keep.dtype), keep), cu_seqlens=cu_seqlens, mask=mask)
@@ -138,11 +135,10 @@ def veto(
     cu_seqlens: Int[Tensor, "N1"],
     min_ratio: float = 1e-4,
 ) -> Float[Tensor, "T"]:
-    """Drops a whole sequence when one of its tokens is all but impossible for the training engine.
+    """Reject a whole sequence if one of its tokens is nearly impossible under the training engine.
 
         w = 0 on a sequence with any r < min_ratio, else 1
 
-    Differs: nothing (slime and miles `rs_veto_threshold`).
     Reference: slime examples/train_infer_mismatch_helper/mis.py, `calculate_veto_mask`.
     """
     keep = keep_ratio(log_ratio, low=min_ratio, high=float("inf"), mask=mask)
@@ -158,11 +154,10 @@ def seq_mask_tis(
     high: float = 1.002,
     max_weight: float = float("inf"),
 ) -> Float[Tensor, "T"]:
-    """Token importance weights on the sequences whose geometric mean ratio lies inside the interval, 0 on the others.
+    """Token importance weights on sequences whose geometric-mean ratio is inside the interval, 0 on the others.
 
         w_t = min(r_t, max_weight) 1[low <= exp(mean log r) <= high]
 
-    Differs: nothing (NeMo-RL `seq-mask-tis`; OpenRLHF `is_correction_level=seq`).
     Reference: https://yingru.notion.site/When-Speed-Kills-Stability, NeMo-RL docs/guides/grpo.md.
     """
     geometric = seq_log_ratio(log_ratio.detach(), mask=mask, cu_seqlens=cu_seqlens)
@@ -178,12 +173,11 @@ def opsm(
     cu_seqlens: Int[Tensor, "N1"],
     delta: float = 1e-4,
 ) -> Float[Tensor, "T"]:
-    """Off-policy sequence masking: bad samples that the policy has already left are not pushed down further.
+    """Off-policy sequence masking: no further push down on bad samples that the policy has already moved away from.
 
         w_t = 0 where A_t < 0 and mean(-log_ratio) > delta over t's sequence, else 1
 
-    `log_ratio` is the *current* logp minus rollout_logp, so that both staleness and engine mismatch count.
-    Differs: nothing (TRL `off_policy_mask_threshold`; slime `--use-opsm`, `--opsm-delta` 1e-4).
+    `log_ratio` is the *current* logp minus rollout_logp, so it includes both staleness and engine mismatch.
     Reference: DeepSeek-V3.2, arXiv:2512.02556; TRL `get_off_policy_mask`.
     """
     drift = -seq_log_ratio(log_ratio.detach(), mask=mask, cu_seqlens=cu_seqlens)
@@ -202,8 +196,8 @@ def batch_normalized(
 
         w / mean(w)                                    0 where the mean is 0
 
-    `mean` is that of the whole optimizer step's batch; left out, it is the mean of the tokens given.
-    Differs: verl `rollout_is_batch_normalize` averages sequence weights over sequences: give that `mean`.
+    `mean` is over the whole optimizer step's batch; default: over the given tokens.
+    Differs: verl `rollout_is_batch_normalize` averages sequence weights over sequences; pass that as `mean`.
     Reference: verl trainer/ppo/rollout_corr_helper.py.
     """
     (weights,) = prepared(mask, weights=weights.detach())
@@ -218,9 +212,9 @@ def batch_normalized(
 def effective_sample_size(
     weights: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
 ) -> Float[Tensor, ""]:
-    """Kish's effective sample size: how many equally weighted tokens these weights are worth.
+    """Kish's effective sample size: the number of equally weighted tokens with the same variance.
 
-        (sum w)^2 / sum w^2                            between 1 and the number of tokens; 0 without any weight
+        (sum w)^2 / sum w^2                            between 1 and the number of tokens; 0 if all weights are 0
 
     Differs: verl `rollout_is_eff_sample_size` is this divided by the number of tokens.
     Reference: https://en.wikipedia.org/wiki/Effective_sample_size
@@ -241,13 +235,10 @@ def log_kept_mass(
 
         S = sum of the kept probabilities              top_k = 0 and top_p = 1 are off: log S = 0
 
-    `logits` are temperature-scaled. Kept is what `kept_support` keeps: rank below
-    top_k, and less than top_p of the probability strictly before the token. The engine reports the untruncated
-    `rollout_logp`; the log-prob that the token was sampled with is `rollout_logp - log_kept_mass(logits, ...)`.
-    Memory: several copies of [*shape, V], and a sort.
-    Differs: both conditions look at the full distribution, as in SGLang; HF `generate` and vLLM renormalise what top-k
-    left before top-p. slime replays the engine's own keep mask; TRL#6789 and SkyRL PR#883 describe the bias and leave
-    it.
+    `logits` are temperature-scaled. A token is kept (see `kept_support`) if its rank is below top_k and less than top_p
+    of the probability is strictly before it. The engine reports the untruncated `rollout_logp`; the token was sampled
+    with log-prob `rollout_logp - log_kept_mass(logits, ...)`. Memory: several copies of [*shape, V], and a sort.
+    Differs: both limits apply to the full distribution, as in SGLang; HF `generate` and vLLM renormalise after top-k.
     Reference: https://github.com/huggingface/trl/issues/6789
     """
     if not 0 < top_p <= 1:
@@ -271,8 +262,8 @@ def kept_support(
 ) -> Bool[Tensor, "B V"]:
     """The tokens that top-p and top-k sampling keep: rank < top_k, and less than top_p strictly before the token.
 
-    Tokens are ranked by descending probability, the lower id first in a tie. Both conditions are on `p` itself, so
-    their order does not matter; the most likely token is always kept. `top_p=1.0` and `top_k=0` keep everything.
+    Tokens are ranked by descending probability, ties by ascending id. Both conditions are on `p` itself, so their order
+    does not matter. The most likely token is always kept. `top_p=1.0` and `top_k=0` keep everything.
     Reference: nucleus sampling, arXiv:1904.09751
     """
     ranked, order = p.sort(dim=-1, descending=True, stable=True)

@@ -1,4 +1,4 @@
-"""What to watch while training: typed metrics that add exactly over micro-batches and ranks."""
+"""Training diagnostics: typed metrics that add exactly over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def ratio_stats(
     clip_high: float = inf,
     advantages: Float[Tensor, "*shape"] | None = None,
 ) -> Metrics:
-    """How far the policy has moved, and how much of the batch the clip silences.
+    """Importance-ratio and clipping statistics.
 
-    With r = exp(log_ratio), over the masked-in tokens:
+    With r = exp(log_ratio), over the unmasked tokens:
 
         ratio ratio_max ratio_min    mean, largest and smallest r
         ratio_is_one                 share of tokens with log_ratio == 0 (all of them when old = logp.detach())
-        clip_low                     share with r < 1 - clip_low and A < 0: the clip takes their gradient away
+        clip_low                     share with r < 1 - clip_low and A < 0: the clip zeroes their gradient
         clip_high                    share with r > 1 + clip_high and A > 0
         kl_old_k1 kl_old_k3          mean of -log_ratio and of r - 1 - log_ratio: two estimates of KL(old || pi)
         abs_log_ratio_max            largest |log_ratio|
 
-    Without `advantages` the clip shares count every ratio outside the interval, on its side.
-    Differs: verl `pg_clipfrac` counts the active clips of both sides as one share.
+    Without `advantages` the clip shares count all ratios beyond that bound.
+    Differs: verl `pg_clipfrac` is one share for both sides.
     """
     check_at_least(0, clip_low=clip_low, clip_high=clip_high)
     (log_ratio,) = prepared(mask, log_ratio=log_ratio.detach())
@@ -62,16 +62,15 @@ def ratio_stats(
 def mismatch_stats(
     old_logp: Float[Tensor, "*shape"], rollout_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None
 ) -> Metrics:
-    """How far the training engine stands from the engine that sampled, at the same weights.
+    """Mismatch between the training engine and the engine that sampled, at the same weights.
 
-    With x = old_logp - rollout_logp and r = exp(x), over the masked-in tokens:
+    With x = old_logp - rollout_logp and r = exp(x), over the unmasked tokens:
 
         mismatch_k1 mismatch_k3      mean of -x and of r - 1 - x: two estimates of KL(rollout || old)
         mismatch_abs mismatch_max    mean and largest |x|
         mismatch_prob                mean |pi_old - pi_rollout| of the sampled token
         mismatch_prob_max            its largest value
         mismatch_chi2                mean of r^2 - 1: the chi-square divergence, which bounds the variance of weights
-
     """
     old_logp, rollout_logp = prepared(mask, old_logp=old_logp.detach(), rollout_logp=rollout_logp.detach())
     x = old_logp - rollout_logp
@@ -90,10 +89,10 @@ def mismatch_stats(
 def weight_stats(
     weights: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None, max_weight: float = float("inf")
 ) -> Metrics:
-    """What a rollout correction did.
+    """Statistics of rollout-correction weights, over the unmasked tokens.
 
     weight weight_max weight_min   mean, largest and smallest
-    weight_rejected                share of masked-in tokens with weight 0
+    weight_rejected                share of tokens with weight 0
     weight_capped                  share at `max_weight`
     weight_square                  mean of w^2: weight^2 / weight_square is `effective_sample_size` per token
     """
@@ -111,7 +110,7 @@ def weight_stats(
 def kl_stats(
     logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None
 ) -> Metrics:
-    """Distance to the reference: mean `k1` and `k3` per token, and the largest |logp - ref_logp|."""
+    """Reference-KL statistics: mean `k1` and `k3` per token, and the largest |logp - ref_logp|."""
     logp, ref_logp = prepared(mask, logp=logp.detach(), ref_logp=ref_logp.detach())
     return {
         "kl_ref_k1": mean(logp - ref_logp, mask=mask),
@@ -121,7 +120,7 @@ def kl_stats(
 
 
 def seq_kl_stats(log_ratio: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"], cu_seqlens: Int[Tensor, "N1"]) -> Metrics:
-    """The same per sequence: mean, largest and smallest summed log-ratio over sequences with a trainable token."""
+    """Mean, largest and smallest summed log-ratio over sequences with a trainable token."""
     total = seq_sum(log_ratio.detach(), cu_seqlens=cu_seqlens, mask=mask)
     some = seq_count(mask, cu_seqlens=cu_seqlens) > 0
     return {
@@ -138,11 +137,11 @@ def policy_stats(
     *,
     mask: Bool[Tensor, "*shape"] | None,
 ) -> Metrics:
-    """The policy on its own samples.
+    """Log-prob, entropy and advantage statistics of the sampled tokens.
 
     logp entropy                       means per token
     advantage advantage_abs            mean A and mean |A|
-    advantage_zero advantage_positive  shares of tokens that teach nothing, and that are reinforced
+    advantage_zero advantage_positive  shares of tokens with A = 0 and with A > 0
     """
     logp, entropy, advantages = prepared(
         mask, logp=logp.detach(), entropy=entropy.detach(), advantages=advantages.detach()

@@ -1,38 +1,37 @@
-"""Distillation from a teacher: its whole distribution, its top k tokens, or its log-probs of sampled tokens.
+"""Distillation from a teacher's full distribution, its top-k tokens, or its log-probs of sampled tokens.
 
-**Whole distribution.** `f(student_logits, teacher_logits, *, ..., mask=None) -> [..]` in nats, with q the student, p
-the teacher, both softmax(logits / temperature). The vocabulary axis is last; all other axes are rows. Masked rows give
-loss 0 and gradient 0, whatever they hold (NaN included). Only the student gets a gradient. Nothing is multiplied by
-temperature^2 (Hinton's convention; TRL's GKD neither).
+docs/distillation.md compares these functions with those of other frameworks.
 
-Memory. Rows are worked off in chunks, and each chunk is recomputed in the backward pass, so nothing of the logits' size
-is kept in between. Beside the two logits the peak is the larger of twice the student's gradient (the chunks' pieces,
-then the whole) and the gradient plus 8 to 10 fp32 copies of [chunk_size, V]; unchunked it is 6 (KL) to 10 (JSD) fp32
-copies of [rows, V]. Logits that are not contiguous (a slice along a padded axis) are copied first.
+**Full distribution.** `f(student_logits, teacher_logits, *, ..., mask=None) -> [..]` in nats; q is the student, p the
+teacher, both softmax(logits / temperature). The vocabulary axis is last; all other axes are rows. Masked rows have loss
+0 and gradient 0, even if they hold NaN. Only the student gets a gradient. There is no factor temperature^2 (Hinton's
+convention).
 
-Log-probs are held at -1e9 from below, so that tokens excluded by -inf logits on both sides (a padded vocabulary) give
-0; a token that the student excludes and the teacher wants costs 1e9 times its probability.
+Memory. Rows are processed in chunks, and each chunk is recomputed in the backward pass, so no tensor of the logits'
+size is kept. Besides the two logits, the peak is the larger of twice the student's gradient (while its chunks are
+concatenated) and the gradient plus 8 to 10 fp32 copies of [chunk_size, V]; unchunked it is 6 (KL) to 10 (JSD) fp32
+copies of [rows, V]. Non-contiguous logits (a slice along a padded axis) are copied first.
 
-**Top k.** `f(student_logits, ids, teacher_logp, *, ..., mask=None) -> [..]`, with logits [.., V], and per row K
-*distinct* token ids with the teacher's log-probs of them, under its whole vocabulary and at the same temperature:
-usually its top-k as a server reports it, or any support the caller chose and scored. Memory, masks and gradients as
-above.
+Log-probs are clamped to at least -1e9, so tokens with -inf logits on both sides (a padded vocabulary) contribute 0; a
+token that only the student excludes costs 1e9 times its teacher probability.
 
-The tail. The other V - K tokens are lumped into one: its probability is what is missing to 1, for the teacher as
-1 - sum exp(teacher_logp), for the student exactly (a logsumexp over the rest). The loss is the divergence of these
-K + 1 probabilities, so it is never negative, a lower bound of the divergence over all V (data processing), equal to it
-at K = V or where student and teacher share the shape of the tail, and never 0 by accident as a renormalised top-1 is.
-The teacher's tail is held at machine epsilon from below: rounding can make it 0 or negative.
-Differs: TRL (`loss_add_tail`) computes the student's tail by the same subtraction, which loses it where the student
-is sure, and offers renormalisation instead; verl and NeMo-RL sum over the K tokens alone, which can be negative (verl
-clamps the sum at 0 and log-probs at log 1e-8; NeMo-RL's `zero_outside_topk` gives the tail a log-prob of -100).
+**Top-k.** `f(student_logits, ids, teacher_logp, *, ..., mask=None) -> [..]`: per row K *distinct* token ids and the
+teacher's log-probs of them, normalised over its whole vocabulary at the same temperature. The ids are usually the
+teacher's top-k, but may be any support. Memory, masks and gradients are as above.
 
-**On policy.** The student samples, the teacher scores the sampled tokens, and the gap is the advantage. It goes where
-any advantage goes (`reinforce`, `ppo_clip` with `tis`, ...); no new loss is needed. The expected gradient of
-`-logp * opd_advantages` is that of KL(student || teacher) in each state the student visits; with
-`discounted_returns(opd_advantages(...), gamma=1)` it is that of the KL between whole sequences.
-Several teachers. Routing (each prompt to its own teacher; verl, NeMo-RL's MOPD) is a choice of `teacher_logp` before
-these functions. Two ways to make one teacher of several: `teacher_mixture` and `teacher_product`.
+The other V - K tokens are merged into one tail token. Its probability is 1 - sum exp(teacher_logp) for the teacher
+(clamped to at least machine epsilon, because rounding can make it 0 or negative), and exact for the student (a
+logsumexp over the rest). The loss is the divergence of these K + 1 probabilities. It is therefore non-negative, a lower
+bound of the divergence over all V tokens (data processing), and equal to it at K = V or if student and teacher have
+proportional tails. A renormalised top-1, in contrast, is always 0.
+
+**On-policy.** The student samples, the teacher scores the sampled tokens, and the difference is the advantage, for any
+surrogate (`reinforce`, `ppo_clip` with `tis`, ...). The expected gradient of `-logp * opd_advantages` is that of
+KL(student || teacher) in each visited state; with `discounted_returns(opd_advantages(...), gamma=1)` it is that of the
+KL between whole sequences.
+
+Several teachers: to route each prompt to its own teacher, choose `teacher_logp` accordingly; `teacher_mixture` and
+`teacher_product` combine several into one.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ from torch.utils.checkpoint import checkpoint
 from rlkit._tensors import check_float, check_mask, check_same_shape, masked, upcast
 from rlkit.advantages.traces import discounted_returns
 from rlkit.kernels.linear_scan import linear_scan
-from rlkit.losses._inputs import check_at_least, check_positive, prepared
-from rlkit.losses.preference import check_between
+from rlkit.losses._inputs import check_at_least, check_between, check_positive, prepared
 from rlkit.segments import broadcast_to_tokens, seq_sum
 
 __all__ = [
@@ -82,11 +80,10 @@ def forward_kl(
     chunk_size: int = CHUNK_SIZE,
     mask: Bool[Tensor, "*rows"] | None = None,
 ) -> Float[Tensor, "*rows"]:
-    """KL from teacher to student: the student must cover all that the teacher does.
+    """KL(teacher || student): mode-covering.
 
-        loss = KL(p || q) = sum_v p_v (log p_v - log q_v)             gradient by the logits: (q - p) / temperature
+        loss = KL(p || q) = sum_v p_v (log p_v - log q_v)             gradient w.r.t. logits: (q - p) / temperature
 
-    Differs: nothing (TRL `GKDTrainer` with `beta=0`; NeMo-RL `forward`).
     Reference: arXiv:2306.13649.
     """
     return _divergence(forward_kl_rows, student_logits, teacher_logits, temperature, chunk_size, mask)
@@ -100,12 +97,11 @@ def reverse_kl(
     chunk_size: int = CHUNK_SIZE,
     mask: Bool[Tensor, "*rows"] | None = None,
 ) -> Float[Tensor, "*rows"]:
-    """KL from student to teacher: the student must avoid what the teacher avoids.
+    """KL(student || teacher): mode-seeking.
 
         loss = KL(q || p) = sum_v q_v (log q_v - log p_v)
 
     On the student's own samples this is the exact, per-state form of `opd_advantages`, and MiniLLM's single-step term.
-    Differs: nothing (TRL `GKDTrainer` with `beta=1`; NeMo-RL `reverse`).
     Reference: arXiv:2306.08543; arXiv:2306.13649.
     """
     return _divergence(reverse_kl_rows, student_logits, teacher_logits, temperature, chunk_size, mask)
@@ -120,12 +116,11 @@ def mixed_kl(
     chunk_size: int = CHUNK_SIZE,
     mask: Bool[Tensor, "*rows"] | None = None,
 ) -> Float[Tensor, "*rows"]:
-    """A weighted sum of the two directions.
+    """Weighted sum of the two KL directions.
 
         loss = w KL(p || q) + (1 - w) KL(q || p)          w = forward_weight in [0, 1]
 
     Limits: w = 1 is `forward_kl`, w = 0 is `reverse_kl`.
-    Differs: nothing (NeMo-RL `kl_type="mixed"`, `mixed_kl_weight`).
     Reference: NeMo-RL nemo_rl/algorithms/loss, `DistillationLossFn`.
     """
     rows = mixed_kl_rows(forward_weight)
@@ -141,14 +136,13 @@ def jsd(
     chunk_size: int = CHUNK_SIZE,
     mask: Bool[Tensor, "*rows"] | None = None,
 ) -> Float[Tensor, "*rows"]:
-    """Generalised Jensen-Shannon divergence (GKD): bounded, and in between the two KLs.
+    """Generalised Jensen-Shannon divergence (GKD): bounded, between the two KLs.
 
         loss = beta KL(p || m) + (1 - beta) KL(q || m)          m = beta p + (1 - beta) q
 
-    For 0 < beta < 1 it is at most the entropy of (beta, 1 - beta), and shrinks to 0 at both ends: loss / beta tends to
-    KL(p || q) as beta -> 0, loss / (1 - beta) to KL(q || p) as beta -> 1. At the ends themselves it is *defined* as the
-    limit, not as 0: beta = 0 is `forward_kl`, beta = 1 `reverse_kl`, as in TRL; so the scale jumps there.
-    Differs: nothing (TRL `GKDTrainer`, `DistillationTrainer`).
+    For 0 < beta < 1 it is at most the entropy of (beta, 1 - beta), and tends to 0 at both ends: loss / beta tends to
+    KL(p || q) as beta -> 0, loss / (1 - beta) to KL(q || p) as beta -> 1. At the ends it is *defined* by these limits,
+    as in TRL: beta = 0 is `forward_kl`, beta = 1 is `reverse_kl`. The scale of the loss therefore jumps there.
     Reference: arXiv:2306.13649, equation 1.
     """
     return _divergence(jsd_rows(beta), student_logits, teacher_logits, temperature, chunk_size, mask)
@@ -162,12 +156,12 @@ def uld(
     chunk_size: int = CHUNK_SIZE,
     mask: Bool[Tensor, "*rows"] | None = None,
 ) -> Float[Tensor, "*rows"]:
-    """Universal logit distillation between vocabularies of any sizes: distance of the *sorted* probabilities.
+    """Universal logit distillation between different vocabularies: L1 distance of the *sorted* probabilities.
 
         loss = sum_i |q_(i) - p_(i)|          q_(1) >= q_(2) >= ..; the shorter one padded with zeros
 
-    Knows how peaked the teacher is, not which tokens it means. The rows must be aligned by the caller (same text
-    position in both tokenisations). In [0, 2].
+    It matches the shape of the teacher's distribution, not the identity of its tokens. The caller aligns the rows (same
+    text position in both tokenisations). In [0, 2].
     Differs: TRL `GOLDTrainer` averages it over a sequence and multiplies the probabilities of split tokens first.
     Reference: arXiv:2402.12030; TRL experimental/gold.
     """
@@ -211,13 +205,13 @@ def jsd_rows(beta: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _uld_rows(log_q: Tensor, log_p: Tensor) -> Tensor:
     q, p = (x.exp().sort(dim=-1, descending=True).values for x in (log_q, log_p))
-    longest = max(q.shape[-1], p.shape[-1])
-    q, p = (torch.nn.functional.pad(x, (0, longest - x.shape[-1])) for x in (q, p))
+    size = max(q.shape[-1], p.shape[-1])
+    q, p = (torch.nn.functional.pad(x, (0, size - x.shape[-1])) for x in (q, p))
     return (q - p).abs().sum(-1)
 
 
 def bounded_log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) in fp32 or fp64, held at `MIN_LOGP` from below."""
+    """log softmax(logits / temperature) in fp32 or fp64, clamped to at least `MIN_LOGP`."""
     return (upcast(logits) / temperature).log_softmax(-1).clamp(min=MIN_LOGP)
 
 
@@ -237,8 +231,8 @@ def by_rows(rows: Callable[..., Tensor], *tensors: Tensor, chunk_size: int, mask
         return masked(rows(*chunk), kept)
 
     split = [x.reshape(shape.numel(), x.shape[-1]).split(chunk_size) for x in tensors]
-    pieces = zip(kept.reshape(-1).split(chunk_size), *split)
-    out = [checkpoint(one_chunk, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    chunks = zip(kept.reshape(-1).split(chunk_size), *split)
+    out = [checkpoint(one_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return torch.cat(out).reshape(shape)
 
 
@@ -252,7 +246,7 @@ def _divergence(
     *,
     same_vocab: bool = True,
 ) -> Tensor:
-    """A divergence of two log-softmaxes by rows, checked."""
+    """Check the arguments; the divergence of two log-softmaxes by rows."""
     check_float(student_logits=student_logits, teacher_logits=teacher_logits)
     check_positive(temperature=temperature)
     student, teacher = list(student_logits.shape), list(teacher_logits.shape)
@@ -275,12 +269,12 @@ def forward_kl_topk(
     chunk_size: int = CHUNK_SIZE,
     mask: Bool[Tensor, "*rows"] | None = None,
 ) -> Float[Tensor, "*rows"]:
-    """KL from teacher to student over K tokens and the tail.
+    """KL(teacher || student) over K tokens and the tail.
 
         loss = sum_k p_k log(p_k / q_k) + p_tail log(p_tail / q_tail)
 
     Limits: K = V is `forward_kl`.
-    Differs: see the module; verl `forward_kl_topk`, NeMo-RL `forward`.
+    Differs: verl `forward_kl_topk` and NeMo-RL drop the tail, so their sum may be negative.
     Reference: TRL experimental/server_distillation; verl verl/trainer/distillation/losses.py.
     """
     return _topk(forward_kl_rows, student_logits, ids, teacher_logp, temperature, chunk_size, mask)
@@ -295,14 +289,13 @@ def reverse_kl_topk(
     chunk_size: int = CHUNK_SIZE,
     mask: Bool[Tensor, "*rows"] | None = None,
 ) -> Float[Tensor, "*rows"]:
-    """KL from student to teacher over K tokens and the tail.
+    """KL(student || teacher) over K tokens and the tail.
 
         loss = sum_k q_k log(q_k / p_k) + q_tail log(q_tail / p_tail)
 
-    On the teacher's top-k it does not see where in the tail the student's mass lies; on the *student's* top-k, scored
-    by the teacher, it sees most of it (TRL's choice of support for this direction).
+    With the teacher's top-k, the distribution of the student's mass over the tail is lost. The *student's* top-k,
+    scored by the teacher, covers most of its mass; TRL uses that support for this direction.
     Limits: K = V is `reverse_kl`.
-    Differs: see the module; NeMo-RL `reverse`.
     Reference: TRL experimental/iw_opd.
     """
     return _topk(reverse_kl_rows, student_logits, ids, teacher_logp, temperature, chunk_size, mask)
@@ -318,12 +311,11 @@ def mixed_kl_topk(
     chunk_size: int = CHUNK_SIZE,
     mask: Bool[Tensor, "*rows"] | None = None,
 ) -> Float[Tensor, "*rows"]:
-    """A weighted sum of the two directions over K tokens and the tail.
+    """Weighted sum of the two KL directions over K tokens and the tail.
 
         loss = w forward_kl_topk + (1 - w) reverse_kl_topk          w = forward_weight in [0, 1]
 
     Limits: K = V is `mixed_kl`.
-    Differs: see the module; NeMo-RL `kl_type="mixed"`, `mixed_kl_weight`.
     Reference: NeMo-RL nemo_rl/algorithms/loss, `DistillationLossFn`.
     """
     rows = mixed_kl_rows(forward_weight)
@@ -340,12 +332,12 @@ def jsd_topk(
     chunk_size: int = CHUNK_SIZE,
     mask: Bool[Tensor, "*rows"] | None = None,
 ) -> Float[Tensor, "*rows"]:
-    """Generalised Jensen-Shannon divergence over K tokens and the tail; beta as in `jsd`, the two KLs at its ends.
+    """Generalised Jensen-Shannon divergence over K tokens and the tail; beta = 0 and 1 are the two KLs, as in `jsd`.
 
         loss = beta KL(p || m) + (1 - beta) KL(q || m)          m = beta p + (1 - beta) q
 
     Limits: K = V is `jsd`.
-    Differs: TRL `IWOPDTrainer` takes the union of both models' top-k for 0 < beta < 1: pass it as `ids`.
+    Differs: TRL `IWOPDTrainer` uses the union of both models' top-k for 0 < beta < 1; pass it as `ids`.
     Reference: arXiv:2306.13649, equation 1; TRL experimental/iw_opd.
     """
     return _topk(jsd_rows(beta), student_logits, ids, teacher_logp, temperature, chunk_size, mask)
@@ -360,7 +352,7 @@ def _topk(
     chunk_size: int,
     mask: Tensor | None,
 ) -> Tensor:
-    """A divergence over K tokens and the tail by rows, checked."""
+    """Check the arguments; a divergence over K tokens and the tail by rows."""
     check_float(student_logits=student_logits, teacher_logp=teacher_logp)
     check_same_shape(ids=ids, teacher_logp=teacher_logp)
     check_positive(temperature=temperature)
@@ -375,13 +367,13 @@ def _topk(
 
     def divergence(logits: Tensor, ids: Tensor, teacher_logp: Tensor) -> Tensor:
         whole = ids.shape[-1] == logits.shape[-1]
-        return rows(_student(upcast(logits) / temperature, ids, whole), _teacher(upcast(teacher_logp), whole))
+        return rows(_student_logp(upcast(logits) / temperature, ids, whole), _teacher_logp(upcast(teacher_logp), whole))
 
     return by_rows(divergence, student_logits, ids, teacher_logp.detach(), chunk_size=chunk_size, mask=mask)
 
 
-def _student(logits: Tensor, ids: Tensor, whole: bool) -> Tensor:
-    """Log-probs [.., K + 1] of the chosen tokens and of all others together ([.., K] where there are none)."""
+def _student_logp(logits: Tensor, ids: Tensor, whole: bool) -> Tensor:
+    """Log-probs [.., K + 1] of the K tokens and of the tail ([.., K] if the ids are the `whole` vocabulary)."""
     parts = logits.gather(-1, ids)
     if not whole:
         rest = logits.scatter(-1, ids, float("-inf")).logsumexp(-1, keepdim=True)
@@ -389,8 +381,8 @@ def _student(logits: Tensor, ids: Tensor, whole: bool) -> Tensor:
     return (parts - logits.logsumexp(-1, keepdim=True)).clamp(min=MIN_LOGP)
 
 
-def _teacher(logp: Tensor, whole: bool) -> Tensor:
-    """The same for the teacher, whose tail is what is missing to 1, not below machine epsilon."""
+def _teacher_logp(logp: Tensor, whole: bool) -> Tensor:
+    """The same for the teacher. Its tail is 1 minus the sum, clamped to at least machine epsilon."""
     if not whole:
         kept = logp.logsumexp(-1, keepdim=True)
         tail = (-torch.expm1(kept)).clamp(min=torch.finfo(logp.dtype).eps).log()
@@ -401,15 +393,15 @@ def _teacher(logp: Tensor, whole: bool) -> Tensor:
 def opd_advantages(
     logp: Float[Tensor, "*shape"], teacher_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
 ) -> Float[Tensor, "*shape"]:
-    """Advantage of each sampled token: how much likelier the teacher finds it. Detached; 0 where the mask is False.
+    """On-policy distillation advantage of each sampled token. Detached; 0 where the mask is False.
 
         A_t = teacher_logp_t - logp_t
 
-    `logp` is of the student that sampled (`old_logp`), both at one temperature. The expectation of A is
-    -KL(student || teacher); a perfect student has A = 0 everywhere, without a baseline.
-    Discount: `discounted_returns(opd_advantages(...), mask=mask, cu_seqlens=cu_seqlens, gamma=gamma)`; this function
-    is gamma = 0, the default of Tinker `kl_discount_factor`. Rewards join by addition.
-    Differs: verl differentiates a KL estimator of the sampled token instead: `k1(logp, teacher_logp)` and its siblings.
+    `logp` is of the student that sampled (`old_logp`); both are at the same temperature. The expectation of A is
+    -KL(student || teacher); a student equal to the teacher has A = 0 everywhere, without a baseline. Add rewards to A.
+    For a discounted return use `discounted_returns(opd_advantages(...), mask=mask, cu_seqlens=cu_seqlens,
+    gamma=gamma)`; gamma = 0 is this function.
+    Differs: verl differentiates a KL estimator of the sampled token instead: `k1(logp, teacher_logp)` etc.
     Reference: arXiv:2601.02780, equation 8; arXiv:2306.13649.
     """
     logp, teacher_logp = prepared(mask, logp=logp.detach(), teacher_logp=teacher_logp.detach())
@@ -423,17 +415,17 @@ def proximal_teacher(
     alpha: float,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """Log-prob of each sampled token under a teacher within reach: the mixture of teacher and student. Detached.
+    """Log-prob of each sampled token under a mixture of teacher and student. Detached.
 
         log(alpha p + (1 - alpha) q)          p = exp(teacher_logp), q = exp(logp), alpha in (0, 1]
 
-    Takes the teacher's place in `opd_advantages`, which is then at least log(1 - alpha): a token that the teacher
-    rules out no longer dominates the step.
+    Use it as `teacher_logp` in `opd_advantages`: the advantage is then at least log(1 - alpha), so a token that the
+    teacher excludes does not dominate the step.
     Limits: alpha = 1 is the teacher.
     Reference: arXiv:2607.04751 (Trust Region Policy Distillation).
     """
     if not 0 < alpha <= 1:
-        raise ValueError(f"alpha must lie in (0, 1], got {alpha}")
+        raise ValueError(f"alpha must be in (0, 1], got {alpha}")
     logp, teacher_logp = prepared(mask, logp=logp.detach(), teacher_logp=teacher_logp.detach())
     if alpha == 1:
         return teacher_logp
@@ -447,14 +439,13 @@ def iw_opd_weights(
     cu_seqlens: Int[Tensor, "N1"],
     gamma: float = 0.5,
 ) -> Float[Tensor, "T"]:
-    """Weights of importance-weighted on-policy distillation: early tokens count more, late ones after much drift less.
+    """Weights of importance-weighted on-policy distillation: decrease with the drift accumulated before a token.
 
         w_t = 1 + gamma (1 - sum_{i < t} |A_i| / sum_i |A_i|)          i over the sequence's action tokens; detached
 
-    `advantages` are `opd_advantages`; train on `w * A`. w falls from 1 + gamma at the first action token to above 1.
-    A sequence without any gap has 1 + gamma everywhere; masked tokens have weight 0.
+    `advantages` are `opd_advantages`; train on `w * A`. w falls from 1 + gamma at the first action token towards 1. If
+    all A of a sequence are 0, w is 1 + gamma everywhere. Masked tokens have weight 0.
     Limits: gamma = 0 gives 1.
-    Differs: TRL's `IWOPDTrainer` (`iw_opd_gamma` 0.5) keeps the sum above 1e-8, with the same result.
     Reference: arXiv:2606.22600; TRL experimental/iw_opd.
     """
     check_at_least(0, gamma=gamma)
@@ -477,14 +468,14 @@ def minillm_advantages(
     cu_seqlens: Int[Tensor, "N1"],
     gamma: float = 1.0,
 ) -> Float[Tensor, "T"]:
-    """MiniLLM's length-normalised return: the mean gap from here to the end. Detached; 0 where the mask is False.
+    """MiniLLM's length-normalised return: the mean of `opd_advantages` over the remaining tokens. Detached.
 
         A_t = sum_{i >= t} gamma^(i - t) (teacher_logp_i - logp_i) / sum_{i >= t} gamma^(i - t)       i: action tokens
 
-    Keeps the student from ending early just to stop losing. MiniLLM adds `reverse_kl` per token (its single-step
-    term, which has less variance than the sampled one) and trains with `ppo_clip`.
+    The normalisation removes the incentive to stop early. MiniLLM adds `reverse_kl` per token (its single-step term,
+    which has less variance than the sampled one) and trains with `ppo_clip`. 0 where the mask is False.
     Limits: gamma = 0 is `opd_advantages`.
-    Differs: the paper's code divides by the number of tokens left, the same at gamma = 1, and whitens afterwards.
+    Differs: the paper's code divides by the number of remaining tokens (equal at gamma = 1), then whitens.
     Reference: arXiv:2306.08543; LMOps minillm/losses.py.
     """
     gap = opd_advantages(logp, teacher_logp, mask=mask)
@@ -496,14 +487,13 @@ def minillm_advantages(
 def teacher_mixture(
     teacher_logits: Float[Tensor, "M *rows V"], weights: Float[Tensor, "M"], *, temperature: float = 1.0
 ) -> Float[Tensor, "*rows V"]:
-    """Log-probs of the arithmetic mixture of M teachers: what any of them would say. Detached.
+    """Log-probs of the arithmetic mixture of M teachers. Detached.
 
         log sum_m w_m p_m          p_m = softmax(teacher_logits_m / temperature), w normalised to sum 1
 
-    Goes where `teacher_logits` goes (log-probs are logits; temperature then 1). `forward_kl` to it has the gradient of
-    sum_m w_m forward_kl(student, teacher_m), NeMo-RL's `kd_loss_mode="sum"`, and differs from it by a constant.
+    Pass it as `teacher_logits` (log-probs are logits), with temperature 1. `forward_kl` to it has the gradient of
+    sum_m w_m forward_kl(student, teacher_m), NeMo-RL's `kd_loss_mode="sum"`, and differs from that sum by a constant.
     Limits: one teacher is its log-softmax.
-    Differs: NeMo-RL computes the sum of KLs.
     Reference: NeMo-RL nemo_rl/algorithms/loss, `CrossTokenizerDistillationLossFn`.
     """
     log_w = _log_weights(teacher_logits, weights)
@@ -513,14 +503,13 @@ def teacher_mixture(
 def teacher_product(
     teacher_logits: Float[Tensor, "M *rows V"], weights: Float[Tensor, "M"], *, temperature: float = 1.0
 ) -> Float[Tensor, "*rows V"]:
-    """Log-probs of the geometric mixture of M teachers: what all of them would say. Detached.
+    """Log-probs of the geometric mixture of M teachers. Detached.
 
         log softmax(sum_m w_m log p_m) = log softmax(sum_m w_m teacher_logits_m / temperature), w normalised to sum 1
 
-    Goes where `teacher_logits` goes. `reverse_kl` to it has the gradient of sum_m w_m reverse_kl(student, teacher_m),
-    and differs from it by a constant.
+    Pass it as `teacher_logits`, with temperature 1. `reverse_kl` to it has the gradient of
+    sum_m w_m reverse_kl(student, teacher_m), and differs from that sum by a constant.
     Limits: one teacher is its log-softmax.
-    Differs: nothing (NeMo-RL `kd_loss_mode="averaged_logits"`).
     Reference: NeMo-RL nemo_rl/algorithms/loss, `CrossTokenizerDistillationLossFn`.
     """
     w = _log_weights(teacher_logits, weights).exp()

@@ -1,4 +1,4 @@
-"""Entropy, in nats: from logits, and as a filter on tokens. The bonus is `-coef * entropy`, a loss per token."""
+"""Entropy in nats: from logits, and as a filter on tokens. The entropy bonus is `-coef * entropy`, a loss per token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlkit._tensors import carry_nan, check_float, check_mask, check_no_nan, masked, upcast
-from rlkit.losses._inputs import check_alone, check_share, prepared
+from rlkit.losses._inputs import check_alone, check_between, prepared
 
 __all__ = ["entropy_from_logits", "entropy_quantile", "top_entropy_mask"]
 
@@ -15,7 +15,7 @@ __all__ = ["entropy_from_logits", "entropy_quantile", "top_entropy_mask"]
 def entropy_from_logits(
     logits: Float[Tensor, "*shape V"], *, mask: Bool[Tensor, "*shape"] | None = None
 ) -> Float[Tensor, "*shape"]:
-    """The entropy of each position's distribution.
+    """Entropy of the distribution at each position.
 
         H = -sum_v p_v log p_v          p = softmax(logits), temperature-scaled by the caller
 
@@ -31,23 +31,23 @@ def entropy_from_logits(
 def entropy_quantile(
     entropy: Float[Tensor, "*shape"], *, top: float, mask: Bool[Tensor, "*shape"] | None = None
 ) -> Float[Tensor, ""]:
-    """The entropy that the `top` share of trainable tokens reaches, linearly interpolated; detached.
+    """The entropy threshold that the `top` share of trainable tokens reaches, linearly interpolated; detached.
 
-    top 0.2 is the 0.8 quantile; top 1 the minimum. -inf, which all reach, where no token is trainable. Compute it once
-    over the whole batch.
+    top = 0.2 is the 0.8 quantile, top = 1 the minimum; -inf if no token is trainable. Compute it once over the whole
+    batch.
     Reference: arXiv:2506.01939.
     """
-    check_share(top=top)
+    check_between(0, 1, top=top)
     (entropy,) = prepared(mask, entropy=entropy.detach())
     if entropy.numel() == 0:
         return entropy.new_full((), -torch.inf)
     count = torch.full((), entropy.numel(), device=entropy.device) if mask is None else mask.sum()
     ranked = masked(entropy, mask, torch.inf).flatten().sort().values
-    place = (1 - top) * (count - 1).clamp(min=0).double()
-    below = place.floor().long()
+    rank = (1 - top) * (count - 1).clamp(min=0).double()
+    below = rank.floor().long()
     above = torch.minimum(below + 1, (count - 1).clamp(min=0))
     ends = ranked.index_select(0, torch.stack([below, above])).double()
-    value = torch.lerp(ends[0], ends[1], place - below)
+    value = torch.lerp(ends[0], ends[1], rank - below)
     return carry_nan(torch.where(count > 0, value, -torch.inf), masked(entropy, mask).mean()).to(entropy.dtype)
 
 
@@ -58,13 +58,12 @@ def top_entropy_mask(
     top: float = 0.2,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Bool[Tensor, "*shape"]:
-    """The trainable tokens at which the policy was most undecided: train on these "forking" tokens only.
+    """The trainable tokens of highest entropy, to train on these "forking" tokens only.
 
         m_t and entropy_t >= threshold
 
-    `threshold` is `entropy_quantile` of the whole batch, and in a process alone may be left out. The mask multiplies
-    the policy term; TRL and the paper keep all tokens in the denominator: give `token_mean` the original mask.
-    Differs: nothing (TRL `top_entropy_quantile`).
+    `threshold` is `entropy_quantile` of the whole batch; a single process may omit it. Multiply the policy term by the
+    mask; as in TRL and the paper, all tokens stay in the denominator: give `token_mean` the original mask.
     Reference: arXiv:2506.01939, equation 5; TRL `get_high_entropy_mask`.
     """
     if threshold is None:

@@ -1,7 +1,7 @@
 """Estimators of KL(pi || pi_ref) from sampled tokens, in nats.
 
-Each takes the log-probs of the sampled tokens, d = logp - ref_logp. As a *value* k1 and k3 are unbiased for on-policy
-samples and k2 is not; as a *loss* what counts is the expected gradient, which is another matter:
+With d = logp - ref_logp of the sampled tokens. As a *value*, k1 and k3 are unbiased for on-policy samples and k2 is
+biased. As a *loss*, the expected gradient counts instead:
 
     | loss | E[gradient], on-policy, per state |
     |------|-----------------------------------|
@@ -9,11 +9,11 @@ samples and k2 is not; as a *loss* what counts is the expected gradient, which i
     | k2   | grad KL(pi || ref)                |
     | k3   | grad KL(ref || pi)                |
 
-Per state: the KL of whole sequences also depends on which states are visited; for that the KL belongs into the reward
-(`kl_in_reward`).
+Per state: the KL of whole sequences also depends on which states the policy visits. For that, put the KL into the
+reward (`kl_in_reward`).
 
-`unbiased_kl` corrects by the ratio: value and gradient are then both those of KL(pi || ref), also off-policy. The
-`*_straight_through` forms have one estimator's value and k2's gradient.
+`unbiased_kl` multiplies by the ratio: value and gradient are then both unbiased for KL(pi || ref), also off-policy. The
+`*_straight_through` forms have the value of one estimator and the gradient of k2.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ __all__ = [
 def k1(
     logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
 ) -> Float[Tensor, "*shape"]:
-    """The log-ratio itself: unbiased, of either sign, with the largest variance.
+    """The log-ratio: unbiased, may be negative, highest variance.
 
         k1 = d = logp - ref_logp
 
-    As a loss its expected gradient is 0: it pulls towards nothing and only adds noise. Use it in the reward.
-    Differs: nothing (verl, OpenRLHF and slime `k1`).
+    As a loss its expected gradient is 0, so it only adds noise. Use it in the reward.
     Reference: http://joschu.net/blog/kl-approx.html
     """
     logp, ref_logp = prepared(mask, logp=logp, ref_logp=ref_logp)
@@ -59,12 +58,11 @@ def k1(
 def k2(
     logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
 ) -> Float[Tensor, "*shape"]:
-    """Half the squared log-ratio: never negative, biased as a value, right as a loss.
+    """Half the squared log-ratio: non-negative, biased as a value, correct as a loss.
 
         k2 = d^2 / 2
 
     Expected on-policy gradient: grad KL(pi || ref).
-    Differs: nothing (verl, OpenRLHF and slime `k2`).
     Reference: http://joschu.net/blog/kl-approx.html
     """
     logp, ref_logp = prepared(mask, logp=logp, ref_logp=ref_logp)
@@ -74,14 +72,14 @@ def k2(
 def k3(
     logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
 ) -> Float[Tensor, "*shape"]:
-    """Unbiased and never negative: k1 with the control variate `exp(-d) - 1`, whose mean is 0.
+    """Unbiased and non-negative: k1 with the control variate `exp(-d) - 1`, whose mean is 0.
 
         k3 = exp(-d) - 1 + d
 
     Expected on-policy gradient as a loss: that of the *other* direction, KL(ref || pi).
-    Limits: d -> 0 gives d^2 / 2. Below d = -20 the exponential is held at e^20, in the value and in the slope (which
+    Limits: d -> 0 gives d^2 / 2. Below d = -20 the exponential is capped at e^20, in the value and in the slope (which
     keeps its sign); the linear term is not clamped.
-    Differs: verl clamps d to +-20 and the result to +-10, OpenRLHF and NeMo-RL likewise; TRL nothing.
+    Differs: verl clamps d to +-20 and the result to +-10; TRL clamps nothing.
     Reference: http://joschu.net/blog/kl-approx.html, arXiv:2402.03300 equation 4.
     """
     logp, ref_logp = prepared(mask, logp=logp, ref_logp=ref_logp)
@@ -93,12 +91,11 @@ def k3(
 def abs_kl(
     logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
 ) -> Float[Tensor, "*shape"]:
-    """The absolute log-ratio: a penalty in its own right, not an estimate of the KL.
+    """The absolute log-ratio: a penalty, not an estimate of the KL.
 
         |d|
 
-    Its mean lies above the KL; its gradient has size 1 wherever d is not 0.
-    Differs: nothing (verl and SkyRL `abs`).
+    Its mean is above the KL; its gradient has magnitude 1 wherever d is not 0.
     Reference: verl `kl_penalty_forward`, trainer/ppo/core_algos.py.
     """
     logp, ref_logp = prepared(mask, logp=logp, ref_logp=ref_logp)
@@ -114,13 +111,13 @@ def kl_in_reward(
     mask: Bool[Tensor, "*shape"] | None,
     estimator: Callable[..., Tensor] = k1,
 ) -> Float[Tensor, "*shape"]:
-    """Token rewards minus a KL penalty: the policy gradient then also sees that later states change.
+    """Token rewards minus a KL penalty: the policy gradient then includes the effect on later states.
 
         r_t' = r_t - kl_coef * kl_t                    detached; 0 where the mask is False
 
-    With k1 the return's gradient is that of the KL between whole sequences, exactly.
-    `estimator` is any `f(logp, ref_logp, *, mask)` of this module; for values of either sign keep k1.
-    Differs: masked tokens (tool output) add nothing here (they leaked in slime issue 1372, miles issue 1383).
+    With k1, the policy gradient of the return is exactly that of the KL between whole sequences. `estimator` is any
+    `f(logp, ref_logp, *, mask)` of this module.
+    Differs: masked tokens (tool output) contribute 0 (they leaked in slime issue 1372 and miles issue 1383).
     Reference: arXiv:2203.02155, equation 2.
     """
     rewards, logp, ref_logp = prepared(mask, rewards=rewards, logp=logp, ref_logp=ref_logp)
@@ -134,8 +131,7 @@ def k1_straight_through(
 
         k2 - sg(k2) + sg(k1)
 
-    As a value unbiased; expected on-policy gradient: grad KL(pi || ref).
-    Differs: nothing (verl `k1+`; OpenRLHF `unbiased_gradient`, with a ratio of at most 10).
+    The value is unbiased; expected on-policy gradient: grad KL(pi || ref).
     Reference: verl `kl_penalty`, trainer/ppo/core_algos.py.
     """
     return token_gradient(k1(logp, ref_logp, mask=mask), k2(logp, ref_logp, mask=mask))
@@ -148,8 +144,7 @@ def k3_straight_through(
 
         k2 - sg(k2) + sg(k3)
 
-    As a value unbiased and never negative; expected on-policy gradient: grad KL(pi || ref).
-    Differs: nothing (verl `k3+`; OpenRLHF `unbiased_gradient`, with a ratio of at most 10).
+    The value is unbiased and non-negative; expected on-policy gradient: grad KL(pi || ref).
     Reference: verl `kl_penalty`, trainer/ppo/core_algos.py.
     """
     return token_gradient(k3(logp, ref_logp, mask=mask), k2(logp, ref_logp, mask=mask))
@@ -163,13 +158,13 @@ def unbiased_kl(
     mask: Bool[Tensor, "*shape"] | None = None,
     estimator: Callable[..., Tensor] = k3,
 ) -> Float[Tensor, "*shape"]:
-    """The ratio-corrected estimator: unbiased in value *and* gradient, on-policy and off-policy.
+    """Ratio-corrected KL estimator: unbiased in value *and* gradient, on-policy and off-policy.
 
         r * estimator(logp, ref_logp)          r = exp(logp - old_logp), with its gradient
 
     For samples of pi_old: E[value] = KL(pi || ref) and E[gradient] = grad KL(pi || ref), per state, with `k1` or `k3`.
-    `old_logp` is the policy that sampled; on-policy give `logp.detach()`.
-    Differs: NeMo-RL `use_on_policy_kl_approximation` is this over the rollout's log-probs, clamped to +-10.
+    `old_logp` is of the policy that sampled; on-policy pass `logp.detach()`.
+    Differs: NeMo-RL `use_on_policy_kl_approximation` uses the rollout's log-probs, and clamps to +-10.
     Reference: DeepSeek-V3.2, arXiv:2512.02556; TRL#4967.
     """
     kl = estimator(logp, ref_logp, mask=mask)
@@ -183,12 +178,12 @@ def kl_from_logits(
     *,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """The exact KL divergence at each position, in nats, from both distributions in full.
+    """Exact KL divergence at each position, in nats, from the full distributions.
 
         KL(pi || ref) = sum_v pi_v (log pi_v - log ref_v)
 
-    Give temperature-scaled logits. A logit of -inf in `logits` contributes 0; one only in `ref_logits` makes the KL
-    inf. Swap the arguments for KL(ref || pi). Memory: several copies of [*shape, V]; call it on slices of the
+    Logits are temperature-scaled by the caller. A logit of -inf in `logits` contributes 0; -inf in `ref_logits` only
+    gives inf. Swap the arguments for KL(ref || pi). Memory: several copies of [*shape, V]; call it on slices of the
     positions.
     """
     check_float(logits=logits, ref_logits=ref_logits)

@@ -1,16 +1,16 @@
 """Policy-gradient surrogates, one loss per token.
 
 Every function is `f(log_ratio, advantages, *, ..., mask=None) -> token_loss`, elementwise in any shape, with
-`log_ratio = logp - old_logp` and r = exp(log_ratio). Its gradient is `-c * A * dlogp`; the coefficient c is 1 on-policy
-and stands in each docstring. Masked places give loss 0 and gradient 0, whatever they hold (NaN included).
+`log_ratio = logp - old_logp` and r = exp(log_ratio). Its gradient is `-c * A * dlogp`; each docstring states the
+coefficient c, which is 1 on-policy. Masked positions have loss 0 and gradient 0, even if they hold NaN.
 
-Above log_ratio 20 every ratio is held at e^20 and passes no gradient. Losses written with `log_ratio` where the paper
-has `logp` differ from it by a constant and have the same gradient.
+Above log_ratio 20 the ratio is capped at e^20 and has no gradient. Losses written with `log_ratio` where the paper has
+`logp` differ from it by a constant and have the same gradient.
 
-First come the clipped surrogates, then those that weigh REINFORCE by a function of the ratio without PPO's minimum,
-then those whose ratio belongs to a whole sequence: `f(log_ratio, advantages, *, mask, cu_seqlens, ...) -> [T]`. There
-every token carries a loss too, so they are aggregated by the same weights. Where all tokens of a sequence share one
-advantage, the gradient of the *summed* token losses is `-c * A * dlogp` for each token.
+The clipped surrogates come first, then those that multiply REINFORCE by a function of the ratio without PPO's minimum,
+then those with a sequence-level ratio: `f(log_ratio, advantages, *, mask, cu_seqlens, ...) -> [T]`. These also return
+one loss per token, so they are aggregated by the same weights. If all tokens of a sequence have the same advantage, the
+gradient of the *summed* token losses is `-c * A * dlogp` for each token.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def ppo_clip(
         loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
 
     Coefficient: c = r, and 0 where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low.
-    Clips only where a step would move r further from 1; r is unbounded for A < 0 (`dual_clip` bounds it). The clip
-    distances may be tensors: one number of the whole batch (`bapo_clip_range`) or one per token.
-    Limits: clip_low = clip_high = inf is `importance_sampling`; clip_low = clip_high = 0 keeps only steps back towards
-    1.
-    Differs: verl `vanilla` always adds the dual clip; verl and OpenRLHF bound log_ratio on both sides at 20.
+    It clips only where a step would move r further from 1; r is unbounded for A < 0 (`dual_clip` bounds it). The clip
+    distances may be tensors: one number for the whole batch (`bapo_clip_range`) or one per token.
+    Limits: clip_low = clip_high = inf is `importance_sampling`; clip_low = clip_high = 0 keeps only steps that move r
+    back towards 1.
+    Differs: verl `vanilla` always adds the dual clip.
     Reference: arXiv:1707.06347, equation 7; asymmetric: arXiv:2503.14476.
     """
     check_at_least(0, clip_low=clip_low, clip_high=clip_high)
@@ -85,10 +85,9 @@ def dual_clip(
         loss = ppo_clip where A >= 0, min(ppo_clip, -A clip_c) where A < 0
 
     Coefficient: that of `ppo_clip`, and 0 also where A < 0 and r > clip_c.
-    Limits: clip_c = inf is `ppo_clip`. The usual value is 3. For clip_c > 1 + clip_high it is also INTELLECT-2's
-    two-sided clip (arXiv:2505.07291), max(-A min(r, clip_c), -A clip(r, ..)).
-    Differs: always on in verl `vanilla` (`clip_ratio_c` 3); ROLL `dual_clip_loss` fixes clip_c = 1 + 2 * clip. TRL
-    `delta` may lie below 1 + clip_high, and then clips A > 0 there.
+    The usual clip_c is 3. For clip_c > 1 + clip_high this is also INTELLECT-2's two-sided clip (arXiv:2505.07291),
+    max(-A min(r, clip_c), -A clip(r, ..)).
+    Limits: clip_c = inf is `ppo_clip`.
     Reference: arXiv:1912.09729.
     """
     if not clip_c > 1:
@@ -107,14 +106,15 @@ def aspo(
     max_weight: float = float("inf"),
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """Asymmetric importance sampling: where A > 0 the ratio is turned over, so that tokens fallen behind catch up.
+    """Asymmetric importance sampling: where A > 0 the ratio is inverted, so tokens of low ratio get larger steps.
 
         loss = -A sg(min(1 / r, max_weight)) log_ratio     where A > 0 and r <= 1 + clip_high, 0 where r is above
         loss = ppo_clip                                    where A <= 0
 
     Coefficient: min(1 / r, max_weight) for A > 0, 0 above the clip; that of `ppo_clip` for A < 0.
-    Limits: on-policy it is `reinforce`. The paper's soft dual clip of 1 / r is `max_weight`; it names no number for it.
-    A plain 1 / r, without stop-gradient, would push good tokens *down*.
+    The paper's soft dual clip of 1 / r is `max_weight` (no value given there). Without the stop-gradient, 1 / r would
+    push tokens with A > 0 *down*.
+    Limits: on-policy it is `reinforce`.
     Reference: arXiv:2510.06062.
     """
     check_positive(max_weight=max_weight)
@@ -137,7 +137,7 @@ def unbounded_positive(
 
         loss = -A log_ratio where A > 0, dual_clip where A <= 0
 
-    Coefficient: 1 for A > 0, with no clip at all; that of `dual_clip` for A < 0.
+    Coefficient: 1 for A > 0 (no clip); that of `dual_clip` for A < 0.
     Reference: arXiv:2607.06987, equation 15.
     """
     negative = dual_clip(log_ratio, advantages, clip_c=clip_c, clip_low=clip_low, clip_high=clip_low, mask=mask)
@@ -158,12 +158,11 @@ def reinforce(
     *,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """The policy gradient itself.
+    """The plain policy gradient.
 
         loss = -A log_ratio
 
-    Coefficient: c = 1 everywhere; no clip, no importance weight. `log_ratio` may as well be `logp`.
-    Differs: nothing (ROLL `vanilla`; verl `bypass_mode` with `loss_type=reinforce`; NeMo-RL `disable_ppo_ratio`).
+    Coefficient: c = 1 everywhere; no clip, no importance weight. `logp` in place of `log_ratio` has the same gradient.
     Reference: Williams 1992, doi:10.1007/BF00992696.
     """
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
@@ -181,8 +180,7 @@ def importance_sampling(
         loss = -A r
 
     Coefficient: c = r, unbounded up to e^20.
-    Limits: on-policy `reinforce`.
-    Differs: nothing (Tinker and SkyRL `importance_sampling`).
+    Limits: on-policy it is `reinforce`.
     Reference: https://tinker-docs.thinkingmachines.ai/losses
     """
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
@@ -201,11 +199,10 @@ def cispo(
 
         loss = -sg(clip(r, min_weight, max_weight)) A log_ratio
 
-    Coefficient: c = clip(r, min_weight, max_weight), whatever the sign of A; never 0.
-    Both bounds are absolute ratios. The lower one is off, as MiniMax-M1 and ScaleRL run it; 5 is ScaleRL's cap.
+    Coefficient: c = clip(r, min_weight, max_weight), for either sign of A.
+    Both bounds are absolute ratios. The lower one is off by default, as in MiniMax-M1 and ScaleRL; 5 is ScaleRL's cap.
     Limits: max_weight = inf has the gradient of `importance_sampling`; max_weight = min_weight = 1 is `reinforce`.
-    Differs: TRL `epsilon_high` is an absolute bound too, 0.2 if unset; verl, slime, SkyRL, ROLL and NeMo-RL take
-    distances from 1 and clip below as well.
+    Differs: verl, slime, SkyRL, ROLL and NeMo-RL take distances from 1 and also clip below.
     Reference: arXiv:2506.13585, equation 4; arXiv:2510.13786.
     """
     check_at_least(0, min_weight=min_weight)
@@ -220,13 +217,13 @@ def topr(
     *,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """Tapered off-policy REINFORCE: imitate what was good, let go of what was bad once it has become unlikely.
+    """Tapered off-policy REINFORCE: full gradient where A > 0, tapered by the ratio where A <= 0.
 
         loss = -A log_ratio where A > 0, -sg(min(r, 1)) A log_ratio where A <= 0
 
     Coefficient: c = 1 for A > 0, min(r, 1) for A < 0.
-    The paper's ratio is the whole sequence's: give it `token_gradient(seq_log_ratio_sum(...), log_ratio)`.
-    Differs: ROLL `topr` uses the token's ratio and splits by the sign of the score, not of A.
+    The paper uses the sequence's ratio: pass `token_gradient(seq_log_ratio_sum(...), log_ratio)`.
+    Differs: ROLL `topr` uses the token's ratio and splits by the sign of the reward, not of A.
     Reference: arXiv:2503.14286, equation 8.
     """
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
@@ -246,10 +243,9 @@ def sapo(
 
         loss = -A (4 / tau) sigmoid(tau (r - 1))          tau = tau_pos where A > 0, tau_neg where A <= 0
 
-    Coefficient: c = 4 p (1 - p) r with p = sigmoid(tau (r - 1)), whatever the sign of A: 1 at r = 1, at tau 1 at most
-    1.6 near r = 2, then towards 0, sooner for a larger tau. No hard clip.
+    Coefficient: c = 4 p (1 - p) r with p = sigmoid(tau (r - 1)), for either sign of A. c is 1 at r = 1; for tau = 1 it
+    peaks at 1.6 near r = 2 and then falls to 0, faster for a larger tau. No hard clip.
     Limits: at r = 1 the gate is 2 / tau and its slope 1.
-    Differs: nothing (TRL, verl and SkyRL `sapo`, AReaL `use_sapo_loss`).
     Reference: arXiv:2511.20347.
     """
     check_positive(tau_pos=tau_pos, tau_neg=tau_neg)
@@ -269,22 +265,21 @@ def dppo(
     max_weight: float = 20.0,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """Divergence PPO, binary total variation: the trust region is a distance of probabilities, not a ratio.
+    """Divergence PPO, binary total variation: the trust region bounds the change in probability, not the ratio.
 
         loss = -sg(min(r, max_weight) keep) A log_ratio
         keep = pi - pi_old <= delta_high where A > 0, pi - pi_old >= -delta_low where A <= 0
 
     Coefficient: c = min(r, max_weight), and 0 outside the trust region in the direction of the step.
-    A rare token may move by a large factor, a common one may not. `old_logp` is log pi_old, log_ratio = logp -
-    old_logp.
-    Differs: SkyRL `dppo` and prime-rl have no `max_weight`; prime-rl `kl_tau` (1e-3) adds that much log_ratio^2.
+    A rare token's probability may change by a large factor, a common one's may not. `old_logp` is log pi_old.
+    Differs: SkyRL `dppo` and prime-rl have no `max_weight`.
     Reference: arXiv:2602.04879, equation 13; verl `compute_policy_loss_dppo_tv`.
     """
     check_at_least(0, delta_low=delta_low, delta_high=delta_high)
     check_positive(max_weight=max_weight)
     log_ratio, advantages, old_logp = prepared(mask, log_ratio=log_ratio, advantages=advantages, old_logp=old_logp)
-    moved = (old_logp + log_ratio.detach()).exp() - old_logp.exp()
-    keep = carry_nan(torch.where(advantages > 0, moved <= delta_high, moved >= -delta_low).to(moved.dtype), old_logp)
+    change = (old_logp + log_ratio.detach()).exp() - old_logp.exp()
+    keep = carry_nan(torch.where(advantages > 0, change <= delta_high, change >= -delta_low).to(change.dtype), old_logp)
     return _weighted(bounded_exp(log_ratio).clamp(max=max_weight) * keep, log_ratio, advantages)
 
 
@@ -298,13 +293,13 @@ def dppo_kl(
     max_weight: float = 20.0,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """Divergence PPO, binary KL: as `dppo`, with the KL of "this token or another" as the distance.
+    """Divergence PPO, binary KL: `dppo` with the KL of "this token or another" as the distance.
 
         D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))          p = pi, q = pi_old of the sampled token
         drop where D > delta_high and p > q (A > 0), or D > delta_low and p < q (A <= 0)
 
     Coefficient: c = min(r, max_weight), and 0 where dropped.
-    Differs: verl `dppo_kl` and SkyRL `binary_kl` add 1e-8 to 1 - p and 1 - q; here both are held at 1e-8 from below.
+    Differs: verl `dppo_kl` and SkyRL `binary_kl` add 1e-8 to 1 - p and 1 - q; here both are clamped to at least 1e-8.
     Reference: arXiv:2602.04879, equation 14; verl `compute_policy_loss_dppo_kl`.
     """
     check_at_least(0, delta_low=delta_low, delta_high=delta_high)
@@ -325,14 +320,13 @@ def dro(
     beta: float,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """Direct reward optimisation, per token: the policy gradient plus a quadratic pull back to the old policy.
+    """Direct reward optimisation, per token: the policy gradient plus a quadratic penalty on the log-ratio.
 
         loss = -A log_ratio + beta / 2 log_ratio^2
 
-    Gradient: -(A - beta log_ratio) dlogp: not a multiple of A. On-policy it is that of `reinforce`; c is not defined
-    elsewhere, and where A = 0 the pull remains. No clip; off-policy data is welcome.
-    Differs: the whole sequence's square is `kimi15`. Tinker names it `dro` too, and reads it as distributionally
-    robust.
+    Gradient: -(A - beta log_ratio) dlogp, not a multiple of A. On-policy it is that of `reinforce`; elsewhere c is not
+    defined, and the penalty also acts where A = 0. No clip; suited to off-policy data.
+    The square of the sequence's log-ratio is `kimi15`.
     Reference: arXiv:2405.19107; https://tinker-docs.thinkingmachines.ai/losses
     """
     check_at_least(0, beta=beta)
@@ -357,13 +351,13 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Float[Tensor, "T"]:
-    """PPO's clip on the sequence's ratio, the geometric mean s of its tokens'.
+    """PPO's clip on the sequence's ratio s, the geometric mean of its token ratios.
 
         loss = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))          s = exp(seq_log_ratio)
 
-    Coefficient: c = s, and 0 for the whole sequence where `ppo_clip` would be clipped. Aggregate with `seq_mean`.
-    Limits: sequences of one token are `ppo_clip`.
-    Differs: nothing; GSPO-token is `ppo_clip` of `token_gradient(seq_log_ratio(...), log_ratio)`.
+    Coefficient: c = s, and 0 for the whole sequence where `ppo_clip` would clip. Aggregate with `seq_mean`. GSPO-token
+    is `ppo_clip` of `token_gradient(seq_log_ratio(...), log_ratio)`.
+    Limits: for sequences of one token it is `ppo_clip`.
     Reference: arXiv:2507.18071, equation 5.
     """
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
@@ -380,13 +374,12 @@ def luspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Float[Tensor, "T"]:
-    """GSPO times the sequence's length, which takes its preference for short answers away.
+    """GSPO times the sequence's length, which removes its bias towards short answers.
 
         loss = gspo * (trainable tokens of the sequence)
 
-    Coefficient: c = length * s, so not 1 on-policy: with `seq_mean` weights the length cancels, and each token's
-    gradient weighs 1 / num_seqs. The same gradient comes from `gspo` with `seq_mean_token_sum`.
-    Differs: nothing (TRL `luspo`).
+    Coefficient: c = length * s, so not 1 on-policy. With `seq_mean` weights the length cancels, and each token's
+    gradient has weight 1 / num_seqs. `gspo` with `seq_mean_token_sum` has the same gradient.
     Reference: arXiv:2602.05261.
     """
     loss = gspo(log_ratio, advantages, mask=mask, cu_seqlens=cu_seqlens, clip_low=clip_low, clip_high=clip_high)
@@ -403,14 +396,14 @@ def gmpo(
     clip_low: float = 0.4,
     clip_high: float = 0.4,
 ) -> Float[Tensor, "T"]:
-    """Geometric-mean policy optimisation: clip each token's log-ratio, then take the sequence's geometric mean.
+    """Geometric-mean policy optimisation: clip each token's log-ratio, then take the geometric mean over the sequence.
 
         x_t  = min(log_ratio, clip(log_ratio, -clip_low, clip_high)) where A > 0, max(..) where A <= 0
         loss = -A exp(mean of x over the sequence)
 
-    Coefficient: c = exp(mean x), and 0 for a token whose own log-ratio is clipped. Aggregate with `seq_mean`.
-    The clip distances are in *log* space: 0.4 means ratios in [0.67, 1.49]. A is one number per sequence.
-    Limits: no clip active: `gspo` without its clip.
+    Coefficient: c = exp(mean x), and 0 for a token whose log-ratio is clipped. Aggregate with `seq_mean`.
+    The clip distances are in *log* space: 0.4 means ratios in [0.67, 1.49]. A is constant over a sequence.
+    Limits: where no token is clipped it is `gspo` without its clip.
     Differs: verl `geo_mean` takes the mean of A over the sequence.
     Reference: arXiv:2507.20673.
     """
@@ -435,9 +428,9 @@ def vespo(
 
         loss = -sg(phi(W)) A log_ratio          phi(W) = W^k exp(lambda (1 - W)),  W = exp(seq_log_ratio_sum)
 
-    with k, lambda = k_pos, lambda_pos where A >= 0, k_neg, lambda_neg where A < 0.
-    Coefficient: c = phi(W), 1 at W = 1 and towards 0 on both sides; its peak is at W = k / lambda. No clip.
-    `log_ratio` is best logp - rollout_logp, so that no further correction multiplies it.
+    with (k, lambda) = (k_pos, lambda_pos) where A >= 0, (k_neg, lambda_neg) where A < 0.
+    Coefficient: c = phi(W): 1 at W = 1, falling to 0 on both sides of its peak at W = k / lambda. No clip.
+    Pass logp - rollout_logp as `log_ratio`; then no rollout correction is needed.
     Differs: TRL `vespo` clamps each token's log-ratio to +-20 and log W to [-18.4, 20].
     Reference: arXiv:2602.10693; TRL `get_gamma_weights`.
     """
@@ -457,13 +450,13 @@ def kimi15(
     cu_seqlens: Int[Tensor, "N1"],
     tau: float = 0.1,
 ) -> Float[Tensor, "T"]:
-    """Kimi k1.5's mirror descent: the policy gradient plus a quadratic pull on the whole sequence's log-ratio S.
+    """Kimi k1.5's mirror descent: the policy gradient plus a quadratic penalty on the sequence's log-ratio S.
 
         loss_t = (-A + tau / 2 S) log_ratio_t          summed over a sequence: -A S + tau / 2 S^2
 
-    Gradient of the sum: -(A - tau S) dlogp: that of `reinforce` on-policy, and no multiple of A elsewhere; c is not
-    defined. Aggregate with `seq_mean_token_sum`. A is r minus the group's mean.
-    Limits: sequences of one token are `dro` with beta = tau.
+    Gradient of the sum: -(A - tau S) dlogp. On-policy it is that of `reinforce`; elsewhere it is not a multiple of A,
+    and c is not defined. Aggregate with `seq_mean_token_sum`. A is the reward minus the group's mean.
+    Limits: for sequences of one token it is `dro` with beta = tau.
     Differs: ROLL `kimi15` (tau 0.1) squares each token's log-ratio, which is `dro`.
     Reference: arXiv:2501.12599, equation 3.
     """

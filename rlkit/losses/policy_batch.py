@@ -1,8 +1,8 @@
 """Surrogates that need a statistic of the whole batch, and the functions that compute it.
 
-The statistic (a cutoff, a clip range, a selection of tokens) is computed once per optimizer step, from detached values
-of the whole batch, before the batch is split, and passed in. The losses themselves are elementwise, with gradient
-`-c * A * dlogp` like those of `rlkit.losses.policy` where the docstring says so.
+Compute the statistic (a cutoff, a clip range, a selection of tokens) once per optimizer step, from detached values of
+the whole batch, before the batch is split, and pass it to the loss. The losses are elementwise; where the docstring
+gives a coefficient c, the gradient is `-c * A * dlogp`, as in `rlkit.losses.policy`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlkit._tensors import bounded_exp, carry_nan, check_no_nan, check_same_shape, cumsum, masked
-from rlkit.losses._inputs import check_alone, check_at_least, check_share, prepared
+from rlkit.losses._inputs import check_alone, check_at_least, check_between, prepared
 from rlkit.losses.policy import importance_sampling, ppo_clip
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class ClipRange(NamedTuple):
-    """Distances from 1, as `ppo_clip` takes them: `ppo_clip(x, A, **clip_range._asdict())`."""
+    """Clip distances from 1 for `ppo_clip(x, A, **clip_range._asdict())`."""
 
     clip_low: Float[Tensor, ""]
     clip_high: Float[Tensor, ""]
@@ -44,15 +44,16 @@ def m2_cutoff(
     max_m2: float = 0.04,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, ""]:
-    """The largest squared log-ratio that may stay, so that the mean of those that stay is at most `max_m2`.
+    """The largest squared log-ratio to keep, so that the mean of the kept ones is at most `max_m2`.
 
-    Only trust-region tokens count (A > 0 and r > 1, or A < 0 and r < 1): on the others PPO's minimum does not clip
-    either. Equal values stay or go together. inf: all may stay; 0: none.
+    Only trust-region tokens count (A > 0 and r > 1, or A < 0 and r < 1); PPO does not clip the others either. Equal
+    values are kept or dropped together. inf keeps all, 0 none.
     Reference: arXiv:2510.01161, algorithm 1.
     """
     check_at_least(0, max_m2=max_m2)
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio.detach(), advantages=advantages.detach())
-    m2 = torch.where(_moves_on(log_ratio, advantages), log_ratio.square(), torch.inf).flatten().double().sort().values
+    m2 = torch.where(_moves_further(log_ratio, advantages), log_ratio.square(), torch.inf)
+    m2 = m2.flatten().double().sort().values
     ahead = torch.cat([m2[1:], m2.new_full((min(1, m2.numel()),), torch.inf)])
     mean = cumsum(m2, 0) / torch.arange(1, m2.numel() + 1, device=m2.device)
     fits = (mean <= max_m2) & (ahead > m2)
@@ -69,20 +70,19 @@ def m2po(
     cutoff: Float[Tensor, ""] | float,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """Second-moment trust policy optimisation: drop the few tokens that drive the variance, clip nothing else.
+    """Second-moment trust policy optimisation: drop the few tokens that dominate the variance, clip nothing else.
 
         loss = -A r, and 0 on trust-region tokens with log_ratio^2 > cutoff          cutoff = m2_cutoff(...)
 
-    Coefficient: c = r, and 0 where dropped (only in the direction that PPO would clip, too). `log_ratio` is against the
+    Coefficient: c = r, and 0 where dropped (only in the direction in which PPO clips). `log_ratio` is relative to the
     policy that sampled, however stale. Aggregate with `token_mean`: dropped tokens stay in the denominator.
     Limits: cutoff = inf is `importance_sampling`.
-    Differs: AReaL `m2_threshold` masks by the *proximal* over the behaviour policy and all tokens, then runs PPO's
-    clip; the authors' code turns the cutoff into a clip range of at least [0.7, 1.5].
+    Differs: the authors' code turns the cutoff into a clip range of at least [0.7, 1.5].
     Reference: arXiv:2510.01161, equation 5.
     """
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
     fixed = log_ratio.detach()
-    dropped = _moves_on(fixed, advantages) & (fixed.square() > cutoff)
+    dropped = _moves_further(fixed, advantages) & (fixed.square() > cutoff)
     loss = importance_sampling(log_ratio, advantages, mask=~dropped)
     return masked(carry_nan(loss, torch.as_tensor(cutoff, device=loss.device)), mask)
 
@@ -99,18 +99,19 @@ def bapo_clip_range(
     step_high: float = 0.05,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> ClipRange:
-    """BAPO's adaptive clip: the first range of a fixed schedule in which positive tokens hold a `target` share.
+    """BAPO's adaptive clip: the first range of a fixed schedule in which positive tokens reach a `target` share.
 
         share(c_low, c_high) = P / (P + N)      P = sum over A > 0 of pi_old |A| min(r, c_high)
                                                 N = sum over A < 0 of pi_old |A| max(r, c_low)
 
-    The schedule widens c_high from high[0] to high[1] by `step_high`, then raises c_low from low[0] to low[1] by
-    `step_low`; where no range reaches the target, its last one is taken. The loss is `ppo_clip` with the range found.
-    Raising c_low makes N larger, so by this equation it never helps: the second half runs to its end or not at all.
-    Differs: the authors' code raises c_low first, leaves pi_old out and compares P / N.
+    The schedule increases c_high from high[0] to high[1] by `step_high`, then c_low from low[0] to low[1] by
+    `step_low`. If no range reaches the target, the last one is used. The loss is `ppo_clip` with this range.
+    A larger c_low increases N, so by this equation the second part of the schedule never helps; if entered, it runs to
+    its end.
+    Differs: the authors' code raises c_low first, omits pi_old and compares P / N.
     Reference: arXiv:2510.18927, equation 8 and algorithm 1.
     """
-    check_share(target=target)
+    check_between(0, 1, target=target)
     log_ratio, advantages, old_logp = prepared(
         mask, log_ratio=log_ratio.detach(), advantages=advantages.detach(), old_logp=old_logp.detach()
     )
@@ -137,11 +138,11 @@ def token_covariance(
     mean_logp: Float[Tensor, ""] | None = None,
     mean_advantage: Float[Tensor, ""] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """Each token's share of the covariance between log-probability and advantage, which drives the entropy's fall.
+    """Each token's term of the covariance between log-probability and advantage, which drives entropy collapse.
 
         cov_t = (A_t - mean A) (logp_t - mean logp)          means over the whole batch's trainable tokens; detached
 
-    A mean that is given is used; one that is left out is that of the tokens given.
+    A mean defaults to that of the given tokens.
     Reference: arXiv:2505.22617, equation 10.
     """
     logp, advantages = prepared(mask, logp=logp.detach(), advantages=advantages.detach())
@@ -163,14 +164,14 @@ def select_top(
     mask: Bool[Tensor, "*shape"] | None = None,
     generator: torch.Generator | None = None,
 ) -> Bool[Tensor, "*shape"]:
-    """The `fraction` of trainable tokens with the largest covariance, at least one: KL-Cov's choice.
+    """KL-Cov's selection: the `fraction` of trainable tokens with the largest covariance, at least one.
 
-    Among equal covariances at the edge the choice is random, and `generator` fixes it: exactly
-    max(1, floor(fraction * trainable tokens)) are chosen, also where all advantages are equal and every covariance is
-    0. Errors: ValueError for NaN at a trainable place (on the CPU).
-    Differs: verl and its paper 2e-4, SkyRL's default 0.2.
+    Exactly max(1, floor(fraction * trainable tokens)) tokens are selected, also if all covariances are 0. Ties are
+    broken at random, by `generator`.
+    Errors: ValueError for NaN at a trainable token (on the CPU).
+    Differs: SkyRL's default fraction is 0.2; 2e-4 is the paper's and verl's.
     """
-    check_share(fraction=fraction)
+    check_between(0, 1, fraction=fraction)
     (cov,) = prepared(mask, cov=cov.detach())
     check_no_nan(mask, cov=cov)
     allowed = torch.ones_like(cov, dtype=torch.bool) if mask is None else mask
@@ -186,13 +187,13 @@ def select_between(
     mask: Bool[Tensor, "*shape"] | None = None,
     generator: torch.Generator | None = None,
 ) -> Bool[Tensor, "*shape"]:
-    """A random choice, as many as `fraction` of all trainable tokens, among those with covariance in (low, high).
+    """Clip-Cov's selection: random tokens among those with covariance in (low, high).
 
-    Clip-Cov's choice; at least one where there is any. `generator` fixes it.
-    Errors: ValueError for NaN at a trainable place (on the CPU).
-    Differs: verl leaves tokens that PPO already clips out of the choice: give `mask & ~clipped` for that.
+    The number is `fraction` of all trainable tokens, at least one if any qualifies. `generator` seeds the choice.
+    Errors: ValueError for NaN at a trainable token (on the CPU).
+    Differs: verl excludes tokens that PPO already clips: pass `mask & ~clipped` for that.
     """
-    check_share(fraction=fraction)
+    check_between(0, 1, fraction=fraction)
     (cov,) = prepared(mask, cov=cov.detach())
     check_no_nan(mask, cov=cov)
     trainable = torch.ones_like(cov, dtype=torch.bool) if mask is None else mask
@@ -210,12 +211,12 @@ def clip_cov(
     clip_high: float = 0.2,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """Clip-Cov: PPO without the gradient of a few tokens that would cost the most entropy.
+    """Clip-Cov: PPO without the gradient of a few tokens that reduce entropy the most.
 
         loss = ppo_clip, and 0 on `selected` tokens          selected = select_between(token_covariance(...))
 
     Coefficient: that of `ppo_clip`, and 0 on selected tokens, on-policy too.
-    Differs: verl and SkyRL `clip_cov` compute the choice per micro-batch.
+    Differs: verl and SkyRL `clip_cov` select per micro-batch.
     Reference: arXiv:2505.22617; verl `compute_policy_loss_clip_cov`.
     """
     _check_selected(selected, log_ratio)
@@ -231,13 +232,13 @@ def kl_cov(
     kl_coef: float = 1.0,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """KL-Cov: the unclipped surrogate, and a penalty on moving those few tokens at all.
+    """KL-Cov: the unclipped surrogate, plus a penalty on the log-ratio of those few tokens.
 
         loss = -A r + kl_coef |log_ratio| 1[selected]          selected = select_top(token_covariance(...))
 
-    Gradient: -r A dlogp, plus kl_coef sign(log_ratio) dlogp on selected tokens (0 on-policy): not a multiple of A
-    there.
-    Differs: verl and SkyRL `kl_cov` compute the choice per micro-batch.
+    Gradient: -r A dlogp, plus kl_coef sign(log_ratio) dlogp on selected tokens (0 on-policy), where it is not a
+    multiple of A.
+    Differs: verl and SkyRL `kl_cov` select per micro-batch.
     Reference: arXiv:2505.22617; verl `compute_policy_loss_kl_cov`.
     """
     check_at_least(0, kl_coef=kl_coef)
@@ -253,8 +254,8 @@ def _check_selected(selected: Tensor, log_ratio: Tensor) -> None:
     check_same_shape(log_ratio=log_ratio, selected=selected)
 
 
-def _moves_on(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """Tokens on which the step goes further in the direction already gone."""
+def _moves_further(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Tokens on which a step moves the ratio further from 1."""
     return ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
 
 
@@ -268,8 +269,7 @@ def _noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def _smallest(keys: Tensor, ties: Tensor, *, allowed: Tensor, fraction: float, count: Tensor) -> Tensor:
-    """The allowed places with the smallest keys, among equal ones with the smallest `ties`: `fraction * count` of them,
-    at least one, where so many are allowed."""
+    """True at the `max(1, fraction * count)` allowed entries with the smallest keys; `ties` breaks ties."""
     order = ties.flatten().argsort()
     order = order[torch.where(allowed, keys, torch.inf).flatten()[order].argsort(stable=True)]
     rank = torch.empty_like(order).index_copy(0, order, torch.arange(order.numel(), device=order.device))

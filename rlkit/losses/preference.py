@@ -1,20 +1,19 @@
-"""Preference losses: DPO and its relatives.
+"""Preference losses: DPO and related losses. docs/preference.md compares them and lists TRL's names.
 
 Every function is `f(chosen_log_ratio, rejected_log_ratio, *, beta, ..., mask=None) -> one loss per pair`, elementwise
-in any shape. A response's log-ratio is `logp - ref_logp` over its completion, summed over tokens (`segments.seq_sum`)
-unless a docstring says otherwise. Masked pairs give loss 0 and gradient 0, whatever they hold (NaN included). The mean
-over pairs is the caller's. In this order:
+in any shape. A response's log-ratio is `logp - ref_logp`, summed over its tokens (`segments.seq_sum`) unless a
+docstring says otherwise. Masked pairs have loss 0 and gradient 0, even if they hold NaN. The caller averages over
+pairs. In this order:
 
-Losses of the margin: only `delta = chosen_log_ratio - rejected_log_ratio` counts.
+Margin losses depend only on `delta = chosen_log_ratio - rejected_log_ratio`.
 
-Anchored losses hold each response to an anchor, not only to the other response. Each is a sum of a term of the chosen
-and a term of the rejected response, so (`apo_down` apart) they also serve unpaired data: `kto_unpaired` and `sppo` take
-one response.
+Anchored losses compare each response with an anchor, not only with the other response. Except for `apo_down` they are a
+sum of one term per response, so they also apply to unpaired data: `kto_unpaired` and `sppo` take one response.
 
-f-DPO, under other divergences than the reverse KL. DPO's implicit reward under the penalty D_f(policy || reference) is
-`beta f'(u)`, u = exp(log_ratio) (plus a constant of the prompt, which cancels in the margin). A score function is f' as
-a function of the log-ratio. Any loss of the margin takes scores in place of log-ratios, e.g.
-`dpo(js_score(chosen), js_score(rejected), beta=beta)`; anchored losses do not: the constant does not cancel there.
+f-DPO replaces the reverse KL by another divergence. DPO's implicit reward under the penalty D_f(policy || reference) is
+`beta f'(u)`, u = exp(log_ratio), plus a constant per prompt that cancels in the margin. A score function is f' as a
+function of the log-ratio. Margin losses accept scores in place of log-ratios, e.g.
+`dpo(js_score(chosen), js_score(rejected), beta=beta)`; anchored losses do not, because the constant does not cancel.
 
     | divergence       | f'(u), up to a constant        | here                               | TRL `f_divergence_type` |
     |------------------|--------------------------------|------------------------------------|-------------------------|
@@ -25,19 +24,18 @@ a function of the log-ratio. Any loss of the margin takes scores in place of log
 
 Reference: arXiv:2309.16240.
 
-Losses without a reference model take log-probs of the responses, not log-ratios. Whether a log-prob is summed over the
-response's tokens or averaged (`segments.seq_mean`) is stated in each docstring. The likelihood term `-chosen_logp` that
-several of these papers add is the caller's, and so is its denominator: a mean over responses, or over the tokens of the
-global batch (TRL).
+Reference-free losses take log-probs of the responses instead of log-ratios; each docstring says whether they are summed
+over tokens or averaged (`segments.seq_mean`). Several of these papers add the likelihood term `-chosen_logp`; the
+caller adds it, with the mean over responses or over the tokens of the global batch (TRL).
 
-From tokens: LD-DPO's log-ratio and WPO's weight.
+`ld_log_ratio` (LD-DPO) and `wpo_weights` (WPO) are computed from tokens.
 
-Alignment via optimal transport (`aot`) compares sorted samples, not pairs. It couples the samples of a batch through
-their current values: the loss of two micro-batches is not that of their union. Call it on the whole batch, or accept
-that dominance is measured within each micro-batch.
+`aot` (alignment via optimal transport) compares sorted samples, not pairs. It couples the samples of a batch through
+their current values, so micro-batch losses do not add up to the loss of the whole batch. Call it on the whole batch, or
+accept that dominance is measured within each micro-batch.
 
-Losses that use reward gaps, or responses that the policy itself sampled. Online DPO needs no function of its own:
-sample two responses per prompt, let a judge or reward model order them, and call `dpo`.
+The last losses use reward gaps, or responses sampled from the policy. Online DPO needs no function: sample two
+responses per prompt, let a judge or reward model order them, and call `dpo`.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import MAX_LOG_RATIO, check_cu_seqlens, check_float, check_mask, check_same_shape, masked, upcast
-from rlkit.losses._inputs import check_at_least, check_positive, prepared
+from rlkit.losses._inputs import check_at_least, check_between, check_positive, prepared
 from rlkit.segments import broadcast_to_tokens, cumulative, seq_mean, seq_sum
 
 __all__ = [
@@ -86,13 +84,6 @@ Pairs = Float[Tensor, "*pairs"]
 PairMask = Bool[Tensor, "*pairs"] | None
 
 
-def check_between(low: float, high: float, **values: float) -> None:
-    """Each number lies in [low, high]; NaN does not."""
-    for name, x in values.items():
-        if not low <= x <= high:
-            raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {x}")
-
-
 def smoothed_nll(x: Tensor, label_smoothing: float) -> Tensor:
     """Cross-entropy of the preference probability sigmoid(x) with a label that is wrong with probability e.
 
@@ -115,10 +106,9 @@ def dpo(
 
         loss = -(1 - e) log sigmoid(beta delta) - e log sigmoid(-beta delta)          e = label_smoothing
 
-    e in [0, 1/2] is the probability that a label is flipped; with e > 0 the margin has an optimum at
-    beta delta = log((1 - e) / e) instead of growing for ever.
+    e in [0, 1/2] is the probability that a label is flipped. With e > 0 the optimal margin is finite,
+    beta delta = log((1 - e) / e).
     Limits: e = 0 is DPO, ln 2 at delta = 0; e = 1/2 is symmetric in the two responses.
-    Differs: TRL `sigmoid` has no smoothing. NeMo-RL `reference_policy_kl_penalty`, its beta, is 0.05 by default.
     Reference: arXiv:2305.18290, equation 7; cDPO: https://ericmitchell.ai/cdpo.pdf, equation 3.
     """
     check_between(0, 0.5, label_smoothing=label_smoothing)
@@ -128,30 +118,30 @@ def dpo(
 def robust_dpo(
     chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float, label_smoothing: float, mask: PairMask = None
 ) -> Pairs:
-    """DPO made unbiased under labels that are flipped with probability e = `label_smoothing`.
+    """DPO corrected for labels that are flipped with probability e = `label_smoothing` in [0, 1/2).
 
         loss = ((1 - e) l(x) - e l(-x)) / (1 - 2e)          l(x) = -log sigmoid(x), x = beta delta
 
-    Its mean over random flips is DPO's loss on the clean label. Unbounded below: -inf as delta grows, for e > 0.
-    Limits: e = 0 is `dpo`. e must lie in [0, 1/2).
-    Differs: nothing (TRL `robust`); cDPO (`dpo` with `label_smoothing`) is biased, but bounded below.
+    The mean over random flips is DPO's loss on the clean label. For e > 0 it is unbounded below: -inf as delta grows.
+    cDPO (`dpo` with `label_smoothing`) is biased but bounded below.
+    Limits: e = 0 is `dpo`.
     Reference: arXiv:2403.00409.
     """
     if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
+        raise ValueError(f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
     x = _scaled_margin(chosen_log_ratio, rejected_log_ratio, beta, mask)
     kept, flipped = -F.logsigmoid(x), -F.logsigmoid(-x)
     return masked(((1 - label_smoothing) * kept - label_smoothing * flipped) / (1 - 2 * label_smoothing), mask)
 
 
 def ipo(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float, mask: PairMask = None) -> Pairs:
-    """Identity preference optimisation: regress the margin on 1 / (2 beta), so that it cannot run away.
+    """Identity preference optimisation: regress the margin on 1 / (2 beta), so that it stays bounded.
 
         loss = (delta - 1 / (2 beta))^2
 
-    beta is the paper's tau. There is no hidden choice of length normalisation: pass log-ratios summed over tokens
-    (`segments.seq_sum`; the paper's equation, OpenRLHF, ROLL) or averaged (`segments.seq_mean`; TRL and AReaL, so
-    that beta means the same for short and long responses).
+    beta is the paper's tau. The caller chooses the length normalisation: log-ratios summed over tokens
+    (`segments.seq_sum`; the paper, OpenRLHF, ROLL) or averaged (`segments.seq_mean`; TRL and AReaL, so that beta means
+    the same for short and long responses).
     Reference: arXiv:2310.12036, equation 17.
     """
     check_positive(beta=beta)
@@ -165,7 +155,6 @@ def hinge(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float, ma
         loss = max(0, 1 - beta delta)
 
     beta is the reciprocal of the margin. With plain log-probs instead of log-ratios it is SLiC's calibration loss.
-    Differs: nothing (TRL `hinge`).
     Reference: arXiv:2309.06657 (hinge on normalised log-ratios); SLiC: arXiv:2305.10425; TRL dpo_trainer.py.
     """
     return masked(torch.relu(1 - _scaled_margin(chosen_log_ratio, rejected_log_ratio, beta, mask)), mask)
@@ -183,13 +172,12 @@ def exo_pair(
 
         q = (sigmoid(x), sigmoid(-x)), p = (1 - e, e), x = beta delta          loss = KL(q || p) = sum q log(q / p)
 
-    e = `label_smoothing` in (0, 1/2]; at 0 the KL is infinite. Zero exactly where sigmoid(x) = 1 - e.
+    e = `label_smoothing` in (0, 1/2]; at 0 the KL is infinite. The loss is 0 where sigmoid(x) = 1 - e.
     `dpo` with the same e is the other direction, KL(p || q), up to the constant entropy of p.
-    Differs: TRL `exo_pair` takes the same argument but its default (0) is refused there.
     Reference: arXiv:2402.00856, equation 16 with K = 2; it recommends e = 1e-3.
     """
     if not 0 < label_smoothing <= 0.5:
-        raise ValueError(f"label_smoothing must lie in (0, 0.5], got {label_smoothing}")
+        raise ValueError(f"label_smoothing must be in (0, 0.5], got {label_smoothing}")
     x = _scaled_margin(chosen_log_ratio, rejected_log_ratio, beta, mask)
     log_q, log_q_flipped = F.logsigmoid(x), F.logsigmoid(-x)
     log_p, log_p_flipped = math.log1p(-label_smoothing), math.log(label_smoothing)
@@ -199,18 +187,18 @@ def exo_pair(
 def discopop(
     chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float, tau: float = 0.05, mask: PairMask = None
 ) -> Pairs:
-    """The loss that a language model found (log-ratio modulated): logistic for lost pairs, exponential for won ones.
+    """DiscoPOP, found by a language model (log-ratio modulated): logistic for lost pairs, exponential for won ones.
 
         loss = (1 - m) (-log sigmoid(x)) + m exp(-x)          m = sigmoid(x / tau), x = beta delta
 
-    tau in (0, 1]: then m exp(-x) is bounded for every x. Not convex, and not monotone either: around x = 0 it has a
-    bump of width tau, where raising the chosen response raises the loss.
+    tau is in (0, 1], which bounds m exp(-x) for every x. Neither convex nor monotone: around x = 0 it has a bump of
+    width tau, where a likelier chosen response raises the loss.
     Limits: tau -> 0 is the logistic loss for x < 0 and exp(-x) for x > 0; (ln 2 + 1) / 2 at x = 0 for every tau.
-    Differs: TRL `discopop` (`discopop_tau`) overflows below x = -88 in fp32; the product is formed in log space here.
+    Differs: TRL `discopop` overflows below x = -88 in fp32; here the product is formed in log space.
     Reference: arXiv:2406.08414, equation 5.
     """
     if not 0 < tau <= 1:
-        raise ValueError(f"tau must lie in (0, 1], got {tau}")
+        raise ValueError(f"tau must be in (0, 1], got {tau}")
     x = _scaled_margin(chosen_log_ratio, rejected_log_ratio, beta, mask)
     logistic = torch.sigmoid(-x / tau) * -F.logsigmoid(x)
     exponential = (F.logsigmoid(x / tau) - x).exp()
@@ -234,34 +222,21 @@ def kto(
     undesirable_weight: float = 1.0,
     mask: PairMask = None,
 ) -> Pairs:
-    """Kahneman-Tversky optimisation on pairs: the two `kto_unpaired` terms of each pair, added.
+    """Kahneman-Tversky optimisation on pairs: the sum of the two `kto_unpaired` terms of each pair.
 
         loss = w_d (1 - sigmoid(beta (chosen_log_ratio - kl))) + w_u (1 - sigmoid(beta (kl - rejected_log_ratio)))
 
-    `kl` is the reference point, a detached number of the whole batch (`kto_reference_point`).
+    `kl` is the reference point, one detached number for the whole batch (`kto_reference_point`).
     Limits: kl = 0 (the default) with unit weights is APO-zero (arXiv:2408.06266, equation 7).
-    Differs: TRL `KTOTrainer` averages over the 2N responses, so its mean is half the mean of this.
+    Differs: TRL `KTOTrainer` averages over the 2N responses, so its mean is half the mean of this loss.
     Reference: arXiv:2402.01306, equation 7.
     """
     check_float(chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
     check_same_shape(chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
-    return kto_unpaired(
-        chosen_log_ratio,
-        torch.ones_like(chosen_log_ratio, dtype=torch.bool),
-        beta=beta,
-        kl=kl,
-        desirable_weight=desirable_weight,
-        undesirable_weight=undesirable_weight,
-        mask=mask,
-    ) + kto_unpaired(
-        rejected_log_ratio,
-        torch.zeros_like(rejected_log_ratio, dtype=torch.bool),
-        beta=beta,
-        kl=kl,
-        desirable_weight=desirable_weight,
-        undesirable_weight=undesirable_weight,
-        mask=mask,
-    )
+    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+    desirable = torch.ones_like(chosen_log_ratio, dtype=torch.bool)
+    chosen = kto_unpaired(chosen_log_ratio, desirable, beta=beta, kl=kl, mask=mask, **weights)
+    return chosen + kto_unpaired(rejected_log_ratio, ~desirable, beta=beta, kl=kl, mask=mask, **weights)
 
 
 def kto_unpaired(
@@ -274,14 +249,13 @@ def kto_unpaired(
     undesirable_weight: float = 1.0,
     mask: PairMask = None,
 ) -> Pairs:
-    """KTO for single responses, each labelled desirable or not: one loss per response.
+    """KTO for single responses with a label, desirable or not: one loss per response.
 
         loss = w_d (1 - sigmoid(beta (log_ratio - kl)))     where desirable
                w_u (1 - sigmoid(beta (kl - log_ratio)))     elsewhere
 
-    No gradient flows through `kl`. For unbalanced data choose w_d n_d / (w_u n_u) between 1 and 4/3 (n: number of
-    responses), the range outside which TRL warns.
-    Differs: TRL `KTOTrainer` splits the batch by label; here the label is a tensor.
+    No gradient flows through `kl`. For unbalanced data choose w_d n_d / (w_u n_u) in [1, 4/3] (n: number of responses);
+    TRL warns outside this range.
     Reference: arXiv:2402.01306, equation 7 (with lambda_D, lambda_U as weights of the loss, as in both systems).
     """
     check_positive(beta=beta)
@@ -298,13 +272,12 @@ def kto_unpaired(
 
 
 def kto_reference_point(log_ratio: Pairs, *, mask: PairMask = None) -> Float[Tensor, ""]:
-    """KTO's estimate of KL(policy || reference): the mean log-ratio of mismatched responses, not below 0, detached.
+    """KTO's estimate of KL(policy || reference): the mean log-ratio of mismatched responses, at least 0, detached.
 
-        max(0, mean(log_ratio))
+        max(0, mean(log_ratio))          0 without responses
 
-    `log_ratio` is of prompts paired with *other* prompts' responses (e.g. rolled by one within the batch). It is a
-    statistic of the whole batch: compute it once, over all ranks, before the batch is split. No response at all: 0.
-    Differs: nothing (TRL gathers over ranks).
+    `log_ratio` is of prompts paired with the responses of *other* prompts (e.g. rolled by one within the batch). It is
+    a statistic of the whole batch: compute it once, over all ranks, before the batch is split.
     Reference: arXiv:2402.01306; TRL kto_trainer.py.
     """
     (log_ratio,) = prepared(mask, log_ratio=log_ratio.detach())
@@ -325,7 +298,6 @@ def bco_pair(
         loss = -log sigmoid(beta chosen_log_ratio - delta) - log sigmoid(delta - beta rejected_log_ratio)
 
     `delta` is the paper's reward shift, the running mean of all rewards beta * log_ratio; no gradient flows through it.
-    Differs: TRL `bco_pair` has delta = 0, the default here.
     Reference: arXiv:2404.04656.
     """
     check_positive(beta=beta)
@@ -335,13 +307,12 @@ def bco_pair(
 
 
 def nca_pair(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float, mask: PairMask = None) -> Pairs:
-    """Noise-contrastive alignment on pairs: absolute rewards, so that the chosen likelihood does not sink.
+    """Noise-contrastive alignment on pairs: absolute rewards, so that the chosen likelihood does not decrease.
 
         loss = -log sigmoid(c) - 1/2 log sigmoid(-c) - 1/2 log sigmoid(-r)
         c = beta chosen_log_ratio, r = beta rejected_log_ratio
 
-    The chosen term has its minimum at c = ln 2, where pushing further costs.
-    Differs: nothing (TRL `nca_pair`).
+    The chosen terms have their minimum at c = ln 2.
     Reference: arXiv:2402.05369 (NCA with two responses); TRL dpo_trainer.py.
     """
     check_positive(beta=beta)
@@ -356,8 +327,7 @@ def sppo(log_ratio: Pairs, win_prob: Pairs, *, beta: float, mask: PairMask = Non
         loss = (log_ratio - (win_prob - 1/2) / beta)^2
 
     `win_prob` in [0, 1] is P(this response beats the policy's own), from a preference model or as an average over
-    samples; 1 / beta is the paper's eta. No gradient flows through it.
-    Differs: TRL has the hard form only (`sppo_hard`).
+    samples; no gradient flows through it. 1 / beta is the paper's eta.
     Reference: arXiv:2405.00675, equation 4.7.
     """
     check_positive(beta=beta)
@@ -370,7 +340,6 @@ def sppo_hard(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float
 
         loss = (chosen_log_ratio - 1 / (2 beta))^2 + (rejected_log_ratio + 1 / (2 beta))^2
 
-    Differs: nothing (TRL `sppo_hard`).
     Reference: arXiv:2405.00675, equation 4.7 with P in {0, 1}.
     """
     check_float(chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
@@ -380,13 +349,12 @@ def sppo_hard(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float
 
 
 def apo_down(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float, mask: PairMask = None) -> Pairs:
-    """Anchored preference optimisation, down: lower both responses, the rejected one more.
+    """Anchored preference optimisation, down: decrease the likelihood of both responses, of the rejected one more.
 
         loss = sigmoid(beta chosen_log_ratio) + 1 - sigmoid(beta (chosen_log_ratio - rejected_log_ratio))
 
-    For chosen responses that are worse than what the policy writes; the chosen log-ratio is pulled down where the
-    margin is already there, so this is the one loss on pairs that need not fall as the chosen response gains.
-    Differs: nothing (TRL `apo_down`).
+    For chosen responses that are worse than the policy's own. Once the margin is large, the chosen log-ratio is pushed
+    down, so the loss may rise as the chosen response becomes likelier.
     Reference: arXiv:2408.06266, equation 8.
     """
     check_positive(beta=beta)
@@ -399,8 +367,7 @@ def js_score(log_ratio: Pairs, *, mask: PairMask = None) -> Pairs:
 
         log(2u / (1 + u)) = ln 2 + log sigmoid(log_ratio)          u = exp(log_ratio)
 
-    Bounded above by ln 2, and the log-ratio plus ln 2 far below 0.
-    Differs: nothing.
+    Bounded above by ln 2; for log-ratios far below 0 it tends to the log-ratio plus ln 2.
     Reference: arXiv:2309.16240; TRL dpo_trainer.py.
     """
     (log_ratio,) = prepared(mask, log_ratio=log_ratio)
@@ -412,11 +379,10 @@ def alpha_score(log_ratio: Pairs, *, alpha: float, mask: PairMask = None) -> Pai
 
         (1 - exp(-alpha log_ratio)) / alpha
 
-    Limits: alpha -> 0 is the log-ratio (reverse KL; at alpha = 0 exactly).
-    Where -alpha log_ratio exceeds 20 the exponential is held at e^20, without gradient. Of averaged log-probs it is
+    Where -alpha log_ratio exceeds 20 the exponential is capped at e^20, without gradient. Of averaged log-probs this is
     AlphaPO's reward (arXiv:2501.03884).
-    Differs: TRL's `f_alpha_divergence_coef` a has (u^(a-1) - 1) / (a - 1), so alpha here = 1 - a there (both 0.5 by
-    its default); it bounds the exponent at 80 in fp32. TRL `forward_kl` is not bounded, nor is its `alphapo`.
+    Limits: alpha -> 0 is the log-ratio (reverse KL; at alpha = 0 exactly).
+    Differs: TRL's `f_alpha_divergence_coef` a has (u^(a-1) - 1) / (a - 1), so alpha here = 1 - a there.
     Reference: arXiv:2309.16240; TRL dpo_trainer.py.
     """
     (log_ratio,) = prepared(mask, log_ratio=log_ratio)
@@ -438,10 +404,8 @@ def simpo(
 
         loss = -(1 - e) log sigmoid(x) - e log sigmoid(-x)          x = beta (chosen_logp - rejected_logp) - gamma
 
-    `gamma` is the margin in units of the reward, i.e. after beta. beta is around 2.
+    `gamma` is the margin in units of the reward, i.e. after beta. A typical beta is 2.
     Limits: gamma = 0 is `dpo` of the averaged log-probs.
-    Differs: TRL writes beta (delta - simpo_gamma / beta), the same number (`simpo_gamma` 0.5); TPO-L is this minus the
-    log-prob of a third, gold response (TRL `tpo-l`).
     Reference: arXiv:2405.14734; TRL experimental/cpo, `cpo_loss`.
     """
     check_positive(beta=beta)
@@ -451,14 +415,12 @@ def simpo(
 
 
 def orpo(chosen_logp: Pairs, rejected_logp: Pairs, *, beta: float, mask: PairMask = None) -> Pairs:
-    """Odds-ratio preference optimisation, its odds-ratio term; log-probs *averaged* over tokens.
+    """The odds-ratio term of ORPO; log-probs are *averaged* over tokens.
 
         loss = -beta log sigmoid(log odds(chosen) - log odds(rejected))          odds = p / (1 - p), p = exp(logp)
 
-    beta is the paper's lambda (0.1). The whole ORPO objective is `orpo(...) - chosen_logp`.
-    1 - p is held at machine epsilon from below, so that a certain response (logp = 0) gives a finite number.
-    Differs: TRL's `odds_ratio_loss` returns this with the sign flipped, does not guard p = 1, and its NLL term covers
-    the prompt's tokens too.
+    beta is the paper's lambda (0.1). The whole ORPO objective is `orpo(...) - chosen_logp`. 1 - p is clamped to at
+    least machine epsilon, so that a response of probability 1 (logp = 0) gives a finite loss.
     Reference: arXiv:2403.07691, equations 4 and 7; TRL experimental/orpo, `odds_ratio_loss`.
     """
     check_positive(beta=beta)
@@ -479,15 +441,13 @@ def ld_log_ratio(
     mask: Bool[Tensor, "T"],
     cu_seqlens: Int[Tensor, "N1"],
 ) -> Float[Tensor, "N"]:
-    """Length-desensitised log-ratio of each response: tokens beyond the pair's shared length count `ld_alpha`.
+    """Length-desensitised log-ratio of each response: tokens beyond the pair's shared length have weight `ld_alpha`.
 
         sum_{i <= shared_len} log_ratio_i + ld_alpha sum_{i > shared_len} log_ratio_i          i counts action tokens
 
     `shared_lens[n]` is the shorter of the pair's two lengths in action tokens (`segments.seq_count` of both, then
-    `torch.minimum`), given for chosen and rejected sequences alike. The result goes into `dpo` or any loss of the
-    margin.
-    Limits: ld_alpha = 1 is `segments.seq_sum`; ld_alpha = 0 cuts both responses to the shared length.
-    Differs: nothing (TRL `ld_alpha`); by linearity policy and reference need not be treated apart.
+    `torch.minimum`), the same for the chosen and the rejected sequence. Pass the result to `dpo` or any margin loss.
+    Limits: ld_alpha = 1 is `segments.seq_sum`; ld_alpha = 0 truncates both responses to the shared length.
     Reference: arXiv:2409.06411; TRL dpo_trainer.py.
     """
     check_float(log_ratio=log_ratio)
@@ -510,14 +470,13 @@ def wpo_weights(
     mask: Bool[Tensor, "T"],
     cu_seqlens: Int[Tensor, "N1"],
 ) -> Float[Tensor, "N"]:
-    """Weighted preference optimisation: how much a response looks as if the policy had sampled it. Detached.
+    """Weighted preference optimisation: a weight for how on-policy a response is. Detached.
 
         w = exp(mean_t (logp_t - log sum_v p_t(v)^2))          mean over action tokens
 
-    `log_collision` is log sum_v p(v)^2 of each token's distribution, `logsumexp(2 log_probs)`; the expected
-    probability of a sample normalises the token's, so on-policy text has weights near 1 whatever the entropy.
-    A pair's weight is the product of its two: `w[chosen] * w[rejected] * dpo(...)`. A response without tokens has 1.
-    Differs: nothing (TRL `use_weighting`).
+    `log_collision` is log sum_v p(v)^2 of each token's distribution, `logsumexp(2 log_probs)`. It is the log of the
+    expected probability of a sample, so on-policy text has weights near 1 at any entropy. A pair's weight is the
+    product `w[chosen] * w[rejected]`, a factor of its loss. A response without tokens has weight 1.
     Reference: arXiv:2406.11827, equation 2; TRL dpo_trainer.py.
     """
     check_float(logp=logp, log_collision=log_collision)
@@ -535,25 +494,25 @@ def aot(
     label_smoothing: float = 0.0,
     mask: Bool[Tensor, "N"] | None = None,
 ) -> Float[Tensor, "N"]:
-    """Make the distribution of chosen rewards dominate that of rejected ones (unpaired AOT), one loss per *rank*.
+    """Unpaired AOT: the distribution of chosen rewards should dominate that of rejected ones. One loss per *rank*.
 
         loss_i = -(1 - e) log sigmoid(beta d_i) - e log sigmoid(-beta d_i)          d = sort(chosen) - sort(rejected)
 
-    Entry i belongs to the i-th smallest chosen and the i-th smallest rejected log-ratio, not to pair i, so a loss must
-    not be weighted per pair (TRL refuses WPO weights here too). With a mask the unmasked responses are ranked among
-    themselves and fill the first entries; the rest is 0. The gradient goes through the sorted values, not the order.
-    Limits: one pair is `dpo`; invariant under permuting either side.
-    Differs: this is TRL's `aot_unpaired`. TRL's `aot`, the paired form, is this function of the policy's and the
-    reference model's margins logp(chosen) - logp(rejected), summed over tokens.
+    Entry i belongs to the i-th smallest chosen and the i-th smallest rejected log-ratio, not to pair i, so the loss
+    must not be weighted per pair. With a mask, the unmasked responses are ranked and fill the first entries; the rest
+    is 0. The gradient flows through the sorted values, not the order.
+    Limits: one pair is `dpo`; invariant to permuting either side.
+    Differs: this is TRL's `aot_unpaired`; for TRL's `aot`, pass the margins logp(chosen) - logp(rejected) of the policy
+    and of the reference model, summed over tokens.
     Reference: arXiv:2406.05882; TRL dpo_trainer.py.
     """
     check_positive(beta=beta)
     check_between(0, 0.5, label_smoothing=label_smoothing)
     chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
     if chosen.ndim != 1:
-        raise ValueError(f"AOT ranks one batch: inputs must have shape [N], got {list(chosen.shape)}")
+        raise ValueError(f"chosen_log_ratio and rejected_log_ratio must have shape [N], got {list(chosen.shape)}")
     kept = None if mask is None else torch.arange(chosen.numel(), device=chosen.device) < mask.sum()
-    # NaN sorts last: filled in at masked places, a trainable NaN still stands before the end of those that are kept.
+    # NaN sorts last. Masked entries become NaN too, so a trainable NaN is still among the first mask.sum() entries.
     chosen, rejected = (masked(masked(x, mask, float("nan")).sort().values, kept) for x in (chosen, rejected))
     return masked(smoothed_nll(beta * (chosen - rejected), label_smoothing), kept)
 
@@ -572,8 +531,9 @@ def xpo(
         loss = -log sigmoid(beta delta) + alpha reference_sample_logp
 
     One response of the pair is sampled from the policy, the other from the reference model; `reference_sample_logp` is
-    the *policy's* log-prob of the latter, chosen or not. Making it less likely makes the policy explore.
-    Limits: alpha = 0 is `dpo`. alpha is tiny (1e-5): the term is linear and unbounded below.
+    the *policy's* log-prob of the latter, chosen or not. Lowering it makes the policy explore. The term is linear and
+    unbounded below, so alpha is tiny (1e-5).
+    Limits: alpha = 0 is `dpo`.
     Reference: arXiv:2405.21046, algorithm 1.
     """
     check_at_least(0, alpha=alpha)
@@ -587,9 +547,9 @@ def nash_md(logp: Pairs, ref_logp: Pairs, win_prob: Pairs, *, beta: float, mask:
 
         loss = -logp sg(win_prob - 1/2 - beta (logp - ref_logp))          sg: no gradient
 
-    `logp` and `ref_logp` are of a response sampled from the policy; `win_prob` is the probability that it beats one
-    sampled from the geometric mixture of policy and reference. 1/2 is the control variate. The gradient is the exact
-    policy gradient of win_prob - beta KL(policy || reference) over sequences.
+    `logp` and `ref_logp` are of a response sampled from the policy; `win_prob` is the probability that it beats a
+    response sampled from the geometric mixture of policy and reference. 1/2 is the control variate. The gradient is the
+    exact policy gradient of win_prob - beta KL(policy || reference) over sequences.
     Reference: arXiv:2312.00886.
     """
     check_at_least(0, beta=beta)
@@ -606,12 +566,11 @@ def reward_aware_squared(
     reward_scale: float = 1.0,
     mask: PairMask = None,
 ) -> Pairs:
-    """Reward-aware preference optimisation, squared distance: match the implicit reward gap to a given one.
+    """Reward-aware preference optimisation, squared distance: match the implicit reward gap to the given one.
 
         loss = (beta delta - reward_scale reward_gap)^2          reward_gap = reward(chosen) - reward(rejected)
 
     No gradient flows through `reward_gap`, which may be negative.
-    Differs: nothing (NeMo-Aligner `rpo_sq`, `gt_reward_scale`).
     Reference: arXiv:2406.11704 (RPO); NeMo-Aligner megatron_gpt_dpo_model.py.
     """
     implicit, given = _gaps(chosen_log_ratio, rejected_log_ratio, reward_gap, beta, reward_scale, mask)
@@ -632,7 +591,6 @@ def reward_aware_kl(
         loss = KL(p || q)          p = sigmoid(reward_scale reward_gap), q = sigmoid(beta delta), as Bernoullis
 
     Limits: reward_scale -> inf with a positive gap is `dpo`; p = 1 - e is cDPO less the label's entropy.
-    Differs: nothing (NeMo-Aligner `rpo_bwd_kl`).
     Reference: arXiv:2406.11704 (RPO); NeMo-Aligner megatron_gpt_dpo_model.py.
     """
     implicit, given = _gaps(chosen_log_ratio, rejected_log_ratio, reward_gap, beta, reward_scale, mask)
@@ -653,7 +611,6 @@ def reward_aware_reverse_kl(
         loss = KL(q || p)          p = sigmoid(reward_scale reward_gap), q = sigmoid(beta delta), as Bernoullis
 
     Limits: p = 1 - e is `exo_pair`.
-    Differs: nothing (NeMo-Aligner `rpo_fwd_kl`).
     Reference: arXiv:2406.11704 (RPO); NeMo-Aligner megatron_gpt_dpo_model.py.
     """
     implicit, given = _gaps(chosen_log_ratio, rejected_log_ratio, reward_gap, beta, reward_scale, mask)

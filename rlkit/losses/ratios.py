@@ -1,4 +1,4 @@
-"""Log-ratios of sequences, as `[T]` streams that any surrogate or correction takes in place of a token's own."""
+"""Sequence-level log-ratios as `[T]` streams, accepted by any surrogate or correction in place of token log-ratios."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ __all__ = ["seq_log_ratio", "seq_log_ratio_sum", "token_gradient"]
 def seq_log_ratio(
     log_ratio: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"] | None, cu_seqlens: Int[Tensor, "N1"]
 ) -> Float[Tensor, "T"]:
-    """Mean log-ratio of each sequence's trainable tokens, given to all of its tokens.
+    """Mean log-ratio over each sequence's trainable tokens, broadcast to its tokens.
 
         s_t = sum_u m_u x_u / sum_u m_u          over the tokens u of t's sequence; 0 where it has none
 
     exp(s) is the geometric mean of the token ratios: GSPO's length-normalised sequence ratio. The gradient flows to
     every trainable token of the sequence.
     Example: log_ratio [1, 3, 5] with cu_seqlens [0, 2, 3] gives [2, 2, 5].
-    Differs: nothing (TRL `importance_sampling_level=sequence`, verl `gspo`, ROLL `importance_sampling=seq`).
     Reference: arXiv:2507.18071, equation 7.
     """
     check_float(log_ratio=log_ratio)
@@ -34,13 +33,12 @@ def seq_log_ratio(
 def seq_log_ratio_sum(
     log_ratio: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"] | None, cu_seqlens: Int[Tensor, "N1"]
 ) -> Float[Tensor, "T"]:
-    """Summed log-ratio of each sequence's trainable tokens, given to all of its tokens.
+    """Sum of log-ratios over each sequence's trainable tokens, broadcast to its tokens.
 
         S_t = sum_u m_u x_u                      over the tokens u of t's sequence
 
     exp(S) is the product of the token ratios: the sequence's exact importance weight, unbiased, with a variance that
     grows with length.
-    Differs: nothing (verl `rollout_is=sequence`, TRL `sequence_truncate`).
     Reference: verl trainer/ppo/rollout_corr_helper.py.
     """
     check_float(log_ratio=log_ratio)
@@ -54,9 +52,9 @@ def token_gradient(value: Float[Tensor, "*shape"], log_ratio: Float[Tensor, "*sh
 
         sg(value) + log_ratio - sg(log_ratio)
 
-    Lets a sequence's ratio weigh each token's own gradient. TOPR on sequence level:
+    Combines a sequence-level ratio with each token's own gradient. Sequence-level TOPR:
     `topr(token_gradient(seq_log_ratio_sum(x, mask=mask, cu_seqlens=cu), x), advantages, mask=mask)`;
-    GSPO-token (arXiv:2507.18071, equations 14 and 15): `seq_log_ratio` and `ppo_clip` in their places.
+    GSPO-token (arXiv:2507.18071, equations 14 and 15) is the same with `seq_log_ratio` and `ppo_clip`.
     """
     value, log_ratio = prepared(None, value=value, log_ratio=log_ratio)
     return value.detach() + (log_ratio - log_ratio.detach())

@@ -1,9 +1,8 @@
 """Losses for value heads and reward models.
 
-Value heads: regression on returns, with and without clipping, and classification into value bins, whose logits have one
-more axis, [.., B]. Targets (`returns`, `old_values`) get no gradient. Reward models: of pairs of responses (outcome)
-and of single steps (process). All are elementwise in any shape. Masked places give loss 0 and gradient 0, whatever they
-hold (NaN included).
+Value heads: regression on returns, with and without clipping, and classification into value bins (logits have one more
+axis, [.., B]). Targets (`returns`, `old_values`) get no gradient. Reward models: pairwise (outcome) and per step
+(process). All are elementwise in any shape. Masked positions have loss 0 and gradient 0, even if they hold NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def value_mse(
 
         loss = 1/2 (V - R)^2                                gradient: V - R
 
-    The 1/2 is inside, here and in `value_clip`.
+    The factor 1/2 is included, here and in `value_clip`.
     Differs: RL2 has no 1/2.
     Reference: verl `compute_value_loss`, trainer/ppo/core_algos.py.
     """
@@ -45,14 +44,13 @@ def value_clip(
     clip: float,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """PPO's clipped value loss: the larger of the errors with and without moving further than `clip` from `old_values`.
+    """PPO's clipped value loss: the larger of the errors with and without clipping to within `clip` of `old_values`.
 
         loss = 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
 
-    Gradient V - R, and 0 where V lies beyond the clip and yet nearer to R than the clip's border. `clip` is in units of
-    the value.
+    Gradient V - R, and 0 where V is outside the clip range and closer to R than the range's bound. `clip` is in units
+    of the value.
     Limits: clip = inf is `value_mse`.
-    Differs: nothing but the 1/2, which RL2 lacks.
     Reference: OpenAI baselines ppo2/model.py; verl `compute_value_loss`.
     """
     check_at_least(0, clip=clip)
@@ -72,13 +70,13 @@ def hl_gauss(
     sigma: float | None = None,
     mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """Value prediction as classification: cross-entropy with the return's Gaussian, cut into B bins of [low, high].
+    """Value prediction as classification: cross-entropy with a Gaussian around the return, binned on [low, high].
 
         loss = -sum_i p_i log softmax(logits)_i             p = hl_gauss_target(returns)
 
-    The gradient is bounded, whatever the scale of the returns. `hl_gauss_value` reads the value back. The loss's
-    minimum is the entropy of p, not 0.
-    `sigma` is in units of the value; None is 0.75 bin widths, the paper's recommendation.
+    The gradient is bounded for returns of any scale. The minimum of the loss is the entropy of p, not 0.
+    `hl_gauss_value` converts logits to a value. `sigma` is in units of the value; the default is 0.75 bin widths, as
+    the paper recommends.
     Reference: arXiv:2403.03950; histogram loss: arXiv:1806.04613.
     """
     check_float(logits=logits, returns=returns)
@@ -98,9 +96,9 @@ def hl_gauss_target(
 
         p_i = (Phi((e_{i+1} - R) / sigma) - Phi((e_i - R) / sigma)) / (Phi((high - R) / sigma) - Phi((low - R) / sigma))
 
-    e_0 = low .. e_B = high. Returns outside [low, high] are moved to its border: choose the range wide enough.
+    with bin edges e_0 = low .. e_B = high. Returns outside [low, high] are clamped: choose the range wide enough.
     Limits: sigma -> 0 is the one-hot of the return's bin.
-    Differs: the paper's code does not move returns, and divides 0 by 0 far outside the range.
+    Differs: the paper's code does not clamp returns, and divides 0 by 0 far outside the range.
     Reference: arXiv:2403.03950, appendix A.
     """
     check_float(returns=returns)
@@ -114,13 +112,12 @@ def hl_gauss_target(
 
 
 def hl_gauss_value(logits: Float[Tensor, "*shape B"], *, low: float, high: float) -> Float[Tensor, "*shape"]:
-    """The value that a distribution over bins stands for: its mean over the bins' centres.
+    """The value of a distribution over bins: its mean over the bin centres.
 
         V = sum_i softmax(logits)_i c_i                     c_i = (e_i + e_{i+1}) / 2
 
-    Lies between the first and the last centre, so returns near low or high come back moved inwards.
-    Differs: nothing (the paper's `transform_from_probs`).
-    Reference: arXiv:2403.03950, appendix A.
+    It lies between the first and the last centre, so values near low or high are biased inwards.
+    Reference: arXiv:2403.03950, appendix A (`transform_from_probs`).
     """
     check_float(logits=logits)
     logits = upcast(logits)
@@ -146,15 +143,13 @@ def bradley_terry(
     center_coef: float = 0.0,
     mask: PairMask = None,
 ) -> Pairs:
-    """The pairwise loss of a reward model, with an optional margin and a pull of the rewards towards 0.
+    """Pairwise reward-model loss, with an optional margin and an optional penalty that centres the rewards at 0.
 
         loss = -log sigmoid(r_c - r_r - margin) + center_coef (r_c + r_r)^2
 
-    `margin` is one number or one per pair (how much better the chosen response was rated). `center_coef` fixes the
-    offset that the pairwise term leaves free; TRL recommends 0.01.
+    `margin` is one number, or one per pair (how much better the chosen response was rated). `center_coef` fixes the
+    offset that the pairwise term leaves free; TRL recommends 0.01. To weight pairs instead, multiply the result.
     Limits: ln 2 at r_c = r_r = 0 without margin.
-    Differs: nothing (TRL `center_rewards_coefficient`, OpenRLHF `PairWiseLoss`). To weight pairs by their margin
-    instead, multiply the result.
     Reference: arXiv:2307.09288 (margin); arXiv:2312.09244, equation 2 (centring); TRL reward_trainer.py.
     """
     check_at_least(0, center_coef=center_coef)
@@ -169,12 +164,12 @@ def process_bce(logits: Pairs, labels: Pairs, *, mask: PairMask = None) -> Pairs
 
         loss = -y log sigmoid(z) - (1 - y) log sigmoid(-z)
 
-    z is the score at the last token of a step (mask: True there), y in [0, 1] says whether the step is right: 0 or 1,
-    or the share of rollouts from it that reach the answer.
+    z is the logit at the last token of a step (the mask is True there). y in [0, 1] is the step's label: 0 or 1, or the
+    share of rollouts from this step that reach the answer.
     Limits: y = 1/2 has its minimum ln 2 at z = 0.
     Reference: arXiv:2211.14275; arXiv:2312.08935 (soft labels).
     """
     z, y = prepared(mask, logits=logits, labels=labels.detach())
     if readable(y) and y.numel() and not (y.min() >= 0 and y.max() <= 1):
-        raise ValueError(f"labels must lie in [0, 1], got {y.min().item()} to {y.max().item()}")
+        raise ValueError(f"labels must be in [0, 1], got {y.min().item()} to {y.max().item()}")
     return masked(-y * F.logsigmoid(z) - (1 - y) * F.logsigmoid(-z), mask)

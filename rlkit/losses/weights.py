@@ -1,13 +1,13 @@
-"""Aggregation as a weight vector: `loss = (weights * token_loss).sum()`.
+"""Loss aggregation as a weight vector: `loss = (weights * token_loss).sum()`.
 
-Weights are computed over one optimizer step's batch (all ranks, all micro-batches) and then split along with it, so any
-split adds up exactly. Where a process sees only its share of the batch, it passes the global count; the count of the
-local mask is the default only in a process that is alone (with `torch.distributed` running on several ranks a missing
-count raises, since a silent local one is wrong by the ratio of the two). A process alone that computes weights per
-micro-batch, instead of once per step, must pass the count as well: no function can see that from its arguments.
+Compute the weights over the batch of one optimizer step (all ranks, all micro-batches) and split them with it: the
+losses of any split then add up exactly. A process that sees only its share of the batch must pass the global count. The
+count of the local mask is the default in a single process only: with several `torch.distributed` ranks a missing count
+raises. A single process that computes weights per micro-batch, instead of once per step, must pass the count too; this
+cannot be detected.
 
-Weights have torch's default dtype (fp32 at least), are 0 where the mask is False, and carry no gradient. A sequence, a
-prompt or a source without a trainable token is not counted; a batch with nothing to train on has weights 0.
+Weights have torch's default dtype (at least fp32), are 0 where the mask is False, and carry no gradient. Sequences,
+prompts and sources without a trainable token are not counted; if nothing is trainable, all weights are 0.
 
 The sum of the weights is 1 for `token_mean`, `seq_mean` and `prompt_mean`. With DDP or FSDP, which average gradients
 over ranks, multiply the loss by the number of data-parallel ranks.
@@ -29,12 +29,12 @@ Count = int | Int[Tensor, ""]
 
 
 def token_mean(mask: Bool[Tensor, "*shape"], *, num_tokens: Count | None = None) -> Float[Tensor, "*shape"]:
-    """Every trainable token of the batch counts the same.
+    """Mean over all trainable tokens of the batch.
 
         w_t = m_t / num_tokens
 
-    `num_tokens`: trainable tokens of the whole optimizer step; see the module for when it may be left out.
-    Differs: TRL `bnpo` divides by the micro-batch's own count, so the result depends on how the batch is split.
+    `num_tokens`: trainable tokens of the whole optimizer step; optional in a single process (see the module).
+    Differs: TRL `bnpo` divides by the count of the micro-batch, so the result depends on how the batch is split.
     Reference: arXiv:2503.14476, section 3.3.
     """
     weights = _as_float(mask)
@@ -44,7 +44,7 @@ def token_mean(mask: Bool[Tensor, "*shape"], *, num_tokens: Count | None = None)
 def seq_mean(
     mask: Bool[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"], num_seqs: Count | None = None
 ) -> Float[Tensor, "T"]:
-    """Mean over each sequence's tokens, then over sequences: every sequence counts the same, however long.
+    """Mean over each sequence's tokens, then over sequences: long and short sequences have equal weight.
 
         w_t = m_t / (tokens of t's sequence * num_seqs)
 
@@ -55,7 +55,7 @@ def seq_mean(
     """
     lens = seq_count(mask, cu_seqlens=cu_seqlens)
     per_seq = 1 / (lens.clamp(min=1) * _count("num_seqs", num_seqs, lens > 0))
-    return _as_float(mask) * _spread(per_seq, mask, cu_seqlens)
+    return _token_weights(per_seq, mask, cu_seqlens)
 
 
 def seq_mean_token_sum(
@@ -63,9 +63,8 @@ def seq_mean_token_sum(
 ) -> Float[Tensor, "T"]:
     """Sum over each sequence's tokens, mean over sequences: the unbiased policy gradient of the expected return.
 
-        w_t = m_t / num_seqs
+    w_t = m_t / num_seqs
 
-    Differs: nothing (verl and ROLL `seq-mean-token-sum`).
     """
     lens = seq_count(mask, cu_seqlens=cu_seqlens)
     return _as_float(mask) / _count("num_seqs", num_seqs, lens > 0)
@@ -74,12 +73,11 @@ def seq_mean_token_sum(
 def constant_length(
     mask: Bool[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"], max_length: int, num_seqs: Count | None = None
 ) -> Float[Tensor, "T"]:
-    """Dr. GRPO: `seq_mean_token_sum` over a constant, the generation limit, so that no length is favoured.
+    """Dr. GRPO: `seq_mean_token_sum` divided by a constant, the generation limit; no bias towards any length.
 
         w_t = m_t / (max_length * num_seqs)
 
-    Differs: TRL `dr_grpo`, SkyRL `seq_mean_token_sum_norm` as here, except that they count empty sequences; verl
-    `seq-mean-token-sum-norm` takes the padded width unless `loss_scale_factor` is set.
+    Differs: verl `seq-mean-token-sum-norm` divides by the padded width unless `loss_scale_factor` is set.
     Reference: arXiv:2503.20783, appendix.
     """
     check_positive(max_length=max_length)
@@ -98,8 +96,8 @@ def prompt_mean(
 
         w_t = m_t / (tokens of t's group * num_groups)
 
-    `num_groups`: groups of the whole step that have a trainable token. `group_tokens`: for each sequence the trainable
-    tokens of its whole group; needed only where groups are cut between the processes.
+    `num_groups`: groups of the whole step that have a trainable token. `group_tokens`: for each sequence, the trainable
+    tokens of its whole group; needed only if groups are split between processes.
     Differs: SkyRL `prompt_mean` also counts empty prompts.
     Reference: SkyRL `apply_loss_reduction_to_advantages_minibatch`; slime PR#2090.
     """
@@ -107,12 +105,11 @@ def prompt_mean(
     check_ids(lens, group_ids=group_ids)
     if num_groups is None:
         check_alone("num_groups")
-    own = group_sum(lens.double(), group_ids=group_ids)
-    total = own if group_tokens is None else group_tokens.double()
+    total = group_sum(lens.double(), group_ids=group_ids) if group_tokens is None else group_tokens.double()
     seqs_in_group = group_sum((lens > 0).double(), group_ids=group_ids).clamp(min=1)
     groups = ((lens > 0) / seqs_in_group).sum().round() if num_groups is None else num_groups
     per_seq = 1 / (total.clamp(min=1) * _at_least_one("num_groups", groups))
-    return _as_float(mask) * _spread(per_seq, mask, cu_seqlens)
+    return _token_weights(per_seq, mask, cu_seqlens)
 
 
 def per_source_mean(
@@ -123,7 +120,7 @@ def per_source_mean(
     cu_seqlens: Int[Tensor, "N1"],
     num_tokens: Int[Tensor, "S"] | None = None,
 ) -> Float[Tensor, "T"]:
-    """A token mean per data source, mixed with given weights: a source's share does not depend on how much it talks.
+    """Token mean per data source, mixed with given weights: a source's share is independent of its number of tokens.
 
         w_t = m_t source_weights[s] / num_tokens[s]              s = source of t's sequence
 
@@ -144,11 +141,11 @@ def per_source_mean(
     else:
         total = num_tokens.double()[source_ids]
     per_seq = source_weights.detach().double()[source_ids] / total.clamp(min=1)
-    return _as_float(mask) * _spread(per_seq, mask, cu_seqlens)
+    return _token_weights(per_seq, mask, cu_seqlens)
 
 
 def _count(name: str, given: Count | None, counted: Tensor) -> Count | Tensor:
-    """The given count, or the number of True entries where this process is alone; at least 1."""
+    """The given count, or in a single process the number of True entries; at least 1."""
     if given is None:
         check_alone(name)
         given = counted.sum()
@@ -163,9 +160,10 @@ def _at_least_one(name: str, count: Count | Tensor) -> Count | Tensor:
     return max(count, 1)
 
 
-def _spread(per_seq: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _token_weights(per_seq: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """One weight per sequence as one per token, 0 where the mask is False."""
     weights = broadcast_to_tokens(per_seq, cu_seqlens=cu_seqlens, num_tokens=mask.shape[0])
-    return weights.to(_dtype())
+    return _as_float(mask) * weights.to(_dtype())
 
 
 def _as_float(mask: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""The one attention primitive: causal attention of packed queries, each segment over its own choice of keys.
+"""Causal attention of packed queries, where a plan chooses the keys of each segment.
 
-A plan says, for each segment of the query stream, which rows of the key stream it sees. Packing is "its own rows"; a
-group that shares a prompt is "the prompt's rows, then its own"; context parallelism is "also those of other ranks".
-Segments never see anything else. A plan is index tensors, made once per micro-batch and used in every layer.
+A plan lists, for each segment of the query stream, the rows of the key stream that it attends to. Packing is "its own
+rows"; a group with a shared prompt is "the prompt's rows, then its own"; context parallelism adds rows of other ranks.
+A plan consists of index tensors, made once per micro-batch and used in every layer.
 
-Attention runs as padded buckets of `scaled_dot_product_attention` on the CPU and in fp32, and as flash kernels on
-segments laid end to end in half precision on CUDA.
+On the CPU and in fp32, attention runs as padded buckets of `scaled_dot_product_attention`; in half precision on CUDA,
+as varlen flash kernels.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rlkit.types import Batch
 
 X = TypeVar("X")
 Rows = Int[Tensor, "R"] | slice
-FEW_QUERIES = 16  # up to which plain matrix products beat the CPU's fused attention: 2.7x at 7 queries over 25 keys
+FEW_QUERIES = 16  # up to here plain matrix products beat the CPU's fused attention: 2.7x at 7 queries over 25 keys
 _SLACK = 1.25  # a bucket may hold this many times the query-key pairs of its segments,
-_FREE_PAIRS = 8192  # or this many more: what one more call costs
+_FREE_PAIRS = 8192  # or this many more pairs, which cost as much as one more call
 
 
 class Segment(NamedTuple):
-    """Queries `start .. start + length` of the query stream, and the ranges of key rows `(start, length)` they see."""
+    """Queries `start .. start + length` of the query stream, and the ranges `(start, length)` of their key rows."""
 
     start: int
     length: int
@@ -44,12 +44,12 @@ class Segment(NamedTuple):
 
     @property
     def num_keys(self) -> int:
-        """Rows that its last query sees."""
+        """Number of keys of the last query."""
         return sum(n for _, n in self.keys)
 
 
 class Bucket(NamedTuple):
-    """Segments that are attended to in one call, left-padded to `q_len` queries over `k_len` keys each."""
+    """Segments computed in one call, each left-padded to `q_len` queries and `k_len` keys."""
 
     size: int
     q_len: int
@@ -58,7 +58,7 @@ class Bucket(NamedTuple):
 
 
 class Varlen(NamedTuple):
-    """Boundaries of the segments, as flash kernels read them (int32), and the longest ones."""
+    """Segment bounds for flash kernels (int32), and the maximum lengths."""
 
     cu_q: Int[Tensor, "N1"]
     cu_k: Int[Tensor, "N1"]
@@ -69,8 +69,8 @@ class Varlen(NamedTuple):
 class AttentionPlan(NamedTuple):
     """Made once per micro-batch, used in every layer. `*_index` are rows of the packed streams, segment by segment.
 
-    On the CPU (and in fp32) the segments are padded into buckets; flash kernels take them end to end.
-    `exchange(q, k, v, attend)`: how context parallel ranks share the work of one call (see `rlkit.parallel.context`).
+    `buckets` is set on the CPU and in fp32, `varlen` for flash kernels. `exchange(q, k, v, attend)` distributes one
+    call over context parallel ranks (see `rlkit.parallel.context`).
     """
 
     q_index: Rows
@@ -82,17 +82,17 @@ class AttentionPlan(NamedTuple):
 
     def to(self, device: torch.device | str) -> AttentionPlan:
         """The same plan with its tensors on `device`."""
-        return moved(self, device)
+        return to_device(self, device)
 
 
-def moved(made: X, device: torch.device | str) -> X:
-    """The same tuple with its tensors on `device`. No copy waits for what a GPU has still to do."""
-    ahead = torch.device(device).type != "cpu"
-    return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=ahead), made)
+def to_device(tree: X, device: torch.device | str) -> X:
+    """The same tuple with its tensors on `device`; copies to a GPU are asynchronous."""
+    non_blocking = torch.device(device).type != "cpu"
+    return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), tree)
 
 
 def segments(batch: Batch) -> list[Segment]:
-    """What sees what in `[prefixes, sequences]` (see `rlkit.packing.join`): a sequence sees its prefix and itself."""
+    """Segments of `[prefixes, sequences]` (see `rlkit.packing.join`): a sequence attends to its prefix and itself."""
     prefixes = list(zip(batch.prefix_cu.tolist(), seq_lens(batch.prefix_cu).tolist()))
     starts = batch.prefix_cu[-1] + batch.cu_seqlens
     sequences = zip(starts.tolist(), seq_lens(batch.cu_seqlens).tolist())
@@ -104,7 +104,7 @@ def plan(spans: Sequence[Segment], *, flash: bool = False) -> AttentionPlan:
     """A plan from segments, on the CPU, for `flash` kernels or (default) for padded buckets.
 
     Causality is bottom-right: the last query of a segment sees all its keys, the one before all but the last, and so
-    on. The queries must tile the stream, of at least one; a segment needs at least as many keys as queries.
+    on. The queries must tile a nonempty stream; a segment needs at least as many keys as queries.
     """
     spans = [s for s in spans if s.length]
     for i, s in enumerate(spans):
@@ -123,7 +123,7 @@ def _varlen_plan(spans: Sequence[Segment]) -> AttentionPlan:
 
 
 def _as_slice(index: Tensor) -> Rows:
-    """Rows that are taken in order are a view, where gathering them costs a pass over memory each way."""
+    """A slice if the rows are all in order: a view instead of a gather."""
     return slice(len(index)) if torch.equal(index, torch.arange(len(index))) else index
 
 
@@ -136,24 +136,24 @@ def _bucket_plan(spans: Sequence[Segment]) -> AttentionPlan:
         q_rows.append(_left_padded([[s[:2]] for s in members], a))
         k_rows.append(_left_padded([s.keys for s in members], b))
         is_real.append(torch.arange(a) >= a - q_lens[:, None])
-        plain = int(q_lens.min()) == b  # as many queries as keys, in all of them
+        plain = int(q_lens.min()) == b  # every segment has b queries and b keys
         buckets.append(Bucket(len(members), a, b, None if plain else _mask(q_lens, k_lens, a, b)))
     q, k, real = (torch.cat([x.flatten() for x in parts]) for parts in (q_rows, k_rows, is_real))
-    place = torch.empty(sum(s.length for s in spans), dtype=torch.long)
-    place[q[real]] = real.nonzero()[:, 0]
-    return AttentionPlan(q, k, place, tuple(buckets))
+    out_index = torch.empty(sum(s.length for s in spans), dtype=torch.long)
+    out_index[q[real]] = real.nonzero()[:, 0]
+    return AttentionPlan(q, k, out_index, tuple(buckets))
 
 
 def _bucketed(spans: Sequence[Segment]) -> list[list[Segment]]:
-    """Cut the sorted segments into runs whose padding stays inside the slack; few queries and many stay apart."""
+    """Cut the sorted segments into runs with bounded padding; segments with few queries get runs of their own."""
     runs: list[list[Segment]] = []
     pairs = widest = 0
     for s in spans:
         run = runs[-1] if runs else []
         pairs, widest = pairs + s.length * s.num_keys, max(widest, s.length)
         padded = (len(run) + 1) * widest * s.num_keys
-        alike = bool(run) and (run[0].length <= FEW_QUERIES) == (s.length <= FEW_QUERIES)
-        if alike and padded <= max(_SLACK * pairs, pairs + _FREE_PAIRS):
+        same_kind = bool(run) and (run[0].length <= FEW_QUERIES) == (s.length <= FEW_QUERIES)
+        if same_kind and padded <= max(_SLACK * pairs, pairs + _FREE_PAIRS):
             run.append(s)
         else:
             runs.append([s])
@@ -166,7 +166,7 @@ def _rows(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def _left_padded(ranges: list[list[tuple[int, int]]], width: int) -> Tensor:
-    """Row indices `[B, width]`; padding repeats the segment's own first row, so that no other document is ever read."""
+    """Row indices `[B, width]`; padding repeats the segment's first row, so that no other document is read."""
     rows = []
     for parts in ranges:
         row = _rows(parts)
@@ -175,16 +175,16 @@ def _left_padded(ranges: list[list[tuple[int, int]]], width: int) -> Tensor:
 
 
 def _mask(q_lens: Tensor, k_lens: Tensor, a: int, b: int) -> Tensor:
-    """Bottom-right causal; keys of the left padding are hidden, and padded queries see the last key (their rows are
-    dropped, but a row without keys would be NaN)."""
+    """Bottom-right causal mask. Padded keys are masked; padded queries see the last key, because a row without keys
+    would be NaN, and their outputs are dropped."""
     i, j = torch.arange(a)[:, None], torch.arange(b)
     seen = (j <= i + (b - a)) & (j >= b - k_lens[:, None, None])
     padded = (i < a - q_lens[:, None, None]) & (j == b - 1)
     return (seen | padded)[:, None]
 
 
-IMPLEMENTATION = "rlkit_packed"  # the name under which transformers knows `packed_attention`
-_UNUSED = ("position_ids", "cache_position")  # tensors that models hand to attention, and attention does not use
+IMPLEMENTATION = "rlkit_packed"  # the name of `packed_attention` in transformers
+_UNUSED = ("position_ids", "cache_position")  # tensors that models pass to attention and attention ignores
 
 
 def attend(
@@ -199,7 +199,7 @@ def attend(
 ) -> Float[Tensor, "T H D"]:
     """softmax(scale q k^T) v for every segment of the plan; `H` may be a multiple of `Hk` (grouped queries).
 
-    `window`: a query sees at most that many keys, itself the last one. `softcap`: z -> softcap tanh(z / softcap) on the
+    `window`: the maximum number of keys per query, including itself. `softcap`: z -> softcap tanh(z / softcap) on the
     scaled scores.
     """
     q, k, v = rows(q, plan.q_index), rows(k, plan.k_index), rows(v, plan.k_index)
@@ -215,7 +215,7 @@ def attend(
 
 
 def rows(x: Float[Tensor, "T *rest"], index: Rows) -> Float[Tensor, "R *rest"]:
-    """`x[index]`, on the CPU by `index_select`, whose backward is 3 to 6 times faster (with atomics on CUDA)."""
+    """`x[index]`; on the CPU by `index_select`, whose backward is 3 to 6 times faster (on CUDA it uses atomics)."""
     return x[index] if isinstance(index, slice) or x.device.type != "cpu" else x.index_select(0, index)
 
 
@@ -229,39 +229,38 @@ def flash(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Float[Tensor, "Q H D"]:
-    """A flash kernel on segments laid end to end: torch's own, or the `flash_attn` package for a softcap.
+    """Varlen flash attention: torch's kernel, or the `flash_attn` package for a softcap.
 
-    Both align causality bottom-right where a segment has more keys than queries (FlashAttention 2.1 and later).
+    Both are bottom-right causal if a segment has more keys than queries (FlashAttention 2.1 and later).
     """
     cu_q, cu_k, max_q, max_k = varlen
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms with fp32 weights return fp32 under autocast
-    sees = (-1 if window is None else window - 1, 0)
+    window_size = (-1 if window is None else window - 1, 0)
     if softcap is not None:
         from flash_attn import flash_attn_varlen_func
 
         return flash_attn_varlen_func(
-            q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=True, window_size=sees, softcap=softcap,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=True, window_size=window_size,
+            softcap=softcap, deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
     from torch.nn.attention import varlen as kernels
 
     attn: Callable[..., Tensor] = kernels.varlen_attn  # type: ignore[assignment]
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(attn).parameters else {}  # torch 2.11 needs no flag
-    return attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=sees, **grouped)
+    return attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size, **grouped)
 
 
 def has_flash(device: torch.device, dtype: torch.dtype, *, head_dim: int, softcap: bool) -> bool:
-    """Whether `flash` can run: half precision on an NVIDIA GPU from Ampere on, heads of up to 256 dimensions by eights,
-    and `flash_attn` where it is needed."""
+    """Whether `flash` can run: half precision on an NVIDIA GPU, Ampere or later; a head dimension of at most 256,
+    divisible by 8; and `flash_attn` installed if there is a softcap."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or torch.version.hip:
         return False
-    if head_dim % 8 or head_dim > 256:
+    if head_dim % 8 or head_dim > 256 or torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    enough = torch.cuda.get_device_capability(device) >= (8, 0)
-    return enough and (not softcap or find_spec("flash_attn") is not None)
+    return not softcap or find_spec("flash_attn") is not None
 
 
-@uncompiled  # it loops over segments, which differ from call to call
+@uncompiled  # the number of buckets differs from call to call
 def packed_attention(
     module: nn.Module,  # noqa: ARG001
     query: Float[Tensor, "1 H T D"],
@@ -276,9 +275,9 @@ def packed_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Float[Tensor, "1 T H D"], None]:
-    """`attend` with the signature that transformers calls; the plan comes as a keyword of the model's forward.
+    """`attend` with transformers' attention signature; the plan is a keyword argument of the model's forward.
 
-    Errors: ValueError for a call without a plan, and for what `attend` would leave out: a mask, dropout, sinks, biases.
+    Errors: ValueError for a call without a plan, and for unsupported inputs: a mask, dropout, sinks, biases.
     """
     if attention_plan is None:
         raise ValueError(
@@ -300,7 +299,7 @@ def packed_attention(
 
 
 def register() -> str:
-    """Make `packed_attention` known to transformers; returns the name to pass as `attn_implementation`."""
+    """Register `packed_attention` with transformers; returns the name to pass as `attn_implementation`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)
@@ -309,7 +308,7 @@ def register() -> str:
 
 @contextmanager
 def as_inference(model: Any) -> Iterator[None]:
-    """Inside the block `model(input_ids, attention_mask=...)` works as in plain transformers, without dropout."""
+    """Context manager in which `model(input_ids, attention_mask=...)` works as in transformers, in eval mode."""
     training = model.training
     packed = model.config.get_text_config()._attn_implementation == IMPLEMENTATION
     if packed:
@@ -324,7 +323,7 @@ def as_inference(model: Any) -> Iterator[None]:
 
 
 def _windowed(bucket: Bucket, window: int | None, device: torch.device) -> Tensor | None:
-    """The bucket's mask, without the keys that are `window` or more places behind the query."""
+    """The bucket's mask, without the keys that are `window` or more positions before the query."""
     if window is None or bucket.k_len <= window:
         return bucket.mask
     i, j = torch.arange(bucket.q_len, device=device)[:, None], torch.arange(bucket.k_len, device=device)
@@ -341,10 +340,10 @@ def causal_sdpa(
     *,
     scale: float | None = None,
 ) -> Float[Tensor, "B H a D"]:
-    """torch's fused attention, of grouped queries too; causal (a == b) without a mask.
+    """torch's fused attention, with grouped queries; causal (a == b) without a mask.
 
-    On CUDA no fused kernel takes grouped queries in fp32 or under a mask, and torch would write out all scores: keys
-    and values are repeated there.
+    On CUDA no fused kernel supports grouped queries in fp32 or with a mask, and torch would materialise all scores, so
+    keys and values are repeated there.
     """
     if q.device.type != "cpu":
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

@@ -1,4 +1,4 @@
-"""Collectives with gradients: what a rank gets of the others' rows, and what it owes them in the backward."""
+"""Differentiable collectives."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the names from torch 2.13 on
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' rows, one rank after the other. Without a gradient."""
+    """The rows of all ranks, concatenated in rank order. Not differentiable."""
     x = x.contiguous()
     out = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
     _gather(out, x, group=group)
@@ -21,7 +21,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Shared(torch.autograd.Function):
-    """The same tensor on every rank, read by each for a part of the result: the gradient is the sum over the ranks."""
+    """Identity on a replicated tensor of which each rank uses a part: the backward sums the gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -36,7 +36,7 @@ class Shared(torch.autograd.Function):
 
 
 class Gathered(torch.autograd.Function):
-    """All ranks' rows; every rank computes the same from them, so a rank's gradient is its own slice."""
+    """All-gather; every rank computes the same from the result, so the backward takes the rank's own slice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -50,7 +50,7 @@ class Gathered(torch.autograd.Function):
 
 
 class GatheredSum(Gathered):
-    """All ranks' rows; every rank uses them for a part of the result, so the gradient is a sum over ranks."""
+    """All-gather; each rank computes a part of the result from it, so the backward is a reduce-scatter."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -60,7 +60,7 @@ class GatheredSum(Gathered):
 
 
 class Exchanged(torch.autograd.Function):
-    """The first `there[0]` rows to rank 0, the next to rank 1; `here[r]` came from rank r. The gradient goes back."""
+    """All-to-all: sends `there[r]` rows to rank r and receives `here[r]` rows from it; the backward is the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: list[int], here: list[int], group: dist.ProcessGroup) -> Tensor:

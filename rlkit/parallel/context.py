@@ -1,20 +1,19 @@
-"""Context parallelism: the tokens of a packed stream spread over ranks, with every segment still seeing all its keys.
+"""Context parallelism: the tokens of a packed stream are split over ranks; every segment still attends to all its keys.
 
-The stream is cut into 2 * cp chunks of one size, and rank r holds chunks r and 2 cp - 1 - r. Early chunks see few keys
-and late ones many, so each rank has about the same work on one long sequence, and exactly as many tokens. Only
-attention looks across ranks, in one of two ways:
+The stream is cut into 2 * cp chunks of equal size, and rank r holds chunks r and 2 cp - 1 - r. Early chunks see few
+keys and late ones many, so on one long sequence the ranks have about equal work; they have equal numbers of tokens.
+Only attention communicates, in one of two ways:
 
-    gather_keys   all-gather keys and values, each rank computes its own queries: any head count, O(stream) memory for
-                  one layer's keys, and for every layer's until the backward without activation checkpointing
-    ulysses       all-to-all from tokens to heads and back: each rank computes all tokens of its heads; the volume falls
-                  as 1 / cp, and cp must divide the heads (arXiv:2309.14509)
+    gather_keys   all-gather keys and values; each rank computes its own queries. Any head count. O(stream) memory for
+                  the keys of one layer, or of all layers until the backward without activation checkpointing
+    ulysses       all-to-all from tokens to heads and back; each rank computes all tokens of its heads. The volume falls
+                  as 1 / cp; cp must divide the heads (arXiv:2309.14509)
 
-Everything after the log-probs is as without it: they are gathered (4 bytes a token), every rank computes the same loss
-on all of them, and takes the gradient of its own tokens back. Losses that couple the tokens of a sequence need nothing
-special.
+The log-probs are gathered (4 bytes per token), and every rank computes the same loss on all of them; the backward takes
+the gradient of the rank's own tokens. Losses that couple the tokens of a sequence work unchanged.
 
-Differs: ring attention (RL2, OpenRLHF, prime-rl) sends keys around in cp steps, which pays only where one layer's keys
-do not fit; verl and AReaL with FSDP have Ulysses, and cut the log-probs before the loss.
+Differs: ring attention (RL2, OpenRLHF, prime-rl) passes keys around in cp steps, which pays only if one layer's keys do
+not fit; verl and AReaL with FSDP use Ulysses, and split the log-probs before the loss.
 """
 
 from __future__ import annotations
@@ -28,36 +27,36 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlkit.parallel.attention import AttentionPlan, Segment, moved, plan, segments
+from rlkit.parallel.attention import AttentionPlan, Segment, plan, segments, to_device
 from rlkit.parallel.collectives import Exchanged, Gathered, GatheredSum
 from rlkit.parallel.mesh import Mesh
 from rlkit.types import Batch
 
 
 class Layout(NamedTuple):
-    """Where the tokens of a batch are. Without context parallelism `rows` is None and all are here.
+    """The rows of this rank. Without context parallelism `rows` is None and the rank holds the whole stream.
 
-    `[S]` is the joined stream of prefixes and sequences, `[R]` the rows of this rank, `[T]` the batch's own tokens:
-    they start at row `start` of the stream.
+    `[S]` is the joined stream of prefixes and sequences, `[R]` the rows of this rank, `[T]` the batch's tokens, which
+    start at row `start` of the stream.
     """
 
     plan: AttentionPlan
     start: int
     rows: Int[Tensor, "R"] | None = None
-    place: Int[Tensor, "T"] | None = None  # of each token in the rows of all ranks, one rank after the other
+    token_index: Int[Tensor, "T"] | None = None  # of each token in the concatenated rows of all ranks
     size: int = 0
     group: dist.ProcessGroup | None = None
 
     def local(self, stream: Tensor) -> Tensor:
-        """`[S]` to `[R]`; rows past the end repeat the last token, and only they see it."""
+        """`[S]` to `[R]`; rows past the end repeat the last token and are attended to only by each other."""
         return stream if self.rows is None else stream[self.rows.clamp(max=stream.shape[0] - 1)]
 
     def head_rows(self, hidden: Float[Tensor, "R D"]) -> Tensor:
-        """The rows that a head must look at."""
+        """The rows that a head must process."""
         return hidden[self.start :] if self.rows is None else hidden
 
     def spread(self, x: Tensor) -> Tensor:
-        """A `[T]` stream at the head's rows, 0 (False) where they are no token of the batch."""
+        """A `[T]` stream at the head's rows; 0 (False) at rows that are not tokens of the batch."""
         if self.rows is None:
             return x
         whole = x.new_zeros(self.size)
@@ -65,14 +64,14 @@ class Layout(NamedTuple):
         return whole[self.rows]
 
     def collect(self, x: Tensor) -> Tensor:
-        """What the head says about its rows, as `[T]` on every rank."""
-        return x if self.rows is None else Gathered.apply(x, self.group)[self.place]
+        """The head's outputs of all ranks, as `[T]` on every rank."""
+        return x if self.rows is None else Gathered.apply(x, self.group)[self.token_index]
 
     def empty(self) -> Layout:
-        """The same rows with no token among them."""
-        if self.place is None:
+        """The same layout with zero tokens."""
+        if self.token_index is None:
             return self._replace(start=2**62)
-        return self._replace(start=self.size, place=self.place[:0])
+        return self._replace(start=self.size, token_index=self.token_index[:0])
 
 
 def plan_layout(batch: Batch, mesh: Mesh | None, *, device: torch.device, flash: bool = False) -> Layout:
@@ -86,17 +85,17 @@ def plan_layout(batch: Batch, mesh: Mesh | None, *, device: torch.device, flash:
     size = 2 * cp * chunk
     spans = [*spans, Segment(num_rows, size - num_rows, [(num_rows, size - num_rows)])]
     order = torch.cat([_rows_of(r, cp, chunk) for r in range(cp)])
-    place = order.argsort()
+    inverse = order.argsort()
     if mesh.sizes.ulysses:
         made = plan(spans, flash=flash)
         out = order if isinstance(made.out_index, slice) else made.out_index[order]
-        made = made._replace(q_index=place[made.q_index], out_index=out)
+        made = made._replace(q_index=inverse[made.q_index], out_index=out)
     else:
-        made = plan(_mine(spans, rank, cp, chunk), flash=flash)
+        made = plan(_local_segments(spans, rank, cp, chunk), flash=flash)
     exchange = partial(ulysses if mesh.sizes.ulysses else gather_keys, group=group)
-    made = made._replace(k_index=place[made.k_index], exchange=exchange)
-    layout = Layout(made, prefix, _rows_of(rank, cp, chunk), place[prefix:num_rows], size, group)
-    return moved(layout, device)
+    made = made._replace(k_index=inverse[made.k_index], exchange=exchange)
+    layout = Layout(made, prefix, _rows_of(rank, cp, chunk), inverse[prefix:num_rows], size, group)
+    return to_device(layout, device)
 
 
 def gather_keys(
@@ -107,8 +106,8 @@ def gather_keys(
     *,
     group: dist.ProcessGroup,
 ) -> Float[Tensor, "R H D"]:
-    """This rank's queries over the keys of all ranks. Backward: one reduce-scatter."""
-    both = GatheredSum.apply(torch.stack((k.to(v.dtype), v), 1), group)  # fp32 norms under autocast leave k in fp32
+    """Attention of this rank's queries to the keys of all ranks. Backward: one reduce-scatter."""
+    both = GatheredSum.apply(torch.stack((k.to(v.dtype), v), 1), group)  # under autocast, fp32 norms return k in fp32
     return attend(q, both[:, 0], both[:, 1])
 
 
@@ -120,7 +119,7 @@ def ulysses(
     *,
     group: dist.ProcessGroup,
 ) -> Float[Tensor, "R H D"]:
-    """The tokens of all ranks, for this rank's share of the heads. Backward: the same exchanges the other way."""
+    """Attention of the tokens of all ranks, for this rank's share of the heads. Backward: the reverse exchanges."""
     ranks = dist.get_world_size(group)
     one_each = [1] * ranks
     shares = (x.unflatten(1, (ranks, -1)).transpose(0, 1) for x in (q, k, v))
@@ -133,8 +132,8 @@ def _rows_of(rank: int, cp: int, chunk: int) -> Tensor:
     return torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in (rank, 2 * cp - 1 - rank)])
 
 
-def _mine(spans: Sequence[Segment], rank: int, cp: int, chunk: int) -> list[Segment]:
-    """The parts of the segments in this rank's two chunks, each with the keys up to its own last row."""
+def _local_segments(spans: Sequence[Segment], rank: int, cp: int, chunk: int) -> list[Segment]:
+    """The parts of the segments in this rank's two chunks, each with the keys up to its last row."""
     found = []
     for base, c in ((0, rank), (chunk, 2 * cp - 1 - rank)):
         first, last = c * chunk, (c + 1) * chunk

@@ -1,8 +1,8 @@
-"""The data side of a loop on many ranks: who computes what, and how the ranks agree.
+"""Data parallelism of a training loop: micro-batches per rank, and reductions over ranks.
 
-Every rank holds the whole batch of a step, packed alike from the same trajectories. So weights, advantages and counts
-are computed without talking to anybody; only the forward and backward are split, over the data parallel ranks.
-Everything here works without ranks (`mesh` None) and is then the plain function.
+Every rank holds the whole batch of a step, packed from the same trajectories, so weights, advantages and counts need no
+communication. Only the forward and backward are split over the data parallel ranks. With `mesh` None every function
+here runs in a single process.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def rank_microbatches(
     apart: Bool[Tensor, "N"] | None = None,
     whole_groups: bool = False,
 ) -> Iterator[tuple[Batch, *tuple[Tensor, ...]]]:
-    """`packing.microbatches` of this data parallel rank: as many on every rank, together the whole batch.
+    """`packing.microbatches` of this data parallel rank: the same number on every rank, together the whole batch.
 
-    Ranks that have nothing left get empty batches: sharded models are forwarded by all ranks or by none.
+    Ranks without work get empty batches, because all ranks must take part in the forward of a sharded model.
     """
     rank, ranks = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp)
     return packing.microbatches(
@@ -43,7 +43,7 @@ def rank_microbatches(
 
 
 def summed(x: Tensor, *, mesh: Mesh | None) -> Tensor:
-    """The sum of `x` over the data parallel ranks: a `[T]` stream of which each filled in the places it computed."""
+    """The sum of `x` over the data parallel ranks: a `[T]` stream that is nonzero where a rank computed it."""
     if mesh is not None and mesh.dp > 1:
         x = x.clone()
         dist.all_reduce(x, group=mesh.group("dp"))
@@ -51,7 +51,7 @@ def summed(x: Tensor, *, mesh: Mesh | None) -> Tensor:
 
 
 def reduce_metrics(metrics: Metrics, *, mesh: Mesh | None) -> Metrics:
-    """The metrics of the whole batch. What every rank computed alike (a mean, an extreme) stays what it is."""
+    """The metrics of the whole batch. Means and extremes that are equal on all ranks are unchanged."""
     if mesh is not None and mesh.dp > 1:
         metrics = all_reduce(metrics, group=mesh.group("dp"))
     if mesh is None or mesh.sizes.pp == 1 or not metrics:
@@ -61,7 +61,7 @@ def reduce_metrics(metrics: Metrics, *, mesh: Mesh | None) -> Metrics:
 
 
 def of_last_stage(x: Tensor, *, mesh: Mesh | None) -> Tensor:
-    """`x` of the last pipeline stage, the one that has log-probs."""
+    """`x` of the last pipeline stage, which has the log-probs, on all stages."""
     if mesh is None or mesh.sizes.pp == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -70,7 +70,7 @@ def of_last_stage(x: Tensor, *, mesh: Mesh | None) -> Tensor:
 
 
 def each_stage(x: X, *, mesh: Mesh | None) -> list[X]:
-    """Every pipeline stage's `x`, in the order of the stages: what a stage says of its own parameters."""
+    """`x` of every pipeline stage, in stage order, e.g. a property of the stage's parameters."""
     if mesh is None or mesh.sizes.pp == 1:
         return [x]
     out: list[Any] = [None] * mesh.sizes.pp
@@ -79,12 +79,12 @@ def each_stage(x: X, *, mesh: Mesh | None) -> list[X]:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether `flag` is set on any rank: for decisions after which all must do the same (stop, need a gradient)."""
+    """Whether `flag` is set on any rank: for decisions that all ranks must take together (stop, need a gradient)."""
     return any_ranks([flag])[0]
 
 
 def any_ranks(flags: Sequence[bool]) -> list[bool]:
-    """`any_rank` of each flag, by one collective: before the micro-batches, or stages would wait for each other."""
+    """`any_rank` of each flag, in one collective. Call it before the micro-batches, or pipeline stages deadlock."""
     if world_size() == 1:
         return list(flags)
     device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"

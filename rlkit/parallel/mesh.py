@@ -1,12 +1,12 @@
-"""Who holds what: the ranks as a grid of copies, shards, context and tensor parallel ranks.
+"""Device meshes: the grid of pipeline, replica, shard, context and tensor parallel ranks.
 
-The ranks are numbered with `tp` innermost, so that its traffic, the largest, stays inside a node:
+`tp` is innermost, so that its traffic, the largest, stays inside a node:
 
     rank = (((pp_rank * replicate + replicate_rank) * shard + shard_rank) * cp + cp_rank) * tp + tp_rank
 
-Parameters are cut over (replicate, shard * cp, tp): context parallel ranks hold different tokens of the same sequences,
-so for the parameters they are further data parallel ranks. Data are cut over (dp = replicate * shard, cp, tp): all
-ranks of one `dp` place work on the same sequences.
+Parameters are split over (replicate, shard * cp, tp): context parallel ranks hold different tokens of the same
+sequences, so for the parameters they are additional data parallel ranks. Data is split over (dp = replicate * shard,
+cp, tp): all ranks with the same `dp` coordinate work on the same sequences.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = ["Mesh", "Parallel", "grid", "make_mesh", "resolve", "start"]
 
 
 class Mesh:
-    """The grid of one process: its sizes, its places and its groups. Made by `make_mesh`."""
+    """The sizes of the grid, and this rank's coordinates and process groups. Made by `make_mesh`."""
 
     def __init__(self, sizes: Parallel, parameters: DeviceMesh, data: DeviceMesh) -> None:
         self.sizes = sizes
         self.parameters = parameters
         self.data = data
-        self.device = torch.empty(0, device=parameters.device_type).device  # of a GPU also which one
+        self.device = torch.empty(0, device=parameters.device_type).device  # with the index of the GPU
         self.dp = sizes.replicate * sizes.shard
         self.dp_rank: int = data.get_local_rank("dp")
         self.cp_rank: int = data.get_local_rank("cp")
@@ -45,15 +45,15 @@ class Mesh:
         self.pp_rank: int = data.get_local_rank("pp")
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one only in their `dp`, `cp`, `tp` or `pp` place."""
+        """The ranks that differ from this one only in their `dp`, `cp`, `tp` or `pp` coordinate."""
         return self.data.get_group(name)
 
     def backward_group(self) -> dist.ProcessGroup:
-        """The ranks of `group("pp")` as another group, for what a stage sends to the one before. Every rank calls."""
+        """A second group of the ranks of `group("pp")`, for sends to the previous stage. All ranks must call it."""
         return _group(tuple(line[::-1] for line in self._stages()), dist.group.WORLD)
 
     def ends_group(self) -> dist.ProcessGroup | None:
-        """The first and the last of the ranks of `group("pp")`; None on those in between. Every rank calls."""
+        """The first and the last rank of `group("pp")`; None on the ranks between. All ranks must call it."""
         return _group(tuple((line[0], line[-1]) for line in self._stages()), dist.group.WORLD)
 
     def _stages(self) -> list[tuple[int, ...]]:
@@ -61,21 +61,21 @@ class Mesh:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """What `fully_shard` cuts over: (shard * cp), or (replicate, shard * cp) with more than one copy."""
+        """The mesh of `fully_shard`: (shard * cp), or (replicate, shard * cp) with more than one replica."""
         return self.parameters["replicate", "shard"] if self.sizes.replicate > 1 else self.parameters["shard"]
 
     @property
     def tensor(self) -> DeviceMesh:
-        """What `parallelize_module` cuts over."""
+        """The mesh of `parallelize_module`."""
         return self.parameters["tp"]
 
 
 def start(*, device: str = "cpu", timeout_s: float = 1800.0) -> None:
-    """Join the process group that `torchrun` describes, or make one of this process alone. A second call does nothing.
+    """Initialise the process group from `torchrun`'s environment, or with this process only. Idempotent.
 
     A collective that waits longer than `timeout_s` for another rank raises (gloo) or ends the process (NCCL). CUDA
-    ranks take the GPU of their LOCAL_RANK (a process alone that of `device`), and get a gloo group beside NCCL for
-    tensors on the CPU.
+    ranks use the GPU of their LOCAL_RANK (a single process that of `device`), and have gloo besides NCCL for tensors on
+    the CPU.
     """
     if dist.is_initialized():
         return
@@ -105,9 +105,9 @@ def local_gpu(device: str, *, num_gpus: int) -> int:
 
 
 def make_mesh(sizes: Parallel, *, device: str = "cpu") -> Mesh:
-    """The grid of `sizes` over all ranks of the process group (see `start`). Every rank must call it.
+    """The mesh of `sizes` over all ranks of the process group (see `start`). All ranks must call it.
 
-    Errors: ValueError where the sizes do not multiply to the number of ranks, naming sizes that do.
+    Errors: ValueError if the product of the sizes is not the number of ranks; it names sizes that fit.
     """
     sizes = resolve(sizes, world_size=dist.get_world_size())
     inner = (sizes.replicate, sizes.shard * sizes.cp, sizes.tp)
@@ -117,10 +117,10 @@ def make_mesh(sizes: Parallel, *, device: str = "cpu") -> Mesh:
 
 
 def grid(names: tuple[str, ...], shape: tuple[int, ...], *, device: str) -> DeviceMesh:
-    """All ranks as a device mesh whose groups have the time-out of `start`. Every rank must call it.
+    """All ranks as a device mesh whose groups have the timeout of `start`. All ranks must call it.
 
-    Differs from torch's `init_device_mesh`: groups of the same ranks are one, in this grid and in every other. Each
-    keeps threads (gloo) or device memory (NCCL) for as long as the process lives, and most sizes of a grid are 1.
+    Differs from torch's `init_device_mesh`: groups of the same ranks are shared, within and between grids. A group
+    holds threads (gloo) or device memory (NCCL) for the life of the process, and most sizes of a grid are 1.
     """
     return _grid(names, shape, torch.device(device).type, dist.group.WORLD)
 
@@ -129,15 +129,15 @@ def grid(names: tuple[str, ...], shape: tuple[int, ...], *, device: str) -> Devi
 def _grid(names: tuple[str, ...], shape: tuple[int, ...], kind: str, world: Any) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh
 
-    places = torch.arange(world.size()).view(shape)
-    lines = [places.movedim(i, -1).reshape(-1, size) for i, size in enumerate(shape)]
+    ranks = torch.arange(world.size()).view(shape)
+    lines = [ranks.movedim(i, -1).reshape(-1, size) for i, size in enumerate(shape)]
     groups = [_group(tuple(map(tuple, line.tolist())), world) for line in lines]
-    return DeviceMesh.from_group(groups, kind, mesh=places, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
 
 @cache
 def _group(parts: tuple[tuple[int, ...], ...], world: Any) -> Any:
-    """The group of this rank, where `parts` are those that ranks are divided into; in another order, another group."""
+    """This rank's group among `parts`, a partition of ranks; the same ranks in another order are another group."""
     if parts == (tuple(range(world.size())),):
         return world
     return dist.new_subgroups_by_enumeration([list(part) for part in parts], timeout=timeout_of(world))[0]
@@ -147,7 +147,7 @@ def resolve(sizes: Parallel, *, world_size: int) -> Parallel:
     """The sizes with `shard` filled in, checked against the number of ranks."""
     named = {k: getattr(sizes, k) for k in ("pp", "replicate", "shard", "cp", "tp", "ep")}
     if bad := {k: v for k, v in named.items() if v < (k != "shard")}:
-        raise ValueError(f"sizes must be at least 1 (shard may be 0: all ranks that are left), got {bad}")
+        raise ValueError(f"sizes must be at least 1 (shard may be 0: all remaining ranks), got {bad}")
     fixed = math.prod(v for k, v in named.items() if k not in ("shard", "ep"))
     shard = sizes.shard or max(1, world_size // fixed)
     if fixed * shard != world_size:
@@ -160,11 +160,11 @@ def resolve(sizes: Parallel, *, world_size: int) -> Parallel:
 
 
 def _fitting(sizes: Parallel, fixed: int, world_size: int) -> str:
-    """For each size the nearest one that, with `shard` free and the others as they are, divides the world."""
+    """For each size, the nearest value that divides the world size with `shard` free and the others fixed."""
     found = []
     for name in ("tp", "cp", "replicate", "pp"):
         size: int = getattr(sizes, name)
         fits = [n for n in range(1, world_size + 1) if world_size % (fixed // size * n) == 0]
         if fits:
             found.append(f"{name}={min(fits, key=lambda n: abs(n - size))}")
-    return f"with shard=0 each of these alone would fit: {'; '.join(found) or 'change the number of ranks'}"
+    return f"with shard=0 any one of these changes fits: {'; '.join(found) or 'change the number of ranks'}"

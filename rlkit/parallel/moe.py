@@ -1,16 +1,17 @@
-"""Expert parallelism: the experts of a MoE layer spread over ranks, and tokens sent to the ranks of their experts.
+"""Expert parallelism: the experts of a MoE layer are split over ranks, and tokens are sent to their experts' ranks.
 
-`parallelize` does it with `Parallel(ep=...)` and with `tp`. For the experts all shard * cp * tp ranks are data parallel
-ones: tensor parallel ranks, which hold the same tokens, take a share each and gather the results. The `ep` ranks are
-taken out of them. Fused expert weights [experts, ...] are cut over `ep` by experts and over the rest by their second
-dimension: states are as small as without `ep`, and checkpoints reshard. The router is whole on every rank. No expert is
-cut over `tp`, which would leave small products and twice the traffic (parallel folding, arXiv:2504.14960).
+Applied by `parallelize` with `Parallel(ep=...)` or `tp`. For the experts, all shard * cp * tp ranks are data parallel:
+tensor parallel ranks, which hold the same tokens, process a share each and gather the results. The `ep` ranks are a
+subset of them. Fused expert weights [experts, ...] are split over `ep` by experts, and over the remaining ranks by
+their second dimension: optimizer states are as small as without `ep`, and checkpoints reshard. The router is replicated
+on every rank. Experts are not split over `tp`, which would mean small products and twice the traffic (parallel folding,
+arXiv:2504.14960).
 
-No auxiliary loss balances the router, whatever the model's `router_aux_loss_coef` says: it would pull against the
-reward. Differs: TRL adds it with its coefficient; verl's Qwen3-MoE and slime's scripts leave it out as here.
+There is no auxiliary load-balancing loss, because it would work against the reward; the model's `router_aux_loss_coef`
+is ignored. Differs: TRL adds it with its coefficient; verl's Qwen3-MoE and slime's scripts omit it.
 
-Routing replay is absent: the trainer routes by its own router, also where the engine that sampled chose another expert
-because it computes in another precision. It shows in `mismatch/k3`; TIS or IcePop (`rlkit.losses`) bound what it does.
+There is no routing replay: the trainer uses its own router even where the sampling engine, computing in another
+precision, chose another expert. The effect shows in `mismatch/k3`; TIS or IcePop (`rlkit.losses`) bound it.
 Differs: verl, slime, prime-rl and NeMo-RL can replay the engine's choice (arXiv:2510.11370).
 """
 
@@ -33,14 +34,14 @@ from rlkit.parallel.mesh import Mesh, grid
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# A fused weight holds these, one after the other, in the dimension after the experts'.
+# The parts of each fused weight, concatenated along the dimension after the experts'.
 PARTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
 
 
 def split_experts(model: Any, mesh: Mesh, **fsdp: Any) -> None:
-    """Cut the fused experts of every MoE layer over the mesh, in place. `fsdp`: options of `fully_shard`.
+    """Shard the fused experts of every MoE layer over the mesh, in place. `fsdp`: options of `fully_shard`.
 
-    Errors: ValueError where `ep` does not divide the experts, or the model has none.
+    Errors: ValueError if `ep` does not divide the number of experts, or the model has none.
     """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -49,25 +50,25 @@ def split_experts(model: Any, mesh: Mesh, **fsdp: Any) -> None:
     if not num_experts or num_experts % sizes.ep:
         raise ValueError(f"ep={sizes.ep} must divide the experts of the model, which has {num_experts}")
     shape = (sizes.pp, sizes.replicate, sizes.shard * sizes.cp * sizes.tp // sizes.ep, sizes.ep)
-    places = grid(("pp", "replicate", "rest", "ep"), shape, device=mesh.device.type)
-    rest = places["replicate", "rest"] if sizes.replicate > 1 else places["rest"]
+    experts_mesh = grid(("pp", "replicate", "rest", "ep"), shape, device=mesh.device.type)
+    rest = experts_mesh["replicate", "rest"] if sizes.replicate > 1 else experts_mesh["rest"]
     for experts in [m for m in model.modules() if getattr(getattr(m, "gate_up_proj", None), "ndim", 0) == 3]:
         for name in ("gate_up_proj", "down_proj"):
-            cut = distribute_tensor(getattr(experts, name).detach(), places["ep"], [Shard(0)])
-            setattr(experts, name, nn.Parameter(cut))
-        forward = partial(expert_parallel, experts, group=places.get_group("ep"))
-        experts.forward = partial(_in_shares, forward, mesh.tensor) if sizes.tp > 1 else forward
+            shard = distribute_tensor(getattr(experts, name).detach(), experts_mesh["ep"], [Shard(0)])
+            setattr(experts, name, nn.Parameter(shard))
+        forward = partial(expert_parallel, experts, group=experts_mesh.get_group("ep"))
+        experts.forward = partial(_split_over_tp, forward, mesh.tensor) if sizes.tp > 1 else forward
         fully_shard(experts, mesh=rest, shard_placement_fn=lambda _: Shard(1), **fsdp)
 
 
-def _in_shares(forward: Callable[..., Tensor], tensor: DeviceMesh, hidden: Tensor, *routing: Tensor) -> Tensor:
-    """`forward` of this tensor parallel rank's share of the tokens, which all of them hold, then gathered."""
+def _split_over_tp(forward: Callable[..., Tensor], tensor: DeviceMesh, hidden: Tensor, *routing: Tensor) -> Tensor:
+    """`forward` on this tensor parallel rank's share of the replicated tokens; the results are gathered."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    cut = lambda x: DTensor.from_local(x, tensor, [Replicate()]).redistribute(placements=[Shard(0)])  # noqa: E731
-    own = forward(*(cut(x).to_local() for x in (hidden, *routing)))
+    split = lambda x: DTensor.from_local(x, tensor, [Replicate()]).redistribute(placements=[Shard(0)])  # noqa: E731
+    out = forward(*(split(x).to_local() for x in (hidden, *routing)))
     shape: Any = {"shape": hidden.shape, "stride": hidden.stride()}
-    return DTensor.from_local(own, tensor, [Shard(0)], **shape).redistribute(placements=[Replicate()]).to_local()
+    return DTensor.from_local(out, tensor, [Shard(0)], **shape).redistribute(placements=[Replicate()]).to_local()
 
 
 def expert_parallel(
@@ -78,7 +79,7 @@ def expert_parallel(
     *,
     group: dist.ProcessGroup,
 ) -> Float[Tensor, "T D"]:
-    """sum_k weights[t, k] expert_{chosen[t, k]}(hidden[t]), each from the rank that holds the expert. Deterministic."""
+    """sum_k weights[t, k] expert_{chosen[t, k]}(hidden[t]), computed on the experts' ranks. Deterministic."""
     ep, (tokens, k) = dist.get_world_size(group), chosen.shape
     order = chosen.flatten().argsort(stable=True)
     sent = chosen.flatten().bincount(minlength=experts.num_experts).view(ep, -1)
@@ -94,14 +95,14 @@ def expert_parallel(
 
 
 def _grouped(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
-    """This rank's experts over their rows, which come expert by expert."""
+    """This rank's experts on `rows`, which are sorted by expert."""
     up, down = experts.gate_up_proj.to_local(), experts.down_proj.to_local()
     if rows.is_cuda and rows.dtype == torch.bfloat16 and len(rows):
         offs = counts.cumsum(0).to(torch.int32)
         gate, value = F.grouped_mm(rows, up.transpose(1, 2), offs=offs).chunk(2, -1)
         return F.grouped_mm(experts.act_fn(gate) * value, down.transpose(1, 2), offs=offs)
     out = []
-    for x, w_up, w_down in zip(rows.split(counts.tolist()), up, down):  # also over no rows: every weight has a gradient
+    for x, w_up, w_down in zip(rows.split(counts.tolist()), up, down):  # also without rows: all weights get a gradient
         gate, value = F.linear(x, w_up).chunk(2, -1)
         out.append(F.linear(experts.act_fn(gate) * value, w_down))
     return torch.cat(out)
@@ -109,9 +110,9 @@ def _grouped(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
 
 @torch.no_grad()
 def read_experts(model: nn.Module, folder: Path) -> list[str]:
-    """Fill the fused experts of a cut model from the files of `folder`, which hold each apart, in place; their names.
+    """Load the fused experts of a sharded model from `folder`, whose files hold each expert separately.
 
-    Errors: ValueError naming weights that the files lack.
+    Returns the names of the loaded parameters. Errors: ValueError naming a weight that the files lack.
     """
     from safetensors import safe_open
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -133,7 +134,7 @@ def read_experts(model: nn.Module, folder: Path) -> list[str]:
 
 
 def _copy_rows(target: Tensor, parts: list[Any], offset: list[int]) -> None:
-    """`target` is the block at `offset` of the parts stacked on top of each other."""
+    """Fill `target`, the block at `offset` of the vertically concatenated parts."""
     (row, column), (height, width) = offset, target.shape
     start = 0
     for part in parts:

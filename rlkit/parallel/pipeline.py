@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the layers in stages, several micro-batches in flight between them.
+"""Pipeline parallelism: layers are split into stages, with several micro-batches in flight.
 
     torchrun --nproc-per-node 4 -m rlkit.scripts.grpo --parallel.pp 2 ...
 
@@ -7,17 +7,17 @@
             out = forward(model, micro)
             backward((w * -out.logp).sum())               # instead of `loss.backward()`
 
-A stage is the model without the other stages' layers. It receives the hidden states of the stage before it, and sends
-its own on; in the backward, gradients go the other way. All of this is inside the forward and backward of one
-micro-batch, so every stage runs the same loop. Log-probs exist on the last stage only: elsewhere they are zeros, whose
-gradient is ignored, and so is the loss made of them. `summed`, `reduce_metrics` and `score` bring the last stage's
-numbers to all.
+A stage is the model without the other stages' layers. It receives the hidden states of the previous stage and sends its
+output to the next one; in the backward, gradients flow in reverse. Communication happens inside the forward and
+backward of a micro-batch, so every stage runs the same loop. Only the last stage has log-probs; on the others they are
+zeros, and a loss computed from them is ignored. `summed`, `reduce_metrics` and `score` send the last stage's numbers to
+all stages.
 
-`pipelined` delays the backward of a stage until as many further micro-batches are forwarded as there are stages after
-it: the 1F1B schedule, in which M micro-batches on S stages leave (S - 1) / (M + S - 1) of the time idle, and a stage
-keeps the activations of at most S micro-batches. With plain `loss.backward()` one micro-batch is in flight at a time.
+`pipelined` delays the backward of a stage by as many micro-batches as there are later stages. This is the 1F1B
+schedule: M micro-batches on S stages leave (S - 1) / (M + S - 1) of the time idle, and a stage keeps the activations of
+at most S micro-batches. With plain `loss.backward()` only one micro-batch is in flight.
 
-Differs: Megatron and torch.distributed.pipelining take over the loop, and want micro-batches padded to one shape.
+Differs: Megatron and torch.distributed.pipelining own the loop, and require micro-batches padded to one shape.
 Reference: arXiv:2104.04473
 """
 
@@ -34,15 +34,15 @@ from torch import Tensor, nn
 
 from rlkit.parallel.mesh import Mesh
 
-_IN_FLIGHT = 2  # tensors on their way to a neighbour before the next one waits
+_IN_FLIGHT = 2  # unfinished sends per direction; a further send waits for the oldest
 
 
 @contextmanager
 def pipelined(mesh: Mesh | None) -> Iterator[Callable[[Tensor], None]]:
-    """A function that backwards a loss: at once, or under pipeline parallelism as late as the schedule wants.
+    """Context manager that yields a replacement for `loss.backward()`, delayed as the 1F1B schedule requires.
 
-    On leaving the block all gradients are there; that of a tied weight in two parts, until `optimizer_step` (see
-    `sum_copies`).
+    After the block all gradients are complete, except that of a tied weight, whose two parts are summed in
+    `optimizer_step` (see `sum_copies`).
     """
     ahead = 0 if mesh is None else mesh.sizes.pp - 1 - mesh.pp_rank
     waiting: deque[Tensor] = deque()
@@ -58,12 +58,12 @@ def pipelined(mesh: Mesh | None) -> Iterator[Callable[[Tensor], None]]:
 
 
 def cut_stage(model: Any, mesh: Mesh, *, dtype: torch.dtype) -> None:
-    """Leave of `model`, in place, what this rank's stage holds: its layers, the embedding on the first stage, the last
-    norm and the head on the last. Parameters keep their names; hidden states travel in `dtype`.
+    """Reduce `model`, in place, to this rank's stage: its layers, the embedding on the first stage, the final norm and
+    the head on the last. Parameters keep their names; hidden states are sent in `dtype`.
 
-    A head that is tied to the embedding works on a copy of its weight, under the embedding's name (see `sum_copies`).
+    A head tied to the embedding uses a copy of its weight, under the embedding's name (see `sum_copies`).
 
-    Errors: ValueError for too few layers.
+    Errors: ValueError for fewer layers than stages.
     """
     base, stage, count = model.base_model, mesh.pp_rank, mesh.sizes.pp
     if len(base.layers) < count:
@@ -89,19 +89,19 @@ def cut_stage(model: Any, mesh: Mesh, *, dtype: torch.dtype) -> None:
 
 
 def mark_copies(model: Any) -> None:
-    """Note on a tied weight that two stages hold which these are; its parameter is then the one that stays."""
+    """Mark the parameter of a tied weight with the group of the two stages that hold a copy."""
     if group := getattr(model, "rlkit_ends", None):
         model.base_model.embed_tokens.weight.rlkit_ends = group
 
 
 @torch.no_grad()
 def sum_copies(params: Iterable[Any]) -> list[Any]:
-    """Sum the gradient of a tied weight over the first stage and the last, which hold a copy each (else do nothing).
+    """Sum the gradient of a tied weight over the first and the last stage, which hold a copy each (else a no-op).
 
-    All ranks call it once a step, before anything is made of the gradients, with all parameters of the optimizer. Both
-    copies then take the same step, bit for bit. Returns the parameters without the last stage's copy: for the norm.
+    All ranks must call it once per step, before using the gradients, with all parameters of the optimizer. Both copies
+    then take the same step, bit for bit. Returns the parameters without the last stage's copy, for the gradient norm.
     """
-    own = []
+    counted = []
     for p in params:
         group = getattr(p, "rlkit_ends", None)
         if group is not None:
@@ -111,13 +111,13 @@ def sum_copies(params: Iterable[Any]) -> list[Any]:
             dist.all_reduce(grad.to_local(), group=group)
             p.grad = grad if found else None
         if group is None or group.rank() == 0:
-            own.append(p)
-    return own
+            counted.append(p)
+    return counted
 
 
 class _Link:
-    """To and from the neighbouring stages. Each direction has a group of its own: NCCL runs what two ranks of a group
-    say to each other in the order in which each of them issued it, and both may begin with a send."""
+    """Sends and receives between neighbouring stages. Each direction has its own group: NCCL runs the operations
+    between two ranks of a group in issue order, and both ranks may start with a send."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._rank = mesh.pp_rank
@@ -125,28 +125,28 @@ class _Link:
         self._sent: dict[int, deque[Any]] = {1: deque(), -1: deque()}
 
     def send(self, x: Tensor, step: int) -> None:
-        """To the next stage (`step` 1) or to the one before (-1), without waiting for it."""
+        """Send to the next stage (`step` 1) or the previous one (-1), asynchronously."""
         sent, x = self._sent[step], x.detach().contiguous()
         sent.append((dist.isend(x, group=self._groups[step], group_dst=self._rank + step), x))
         if len(sent) > _IN_FLIGHT:
             sent.popleft()[0].wait()
 
     def receive(self, x: Tensor, step: int) -> Tensor:
-        """What the stage before (`step` 1) or the next one (-1) sends, as a tensor like `x`."""
+        """Receive from the previous stage (`step` 1) or the next one (-1), as a tensor like `x`."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dist.recv(out, group=self._groups[step], group_src=self._rank - step)
         return out
 
 
 class _Elsewhere(nn.Module):
-    """In place of what another stage holds."""
+    """Placeholder for a module of another stage."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden
 
 
 class _NoEmbedding(nn.Module):
-    """In place of the embedding: a tensor like the one to be received."""
+    """Placeholder for the embedding: a tensor like the one to be received."""
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class _NoEmbedding(nn.Module):
 
 
 class _Receive(nn.Module):
-    """In place of the layer before this stage's first."""
+    """Replaces the layer before this stage's first: receives its output."""
 
     def __init__(self, link: _Link) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class _Receive(nn.Module):
 
 
 class _Send(nn.Module):
-    """In place of the layer after this stage's last."""
+    """Replaces the layer after this stage's last: sends its input."""
 
     def __init__(self, link: _Link, dtype: torch.dtype) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class _Send(nn.Module):
 
 
 class _Sent(torch.autograd.Function):
-    """Zeros in place of what was sent. Their gradient is ignored: the one that counts comes from the next stage."""
+    """Send and return zeros. Their gradient is ignored; the real one is received from the next stage."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, link: _Link) -> Tensor:

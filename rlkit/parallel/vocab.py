@@ -1,4 +1,4 @@
-"""Log-probabilities from a head that is cut along the vocabulary: no logits are gathered, only `[4, T]` per rank."""
+"""Log-probabilities from a vocabulary-sharded head: gathers `[4, T]` per rank, no logits."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def sharded_linear_logp(
     softcap: float | None = None,
     mask: Bool[Tensor, "T"] | None = None,
 ) -> LogProbs:
-    """`linear_logp` where `weight` (and `bias`) is a DTensor cut along the vocabulary.
+    """`linear_logp` where `weight` (and `bias`) is a DTensor sharded along the vocabulary.
 
-    `hidden` and `targets` are the same on every rank of its mesh. The statistics of all shards are merged in the order
-    of the ranks, so every rank gets the same bits. The gradient of `hidden` is complete on every rank, that of `weight`
-    is of its own rows; both hold when all ranks compute the same loss.
+    `hidden` and `targets` are the same on every rank of its mesh. The statistics of all shards are merged in rank
+    order, so results are bit-identical on all ranks. The gradient of `hidden` is complete on every rank, that of
+    `weight` covers the rank's rows; both require that all ranks compute the same loss.
 
     Differs: from the vocabulary-parallel cross entropies of Megatron-style systems (verl, slime, NeMo), which store
     `[T, V / tp]` logits and all-reduce three times; here there is one all-gather of four numbers per token.
     """
     group = weight.device_mesh.get_group()  # type: ignore[attr-defined]
-    per_rank = -(-weight.shape[0] // dist.get_world_size(group))  # DTensor's cut: as torch.chunk, the last ones shorter
+    per_rank = -(-weight.shape[0] // dist.get_world_size(group))  # DTensor shards like torch.chunk: last ones shorter
     options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "mask": mask}
     options["vocab_start"] = min(dist.get_rank(group) * per_rank, weight.shape[0])
     options["bias"] = None if bias is None else bias.to_local()  # type: ignore[attr-defined]
@@ -46,5 +46,5 @@ def sharded_linear_logp(
 
 
 def is_sharded(weight: Tensor) -> bool:
-    """Whether a head's weight is cut along the vocabulary."""
+    """Whether a head's weight is sharded along the vocabulary."""
     return hasattr(weight, "device_mesh") and weight.placements[0].is_shard(0)  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@
     trajectories/train_000010.jsonl    what was sampled for step 10, one line a sample; eval_000010.jsonl likewise,
                                        and dropped_000010.jsonl what dynamic sampling refused
     completions/                       of runs that can be killed and keep what they sampled: rlkit.rollout.stream
-    metrics.png                        the curves (`python -m rlkit.run.plot FOLDER` draws them again, or compares runs)
+    metrics.png                        the curves (`rlkit plot FOLDER` draws them again, or compares runs)
     checkpoints/                       see rlkit.model.checkpoint
 
 `step` counts optimizer updates: line s describes the s-th update, a checkpoint of step s was written after it, and

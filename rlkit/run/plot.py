@@ -1,4 +1,4 @@
-"""Curves of one run, or of several over each other: `python -m rlkit.run.plot RUN_FOLDER [RUN_FOLDER ...]`.
+"""Curves of one run, or of several over each other: `rlkit plot RUN_FOLDER [RUN_FOLDER ...]`.
 
 Raw values are drawn faint, a centred running mean over them in full. Evaluations are points joined by lines. A panel
 is drawn when some run has its metric.

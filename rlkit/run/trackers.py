@@ -1,6 +1,6 @@
 """Send a run's metrics to a tracker, while it trains or afterwards.
 
-    python -m rlkit.run.trackers RUN --to wandb --follow
+    rlkit track RUN --to wandb --follow
 
 It reads `metrics.jsonl` and `args.json` of the run folder and nothing else, in a process of its own: a tracker that is
 slow or down cannot hold up or end a run. What was sent is noted in the folder, so that the next call goes on from

@@ -1,10 +1,10 @@
-"""The laws that prove rlkit's functions, to run on your own: one call prints which hold and what breaks the others.
+"""Property tests ("laws") of rlkit's functions, to run on your own: one call prints which hold, with counterexamples.
 
     from rlkit.testing import check_loss
     check_loss(my_loss)
 
-Needs the extra `testing` (hypothesis). The laws by themselves are in `rlkit.testing.laws`, the strategies for packed
-batches in `rlkit.testing.strategies`.
+Needs the extra `testing` (hypothesis). Single laws are in `rlkit.testing.laws`, strategies for packed batches in
+`rlkit.testing.strategies`.
 """
 
 from rlkit._extras import missing

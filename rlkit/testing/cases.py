@@ -1,4 +1,4 @@
-"""The packed batch on which laws are checked, and what laws do to one: reorder, split, pad, poison, cast."""
+"""The packed batch on which laws are checked, and its transformations: reorder, split, pad, poison, cast."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rlkit.segments import cumulative, seq_ids, seq_lens
 
 
 class Stream(NamedTuple):
-    """What one tensor argument holds: numbers in [low, high], legal in [hard_low, hard_high], one row per axis entry.
+    """Values of one tensor argument: drawn from [low, high], legal in [hard_low, hard_high], one row per axis entry.
 
     `axis` is "T" (tokens, or any elementwise shape) or "N" (sequences); `size` are further axes, e.g. the vocabulary.
-    Half of the numbers are drawn from [-focus, focus], where something happens, in steps eight times finer.
+    If `focus` is set, half of the numbers are drawn from [-focus, focus], in steps eight times finer.
     """
 
     low: float = -4.0
@@ -33,7 +33,7 @@ class Stream(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A packed batch with the streams that one function reads, in fp64. `seed` is for what else a law draws."""
+    """A packed batch with the streams that one function reads, in fp64. `seed` seeds further draws of a law."""
 
     tokens: Mapping[str, Tensor]
     seqs: Mapping[str, Tensor]
@@ -51,7 +51,7 @@ class Case(NamedTuple):
         """A stream by its name: `case.advantages` is `case.streams["advantages"]`."""
         streams = {} if name.startswith("__") else self.streams
         if name not in streams:
-            raise AttributeError(f"this case has no stream {name!r}: its function takes {sorted(streams)}")
+            raise AttributeError(f"the case has no stream {name!r}; its function takes {sorted(streams)}")
         return streams[name]
 
     @property
@@ -71,12 +71,12 @@ class Case(NamedTuple):
         return (self.tokens["logp"] - self.tokens["old_logp"] if x is None else x).exp()
 
     def random(self) -> torch.Generator:
-        """A fresh generator: the same numbers for the same case."""
+        """A new generator; the same numbers for the same case."""
         return torch.Generator().manual_seed(self.seed)
 
 
 class Vocab(NamedTuple):
-    """Logits over a small vocabulary: of the policy, of the reference, and of the policy that sampled."""
+    """Logits over a small vocabulary of the policy, the reference, and the policy that sampled."""
 
     policy: Float[Tensor, "V"]
     ref: Float[Tensor, "V"]
@@ -84,7 +84,7 @@ class Vocab(NamedTuple):
 
 
 def replaced(case: Case, **streams: Tensor) -> Case:
-    """The case with other values in the named streams; names that it does not hold are left out."""
+    """The case with the named streams replaced; names of other streams are ignored."""
     tokens = {k: streams.get(k, x) for k, x in case.tokens.items()}
     return case._replace(tokens=tokens, seqs={k: streams.get(k, x) for k, x in case.seqs.items()})
 
@@ -97,25 +97,25 @@ def take_tokens(case: Case, index: Int[Tensor, "M"]) -> Case:
 
 
 def tokens_of(case: Case, index: Int[Tensor, "M"]) -> Int[Tensor, "U"]:
-    """The places of all tokens of the sequences `index`, in that order."""
+    """The indices of all tokens of the sequences `index`, in that order."""
     spans = [torch.arange(int(case.cu_seqlens[i]), int(case.cu_seqlens[i + 1])) for i in index.tolist()]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *spans])
 
 
 def take_seqs(case: Case, index: Int[Tensor, "M"]) -> Case:
-    """The sequences `index`, in that order; group ids become dense again."""
-    places = tokens_of(case, index)
+    """The sequences `index`, in that order; group ids are made dense again."""
+    tokens = tokens_of(case, index)
     return case._replace(
-        tokens={k: x[places] for k, x in case.tokens.items()},
+        tokens={k: x[tokens] for k, x in case.tokens.items()},
         seqs={k: x[index] for k, x in case.seqs.items()},
-        mask=case.mask[places],
+        mask=case.mask[tokens],
         cu_seqlens=cumulative(seq_lens(case.cu_seqlens)[index]),
         group_ids=case.group_ids[index].unique(return_inverse=True)[1],
     )
 
 
 def smaller(case: Any) -> Iterator[Any]:
-    """The case without one of its sequences, and without one of its tokens; nothing for other kinds of cases."""
+    """Every case with one sequence or one token removed; nothing for other kinds of cases."""
     if not isinstance(case, Case):
         return
     for i in range(case.num_seqs if case.num_seqs > 1 else 0):
@@ -126,12 +126,12 @@ def smaller(case: Any) -> Iterator[Any]:
 
 
 def shuffled(case: Case, num: int) -> Int[Tensor, "num"]:
-    """A permutation of 0 .. num - 1 that belongs to the case."""
+    """A permutation of 0 .. num - 1, fixed by the case."""
     return torch.randperm(num, generator=case.random())
 
 
 def partition(case: Case, ids: Int[Tensor, "M"]) -> list[Int[Tensor, "U"]]:
-    """Indices of `ids` in four micro-batches, of which some may be empty; equal ids stay together."""
+    """Split the indices of `ids` into four micro-batches, some possibly empty; equal ids stay together."""
     num = int(ids.max()) + 1 if ids.numel() else 0
     part = torch.randint(0, 4, (num,), generator=case.random())
     return [(part[ids] == i).nonzero().squeeze(1) for i in range(4)]
@@ -142,7 +142,7 @@ def poisoned(
 ) -> Case:
     """NaN, inf and -inf in the named float streams, at the given tokens and sequences."""
     bad = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64)
-    random = case.random()  # one for all streams: infinities of two of them do not always cancel
+    random = case.random()  # one generator for all streams, so that infinities of two streams do not always cancel
 
     def spoil(x: Tensor, where: Tensor | None) -> Tensor:
         if where is None or not x.is_floating_point():
@@ -164,14 +164,14 @@ def cast(case: Case, dtype: torch.dtype) -> Case:
 
 
 class Padded(NamedTuple):
-    """A case whose tokens stand in rows `[N, L]`, and where the real ones are."""
+    """A case with tokens in rows `[N, L]`, and the mask of real tokens."""
 
     case: Case
     is_real: Bool[Tensor, "N L"]
 
 
 def padded(case: Case) -> Padded:
-    """The same tokens in rows, in their order, with NaN padding before, between and after them and mask False there."""
+    """The same tokens in rows, in order, with NaN padding (mask False) before, between and after them."""
     lens = seq_lens(case.cu_seqlens)
     width = int(lens.max()) + 2 if lens.numel() else 2
     is_real = torch.zeros(case.num_seqs, width, dtype=torch.bool)
@@ -188,18 +188,18 @@ def padded(case: Case) -> Padded:
 
 
 def flattened(case: Case) -> Case:
-    """Rows `[N, L, ..]` laid end to end: padding becomes masked tokens of packed sequences."""
+    """Rows `[N, L, ..]` concatenated: padding becomes masked tokens of packed sequences."""
     return case._replace(tokens={k: x.flatten(0, 1) for k, x in case.tokens.items()}, mask=case.mask.flatten())
 
 
 def constant_in_seqs(x: Tensor, case: Case) -> Tensor:
-    """Each token gets the value of its sequence's first one."""
+    """Each token gets the value of its sequence's first token."""
     first = case.cu_seqlens[:-1].long()[seq_ids(case.cu_seqlens, num_tokens=case.num_tokens)]
     return x[first]
 
 
 def describe(case: Any, *, hide: Collection[str] = ()) -> str:
-    """The case as one line per tensor, those named in `hide` left out."""
+    """The case as one line per tensor, without those named in `hide`."""
     if isinstance(case, Vocab):
         lines = case._asdict()
     elif isinstance(case, Case):
@@ -212,7 +212,7 @@ def describe(case: Any, *, hide: Collection[str] = ()) -> str:
 
 
 def short(x: Tensor) -> str:
-    """A tensor's values, six digits each."""
+    """A tensor's values with six digits."""
     if x.ndim == 0:
         return f"{x.item() + 0.0:.6g}"  # no -0
     return "[" + ", ".join(short(row) for row in x) + "]"

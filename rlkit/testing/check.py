@@ -1,4 +1,4 @@
-"""One call per new function: which laws hold, and the smallest counterexample of each that does not."""
+"""Check a function against all its laws; report which hold, and the smallest counterexample of each that fails."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ SURROGATE = (*LOSS, structure.all_count, policy.on_policy, policy.descends, poli
 WEIGHT = (*PACKED, structure.all_count, numerics.detached)
 ESTIMATOR = (*PACKED, structure.all_count, numerics.gradcheck, estimators.rewards_raise)
 GROUP_BASELINE = (*ESTIMATOR, structure.singleton_is_zero, estimators.shift_invariant, estimators.stated_scale)
-TARGETS = re.compile(r"(^|_)(returns?|targets?|old_values)$")  # arguments of a loss that must get no gradient
+TARGETS = re.compile(r"(^|_)(returns?|targets?|old_values)$")  # arguments of a loss that must not get a gradient
 
 
 class Result(NamedTuple):
-    """What became of one law: `outcome` is "holds", "fails", "skipped" or "does not apply"; `note` says how or why."""
+    """The result of one law: `outcome` is "holds", "fails", "skipped" or "does not apply"; `note` gives the reason."""
 
     law: str
     outcome: str
@@ -54,7 +54,7 @@ class Result(NamedTuple):
 
 
 class Report(list[Result]):
-    """The verdicts in order. `print(report)` shows them as the check did; `repr` is their count."""
+    """The results in order. `print(report)` shows them as the check did; `repr` gives their counts."""
 
     def __init__(self, results: Iterable[Result] = (), *, title: str = "") -> None:
         super().__init__(results)
@@ -80,19 +80,19 @@ def check_loss(
     out: TextIO | None = None,
     **how: Any,
 ) -> Report:
-    """Check a loss per token (or per pair of responses), print the verdicts to `out` (stdout) and return them.
+    """Check a loss per token (or per pair of responses), print the results to `out` (stdout) and return them.
 
     `fn` takes tensors by name: `log_ratio` (or `logp`, `old_logp`), `advantages`, `ref_logp`, `chosen_log_ratio`, ..,
-    `mask`, `cu_seqlens`; wrap it in a lambda if it calls them otherwise. It returns one loss per token, not their mean.
+    `mask`, `cu_seqlens`; wrap it in a lambda if it uses other names. It returns one loss per token, not their mean.
 
     Example:  check_loss(my_loss, options={"clip_high": 0.28}, clip_low=0.2, clip_high=0.28)
 
-    Args:     coefficient: c(case) of each token, e.g. `lambda case: case.ratio.clamp(max=5)`: adds the law that the
-              gradient is -c * A * dlogp.  clip_low, clip_high: distances from 1 (both): add the law of PPO's clip.
-              laws: further laws, e.g. `laws.margin_only` of a loss of pairs.
-              skip: law name -> why it need not hold, e.g. {"gradcheck": "detached ratio"}.
-              compile: also `torch.compile(fullgraph=True)` (some seconds).
-              how: what `rlkit.testing.subject` takes: `options`, `streams`, `statistics`, `name`.
+    Args:     coefficient: c(case) per token, e.g. `lambda case: case.ratio.clamp(max=5)`: adds the law that the
+              gradient is -c * A * dlogp.  clip_low, clip_high: distances from 1; both together add PPO's clip law.
+              laws: further laws, e.g. `laws.margin_only` for a pairwise loss.
+              skip: law name -> reason why it need not hold, e.g. {"gradcheck": "detached ratio"}.
+              compile: also check `torch.compile(fullgraph=True)` (a few seconds).
+              how: arguments of `rlkit.testing.subject`: `options`, `streams`, `statistics`, `name`.
     """
     s = subject(fn, **how)
     wanted: list[Law] = list(SURROGATE if s.takes("advantages") else LOSS)
@@ -119,15 +119,15 @@ def check_estimator(
     out: TextIO | None = None,
     **how: Any,
 ) -> Report:
-    """Check an advantage estimator, print the verdicts to `out` (stdout) and return them.
+    """Check an advantage estimator, print the results to `out` (stdout) and return them.
 
     `fn` takes `rewards`, `values`, `bootstrap`, `gamma`, `lam`, `mask`, `cu_seqlens` over tokens, or `rewards` and
     `group_ids` over sequences. `gamma` and `lam` without a jaxtyping annotation are drawn as per-token tensors only
-    where they have no default: give `options={"gamma": 0.9}`, or a decay over gaps goes unseen.
+    if they have no default; otherwise pass `options={"gamma": 0.9}`, or a decay over gaps is not detected.
 
-    Args:     loop: the definition for one sequence (or one group) over Python lists, see `laws.equals_loop`. Only it
-              knows the formula: a factor too many breaks no other law.
-              The others: as in `check_loss`.
+    Args:     loop: the definition for one sequence (or one group) over Python lists, see `laws.equals_loop`. No other
+              law checks the formula, e.g. detects a wrong factor.
+              Others as in `check_loss`.
     """
     s = subject(fn, **how)
     grouped = s.takes("group_ids") and not s.takes("mask")
@@ -147,13 +147,13 @@ def check_kl(
     out: TextIO | None = None,
     **how: Any,
 ) -> Report:
-    """Check a KL estimator of sampled tokens, print the verdicts to `out` (stdout) and return them.
+    """Check a KL estimator of sampled tokens, print the results to `out` (stdout) and return them.
 
-    `fn` takes `logp`, `ref_logp`, perhaps `old_logp` (then samples are drawn from it) and `mask`.
+    `fn` takes `logp`, `ref_logp`, optionally `old_logp` (samples are then drawn from it) and `mask`.
 
     Args:     value, gradient: the divergence of (policy logits, reference logits) that the value's and the gradient's
               expectations must equal: `laws.forward` (KL(policy || ref)), `laws.backward`, `laws.nothing` (0).
-              The others: as in `check_loss`; an estimator of either sign skips "non_negative".
+              Others as in `check_loss`; skip "non_negative" for an estimator that may be negative.
     """
     s = subject(fn, **how)
     wanted = [*LOSS, structure.all_count, kl.non_negative, kl.expectation(value), kl.gradient_expectation(gradient)]
@@ -170,22 +170,22 @@ def check_weights(
     out: TextIO | None = None,
     **how: Any,
 ) -> Report:
-    """Check what multiplies a loss (a correction, an aggregation, a filter), print the verdicts and return them.
+    """Check loss weights (a correction, an aggregation, a filter), print the results and return them.
 
-    `fn` takes `log_ratio`, `mask`, `cu_seqlens`, ..; it returns one weight per token, 0 where the mask is False, which
-    carries no gradient. A statistic of the whole batch (a mean, a count) is an argument: give it in `statistics`, as in
+    `fn` takes `log_ratio`, `mask`, `cu_seqlens`, ..; it returns one detached weight per token, 0 where the mask is
+    False. A statistic of the whole batch (a mean, a count) is an argument, given in `statistics`:
     `check_weights(mine, statistics={"mean": lambda case: case.ratio.mean()})`.
 
-    Args:     as in `check_loss`; `laws.sums_to_one` is one to add for an aggregation.
+    Args:     as in `check_loss`; for an aggregation add `laws.sums_to_one`.
     """
     return _check("check_weights", subject(fn, **how), [*WEIGHT, *laws], skip, compile, max_examples, out)
 
 
 def examine(s: Any, laws: Sequence[Law], *, skip: Mapping[str, str] | None = None, max_examples: int = 60) -> Report:
-    """The verdict of each law on a subject, without printing. Laws share their cases; only a broken one searches."""
+    """Check each law on a subject, without printing. Laws share their cases; only a failing one searches further."""
     unknown = set(skip or {}) - {law.name for law in laws}
     if unknown:
-        raise ValueError(f"skip must name laws of this check, got {sorted(unknown)}; they are {[x.name for x in laws]}")
+        raise ValueError(f"skip must name laws of this check, {[x.name for x in laws]}; got {sorted(unknown)}")
     drawn: dict[Any, list[Any]] = {}
     results = []
     for x in laws:
@@ -211,7 +211,7 @@ def failures(results: Report) -> Report:
 
 
 def text(title: str, results: Report) -> str:
-    """The verdicts as lines, without the laws that do not apply."""
+    """The results as lines, without the laws that do not apply."""
     lines = [title]
     for r in results:
         if r.outcome == "does not apply":
@@ -225,7 +225,7 @@ def text(title: str, results: Report) -> str:
 
 
 def _as_returned(s: Subject) -> Subject:
-    """The subject with the axis of what it really returns: a loss may come as one number."""
+    """The subject with the axis of its actual output: a loss may return one number."""
     try:
         outputs = tensors(s(numerics.fixed_case(s)))
     except Exception:  # the laws will say how it fails
@@ -245,7 +245,7 @@ def _check(
     wanted = [*laws, numerics.compiles()] if compile else list(laws)
     returned = _as_returned(s)
     results = examine(returned, wanted, skip=skip, max_examples=max_examples)
-    if returned is not s:  # say once that it reduces, by the law of its shape, and check the rest on the number
+    if returned is not s:  # report the reduction once, by the law `shape`, and check the other laws on the number
         results[0] = examine(s, wanted[:1], max_examples=1)[0]
     results.title = f"{title}({s.name})"
     (sys.stdout if out is None else out).write(f"{results}\n")

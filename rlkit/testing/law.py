@@ -1,4 +1,4 @@
-"""A law: a sentence, a check of one case, and the search for the smallest case that breaks it."""
+"""A law: a statement, a check of one case, and the search for the smallest counterexample."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from rlkit.testing.subject import Subject, subject
 
 
 class Counterexample(NamedTuple):
-    """A case that breaks a law, and how."""
+    """A case that breaks a law, and the failed assertion."""
 
     case: Any
     problem: str
 
 
 def own_cases(s: Subject) -> SearchStrategy:
-    """Batches of the streams that the function takes; the laws of one check share them."""
+    """Batches of the function's streams, shared by the laws of one check."""
     return cases(s.streams) if "T" in s.axes or not s.streams else cases(s.streams, max_seqs=7)
 
 
 @dataclass(frozen=True)
 class Law:
-    """What must hold for a function: `law(fn)` raises AssertionError with the smallest counterexample, or returns.
+    """A property of functions: `law(fn)` raises AssertionError with the smallest counterexample, or returns.
 
-    `check(subject, case)` raises AssertionError where one case breaks it. `needs` are the arguments without which the
-    law says nothing about a function; `draw` is the strategy of its cases, or makes it from the subject.
+    `check(subject, case)` raises AssertionError if the case breaks the law. The law applies only to functions with the
+    arguments `needs`; `draw` is the strategy of its cases, or a function of the subject that returns it.
     """
 
     name: str
@@ -44,19 +44,19 @@ class Law:
     draw: SearchStrategy | Callable[[Any], SearchStrategy] = own_cases
 
     def __call__(self, fn: Callable[..., Any] | Subject, *, max_examples: int = 25, **how: Any) -> None:
-        """Raise AssertionError with the smallest counterexample. `how` is what `subject` takes."""
+        """Raise AssertionError with the smallest counterexample. `how`: arguments of `subject`."""
         s = subject(fn, **how) if callable(fn) else fn
         found = self.search(s, max_examples=max_examples)
         if found is not None:
             raise AssertionError(f"{s.name} breaks {self.name}: {self.statement}\n{report(s, found)}")
 
     def why_not(self, s: Any) -> str | None:
-        """Why the law says nothing about this function; None where it does."""
+        """Why the law does not apply to this function; None if it applies."""
         missing = [name for name in self.needs if not s.takes(name)]
         return f"takes no {' and no '.join(missing)}" if missing else None
 
     def search(self, s: Any, *, max_examples: int = 25, shrink: bool = True) -> Counterexample | None:
-        """The smallest counterexample that is found (without `shrink` the first), or None; the same every time."""
+        """The smallest counterexample found (without `shrink` the first), or None. Deterministic."""
         found: list[Counterexample] = []
 
         @_settings(max_examples, [Phase.generate, Phase.shrink] if shrink else [Phase.generate])
@@ -70,24 +70,24 @@ class Law:
         try:
             attempt()
         except (AssertionError, HypothesisException):
-            return self.without_needless(s, found[-1]) if shrink else found[-1]
+            return self.minimized(s, found[-1]) if shrink else found[-1]
         return None
 
-    def without_needless(self, s: Any, found: Counterexample) -> Counterexample:
-        """The counterexample without the sequences and tokens that it does not need: Hypothesis leaves some."""
+    def minimized(self, s: Any, found: Counterexample) -> Counterexample:
+        """The counterexample without unnecessary sequences and tokens, of which Hypothesis leaves some."""
         for case in smaller(found.case):
             broken = self.broken_by(s, case)
             if broken is not None:
-                return self.without_needless(s, broken)
+                return self.minimized(s, broken)
         return found
 
     def broken_by(self, s: Any, case: Any) -> Counterexample | None:
-        """How one case breaks the law, by whatever exception; None where it does not."""
+        """The counterexample if the case breaks the law, by any exception; otherwise None."""
         try:
             self.check(s, case)
         except AssertionError as problem:
             return Counterexample(case, str(problem) or "assertion failed")
-        except Exception as error:  # whatever the function under test raises is its failure
+        except Exception as error:  # any exception of the function under test breaks the law
             first = str(error).splitlines()[:1] or [""]
             return Counterexample(case, f"raised {type(error).__name__}: {first[0]}")
         return None
@@ -100,7 +100,7 @@ class Law:
 def law(
     *, needs: tuple[str, ...] = (), draw: SearchStrategy | Callable[[Any], SearchStrategy] = own_cases
 ) -> Callable[[Callable[[Any, Any], None]], Law]:
-    """Makes a law of a check: its name is the function's, its statement the first paragraph of the docstring."""
+    """Decorator: a check as a law. Its name is the function's, its statement the docstring's first paragraph."""
 
     def make(check: Callable[[Any, Any], None]) -> Law:
         statement = " ".join((check.__doc__ or "").split("\n\n")[0].split())
@@ -110,7 +110,7 @@ def law(
 
 
 def sample(strategy: SearchStrategy, num: int) -> list[Any]:
-    """`num` cases, the same every time."""
+    """`num` cases. Deterministic."""
     out: list[Any] = []
 
     @_settings(num, [Phase.generate])
@@ -128,19 +128,19 @@ def report(s: Any, found: Counterexample) -> str:
 
 
 def same(got: Tensor, want: Tensor, what: str, *, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """`got` equals `want`, to the last bit by default, NaN to NaN; the error names the first place that differs."""
+    """`got` equals `want`, by default bit for bit, with NaN equal to NaN; the error names the first difference."""
     if got.shape != want.shape:
         raise AssertionError(f"{what} has shape {list(got.shape)}, expected {list(want.shape)}")
     a, b = got.detach().to(torch.float64), want.detach().to(torch.float64)
     equal = torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
     if not equal.all():
-        place = (~equal).nonzero()[0].tolist()
-        at = f" at [{', '.join(map(str, place))}]" if place else ""
-        raise AssertionError(f"{what} is {short(a[tuple(place)])}{at}, expected {short(b[tuple(place)])}")
+        index = (~equal).nonzero()[0].tolist()
+        at = f" at [{', '.join(map(str, index))}]" if index else ""
+        raise AssertionError(f"{what} is {short(a[tuple(index)])}{at}, expected {short(b[tuple(index)])}")
 
 
 def near(got: Tensor, want: Tensor, what: str, *, tolerance: float = 1e-9) -> None:
-    """`got` equals `want` up to `tolerance`, relative or absolute; the default is for the rounding of fp64 sums."""
+    """`got` equals `want` up to `tolerance`, relative or absolute; the default allows for the rounding of fp64 sums."""
     same(got, want, what, rtol=tolerance, atol=tolerance)
 
 

@@ -1,6 +1,6 @@
-"""Every law in one place: `laws.mask_isolation(my_loss)` raises with the smallest counterexample, or returns.
+"""All laws: `laws.mask_isolation(my_loss)` raises with the smallest counterexample, or returns.
 
-Laws with a parameter are made first: `laws.coefficient(lambda case: case.ratio)(my_loss)`.
+Laws with parameters are functions that return a law: `laws.coefficient(lambda case: case.ratio)(my_loss)`.
 """
 
 from rlkit.testing.law import Law, law, near, same

@@ -14,8 +14,8 @@ from rlkit.types import Controller
 class Rule(NamedTuple):
     """A controller under test: `init(*start)`, `update(state, measured)`.
 
-    `direction` is +1 where a larger measurement must not lower the coefficient, -1 where it must not raise it, 0 where
-    it plays no role.
+    `direction` is +1 if a larger measurement must not lower the coefficient, -1 if it must not raise it, 0 if it must
+    have no effect.
     """
 
     controller: Controller
@@ -27,7 +27,7 @@ class Rule(NamedTuple):
     hidden: tuple[str, ...] = ()
 
     def takes(self, *names: str) -> bool:
-        """Controllers take none of a batch's arguments."""
+        """Controllers have none of a batch's arguments."""
         return not names
 
     def after(self, measured: list[float], state: Any = None) -> Any:
@@ -40,7 +40,7 @@ class Rule(NamedTuple):
 
 @law(draw=measurements())
 def state_is_plain(r: Rule, measured: list[float]) -> None:
-    """The state is a NamedTuple of finite floats, and survives JSON to the last bit at any moment."""
+    """The state is a NamedTuple of finite floats, and a JSON round trip after any update is exact."""
     whole = r.after(measured)
     for name, x in whole._asdict().items():
         if type(x) is not float or not math.isfinite(x):
@@ -54,7 +54,7 @@ def state_is_plain(r: Rule, measured: list[float]) -> None:
 
 @law(draw=measurements())
 def update_is_pure(r: Rule, measured: list[float]) -> None:
-    """`update` leaves its state as it was and gives the same answer every time; nothing is kept elsewhere."""
+    """`update` does not modify its argument, returns the same result every time, and has no hidden state."""
     state = r.after(measured[:-1])
     copy = type(state)(*state)
     first = r.controller.update(state, measured[-1])
@@ -68,7 +68,7 @@ def update_is_pure(r: Rule, measured: list[float]) -> None:
 
 @law(draw=measurements())
 def feedback(r: Rule, measured: list[float]) -> None:
-    """A larger measurement moves the coefficient in the stated direction, or not at all."""
+    """A larger measurement moves the coefficient in the stated direction or leaves it unchanged."""
     low, high = r.after(measured).coef, r.after([*measured[:-1], measured[-1] + 1.0]).coef
     if (high - low) * r.direction < 0 or (r.direction == 0 and high != low):
         raise AssertionError(f"coef is {low:.6g}, and {high:.6g} where the last measurement is larger by 1")
@@ -76,7 +76,7 @@ def feedback(r: Rule, measured: list[float]) -> None:
 
 @law(draw=measurements())
 def within_bounds(r: Rule, measured: list[float]) -> None:
-    """The coefficient stays in its range, whatever is measured."""
+    """The coefficient stays in its range for all measurements."""
     for x in (measured, [1e9 * m for m in measured]):
         coef = r.after(x).coef
         if not r.low <= coef <= r.high:
@@ -85,7 +85,7 @@ def within_bounds(r: Rule, measured: list[float]) -> None:
 
 @law(draw=measurements())
 def refuses_nan(r: Rule, measured: list[float]) -> None:
-    """A measurement that is not finite raises ValueError and does not poison the state."""
+    """A non-finite measurement raises ValueError."""
     state = r.after(measured)
     for bad in (math.nan, math.inf, -math.inf):
         try:

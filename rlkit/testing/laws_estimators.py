@@ -1,4 +1,4 @@
-"""Laws of advantage estimators: their definition as a loop, their symmetries, and their limits."""
+"""Laws of advantage estimators: equality with a loop, symmetries, and limits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlkit.testing.subject import Subject, tensors
 
 
 def equals_loop(loop: Callable[..., Any]) -> Law:
-    """The law that the function is `loop`, written for one sequence (or one group) in Python floats.
+    """The law that the function equals `loop`, written for one sequence (or one group) in Python floats.
 
-    `loop` gets by name a list for each token stream, masked tokens left out, a float for each sequence's value, and the
-    subject's options. Of a function without `cu_seqlens` it gets a list per group, or of all tokens. It returns a list,
-    or one list per output.
+    `loop` gets by name a list per token stream (without masked tokens), a float per sequence-level value, and the
+    subject's options. For a function without `cu_seqlens` it gets lists per group, or of all tokens. It returns a list,
+    or a tuple with one list per output.
     """
 
     @law()
@@ -27,11 +27,11 @@ def equals_loop(loop: Callable[..., Any]) -> Law:
         """The vectorised function equals its definition, a loop over one sequence or group in Python floats."""
         got = tensors(s(case))
         want = [torch.zeros_like(x, dtype=torch.float64) for x in got]
-        for places, given in _units(s, case):
+        for index, given in _units(s, case):
             result = loop(**given, **s.options)
             lists = result if isinstance(result, tuple) else (result,)
             for out, values in zip(want, lists, strict=True):
-                out[places] = torch.tensor(values, dtype=torch.float64)
+                out[index] = torch.tensor(values, dtype=torch.float64)
         for x, y in zip(got, want, strict=True):
             near(x, y, "the result")
 
@@ -41,7 +41,7 @@ def equals_loop(loop: Callable[..., Any]) -> Law:
 def limit(other: Callable[[Case], Any], *, note: str, **given: Any) -> Law:
     """The law that, with the arguments `given`, the function equals `other(case)`.
 
-    What is given is a constant or a function of the case: `limit(.., lam=1.0, log_ratio=lambda case: ..)`.
+    Each of `given` is a constant or a function of the case: `limit(.., lam=1.0, log_ratio=lambda case: ..)`.
     """
 
     def check(s: Subject, case: Case) -> None:
@@ -63,32 +63,32 @@ def rewards_raise(s: Subject, case: Case) -> None:
     """A larger reward never lowers the advantage of the token (or sequence) that earned it."""
     axis, rewards, before = s.streams["rewards"].axis, case.streams["rewards"], tensors(s(case))
     earners = case.mask.nonzero() if axis == "T" and s.takes("mask") else torch.arange(rewards.shape[0]).unsqueeze(1)
-    for place in earners:
-        mine = tokens_of(case, place) if (axis, s.axis) == ("N", "T") else place
-        raised = replaced(case, rewards=rewards.index_add(0, place, torch.ones_like(rewards[place])))
+    for row in earners:
+        index = tokens_of(case, row) if (axis, s.axis) == ("N", "T") else row
+        raised = replaced(case, rewards=rewards.index_add(0, row, torch.ones_like(rewards[row])))
         for x, y in zip(tensors(s(raised, whole=case)), before, strict=True):
-            for got, want in zip(x[mine].tolist(), y[mine].tolist(), strict=True):
+            for got, want in zip(x[index].tolist(), y[index].tolist(), strict=True):
                 if got < want - 1e-9:
-                    where = f"with the reward at {place.item()} larger by 1"
+                    where = f"with the reward at {row.item()} larger by 1"
                     raise AssertionError(f"{where} the result falls from {want:.6g} to {got:.6g} there")
 
 
 @law(needs=("group_ids",))
 def shift_invariant(s: Subject, case: Case) -> None:
-    """Another zero of a group's rewards changes nothing."""
+    """Adding a constant to a group's rewards changes nothing."""
     shift = torch.randint(-8, 9, (case.num_seqs,), generator=case.random()).double()[case.group_ids]
     rewards = case.seqs["rewards"]
-    moved = replaced(case, rewards=rewards + shift.reshape(-1, *[1] * (rewards.ndim - 1)))
-    for x, y in zip(tensors(s(moved)), tensors(s(case)), strict=True):
+    shifted = replaced(case, rewards=rewards + shift.reshape(-1, *[1] * (rewards.ndim - 1)))
+    for x, y in zip(tensors(s(shifted)), tensors(s(case)), strict=True):
         near(x, y, "the result with each group's rewards shifted")
 
 
 def scales(*, degree: int, names: Sequence[str] = ("rewards",)) -> Law:
-    """The law that another unit of the named streams scales the result by its `degree`-th power."""
+    """The law that scaling the named streams by a factor scales the result by its `degree`-th power."""
 
     @law()
     def scales(s: Subject, case: Case) -> None:
-        """Another unit of the rewards (and values) scales the result by the stated power of it."""
+        """Scaling the rewards (and values) by a factor scales the result by the stated power of the factor."""
         factor = 3.0
         scaled = replaced(case, **{k: factor * x for k, x in case.streams.items() if k in names})
         for x, y in zip(tensors(s(scaled)), tensors(s(case)), strict=True):
@@ -99,9 +99,9 @@ def scales(*, degree: int, names: Sequence[str] = ("rewards",)) -> Law:
 
 @law(needs=("group_ids", "rewards"))
 def stated_scale(s: Subject, case: Case) -> None:
-    """Three times the rewards give three times the advantages, or the same ones; those have standard deviation 1.
+    """Tripled rewards triple the advantages, or leave them unchanged; unchanged ones have standard deviation 1.
 
-    A group's deviation (or the batch's) may divide by n or by n - 1; an `eps` of at most 1e-3 is not seen.
+    The deviation is of a group or of the batch, biased or unbiased; an `eps` of at most 1e-3 is within the tolerance.
     """
     factor, (got,) = 3.0, tensors(s(case))
     (scaled,) = tensors(s(replaced(case, rewards=factor * case.seqs["rewards"])))
@@ -124,18 +124,18 @@ def centred(s: Subject, case: Case) -> None:
 
 
 def _units(s: Subject, case: Case) -> list[tuple[Tensor, dict[str, Any]]]:
-    """For each sequence or group (all tokens, of an elementwise function) its places, and its values by name."""
+    """For each sequence or group (for an elementwise function: all tokens), its indices, and its values by name."""
     out = []
     if s.takes("cu_seqlens"):
         for i in range(case.num_seqs):
-            places = tokens_of(case, torch.tensor([i]))
-            places = places[case.mask[places]] if s.takes("mask") else places
-            given = {k: x[places].tolist() for k, x in case.tokens.items()}
-            out.append((places, given | {k: x[i].item() for k, x in case.seqs.items()}))
+            index = tokens_of(case, torch.tensor([i]))
+            index = index[case.mask[index]] if s.takes("mask") else index
+            given = {k: x[index].tolist() for k, x in case.tokens.items()}
+            out.append((index, given | {k: x[i].item() for k, x in case.seqs.items()}))
         return out
     if not s.takes("group_ids"):
-        places = case.mask.nonzero().squeeze(1) if s.takes("mask") else torch.arange(case.num_tokens)
-        return [(places, {k: x[places].tolist() for k, x in case.tokens.items()})]
+        index = case.mask.nonzero().squeeze(1) if s.takes("mask") else torch.arange(case.num_tokens)
+        return [(index, {k: x[index].tolist() for k, x in case.tokens.items()})]
     for group in case.group_ids.unique():
         members = (case.group_ids == group).nonzero().squeeze(1)
         out.append((members, {k: x[members].tolist() for k, x in case.seqs.items()}))

@@ -1,6 +1,6 @@
 """Laws of KL estimators `f(logp, ref_logp)`: signs, and exact expectations by enumerating a small vocabulary.
 
-The samples are drawn from `old` where the function takes `old_logp` (off-policy), otherwise from the policy itself.
+Samples are drawn from `old` if the function takes `old_logp` (off-policy), otherwise from the policy.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def backward(policy: Float[Tensor, "V"], ref: Float[Tensor, "V"]) -> Float[Tenso
 
 
 def nothing(policy: Float[Tensor, "V"], ref: Float[Tensor, "V"]) -> Float[Tensor, ""]:
-    """0: what an estimator without any expected gradient estimates."""
+    """0: for an estimator whose expected gradient is 0."""
     return (policy * ref).sum() * 0
 
 
 @law(needs=("logp", "ref_logp"))
 def non_negative(s: Subject, case: Case) -> None:
-    """The value is never negative, and 0 where the two policies agree."""
+    """The value is non-negative, and 0 where the two policies are equal."""
     (value,) = tensors(s(case))
     if not (value >= -1e-12).all():
         raise AssertionError(f"the value is {value.min().item():.6g}, expected at least 0")
@@ -46,7 +46,7 @@ def non_negative(s: Subject, case: Case) -> None:
 
 @law(needs=("logp", "ref_logp"))
 def zero_at_equality(s: Subject, case: Case) -> None:
-    """The value is 0 where the two policies agree."""
+    """The value is 0 where the two policies are equal."""
     _zero_at_equality(s, case)
 
 
@@ -55,24 +55,24 @@ def expectation(of: Divergence = forward) -> Law:
 
     @law(needs=("logp", "ref_logp"), draw=vocabularies())
     def expectation(s: Subject, vocab: Vocab) -> None:
-        """The expected value over a whole small vocabulary is the divergence, exactly."""
+        """The expected value over a small vocabulary is exactly the divergence."""
         near(_mean(s, vocab, vocab.policy), of(vocab.policy, vocab.ref), "the expected value")
 
     return expectation
 
 
 def gradient_expectation(of: Divergence = forward) -> Law:
-    """The law that the expected gradient, as a loss, is that of `of(policy, ref)`, exactly."""
+    """The law that the expected gradient of the estimator as a loss is exactly that of `of(policy, ref)`."""
 
     @law(needs=("logp", "ref_logp"), draw=vocabularies())
     def gradient_expectation(s: Subject, vocab: Vocab) -> None:
-        """The expected gradient over a whole small vocabulary is the divergence's, exactly."""
+        """The expected gradient over a small vocabulary is exactly the divergence's."""
         logits = vocab.policy.clone().requires_grad_()
         got, want = _mean(s, vocab, logits), of(logits, vocab.ref)
         if not got.requires_grad:
             raise AssertionError("the value carries no gradient")
         (slope,), (truth,) = torch.autograd.grad(got, logits), torch.autograd.grad(want, logits)
-        near(slope, truth, "the expected gradient by the logits")
+        near(slope, truth, "the expected gradient w.r.t. the logits")
 
     return gradient_expectation
 
@@ -98,4 +98,4 @@ def _mean(s: Subject, vocab: Vocab, logits: Tensor) -> Tensor:
 def _zero_at_equality(s: Subject, case: Case) -> None:
     equal = case._replace(tokens={**case.tokens, "ref_logp": case.tokens["logp"]})
     (value,) = tensors(s(equal))
-    near(value, torch.zeros_like(value), "the value where the two policies agree")
+    near(value, torch.zeros_like(value), "the value where the two policies are equal")

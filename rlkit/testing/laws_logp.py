@@ -1,4 +1,4 @@
-"""Laws of log-probabilities `f(hidden, targets) -> LogProbs(logp, entropy)`: they are those of one distribution."""
+"""Laws of log-probabilities `f(hidden, targets) -> LogProbs(logp, entropy)`: both belong to one distribution."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def temperature_is_scale(*, vocab: int) -> Law:
 
     @law(needs=("targets", "temperature"))
     def temperature_is_scale(s: Subject, case: Case) -> None:
-        """Temperature 2 gives the same distribution as hidden states half as large."""
+        """Temperature 2 gives the same distribution as halved hidden states."""
         plain = replace(s, options={**s.options, "temperature": 1.0})
         warm = replace(s, options={**s.options, "temperature": 2.0})
         got = _all_targets(warm, case, vocab)[0]

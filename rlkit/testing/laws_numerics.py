@@ -1,4 +1,4 @@
-"""Laws of numbers: precision, finiteness, derivatives, purity, compilation."""
+"""Numerical laws: precision, finiteness, derivatives, purity, compilation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlkit.testing.subject import Subject, random_upstream, run, tensors
 
 
 def _untouched_cases(s: Subject) -> SearchStrategy[Case]:
-    """Not those of the other laws: a function that writes into its arguments has changed these."""
+    """Cases of its own: a function that writes into its arguments has changed those of the other laws."""
     return own_cases(s)
 
 
@@ -27,7 +27,7 @@ def _extreme_cases(s: Subject) -> SearchStrategy[Case]:
 
 @law()
 def dtypes(s: Subject, case: Case) -> None:
-    """bf16 and fp16 are computed and returned in fp32, fp64 stays; int32 and int64 bounds give the same."""
+    """bf16 and fp16 are computed and returned in fp32, fp64 stays fp64; int32 and int64 cu_seqlens are equivalent."""
     has_floats = any(x.is_floating_point() for x in case.streams.values())
     for given in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         want = torch.float64 if given == torch.float64 else torch.float32
@@ -43,14 +43,14 @@ def dtypes(s: Subject, case: Case) -> None:
 
 @law(draw=_untouched_cases)
 def pure(s: Subject, case: Case) -> None:
-    """The same arguments give the same bits, are left as they were, and the global random state is not touched."""
+    """Equal arguments give bit-identical results, arguments are not modified, and the global RNG is not used."""
     before = {k: x.clone() for k, x in case.streams.items()}
     mask, state = case.mask.clone(), torch.get_rng_state()
     first, second = run(s, case), run(s, case)
     for x, y in zip(second.outputs, first.outputs, strict=True):
         same(x, y, "the result of the second call")
     for name, g in first.grads.items():
-        same(second.grads[name], g, f"the gradient by {name} of the second call")
+        same(second.grads[name], g, f"the gradient w.r.t. {name} of the second call")
     s(case)
     for name, x in before.items():
         same(case.streams[name], x, f"the argument {name} after the call")
@@ -68,12 +68,12 @@ def finite(s: Subject, case: Case) -> None:
             raise AssertionError(f"the result is {_worst(x)}")
     for name, g in out.grads.items():
         if not g.isfinite().all():
-            raise AssertionError(f"the gradient by {name} is {_worst(g)}")
+            raise AssertionError(f"the gradient w.r.t. {name} is {_worst(g)}")
 
 
 @law()
 def gradcheck(s: Subject, case: Case) -> None:
-    """In fp64 autograd's gradient is the slope of the function, along a random direction of each argument."""
+    """In fp64, autograd's gradient equals the finite difference along a random direction of each argument."""
     case = _off_the_grid(s, case)
     grads = run(s, case).grads
     random = case.random()
@@ -89,17 +89,17 @@ def gradcheck(s: Subject, case: Case) -> None:
 
 @law()
 def differentiable(s: Subject, case: Case) -> None:
-    """The result carries a gradient by what is trained: log_ratio or logp, otherwise the first argument."""
+    """The result has a gradient w.r.t. the trained argument: log_ratio or logp, otherwise the first one."""
     if not _attached(s, case, s.trained):
-        raise AssertionError(f"the result carries no gradient by {s.trained}")
+        raise AssertionError(f"the result has no gradient w.r.t. {s.trained}")
 
 
 @law()
 def detached(s: Subject, case: Case) -> None:
-    """The result carries no gradient, whatever its inputs do: it is a weight, a target or a measurement."""
+    """The result is detached from all inputs: it is a weight, a target or a measurement."""
     for name, x in case.streams.items():
         if x.is_floating_point() and _attached(s, case, name):
-            raise AssertionError(f"the result carries a gradient by {name}")
+            raise AssertionError(f"the result has a gradient w.r.t. {name}")
 
 
 def no_gradient_by(*names: str) -> Law:
@@ -110,7 +110,7 @@ def no_gradient_by(*names: str) -> Law:
         """Targets and detached weights get no gradient."""
         for name in names:
             if _attached(s, case, name):
-                raise AssertionError(f"the result carries a gradient by {name}")
+                raise AssertionError(f"the result has a gradient w.r.t. {name}")
 
     return no_gradient_by
 
@@ -127,13 +127,13 @@ def compiles(*, backend: str = "aot_eager") -> Law:
         for x, y in zip(compiled.outputs, eager.outputs, strict=True):
             near(x, y, "the compiled result")
         for name, g in eager.grads.items():
-            near(compiled.grads[name], g, f"the compiled gradient by {name}")
+            near(compiled.grads[name], g, f"the compiled gradient w.r.t. {name}")
 
     return compiles
 
 
 def fixed_case(s: Subject, *, lens: tuple[int, ...] = (3, 0, 1, 4), seed: int = 0) -> Case:
-    """One case without search: sequences of `lens`, a third of the tokens masked, random values on the grid."""
+    """One case: sequences of `lens`, a third of the tokens masked, random values on the grid."""
     random = torch.Generator().manual_seed(seed)
     total, num = sum(lens), len(lens)
     rows = {"T": total, "N": num}
@@ -157,7 +157,7 @@ def fixed_case(s: Subject, *, lens: tuple[int, ...] = (3, 0, 1, 4), seed: int = 
 
 
 def _off_the_grid(s: Subject, case: Case) -> Case:
-    """The case moved a little into each stream's range: away from kinks, and from the ends of the range."""
+    """The case with values shifted slightly into each stream's range: away from kinks and the ends of the range."""
     random = case.random()
 
     def move(name: str, x: Tensor) -> Tensor:
@@ -169,14 +169,14 @@ def _off_the_grid(s: Subject, case: Case) -> Case:
 
 
 def _weighted_sum(s: Subject, case: Case, name: str, change: Tensor) -> Tensor:
-    moved = replaced(case, **{name: case.streams[name] + change})
-    outputs = tensors(s(moved, whole=case))
+    changed = replaced(case, **{name: case.streams[name] + change})
+    outputs = tensors(s(changed, whole=case))
     parts = [(x * g).sum().double() for x, g in zip(outputs, random_upstream(case, outputs)) if x.is_floating_point()]
     return torch.stack(parts).sum()
 
 
 def _attached(s: Subject, case: Case, name: str) -> bool:
-    """Whether the result depends on this argument as far as autograd knows."""
+    """Whether the result depends on this argument according to autograd."""
     leaf = case.streams[name].clone().requires_grad_()
     return any(x.requires_grad for x in tensors(s(replaced(case, **{name: leaf}), whole=case)))
 

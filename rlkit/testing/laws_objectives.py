@@ -1,4 +1,4 @@
-"""Laws of objectives that join several rewards."""
+"""Laws of objectives that combine several rewards."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rlkit.testing.subject import Subject, tensors
 
 
 def monotone(*, name: str = "rewards") -> Law:
-    """The law that raising entries of the stream `name` lowers no result."""
+    """The law that raising entries of the stream `name` does not lower any result."""
 
     @law()
     def monotone(s: Subject, case: Case) -> None:
-        """More of any reward is never worse: the score respects Pareto dominance."""
+        """A larger reward never lowers the result: it respects Pareto dominance."""
         x = case.streams[name]
         more = torch.randint(0, 3, x.shape, generator=case.random()).double()
         better, worse = tensors(s(replaced(case, **{name: x + more}))), tensors(s(case))

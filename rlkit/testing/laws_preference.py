@@ -1,4 +1,4 @@
-"""Laws of losses on pairs: they prefer the chosen response, and may know only the margin between the two."""
+"""Laws of pairwise losses: they prefer the chosen response, and may depend on the margin only."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def prefers_chosen(s: Subject, case: Case) -> None:
     for name, g in run(s, case, upstream=ones).grads.items():
         direction = {"chosen": -1, "rejected": 1}.get(name.split("_")[0], 0)
         if (g * direction < -1e-12).any():
-            place = int((g * direction < -1e-12).int().argmax())
-            raise AssertionError(f"the gradient by {name} at pair {place} is {g[place]:.6g}: it prefers the rejected")
+            i = int((g * direction < -1e-12).int().argmax())
+            raise AssertionError(f"the gradient w.r.t. {name} at pair {i} is {g[i]:.6g}: it prefers the rejected")
 
 
 @law()
 def margin_only(s: Subject, case: Case) -> None:
-    """Only the difference of the two responses counts: the same amount added to both changes nothing."""
+    """Only the difference of the two responses counts: adding a constant to both changes nothing."""
     both = {name: x + 1.25 for name, x in case.tokens.items() if name.split("_")[0] in ("chosen", "rejected")}
     for x, y in zip(tensors(s(replaced(case, **both))), tensors(s(case)), strict=True):
         near(x, y, "the loss with 1.25 added to chosen and rejected")

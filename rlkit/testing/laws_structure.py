@@ -1,4 +1,4 @@
-"""Laws of packed batches, for losses and estimators alike: masks, segments, groups, order, padding, splits."""
+"""Laws of packed batches, for losses and estimators: masks, segments, groups, order, padding, splits."""
 
 from __future__ import annotations
 
@@ -31,61 +31,61 @@ COUNTING = (5, 0, 1, 4, 2, 3, 6, 1)  # the batch of `all_count`: groups of four,
 
 @law()
 def shape(s: Subject, case: Case) -> None:
-    """There is one result per token (per sequence, where the function speaks of sequences)."""
+    """There is one result per token (per sequence, for a function of sequences)."""
     if s.axis not in ("T", "N"):
         return
     rows = case.num_tokens if s.axis == "T" else case.num_seqs
     for x in tensors(s(case)):
         if x.ndim == 0 or x.shape[0] != rows:
-            why = "leave sums to the weights" if x.ndim == 0 else "give `axis`, or annotate it, if it is another one"
+            why = "leave the reduction to the caller" if x.ndim == 0 else "pass `axis`, or annotate the return type"
             raise AssertionError(f"the result has shape {list(x.shape)}, expected [{rows}]: {why}")
 
 
 @law(needs=("mask",))
 def mask_isolation(s: Subject, case: Case) -> None:
-    """NaN and infinities at masked places change neither value nor gradient, and get no gradient."""
+    """NaN and infinities at masked positions change neither value nor gradient, and get no gradient."""
     clean, dirty = run(s, case), run(s, poisoned(case, list(case.tokens), tokens=~case.mask))
-    _same_outcome(dirty, clean, "with NaN and inf at masked places")
+    _same_outcome(dirty, clean, "with NaN and inf at masked positions")
     for name, g in clean.grads.items():
         if name in case.tokens:
-            same(g[~case.mask], torch.zeros_like(g[~case.mask]), f"the gradient by {name} at masked places")
+            same(g[~case.mask], torch.zeros_like(g[~case.mask]), f"the gradient w.r.t. {name} at masked positions")
 
 
 @law(needs=("mask",))
 def masked_is_zero(s: Subject, case: Case) -> None:
     """The result of a token is 0 where the mask is False."""
     for x in tensors(s(case)) if s.axis == "T" else []:
-        same(x[~case.mask], torch.zeros_like(x[~case.mask]), "the result at masked places")
+        same(x[~case.mask], torch.zeros_like(x[~case.mask]), "the result at masked positions")
 
 
 @law()
 def permutation(s: Subject, case: Case) -> None:
-    """Another order of the sequences (tokens, for an elementwise function) changes nothing but the order."""
+    """Permuting the sequences (tokens, for an elementwise function) permutes the results."""
     order = shuffled(case, case.num_tokens if s.elementwise else case.num_seqs)
-    moved = take_tokens(case, order) if s.elementwise else take_seqs(case, order)
-    places = order if s.elementwise else tokens_of(case, order)
-    index = {"T": places, "N": order}.get(s.axis, slice(None))
-    for got, want in zip(tensors(s(moved)), tensors(s(case)), strict=True):
+    permuted = take_tokens(case, order) if s.elementwise else take_seqs(case, order)
+    tokens = order if s.elementwise else tokens_of(case, order)
+    index = {"T": tokens, "N": order}.get(s.axis, slice(None))
+    for got, want in zip(tensors(s(permuted)), tensors(s(case)), strict=True):
         near(got, want[index] if want.ndim else want, "the result in another order")
 
 
 @law(needs=("cu_seqlens",))
 def segment_isolation(s: Subject, case: Case) -> None:
-    """A sequence does not see its neighbours: their values, NaN included, change nothing."""
+    """A sequence's result does not depend on other sequences, even if they hold NaN."""
     mine = shuffled(case, case.num_seqs)[:1]
     _isolated(s, case, torch.isin(torch.arange(case.num_seqs), mine), "of a sequence beside NaN")
 
 
 @law(needs=("group_ids",))
 def group_isolation(s: Subject, case: Case) -> None:
-    """A group does not see other groups: their values, NaN included, change nothing."""
+    """A group's result does not depend on other groups, even if they hold NaN."""
     mine = case.group_ids == case.group_ids[shuffled(case, case.num_seqs)[0]]
     _isolated(s, case, mine, "of a group beside NaN")
 
 
 @law(needs=("group_ids",))
 def group_labels(s: Subject, case: Case) -> None:
-    """Only which sequences share a group matters, not how the groups are numbered."""
+    """Renumbering the groups changes nothing."""
     relabelled = shuffled(case, case.num_seqs)[case.group_ids]
     for got, want in zip(tensors(s(case._replace(group_ids=relabelled))), tensors(s(case)), strict=True):
         near(got, want, "the result with groups renumbered")
@@ -105,28 +105,28 @@ def padded_is_packed(s: Subject, case: Case) -> None:
 
 @law()
 def additive(s: Subject, case: Case) -> None:
-    """Any split into micro-batches and ranks gives the same results, sums and gradients, to rounding in fp64."""
+    """Any split into micro-batches and ranks gives the same results, sums and gradients, up to fp64 rounding."""
     ids = case.group_ids if s.takes("group_ids") else torch.arange(case.num_tokens if s.elementwise else case.num_seqs)
     parts = partition(case, ids)
-    pieces = [take_tokens(case, part) if s.elementwise else take_seqs(case, part) for part in parts]
+    micros = [take_tokens(case, part) if s.elementwise else take_seqs(case, part) for part in parts]
     if s.axis == "metrics":
-        merged = tensors(merge(*[s(piece, whole=case) for piece in pieces]))
+        merged = tensors(merge(*[s(micro, whole=case) for micro in micros]))
         for got, want in zip(merged, tensors(s(case)), strict=True):
             near(got, want, "a metric merged over micro-batches")
         return
     upstream = random_upstream(case, tensors(s(case)))
     whole, totals, pairs = run(s, case, upstream=upstream), [torch.zeros((), dtype=torch.float64) for _ in upstream], []
-    for part, piece in zip(parts, pieces):
-        places = part if s.elementwise else tokens_of(case, part)
-        index = {"T": places, "N": part}.get(s.axis, slice(None))
+    for part, micro in zip(parts, micros):
+        tokens = part if s.elementwise else tokens_of(case, part)
+        index = {"T": tokens, "N": part}.get(s.axis, slice(None))
         share = [g[index] if g.ndim else g for g in upstream]
-        out = run(s, piece, whole=case, upstream=share)
+        out = run(s, micro, whole=case, upstream=share)
         totals = [t + _total(x, g) for t, x, g in zip(totals, out.outputs, share, strict=True)]
         if s.axis in ("T", "N"):
             pairs += [(x, y[index], "the result of a micro-batch") for x, y in zip(out.outputs, whole.outputs)]
         for name, g in out.grads.items():
-            want = whole.grads[name][places if name in case.tokens else part]
-            pairs.append((g, want, f"the gradient by {name} of a micro-batch"))
+            want = whole.grads[name][tokens if name in case.tokens else part]
+            pairs.append((g, want, f"the gradient w.r.t. {name} of a micro-batch"))
     for total, x, g in zip(totals, whole.outputs, upstream):
         near(total, _total(x, g), "the weighted sum over micro-batches")
     for got, want, what in pairs:
@@ -147,29 +147,29 @@ def nothing_to_train_on(s: Subject, case: Case) -> None:
         if x.isnan().any() or (s.axis == "T" and x.any()):
             raise AssertionError(f"the result of a fully masked batch is {short(x)}, expected 0")
     for name, g in out.grads.items():
-        same(g, torch.zeros_like(g), f"the gradient by {name} of a fully masked batch")
+        same(g, torch.zeros_like(g), f"the gradient w.r.t. {name} of a fully masked batch")
 
 
 @law(draw=lambda s: just(fixed_case(s, lens=COUNTING)))
 def all_count(s: Subject, case: Case) -> None:
-    """Every argument counts, and so does each reward: some other value of it changes the result.
+    """The result depends on every argument, and on each single reward.
 
-    Where sequences matter (`cu_seqlens`), so does each entry of what is trained on: none of a sequence is forgotten.
+    With `cu_seqlens` it also depends on each single entry of the trained argument, so no token is ignored.
     """
     for name, stream in s.streams.items():
         rows = _trainable_rows(s, case, name)
         alone = name == "rewards" or (stream.dtype.is_floating_point and name == s.trained and s.takes("cu_seqlens"))
-        for places in rows.split(1) if alone else [rows]:
-            if not any(_counts(s, name, places, seed) for seed in range(64)):
-                where = f" at {places.item()}" if alone else ""
+        for index in rows.split(1) if alone else [rows]:
+            if not any(_counts(s, name, index, seed) for seed in range(64)):
+                where = f" at {index.item()}" if alone else ""
                 raise AssertionError(f"no other value of {name}{where} changes the result")
 
 
 @law()
 def nan_shows(s: Subject, case: Case) -> None:
-    """NaN at a trainable place whose value counts gives NaN somewhere in the result, or raises ValueError.
+    """NaN at a trainable position that affects the result gives NaN somewhere in it, or raises ValueError.
 
-    Every comparison with NaN is False: `where(var > 0, x / std, 0)` turns one broken number into zeros for a batch.
+    Comparisons with NaN are False: `where(var > 0, x / std, 0)` turns one NaN into zeros for the whole batch.
     """
     random = case.random()
     for name, stream in s.streams.items():
@@ -177,16 +177,16 @@ def nan_shows(s: Subject, case: Case) -> None:
         if not stream.dtype.is_floating_point or not rows.numel():
             continue
         row = rows[torch.randint(rows.numel(), (1,), generator=random)]
-        place = torch.zeros_like(case.streams[name], dtype=torch.bool)
-        place[row] = torch.randperm(place[row].numel(), generator=random).view_as(place[row]) == 0
+        where = torch.zeros_like(case.streams[name], dtype=torch.bool)
+        where[row] = torch.randperm(where[row].numel(), generator=random).view_as(where[row]) == 0
         try:
-            outputs = tensors(s(_with_value(case, name, place, torch.nan)))
+            outputs = tensors(s(_with_value(case, name, where, torch.nan)))
         except ValueError:
             continue
         if any(x.isnan().any() for x in outputs):
             continue
         steps = [stream.low + share * (stream.high - stream.low) for share in (0.0, 0.3, 0.6, 1.0)]
-        results = [tensors(s(_with_value(case, name, place, value))) for value in steps]
+        results = [tensors(s(_with_value(case, name, where, value))) for value in steps]
         if any(not torch.equal(x, y) for other in results for x, y in zip(other, results[0], strict=True)):
             shown = ", ".join(short(x) for x in outputs)
             raise AssertionError(f"with NaN in {name} at {row.item()} the result is {shown}, expected NaN")
@@ -194,7 +194,7 @@ def nan_shows(s: Subject, case: Case) -> None:
 
 @law(needs=("mask",))
 def sums_to_one(s: Subject, case: Case) -> None:
-    """The weights of a whole batch sum to 1; to 0 where nothing is trainable."""
+    """The weights of a whole batch sum to 1, or to 0 if nothing is trainable."""
     (weights,) = tensors(s(case))
     near(weights.sum().double(), case.mask.any().double(), "the sum of the weights", tolerance=1e-6)
 
@@ -211,7 +211,7 @@ def singleton_is_zero(s: Subject, case: Case) -> None:
 
 
 def _isolated(s: Subject, case: Case, mine: Tensor, what: str) -> None:
-    """The results of sequences `mine` with every free value of the others poisoned."""
+    """Check that the results of sequences `mine` are unchanged if all unconstrained values of the others are NaN."""
     on_tokens = mine[seq_ids(case.cu_seqlens, num_tokens=case.num_tokens)]
     free = [name for name, stream in s.streams.items() if stream.hard_low != 0]
     dirty = poisoned(case, free, tokens=~on_tokens, seqs=~mine)
@@ -226,11 +226,11 @@ def _same_outcome(got: Outcome, want: Outcome, what: str) -> None:
     for x, y in zip(got.outputs, want.outputs, strict=True):
         same(x, y, f"the result {what}")
     for name, g in want.grads.items():
-        same(got.grads[name], g, f"the gradient by {name} {what}")
+        same(got.grads[name], g, f"the gradient w.r.t. {name} {what}")
 
 
 def _trainable_rows(s: Subject, case: Case, name: str) -> Tensor:
-    """The rows of a stream that may count: trainable tokens, or sequences that have one."""
+    """The rows of a stream that may affect the result: trainable tokens, or sequences with a trainable token."""
     rows = s.streams[name].axis
     if not s.takes("mask"):
         return torch.arange(case.num_tokens if rows == "T" else case.num_seqs)
@@ -238,19 +238,19 @@ def _trainable_rows(s: Subject, case: Case, name: str) -> Tensor:
     return on.nonzero().squeeze(1)
 
 
-def _counts(s: Subject, name: str, places: Tensor, seed: int) -> bool:
-    """Whether `name` at `places` moves the result, or its gradient says so, in one batch of random values."""
+def _counts(s: Subject, name: str, index: Tensor, seed: int) -> bool:
+    """Whether `name` at `index` affects the result of one random batch, by its gradient or by changing its value."""
     case, other = (fixed_case(s, lens=COUNTING, seed=k) for k in (seed, seed + 100))
     base = run(s, case)
-    if name in base.grads and base.grads[name][places].any():
+    if name in base.grads and base.grads[name][index].any():
         return True
-    changed = case.streams[name].index_copy(0, places, other.streams[name][places])
+    changed = case.streams[name].index_copy(0, index, other.streams[name][index])
     got = tensors(s(replaced(case, **{name: changed}), whole=case))
     return not all(torch.equal(x, y) for x, y in zip(got, base.outputs, strict=True))
 
 
-def _with_value(case: Case, name: str, place: Tensor, value: float) -> Case:
-    return replaced(case, **{name: case.streams[name].masked_fill(place, value)})
+def _with_value(case: Case, name: str, where: Tensor, value: float) -> Case:
+    return replaced(case, **{name: case.streams[name].masked_fill(where, value)})
 
 
 def _total(x: Tensor, weights: Tensor) -> Tensor:

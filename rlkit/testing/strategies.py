@@ -1,7 +1,7 @@
-"""Hypothesis strategies for packed batches: plain functions, each saying what it minimises to.
+"""Hypothesis strategies for packed batches; each docstring says what the strategy shrinks to.
 
 Numbers are multiples of a power of two in a small range, so that counterexamples are short and exact in bf16;
-`extremes` has the values at which naive code overflows, underflows or divides by 0.
+`extremes` draws values at which naive code overflows, underflows or divides by 0.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ EXTREMES = (0.0, 1e-30, -1e-30, 1.0, -1.0, 20.5, -20.5, 100.0, -100.0, 1e6, -1e6
 
 
 def numbers(low: float, high: float, *, step: float = 0.125) -> SearchStrategy[float]:
-    """Multiples of `step` in [low, high]. Minimises to 0, or to the end nearer to it."""
+    """Multiples of `step` in [low, high]. Shrinks to 0, or to the end closer to 0."""
     return st.integers(math.ceil(low / step), math.floor(high / step)).map(lambda i: i * step)
 
 
 def extremes(low: float = -math.inf, high: float = math.inf) -> SearchStrategy[float]:
-    """Huge, tiny and plain numbers of [low, high]. Minimises to 0, or to the first of `EXTREMES` in the range."""
+    """Huge, tiny and ordinary numbers in [low, high]. Shrinks to 0, or to the first of `EXTREMES` in the range."""
     return st.sampled_from([x for x in EXTREMES if low <= x <= high])
 
 
 def lengths(*, max_seqs: int = 4, max_len: int = 4) -> SearchStrategy[list[int]]:
-    """Lengths of 1 to `max_seqs` sequences, empty ones among them. Minimises to one sequence of one token."""
+    """Lengths of 1 to `max_seqs` sequences, some possibly empty. Shrinks to one sequence of one token."""
     return st.lists(st.sampled_from([*range(1, max_len + 1), 0]), min_size=1, max_size=max_seqs)
 
 
 @st.composite
 def cu_seqlens(draw: DrawFn, *, max_seqs: int = 4, max_len: int = 4) -> Tensor:
-    """Bounds `[N+1]` of packed sequences, int64 or int32. Minimises to [0, 1] in int64."""
+    """Bounds `[N+1]` of packed sequences, int64 or int32. Shrinks to [0, 1] in int64."""
     dtype = draw(st.sampled_from([torch.int64, torch.int32]))
     return cumulative(torch.tensor(draw(lengths(max_seqs=max_seqs, max_len=max_len)), dtype=dtype))
 
 
 def masks(num_tokens: int) -> SearchStrategy[Tensor]:
-    """Masks `[T]` with gaps anywhere, also empty ones. Minimises to all True."""
+    """Masks `[T]` with any gaps, also all False. Shrinks to all True."""
     bits = st.lists(st.sampled_from([True, False]), min_size=num_tokens, max_size=num_tokens)
     return bits.map(lambda x: torch.tensor(x, dtype=torch.bool))
 
 
 def group_ids(num_seqs: int) -> SearchStrategy[Tensor]:
-    """Dense ids `[N]` of ragged groups in any order, singletons among them. Minimises to one group."""
+    """Dense ids `[N]` of ragged groups in any order, with singletons. Shrinks to one group."""
     labels = st.lists(st.integers(0, num_seqs // 2), min_size=num_seqs, max_size=num_seqs)
     return labels.map(lambda x: torch.tensor(x, dtype=torch.int64).unique(return_inverse=True)[1])
 
 
 def values(stream: Stream, *, extreme: bool = False) -> SearchStrategy[Any]:
-    """One row of a stream: a number, a bool, or a list of them. Minimises to 0 (False), or to the end nearer to it."""
+    """One row of a stream: a number, a bool, or a list of them. Shrinks to 0 (False), or to the end closer to 0."""
     if stream.dtype == torch.bool:
         one: SearchStrategy = st.booleans()
     elif extreme and stream.dtype.is_floating_point:
@@ -72,9 +72,9 @@ def values(stream: Stream, *, extreme: bool = False) -> SearchStrategy[Any]:
 def cases(
     streams: Mapping[str, Stream], *, max_seqs: int = 4, max_len: int = 4, extreme: bool = False
 ) -> SearchStrategy[Case]:
-    """Packed batches that hold `streams`: any lengths, masks, gaps and groups; with `extreme`, any magnitude.
+    """Packed batches with `streams`: any lengths, masks, gaps and groups; with `extreme`, any magnitude.
 
-    Minimises to one token, or to as few and short sequences as a failure needs, unmasked, in one group, with values 0.
+    Shrinks to one token, or to the fewest and shortest sequences that fail, unmasked, in one group, with values 0.
     """
     names = {axis: [k for k, s in streams.items() if s.axis == axis] for axis in ("T", "N")}
     rows = {k: values(s, extreme=extreme) for k, s in streams.items()}
@@ -91,7 +91,7 @@ def cases(
 def _case(
     streams: Mapping[str, Stream], names: Mapping[str, list[str]], seqs: list[tuple], ints: torch.dtype, seed: int
 ) -> Case:
-    """The tensors of drawn sequences: each is its tokens, its group and its values, in the order of `names`."""
+    """The case from drawn sequences; each is its tokens, its group and its values, in the order of `names`."""
     tokens = [token for seq in seqs for token in seq[0]]
 
     def column(name: str, values: list[Any]) -> Tensor:
@@ -108,11 +108,11 @@ def _case(
 
 
 def vocabularies(*, size: int = 4) -> SearchStrategy[Vocab]:
-    """Logits `[size]` of a policy, a reference and a sampling policy. Minimises to three uniform distributions."""
+    """Logits `[size]` of a policy, a reference and a sampling policy. Shrinks to three uniform distributions."""
     logits = values(Stream(low=-3.0, high=3.0, size=(size,))).map(lambda x: torch.tensor(x, dtype=torch.float64))
     return st.builds(Vocab, policy=logits, ref=logits, old=logits)
 
 
 def measurements(*, low: float = 0.0, high: float = 4.0, max_size: int = 6) -> SearchStrategy[list[float]]:
-    """What a controller is told, update by update. Minimises to a single 0."""
+    """A sequence of measurements for a controller. Shrinks to a single 0."""
     return st.lists(numbers(low, high), min_size=1, max_size=max_size)

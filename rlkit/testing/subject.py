@@ -1,9 +1,8 @@
-"""How to call a function under test: which of its arguments are streams of a packed batch, and what they hold.
+"""How to call a function under test: which arguments are streams of a packed batch, and their values.
 
-Arguments are recognised by name, and their axes by a jaxtyping annotation where there is one (`Float[Tensor, "T"]`,
-`"*shape V"`, `"N"`); without one a float argument is a token stream `[T]`, or `[N]` in a function that takes
-`group_ids` and no `mask`. `mask`, `cu_seqlens` and `group_ids` are the batch's own. A function with other names is
-wrapped in a lambda that has these.
+Arguments are recognised by name, and their axes by jaxtyping annotation (`Float[Tensor, "T"]`, `"*shape V"`, `"N"`).
+Without annotation a float argument is a token stream `[T]`, or `[N]` in a function that takes `group_ids` and no
+`mask`. `mask`, `cu_seqlens` and `group_ids` come from the batch. Wrap a function with other names in a lambda.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ LOG_RATIO = Stream(low=-3.0, high=3.0, focus=0.5)
 LOGP = Stream(low=-6.0, high=-0.125, hard_high=0.0)
 LENGTH = Stream(low=0.0, high=5.0, hard_low=0.0, step=1.0, dtype=torch.int64)
 
-# What an argument of that name holds; the first pattern that matches its end counts.
+# The stream of an argument by its name: the first pattern that matches the end of the name.
 NAMES = (
     (r"log_ratio|gap|margin|logits", LOG_RATIO),
     (r"logp|logps|log_probs?|logprobs?|log_kept_mass|log_collision", LOGP),
@@ -61,24 +60,24 @@ class Subject:
 
     @property
     def elementwise(self) -> bool:
-        """Whether tokens may come in any shape: no bounds, no groups, nothing per sequence."""
+        """Whether tokens may have any shape: no bounds, no groups, nothing per sequence."""
         return not self.takes("cu_seqlens") and not self.takes("group_ids") and "N" not in self.axes
 
     @property
     def axes(self) -> set[str]:
-        """The axes of the streams that it reads."""
+        """The axes of the function's streams."""
         return {s.axis for s in self.streams.values()}
 
     @property
     def trained(self) -> str:
-        """The argument that the gradient is for: `log_ratio` or `logp`, otherwise the first stream of floats."""
+        """The argument that is differentiated: `log_ratio` or `logp`, otherwise the first float stream."""
         named = [name for name in ("log_ratio", "logp") if name in self.streams]
         ordered = [name for name in self.params if name in self.streams and self.streams[name].dtype.is_floating_point]
         return [*named, *ordered][0]
 
     @property
     def hidden(self) -> list[str]:
-        """What of a case the function does not see."""
+        """The parts of a case that the function does not read."""
         unseen = [name for name in LAYOUT if not self.takes(name)]
         return unseen if self.takes("old_logp") else [*unseen, "old"]
 
@@ -93,7 +92,7 @@ class Subject:
 
 
 class Outcome(NamedTuple):
-    """What came out: the result itself, its tensors in order, and the gradient of each float stream."""
+    """The result, its tensors in order, and the gradient of each float stream."""
 
     result: Any
     outputs: list[Tensor]
@@ -109,9 +108,9 @@ def subject(
     statistics: Mapping[str, Callable[[Case], Any]] | None = None,
     axis: str | None = None,
 ) -> Subject:
-    """The subject that `fn`'s signature describes. `streams` adds or replaces what is recognised (None: not given).
+    """The subject described by `fn`'s signature. `streams` adds or replaces recognised streams (None: do not pass it).
 
-    A required argument that is neither recognised nor given is an error that names it.
+    Errors: TypeError naming a required argument that is neither recognised nor given.
     """
     if isinstance(fn, Subject):
         return fn
@@ -128,8 +127,8 @@ def subject(
             given[key] = stream
         elif param.default is param.empty:
             raise TypeError(
-                f"argument {key} is not known: give its value, options={{'{key}': 0.1}}, or, where it is a tensor, say "
-                f"what it holds, streams={{'{key}': Stream(low=0.0, high=1.0)}} (docs/laws.md, Arguments)"
+                f"argument {key} is not recognised: pass a value, options={{'{key}': 0.1}}, or for a tensor its range, "
+                f"streams={{'{key}': Stream(low=0.0, high=1.0)}} (docs/laws.md, Arguments)"
             )
     kept = {key: s for key, s in given.items() if s is not None}
     default_axis = "N" if {s.axis for s in kept.values()} == {"N"} and "mask" not in params else "T"
@@ -145,7 +144,7 @@ def subject(
 
 
 def recognised(name: str, annotation: Any, *, default_axis: str = "T") -> Stream | None:
-    """The stream that an argument of this name and annotation holds; None where it is none."""
+    """The stream of an argument with this name and annotation; None if it is not a stream."""
     kind = next((s for pattern, s in NAMES if re.search(rf"(^|_)({pattern})$", name)), None)
     axes = _axes(annotation)
     if axes is None:
@@ -174,7 +173,7 @@ def tensors(result: Any) -> list[Tensor]:
 
 
 def run(s: Subject, case: Case, *, whole: Case | None = None, upstream: list[Tensor] | None = None) -> Outcome:
-    """Result and gradients of `sum(upstream * output)`; `upstream` are random weights of the case where not given."""
+    """Result and gradients of `sum(upstream * output)`; `upstream` defaults to random weights fixed by the case."""
     leaves = {k: x.clone().requires_grad_() for k, x in case.streams.items() if x.is_floating_point()}
     if whole is case:
         whole = None
@@ -202,7 +201,7 @@ class _Axes(NamedTuple):
 
 
 def _axes(annotation: Any) -> _Axes | None:
-    """Kind and axes of a jaxtyping annotation, of the tensor among the members of a union; None where there is none."""
+    """Kind and axes of a jaxtyping annotation, or of the first annotated member of a union; otherwise None."""
     for option in (annotation, *get_args(annotation)):
         dims = getattr(option, "dim_str", None)
         if dims is not None:
@@ -213,7 +212,7 @@ def _axes(annotation: Any) -> _Axes | None:
 def _signature(fn: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(fn, eval_str=True)
-    except Exception:  # an annotation that cannot be evaluated here: names alone must do
+    except Exception:  # annotations that cannot be evaluated: use names only
         return inspect.signature(fn)
 
 
@@ -238,5 +237,5 @@ def _with(case: Case, leaves: dict[str, Tensor]) -> Case:
 
 
 def _like(x: Any, floats: list[torch.dtype]) -> Any:
-    """A float tensor among the options in the batch's dtype."""
+    """A float tensor option, cast to the batch's dtype."""
     return x.to(floats[0]) if isinstance(x, Tensor) and x.is_floating_point() and floats else x

@@ -101,7 +101,7 @@ def test_large_groups_do_not_overflow():
     torch.testing.assert_close(out[0].item(), 4096 * p_alone, rtol=1e-9, atol=0)
 
 
-def test_k_below_one_is_named():
+def test_k_below_one_raises():
     for f in (max_at_k, pass_at_k):
         with pytest.raises(ValueError, match="k must be at least 1"):
             f(torch.ones(2), group_ids=ZEROS(2), k=0)

@@ -94,7 +94,7 @@ def test_normalize_then_sum_and_gdpo():
 
     close(A.normalize_then_sum(rewards * torch.tensor([3.0, 100.0]) + 7, group_ids=ids, weights=w), z, 1e-5)
     close(A.normalize_then_sum(rewards[:, :1], group_ids=ids), A.group_zscore(rewards[:, 0], group_ids=ids))
-    # the same sum of rewards, but not the same advantage: what summing first cannot tell apart
+    # equal sums of rewards, but different advantages: summing first would lose the difference
     pair = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     out = A.normalize_then_sum(pair, group_ids=torch.zeros(4, dtype=torch.int64))
     assert abs(out[0] - out[1]) > 0.1
@@ -173,7 +173,7 @@ def test_optimal_token_baseline(seed):
 
 
 def test_optimal_token_baseline_limits():
-    """The same probabilities: the group's mean, for a terminal reward `group_centered`. Alone at a place: exactly 0."""
+    """Equal probabilities: the group's mean, for a terminal reward `group_centered`. Alone at a position: exactly 0."""
     cu = torch.tensor([0, 3, 6, 9, 14])
     rewards = torch.zeros(14)
     rewards[[2, 5, 8, 13]] = torch.tensor([1.0, 0.0, 0.3, 0.1])

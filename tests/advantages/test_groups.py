@@ -26,7 +26,7 @@ def apply(name, rewards, group_ids, lengths=None):
 
 @st.composite
 def grouped(draw, binary=False):
-    """Rewards, ids of ragged and unordered groups with gaps in the numbering, lengths. Minimises to one singleton."""
+    """Rewards, ids of ragged and unordered groups with gaps in the numbering, lengths. Shrinks to one singleton."""
     sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     names = draw(st.permutations([0, 3, 4, 9]))[: len(sizes)]
     members = draw(st.permutations([n for n, size in zip(names, sizes) for _ in range(size)]))
@@ -86,7 +86,7 @@ def test_against_loops(data):
 
 @settings(max_examples=40, deadline=None)
 @given(grouped(binary=True))
-def test_max_rl_weighs_rare_success(data):
+def test_max_rl_weights_rare_successes_most(data):
     r, ids, _ = data
 
     def definition(x, _):
@@ -117,7 +117,7 @@ def test_a_group_with_one_reward_is_exactly_zero(name, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_order_and_names_of_groups_do_not_matter(name):
+def test_invariant_to_order_and_numbering_of_groups(name):
     g = torch.Generator().manual_seed(1)
     r, ids = torch.randn(24, generator=g).double(), torch.randint(0, 5, (24,), generator=g)
     lengths = torch.randint(1, 50, (24,), generator=g)
@@ -197,8 +197,8 @@ def test_limits():
     close(A.pass_at_k(r, group_ids=ids, k=1), biased, 1e-5)
 
 
-def test_opo_baseline_has_the_least_variance():
-    """Of all constants b, OPO's has the least sum of l (r - b)^2: the gradient's variance if its square goes with l."""
+def test_opo_baseline_has_minimum_variance():
+    """OPO's b minimises the sum of l (r - b)^2 over constants: the gradient's variance if its square grows with l."""
     g = torch.Generator().manual_seed(5)
     r, lengths = torch.randn(50, generator=g).double(), torch.randint(1, 99, (50,), generator=g)
     b = (r - A.opo(r, lengths=lengths, group_ids=torch.zeros(50, dtype=torch.int64)))[0]
@@ -207,7 +207,7 @@ def test_opo_baseline_has_the_least_variance():
     assert spread(b) < spread(b - 1e-3)
 
 
-def test_opo_names_lengths():
+def test_opo_checks_lengths():
     with pytest.raises(ValueError, match="lengths must have the shape"):
         A.opo(torch.ones(3), lengths=torch.ones(2), group_ids=torch.zeros(3, dtype=torch.int64))
 

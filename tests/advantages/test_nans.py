@@ -1,4 +1,4 @@
-"""One NaN is never turned into plausible numbers, and at a masked place it does not exist."""
+"""NaN is never turned into plausible numbers, and is ignored at masked positions."""
 
 import math
 
@@ -27,7 +27,7 @@ BY_BATCH = {
 
 
 @pytest.mark.parametrize("name", BY_GROUP)
-def test_a_group_with_nan_is_nan_and_the_others_are_what_they_are_alone(name):
+def test_nan_stays_in_its_group_and_other_groups_are_unchanged(name):
     got = BY_GROUP[name](BROKEN, group_ids=GROUPS)
     alone = BY_GROUP[name](BROKEN[3:], group_ids=GROUPS[3:])
     assert got[:3].isnan().all()
@@ -40,7 +40,7 @@ def test_a_batch_with_nan_is_nan(name):
     assert BY_BATCH[name](BROKEN, group_ids=GROUPS).isnan().all()
 
 
-def test_whitening_shows_nan_and_ignores_it_where_masked():
+def test_whitening_propagates_nan_unless_masked():
     x, mask = torch.tensor([1.0, NAN, 0.0, 5.0]), torch.tensor([True, False, True, True])
     assert A.whiten(x).isnan().all()
     want = (x[mask] - 2) / (math.sqrt(7) + 1e-6)
@@ -54,7 +54,7 @@ def test_whitening_shows_nan_and_ignores_it_where_masked():
 
 
 @pytest.mark.parametrize("bad", [NAN, math.inf])
-def test_reinforce_pp_shows_a_broken_reward(bad):
+def test_reinforce_pp_propagates_nan_rewards(bad):
     cu, mask = torch.tensor([0, 2, 4]), torch.ones(4, dtype=torch.bool)
     rewards = torch.tensor([0.0, bad, 0.0, 1.0])
     assert A.reinforce_pp(rewards, mask=mask, cu_seqlens=cu).isnan().any()
@@ -62,7 +62,7 @@ def test_reinforce_pp_shows_a_broken_reward(bad):
     assert A.reinforce_pp_baseline(rewards[[1, 3]], group_ids=ids, mask=mask, cu_seqlens=cu).isnan().any()
 
 
-def test_weights_show_nan():
+def test_weights_propagate_nan():
     weights, cu = torch.tensor([1.0, NAN, 3.0]), torch.tensor([0, 2, 3])
     assert L.effective_sample_size(weights).isnan()
     assert L.effective_sample_size(weights, mask=torch.tensor([True, False, True])) == pytest.approx(16 / 10)
@@ -73,14 +73,14 @@ def test_weights_show_nan():
     assert L.opsm(x, torch.ones(3), mask=None, cu_seqlens=cu).isnan().tolist() == [True, True, False]
 
 
-def test_a_sorted_loss_shows_a_nan_beside_masked_pairs():
+def test_a_sorted_loss_propagates_nan_with_masked_pairs():
     x, zeros = torch.tensor([0.5, NAN, 1.0]), torch.zeros(3)
     mask = torch.tensor([False, True, True])
     assert L.aot(x, zeros, beta=0.1, mask=mask).isnan().sum() == 1
     assert L.aot(x, zeros, beta=0.1, mask=torch.tensor([True, False, True])).isfinite().all()
 
 
-def test_a_nan_statistic_reaches_the_loss():
+def test_a_nan_statistic_propagates_to_the_loss():
     x, a = torch.tensor([0.1, 0.3]), torch.tensor([1.0, NAN])
     assert L.m2_cutoff(x, a).isnan()
     assert L.m2po(x, torch.ones(2), cutoff=L.m2_cutoff(x, a)).isnan().all()
@@ -89,7 +89,7 @@ def test_a_nan_statistic_reaches_the_loss():
     assert L.ppo_clip(x, torch.ones(2), **clip._asdict()).isnan().all()
 
 
-def test_a_comparison_that_cannot_hold_nan_refuses_it():
+def test_comparisons_that_cannot_return_nan_raise():
     with pytest.raises(ValueError, match="a must not be NaN"):
         dominates(torch.tensor([1.0, NAN]), torch.zeros(2))
     with pytest.raises(ValueError, match="entropy must not be NaN"):

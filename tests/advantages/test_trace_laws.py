@@ -1,4 +1,4 @@
-"""What every token-level estimator owes its user: masks, segments, dtypes, gradients, errors. One table."""
+"""Properties of every token-level estimator: masks, segments, dtypes, gradients, errors."""
 
 import pytest
 import torch
@@ -78,8 +78,8 @@ def name(request):
     return request.param
 
 
-def test_masked_places_hold_anything(name):
-    """NaN and inf at masked places, in every stream, change neither values nor gradients; outputs are 0 there."""
+def test_masked_positions_may_hold_anything(name):
+    """NaN and inf at masked positions, in every stream, change neither values nor gradients; outputs are 0 there."""
     clean = {n: x.requires_grad_() for n, x in streams().items()}
     dirty = {}
     for n, x in streams().items():
@@ -103,7 +103,7 @@ def test_masked_places_hold_anything(name):
 
 
 def test_gaps_are_transparent(name):
-    """The masked tokens removed, the rest is the same to the last bit: a gap neither decays nor leaks."""
+    """Removing the masked tokens leaves the rest bit-identical: a gap neither decays nor leaks."""
     s = streams()
     kept = {n: x[MASK] for n, x in s.items()}
     count = torch.stack([part.sum() for part in MASK.split(LENS)])
@@ -113,8 +113,8 @@ def test_gaps_are_transparent(name):
         assert torch.equal(x[MASK], y)
 
 
-def test_sequences_do_not_see_each_other(name):
-    """NaN in one sequence stays there; order and neighbours do not matter."""
+def test_sequences_are_independent(name):
+    """NaN stays in its sequence; results do not depend on order and neighbours."""
     s = streams()
     alone = each(name, {n: x[4:11] for n, x in s.items()}, mask=MASK[4:11], cu_seqlens=torch.tensor([0, 7]),
                  bootstrap=boot()[2:3])  # fmt: skip
@@ -139,7 +139,7 @@ def test_dtypes(name, dtype, ints):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
 
 
-def test_a_stream_in_fp64_raises_all(name):
+def test_one_fp64_stream_promotes_all(name):
     s = streams(dtype=torch.float32)
     s["rewards"] = s["rewards"].double()
     assert all(x.dtype == torch.float64 for x in each(name, s))
@@ -208,7 +208,7 @@ def test_errors_name_the_argument(name):
     fails("mask must have the shape", mask=MASK[:-1])
     fails("cu_seqlens must start at 0", cu_seqlens=torch.tensor([1, 4, 4, 11, 12, 17]))
     fails("cu_seqlens must end at", cu_seqlens=torch.tensor([0, 4, 4, 11, 12, 16]))
-    fails("cu_seqlens must never fall", cu_seqlens=torch.tensor([0, 4, 3, 11, 12, 17]))
+    fails("cu_seqlens must be non-decreasing", cu_seqlens=torch.tensor([0, 4, 3, 11, 12, 17]))
     fails("cu_seqlens must be int32 or int64", TypeError, cu_seqlens=CU.double())
     fails("gamma must be in", gamma=1.5)
     fails("gamma must be in", gamma=NAN)
@@ -254,7 +254,7 @@ def test_huge_ratios_stay_finite():
 
 
 def test_bootstrap_values():
-    """The value at the last place of a truncated sequence; what stands elsewhere is not read, nor in the gradient."""
+    """The value at the last position of a truncated sequence; other values are not read, nor in the gradient."""
     values = torch.tensor([1.0, 2, NAN, 4, 5, 6], requires_grad=True)
     cu = torch.tensor([0, 2, 2, 3, 6])
     out = A.bootstrap_values(values, truncated=torch.tensor([True, True, False, True]), cu_seqlens=cu)

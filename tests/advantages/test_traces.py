@@ -205,7 +205,7 @@ def test_limits(b, lam):
 
 @pytest.mark.parametrize("num_tokens", [5_000])
 def test_long_streams_agree_with_a_loop_in_fp64(num_tokens):
-    """Above the length at which the scan goes in blocks, in fp32, with gaps and sequences of very unequal length.
+    """Above the length at which the scan runs in blocks, in fp32, with gaps and sequences of very unequal length.
 
     The bound is derived: each step of x = a x' + b rounds by u times its terms, and earlier errors decay with a. Added
     as independent errors that is one standard deviation; eight are allowed, in any order of composition.

@@ -1,4 +1,4 @@
-"""Numbers that others published, with their source; where a system decides otherwise, its number from its decision."""
+"""Published numbers with their source; where a system differs, its number from its definition."""
 
 import math
 import types

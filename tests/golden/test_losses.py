@@ -46,7 +46,7 @@ def test_schulmans_table(name: str, mu: float) -> None:
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 1.05, 3.0])
 def test_sapo_gate_at_ratio_one(tau: float) -> None:
-    """arXiv:2511.20347: the gate is 2 / tau and its slope in the ratio 1, whatever tau."""
+    """arXiv:2511.20347: the gate is 2 / tau and its slope in the ratio is 1 for every tau."""
     ratio = torch.ones(2, dtype=torch.float64, requires_grad=True)
     loss = losses.sapo(ratio.log(), torch.tensor([1.0, -1.0], dtype=torch.float64), tau_pos=tau, tau_neg=tau)
     torch.testing.assert_close(loss, torch.tensor([-2 / tau, 2 / tau], dtype=torch.float64))

@@ -27,7 +27,7 @@ RUN = JITFunction.run
 
 
 class NoDevice:
-    """A driver that knows its architecture and nothing else."""
+    """A driver that reports its architecture only."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

@@ -1,4 +1,4 @@
-"""Problems of a size on a device, their plain solution, and the rule that says when a kernel is good enough."""
+"""Problems of a given size on a device, their reference solution, and the tolerance of a kernel."""
 
 from __future__ import annotations
 

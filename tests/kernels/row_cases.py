@@ -68,7 +68,7 @@ def large_common_offset_and_peaked_rows(size: Size, *, offset: float, scale: flo
 
 
 def banned_and_very_negative_logits(size: Size) -> None:
-    """-inf removes an entry, in logits and in the bias; a shard of nothing but banned entries counts for nothing."""
+    """-inf removes an entry, in logits and in the bias; a shard of banned entries only has no effect."""
     (hidden, weight, _), targets = size.problem()
     entry = torch.arange(size.vocab, device=size.device)
     cut = size.vocab * 3 // 7

@@ -158,7 +158,7 @@ def test_low_precision_sums_once(dtype: torch.dtype) -> None:
 
 
 class Products(TorchDispatchMode):
-    """Multiplications in matrix products, by hand: torch's own counter does not know the in-place ones."""
+    """Multiplications in matrix products, counted here: torch's counter ignores the in-place ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,11 +212,11 @@ def test_frozen_tensors_and_no_grad() -> None:
         assert torch.equal(fused_loss(hidden, weight, targets, loss_fn=clipped, row_data=data).loss, quiet.loss)
 
 
-def test_gradients_are_handed_out_once() -> None:
+def test_gradients_are_returned_once() -> None:
     (hidden, weight, _), data, targets = problem(9, 12)
     loss = fused_loss(hidden, weight.requires_grad_(), targets, loss_fn=clipped, row_data=data).loss
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="handed out already"):
+    with pytest.raises(RuntimeError, match="already consumed"):
         loss.backward()
 
 

@@ -1,4 +1,4 @@
-"""linear_logp against fp64 truth by plain log_softmax: values, all gradients, and the ways a fused head goes wrong."""
+"""linear_logp against fp64 truth by plain log_softmax: values, all gradients, and known bugs of fused heads."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_common_offset_costs_no_digits(mode: str) -> None:
 def test_any_shape(
     rows: int, vocab: int, dim: int, tile: tuple[int, int], kept: bool, seed: int, present: float | None
 ) -> None:
-    """Every size of problem and tile; rows that are masked out give 0 and pull nothing."""
+    """All sizes of problems and tiles; masked rows give 0 and no gradient."""
     tensors, targets = problem(rows, vocab, dim, bias=True, seed=seed)
     g = torch.Generator().manual_seed(seed)
     upstream = torch.randn(2, rows, generator=g, dtype=torch.float64)
@@ -272,7 +272,7 @@ def test_frozen_tensors_get_no_gradient(mode: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_into_the_weights_own_gradient(mode: str, dtype: torch.dtype) -> None:
-    """Two backwards add up there, beside what autograd adds from elsewhere (tied embeddings)."""
+    """Two backwards add up there, together with other gradients from autograd (tied embeddings)."""
     tensors, targets = problem(9, 33, 4, dtype=dtype)
     g_logp, g_entropy = torch.randn(2, 9)
     plain = with_grads(ours(targets), tensors, dtype, g_logp, g_entropy)

@@ -132,7 +132,7 @@ def test_vocabulary_shards(split: list[int], options: dict[str, Any], masked: bo
 
 @pytest.mark.parametrize("impl", ["chunked", "reference"])
 def test_banned_entries_and_offsets(impl: str) -> None:
-    """-inf removes an entry; +1000 everywhere costs the rounding of the logits and nothing more."""
+    """-inf removes an entry; +1000 everywhere changes results only by the rounding of the logits."""
     logits, targets = problem(dtype=torch.float32)
     logits = (logits * 8).round() / 8
     moved = logits_logp(logits + 1000, targets, impl=impl)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Mutant(NamedTuple):
-    """`fn` in place of the function of the row `original`: `law` must fail on it, `mistake` says what is wrong."""
+    """`fn` replaces the function of the row `original`; `law` must fail on it; `mistake` describes the bug."""
 
     original: str
     law: str

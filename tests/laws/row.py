@@ -1,4 +1,4 @@
-"""A row of the table: a function, how to call it, its laws, and those that do not apply, each with the reason."""
+"""A row of the table: a function, how to call it, its laws, and the laws that do not hold, each with the reason."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rlkit.testing.check import LOSS, PACKED, SURROGATE, WEIGHT
 
 STATISTIC = (*(x for x in PACKED if x is not laws.shape and x is not laws.masked_is_zero), laws.detached)
 STOP_GRADIENT = {"gradcheck": "the ratio is detached by design; the coefficient is checked instead"}
-WHOLE_BATCH = {"additive": "it is a statistic of the whole batch: computed before the split, then passed on"}
+WHOLE_BATCH = {"additive": "it is a statistic of the whole batch, computed before the split"}
 
 
 class Row(NamedTuple):
-    """`fn` is the public function that the row is about; `subject` calls it, perhaps through an adapter."""
+    """`fn` is the public function under test; `subject` calls it, possibly through an adapter."""
 
     fn: Callable[..., Any]
     subject: Any
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As tests and docs call it: package, function, variant."""
+        """The name in tests and docs: package, function, variant."""
         return f"{self.fn.__module__.split('.')[1]}.{self.subject.name}"
 
 
@@ -39,7 +39,7 @@ def row(
     variant: str = "",
     **how: Any,
 ) -> Row:
-    """The row of `fn`: the laws of its `family` and `more`. `how` is what `subject` takes; `call` is an adapter."""
+    """The row of `fn`: the laws of its `family` and `more`. `how`: arguments of `subject`; `call`: an adapter."""
     name = fn.__name__ + (f" ({variant})" if variant else "")
     return Row(fn, subject(call or fn, name=name, **how), [*family, *more], skip or {})
 

@@ -14,7 +14,7 @@ from rlkit.testing.check import ESTIMATOR, GROUP_BASELINE
 REWARDS = Stream(axis="N", low=0.0, high=2.0, hard_low=0.0)
 UNITS = ("rewards", "values", "q_values", "bootstrap", "greedy_rewards", "step_returns")
 COUPLED = "it is normalised by a statistic of the whole batch"
-SPREAD = "a larger reward also widens the spread that all rewards are divided by"
+SPREAD = "a larger reward also increases the standard deviation that all rewards are divided by"
 BATCH = {"additive": COUPLED, "group_isolation": COUPLED}
 WIDENED = {**BATCH, "rewards_raise": SPREAD}
 EPS = {"eps": 0.0}
@@ -133,7 +133,7 @@ TRACES = [
             q_values=lambda case: case.tokens["values"],
         ),
         options={"c_max": 1.0},
-        skip={"all_count": "what the first action's own ratio does is left to the caller"},
+        skip={"all_count": "the target of the first action does not contain its own ratio"},
     ),
     trace(
         A.q_lambda,
@@ -175,8 +175,8 @@ OUTCOME = [
         streams={"rewards": REWARDS},
         options=EPS,
         skip={
-            "shift_invariant": "the mean of the rewards is its denominator: it is made for success rates",
-            "stated_scale": "it divides by the mean of the rewards, not by their deviation",
+            "shift_invariant": "it divides by the mean of the rewards: it is meant for success rates",
+            "stated_scale": "it divides by the mean of the rewards, not by their std",
         },
     ),
     baseline(
@@ -185,8 +185,8 @@ OUTCOME = [
         options=EPS,
         skip={
             **WIDENED,
-            "shift_invariant": "the spread between groups is in the batch's std",
-            "stated_scale": "it divides by the deviation of the rewards, which the groups' means are still part of",
+            "shift_invariant": "the batch's std includes the differences between groups",
+            "stated_scale": "it divides by the std of the rewards before the groups' means are subtracted",
         },
     ),
     baseline(A.opo, degree=1, loop=loops.opo),
@@ -203,14 +203,14 @@ OUTCOME = [
         degree=0,
         loop=loops.pass_at_k,
         options={"k": 2, **EPS},
-        skip={"rewards_raise": SPREAD, "stated_scale": "it divides by the deviation of pass@k, not of what it returns"},
+        skip={"rewards_raise": SPREAD, "stated_scale": "it divides by the std of pass@k, not of its result"},
     ),
     baseline(
         A.normalize_then_sum,
         laws.centred,
         degree=0,
         options=EPS,
-        skip={"stated_scale": "a sum of several normalised rewards has another deviation"},
+        skip={"stated_scale": "the std of a sum of normalised rewards is not 1"},
     ),
     baseline(A.gdpo, laws.centred, degree=0, options=EPS, skip=WIDENED),
 ]
@@ -250,8 +250,8 @@ OTHERS = [
         family=ESTIMATOR,
         skip={
             "segment_isolation": "a sequence is compared with the others of its group",
-            "all_count": "the longest sequence of a group is alone at its last actions: 0 there",
-            "rewards_raise": "log-probs and squares drawn apart may give the weights of the baseline either sign",
+            "all_count": "at the last actions of a group's longest sequence nothing is left to compare with: 0 there",
+            "rewards_raise": "independently drawn log-probs and squares may make the baseline's weights negative",
         },
     ),
 ]

@@ -10,7 +10,7 @@ from row import LOSS, PACKED, STATISTIC, WEIGHT, WHOLE_BATCH, masked_mean, num_s
 from rlkit import losses as L
 from rlkit.testing import Case, Stream, laws
 
-EVERYWHERE = {"masked_is_zero": "a sequence's ratio is given to all of its tokens; the surrogate masks"}
+EVERYWHERE = {"masked_is_zero": "a sequence's ratio is broadcast to all its tokens; the surrogate applies the mask"}
 METRICS = (*(x for x in PACKED if x not in (laws.shape, laws.masked_is_zero, laws.finite)), laws.detached)
 SOURCES = Stream(low=0.0, high=2.0, hard_low=0.0, step=1.0, axis="N", dtype=torch.int64)
 FLAG = Stream(low=0.0, high=1.0, hard_low=0.0, hard_high=1.0, step=1.0)
@@ -115,7 +115,7 @@ ENTROPY = [
         L.entropy_quantile,
         family=STATISTIC,
         options={"top": 0.3},
-        skip={**WHOLE_BATCH, "finite": "-inf, which all tokens reach, is its answer where none is trainable"},
+        skip={**WHOLE_BATCH, "finite": "the result is -inf if no token is trainable"},
     ),
     weights(L.top_entropy_mask, options={"threshold": 1.0}),
     weights(L.top_entropy_mask, variant="own threshold", streams={"threshold": None}, skip=WHOLE_BATCH),

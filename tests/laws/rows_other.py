@@ -18,7 +18,7 @@ from rlkit.testing import Case, Stream, laws
 from rlkit.testing.check import ESTIMATOR
 from rlkit.testing.subject import UNIT
 
-IGNORES = "a schedule takes a measurement and does not use it"
+IGNORES = "a schedule ignores the measurement"
 RULE = (laws.state_is_plain, laws.update_is_pure, laws.feedback, laws.within_bounds, laws.refuses_nan)
 
 
@@ -145,7 +145,7 @@ def padded_and_back(x, cu_seqlens):
 NUMBERS = {"x": Stream()}
 BY_SEQ = {"x": Stream(axis="N")}
 SPREAD = laws.equals_loop(lambda x: [sum(x)] * len(x))
-UNCAST = {"dtypes": "it moves numbers about and computes nothing: their dtype stays"}
+UNCAST = {"dtypes": "it only rearranges values and keeps their dtype"}
 PADDED = {"call": padded_and_back, "streams": NUMBERS, "skip": UNCAST}
 
 

@@ -34,7 +34,7 @@ def logits(fn, **options):
     return lambda case: fn(case.tokens["student_logits"], case.tokens["teacher_logits"], mask=case.mask, **options)
 
 
-OPTIMUM = {"prefers_chosen": "its margin has an optimum, beyond which the loss rises again"}
+OPTIMUM = {"prefers_chosen": "the loss increases beyond the optimal margin"}
 MARGIN = (laws.prefers_chosen, laws.margin_only)
 PAIR = (laws.prefers_chosen,)
 
@@ -173,7 +173,7 @@ DISTILLATION = [
     row(
         L.iw_opd_weights,
         family=WEIGHT,
-        skip={"all_count": "the gap of a single action is all of its sequence's drift, whatever its size"},
+        skip={"all_count": "with a single action the drift before it is 0, so the size of its gap does not matter"},
     ),
     row(
         L.minillm_advantages,

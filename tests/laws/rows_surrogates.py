@@ -11,9 +11,9 @@ from row import STATISTIC, STOP_GRADIENT, SURROGATE, WEIGHT, WHOLE_BATCH, Case, 
 from rlkit import losses as L
 from rlkit.testing import laws
 
-PULL = "a pull towards the old policy is part of the loss: the gradient is no multiple of A"
+PULL = "a penalty towards the old policy is part of the loss, so the gradient is not a multiple of A"
 PULLED = {"coefficient": PULL, "descends": PULL, "no_advantage_no_gradient": PULL}
-PENALTY = "a penalty on moving the selected tokens is part of the loss: the gradient is no multiple of A"
+PENALTY = "a penalty on moving the selected tokens is part of the loss, so the gradient is not a multiple of A"
 
 
 def per_token(f: Callable[..., float], *names: str) -> Callable[[Case], torch.Tensor]:
@@ -148,7 +148,7 @@ ROWS = [
         L.luspo,
         per_seq(lambda x, a: [len(x) * c for c in gspo(x, a)]),
         options={"clip_low": 0.1, "clip_high": 0.3},
-        skip={"on_policy": "the loss is GSPO's times the sequence's length, so c is the length on-policy"},
+        skip={"on_policy": "the loss is GSPO's times the sequence's length, so on-policy c is the length"},
     ),
     surrogate(L.gmpo, per_seq(gmpo)),
     surrogate(
@@ -176,7 +176,7 @@ ROWS = [
     row(
         L.m2_cutoff,
         family=STATISTIC,
-        skip={**WHOLE_BATCH, "finite": "inf is its answer where every token may stay"},
+        skip={**WHOLE_BATCH, "finite": "the result is inf if every token is kept"},
     ),
     row(L.bapo_clip_range, family=STATISTIC, skip=WHOLE_BATCH),
     row(
@@ -201,8 +201,8 @@ ROWS = [
         statistics={"generator": lambda case: torch.Generator().manual_seed(0)},
         skip={
             **WHOLE_BATCH,
-            "permutation": "among equal covariances the choice is random by place",
-            "padded_is_packed": "among equal covariances the choice is random by place",
+            "permutation": "ties are broken at random by position",
+            "padded_is_packed": "ties are broken at random by position",
         },
     ),
     row(
@@ -212,8 +212,8 @@ ROWS = [
         statistics={"generator": lambda case: torch.Generator().manual_seed(0)},
         skip={
             **WHOLE_BATCH,
-            "permutation": "the choice is random by place",
-            "padded_is_packed": "the choice is random by place",
+            "permutation": "the selection is random by position",
+            "padded_is_packed": "the selection is random by position",
         },
     ),
 ]

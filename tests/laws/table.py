@@ -35,14 +35,14 @@ SECTIONS = {
     "Kernels": rows_other.KERNELS,
 }
 NOT_COMPILED = {
-    "losses.select_between": "a random generator cannot enter a graph",
-    "losses.select_top": "a random generator cannot enter a graph",
+    "losses.select_between": "a random generator cannot be traced",
+    "losses.select_top": "a random generator cannot be traced",
     "objectives.hypervolume": "it loops over the points' values, or calls a C library",
     "objectives.archive_insert": "its points are Python floats",
     "objectives.archive_init (see archive_insert)": "its points are Python floats",
     "packing.from_padded": "the length of its result depends on the mask's values",
-    "packing.to_padded": "it reads from the mask how many tokens there must be",
-    "kernels.linear_logp (reference)": "it takes rows by the mask's values; the other implementation is an operator",
+    "packing.to_padded": "it reads the number of tokens from the mask",
+    "kernels.linear_logp (reference)": "it selects rows by the mask's values; the other implementations are operators",
 }
 ROWS: list[Row] = [row for rows in SECTIONS.values() for row in rows]
 

@@ -1,4 +1,4 @@
-"""The laws bite: each wrong variant is caught by the law named beside it, which holds for the original."""
+"""The laws detect mistakes: each wrong variant fails the law of its row, which holds for the original."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BY_NAME = {row.name: row for row in ROWS}
 
 
 def mutated(subject: Any, mutant: Mutant) -> Any:
-    """The row's subject with the wrong function in place of the right one."""
+    """The row's subject with the wrong function."""
     if isinstance(subject, laws.Rule):
         return subject._replace(controller=mutant.fn())
     return replace(subject, fn=mutant.fn)

@@ -1,4 +1,4 @@
-"""Every public function obeys the laws of its row, and no exception stands there without need."""
+"""Every public function obeys the laws of its row, and every listed exception is necessary."""
 
 from __future__ import annotations
 

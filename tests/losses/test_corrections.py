@@ -78,7 +78,7 @@ def test_icepop_defaults_are_the_published_bounds() -> None:
     torch.testing.assert_close(icepop(x), torch.tensor([0, 0.51, 1.0, 4.99, 0], dtype=torch.float64))
 
 
-def test_the_level_is_the_log_ratios() -> None:
+def test_the_log_ratio_sets_the_level() -> None:
     whole = tis(seq_log_ratio_sum(X, **SEQ), max_weight=2.0, mask=MASK)
     torch.testing.assert_close(whole, per_seq(lambda xs: [min(math.exp(sum(xs)), 2.0)] * len(xs)))
     geometric = icepop(seq_log_ratio(X, **SEQ), low=0.999, high=1.2, mask=MASK)
@@ -111,7 +111,7 @@ def test_masked_tokens_never_veto() -> None:
     assert veto(x, mask=None, cu_seqlens=torch.tensor([0, 3])).tolist() == [0, 0, 0]
 
 
-def test_opsm_drops_bad_samples_that_the_policy_has_left() -> None:
+def test_opsm_drops_bad_samples_far_from_the_policy() -> None:
     x = torch.tensor([-0.5, -0.5, -0.5, 0.5, -0.5, float("nan")], dtype=torch.float64)
     a = torch.tensor([-1.0, 1.0, 2.0, -1.0, -1.0, float("nan")], dtype=torch.float64)
     mask = torch.tensor([True, True, True, True, True, False])
@@ -131,7 +131,7 @@ def test_batch_normalized_has_mean_one() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.floats(0.01, 50), min_size=1, max_size=9))
-def test_effective_sample_size_is_kishs(ws: list[float]) -> None:
+def test_effective_sample_size_is_kish(ws: list[float]) -> None:
     w = torch.tensor([*ws, float("nan")], dtype=torch.float64)
     mask = torch.arange(len(w)) < len(ws)
     got = effective_sample_size(w, mask=mask).item()
@@ -196,7 +196,7 @@ def test_truncated_sampling_is_corrected_in_expectation() -> None:
     assert wrong.item() == pytest.approx(right.item() / 0.8)
 
 
-def test_bad_input_is_named() -> None:
+def test_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match="max_weight must be positive"):
         tis(torch.zeros(2), max_weight=0.0)
     with pytest.raises(ValueError, match="high must be at least 2"):

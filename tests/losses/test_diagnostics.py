@@ -39,7 +39,7 @@ def test_ratio_stats_without_advantages_count_both_sides() -> None:
     assert (got["clip_low"], got["clip_high"]) == (0.4, 0.0)
 
 
-def test_the_clip_share_is_where_the_gradient_is_gone() -> None:
+def test_the_clip_share_is_where_the_gradient_is_zero() -> None:
     from rlkit.losses import ppo_clip
 
     x = torch.linspace(-1, 1, 41, dtype=torch.float64).requires_grad_()

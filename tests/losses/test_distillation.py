@@ -149,7 +149,7 @@ def test_ends_of_the_jsd() -> None:
 
 
 @full
-def test_zero_only_between_equals_and_blind_to_a_shift_of_the_logits(name: str) -> None:
+def test_zero_only_if_equal_and_invariant_to_a_shift_of_the_logits(name: str) -> None:
     student, teacher = logits(4, 6)
     torch.testing.assert_close(
         FULL[name](teacher + 5, teacher), torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-12
@@ -217,7 +217,7 @@ def test_uld_takes_vocabularies_of_different_sizes() -> None:
     assert L.uld(teacher, student).item() == pytest.approx(0.25 + 0.05 + 0.2)
 
 
-def test_nothing_of_the_size_of_the_logits_is_kept_for_the_backward_pass() -> None:
+def test_no_tensor_of_the_logits_size_is_kept_for_the_backward() -> None:
     student, teacher = (x.float() for x in logits(64, 100))
     student.requires_grad_()
     kept: dict[int, int] = {}
@@ -239,7 +239,7 @@ def test_nothing_of_the_size_of_the_logits_is_kept_for_the_backward_pass() -> No
     [
         (lambda s, t: L.forward_kl(s, t[:, :3]), "teacher_logits must have the shape of student_logits"),
         (lambda s, t: L.uld(s, t[:1]), "teacher_logits"),
-        (lambda s, t: L.jsd(s, t, beta=1.2), "beta must lie in"),
+        (lambda s, t: L.jsd(s, t, beta=1.2), "beta must be in"),
         (lambda s, t: L.mixed_kl(s, t, forward_weight=-0.1), "forward_weight"),
         (lambda s, t: L.reverse_kl(s, t, temperature=0.0), "temperature must be positive"),
         (lambda s, t: L.reverse_kl(s, t, chunk_size=0), "chunk_size"),

@@ -1,4 +1,4 @@
-"""The page on losses names every policy-loss function there is, and each name is public in one module."""
+"""The page on losses names every policy-loss function, and each name is public in one module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_page_names_every_function() -> None:
 
 @pytest.mark.parametrize("room", [advantages, losses])
 def test_a_public_name_is_of_one_module_and_hides_none(room: ModuleType) -> None:
-    """The package's names are those of its modules, which `import *` would overwrite without a word."""
+    """The package's names are those of its modules; `import *` would silently overwrite duplicates."""
     modules = [m for m in vars(room).values() if inspect.ismodule(m) and m.__name__.startswith(f"{room.__name__}.")]
     own = [name for m in modules if not m.__name__.split(".")[-1].startswith("_") for name in m.__all__]
     assert sorted(room.__all__) == sorted(set(own)) == sorted(own)

@@ -39,7 +39,7 @@ def test_quantile_is_torchs(rows: list[tuple[float, bool]], top: float) -> None:
         assert got.item() == pytest.approx(torch.quantile(entropy[mask], 1 - top).item(), abs=1e-9)
 
 
-def test_mask_keeps_the_most_undecided_fifth() -> None:
+def test_mask_keeps_the_fifth_of_highest_entropy() -> None:
     entropy = torch.tensor([[0.1, 3.0, 0.2, 0.3, NAN], [0.4, 0.5, 2.0, 0.6, 0.7]])
     mask = entropy.isfinite()
     kept = top_entropy_mask(entropy, mask=mask)

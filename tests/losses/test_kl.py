@@ -98,7 +98,7 @@ def test_values_in_expectation(seed: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.floats(-60, 60), st.sampled_from([torch.float32, torch.float64]))
-def test_k3_is_never_negative_and_never_loses_its_slopes_sign(gap: float, dtype: torch.dtype) -> None:
+def test_k3_is_non_negative_and_its_slope_keeps_its_sign(gap: float, dtype: torch.dtype) -> None:
     logp = torch.tensor([gap], dtype=dtype, requires_grad=True)
     value = k3(logp, torch.zeros(1, dtype=dtype))
     (grad,) = torch.autograd.grad(value.sum(), logp)
@@ -113,12 +113,12 @@ def test_small_gaps_keep_their_precision() -> None:
     torch.testing.assert_close(k3(gap, torch.zeros(3)), gap.double().square().float() / 2, rtol=2e-2, atol=0)
 
 
-def test_the_exponent_is_held_at_20_and_the_linear_term_is_not() -> None:
+def test_the_exponent_is_capped_at_20_and_the_linear_term_is_not() -> None:
     value = k3(torch.tensor([-50.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
     assert value.item() == pytest.approx(torch.e**20 - 1 - 50, rel=1e-12)
 
 
-def test_masked_places_reach_neither_value_nor_gradient() -> None:
+def test_masked_positions_reach_neither_value_nor_gradient() -> None:
     nan = float("nan")
     mask = torch.tensor([True, False, True])
     ref = torch.tensor([-1.0, float("-inf"), -2.0], dtype=torch.float64)

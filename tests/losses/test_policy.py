@@ -150,7 +150,7 @@ def test_every_public_surrogate_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_masked_places_reach_neither_value_nor_gradient(name: str) -> None:
+def test_masked_positions_reach_neither_value_nor_gradient(name: str) -> None:
     bad = float("nan"), float("inf"), float("-inf")
     x = torch.tensor([0.1, *bad, -0.4], dtype=torch.float64, requires_grad=True)
     a = torch.tensor([1.0, *reversed(bad), -2.0], dtype=torch.float64)

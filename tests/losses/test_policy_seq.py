@@ -109,7 +109,7 @@ def test_on_policy_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_masked_places_reach_neither_value_nor_gradient(name: str) -> None:
+def test_masked_positions_reach_neither_value_nor_gradient(name: str) -> None:
     clean, dirty = X.clone().requires_grad_(), torch.where(MASK, X, torch.nan).requires_grad_()
     a = torch.where(MASK, A, torch.inf)
     losses_ = [call(name, clean), call(name, dirty, a)]

@@ -86,8 +86,8 @@ def test_low_precision_is_computed_in_fp32() -> None:
         (lambda x: bradley_terry(x, x, center_coef=-1.0), "center_coef"),
         (lambda x: bradley_terry(x, x[:1]), "rejected_rewards must have the shape of chosen_rewards"),
         (lambda x: bradley_terry(x, x, margin=x[:1]), "margin must have the shape"),
-        (lambda x: process_bce(x, x + 2), "labels must lie in"),
-        (lambda x: process_bce(x, x * float("nan")), "labels must lie in"),
+        (lambda x: process_bce(x, x + 2), "labels must be in"),
+        (lambda x: process_bce(x, x * float("nan")), "labels must be in"),
     ],
 )
 def test_errors_name_the_argument(call, match: str) -> None:

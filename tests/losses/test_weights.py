@@ -140,7 +140,7 @@ def test_a_missing_global_count_raises_when_several_ranks_train(monkeypatch: pyt
     assert token_mean(MASK, num_tokens=8).sum().item() == 1
 
 
-def test_bad_input_is_named() -> None:
+def test_errors_name_the_argument() -> None:
     with pytest.raises(TypeError, match="mask must be bool"):
         token_mean(torch.ones(3))
     with pytest.raises(ValueError, match="num_tokens must be at least 0"):

@@ -27,7 +27,7 @@ def loop(q, k, v, spans, *, scale, window=None, softcap=None):
 
 
 def varlen_kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """What the documentation says of torch's flash kernel, with a loop inside."""
+    """torch's flash kernel as documented, implemented as a loop."""
     left, right = window_size
     assert right == 0
     assert enable_gqa

@@ -23,7 +23,7 @@ def test_the_shard_size_is_what_is_left(sizes, world, shard):
     ("sizes", "world", "message"),
     [
         ({"shard": 2, "tp": 2}, 8, r"shard 2 \* tp 2 = 4 ranks, but there are 8; use shard=4"),
-        ({"tp": 3}, 8, r"tp 3 = 6 ranks, but there are 8; with shard=0 each of these alone would fit: tp=2"),
+        ({"tp": 3}, 8, r"tp 3 = 6 ranks, but there are 8; with shard=0 any one of these changes fits: tp=2"),
         ({"tp": 8, "cp": 2}, 8, r"cp 2 \* tp 8 = 16 ranks, but there are 8; .* tp=4; cp=1"),
         ({"tp": 0}, 8, r"sizes must be at least 1 .* got \{'tp': 0\}"),
         ({"ep": 3}, 8, r"ep=3 must divide shard \* cp \* tp = 8 \* 1 \* 1"),
@@ -50,13 +50,13 @@ def test_a_rank_takes_its_own_gpu_and_a_process_alone_the_one_it_names(monkeypat
 def test_zigzag_gives_every_rank_the_same_attention_work(cp):
     """Query-key pairs of one long sequence; contiguous chunks would give the last rank almost twice the mean."""
     from rlkit.parallel.attention import Segment
-    from rlkit.parallel.context import _mine
+    from rlkit.parallel.context import _local_segments
 
     chunk = 64
     size = 2 * cp * chunk
     pairs = []
     for rank in range(cp):
-        spans = _mine([Segment(0, size, [(0, size)])], rank, cp, chunk)
+        spans = _local_segments([Segment(0, size, [(0, size)])], rank, cp, chunk)
         assert sum(s.length for s in spans) == 2 * chunk
         pairs.append(sum(k - s.length + i + 1 for s in spans for k in [s.keys[-1][1]] for i in range(s.length)))
     assert sum(pairs) == size * (size + 1) // 2

@@ -1,4 +1,4 @@
-"""Recognising arguments, running laws, and what is printed and returned."""
+"""Argument recognition, running laws, printed and returned reports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_arguments_are_recognised_by_annotation_and_name() -> None:
     assert s.hidden == ["cu_seqlens", "group_ids", "old"]
 
 
-def test_names_alone_do_too() -> None:
+def test_arguments_are_recognised_by_name_alone() -> None:
     s = subject(lambda logp, old_logp, advantages, mask: logp)
     assert set(s.streams) == {"logp", "old_logp", "advantages"}
     assert subject(lambda rewards, group_ids: rewards).streams["rewards"].axis == "N"
@@ -57,14 +57,14 @@ def test_names_alone_do_too() -> None:
 
 
 def test_an_unknown_argument_is_named() -> None:
-    """The error says both ways out, and the page."""
-    both = r"argument foo is not known: .*options=\{'foo': 0.1\}.*streams=\{'foo': Stream\(.*docs/laws.md"
+    """The error names both fixes, and the page."""
+    both = r"argument foo is not recognised: .*options=\{'foo': 0.1\}.*streams=\{'foo': Stream\(.*docs/laws.md"
     with pytest.raises(TypeError, match=both):
         subject(lambda log_ratio, foo: log_ratio + foo)
     assert "foo" in subject(lambda log_ratio, foo: log_ratio + foo, streams={"foo": Stream()}).streams
 
 
-def test_a_target_that_carries_a_gradient_is_found_by_default() -> None:
+def test_a_target_with_a_gradient_is_found_by_default() -> None:
     """Returns made from the values that are trained: half of the gradient would go to the target."""
 
     def chases(values: Float[Tensor, "T"], returns: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"]) -> Tensor:
@@ -104,7 +104,7 @@ def test_a_case_gives_its_streams_by_name() -> None:
 
     def coefficient(case):
         seen["same"] = case.advantages is case.tokens["advantages"]
-        with pytest.raises(AttributeError, match=r"no stream 'advantage': its function takes \['advantages', 'log_"):
+        with pytest.raises(AttributeError, match=r"no stream 'advantage'; its function takes \['advantages', 'log_"):
             _ = case.advantage
         return case.log_ratio.exp()
 
@@ -201,7 +201,7 @@ def test_compile_is_one_more_law() -> None:
     assert outcomes(report)["compiles"] == "holds"
 
 
-def test_weights_must_be_detached_and_forget_no_token() -> None:
+def test_weights_must_be_detached_and_depend_on_every_token() -> None:
     def mine(log_ratio, mask, cu_seqlens, *, attached: bool = False, forgets: bool = False):
         x = torch.where(mask, log_ratio.float() if log_ratio.dtype.itemsize == 2 else log_ratio, 0)
         left = discounted_returns(mask.double(), mask=mask, cu_seqlens=cu_seqlens)

@@ -1,4 +1,4 @@
-"""What the strategies draw, and that they minimise to what they say."""
+"""What the strategies draw, and what they shrink to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def smallest(strategy, holds=lambda x: True):
     return find(strategy, holds, settings=settings(max_examples=200, database=None))
 
 
-def test_each_minimises_to_what_it_says() -> None:
+def test_each_strategy_shrinks_to_its_documented_value() -> None:
     assert smallest(strategies.numbers(-2, 2)) == 0
     assert smallest(strategies.numbers(1, 2)) == 1
     assert smallest(strategies.extremes()) == 0
@@ -31,7 +31,7 @@ def test_each_minimises_to_what_it_says() -> None:
     assert all((x == 0).all() for x in smallest(strategies.vocabularies()))
 
 
-def test_a_case_minimises_to_one_unmasked_token_of_zeros() -> None:
+def test_a_case_shrinks_to_one_unmasked_token_of_zeros() -> None:
     case = smallest(strategies.cases(STREAMS))
     assert case.cu_seqlens.tolist() == [0, 1]
     assert case.mask.tolist() == [True]

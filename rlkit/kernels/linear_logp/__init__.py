@@ -1,4 +1,4 @@
-"""Log-probability of the taken action and entropy from hidden states, without storing the logits."""
+"""Log-probabilities of the targets and entropies from hidden states, without storing the logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlkit.kernels.linear_logp.ops import which_impl
 from rlkit.kernels.linear_logp.reference import Partials, combine, compute_dtype, finish
 from rlkit.types import LogProbs
 
-CPU_LOGITS_BYTES, LOGITS_BYTES = 32 << 20, 1 << 30  # that `log_kept_mass` holds at a time
+CPU_LOGITS_BYTES, LOGITS_BYTES = 32 << 20, 1 << 30  # logits in memory at a time in `log_kept_mass`
 
 __all__ = [
     "FusedLoss",
@@ -49,11 +49,11 @@ def linear_logp(
         entropy_t = - sum_v softmax(z_t)[v] log softmax(z_t)[v]
 
     Differentiable in `hidden`, `weight` and `bias`, through both outputs. The `[T, V]` logits are never stored: each
-    pass computes them block by block (4 MB on a CPU, 32 MB on a GPU), and the backward computes them again (four matrix
-    products in total). The exception is a CPU problem whose log-probabilities and probabilities together take at most
-    16 MB: they are kept, which was measured to be 20% faster.
+    pass computes them block by block (4 MB on a CPU, 32 MB on a GPU), and the backward recomputes them (four matrix
+    products in total). Exception: on a CPU, if the log-probabilities and probabilities together take at most 16 MB,
+    they are kept for the backward (measured: 20% faster).
 
-    Rows where `mask` is False are skipped: logp = entropy = 0, gradient 0, and NaN is legal there. The backward skips
+    Rows where `mask` is False are skipped: logp = entropy = 0, gradient 0; they may hold NaN. The backward also skips
     rows whose upstream gradients are both 0 (clipped, no advantage). Both are exact, and time is proportional to the
     remaining rows. Gradients of tensors that do not require one (a frozen head) are not computed.
 
@@ -61,17 +61,17 @@ def linear_logp(
     Precision:  logits, statistics and sums are fp32 for all inputs (fp64 for fp64); each gradient is rounded once to
                 its tensor's dtype. Statistics are relative to the row's maximum (see `finish`). On a GPU the gradient
                 of the logits is rounded to the inputs' 16 bits before its two products. Runs are bit-identical; with
-                "triton" a row's values do not depend on the other rows. A bias of -inf bans an entry, whose own logp is
-                then about -1e30, not -inf.
+                "triton" a row's values do not depend on the other rows. A bias of -inf bans a vocabulary entry; the
+                logp of that entry is about -1e30, not -inf.
     Args:       targets: ids in [0, V) where the mask is True, anything elsewhere.  temperature: > 0, as sampled.
-                into_grad: the backward adds the weight's gradient to `weight.grad` itself, which saves a tensor of the
-                weight's size. For a parameter without gradient hooks: single-process, or under FSDP2 inside the forward
-                of the module that owns it (not DDP, nor a DTensor). Ignored under torch.compile.
-                impl: "reference" (row chunks of log-softmax, checkpointed), "chunked" (torch, tile by tile) or "triton"
-                (library products and Triton passes over their blocks); None picks, see `which_impl`.
+                into_grad: the backward adds the weight's gradient to `weight.grad` directly, which saves a tensor of
+                the weight's size. For a parameter without gradient hooks: single-process, or under FSDP2 inside the
+                forward of the module that owns it (not DDP, not a DTensor). Ignored under torch.compile.
+                impl: "reference" (checkpointed log-softmax over chunks of rows), "chunked" (torch, tile by tile) or
+                "triton" (library products and Triton passes over their blocks); default: see `which_impl`.
     Differs:    from Liger and QuACK: the entropy has a gradient, and any loss may follow (theirs is known in advance,
-                as in `fused_loss`). From verl `FusedLinearForPPO` and TRL: fp32 logits for bf16 models; rows without
-                gradient are skipped. From apple CCE: no gradient is dropped, and the result is deterministic.
+                as in `fused_loss`). From verl `FusedLinearForPPO` and TRL: fp32 logits for bf16 models. From apple CCE:
+                no gradient is dropped, and the result is deterministic.
     Reference:  online softmax, arXiv:1805.02867; recomputing logits in the backward, arXiv:2411.09009 (CCE).
     """
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
@@ -101,17 +101,17 @@ def partials(
     mask: Bool[Tensor, "T"] | None = None,
     impl: str | None = None,
 ) -> Partials:
-    """Softmax statistics of one vocabulary shard (tensor parallel), to be merged with the other shards' by `combine`.
+    """Softmax statistics of one vocabulary shard (tensor parallel), to be merged over shards by `combine`.
 
-    `weight` and `bias` are the shard's rows, the first of which is vocabulary entry `vocab_start`; `targets` are ids of
-    the whole vocabulary. Shards may differ in size or be empty. The result has no gradient; that of `shard_logp` does:
+    `weight` and `bias` are the shard's rows, starting at vocabulary entry `vocab_start`; `targets` are ids of the whole
+    vocabulary. Shards may differ in size or be empty. The result has no gradient; use `shard_logp` for that:
 
         mine = partials(hidden, shard, targets, vocab_start=start)
         everyone = [Partials(*x) for x in all_gather(torch.stack(mine))]
         out = shard_logp(hidden, shard, targets, combined=reduce(combine, everyone), vocab_start=start)
 
-    Without gradients `finish(reduce(combine, everyone))` is enough. Rows where `mask` is False are not read. `impl`:
-    "chunked" or "triton"; None picks, see `which_impl`.
+    Without gradients `finish(reduce(combine, everyone))` is enough. Rows where `mask` is False are not read. `impl` is
+    "chunked" or "triton"; default: see `which_impl`.
     """
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
     check_targets(targets, hidden.shape[0], None, mask)
@@ -133,15 +133,15 @@ def shard_logp(
     mask: Bool[Tensor, "T"] | None = None,
     impl: str | None = None,
 ) -> LogProbs:
-    """Log-probability and entropy over the whole vocabulary, differentiable in this shard of it.
+    """Log-probability and entropy over the whole vocabulary, differentiable in this shard's weight.
 
-    `combined` holds the statistics of all shards, merged; the values are `finish(combined)`, the same on every rank.
-    The backward gives the complete gradient of this shard's `weight` and `bias`, and this shard's *summand* of the
+    `combined` holds the merged statistics of all shards; the values are `finish(combined)`, the same on every rank.
+    The backward gives the complete gradient of this shard's `weight` and `bias`, and this shard's *term* of the
     gradient of `hidden`: sum it over the shards (the all-reduce of a column-parallel layer). All ranks must compute the
     same loss, so that their upstream gradients are equal.
 
     Differs: from Megatron-style vocabulary-parallel cross entropy (verl, NeMo, slime): no logits are stored, the
-    entropy has its gradient, and the collective is the caller's: one all-gather of `[4, T]`.
+    entropy has a gradient, and the caller does the only collective, one all-gather of `[4, T]`.
     """
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
     check_targets(targets, hidden.shape[0], None, mask)
@@ -162,20 +162,20 @@ def log_kept_mass(
     softcap: float | None = None,
     mask: Bool[Tensor, "T"] | None = None,
 ) -> Float[Tensor, "T"]:
-    """log S: log of the probability mass that top-p and top-k sampling keep in each row, in nats.
+    """log S: log of the probability mass kept by top-p and top-k sampling in each row, in nats.
 
         p = softmax(z), z as in `linear_logp`, in descending order: p_(1) >= p_(2) >= ...
         S = sum of p_(i) with  i <= top_k  and  p_(1) + ... + p_(i-1) < top_p
 
-    `rollout_logp - log S` is the log-probability of a token under the truncated distribution that it was sampled from;
-    without the correction every ratio is too large by 1 / S. Detached: S belongs to the behaviour policy. `top_k=0` and
-    `top_p=1.0` are off, and log S is then 0, as it is where `mask` is False. The vocabulary is not sorted: the largest
-    128 (or top_k) entries are taken, and more only for rows whose nucleus is larger. Memory: 32 MB of logits on a CPU,
-    1 GB elsewhere (at least one row), and as much again for their softmax.
+    `rollout_logp - log S` is the log-probability of a token under the truncated distribution it was sampled from;
+    without the correction every ratio is too large by a factor 1 / S. Detached: S belongs to the behaviour policy.
+    `top_k=0` and `top_p=1.0` are off; log S is then 0, as it is where `mask` is False. The vocabulary is not sorted:
+    the largest 128 (or top_k) entries are selected, and more only for rows whose nucleus is larger. Memory: 32 MB of
+    logits on a CPU, 1 GB elsewhere (at least one row), and the same again for their softmax.
 
     Limits:     top_k = 1 is the largest log-probability; top_k >= V and top_p = 1 give 0.
-    Differs:    both limits look at p itself, as SGLang and `rlkit.rollout` do; Hugging Face `generate` and vLLM apply
-                top-p to what top-k left, renormalised. The two differ only where both limits are on.
+    Differs:    both limits apply to p itself, as in SGLang and `rlkit.rollout`; Hugging Face `generate` and vLLM
+                renormalise after top-k, before top-p. This matters only if both limits are on.
     Reference:  nucleus sampling, arXiv:1904.09751; the bias without the correction, huggingface/trl#6789.
     """
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)

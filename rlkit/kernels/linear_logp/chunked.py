@@ -1,14 +1,14 @@
-"""The engine in plain torch: logits in tiles. The fast path on CPUs, and the one that runs on any device.
+"""Backend in plain torch, in tiles of logits: the fast path on CPUs; runs on any device.
 
-Four functions are the engine, as in `triton`: `partials` and `backward` walk over tiles of logits that are never kept;
-`forward_chunk` and `backward_chunk` keep the tiles of a chunk of rows for `fused_loss`. `forward_kept` and
-`backward_kept` keep the probabilities of a problem whose logits take a few MB altogether. Everything goes vocabulary
-outermost, in preallocated buffers. With u = z - max and upstream gradients g_l of logp and g_h of the entropy,
+A backend has four functions, here and in `triton`: `partials` and `backward` iterate over tiles of logits and keep
+none; `forward_chunk` and `backward_chunk` keep the tiles of a chunk of rows for `fused_loss`. `forward_kept` and
+`backward_kept` keep the probabilities of a problem whose logits take a few MB in total. The outer loop is over the
+vocabulary; buffers are preallocated. With u = z - max and upstream gradients g_l of logp and g_h of the entropy,
 
     dz_j = g_l [j = target] - e^(u_j) / sum * (g_l + g_h (entropy - log sum) + g_h u_j)
 
-1 / sum does not depend on j: it scales rows of `hidden` once instead of every logit. The gradient at the target is
-computed from expm1(logp), which keeps its digits where the target's probability is near 1.
+1 / sum does not depend on j, so it scales rows of `hidden` once instead of every logit. The gradient at the target is
+computed from expm1(logp), which is accurate where the target's probability is near 1.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from rlkit._tensors import cumsum
 from rlkit.kernels.linear_logp.reference import LOWEST, Partials, combine, compute_dtype, no_partials
 
 LOG2_E = 1 / math.log(2)
-CPU_TILE_BYTES = 4 << 20  # with its neighbours inside the shared cache; 1 to 8 MB took the same time
+CPU_TILE_BYTES = 4 << 20  # fits the shared cache together with the other buffers; 1 to 8 MB took the same time
 TILE_BYTES = 256 << 20
 TILE_ROWS = 1024
-CPU_CHUNK_BYTES = 32 << 20  # of logits that are kept at a time
+CPU_CHUNK_BYTES = 32 << 20  # logits kept at a time
 CHUNK_BYTES = 256 << 20
-CPU_MIN_ROWS = 256  # below it, reading and writing the weight's gradient once per chunk takes a measurable share
+CPU_MIN_ROWS = 256  # with fewer, reading and writing the weight's gradient once per chunk takes measurable time
 MIN_ROWS = 2048
 KEEP_BYTES = 16 << 20
-COLUMNS = 8192  # of the weight that `logits` converts at a time
+COLUMNS = 8192  # columns of the logits whose weight rows `logits` converts at a time
 FIRST_CANDIDATES = 128  # most nuclei are smaller; the other rows are searched again with 8 times as many
 
 
@@ -48,9 +48,9 @@ class Head(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the gradient of a row of logits depends on: d_j = scale * e^(u_j) (base + slope u_j), u = z - offset.
+    """Per-row terms of the gradient of the logits: d_j = scale * e^(u_j) (base + slope u_j), u = z - offset.
 
-    At the target it is scale * at_target. `base` and `slope` None are 1 and 0: the entropy has no gradient.
+    At the target it is scale * at_target. `base` and `slope` None mean 1 and 0 (no gradient from the entropy).
     """
 
     targets: Tensor
@@ -61,12 +61,12 @@ class Rows(NamedTuple):
     slope: Tensor | None
 
     def take(self, rows: slice | Tensor) -> Rows:
-        """The terms of some rows."""
+        """The terms of the given rows."""
         return Rows(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
 
 class KeptRows(NamedTuple):
-    """What `backward_kept` reads per row, all `[T]`. `g_entropy` None is zero."""
+    """Per-row inputs `[T]` of `backward_kept`. `g_entropy` None is zero."""
 
     targets: Tensor
     logp: Tensor
@@ -111,7 +111,7 @@ def row_terms(
 
 
 def partials(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """Statistics of every row over the head's part of the vocabulary, stacked: `[4, T]`."""
+    """Statistics of every row over the head's shard of the vocabulary, stacked: `[4, T]`."""
     dtype = compute_dtype(hidden, head.weight, head.bias)
     h, vocab = hidden.to(dtype), head.weight.shape[0]
     out = no_partials(h.shape[0], dtype=dtype, device=h.device)
@@ -128,7 +128,7 @@ def partials(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
 
 
 def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool], d_weight: Tensor | None = None) -> Grads:
-    """Gradients where `need` is True; a given `d_weight` is added to, in its own dtype."""
+    """Gradients where `need` is True. If `d_weight` is given, the gradient is added to it, in its dtype."""
     weight, dtype = head.weight, compute_dtype(hidden, head.weight, head.bias)
     h, vocab = hidden.to(dtype), head.weight.shape[0]
     scale = (rows.scale / head.temperature).unsqueeze(1)
@@ -162,13 +162,13 @@ def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool], d_weig
 
 
 def chunk_rows(device: torch.device, vocab: int) -> int:
-    """Rows whose logits `forward_chunk` keeps at a time."""
+    """Number of rows per chunk of `forward_chunk`."""
     cpu = device.type == "cpu"
     return max(CPU_MIN_ROWS if cpu else MIN_ROWS, (CPU_CHUNK_BYTES if cpu else CHUNK_BYTES) // (vocab * 4))
 
 
 def forward_chunk(h: Tensor, targets: Tensor, head: Head, buffer: Tensor) -> tuple[list[Tile], Partials]:
-    """The chunk's logits as tiles in the flat `buffer`, each minus its own maximum, and the statistics of its rows."""
+    """The chunk's logits as tiles in the flat `buffer`, each minus its row maximum, and the statistics of its rows."""
     h, num_rows, vocab = h.to(buffer.dtype), h.shape[0], head.weight.shape[0]
     stats, tiles = Partials(*no_partials(num_rows, dtype=h.dtype, device=h.device)), []
     width = _chunk_width(h, vocab)
@@ -192,9 +192,9 @@ def backward_chunk(
     d_weight: Tensor | None,
     d_bias: Tensor | None,
 ) -> None:
-    """Writes `d_hidden` of the rows of `h`, and adds to `d_weight` and `d_bias`.
+    """Write `d_hidden` of the rows of `h`, and add to `d_weight` and `d_bias`.
 
-    `h` and `rows` hold the chunk's rows with the indices `alive` (None: all); `tiles` hold all.
+    `h` and `rows` hold the chunk's rows with indices `alive` (None: all); `tiles` hold all rows of the chunk.
     """
     h = h.to(rows.scale.dtype)
     scale = (rows.scale / head.temperature).unsqueeze(1)
@@ -218,14 +218,14 @@ def backward_chunk(
 
 
 def can_keep(num_rows: int, vocab: int, dtype: torch.dtype) -> bool:
-    """Whether all log-probabilities and probabilities together are small enough to keep for the backward."""
+    """Whether the log-probabilities and probabilities are small enough to keep for the backward."""
     return 2 * num_rows * vocab * dtype.itemsize <= KEEP_BYTES
 
 
 def forward_kept(hidden: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logp, entropy, logsumexp (0 without a softcap, which alone needs it), and log_p and p, stacked: `[2, T, V]`.
+    """logp, entropy, logsumexp (0 without a softcap, where it is not needed), and log_p and p, stacked: `[2, T, V]`.
 
-    Keeping them saves the backward one matrix product of four, an exponential, and most of the overhead.
+    Keeping log_p and p saves one of the four matrix products, an exponential, and most of the overhead.
     """
     dtype = compute_dtype(hidden, head.weight, head.bias)
     h, w, index = hidden.to(dtype), head.weight.to(dtype), targets.unsqueeze(1)
@@ -242,7 +242,7 @@ def forward_kept(hidden: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, T
 def backward_kept(
     hidden: Tensor, head: Head, kept: Tensor, rows: KeptRows, *, need: list[bool], d_weight: Tensor | None = None
 ) -> Grads:
-    """`backward` from what `forward_kept` kept: dz_j = g_l [j = target] - p_j (g_l + g_h (entropy + log_p_j))."""
+    """`backward` from the outputs of `forward_kept`: dz_j = g_l [j = target] - p_j (g_l + g_h (entropy + log_p_j))."""
     targets, logp, entropy, lse, g_logp, g_entropy = rows
     scale = (g_logp / -head.temperature).unsqueeze(1)
     log_p, p = kept
@@ -265,7 +265,7 @@ def backward_kept(
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in the dtype of `a`, also under autocast, which ignores products with an `out`."""
+    """The product a b in the dtype of `a`, also under autocast, which does not apply to products with an `out`."""
     return torch.mm(a, b.to(a.dtype), out=a.new_empty(a.shape[0], b.shape[1]))
 
 
@@ -281,7 +281,7 @@ def logits_into(out: Tensor, h: Tensor, w: Tensor, bias: Tensor | None, head: He
 
 
 def logits(h: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
-    """Logits `[R, V]` of a few rows, without a copy of the whole weight in fp32."""
+    """Logits `[R, V]` of a few rows, without an fp32 copy of the whole weight."""
     out = torch.empty(h.shape[0], head.weight.shape[0], dtype=dtype, device=h.device)
     if h.is_cuda and dtype == torch.float32:
         logits_by_library(out, h, head)
@@ -305,7 +305,7 @@ def logits_by_library(out: Tensor, h: Tensor, head: Head) -> None:
 
 
 def kept_mass(p: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Kept mass of each row, fp64: the largest p in descending order, at most `top_k`, until their sum is `top_p`."""
+    """Kept mass of each row, fp64: the sum of the largest p, at most `top_k` of them, until it reaches `top_p`."""
     size = top_k if top_p == 1 else min(FIRST_CANDIDATES, top_k)
     mass, todo = p.new_zeros(p.shape[0], dtype=torch.float64), torch.arange(p.shape[0], device=p.device)
     while todo.numel():
@@ -329,7 +329,7 @@ def tile_partials(z: Tensor, targets: Tensor, *, first: int, scratch: Tensor) ->
 
 
 def tile_gradient(u: Tensor, rows: Rows, head: Head, *, first: int, out: Tensor, spare: Tensor) -> Tensor:
-    """Gradient of a tile of logits divided by `rows.scale`, from u = z - offset, in `out`. Overwrites `spare`."""
+    """Gradient of a tile of logits divided by `rows.scale`, from u = z - offset, into `out`. Overwrites `spare`."""
     exp_into(u, out=out)
     if rows.base is not None and rows.slope is not None:
         out.mul_(torch.addcmul(rows.base.unsqueeze(1), u, rows.slope.unsqueeze(1), out=spare))
@@ -359,12 +359,12 @@ def _columns(head: Head, first: int, last: int, dtype: torch.dtype) -> tuple[Ten
 
 
 def tile_bytes(device: torch.device) -> int:
-    """The size of a tile of logits on this device."""
+    """Bytes of a tile of logits on this device."""
     return CPU_TILE_BYTES if device.type == "cpu" else TILE_BYTES
 
 
 def _tile_shape(h: Tensor, vocab: int) -> tuple[int, int]:
-    """Rows and columns of a tile: at most the device's budget, and neither side needlessly short."""
+    """Rows and columns of a tile, within the device's budget."""
     budget = tile_bytes(h.device) // h.element_size()
     width = max(1, min(vocab, budget // max(1, min(h.shape[0], TILE_ROWS))))
     return max(1, min(h.shape[0], budget // width)), width
@@ -385,12 +385,12 @@ def blocks(size: int, block: int) -> Iterator[tuple[int, int]]:
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, factor: float = 1.0) -> None:
-    """out <- factor a b (+ out) by the library, summed in fp32. 16-bit `a` and `b` may go into an fp32 `out`."""
+    """out <- factor a b (+ out) by the library, accumulated in fp32. 16-bit `a` and `b` may have an fp32 `out`."""
     beta = 1 if add else 0
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=factor, out=out)
     elif out.dtype != torch.float32:
-        product = torch.mm(a, b, out=a.new_empty(out.shape)).mul_(factor)  # autocast ignores products with an `out`
+        product = torch.mm(a, b, out=a.new_empty(out.shape)).mul_(factor)  # with `out`, autocast does not apply
         out.copy_(out + product if add else product)
     elif a.is_cuda and not add and factor == 1:
         torch.mm(a, b, out_dtype=torch.float32, out=out)
@@ -401,13 +401,13 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, factor
 
 
 def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype that both have, or fp32."""
+    """The common dtype, or fp32 if they differ."""
     return hidden.dtype if hidden.dtype == weight.dtype else torch.float32
 
 
 @contextmanager
 def full_sums() -> Iterator[None]:
-    """Sum split products of 16-bit matrices in fp32 too, instead of in 16 bits (torch's default)."""
+    """Accumulate split-K products of 16-bit matrices in fp32 instead of 16 bits (torch's default)."""
     flags, names = torch.backends.cuda.matmul, ("bf16", "fp16")
     attributes = [f"allow_{name}_reduced_precision_reduction" for name in names]
     before = [getattr(flags, a) for a in attributes]

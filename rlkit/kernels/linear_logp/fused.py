@@ -25,11 +25,11 @@ class FusedLoss(NamedTuple):
     entropy: Float[Tensor, "T"]
 
 
-_Wanted = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of hidden, weight, bias
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias
 
 
 class _Task(NamedTuple):
-    """The arguments of `fused_loss` that are not differentiated. `rows`: indices of the unmasked rows (None: all)."""
+    """The non-differentiable arguments of `fused_loss`. `rows`: indices of the unmasked rows (None: all)."""
 
     targets: Tensor
     rows: Tensor | None
@@ -57,25 +57,25 @@ def fused_loss(
     cu_seqlens: Int[Tensor, "N1"] | None = None,
     impl: str | None = None,
 ) -> FusedLoss:
-    """sum_t loss_fn(LogProbs_t, row_data_t), with its gradients computed in the forward, for a loss known in advance.
+    """sum_t loss_fn(LogProbs_t, row_data_t), with gradients computed in the forward, for a loss known in advance.
 
         loss = sum over chunks of rows of loss_fn(linear_logp(hidden, ...), *row_data).sum()
 
     `loss_fn(out, *row_data)` gets `LogProbs` of R rows and the same R rows of each tensor in `row_data` (first axis T),
     and returns R weighted losses. It is called once per chunk under autograd, on `[R]` tensors. Any loss (clipped
     surrogate, KL, entropy bonus) takes three matrix products, because a chunk's logits are kept until their gradient is
-    known. Memory: an fp32 gradient of the weight and one chunk of logits (on a CPU 32 MB, or 256 rows if they take
+    computed. Memory: an fp32 gradient of the weight and one chunk of logits (on a CPU 32 MB, or 256 rows if they take
     more; with Triton up to 4 GB). The backward only scales by the upstream gradient, and can run once. Gradients flow
-    to `hidden`, `weight` and `bias`, not to `row_data` or to tensors that `loss_fn` closes over. `impl`: "chunked" or
-    "triton"; None picks, see `which_impl`.
+    to `hidden`, `weight` and `bias`, not to `row_data` or to tensors that `loss_fn` closes over. `impl` is "chunked" or
+    "triton"; default: see `which_impl`.
 
-    `mask`: rows where it is False are skipped; `loss_fn` does not see them. Rows of a chunk whose gradient is 0 skip
-    the gradient's products.
+    `mask`: rows where it is False are skipped and not passed to `loss_fn`. Rows of a chunk whose gradient is 0 are left
+    out of the gradient's products.
 
     `cu_seqlens`: chunks then hold whole sequences, and `loss_fn(out, *row_data, cu_seqlens=...)` gets their bounds
     among the unmasked rows; a chunk is at least as long as its longest sequence. Without it the loss of a row must not
-    depend on other rows: on the CPU half of the first chunk is also evaluated alone, and a loss that changes (a
-    sequence-level ratio, a mean, a running sum) is refused.
+    depend on other rows. On the CPU this is checked: half of the first chunk is also evaluated alone, and a loss that
+    changes (a sequence-level ratio, a mean, a running sum) raises.
 
     Example:
         def loss_fn(out, old_logp, advantages, weights):
@@ -83,7 +83,7 @@ def fused_loss(
         fused_loss(hidden, weight, targets, loss_fn=loss_fn, row_data=(old_logp, advantages, w)).loss.backward()
 
     Limits:     equals `(loss_fn(linear_logp(hidden, weight, targets), *row_data)).sum()` and its gradients.
-    Differs:    from Liger's fused GRPO and DPO losses and from TRL's: any loss, not one kernel per algorithm.
+    Differs:    from Liger's fused GRPO and DPO losses and TRL's: any loss, not one kernel per algorithm.
     Reference:  gradients in the forward: Liger kernel, arXiv:2410.10989, fused linear cross entropy.
     """
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
@@ -111,7 +111,7 @@ def fused_loss(
 
 
 class _Fused(torch.autograd.Function):
-    """Computes the gradients in the forward and returns them, scaled, in the backward."""
+    """Compute the gradients in the forward; scale and return them in the backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tuple[Tensor, ...]:
@@ -123,9 +123,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
-            raise RuntimeError(
-                "the gradients of fused_loss were handed out already; call it again for another backward"
-            )
+            raise RuntimeError("the gradients of fused_loss were already consumed; call it again for another backward")
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "fused_loss has no second derivative; use linear_logp(impl='reference') for create_graph=True"
@@ -137,11 +135,11 @@ class _Fused(torch.autograd.Function):
         return *(None if x is None else x.to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)), None
 
 
-def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tuple[Tensor, Tensor, Tensor, _Wanted]:
-    dtype, rows, engine = compute_dtype(hidden, weight, bias), task.rows, module(task.impl)
+def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tuple[Tensor, Tensor, Tensor, _Gradients]:
+    dtype, rows, backend = compute_dtype(hidden, weight, bias), task.rows, module(task.impl)
     head = Head(weight, finite(bias, dtype), task.temperature, task.softcap)
     h, targets, *data = (x if rows is None else x[rows] for x in (hidden, task.targets.long(), *task.row_data))
-    chunks = _chunks(h, engine.chunk_rows(h.device, max(1, weight.shape[0])), task.cu_seqlens)
+    chunks = _chunks(h, backend.chunk_rows(h.device, max(1, weight.shape[0])), task.cu_seqlens)
     d_hidden = torch.zeros_like(h, dtype=_grad_dtype(h)) if task.need[0] else None
     d_weight = torch.zeros_like(weight, dtype=dtype) if task.need[1] else None
     d_bias = h.new_zeros(weight.shape[0], dtype=dtype) if task.need[2] else None
@@ -149,7 +147,7 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tu
     buffer = h.new_empty(max((c.stop - c.start for c, _ in chunks), default=0) * weight.shape[0], dtype=dtype)
     for chunk, bounds in chunks:
         hc, part = h[chunk], [x[chunk] for x in data]
-        kept, stats = engine.forward_chunk(hc, targets[chunk], head, buffer)
+        kept, stats = backend.forward_chunk(hc, targets[chunk], head, buffer)
         values = finish(stats)
         if chunk.start == 0 and readable(h):
             _check_rows(task.loss_fn, values, part, bounds)
@@ -165,7 +163,7 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tu
                 hc, terms = hc[alive], terms.take(alive)
             d_hc = None if d_hidden is None else d_hidden[chunk]
             d_out = d_hc if d_hc is None or alive is None else torch.empty_like(hc, dtype=d_hc.dtype)
-            engine.backward_chunk(hc, head, terms, kept, alive, d_out, d_weight, d_bias)
+            backend.backward_chunk(hc, head, terms, kept, alive, d_out, d_weight, d_bias)
             if d_hc is not None and d_out is not None and alive is not None:
                 d_hc.index_copy_(0, alive, d_out)
     if rows is not None:
@@ -177,7 +175,7 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tu
 
 
 def _grad_dtype(x: Tensor) -> torch.dtype:
-    """Dtype of the gradient of `x` until the backward. fp32 for fp16: a loss scale may still bring it into range."""
+    """Dtype of the gradient of `x` until the backward; fp32 for fp16, because a loss scale may bring it into range."""
     return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
@@ -207,7 +205,7 @@ def _call(loss_fn: Callable[..., Tensor], out: LogProbs, data: list[Tensor], bou
 
 
 def _check_rows(loss_fn: Callable[..., Tensor], values: LogProbs, data: list[Tensor], bounds: Tensor | None) -> None:
-    """Raise if the losses of the middle half of the rows (sequences) change when it is evaluated alone."""
+    """Raise if the losses of the middle half of the rows (sequences) change when evaluated alone."""
     num = values.logp.shape[0] if bounds is None else bounds.numel() - 1
     first, last = (num + 2) // 4, (num + 2) // 4 + num // 2
     some = None if bounds is None else bounds[first : last + 1] - bounds[first]
@@ -220,14 +218,13 @@ def _check_rows(loss_fn: Callable[..., Tensor], values: LogProbs, data: list[Ten
     if not torch.allclose(among, alone, rtol=1e-3, equal_nan=True):
         unit = "row" if bounds is None else "sequence"
         raise ValueError(
-            f"loss_fn must give a {unit} a loss that does not depend on the other {unit}s, and here it does. For "
-            "sequence-level ratios pass cu_seqlens; for losses that couple sequences use linear_logp and your loss on "
-            "its output"
+            f"loss_fn must return a loss per {unit} that does not depend on the other {unit}s, but it does. For "
+            "sequence-level ratios pass cu_seqlens; for losses that couple sequences apply the loss to linear_logp"
         )
 
 
 def _chunks(h: Tensor, size: int, cu_seqlens: list[int] | None) -> list[tuple[slice, Tensor | None]]:
-    """Row ranges of at most `size`; with `cu_seqlens`, of whole sequences, with their bounds inside the range."""
+    """Row ranges of at most `size`; with `cu_seqlens`, ranges of whole sequences, with their bounds in the range."""
     if cu_seqlens is None:
         return [(slice(top, end), None) for top, end in blocks(h.shape[0], size)]
     out: list[tuple[slice, Tensor | None]] = []

@@ -1,7 +1,7 @@
-"""The operators behind `linear_logp`, for autograd and torch.compile, and the exact removal of rows.
+"""Custom operators of `linear_logp` for autograd and torch.compile.
 
 The forward drops masked rows; the backward also drops rows whose upstream gradients are all zero (clipped, no
-advantage). Both happen inside an operator, so that no compiler sees a shape that depends on data.
+advantage). This happens inside the operators, so that torch.compile sees no data-dependent shapes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rlkit.kernels.linear_logp.chunked import Head, KeptRows, row_terms
 from rlkit.kernels.linear_logp.reference import LOWEST, Partials, compute_dtype, finish, no_partials
 
 IMPLS = ("reference", "chunked", "triton")
-ENGINES = IMPLS[1:]
-SYNCS = (torch.Tag.cudagraph_unsafe,)  # they sync with the device to count the remaining rows
+BACKENDS = IMPLS[1:]
+SYNCS = (torch.Tag.cudagraph_unsafe,)  # of operators that sync with the device to count the remaining rows
 
 
 @torch.library.custom_op("rlkit::linear_logp_partials", mutates_args=(), tags=SYNCS)
@@ -35,7 +35,7 @@ def partials_op(
     start: int,
     impl: str,
 ) -> Tensor:
-    """Statistics `[4, T]` over this part of the vocabulary, without a gradient."""
+    """Statistics `[4, T]` over this shard of the vocabulary, without a gradient."""
     dtype = compute_dtype(hidden, weight, bias)
     head = Head(weight, finite(bias, dtype), temperature, softcap, start)
     rows = present(mask)
@@ -63,7 +63,7 @@ def logp_op(
     impl: str,
     into_grad: bool,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """logp and entropy, and for the backward offset, sum, and what `forward_kept` keeps of the unmasked rows."""
+    """logp, entropy, and for the backward: offset, sum, and the tensors that `forward_kept` keeps (unmasked rows)."""
     if not keep:
         stats = partials_op(hidden, weight, targets, bias, mask, temperature, softcap, 0, impl)
         return *finish(Partials(*stats)), stats[0].clone(), stats[1].clone(), stats.new_empty(0)
@@ -93,7 +93,7 @@ def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     "float? softcap, SymInt start, Tensor stats, str impl) -> (Tensor, Tensor)",
 )
 def shard_op(*args: Any) -> tuple[Tensor, Tensor]:
-    """logp and entropy from the statistics `[4, T]` of the whole vocabulary, with gradients to this part of it."""
+    """logp and entropy from the statistics `[4, T]` of the whole vocabulary, differentiable in this shard."""
     logp, entropy = finish(Partials(*args[8]))
     return logp, entropy
 
@@ -121,7 +121,7 @@ def _gradients(
     need: list[bool],
     d_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias (`[0]` where not needed), from rows with a non-zero upstream gradient."""
+    """Gradients of hidden, weight and bias (`[0]` if not needed), over the rows with a non-zero upstream gradient."""
     head = Head(weight, finite(bias, saved[0].dtype), temperature, softcap, start)
     g_entropy = None if g_entropy is None or not g_entropy.any() else g_entropy
     g_logp = torch.zeros_like(saved[0]) if g_logp is None else g_logp
@@ -174,7 +174,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     tags=SYNCS,
 )
 def backward_op_(*args: Any) -> tuple[Tensor, Tensor]:
-    """`backward_op` that adds the weight's gradient to `d_weight`."""
+    """`backward_op`, adding the weight's gradient to `d_weight` in place."""
     d_hidden, _, d_bias = _gradients(*args)
     return d_hidden, d_bias
 
@@ -219,7 +219,7 @@ shard_op.register_autograd(_backward, setup_context=_shard_setup)
 
 
 def which_impl(hidden: Float[Tensor, "T D"], weight: Float[Tensor, "V D"], bias: Tensor | None = None) -> str:
-    """The implementation that the functions of this package pick for these tensors.
+    """The default implementation for these tensors.
 
     "triton" for fp32, bf16 and fp16 on CUDA where Triton is installed, otherwise "chunked". Neither stores `[T, V]`.
     """
@@ -227,9 +227,9 @@ def which_impl(hidden: Float[Tensor, "T D"], weight: Float[Tensor, "V D"], bias:
 
 
 def check_impl(
-    impl: str | None, hidden: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[str, ...] = ENGINES
+    impl: str | None, hidden: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[str, ...] = BACKENDS
 ) -> str:
-    """`impl` after its checks, or the one that `which_impl` picks."""
+    """`impl`, checked, or the default of `which_impl`."""
     return _triton.choose(impl, names, which_impl(hidden, weight, bias), hidden, weight, bias)
 
 
@@ -240,16 +240,16 @@ def check_into_grad(weight: Tensor) -> None:
     if type(weight) not in (Tensor, torch.nn.Parameter):
         raise TypeError(
             f"into_grad needs a plain tensor as weight, got {type(weight).__name__}; call linear_logp inside the FSDP "
-            "module's forward, where the parameter is whole, or leave it off"
+            "module's forward, where the parameter is unsharded, or set into_grad=False"
         )
     if not weight.is_leaf:
-        raise ValueError("into_grad needs a leaf as weight (a parameter), got the result of an operation; leave it off")
+        raise ValueError("into_grad needs a leaf as weight (a parameter), got the result of an operation; turn it off")
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        raise ValueError("into_grad would bypass the hooks on weight's gradient; remove them, or leave it off")
+        raise ValueError("into_grad would bypass the hooks on weight's gradient; remove them, or turn it off")
 
 
 def module(impl: str) -> Any:
-    """The engine: the module with `partials`, `backward` and their chunk forms. Triton is imported at its first use."""
+    """The backend module, with `partials`, `backward` and their chunk forms. Triton is imported at its first use."""
     if impl == "chunked":
         return chunked
     from rlkit.kernels.linear_logp import triton
@@ -258,7 +258,7 @@ def module(impl: str) -> Any:
 
 
 def present(mask: Tensor | None) -> Tensor | None:
-    """Indices of the True rows, or None if all are."""
+    """Indices of the True rows, or None if all are True."""
     return None if mask is None or bool(mask.all()) else mask.nonzero().squeeze(1)
 
 

@@ -1,7 +1,7 @@
-"""Definition of `linear_logp` in plain torch (in fp64 the truth), and the statistics that split it over the vocabulary.
+"""Reference of `linear_logp` in plain torch, and the softmax statistics that split it over the vocabulary.
 
-`linear_logp` here is what every implementation must equal. `Partials`, `combine` and `finish` are the associative form
-that tiles, kernels and vocabulary shards compute.
+Every implementation must equal `linear_logp` here; tests compare with it in fp64. `Partials`, `combine` and `finish`
+are the associative form used by tiles, kernels and vocabulary shards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from rlkit.types import LogProbs
 
 CHUNK_ELEMENTS = 1 << 24
-LOWEST = -1e30  # stands for "no logit": finite, so that a difference of two of them is 0 and not NaN
+LOWEST = -1e30  # "no logit"; finite, so that the difference of two of them is 0 and not NaN
 
 
 def linear_logp(
@@ -30,7 +30,7 @@ def linear_logp(
     softcap: float | None = None,
     mask: Bool[Tensor, "T"] | None = None,
 ) -> LogProbs:
-    """Log-softmax of the logits in chunks of rows, each recomputed in the backward: memory is one chunk."""
+    """Log-softmax of the logits in chunks of rows, each recomputed in the backward; memory is one chunk."""
     dtype = compute_dtype(hidden, weight, bias)
     rows = torch.arange(hidden.shape[0], device=hidden.device) if mask is None else mask.nonzero().squeeze(1)
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -48,7 +48,7 @@ def linear_logp(
 def from_logits(
     z: Float[Tensor, "T V"], targets: Int[Tensor, "T"], temperature: float, softcap: float | None
 ) -> LogProbs:
-    """Log-softmax of softcap * tanh(z / softcap) / temperature at the targets, and its entropy."""
+    """Log-softmax of softcap * tanh(z / softcap) / temperature at the targets, and the entropy."""
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     log_p = torch.log_softmax((z / temperature).clamp(min=LOWEST), dim=-1)
@@ -56,12 +56,12 @@ def from_logits(
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """fp64 if any given tensor is fp64, otherwise fp32."""
+    """fp64 if any tensor is fp64, otherwise fp32."""
     return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
 class Partials(NamedTuple):
-    """Statistics of the logits z over any part of the vocabulary, one entry per row, fp32 (fp64 for fp64 inputs).
+    """Softmax statistics of the logits z over any part of the vocabulary, per row, fp32 (fp64 for fp64 inputs).
 
         max = max_j z_j                            dot = sum_j e^(z_j - max) (z_j - max)
         sum = sum_j e^(z_j - max)                  target = z_target
@@ -83,9 +83,9 @@ def combine(a: Partials, b: Partials) -> Partials:
         sum = sum_i e^(d_i) i.sum
         dot = sum_i e^(d_i) (i.dot + d_i i.sum)
 
-    Associative and commutative, with the empty part as identity: the same rule merges tiles, splits, and vocabulary
-    shards of any sizes. Over ranks: all-gather `torch.stack(partials)`, `[4, T]`, then `functools.reduce(combine, ...)`
-    in rank order, so that every rank holds the same bits.
+    Associative and commutative, with the empty part as identity: it merges tiles, splits, and vocabulary shards of any
+    sizes. Over ranks: all-gather `torch.stack(partials)`, `[4, T]`, then `functools.reduce(combine, ...)` in rank
+    order, so that all ranks get bit-identical results.
     """
     peak = torch.maximum(a.max, b.max)
     shift_a, shift_b = a.max - peak, b.max - peak
@@ -100,9 +100,9 @@ def finish(partials: Partials) -> LogProbs:
 
         logp = (target - max) - log sum            entropy = log sum - dot / sum
 
-    The maximum is never added back, so a common offset of the logits costs no digits: with logits near +500 the error
-    is 4e-6, against 3e-5 for subtracting a logsumexp of the same precision. Masked rows (no logit) give 0, rows with a
-    NaN give NaN.
+    The maximum is never added back, so a common offset of the logits loses no precision: with logits near +500 the
+    error is 4e-6, against 3e-5 for subtracting a logsumexp of the same precision. Masked rows (no logit) give 0, rows
+    with a NaN give NaN.
     """
     none = partials.sum == 0
     total = torch.where(none, 1.0, partials.sum)

@@ -1,16 +1,16 @@
 # mypy: allow-untyped-defs
-"""The engine in Triton: library products into blocks that stay in the cache, and one Triton pass over each block. CUDA.
+"""Triton backend for CUDA: library products into blocks that stay in the cache, one Triton pass over each block.
 
-The library (cuBLAS) writes fp32 logits of 16-bit inputs; the row kernels read each block once, from the L2 cache where
-it fits. The forward's blocks have one fixed shape, the last rows padded with zeros, so that the library picks the same
-kernel for every row: a row's log-probability does not depend on how many rows there are, or which. The backward walks
-over the vocabulary: for some columns the gradient of the logits of *all* rows, then one product for the weight's
-gradient there, which is final when written and rounded once, and one into an fp32 sum for the hidden states'.
+The library (cuBLAS) writes fp32 logits of 16-bit inputs; the row kernels read each block once, from the L2 cache if it
+fits. The forward's blocks have one fixed shape, the last rows padded with zeros, so that the library selects the same
+kernel for every row: a row's log-probability does not depend on the number or content of other rows. The backward
+iterates over blocks of columns: the gradient of the logits of *all* rows, then one product for the weight's gradient
+(final when written, rounded once) and one that is added to the fp32 gradient of the hidden states.
 
-The row kernels also serve `logits_logp`. They turn what they read into logits, z = softcap * tanh((x + bias) / softcap)
-/ temperature in fp32: x is a model's logits, or a block that a library product left. A program handles whole rows
-(statistics) or pieces of rows (gradient), always in the same order: no atomics, and a row's bits do not depend on the
-rows around it. Rows are on the first axis of the grid (the other axes end at 65,535).
+The row kernels also serve `logits_logp`. They compute z = softcap * tanh((x + bias) / softcap) / temperature in fp32
+from x, a model's logits or the output of a library product. A program handles whole rows (statistics) or blocks of rows
+and columns (gradient) in a fixed order without atomics, so a row's bits do not depend on other rows. Rows are on the
+first axis of the grid (the other axes are limited to 65,535).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ try:
 except ImportError:
     raise MissingExtra(NEEDED) from None
 
-HEIGHT, WIDTH = 1024, 8192  # of a block of logits in the forward: 32 MB in fp32, in an L2 cache of 50
+HEIGHT, WIDTH = 1024, 8192  # of a block of logits in the forward: 32 MB in fp32, for an L2 cache of 50 MB
 BLOCK_BYTES, MIN_HEIGHT = 32 << 20, 256  # of a block of logits in the backward
 GRADIENT_BYTES = 128 << 20  # of the logits' gradient: all rows, and at least MIN_WIDTH columns
 MIN_WIDTH, MAX_WIDTH = 4096, 16_384
@@ -40,14 +40,14 @@ CHUNK_BYTES, ROWS_STEP = 4 << 30, 1024  # of a chunk's fp32 logits and 16-bit gr
 LOWEST = tl.constexpr(-1e30)  # `reference.LOWEST`
 LOG2_E = tl.constexpr(1.4426950408889634)
 ROWS = 1  # per program; more only in the interpreter, where a program costs milliseconds
-# enable_fp_fusion: a product fused with the difference after it would leave u = z - max not 0 at the maximum.
-# maxnreg: on sm_100 ptxas would stop at 64 registers, and spill.
+# enable_fp_fusion=False: fusing the product with the subtraction makes u = z - max nonzero at the maximum.
+# maxnreg: on sm_100 ptxas would otherwise stop at 64 registers and spill.
 STATS = {"BLOCK": 4096, "STAGES": 2, "num_warps": 8, "maxnreg": 128, "enable_fp_fusion": False}
 GRADIENT = {"BLOCK": 4096, "num_warps": 8, "enable_fp_fusion": False}
 
 
 def partials(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """Statistics of every row over the head's part of the vocabulary, stacked: `[4, T]`, fp32."""
+    """Statistics of every row over the head's shard of the vocabulary, stacked: `[4, T]`, fp32."""
     (num_rows, _), vocab = hidden.shape, head.weight.shape[0]
     out = no_partials(num_rows, dtype=torch.float32, device=hidden.device)
     if num_rows == 0 or vocab == 0:
@@ -65,7 +65,7 @@ def partials(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
 
 
 def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool], d_weight: Tensor | None = None) -> Grads:
-    """Gradients where `need` is True; a given `d_weight` is added to, in its own dtype."""
+    """Gradients where `need` is True. If `d_weight` is given, the gradient is added to it, in its dtype."""
     weight, dtype = head.weight, product_dtype(hidden, head.weight)
     h, (vocab, dim), num_rows = hidden.to(dtype), weight.shape, hidden.shape[0]
     add = d_weight is not None
@@ -97,10 +97,11 @@ def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool], d_weig
 
 
 def pack_terms(rows: Rows, dtype: torch.dtype, temperature: float) -> tuple[Tensor, float]:
-    """The `terms` of `write_gradient` for a gradient in `dtype`, and the factor to multiply with after the products.
+    """The `terms` of `write_gradient` for a gradient in `dtype`, and the factor to apply after the products.
 
-    fp16 ends at 6e-8 and 65504. A power of two brings the largest possible entry near 2^14, so that what is lost is
-    4e11 times smaller. It costs a device sync; the other dtypes have the range of fp32, and their factor is 1.
+    The range of fp16 is 6e-8 to 65504. A power of two scales the largest possible entry to about 2^14, so that entries
+    which underflow are 4e11 times smaller. This costs a device sync. The other dtypes have the range of fp32; their
+    factor is 1.
     """
     scale, factor = rows.scale / temperature, 1.0
     if dtype == torch.float16 and scale.numel():
@@ -113,7 +114,7 @@ def pack_terms(rows: Rows, dtype: torch.dtype, temperature: float) -> tuple[Tens
 
 
 def chunk_rows(device: torch.device, vocab: int) -> int:  # noqa: ARG001
-    """Rows whose logits `forward_chunk` keeps: thousands, since each chunk reads and writes all of d_weight."""
+    """Number of rows per chunk of `forward_chunk`: thousands, because each chunk reads and writes all of d_weight."""
     return max(1, CHUNK_BYTES // (6 * vocab * ROWS_STEP)) * ROWS_STEP
 
 
@@ -139,9 +140,9 @@ def backward_chunk(
     d_weight: Tensor | None,
     d_bias: Tensor | None,
 ) -> None:
-    """Writes `d_hidden` of the rows of `h`, and adds to `d_weight` and `d_bias`.
+    """Write `d_hidden` of the rows of `h`, and add to `d_weight` and `d_bias`.
 
-    `h` and `rows` hold the chunk's rows with the indices `alive` (None: all); `z` holds all, and may be overwritten.
+    `h` and `rows` hold the chunk's rows with indices `alive` (None: all); `z` holds all rows, and may be overwritten.
     """
     h = h.to(product_dtype(h, head.weight))
     if h.shape[0] == 0:
@@ -161,7 +162,7 @@ def backward_chunk(
 def update_stats(
     stats: Tensor, x: Tensor, targets: Tensor, head: Head, *, first: int = 0, mask: Tensor | None = None
 ) -> None:
-    """Merges the columns `x` `[R, C]`, raw logits of the head's entries from `first`, into the statistics `[4, R]`.
+    """Merge the columns `x` `[R, C]`, raw logits of the head's entries from `first` on, into the statistics `[4, R]`.
 
     Rows where `mask` is False are not read.
     """
@@ -194,7 +195,7 @@ def write_gradient(
     """out <- gradient of the columns `x` `[R, C]` from the `terms` of their rows; `out` may be `x`.
 
     `terms` `[3, R]` or `[5, R]` holds scale, offset, at_target(, base, slope) of `chunked.Rows`. Where `alive` is False
-    the gradient is 0 and nothing is read. `rows` `[R]`: the row of `x` that each row of `out` belongs to.
+    the gradient is 0 and nothing is read. `rows` `[R]`: the row of `x` for each row of `out`.
     """
     num_rows, num_columns = out.shape
     bias = None if head.bias is None else head.bias[first : first + num_columns]
@@ -215,7 +216,7 @@ def write_gradient(
 
 @triton.jit
 def tanh(x):
-    """tanh by exponentials, and by its series near 0, where those cancel (relative error 2e-7)."""
+    """tanh by exponentials, or by its series near 0, where the exponentials cancel (relative error 2e-7)."""
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
     t = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
@@ -225,7 +226,7 @@ def tanh(x):
 
 @triton.jit
 def to_logits(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scaled, capped, and at least -1e30; NaN stays NaN."""
+    """Scale, cap, and clamp to at least -1e30; NaN stays NaN."""
     if HAS_SOFTCAP:
         x = softcap * tanh(x / softcap)
     z = x * scale
@@ -253,7 +254,7 @@ def stats_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Merges these columns into max, sum, dot and target of their rows (see `Partials`)."""
+    """Merge these columns into max, sum, dot and target of their rows (see `Partials`)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     alive = row < num_rows
     if HAS_MASK:

@@ -31,19 +31,19 @@ def linear_scan(
 
     Example: a = [.5, .5, .5], b = [1, 1, 1], cu_seqlens = [0, 2, 3] gives x = [1.5, 1, 1].
 
-    Where a_t = 0, x_t = b_t even if x_{t+1} is NaN, so a NaN stays in its segment and does not pass a 0 inside one. The
-    x_end of an empty segment is not read. (a, b) = (1, 0) passes the value on unchanged.
+    Where a_t = 0, x_t = b_t even if x_{t+1} is NaN, so NaN does not leave its segment, nor pass an a_t = 0 inside one.
+    The x_end of an empty segment is not read. (a, b) = (1, 0) passes the value on unchanged.
 
     Limits:     a = 1 gives reverse cumulative sums; a = 0 gives b.
-    Requires:   |a| <= 1, except for the reference: running products of a could overflow otherwise. On the CPU larger
-                values are detected and computed by the loop (about 0.2 s for a million tokens); on other devices they
-                are not checked.
+    Requires:   |a| <= 1, except for "reference": running products of a could overflow otherwise. On the CPU larger
+                values are detected and the loop is used (about 0.2 s for a million tokens); on other devices they are
+                not checked.
     Precision:  bf16 and fp16 are computed and returned in fp32; fp64 stays fp64. Runs are bit-identical.
     Args:       cu_seqlens: segment bounds `[N+1]`; None is one segment.  x_end: one value per segment, `[N]`.
-                impl: "reference" (a loop), "blocked" (torch operations) or "triton"; None picks, see `which_impl`.
-    Differs:    from a Python loop over padded `[B, L]` (TRL, verl, OpenRLHF): no padding, and time does not depend on
-                the longest row. From torch's `associative_scan`: segments, no NaN across packed neighbours, and 1 M
-                tokens on two CPU cores in about 10 ms instead of 200.
+                impl: "reference" (a loop), "blocked" (torch operations) or "triton"; default: see `which_impl`.
+    Differs:    from a Python loop over padded `[B, L]` (TRL, verl, OpenRLHF): time does not depend on the longest row.
+                From torch's `associative_scan`: segments, no NaN across packed neighbours, and 1 M tokens on two CPU
+                cores in about 10 ms instead of 200.
     Reference:  G. Blelloch, "Prefix sums and their applications" (1990), section 1.4: first-order recurrences.
     """
     check_float(a=a, b=b, x_end=x_end)
@@ -67,7 +67,7 @@ def linear_scan(
 
 
 def which_impl(a: Float[Tensor, "T"]) -> str:
-    """The implementation that `linear_scan` picks.
+    """The default implementation of `linear_scan`.
 
     "triton" for fp32, bf16 and fp16 on CUDA where Triton is installed; "reference" up to 1024 tokens on the CPU;
     otherwise "blocked".

@@ -1,4 +1,4 @@
-"""The recurrence in blocks: many short scans in parallel, a scan of their carries, one correction. Any device."""
+"""The recurrence in blocks, for any device: many short scans in parallel, a scan of their carries, one correction."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch.nn.functional import pad
 from rlkit.kernels.linear_scan import reference
 
 BLOCK = 16
-COLUMNS = 16_384  # longer streams get longer blocks: a row of this size stays in the cache, and on one thread
-LOOP_TOKENS = 1024  # up to here the Python loop is faster than a level of blocks (measured on two CPU cores)
+COLUMNS = 16_384  # longer streams get longer blocks: a row of this size stays in the cache and on one thread
+LOOP_TOKENS = 1024  # up to this length the Python loop is faster than a level of blocks (on two CPU cores)
 
 
 def scan(a: Float[Tensor, "T"], b: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
     """x_t = a_t x_{t+1} + b_t from x_T = 0, for |a| <= 1.
 
     Blocks of L tokens are the columns of a [L, T / L] matrix, so each of the L steps is one operation on a contiguous
-    row: first every block from a zero carry, together with the running products of a; then the carries, recursively, on
-    a stream L times shorter; then x += product * carry. For |a| > 1 the products can overflow although x does not: on
-    the CPU the loop runs instead, elsewhere the caller must ensure |a| <= 1.
+    row. First every block is scanned from a zero carry, together with the running products of a; then the carries,
+    recursively, on a stream L times shorter; then x += product * carry. For |a| > 1 the products can overflow where x
+    does not: on the CPU the loop runs instead, elsewhere the caller must ensure |a| <= 1.
     """
     if a.device.type != "cpu":
         return _scan(a, b, finite=False)
@@ -44,7 +44,7 @@ def _scan(a: Tensor, b: Tensor, *, finite: bool) -> Tensor:
 
 
 def _largest(x: Tensor) -> float:
-    """max |x|; NaN if there is one."""
+    """max |x|; NaN if x contains NaN."""
     low, high = x.aminmax()
     return max(-low.item(), high.item())
 
@@ -55,7 +55,7 @@ def _in_blocks(x: Tensor, length: int) -> Tensor:
 
 
 def _add_product(x: Tensor, a: Tensor, y: Tensor, *, finite: bool) -> None:
-    """x += a y, and x unchanged where a = 0 (0 * nan). If all sums are `finite` the plain product is the same."""
+    """x += a y, with x unchanged where a = 0 (avoids 0 * nan). If all sums are `finite`, the plain product is equal."""
     if finite:
         x.addcmul_(a, y)
     else:

@@ -1,4 +1,4 @@
-"""The operator behind `linear_scan`: a = 0 at segment bounds; the gradient is a scan in the other direction."""
+"""Custom operators of `linear_scan`: a = 0 at segment bounds; the gradient is a scan in the other direction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IMPLS = (*SCANS, "triton")
 
 @torch.library.custom_op("rlkit::linear_scan", mutates_args=())
 def scan_op(a: Tensor, b: Tensor, cu_seqlens: Tensor, x_end: Tensor | None, reverse: bool, impl: str) -> Tensor:
-    """x_t = a_t x' + b_t inside each segment, starting from x_end; only "triton" also takes reverse=False."""
+    """x_t = a_t x' + b_t inside each segment, starting from x_end; only "triton" supports reverse=False."""
     if a.numel() == 0:
         return torch.empty_like(b)
     if x_end is None and impl == "triton":
@@ -44,7 +44,7 @@ def backward_op(
     if impl == "triton":
         d_b, d_a = _by_triton(a, g, cu_seqlens, reverse=not reverse, of=x)
     else:
-        inner = a.index_fill(0, edges, 0.0)  # its last entry is 0, so rolling it by one starts the scan from 0
+        inner = a.index_fill(0, edges, 0.0)  # the last entry is 0, so rolling by one starts the scan from 0
         d_b = SCANS[impl](inner.roll(1).flip(0), g.flip(0)).flip(0)
         following = x.roll(-1).index_fill_(0, edges, 0.0)
         d_a = torch.where((a == 0) & following.isnan(), 0.0, d_b * following)
@@ -76,7 +76,7 @@ scan_op.register_autograd(_backward, setup_context=_setup)
 
 
 def _entries(cu_seqlens: Tensor, num_tokens: int, reverse: bool) -> tuple[Tensor, Tensor]:
-    """The token where a scan enters each segment, and whether it has one; an empty segment points at the last token."""
+    """The first scanned token of each segment (for empty ones the last token), and whether the segment is nonempty."""
     some = cu_seqlens.diff() > 0
     entry = cu_seqlens[1:] - 1 if reverse else cu_seqlens[:-1]
     return torch.where(some, entry, num_tokens - 1).long(), some

@@ -1,4 +1,4 @@
-"""The recurrence as a loop: the definition, the fast path for short streams on a CPU, and the path for |a| > 1."""
+"""The recurrence as a loop: the reference, the fast path for short streams on a CPU, and the path for |a| > 1."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """The recurrence in three Triton passes: each block from 0, the carries of the blocks, each block from its carry.
 
-Segments are cut inside the kernels: one byte per token marks the last token of a segment, so neither coefficients nor
-values are copied. Work per token does not depend on the segments' lengths. No atomics: the same bits every run. Bytes
+The kernels handle segment bounds: one byte per token marks the last token of a segment, so neither coefficients nor
+values are copied. Work per token does not depend on the segments' lengths. No atomics; runs are bit-identical. Bytes
 per token in fp32: 9 read in each of two passes, 4 written, 1 for the flag.
 """
 
@@ -31,8 +31,8 @@ def scan(
 ) -> tuple[Tensor, Tensor | None]:
     """x_t = a_t x' + b_t inside each segment, x' the value before it in the direction of the scan (0 at the edge).
 
-    With `of`, the values of a scan with the coefficients `a` in the other direction, and `b` their upstream gradient,
-    the result is the gradients of b and a of that scan: d_b_t = b_t + a' d_b', d_a_t = d_b_t of'.
+    If `of` holds the values of a scan with coefficients `a` in the other direction, and `b` their upstream gradient,
+    the result is the gradients of that scan's b and a: d_b_t = b_t + a' d_b', d_a_t = d_b_t of'.
     """
     a, b, num_tokens, num_seqs = a.contiguous(), b.contiguous(), a.numel(), cu_seqlens.numel() - 1
     num_blocks, flags = triton.cdiv(num_tokens, BLOCK), (reverse, of is not None)
@@ -51,7 +51,7 @@ def scan(
 
 @triton.jit
 def mark_kernel(cu_ptr, last_ptr, num_seqs, BOUNDS: tl.constexpr):
-    """Writes 1 at the last token of each segment that has one."""
+    """Write 1 at the last token of each nonempty segment."""
     i = tl.program_id(0) * BOUNDS + tl.arange(0, BOUNDS)
     start = tl.load(cu_ptr + i, mask=i < num_seqs, other=0)
     end = tl.load(cu_ptr + i + 1, mask=i < num_seqs, other=0)
@@ -60,14 +60,14 @@ def mark_kernel(cu_ptr, last_ptr, num_seqs, BOUNDS: tl.constexpr):
 
 @triton.jit
 def compose(a1, b1, a2, b2):
-    """x -> a1 x + b1, then a2 x + b2; a2 = 0 drops x, so no NaN passes it."""
+    """x -> a1 x + b1, then a2 x + b2; a2 = 0 drops x, so NaN does not pass it."""
     cut = a2 == 0
     return tl.where(cut, a2, a1 * a2), tl.where(cut, b2, a2 * b1 + b2)
 
 
 @triton.jit
 def coefficients(a_ptr, b_ptr, last_ptr, at, num_tokens, REVERSE: tl.constexpr, SHIFTED: tl.constexpr):
-    """a and b of the tokens `at`, a = 0 at the edge where the direction enters a segment; (1, 0) past the stream."""
+    """a and b of the tokens `at`; a = 0 where the scan enters a segment, (1, 0) past the end of the stream."""
     valid = at < num_tokens
     before = at + 1 if REVERSE else at - 1
     if REVERSE:
@@ -94,7 +94,7 @@ def reduce_kernel(
     SHIFTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The map x -> a x + b that one block applies to the value that enters it."""
+    """The map x -> a x + b of one block, applied to its incoming carry."""
     pid = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     a, b = coefficients(a_ptr, b_ptr, last_ptr, pid.to(tl.int64) * BLOCK + i, num_tokens, REVERSE, SHIFTED)
@@ -106,7 +106,7 @@ def reduce_kernel(
 
 @triton.jit
 def carry_kernel(ends_ptr, carry_ptr, num_blocks, REVERSE: tl.constexpr, CARRIES: tl.constexpr):
-    """The value that enters each block, by one program: a scan of `CARRIES` blocks at a time."""
+    """The carry into each block, by one program: a scan of `CARRIES` blocks at a time."""
     i = tl.arange(0, CARRIES)
     rounds = tl.cdiv(num_blocks, CARRIES)
     tl.store(carry_ptr + (num_blocks - 1 if REVERSE else 0), 0.0)
@@ -137,7 +137,7 @@ def apply_kernel(
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The scan of one block from its carry; as a gradient also d_a, from the values x of the scan the other way."""
+    """The scan of one block from its carry; for a gradient also d_a, from the values x of the opposite scan."""
     pid = tl.program_id(0)
     at = pid.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = at < num_tokens
@@ -146,7 +146,7 @@ def apply_kernel(
     out = tl.where(a == 0, b, a * tl.load(carry_ptr + pid) + b)
     tl.store(out_ptr + at, out, mask=valid)
     if GRADIENT:
-        read = at - 1 if REVERSE else at + 1  # the token whose x went into x_t
+        read = at - 1 if REVERSE else at + 1  # the token whose x enters x_t
         edge_at = read if REVERSE else at
         edge = tl.load(last_ptr + edge_at, mask=valid & (edge_at >= 0), other=1) != 0
         x = tl.load(x_ptr + read, mask=valid & ~edge, other=0.0)

@@ -1,4 +1,4 @@
-"""Log-probability of the taken action and entropy from existing logits, on the engines of `linear_logp`."""
+"""Log-probabilities of the targets and entropies from existing logits, with the backends of `linear_logp`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlkit._tensors import check_float, check_mask
 from rlkit.kernels import _triton
 from rlkit.kernels._checks import check_scaling, check_targets
 from rlkit.kernels.linear_logp import Partials
-from rlkit.kernels.linear_logp.ops import ENGINES, IMPLS
+from rlkit.kernels.linear_logp.ops import BACKENDS, IMPLS
 from rlkit.kernels.logits_logp import ops
 from rlkit.kernels.logits_logp import reference as _reference
 from rlkit.types import LogProbs
@@ -33,19 +33,19 @@ def logits_logp(
         z = softcap * tanh(logits / softcap) / temperature
         logp_t = log softmax(z_t)[targets_t]             entropy_t = - sum_v softmax(z_t)[v] log softmax(z_t)[v]
 
-    For models that return logits. With the hidden states at hand, `linear_logp` saves the memory of the logits. Both
-    outputs are differentiable; no `[T, V]` tensor is made but the gradient, and fp32 copies only of a few rows at a
-    time. Rows where `mask` is False are not read: logp = entropy = 0, gradient 0. The backward skips rows whose
-    upstream gradients are 0.
+    For models that return logits; from hidden states, `linear_logp` saves the memory of the logits. Both outputs are
+    differentiable. The gradient is the only new `[T, V]` tensor; fp32 copies are made of a few rows at a time. Rows
+    where `mask` is False are not read: logp = entropy = 0, gradient 0. The backward skips rows whose upstream gradients
+    are 0.
 
     Precision:  fp32 statistics relative to the row's maximum for every dtype of the logits (fp64 for fp64); the
                 gradient is rounded once. A logit of -inf counts as -1e30.
     Args:       inplace_backward: the gradient overwrites the logits, which saves `[T, V]`; for logits that are not read
                 afterwards (the output of a matrix product). A second backward then raises. Ignored under torch.compile.
-                impl: "reference" (materialised log-softmax), "chunked" (torch, some rows at a time) or "triton" (one
-                read forward, one read and one write backward, no device sync); None picks, see `which_impl`.
-    Differs:    from `log_softmax` and a gather (TRL `selective_log_softmax`), which makes two more `[T, V]` tensors.
-                From FlashAttention's cross entropy (verl): the entropy has a gradient too.
+                impl: "reference" (materialised log-softmax), "chunked" (torch, a few rows at a time) or "triton" (one
+                read forward, one read and one write backward, no device sync); default: see `which_impl`.
+    Differs:    from `log_softmax` and a gather (TRL `selective_log_softmax`), which allocate two more `[T, V]` tensors.
+                From FlashAttention's cross entropy (verl): the entropy has a gradient.
     Reference:  the shifted statistics of `rlkit.kernels.linear_logp.finish`.
     """
     _check(logits, targets, mask, logits.shape[-1], temperature, softcap)
@@ -53,14 +53,14 @@ def logits_logp(
     if chosen == "reference":
         return _reference.logits_logp(logits, targets, temperature=temperature, softcap=softcap, mask=mask)
     if inplace_backward and logits.is_leaf and logits.requires_grad:
-        raise ValueError("inplace_backward would overwrite logits, which are a leaf; leave it off")
+        raise ValueError("inplace_backward would overwrite logits, which are a leaf; turn it off")
     stats = ops.partials_op(logits.detach(), targets, mask, temperature, softcap, 0, chosen)
     inplace = inplace_backward and not torch.compiler.is_compiling()
     return LogProbs(*ops.logp_op(logits, targets, stats, mask, temperature, softcap, 0, inplace, chosen))
 
 
 def which_impl(logits: Float[Tensor, "T V"]) -> str:
-    """The implementation that is picked: "triton" for fp32, bf16 and fp16 on CUDA with Triton, otherwise "chunked"."""
+    """The default implementation: "triton" for fp32, bf16 and fp16 on CUDA with Triton, otherwise "chunked"."""
     return "triton" if _triton.preferred(logits) else "chunked"
 
 
@@ -74,9 +74,9 @@ def partials(
     mask: Bool[Tensor, "T"] | None = None,
     impl: str | None = None,
 ) -> Partials:
-    """Softmax statistics of one vocabulary shard of the logits, whose first column is entry `vocab_start`.
+    """Softmax statistics of one vocabulary shard of the logits, starting at entry `vocab_start`.
 
-    Merge those of all shards with `rlkit.kernels.linear_logp.combine`. Carries no gradient: see `shard_logp`.
+    Merge the shards with `rlkit.kernels.linear_logp.combine`. The result has no gradient: see `shard_logp`.
     """
     _check(logits, targets, mask, None, temperature, softcap)
     chosen = _check_impl(impl, logits)
@@ -96,8 +96,8 @@ def shard_logp(
 ) -> LogProbs:
     """Log-probability and entropy over the whole vocabulary, differentiable in this shard's logits.
 
-    As `rlkit.kernels.linear_logp.shard_logp`: the values are `finish(combined)` on every rank, and the gradient of this
-    shard's columns is complete if all ranks compute the same loss.
+    Like `rlkit.kernels.linear_logp.shard_logp`: the values are `finish(combined)` on every rank, and the gradient of
+    this shard's columns is complete if all ranks compute the same loss.
     """
     _check(logits, targets, mask, None, temperature, softcap)
     stats, chosen = torch.stack(combined).detach(), _check_impl(impl, logits)
@@ -105,7 +105,7 @@ def shard_logp(
 
 
 def _check_impl(impl: str | None, logits: Tensor) -> str:
-    return _triton.choose(impl, ENGINES, which_impl(logits), logits)
+    return _triton.choose(impl, BACKENDS, which_impl(logits), logits)
 
 
 def _check(

@@ -1,7 +1,7 @@
-"""The operators behind `logits_logp`: statistics and gradients of existing logits, in tiles or by Triton.
+"""Custom operators of `logits_logp`: statistics and gradients of existing logits.
 
-Both engines are those of `linear_logp`: its tile functions on fp32 buffers of a few rows, or its row kernels, which
-read the logits once forward, and read and write them once backward.
+They use the backends of `linear_logp`: its tile functions on fp32 buffers of a few rows, or its Triton row kernels,
+which read the logits once in the forward, and read and write them once in the backward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def partials_op(
             out[:, block] = torch.stack(tile_partials(z, targets[block], first=start, scratch=scratch))
     elif logits.numel():
         with torch.cuda.device_of(logits):
-            ops.module(impl).update_stats(out, _rows_in_line(logits), targets, head, mask=mask)
+            ops.module(impl).update_stats(out, _contiguous_rows(logits), targets, head, mask=mask)
     return out
 
 
@@ -53,7 +53,7 @@ def _(logits: Tensor, *_: Any) -> Tensor:
     "SymInt start, bool inplace, str impl) -> (Tensor, Tensor)",
 )
 def logp_op(*args: Any) -> tuple[Tensor, Tensor]:
-    """logp and entropy from the statistics `[4, T]` of the whole vocabulary, with gradients to these columns."""
+    """logp and entropy from the statistics `[4, T]` of the whole vocabulary, differentiable in these columns."""
     logp, entropy = finish(Partials(*args[2]))
     return logp, entropy
 
@@ -89,7 +89,7 @@ def _(logits: Tensor, *_: Any) -> Tensor:
     "rlkit::logits_logp_backward_", mutates_args=("logits",), schema=f"(Tensor(a!) logits, {_BACKWARD_ARGS}) -> ()"
 )
 def backward_op_(logits: Tensor, *args: Any) -> None:
-    """Gradient of the logits, written over them."""
+    """Gradient of the logits, written in place."""
     _write_gradient(logits, logits, *args)
 
 
@@ -139,11 +139,11 @@ def _write_gradient(
     if impl == "chunked":
         _write_by_tiles(out, logits, head, terms, alive)
     elif logits.numel():
-        engine = ops.module(impl)
+        backend = ops.module(impl)
         written = out if out.stride(1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
         with torch.cuda.device_of(logits):
-            packed, _ = engine.pack_terms(terms, torch.float32, temperature)
-            engine.write_gradient(written, _rows_in_line(logits), terms.targets, packed, head, alive=alive)
+            packed, _ = backend.pack_terms(terms, torch.float32, temperature)
+            backend.write_gradient(written, _contiguous_rows(logits), terms.targets, packed, head, alive=alive)
         if written is not out:
             out.copy_(written)
 
@@ -179,6 +179,6 @@ def _tiles(logits: Tensor, head: Head, rows: Tensor | None) -> Iterator[tuple[Te
         yield z.clamp_(min=LOWEST), buffers[1, : end - top], block
 
 
-def _rows_in_line(x: Tensor) -> Tensor:
-    """`x` with the columns of a row side by side, at any distance between rows."""
+def _contiguous_rows(x: Tensor) -> Tensor:
+    """`x` with contiguous rows, at any row stride."""
     return x if x.stride(1) == 1 else x.contiguous()

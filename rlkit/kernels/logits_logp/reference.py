@@ -1,4 +1,4 @@
-"""The definition of `logits_logp` in plain torch; in fp64 it is the truth."""
+"""Reference of `logits_logp` in plain torch; tests compare with it in fp64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def logits_logp(
     softcap: float | None = None,
     mask: Bool[Tensor, "T"] | None = None,
 ) -> LogProbs:
-    """Log-softmax of the logits in fp32 (fp64 for fp64), at the targets, and its entropy."""
+    """Log-softmax of the logits in fp32 (fp64 for fp64) at the targets, and the entropy."""
     rows = torch.arange(logits.shape[0], device=logits.device) if mask is None else mask.nonzero().squeeze(1)
     z = upcast(logits[rows])
     zeros = z.new_zeros(logits.shape[0])
