@@ -22,9 +22,13 @@ X = TypeVar("X")
 ROLES = ("system", "user", "assistant", "tool")  # that every chat template is expected to know
 
 _log = logging.getLogger("rlkit.data")
-_TURNS, _LABEL = "a list of at least one message", "true or false"
-_TEXT, _PLAIN = f"a string or {_TURNS}", "a string (messages need a chat template)"
-_KINDS = {"messages": _TURNS, "label": _LABEL}  # of a column; any other one is text
+_STRING, _MESSAGES, _LABEL = "a string", "a list of at least one message", "true or false"
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    _STRING: lambda value: isinstance(value, str),
+    _MESSAGES: lambda value: isinstance(value, list | tuple) and len(value) > 0,
+    _LABEL: lambda value: _label(value) is not None,
+}
+_COLUMNS = {"messages": (_MESSAGES,), "label": (_LABEL,)}  # what a column may hold; other columns: a string or messages
 _PROMPT, _RESPONSES = ("messages", "prompt"), ("completion", "response", "messages")
 _LABELS = {"true": True, "1": True, "false": False, "0": False}  # a cell of a CSV file is text
 _COLUMN_FIX = "check which columns hold the texts: one under another name is renamed with --rename"
@@ -146,22 +150,20 @@ def cell(row: Row, names: Sequence[str], place: str, *, form: Form, plain: bool 
     chat template) all but the label are strings. ValueError, with the columns of the row and the form that it looks
     most like, for a row without any of `names`, or with a value of another type.
     """
-    there = [name for name in names if name in row and not (plain and name == "messages")]
+    names = [name for name in names if not (plain and name == "messages")]
+    there = [name for name in names if name in row]
     if not there:
-        names = [name for name in names if not (plain and name == "messages")]
         near = max(FORMS, key=lambda known: known.likeness(row))
-        raise column_error(
-            place,
-            f"no column {names[0]!r}" if len(names) == 1 else f"neither {' nor '.join(map(repr, names))} is there",
-            row,
-            f"; {form}{'' if near.columns == form.columns else f', and the row looks most like a {near.name}'}"
-            "; a column under another name is renamed with --rename",
-        )
+        looks = "" if near.columns == form.columns else f", and the row looks most like a {near.name}"
+        lacks = f"no column {names[0]!r}" if len(names) == 1 else f"neither {' nor '.join(map(repr, names))} is there"
+        raise column_error(place, lacks, row, f"; {form}{looks}; a column under another name is renamed with --rename")
     name = next((name for name in there if row[name] is not None), there[0])
-    value, kind = row[name], _KINDS.get(name, _PLAIN if plain else _TEXT)
-    is_text, is_turns = isinstance(value, str), isinstance(value, list | tuple) and len(value) > 0
-    if not {_LABEL: _label(value) is not None, _TURNS: is_turns, _PLAIN: is_text}.get(kind, is_text or is_turns):
-        raise column_error(place, f"column {name!r} must be {kind}, got {repr(value)[:80]}", row)
+    value = row[name]
+    kinds = [kind for kind in _COLUMNS.get(name, (_STRING, _MESSAGES)) if not (plain and kind == _MESSAGES)]
+    if not any(_KINDS[kind](value) for kind in kinds):
+        note = " (messages need a chat template)" if plain and isinstance(value, list) else ""
+        found = f"column {name!r} must be {' or '.join(kinds)}{note}, got {repr(value)[:80]}"
+        raise column_error(place, found, row)
     return name, value
 
 

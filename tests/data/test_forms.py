@@ -49,6 +49,36 @@ def test_a_row_of_another_form_is_refused_with_its_columns_and_the_form_it_looks
             read(rows, **options)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"prompt": "hi", "chosen": 3, "rejected": "no"},
+            "column 'chosen' must be a string, got 3; columns found: .'cho",
+        ),
+        (
+            {"prompt": "hi", "chosen": CONVERSATION, "rejected": "no"},
+            r"must be a string \(messages need a chat template\)",
+        ),
+        ({"messages": CONVERSATION, "chosen": "yo", "rejected": "no"}, "no column 'prompt'; columns found"),
+    ],
+)
+def test_without_a_chat_template_columns_are_strings(row, message):
+    options = {"tokenizer": TOKENIZER, "max_example_tokens": 99, "apply_chat_template": False}
+    with pytest.raises(ValueError, match=f"^row 1: .*{message}"):
+        preference_pairs([row], **options)
+
+
+def test_a_null_beside_another_name_of_the_column_is_skipped():
+    """Arrow tables fill absent columns with null."""
+    rows = [
+        {"messages": None, "prompt": "hi", "response": "yo"},
+        {"messages": CONVERSATION[:1], "prompt": None, "response": "yo"},
+    ]
+    first, second = sft_examples(rows, tokenizer=TOKENIZER, max_example_tokens=99)[0]
+    assert first == second
+
+
 def test_a_new_form_is_one_row_of_the_table():
     def instruction(row, place, template):
         prompt = template.text([{"role": "user", "content": row["instruction"]}], place, opened=True)
