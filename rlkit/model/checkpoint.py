@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlkit import __version__
+import rlkit
 from rlkit import files as _files
 from rlkit.model.weights import clean_name, model_tensors
 from rlkit.parallel.data import each_stage
@@ -152,17 +152,11 @@ def read_tensors(tensors: dict[str, Tensor], path: Path, model: nn.Module) -> No
     """Fill `tensors` of `model` in place; ValueError, before any tensor changes, where names or shapes differ."""
     import torch.distributed.checkpoint as dcp
 
-    stored = _stored(path)
-    stages = of_stages(model, {name: x.shape for name, x in tensors.items()})
+    stages = of_stages(model, {name: [*x.shape] for name, x in tensors.items()})
     here = {name: shape for shapes in stages for name, shape in shapes.items()}
-    wrong = [f"{name} is missing there" for name in here if name not in stored]
-    wrong += [f"{name} is missing here" for name in stored if name.startswith("model/") and name not in here]
-    wrong += [
-        f"{name} is {list(stored[name].size)} there, {list(shape)} here"
-        for name, shape in here.items()
-        if name in stored and stored[name].size != shape
-    ]
-    if wrong:
+    there = {name: [*x.size] for name, x in _stored(path).items() if name in here or name.startswith("model/")}
+    shapes = {name: (there.get(name, "missing"), here.get(name, "missing")) for name in here | there}
+    if wrong := [f"{name} is {a} there, {b} here" for name, (a, b) in shapes.items() if a != b]:
         raise ValueError(f"{path} holds another model: {'; '.join(wrong[:4])} ({len(wrong)} differences in total)")
     _quiet()
     dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=not distributed())
@@ -172,11 +166,9 @@ def plain(value: Any, where: str) -> Any:
     """`value` rebuilt from types that `torch.load(weights_only=True)` reads; TypeError names any other entry."""
     if isinstance(value, Tensor) and hasattr(value, "placements"):
         raise TypeError(f"{where} is sharded: give the model it belongs to as part of `model`, an nn.ModuleDict")
-    if value is None or isinstance(value, Tensor):
-        return value
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, bool | bytes):
+    if value is None or isinstance(value, Tensor | bool | bytes):
         return value
     for kind in (int, float, str):
         if isinstance(value, kind):
@@ -335,7 +327,7 @@ def make_job(
     """What `save_checkpoint` writes. The tensors are the live ones."""
     if keep < 1:
         raise ValueError(f"keep must be at least 1 (the checkpoint just written), got {keep}")
-    side = {"format": FORMAT, "rlkit": __version__, "state": plain(state, "state"), "optimizer": None}
+    side = {"format": FORMAT, "rlkit": rlkit.__version__, "state": plain(state, "state"), "optimizer": None}
     tensors = model_tensors(model)
     if optimizer is not None:
         side["optimizer"] = optimizer_options(model, optimizer)
@@ -394,7 +386,7 @@ def _publish(step: int, files: list[dict[str, dict[str, int]]], temp: Path, fina
         )
     manifest = {
         "format": FORMAT,
-        "rlkit": __version__,
+        "rlkit": rlkit.__version__,
         "step": step,
         "order": 1 + max((_manifest(path)["order"] for path in _complete(final.parent)), default=0),
         "world_size": len(files),
@@ -445,8 +437,9 @@ def _check_format(path: Path, found: dict[str, Any]) -> None:
     if found and found.get("format") != FORMAT:
         wrote = f"rlkit {found['rlkit']}" if "rlkit" in found else "an rlkit without format numbers"
         raise ValueError(
-            f"{path} has checkpoint format {found.get('format')}, written by {wrote}, and rlkit {__version__} reads "
-            f"format {FORMAT}: resume with the version that wrote it, or start a new run in another folder"
+            f"{path} has checkpoint format {found.get('format')}, written by {wrote}, and rlkit "
+            f"{rlkit.__version__} reads format {FORMAT}: resume with the version that wrote it, or start a new run in "
+            "another folder"
         )
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from rlkit.model.checkpoint import BackgroundSaver
+from rlkit.model.checkpoint import BackgroundSaver, load_latest
 from rlkit.model.launch import TRAINING
+from rlkit.model.lora import adapters, save_adapter
+from rlkit.model.weights import export_hf
 from rlkit.parallel.data import any_rank
 from rlkit.ranks import Stopped, first, together
 from rlkit.rollout.shared import SharedStream
@@ -78,14 +80,14 @@ def save_if_due(
     must = stopping or step == steps
     due = must or (every > 0 and step % every == 0)
     if due or saver.idle:
-        with _said(run, unless=False):
+        with _reported(run, fatal=False):
             saver.wait()
     then: Callable[[], object] | None = None
     if stream is not None:
         state = {**state, "stream": stream.state}
         then = partial(stream.saved, state["stream"])
     if due:
-        with _said(run, unless=must):
+        with _reported(run, fatal=must):
             together(run.sync)
             both = _with_reference(model, reference)
             saver.save(step=step, model=both, optimizer=optimizer, state=state, then=then)
@@ -99,12 +101,12 @@ def save_if_due(
 
 
 @contextmanager
-def _said(run: Run, *, unless: bool) -> Iterator[None]:
-    """Inside the block an OSError is only reported, `unless` it has to end the run."""
+def _reported(run: Run, *, fatal: bool) -> Iterator[None]:
+    """Inside the block an OSError is reported; it is raised only if `fatal`."""
     try:
         yield
     except OSError as error:
-        if unless:
+        if fatal:
             raise
         run.say(f"no checkpoint, training goes on: {error}")
 
@@ -118,8 +120,6 @@ def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, refer
     Errors: the errors of `keep_args`; FileNotFoundError also where every checkpoint is damaged; ValueError for a
     checkpoint in another format.
     """
-    from rlkit.model.checkpoint import load_latest
-
     check_folder(folder, resume=True)
     first(lambda: hold(folder))
     state, skipped = load_latest(folder / "checkpoints", model=_with_reference(model, reference), optimizer=optimizer)
@@ -143,9 +143,6 @@ def export(run: Run, model: Any, tokenizer: Any) -> Path:
     LoRA adapters are merged into its weights, and also written to `adapter/`, with the tokenizer, for
     `peft.AutoPeftModelForCausalLM.from_pretrained`.
     """
-    from rlkit.model.lora import adapters, save_adapter
-    from rlkit.model.weights import export_hf
-
     if adapters(model):
         save_adapter(model, run.folder / "adapter", tokenizer=tokenizer)
     return export_hf(model, tokenizer, run.folder / "model")
