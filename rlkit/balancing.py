@@ -1,4 +1,4 @@
-"""Micro-batches of one token budget: which sequences go together."""
+"""Balanced micro-batches under a token budget."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rlkit.segments import seq_lens
 from rlkit.types import Batch
 
 Piece = tuple[int, list[int]]  # tokens, sequences
-_EVEN = 0.02  # of a rank's tokens, that ranks may wait: less would cut more groups than it gains
-_PARTNERS = 4  # emptiest bins that an exchange is looked for with
+_EVEN = 0.02  # acceptable imbalance, as a fraction of a rank's tokens; less would split more groups than it gains
+_PARTNERS = 4  # number of least loaded bins that are tried for an exchange
 
 
 class Plan(NamedTuple):
-    """How sequences were put into micro-batches: `bins` of sequence indices, the fullest one's tokens (`makespan`), and
-    the `bound` that no partition into as many bins can beat (the mean load with every prompt counted once, or the
-    largest sequence with its prompt)."""
+    """A partition into micro-batches: `bins` of sequence indices, the tokens of the fullest bin (`makespan`), and a
+    lower `bound` on the makespan of any partition into that many bins (the mean load with every prompt counted once, or
+    the largest sequence with its prompt)."""
 
     bins: list[list[int]]
     makespan: int
@@ -29,7 +29,7 @@ class Plan(NamedTuple):
 
 
 class _Lens(NamedTuple):
-    """Tokens of each sequence, which prefix it has, and tokens of each prefix. The last ones, -1, stand for nothing."""
+    """Tokens and prefix index of each sequence, tokens of each prefix. Index -1 (the last entry): none, of 0 tokens."""
 
     own: list[int]
     prefix_ids: list[int]
@@ -38,7 +38,7 @@ class _Lens(NamedTuple):
 
 @dataclass(eq=False)
 class _Bin:
-    """Sequences by length, how many of them have each prefix, and tokens in all."""
+    """Total tokens, (length, index) of the sequences in order of length, and the number of sequences per prefix."""
 
     load: int
     members: list[tuple[int, int]]
@@ -46,19 +46,20 @@ class _Bin:
 
 
 def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1, whole_groups: bool = False) -> Plan:
-    """Balanced micro-batches of at most `max_tokens` tokens, a shared prefix counted once in each.
+    """Balanced micro-batches of at most `max_tokens` tokens; a shared prefix is counted once in each.
 
-    Groups stay whole where they fit, and are cut into as few pieces as fit where they do not. Pieces go, longest first,
+    A group stays whole if it fits, else it is split into the fewest pieces that fit. Each piece, longest first, goes
     to the least loaded bin (longest processing time first: makespan <= 4/3 of the optimum, Graham 1969), over the
-    fewest bins that keep the budget (of more than 64 a rank, to 2%).
+    fewest bins that keep the budget (within 2% above 64 bins per rank).
 
-    Data parallel `ranks` wait for the fullest of them. So their bins are a multiple of theirs in number, some possibly
-    empty, and sequences are exchanged between the fullest and the emptiest ones while that evens them out, although a
-    cut costs one more prompt. Rank r gets `bins[r::ranks]`: bins of about equal load run at the same time, and who
-    has the fullest changes. With `whole_groups` no group is ever cut: a loss that couples its samples.
+    Data parallel `ranks` wait for the most loaded one. So the number of bins is a multiple of `ranks` (some may be
+    empty), and sequences are exchanged between the fullest and the emptiest bins while that reduces the imbalance,
+    although splitting a group costs one more prompt. Rank r gets `bins[r::ranks]`: bins of similar load run at the same
+    time, and the rank with the fullest bin alternates. With `whole_groups` no group is split, for a loss that couples
+    the samples of a group.
 
     Errors: ValueError when one sequence with its prompt exceeds `max_tokens`, or one group that must stay whole.
-    Differs: verl partitions single sequences (Karmarkar-Karp), so that a group's prompt is computed on many ranks.
+    Differs: verl partitions single sequences (Karmarkar-Karp), so a group's prompt is computed on several ranks.
     """
     lens = _Lens(
         [*seq_lens(batch.cu_seqlens).tolist(), 0],
@@ -87,7 +88,7 @@ def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1, whole_gr
 
 
 def _pieces(lens: _Lens, group_ids: list[int], max_tokens: int) -> list[Piece]:
-    """Each group, cut where it has more than `max_tokens` tokens; the longest first."""
+    """The groups, split where one has more than `max_tokens` tokens; the longest piece first."""
     pieces: list[Piece] = []
     cost, members, prefixes = 0, [], set()  # type: ignore[var-annotated]
     for i in sorted(range(len(group_ids)), key=lambda i: (group_ids[i], i)):
@@ -107,7 +108,7 @@ def _pieces(lens: _Lens, group_ids: list[int], max_tokens: int) -> list[Piece]:
 
 
 def _longest_first(pieces: list[Piece], num_bins: int) -> list[Piece]:
-    """Bins, the fullest last: each piece, longest first, to the least loaded one."""
+    """Assign each piece, longest first, to the least loaded bin; the bins in order of load."""
     heap: list[tuple[int, int, list[int]]] = [(0, b, []) for b in range(num_bins)]
     for cost, members in pieces:
         load, b, held = heap[0]
@@ -117,10 +118,10 @@ def _longest_first(pieces: list[Piece], num_bins: int) -> list[Piece]:
 
 
 def _evened(packed: list[Piece], lens: _Lens, max_tokens: int, ranks: int) -> list[Piece]:
-    """Move a sequence from the fullest bin to one of the emptiest, or exchange two, until they are even or none helps.
+    """Move a sequence from the fullest bin to one of the emptiest, or swap two, until balanced or no move helps.
 
-    Bins that run at the same time are neighbours in the order of loads. So what the ranks wait for the fullest, added
-    up, is at most the fullest bin less the emptiest.
+    Bins that run at the same time are neighbours in the order of loads. So the total time that ranks wait for the most
+    loaded one is at most the difference between the fullest and the emptiest bin.
     """
     bins = [
         _Bin(load, sorted((lens.own[i], i) for i in held), Counter(lens.prefix_ids[i] for i in held))
@@ -150,8 +151,7 @@ def _evened(packed: list[Piece], lens: _Lens, max_tokens: int, ranks: int) -> li
 
 
 def _exchanges(a: _Bin, b: _Bin, lens: _Lens) -> Iterable[tuple[int, int, int]]:
-    """(load of the fuller bin afterwards, from a to b, from b to a): each of a's, for nothing or one of the length that
-    would make them even."""
+    """Yield `(max load after, i, j)` for moving i from a to b, alone (j = -1) or swapped with the best-matching j."""
     gap = a.load - b.load
     for own, i in a.members:
         if own < gap:
@@ -162,7 +162,7 @@ def _exchanges(a: _Bin, b: _Bin, lens: _Lens) -> Iterable[tuple[int, int, int]]:
 
 
 def _loads(a: _Bin, b: _Bin, i: int, j: int, lens: _Lens) -> tuple[int, int]:
-    """Loads of a and b after i has gone from a to b, and j from b to a."""
+    """Loads of a and b after moving i from a to b and j from b to a."""
     p, q, moved = lens.prefix_ids[i], lens.prefix_ids[j], lens.own[i] - lens.own[j]
     if p == q:
         return a.load - moved, b.load + moved

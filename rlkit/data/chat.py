@@ -1,7 +1,7 @@
 """Chat templates in token space: contexts, and the tokens that join one sampled turn to the next.
 
-What the engine sampled is never tokenised again. A turn that follows it is tokens that are appended; where a template
-cannot be continued by appending, that is said (`None`), and a new sequence starts.
+What the engine sampled is never tokenised again: the next turn is appended as tokens. Where a template cannot be
+continued by appending, the result is `None`, and a new sequence starts.
 """
 
 from __future__ import annotations
@@ -15,9 +15,15 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
-_MARK = "placeholder of a turn"  # text that no template takes for markup
+_MARK = "placeholder of a turn"  # not markup in any template
+_CHUNK = 1024  # texts per tokenizer call: enough for its threads, little to hold at once
 _OPENER = 64  # characters at the end of a generation prompt that a message may repeat
-TURN_TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # under these names templates look for text
+TURN_TEXTS = (
+    "content",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # the fields of a message in which templates look for text
 
 
 def render(
@@ -51,7 +57,7 @@ def render_text(
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "the tokenizer has no chat_template: set tokenizer.chat_template, take an instruction-tuned model's "
-            "tokenizer, or give plain text with apply_chat_template=False (of the scripts: --no-chat-template)"
+            "tokenizer, or use plain text with apply_chat_template=False (scripts: --no-chat-template)"
         )
     apply: Any = tokenizer.apply_chat_template
     return apply(
@@ -64,12 +70,21 @@ def render_text(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text as it stands: no special token is added, one that is written out is recognised."""
+    """Token ids of a text: no special token is added, and special tokens written in the text are recognised."""
     return tokenizer.encode(text, add_special_tokens=False)
 
 
+def encode_all(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool = False
+) -> list[list[int]]:
+    """Token ids of many texts: one tokenizer call per thousand, which a fast tokenizer spreads over its threads."""
+    call: Any = tokenizer
+    chunks = (list(texts[start : start + _CHUNK]) for start in range(0, len(texts), _CHUNK))
+    return [ids for chunk in chunks for ids in call(chunk, add_special_tokens=add_special_tokens)["input_ids"]]
+
+
 def encode_after_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text that follows other text: a tokenizer that marks the start of a text must not mark it here."""
+    """Token ids of a text that follows other text: no start-of-text mark is added."""
     head = encode(tokenizer, "x")
     both = encode(tokenizer, "x" + text)
     return both[len(head) :] if both[: len(head)] == head else encode(tokenizer, text)
@@ -84,33 +99,32 @@ def turn_tokens(
     tools: Sequence[Any] | None = None,
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int] | None:
-    """Tokens to append after a sampled turn, so that `new_messages` are read and the next assistant turn is open.
+    """Tokens to append after a sampled turn: `new_messages`, then the opening of the next assistant turn.
 
         context = render(messages_so_far[:-1], add_generation_prompt=True) + sampled_ids + turn_tokens(...)
 
-    `messages_so_far` ends with the assistant message that was made of `sampled_ids`, reasoning included; the ids are
+    `messages_so_far` ends with the assistant message decoded from `sampled_ids`, reasoning included; the ids are
     only compared with the template's closing, never tokenised again. The result is what the template writes after an
     assistant's content up to the next generation prompt, found by rendering a fixed placeholder as the content. The
-    part of the closing that was sampled already is left out: nothing where the model was cut off by a length limit,
-    `<|im_end|>` where it stopped by itself. (A model that stopped by another token than the template's keeps it, and
-    the closing follows.)
+    part of the closing that was already sampled is omitted: nothing where the model was cut off by a length limit,
+    `<|im_end|>` where it stopped on its own. (A stop token other than the template's is kept, and the closing follows.)
 
-    None where the template does not continue what was sampled, so that a new sequence has to be started from
+    None where the template does not continue what was sampled. Then a new sequence has to be started from
     `render(messages_so_far + new_messages, add_generation_prompt=True)`:
-      - the new messages change what stands before the turn, generation prompt included (DeepSeek-R1 opens a turn with
-        `<think>` and writes past turns without; Qwen3 with `enable_thinking=False` does the like);
-      - the turn's `content` or reasoning is not written as it is, white space aside (Qwen3 drops the reasoning of past
+      - the new messages change the text before the turn, generation prompt included (DeepSeek-R1 opens a turn with
+        `<think>` and writes past turns without it; Qwen3 with `enable_thinking=False` does the same);
+      - the turn's `content` or reasoning is not written verbatim, white space aside (Qwen3 drops the reasoning of past
         turns when a user message follows, and keeps it when a tool's answer follows);
-      - the turn is closed in another way than a plain one, or the template refuses a plain one there (tool calls).
+      - the turn is closed differently from a turn of plain text, or the template refuses plain text there (tool calls).
 
-    Differs: verl and SkyRL render new messages behind a fixed base conversation and take that off, which cannot see
-    that history is rewritten; tokenising the whole conversation again drifts from what was sampled (verl issue 3960).
+    Differs: verl and SkyRL render new messages after a fixed base conversation and remove that prefix, which does not
+    detect a rewritten history; tokenising the whole conversation again drifts from the sample (verl issue 3960).
     """
     if not messages_so_far or messages_so_far[-1].get("role") != "assistant":
         roles = [m.get("role") for m in messages_so_far]
         raise ValueError(f"messages_so_far must end with the sampled assistant message, got roles {roles}")
     if not new_messages:
-        raise ValueError("new_messages must hold at least one message: a turn of a tool or of the user")
+        raise ValueError("new_messages must hold at least one message, of a tool or of the user")
 
     def text(messages: Sequence[Message], opened: bool = True) -> str:
         return render_text(tokenizer, messages, add_generation_prompt=opened, tools=tools, template_args=template_args)
@@ -121,7 +135,7 @@ def turn_tokens(
     try:
         _, found, tail = text([*placed, *new_messages]).rpartition(_MARK)
         closing = text(placed, opened=False).rpartition(_MARK)[2]
-    except Exception:  # whatever the template raises: with the real turn the same conversation was rendered above
+    except Exception:  # any error of the template: with the real turn, the conversation was rendered above
         return None
     turn = _squeeze(whole[len(context) : len(whole) - len(tail)])
     opener = _squeeze(context[-_OPENER:])
@@ -137,7 +151,7 @@ def turn_tokens(
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token that ends an assistant's turn: the first special token that the template writes after its content.
 
-    `eos_token_id` where there is no chat template or it writes no special token there (None where there is none).
+    `eos_token_id` (possibly None) without a chat template, or where the template writes no special token there.
     """
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
@@ -157,7 +171,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[i
 
     The union of the tokenizer's eos, the `eos_token_id` (an int or a list) of each config, and the chat template's end
     of turn. The union matters: base models are often published with an eos that their template never writes, and a
-    rollout that misses the template's token runs on to its length limit. Raises ValueError where there is none.
+    rollout without the template's token samples up to its length limit. Raises ValueError if the union is empty.
     """
     ids = {end_of_turn_id(tokenizer), tokenizer.eos_token_id}
     for config in configs:
@@ -173,10 +187,10 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[i
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Raises ValueError where a token has another id in the model at `path` (a reference, a critic).
+    """Raises ValueError where a token has a different id in the model at `path` (a reference, a critic).
 
-    Tokens that only one of the two has are let be, and a folder without a tokenizer is believed. FileNotFoundError for
-    a folder that is no model.
+    Tokens in only one vocabulary are ignored; a folder without a tokenizer is not checked. FileNotFoundError for a
+    folder that holds no model.
     """
     from transformers import AutoTokenizer
 
@@ -189,17 +203,17 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     for token, i in tokenizer.get_vocab().items():
         if theirs.get(token, i) != i:
             raise ValueError(
-                f"model {path!r} has other tokens: {token!r} is {theirs[token]} there and {i} in the model that trains"
-                "; take one with the same tokenizer"
+                f"model {path!r} has other tokens: {token!r} is {theirs[token]} there and {i} in the trained model"
+                "; choose a model with the same tokenizer"
             )
 
 
 def _squeeze(text: Any) -> str:
-    """Text without its white space; what is not a string (None, a list of parts) is not compared."""
+    """Text without white space; "" for other values (None, a list of parts), which are not compared."""
     return "".join(text.split()) if isinstance(text, str) else ""
 
 
 def _without_overlap(text: str, before: str) -> str:
-    """Without the beginning that `before` ends with: a message may repeat the `<think>` that opened its turn."""
+    """`text` without the longest prefix that ends `before`: a message may repeat the `<think>` that opened its turn."""
     lengths = range(min(len(text), len(before)), 0, -1)
     return text[next((k for k in lengths if before.endswith(text[:k])), 0) :]

@@ -1,7 +1,7 @@
 """Rows from files and the hub, as plain dicts.
 
 JSON, JSONL and CSV are read with the standard library alone. Parquet, Arrow and hub data sets need `datasets`, which is
-imported only when one of them is asked for. What is wrong with a file is said with its name, its line and the fix.
+imported only when one of them is asked for. Errors name the file, the line and the fix.
 """
 
 from __future__ import annotations
@@ -12,30 +12,22 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlkit._extras import optional
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 Row = dict[str, Any]
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
-_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+_BOM = b"\xef\xbb\xbf"
 
 
 class Rows(list[Row]):
-    """Rows with the place that each came from: `source`, and e.g. "line 3" in `places`. See `place_of`."""
+    """Rows and where each came from: the file (`source`) and e.g. "line 3" (`places`). See `place_of`."""
 
     def __init__(self, rows: Iterable[Row], *, source: str, places: Sequence[str]) -> None:
         super().__init__(rows)
         self.source, self.places = source, places
-
-    @classmethod
-    def like(cls, given: Sequence[Any], rows: Sequence[Row]) -> Sequence[Row]:
-        """`rows` under the places of `given`, row by row, if those are known."""
-        return cls(rows, source=given.source, places=given.places) if isinstance(given, cls) else rows
 
 
 def place_of(rows: Sequence[Any], index: int, *, with_source: bool = True) -> str:
@@ -60,106 +52,114 @@ def load_rows(
         rows = load_rows("openai/gsm8k", name="main", split="test", rename={"question": "prompt"}, limit=100)
         rows = load_rows("openai/gsm8k:main:test")                       # the same part, for a command line
 
-    A path that exists is read by its suffix: `.json` (a list of objects, or one object per line), `.jsonl`, `.csv`,
-    `.parquet`, `.arrow`, or a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`. Anything else is
-    taken for a hub id, which may carry its name and split.
+    The suffix of an existing file selects the format: `.json` (a list of objects, or one object per line), `.jsonl`,
+    `.csv`, `.parquet`, `.arrow`. A folder must have been written by `save_to_disk` of a `Dataset` or `DatasetDict`.
+    Anything else is a hub id, optionally with configuration and split.
 
-    CSV has no types: every cell is the text that stands there, "07" and "NA" too, as an answer is that a model writes.
+    CSV has no types: every cell is text, also "07" and "NA", because rewards compare answers as text.
 
     split:   which part of a hub data set or of a saved `DatasetDict`; a single file has no parts and ignores it.
     name:    the configuration of a hub data set that has several.
     columns: names every row must have, after renaming.
-    rename:  from the names in the data to the names that are wanted.
+    rename:  from the column names of the data to the names that rlkit reads.
     limit:   keep the first `limit` rows.
 
-    A column of ShareGPT turns (`from`, `value`) becomes one of messages (`role`, `content`); it is often called
+    A column of ShareGPT turns (`from`, `value`) becomes a column of messages (`role`, `content`). It is often called
     "conversations": rename={"conversations": "messages"}.
 
     Raises FileNotFoundError (nothing there; what was tried), ImportError (`datasets` is needed and missing), ValueError
-    (an empty file, a malformed line, a row that is no object, a missing column, a column of several types; numbers are
-    one type and null goes with any). Lines and rows are counted from 1; the readers of rows name them too (`place_of`).
+    (an empty file, a malformed line, a row that is not an object, a missing column, a column of several types; all
+    numbers are one type, and null is compatible with every type). Lines and rows are counted from 1; the readers of
+    rows name them too (`place_of`).
 
-    Differs from `datasets.load_dataset`: no cache, and no import of `datasets` for JSON and CSV; lists, not Arrow
-    columns, so that rows of different shape keep exactly the keys they have; no CSV cell becomes a number or null for
-    what it looks like; all rows are held in memory.
+    Differs from `datasets.load_dataset`: files are not cached; JSON and CSV do not import `datasets`; rows stay dicts
+    with exactly their own keys, not Arrow columns; no CSV cell is converted to a number or null; all rows are held in
+    memory.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1 or None (all rows), got {limit}")
-    path = Path(path_or_id).expanduser()
+    source, path = str(path_or_id), Path(path_or_id).expanduser()
     if path.is_dir():
-        rows = _take(_from_folder(path, split), limit)
+        read = _numbered(_saved(path, split))
     elif path.is_file():
-        rows = _from_file(path, limit)
-    elif path.suffix.lower() in _SUFFIXES or path.is_absolute():
+        read = _from_file(path)
+    elif path.suffix.lower() in _READERS or path.is_absolute():
         raise FileNotFoundError(_missing(path))
     else:
-        dataset_id, _, part = str(path_or_id).partition(":")
-        own_name, _, own_split = part.partition(":")
-        rows = _take(_from_hub(dataset_id, own_name or name, own_split or split, path), limit)
-    if not rows:
-        raise ValueError(f"{path_or_id}: no rows")
-    if rename:
-        rows = [(place, _renamed(str(path_or_id), place, row, rename)) for place, row in rows]
-    _check_columns(str(path_or_id), rows, columns)
-    messages = ({column: _as_messages(value) for column, value in row.items()} for _, row in rows)
-    return Rows(messages, source=str(path_or_id), places=[place for place, _ in rows])
+        read = _numbered(_from_hub(source, name, split, path))
+    found = list(itertools.islice(read, limit))
+    if not found:
+        raise ValueError(f"{source}: no rows")
+    seen: dict[str, tuple[str, str]] = {}
+    rows = [_checked(source, place, row, columns, rename or {}, seen) for place, row in found]
+    return Rows(rows, source=source, places=[place for place, _ in found])
 
 
-def _from_file(path: Path, limit: int | None) -> list[tuple[str, Row]]:
-    """Rows with the place each came from, for error messages."""
+def column_error(where: str, problem: str, row: Row, fix: str = "") -> ValueError:
+    """The error for a row with wrong columns: `where` it is, what is wrong, and the columns that it has."""
+    return ValueError(f"{where}: {problem}; columns found: {sorted(row)}{fix}")
+
+
+def _checked(
+    source: str,
+    place: str,
+    row: Any,
+    columns: Sequence[str],
+    rename: Mapping[str, str],
+    seen: dict[str, tuple[str, str]],
+) -> Row:
+    """The row under its new names, ShareGPT turns as messages. `seen`: each column's type and its first place."""
+    where = f"{source}, {place}"
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: a row must be a JSON object like {{...}}, got {_kind(row)}: {repr(row)[:80]}")
+    for old, new in rename.items():
+        if old not in row:
+            raise column_error(where, f"no column {old!r} to rename", row)
+        if new in row and new not in rename:
+            raise column_error(where, f"column {new!r} is there already", row)
+    row = {rename.get(column, column): _as_messages(value) for column, value in row.items()}
+    for column in columns:
+        if column not in row:
+            raise column_error(where, f"no column {column!r}", row)
+    for column, value in row.items():
+        kind = _kind(value)
+        before, first = (kind, place) if value is None else seen.setdefault(column, (kind, place))
+        if kind != before:
+            raise ValueError(
+                f"{source}: column {column!r} mixes types: {before} in {first}, {kind} in {place} "
+                f"({repr(value)[:60]}); write it as one type in all rows, e.g. all as strings"
+            )
+    return row
+
+
+def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _from_file(path: Path) -> Iterator[tuple[str, Any]]:
+    """Rows with the place of each."""
     suffix = path.suffix.lower()
-    if suffix not in _SUFFIXES:
-        raise ValueError(f"{path}: cannot tell the format from the suffix {suffix!r}; known are {', '.join(_SUFFIXES)}")
+    if suffix not in _READERS:
+        raise ValueError(f"{path}: cannot tell the format from the suffix {suffix!r}; known are {', '.join(_READERS)}")
     if path.stat().st_size == 0:
         raise ValueError(f"{path}: the file is empty (0 bytes)")
-    if suffix == ".jsonl" or (suffix == ".json" and not _starts_with_bracket(path)):
-        return list(_json_lines(path, limit))
-    if suffix == ".json":
-        return _take(_json_list(path), limit)
-    if suffix == ".csv":
-        return list(itertools.islice(_csv_rows(path), limit))
-    datasets = _datasets(str(path))
-    try:
-        if suffix == ".arrow":
-            return _take(datasets.Dataset.from_file(str(path)), limit)
-        if not _holds_rows(path):  # `datasets` fails with "BatchSize must be greater than 0"
-            return []
-        return _take(datasets.load_dataset("parquet", data_files=str(path), split="train"), limit)
-    except Exception as error:
-        cause = error.__cause__ or error
-        raise ValueError(f"{path}: cannot be read as {suffix[1:]}: {type(cause).__name__}: {cause}") from error
+    return _READERS[suffix](path)
 
 
-def _holds_rows(path: Path) -> bool:
-    from pyarrow.parquet import ParquetFile
-
-    return ParquetFile(path).metadata.num_rows > 0
-
-
-def _starts_with_bracket(path: Path) -> bool:
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as file:
-        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+        is_list = file.read(4096).removeprefix(_BOM).lstrip().startswith(b"[")
+    return _numbered(_parse(str(path), path.read_bytes())) if is_list else _json_lines(path)
 
 
-def _json_lines(path: Path, limit: int | None) -> Iterator[tuple[str, Row]]:
-    count = 0
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            line = line.removeprefix(b"\xef\xbb\xbf").strip()
-            if not line:
-                continue
-            yield f"line {number}", _object(f"{path}, line {number}", _parse(f"{path}, line {number}", line))
-            count += 1
-            if count == limit:
-                return
+            if line.removeprefix(_BOM).strip():
+                yield f"line {number}", _parse(f"{path}, line {number}", line.strip())
 
 
-def _json_list(path: Path) -> Iterator[Row]:
-    for number, value in enumerate(_parse(str(path), path.read_bytes().removeprefix(b"\xef\xbb\xbf")), start=1):
-        yield _object(f"{path}, row {number}", value)
-
-
-def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
+def _csv(path: Path) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # its own limit is 128 KiB a cell
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
@@ -179,7 +179,24 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
             raise ValueError(f"{path}: not UTF-8 ({error}); save it as UTF-8") from None
 
 
+def _table(path: Path) -> Iterator[tuple[str, Any]]:
+    datasets, suffix = _datasets(path), path.suffix.lower()
+    try:
+        if suffix == ".arrow":
+            rows = datasets.Dataset.from_file(str(path))
+        else:  # streaming: without a copy in the cache
+            rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        yield from _numbered(rows)
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise ValueError(f"{path}: cannot be read as {suffix[1:]}: {type(cause).__name__}: {cause}") from error
+
+
+_READERS = {".json": _json, ".jsonl": _json_lines, ".csv": _csv, ".parquet": _table, ".arrow": _table}
+
+
 def _parse(place: str, data: bytes) -> Any:
+    data = data.removeprefix(_BOM)
     try:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -195,21 +212,15 @@ def _parse(place: str, data: bytes) -> Any:
         ) from None
 
 
-def _object(place: str, value: Any) -> Row:
-    if not isinstance(value, dict):
-        raise ValueError(f"{place}: a row must be a JSON object like {{...}}, got {_kind(value)}: {repr(value)[:80]}")
-    return value
-
-
-def _from_folder(path: Path, split: str) -> Iterable[Row]:
+def _saved(path: Path, split: str) -> Iterable[Row]:
+    """A folder written by `save_to_disk`."""
     if not any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
-        files = sorted(p.name for p in path.iterdir())[:8]
         raise ValueError(
             f"{path}: a folder, but not one written by save_to_disk (no state.json or dataset_dict.json); it holds "
-            f"{files}: give the path of one file"
+            f"{sorted(p.name for p in path.iterdir())[:8]}: give the path of one file"
         )
-    datasets = _datasets(str(path))
-    data = datasets.load_from_disk(str(path))
+    datasets = _datasets(path)
+    data: Any = datasets.load_from_disk(str(path))
     if not isinstance(data, datasets.DatasetDict):
         return data
     if split not in data:
@@ -217,7 +228,10 @@ def _from_folder(path: Path, split: str) -> Iterable[Row]:
     return data[split]
 
 
-def _from_hub(dataset_id: str, name: str | None, split: str, path: Path) -> Iterable[Row]:
+def _from_hub(spec: str, name: str | None, split: str, path: Path) -> Iterable[Row]:
+    """`spec`: owner/name, owner/name:configuration or owner/name:configuration:split."""
+    dataset_id, own_name, own_split = (*spec.split(":", 2), "", "")[:3]
+    name, split = own_name or name, own_split or split
     datasets = _datasets(dataset_id)
     try:
         return datasets.load_dataset(dataset_id, name, split=split)
@@ -228,74 +242,28 @@ def _from_hub(dataset_id: str, name: str | None, split: str, path: Path) -> Iter
         ) from error
 
 
-def _take(rows: Iterable[Row], limit: int | None) -> list[tuple[str, Row]]:
-    kept: list[tuple[str, Row]] = []
-    for number, row in enumerate(rows, start=1):
-        kept.append((f"row {number}", row))
-        if number == limit:
-            break
-    return kept
-
-
-def _datasets(what: str) -> ModuleType:
-    found: ModuleType = optional("datasets", "data", f"reading {what} (JSON and CSV need nothing) needs")
-    return found
+def _datasets(what: object) -> Any:
+    return optional("datasets", "data", f"reading {what} (JSON and CSV need nothing) needs")
 
 
 def _missing(path: Path) -> str:
-    message = f"{path}: no such file (looked for {path.absolute()})"
+    message = f"{path}: no such file (looked for {path.absolute()}); the folder {path.parent} does not exist either"
     if path.parent.is_dir():
-        near = sorted(p.name for p in path.parent.iterdir() if p.suffix.lower() in _SUFFIXES)[:8]
-        message += f"; data files in that folder: {near}"
-    else:
-        message += f"; the folder {path.parent} does not exist either"
-    return message + ". A hub data set is given as owner/name, without a suffix"
-
-
-def _renamed(source: str, place: str, row: Row, names: Mapping[str, str]) -> Row:
-    """The row with its columns under their new names, in the order they had."""
-    for old, new in names.items():
-        if old not in row or (new in row and new not in names):
-            problem = f"no column {old!r} to rename" if old not in row else f"column {new!r} is there already"
-            raise ValueError(f"{source}, {place}: {problem}; columns found: {sorted(row)}")
-    return {names.get(column, column): value for column, value in row.items()}
+        near = sorted(p.name for p in path.parent.iterdir() if p.suffix.lower() in _READERS)[:8]
+        message = f"{path}: no such file (looked for {path.absolute()}); data files in that folder: {near}"
+    return f"{message}. A hub data set is given as owner/name, without a suffix"
 
 
 def _as_messages(value: Any) -> Any:
     """A conversation of {"from": "human", "value": ...} as messages; anything else as it is."""
-    turns = (
-        isinstance(value, list) and value and all(isinstance(t, dict) and {"from", "value"} <= t.keys() for t in value)
-    )
-    if not turns:
+    turns = value if isinstance(value, list) else []
+    if not turns or not all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns):
         return value
-    return [{"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in value]
-
-
-def _check_columns(source: str, rows: list[tuple[str, Row]], required: Sequence[str]) -> None:
-    """Every required column is in every row, and a column holds values of one type."""
-    first: dict[str, tuple[str, str]] = {}
-    for place, row in rows:
-        for column in required:
-            if column not in row:
-                raise ValueError(f"{source}, {place}: no column {column!r}; columns found: {sorted(row)}")
-        for column, value in row.items():
-            if value is None:
-                continue
-            kind = _kind(value)
-            seen, where = first.setdefault(column, (kind, place))
-            if kind != seen:
-                raise ValueError(
-                    f"{source}: column {column!r} mixes types: {seen} in {where}, {kind} in {place} "
-                    f"({repr(value)[:60]}); write it as one type in all rows, e.g. all as strings"
-                )
+    return [{"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return "number"
-    if value is None:
-        return "null"
     name = type(value).__name__
-    return {"str": "string", "dict": "object"}.get(name, name)
+    return {"str": "string", "dict": "object", "bool": "boolean", "NoneType": "null"}.get(name, name)

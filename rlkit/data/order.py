@@ -20,15 +20,15 @@ def epoch_order(n: int, *, seed: int, epoch: int) -> list[int]:
 
 
 def batch_indices(n: int, *, batch_size: int, seed: int, step: int) -> list[int]:
-    """The rows of one step: a pure function of its arguments, so that a resumed run needs the step number and no state.
+    """The rows of one step: a pure function of its arguments, so a resumed run needs only the step number.
 
         stream[step * batch_size : (step + 1) * batch_size],   stream = epoch_order(0) + epoch_order(1) + ...
 
-    No row is dropped at the end of an epoch: the batch is filled up from the next one. So every row comes exactly once
+    No row is dropped at the end of an epoch: the batch is completed from the next one. So every row comes exactly once
     in each epoch of n, every batch is full, and a batch over an epoch's end (or larger than n) may hold a row twice.
 
     Differs: torch's `DataLoader(shuffle=True)`, on which TRL and verl build, draws its order from a generator whose
-    state must be saved or skipped through, and it drops or shortens the last batch of an epoch.
+    state must be saved or replayed, and it drops or shortens the last batch of an epoch.
     """
     if n < 1 or batch_size < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A real tokenizer and a real model, small enough to be built in milliseconds: demos and tests need no download."""
+"""A real tokenizer and a real model, built in milliseconds, so that demos and tests need no download."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {_byte_symbol(b): b for b in range(256)}
+    symbols = sorted(
+        pre_tokenizers.ByteLevel.alphabet()
+    )  # a printable byte is itself, each other one a symbol past 255
+    others = iter(symbol for symbol in symbols if ord(symbol) > 255)
+    vocab = {chr(byte) if chr(byte) in symbols else next(others): byte for byte in range(256)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -60,7 +64,7 @@ def tiny_model(
 ) -> Qwen3ForCausalLM:
     """A random `Qwen3ForCausalLM` in fp32 on the CPU, with the tokenizer's vocabulary, eos and padding ids.
 
-    The defaults give 1.05 M parameters. The weights depend on `seed` only; the global random state is left as it was.
+    The defaults give 1.05 M parameters. The weights depend on `seed` only; the global random state is unchanged.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -80,11 +84,3 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return Qwen3ForCausalLM(config)
-
-
-def _byte_symbol(byte: int) -> str:
-    """The printable character that stands for a byte in byte-level BPE: itself, or else the next one past 255."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    if byte in printable:
-        return chr(byte)
-    return chr(256 + sum(b not in printable for b in range(byte)))

@@ -9,13 +9,14 @@ A checkpoint is a folder `step_00000050` of
     manifest.json                   step, order of writing, size and CRC-32 of every other file; written last
 
 Everything is written into `.tmp_step_00000050`, synced, and renamed. All ranks call each function together; without a
-process group there is one rank. `BackgroundSaver` writes while the run goes on.
+process group there is one rank. `BackgroundSaver` writes in a thread while the run trains. manifest.json and state.pt
+carry the number of this format (`FORMAT`); a folder in another format is refused.
 
 Names of tensors do not depend on the layout: `model/NAME` is a weight or buffer, `optimizer/KEY/NAME` the optimizer's
 KEY (exp_avg, step, ...) of parameter NAME. DTensors stay DTensors: each rank writes and reads its own shards, and
-torch.distributed.checkpoint reshards. A pipeline stage has its own names only, of which a tied weight's may be
-another's too; lists of names that are stored or compared are those of all stages. Importing
-torch.distributed.checkpoint costs a second where transformers is not loaded yet, so it waits until a checkpoint is due.
+torch.distributed.checkpoint reshards. A pipeline stage has only its own names, but a tied weight is on two stages;
+lists of names that are stored or compared cover all stages. Importing torch.distributed.checkpoint takes a second where
+transformers is not loaded yet, so the import waits for the first checkpoint.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -39,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import rlkit
 from rlkit import files as _files
 from rlkit.model.weights import clean_name, model_tensors
 from rlkit.parallel.data import each_stage
@@ -46,16 +49,18 @@ from rlkit.ranks import distributed, first, on_this_device, rank, timeout_of, to
 
 T = TypeVar("T")
 
+FORMAT = 1  # of the files in a checkpoint; a change that older versions cannot read increases it
+
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The live optimizer state. A parameter that was never updated has none, and gets none by being saved."""
+    """The live optimizer state. A parameter that was never updated has no state, and saving creates none."""
     names = _names(model, optimizer)
     items = ((names[p], key, x) for p, entry in optimizer.state.items() for key, x in entry.items())
     return {f"optimizer/{key}/{name}": x for name, key, x in items if isinstance(x, Tensor)}
 
 
 def optimizer_options(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """What the optimizer holds beside tensors: options per group, and any number it keeps per parameter."""
+    """The optimizer's options per group, and its numbers per parameter that are not tensors."""
     names = _names(model, optimizer)
     groups = [{**g, "params": own} for g, own in zip(optimizer.param_groups, _groups(model, optimizer), strict=True)]
     scalars = {
@@ -68,11 +73,12 @@ def optimizer_options(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def empty_optimizer_tensors(path: Path, model: nn.Module, optimizer: Optimizer, options: Any) -> dict[str, Tensor]:
-    """Room for the state stored in `path`, sharded like the parameters. No optimizer step is needed to make it."""
+    """Empty tensors for the state stored in `path`, sharded like the parameters, made without an optimizer step."""
     names, groups = _names(model, optimizer), _groups(model, optimizer)
     if options is None or [*map(sorted, groups)] != [sorted(group["params"]) for group in options["groups"]]:
         raise ValueError(
-            f"{path} was written with another optimizer: its parameters or parameter groups differ from the given one's"
+            f"{path} was written with another optimizer: its parameters or parameter groups differ from the given "
+            "optimizer's; build the same one, or load with optimizer=None for the weights only"
         )
     owners = {names[p]: (p, group) for group in optimizer.param_groups for p in group["params"]}
     room = {}
@@ -86,7 +92,7 @@ def empty_optimizer_tensors(path: Path, model: nn.Module, optimizer: Optimizer, 
 
 def _room(key: str, stored: Any, param: Tensor, group: dict[str, Any]) -> Tensor:
     dtype = stored.properties.dtype
-    if key == "step":  # torch's own rule: on the CPU, unless a fused or captured kernel reads it
+    if key == "step":  # torch's rule: on the CPU, unless a fused or captured kernel reads it
         on_device = group.get("fused") or group.get("capturable")
         return torch.empty(stored.size, dtype=dtype, device=param.device if on_device else "cpu")
     if stored.size == param.shape:
@@ -95,7 +101,7 @@ def _room(key: str, stored: Any, param: Tensor, group: dict[str, Any]) -> Tensor
 
 
 def install_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer, options: Any) -> None:
-    """Make `tensors` and `options` the optimizer's state. (`load_state_dict` would cast to the type of the weights.)"""
+    """Install `tensors` and `options` as the optimizer's state. (`load_state_dict` casts to the weights' dtype.)"""
     params = {name: p for p, name in _names(model, optimizer).items()}
     optimizer.state.clear()
     for name, entry in options["scalars"].items():
@@ -110,7 +116,7 @@ def install_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: O
 
 
 def copied(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as they are now, in CPU memory (pinned, where they come from a GPU). `buffers` are used again."""
+    """A copy of the tensors in CPU memory (pinned, if they come from a GPU). `buffers` are reused by the next copy."""
     from torch.distributed.tensor import DTensor
 
     out: dict[str, Tensor] = {}
@@ -129,7 +135,7 @@ def copied(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, 
 
 
 def write_tensors(tensors: dict[str, Tensor], folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
-    """Write this rank's share of `tensors` and sync it; RuntimeError on every rank if one of them failed."""
+    """Write this rank's share of `tensors` and sync it; RuntimeError on every rank if any rank failed."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -143,34 +149,26 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, *, group: dist.Proce
 
 
 def read_tensors(tensors: dict[str, Tensor], path: Path, model: nn.Module) -> None:
-    """Fill `tensors` of `model` in place; ValueError, before anything is written, where names or shapes differ."""
+    """Fill `tensors` of `model` in place; ValueError, before any tensor changes, where names or shapes differ."""
     import torch.distributed.checkpoint as dcp
 
-    stored = _stored(path)
-    stages = of_stages(model, {name: x.shape for name, x in tensors.items()})
+    stages = of_stages(model, {name: [*x.shape] for name, x in tensors.items()})
     here = {name: shape for shapes in stages for name, shape in shapes.items()}
-    wrong = [f"{name} is missing there" for name in here if name not in stored]
-    wrong += [f"{name} is missing here" for name in stored if name.startswith("model/") and name not in here]
-    wrong += [
-        f"{name} is {list(stored[name].size)} there, {list(shape)} here"
-        for name, shape in here.items()
-        if name in stored and stored[name].size != shape
-    ]
-    if wrong:
-        raise ValueError(f"{path} holds another model: {'; '.join(wrong[:4])} ({len(wrong)} differences in all)")
+    there = {name: [*x.size] for name, x in _stored(path).items() if name in here or name.startswith("model/")}
+    shapes = {name: (there.get(name, "missing"), here.get(name, "missing")) for name in here | there}
+    if wrong := [f"{name} is {a} there, {b} here" for name, (a, b) in shapes.items() if a != b]:
+        raise ValueError(f"{path} holds another model: {'; '.join(wrong[:4])} ({len(wrong)} differences in total)")
     _quiet()
     dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=not distributed())
 
 
 def plain(value: Any, where: str) -> Any:
-    """`value` rebuilt from types that `torch.load(weights_only=True)` reads; TypeError names what cannot be."""
+    """`value` rebuilt from types that `torch.load(weights_only=True)` reads; TypeError names any other entry."""
     if isinstance(value, Tensor) and hasattr(value, "placements"):
         raise TypeError(f"{where} is sharded: give the model it belongs to as part of `model`, an nn.ModuleDict")
-    if value is None or isinstance(value, Tensor):
-        return value
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, bool | bytes):
+    if value is None or isinstance(value, Tensor | bool | bytes):
         return value
     for kind in (int, float, str):
         if isinstance(value, kind):
@@ -187,13 +185,13 @@ def plain(value: Any, where: str) -> Any:
 
 
 def of_stages(model: nn.Module, value: T) -> list[T]:
-    """`value` of every pipeline stage of the model, or of the one inside it."""
+    """`value` of every pipeline stage; the stages are those of the model or of a module inside it."""
     mesh = next((m.rlkit_mesh for m in model.modules() if hasattr(m, "rlkit_mesh")), None)
     return each_stage(value, mesh=mesh)  # type: ignore[arg-type]
 
 
 def _quiet() -> None:
-    """One process alone is what is meant. (Not `catch_warnings`: it is no thing for threads.)"""
+    """Silence DCP's single-process warning; `catch_warnings` is not thread-safe."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
@@ -215,7 +213,7 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
 
 
 def _groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The names in each group of the optimizer, of all pipeline stages."""
+    """The parameter names in each group of the optimizer, over all pipeline stages."""
     names = _names(model, optimizer)
     stages = of_stages(model, [[names[p] for p in group["params"]] for group in optimizer.param_groups])
     return [list(dict.fromkeys(name for part in parts for name in part)) for parts in zip(*stages, strict=True)]
@@ -226,7 +224,7 @@ _SAVE_FIX = "Earlier checkpoints are untouched. Free space there, keep fewer or 
 
 
 class DamagedCheckpoint(ValueError):
-    """A file of a checkpoint is not what was written."""
+    """A file of a checkpoint changed after it was written."""
 
 
 def save_checkpoint(
@@ -234,46 +232,49 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder/step_{step:08d}` and then delete all but the `keep` newest checkpoints of `folder`.
 
-    `step` is the number of optimizer steps done. `state` is whatever else the loop needs to continue (data position,
+    `step` is the number of optimizer steps done. `state` is what else the loop needs to continue (data position,
     controllers, config): None, bool, int, float, str, bytes, tensors, and lists, tuples and dicts of them. A NamedTuple
     comes back as a plain tuple: `PidState(*state["kl"])`. The random states of torch, CUDA, Python and numpy are added.
-    Model, optimizer and random states are only read: a run that saves has the same bits as one that does not.
+    Model, optimizer and random states are only read: saving does not change a bit of the run.
 
-    Errors: OSError (ENOSPC, EDQUOT, EFBIG) with the path and the space needed and free, where the disk is full: nothing
-    of the new checkpoint stays, the old ones do. TypeError for a `state` entry that could not be read back. ValueError
-    (on many ranks RuntimeError) where nodes do not share the folder's disk.
+    Errors: OSError (ENOSPC, EDQUOT, EFBIG) with the path and the space needed and free, where the disk is full: the new
+    checkpoint is removed, the earlier ones are kept. TypeError for a `state` entry that could not be read back.
+    ValueError (on many ranks RuntimeError) where the nodes do not share the folder's disk.
 
     Differs: TRL, verl and OpenRLHF write into the final folder and find the newest by its name or a pointer file.
     torch's `get_optimizer_state_dict` takes an optimizer step with zero gradients where the state is still empty, so
-    saving at step 0 would change the run; here an empty state is stored as empty. `BackgroundSaver` does the same
-    without holding up the run.
+    saving at step 0 would change the run; here an empty state is stored as empty. `BackgroundSaver` does the same in a
+    thread.
     """
     return write_job(make_job(folder, step=step, model=model, optimizer=optimizer, state=state, keep=keep))
 
 
 def latest_checkpoint(folder: Path | str) -> Path | None:
-    """The checkpoint of `folder` written last, or None.
+    """The checkpoint of `folder` that was written last, or None.
 
-    Found by content: its manifest is whole and every file it lists is there with its size. The name decides nothing.
-    Written last, not of the highest step: after going back to an older checkpoint the run continues from there.
+    A folder counts by its content, not its name: its manifest is whole and every listed file is there with its size.
+    Written last, not the highest step: a run that went back to an older checkpoint continues from there.
+    Errors: ValueError for a checkpoint in another format.
     """
-    found = _complete(Path(folder))
-    return found[-1] if found else None
+    _check_formats(Path(folder))
+    return next(reversed(_complete(Path(folder))), None)
 
 
 def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Load weights and optimizer state in place, set the random states, and return `state` with "step" added.
 
-    Every file's checksum is verified first. The number of ranks and the layout may differ from those that wrote it;
-    a rank that did not exist then keeps its random states. The optimizer's options (learning rate, betas) come from the
-    checkpoint. `optimizer=None` loads the weights only, and leaves the random states alone.
+    Every file's checksum is verified first. The number of ranks and the layout may differ from the writer's; a rank
+    that the writer did not have keeps its random states. The optimizer's options (learning rate, betas) come from the
+    checkpoint. `optimizer=None` loads only the weights and keeps the current random states.
 
-    Errors: FileNotFoundError for a folder that is no complete checkpoint; DamagedCheckpoint for a file that changed
-    since it was written; ValueError for a model or optimizer that does not fit, naming the first tensors that differ.
+    Errors: FileNotFoundError for an incomplete checkpoint; DamagedCheckpoint for a file that changed after it was
+    written; ValueError for another format, or for a model or optimizer that does not fit, with the first tensors that
+    differ.
     """
     path = Path(path)
     manifest = _verified(path)
     side = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    _check_format(path / "state.pt", side)
     tensors = model_tensors(model)
     if optimizer is not None:
         tensors |= empty_optimizer_tensors(path, model, optimizer, side["optimizer"])
@@ -289,11 +290,12 @@ def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer 
 def load_latest(
     folder: Path | str, *, model: nn.Module, optimizer: Optimizer | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """`load_checkpoint` of the newest checkpoint that is whole, and what is wrong with each one that was skipped.
+    """`load_checkpoint` of the newest checkpoint that is whole, and the reason for each one that was skipped.
 
-    Without any checkpoint the state is {}. Nothing is loaded from a damaged one.
-    Errors: FileNotFoundError where there are checkpoints and none is whole; those of `load_checkpoint`.
+    Without any checkpoint the state is {}. Nothing is loaded from a damaged checkpoint.
+    Errors: FileNotFoundError where there are checkpoints but none is whole; the errors of `load_checkpoint`.
     """
+    _check_formats(Path(folder))
     folder, complete = Path(folder), _complete(Path(folder))
     torn = {path for path in folder.glob("step_*") if path.is_dir()} - {*complete}
     skipped = [f"{path} has no {_MANIFEST}, or files that are missing or cut off" for path in sorted(torn)]
@@ -303,14 +305,13 @@ def load_latest(
         except DamagedCheckpoint as error:
             skipped.append(str(error))
     if skipped:
-        fix = "put back what they lack, or delete them to start from step 0 again"
+        fix = "restore their files, or delete them to start from step 0 again"
         raise FileNotFoundError(errno.ENOENT, f"no checkpoint is whole: {'; '.join(skipped)}; {fix}", str(folder))
     return {}, []
 
 
 class Job(NamedTuple):
-    """A checkpoint that is to be written: everything but the tensors is serialized already. `size`: bytes of all
-    stages' tensors."""
+    """A checkpoint to be written: everything but the tensors is serialized. `size`: bytes of all stages' tensors."""
 
     folder: Path
     step: int
@@ -326,7 +327,8 @@ def make_job(
     """What `save_checkpoint` writes. The tensors are the live ones."""
     if keep < 1:
         raise ValueError(f"keep must be at least 1 (the checkpoint just written), got {keep}")
-    side, tensors = {"state": plain(state, "state"), "optimizer": None}, model_tensors(model)
+    side = {"format": FORMAT, "rlkit": rlkit.__version__, "state": plain(state, "state"), "optimizer": None}
+    tensors = model_tensors(model)
     if optimizer is not None:
         side["optimizer"] = optimizer_options(model, optimizer)
         tensors |= optimizer_tensors(model, optimizer)
@@ -340,7 +342,7 @@ def make_job(
 
 
 def write_job(job: Job, *, group: dist.ProcessGroup | None = None) -> Path:
-    """Write a checkpoint, publish it and delete old ones. `group`: all ranks, in a group that nobody else uses now."""
+    """Write a checkpoint, publish it and delete old ones. `group`: all ranks, not used by another thread meanwhile."""
     final = job.folder / f"step_{job.step:08d}"
     temp = job.folder / (_files.TEMP_PREFIX + final.name)
     own = len(job.files[_rank_file()])
@@ -357,7 +359,7 @@ def write_job(job: Job, *, group: dist.ProcessGroup | None = None) -> Path:
 
 
 def _make_room(folder: Path, temp: Path, what: str, needed: int) -> None:
-    """Delete what crashed saves left, refuse early where the disk is too full, and make the temporary folder."""
+    """Delete the leftovers of crashed saves, refuse early on a full disk, and make the temporary folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(_files.TEMP_PREFIX + "*"):
         _files.remove_folder(leftover)
@@ -366,7 +368,7 @@ def _make_room(folder: Path, temp: Path, what: str, needed: int) -> None:
 
 
 def _write_files(files: dict[str, bytes], temp: Path) -> dict[str, dict[str, int]]:
-    """Write this rank's other files; name, size and checksum of every file that this rank wrote."""
+    """Write this rank's `files`; return size and checksum of every file that this rank wrote, by name."""
     for name, data in files.items():
         _files.write_file(temp / name, data)
     own = [temp / name for name in files] + [f for f in temp.iterdir() if f.name.startswith(f"__{rank()}_")]
@@ -376,16 +378,17 @@ def _write_files(files: dict[str, bytes], temp: Path) -> dict[str, dict[str, int
 
 
 def _publish(step: int, files: list[dict[str, dict[str, int]]], temp: Path, final: Path) -> None:
-    """The manifest, then the rename: from here on the checkpoint exists."""
+    """Write the manifest, then rename: from here on the checkpoint exists."""
     if lost := [(r, name) for r, of_rank in enumerate(files) for name in of_rank if not (temp / name).exists()]:
         r, name = lost[0]
         raise ValueError(
             f"rank 0 does not see {name}, which rank {r} wrote into {temp}: use a disk that all nodes share"
         )
-    earlier = [_manifest(path) for path in _complete(final.parent)]
     manifest = {
+        "format": FORMAT,
+        "rlkit": rlkit.__version__,
         "step": step,
-        "order": 1 + max((m["order"] for m in earlier if m), default=0),
+        "order": 1 + max((_manifest(path)["order"] for path in _complete(final.parent)), default=0),
         "world_size": len(files),
         "torch": torch.__version__,
         "files": {name: entry for of_rank in files for name, entry in sorted(of_rank.items())},
@@ -401,26 +404,55 @@ def _prune(folder: Path, keep: int) -> None:
 
 def _complete(folder: Path) -> list[Path]:
     """Complete checkpoints, in the order in which they were written."""
-    if not folder.is_dir():
-        return []
-    found = {path: _manifest(path) for path in folder.iterdir() if not path.name.startswith(_files.TEMP_PREFIX)}
-    return sorted((p for p, m in found.items() if m), key=lambda p: found[p]["order"])
+    found = {path: _manifest(path) for path in _folders(folder)}
+    return sorted((p for p, m in found.items() if _is_whole(p, m)), key=lambda p: found[p]["order"])
+
+
+def _folders(folder: Path) -> list[Path]:
+    """What may be a checkpoint: all but leftovers."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in found if not path.name.startswith(_files.TEMP_PREFIX))
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are all there with their sizes; {} for anything else."""
+    """The manifest of a checkpoint, whole or not; {} for anything else."""
     try:
         manifest = json.loads((path / _MANIFEST).read_bytes())
-        whole = all((path / name).stat().st_size == entry["size"] for name, entry in manifest["files"].items())
-        return manifest if whole and isinstance(manifest["order"], int) and isinstance(manifest["step"], int) else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return manifest if isinstance(manifest["step"], int) else {}
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
+def _is_whole(path: Path, manifest: dict[str, Any]) -> bool:
+    """Whether every file that the manifest lists is there with its size."""
+    try:
+        whole = all((path / name).stat().st_size == entry["size"] for name, entry in manifest["files"].items())
+        return whole and manifest["format"] == FORMAT and isinstance(manifest["order"], int)
+    except (OSError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _check_format(path: Path, found: dict[str, Any]) -> None:
+    """ValueError where the manifest or the state `found` at `path` is in another format than this version's."""
+    if found and found.get("format") != FORMAT:
+        wrote = f"rlkit {found['rlkit']}" if "rlkit" in found else "an rlkit without format numbers"
+        raise ValueError(
+            f"{path} has checkpoint format {found.get('format')}, written by {wrote}, and rlkit "
+            f"{rlkit.__version__} reads format {FORMAT}: resume with the version that wrote it, or start a new run in "
+            "another folder"
+        )
+
+
+def _check_formats(folder: Path) -> None:
+    for path in _folders(folder):
+        _check_format(path, _manifest(path))
+
+
 def _verified(path: Path) -> dict[str, Any]:
-    """The manifest, after every file's checksum was compared (each rank takes its share of the files)."""
+    """The manifest, after every file's checksum was compared (each rank checks its share of the files)."""
     manifest = _manifest(path)
-    if not manifest:
+    _check_format(path, manifest)
+    if not _is_whole(path, manifest):
         raise FileNotFoundError(
             f"{path} is not a complete checkpoint: it has no {_MANIFEST}, or files that are missing or cut off; "
             "latest_checkpoint(folder) finds the newest complete one"
@@ -467,14 +499,14 @@ class BackgroundSaver:
             for step in ...:
                 saver.save(step=step, model=model, optimizer=optimizer, state=state)
 
-    The files, what is atomic and what is read back are those of `rlkit.model.checkpoint`. One save at a time: the
-    next one, `wait` and the end of the block first wait for the one before, and raise what it raised, on every rank;
-    the saver can then go on. All ranks make it, save and wait together. Nothing else may save into the folder
-    meanwhile. A block that is interrupted (Ctrl-C) does not wait; what was half written is no checkpoint.
+    Files and atomicity are those of `save_checkpoint`. There is one save at a time: the next `save`, `wait` and the end
+    of the block first wait for the previous save and raise its error, on every rank; then the saver can be used again.
+    All ranks create it, save and wait together. Nothing else may save into the folder meanwhile. A block that is
+    interrupted (Ctrl-C) does not wait; a half-written checkpoint is ignored on resume.
 
-    Memory: one copy of this rank's shards on the host, kept for the next save (pinned, where they are on a GPU, each
-    rounded up to a power of two). A rank whose host has no room for it waits for the disk instead.
-    Differs: torch's `async_save` has no atomic end, and leaves it to the caller to look at its future.
+    Memory: one copy of this rank's shards on the host, reused by the next save (pinned if they are on a GPU, each
+    rounded up to a power of two). A rank whose host has no room for the copy waits for the disk instead.
+    Differs: torch's `async_save` has no atomic end, and leaves it to the caller to check its future.
     """
 
     def __init__(self, folder: Path | str, *, keep: int) -> None:
@@ -483,10 +515,8 @@ class BackgroundSaver:
         if distributed():
             self._group = dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD))
         self._buffers: dict[str, Tensor] = {}
-        self._thread: threading.Thread | None = None
+        self._running: tuple[Future[Path], Callable[[], object]] | None = None
         self._path: Path | None = None
-        self._then: Callable[[], object] | None = None
-        self._error: BaseException | None = None
 
     def __enter__(self) -> BackgroundSaver:
         return self
@@ -497,7 +527,7 @@ class BackgroundSaver:
         try:
             self.wait()
         except Exception:
-            if kind is None:  # else the error that ends the block is the one to show
+            if kind is None:  # otherwise the error that ended the block is the one to raise
                 raise
         finally:
             if self._group is not None and kind is None:
@@ -506,7 +536,7 @@ class BackgroundSaver:
     @property
     def idle(self) -> bool:
         """Whether nothing is being written, so that `wait` returns at once."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._running is None or self._running[0].done()
 
     def save(
         self,
@@ -517,51 +547,51 @@ class BackgroundSaver:
         state: dict[str, Any],
         then: Callable[[], object] | None = None,
     ) -> None:
-        """Begin to write the checkpoint of `step` as things are now; see `save_checkpoint` for the arguments.
+        """Start to write a checkpoint of the current state; see `save_checkpoint` for the arguments.
 
-        `then` is called once it is on the disk, by the `wait` that finds it there: for what relies on it.
+        `then` is called by the `wait` that finds the checkpoint on the disk, for what relies on it.
         """
         self.wait()
         job = make_job(self._folder, step=step, model=model, optimizer=optimizer, state=state, keep=self._keep)
         room = bool(self._buffers) or _has_room(job.tensors)
         if room:
             job = job._replace(tensors=copied(job.tensors, self._buffers))
-        self._then = then
-        write = on_this_device(self._write)
-        self._thread = threading.Thread(target=write, args=(job,), name="rlkit-checkpoint", daemon=True)
-        self._thread.start()
+        future: Future[Path] = Future()
+        self._running = (future, then or (lambda: None))
+        # a daemon: the pool of concurrent.futures would hold up the end of an interrupted process
+        thread = threading.Thread(
+            target=on_this_device(self._write), args=(job, future), name="rlkit-checkpoint", daemon=True
+        )
+        thread.start()
         if not room:
-            self._thread.join()
+            thread.join()
 
     def wait(self) -> Path | None:
-        """Until the last save is on the disk. Returns the folder of the last one that was written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-            error, then = self._error, self._then
-            self._error = self._then = None
-            if error is not None:
-                raise error
-            if then is not None:
-                then()
+        """Wait until the last save is on the disk. Returns the folder of the last checkpoint that was written."""
+        if self._running is not None:
+            future, then = self._running
+            wait([future])  # a Ctrl-C here leaves the save running, to be waited for again
+            self._running = None
+            self._path = future.result()
+            then()
         return self._path
 
-    def _write(self, job: Job) -> None:
+    def _write(self, job: Job, future: Future[Path]) -> None:
         try:
-            self._path = write_job(job, group=self._group)
+            future.set_result(write_job(job, group=self._group))
         except BaseException as error:
-            self._error = error
+            future.set_exception(error)
 
 
 def _has_room(tensors: dict[str, Tensor]) -> bool:
-    """Whether the ranks of this host, if all are like this one, can copy their shards without being killed for it."""
+    """Whether all ranks of this host can copy as many bytes as this one without running out of memory."""
     local = (x.to_local() if hasattr(x, "to_local") else x for x in tensors.values())
-    taken = (1 << (x.nbytes - 1).bit_length() if x.is_cuda and x.nbytes else x.nbytes for x in local)  # torch pins so
+    taken = (1 << (x.nbytes - 1).bit_length() if x.is_cuda and x.nbytes else x.nbytes for x in local)  # pinned sizes
     return sum(taken) * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < 0.9 * _free_memory()
 
 
 def _free_memory() -> float:
-    """Bytes of memory that the machine, and the container, still have; infinite where they do not say."""
+    """Free bytes of memory of the machine and its container; infinite where neither reports them."""
     free, group = math.inf, Path("/sys/fs/cgroup")
     try:
         free = 1024.0 * _field(Path("/proc/meminfo"), "MemAvailable:")

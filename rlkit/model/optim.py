@@ -27,8 +27,8 @@ def adamw(
 ) -> torch.optim.AdamW:
     """Fused AdamW over the trainable parameters; weight decay leaves vectors (norms, biases) alone.
 
-    The parameters are fp32 and so are the states: under bf16 compute they are the master weights. What a forward left
-    gathered of a sharded model is cut again first: the optimizer must hold the shards, which are what a step changes.
+    Parameters and states are fp32: under bf16 compute they are the master weights. Parameters that a forward left
+    gathered are resharded first, because the optimizer must hold the shards, which a step changes.
     Reference: arXiv:1711.05101
     """
     reshard(model)
@@ -43,20 +43,22 @@ def adamw(
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use this learning rate from the next step on."""
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 @torch.no_grad()
 def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Metrics:
-    """Clip the accumulated gradients to a global L2 norm, step, and drop them.
+    """Clip the accumulated gradients to a global L2 norm, take a step, and clear the gradients.
 
-    A non-finite norm skips the step, leaves parameters and states as they were, and counts in `skipped_step`. On many
-    ranks, pipeline stages too, all use the same bits of the norm, and skip together.
+        g <- g * min(1, max_norm / (||g|| + 1e-6))
+
+    With a non-finite norm the step is skipped: parameters and states do not change, and `skipped_step` is 1. All ranks,
+    pipeline stages included, use the same bits of the norm, so they skip together.
     Returns `grad_norm` (before clipping) and `skipped_step`.
 
-    Errors: ValueError for a `max_norm` that is not above 0. Elsewhere 0 means not to clip; here `math.inf` does.
+    Errors: ValueError for `max_norm <= 0`. In other libraries 0 turns clipping off; here `math.inf` does.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}: inf clips nothing, 0 would train nothing")
@@ -73,11 +75,11 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Metr
 
 
 def global_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The L2 norm over all gradients, each counted once however it is cut or copied; one number, alike on all ranks.
+    """The L2 norm over all gradients, each counted once however it is sharded or replicated; identical on all ranks.
 
     Differs: `clip_grad_norm_` fails where some gradients are plain and some DTensors, or on several meshes (tensor
     parallel with FSDP, expert parallel). Here the squares are summed per (mesh, placements), over the ranks that hold
-    different parts. Ranks outside the meshes of a rank's gradients are other pipeline stages, and hold others.
+    different shards. Ranks outside the meshes of a rank's gradients are other pipeline stages, with other parameters.
     """
     kinds: dict[Any, list[Tensor]] = {}
     for g in grads:
@@ -91,8 +93,8 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
         total += square
     if not distributed():
         return total.sqrt()
-    alike = max((mesh.size() for mesh, _ in kinds if mesh is not None), default=dist.get_world_size())
-    total /= alike
+    copies = max((mesh.size() for mesh, _ in kinds if mesh is not None), default=dist.get_world_size())
+    total /= copies
     dist.all_reduce(total)
     return total.sqrt()
 
@@ -102,12 +104,12 @@ def _local(x: Any) -> Tensor:
 
 
 def constant_lr(step: int, *, lr: float, warmup_steps: int = 0) -> float:
-    """`lr` after a linear warm-up: step 0 already moves, at lr / warmup_steps."""
+    """Linear warm-up, then constant: lr * min(1, (step + 1) / warmup_steps), so step 0 trains at lr / warmup_steps."""
     return lr * min(1.0, (step + 1) / max(1, warmup_steps))
 
 
 def linear_lr(step: int, *, lr: float, num_steps: int, warmup_steps: int = 0) -> float:
-    """Linear warm-up, then a straight line that would reach 0 at `num_steps`."""
+    """Linear warm-up, then linear decay that reaches 0 at `num_steps` (the first step after the last)."""
     left = (num_steps - step) / max(1, num_steps - warmup_steps)
     return min(constant_lr(step, lr=lr, warmup_steps=warmup_steps), lr * max(0.0, left))
 
@@ -120,7 +122,7 @@ def cosine_lr(step: int, *, lr: float, num_steps: int, warmup_steps: int = 0, fl
 
 
 def schedule(name: str, *, lr: float, num_steps: int, warmup_steps: int = 0) -> Callable[[int], float]:
-    """The schedule called `constant`, `linear` or `cosine`, as a function of the step: what a command line needs."""
+    """The schedule `constant`, `linear` or `cosine` as a function `lr_at(step)`, for command lines."""
     if name == "constant":
         return partial(constant_lr, lr=lr, warmup_steps=warmup_steps)
     falling = {"linear": linear_lr, "cosine": cosine_lr}

@@ -1,7 +1,7 @@
-"""The policy's weights as everything outside wants them: full tensors under their Hugging Face checkpoint names.
+"""The policy's weights for engines and files: full tensors under their Hugging Face checkpoint names.
 
-`stream_weights` feeds a rollout engine, `export_hf` a folder that any tool loads. Both work from any layout, plain,
-FSDP2, tensor parallel, pipeline stages or a product of these, and never hold the whole model.
+`stream_weights` feeds a rollout engine, `export_hf` writes a folder for `from_pretrained`. Both work on every layout
+(plain, FSDP2, tensor parallel, pipeline stages or a product of these) and never hold the whole model.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def stream_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor) of every weight and persistent buffer, on every rank; tied ones once, under the first name.
 
-    Names and shapes are those of the Hugging Face checkpoint: fused expert weights come apart again, and LoRA adapters
-    are merged. Floating-point tensors are cast to `dtype` before they are gathered, so a bf16 engine costs half the
-    traffic of fp32 master weights; what the model wants in fp32 under any dtype (`_keep_in_fp32_modules_strict`) stays.
-    The gathers of a bucket run together. Pipeline stages send theirs to the other stages, one stage after the other.
+    Names and shapes match the Hugging Face checkpoint: fused expert weights are split, and LoRA adapters are merged.
+    Floating-point tensors are cast to `dtype` before they are gathered, so a bf16 engine costs half the traffic of fp32
+    master weights; modules that the model keeps in fp32 (`_keep_in_fp32_modules_strict`) are not cast.
+    The gathers of a bucket run concurrently. Pipeline stages broadcast their buckets in order, one stage at a time.
 
-    Memory: `bucket_bytes`, or the largest tensor where that is larger (twice that for one which is sharded other than
-    by rows, or which comes apart), as long as the caller drops what it has used. A tensor that is not sharded and needs
-    no cast is the live one: copy it to keep it. Every rank has to read the stream to its end, because gathering is
-    collective; an engine that shares the model's memory leaves it unread on every rank.
+    Memory: `bucket_bytes`, or the largest tensor where that is larger (twice as much for a tensor that is not sharded
+    by rows, or that is split), as long as the caller drops used tensors. A tensor that is not sharded and needs no cast
+    is the live one: copy it to keep it. Every rank must read the stream to its end, because gathering is collective; an
+    engine that shares the model's memory leaves it unread on every rank.
 
-    Differs: verl and OpenRLHF gather tensor by tensor, verl's FSDP path after a full state dict; slime buckets as here.
+    Differs: verl and OpenRLHF gather tensor by tensor, verl's FSDP path after a full state dict; slime also buckets.
     """
     for bucket in _of_all_stages(_buckets(model, dtype, bucket_bytes), mesh_of(model)):
         while bucket:
@@ -53,7 +53,7 @@ def stream_weights(
 
 
 def _buckets(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """What this pipeline stage holds, as full tensors under their checkpoint names."""
+    """The full tensors of this pipeline stage, under their checkpoint names."""
     updates = adapters(model)
     bucket: dict[str, Tensor] = {}
     size = 0
@@ -71,7 +71,7 @@ def _buckets(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> 
 
 
 def _of_all_stages(own: Iterator[dict[str, Tensor]], mesh: Mesh | None) -> Iterator[dict[str, Tensor]]:
-    """The buckets of all pipeline stages on all of them, first to last."""
+    """The buckets of all pipeline stages, first to last, on every stage."""
     if mesh is None or mesh.sizes.pp == 1:
         yield from own
         return
@@ -96,11 +96,11 @@ def export_hf(
 ) -> Path:
     """Write a folder that `transformers.from_pretrained` loads: config, safetensors, tokenizer and chat template.
 
-    All ranks call it together, rank 0 writes. Files hold up to `shard_bytes` each, which is also about the memory it
-    takes. Atomic: the folder is complete or absent. An earlier export at `path` is replaced; any other folder is
-    refused. `dtype` casts the weights (for example fp32 master weights to bf16); None keeps them.
+    All ranks call it together, rank 0 writes. Files hold up to `shard_bytes` each, which is also about the memory that
+    rank 0 needs. Atomic: the folder is complete or absent. An earlier export at `path` is replaced; any other folder is
+    refused. `dtype` casts the weights (for example fp32 master weights to bf16); None keeps their dtype.
 
-    Errors: FileExistsError where `path` is a folder that holds something else; OSError (ENOSPC, EDQUOT, EFBIG) with the
+    Errors: FileExistsError where `path` is a folder with other files; OSError (ENOSPC, EDQUOT, EFBIG) with the
     space needed and free. An error on rank 0 is raised on every rank.
     Differs: `save_pretrained` first collects the full state dict; torch's HuggingFaceStorageWriter leaves the shards
     beside the consolidated files and cannot name the experts of a mixture.
@@ -125,14 +125,14 @@ def export_hf(
             if rank() == 0:
                 write()
         finally:
-            deque(weights, maxlen=0)  # the other ranks gather on, also where rank 0 has failed
+            deque(weights, maxlen=0)  # the other ranks still gather, also where rank 0 has failed
 
     together(gather)
     return path
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The live weights and persistent buffers, tied ones once; writing into them writes into the model."""
+    """The live weights and persistent buffers, tied ones once; writing into them changes the model."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     unique = {clean_name(name) for name, _ in model.named_parameters()}
@@ -142,7 +142,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def clean_name(name: str) -> str:
-    """The parameter's name without what torch.compile and activation checkpointing put before it."""
+    """The parameter's name without the prefixes of torch.compile and activation checkpointing."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -185,7 +185,7 @@ def _write_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    classes = (c for c in type(model).__mro__ if not issubclass(c, FSDPModule))  # FSDP2 makes a subclass of its own
+    classes = (c for c in type(model).__mro__ if not issubclass(c, FSDPModule))  # FSDP2 makes a subclass
     config["architectures"] = [next(classes).__name__]
     config["dtype"] = str(dtype if dtype is not None else model.dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -201,20 +201,20 @@ def _prepare(path: Path, temp: Path, needed: int) -> None:
 
 
 def _dtype(model: Any, name: str, x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What a weight is sent in."""
+    """The dtype in which a weight is sent."""
     kept = any(part in name for part in model._keep_in_fp32_modules_strict or ())
     return x.dtype if dtype is None or kept or not x.is_floating_point() else dtype
 
 
 def _own(model: nn.Module) -> dict[str, Tensor]:
-    """The stage's tensors, without the copy of the embedding that a tied head on the last stage works on."""
+    """The stage's tensors, without the copy of the embedding that serves as the tied head of the last stage."""
     mesh = mesh_of(model)
     copy = mesh is not None and mesh.pp_rank > 0
     return {k: x for k, x in model_tensors(model).items() if not (copy and k.endswith("embed_tokens.weight"))}
 
 
 def _start_gather(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast, and begin to gather on the mesh's own device (offloaded shards are on the host)."""
+    """Cast, and start to gather on the device of the mesh (offloaded shards are on the host)."""
     from torch.distributed.tensor import DTensor, Replicate
 
     if not isinstance(x, DTensor):
@@ -222,12 +222,12 @@ def _start_gather(x: Tensor, dtype: torch.dtype) -> Tensor:
     mesh = x.device_mesh
     local = x.to_local().to(mesh.device_type, dtype)
     cast = DTensor.from_local(local, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
-    apart = mesh.device_type != "cpu"  # gloo's threads were seen to crash with several gathers in flight
+    apart = mesh.device_type != "cpu"  # gloo crashed with several gathers in flight
     return cast.redistribute(placements=[Replicate()] * mesh.ndim, async_op=apart).to_local()
 
 
 def _realized(model: Any, bucket: dict[str, Tensor], updates: dict[str, Adapter]) -> dict[str, Tensor]:
-    """Wait for the bucket, merge adapters and give checkpoint names. The bucket is empty afterwards."""
+    """Wait for the bucket, merge adapters and convert to checkpoint names. The bucket is empty afterwards."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -1,4 +1,4 @@
-"""A loop's run folder, what it saves there while it trains, and how it goes on from that."""
+"""What a loop does with its run folder: open it, save checkpoints, resume from them, export the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from rlkit.model.checkpoint import BackgroundSaver
+from rlkit.model.checkpoint import BackgroundSaver, load_latest
+from rlkit.model.lora import adapters, save_adapter
+from rlkit.model.weights import export_hf
 from rlkit.parallel.data import any_rank
 from rlkit.ranks import Stopped, first, together
 from rlkit.rollout.shared import SharedStream
@@ -24,10 +26,10 @@ from rlkit.run.signals import Stop, resume_command, stop_on_interrupt
 def open_training(
     folder: Path, *, steps: int, start: int, resume: bool, keep: int, print_steps: int = 1
 ) -> Iterator[tuple[Run, Stop, BackgroundSaver]]:
-    """The run folder (see `open_run`), whether somebody asked to stop, and what saves into its `checkpoints/`.
+    """The run folder (see `open_run`), the stop request of this process, and the saver of its `checkpoints/`.
 
-    Where somebody asked, the end of the block raises `Stopped`, a KeyboardInterrupt: what follows a run that was
-    interrupted (the next stage, the next cell of a notebook) does not start.
+    After a stop request on any rank the end of the block raises `Stopped`, a KeyboardInterrupt, so that the code after
+    an interrupted run (the next stage, the next cell of a notebook) does not start.
     """
     if steps < 0 or keep < 1 or print_steps < 1:
         raise ValueError(f"{steps=} must be at least 0, {keep=} and {print_steps=} at least 1")
@@ -43,7 +45,7 @@ def open_training(
             started = True
             yield run, stop, saver
     except Exception as error:
-        if started:  # then its traceback is shown, see `main_on_ranks`
+        if started:  # `main_on_ranks` shows the traceback of an error that has this note
             error.add_note(f"{TRAINING}; the run folder is {folder}")
         raise
     if any_rank(stop.requested):
@@ -64,27 +66,27 @@ def save_if_due(
     reference: Any = None,
     stream: GroupStream | SharedStream | None = None,
 ) -> bool:
-    """Save after every so many steps (0: never), after the last one, and when somebody asked the run to stop.
+    """Save every `every` steps (0: never), after the last step, and after a stop request; returns whether to stop.
 
-    The run waits for a copy of the tensors, and for the disk only at its last save. The log is on the disk before the
-    checkpoint that knows of it. The stream's own state is saved with `state`, and its journal cut once the checkpoint
-    is whole; without checkpoints nothing could use it. A disk that is full does not end the run unless the checkpoint
-    is its last: the older one stays, the error is said, and training goes on.
+    The run waits for a copy of the tensors, and for the disk only at its last save. The log is synced before the
+    checkpoint that refers to it. The stream's state is saved with `state`, and its journal is truncated once the
+    checkpoint is on the disk (at once if there are no checkpoints to resume from). On a full disk the previous
+    checkpoint is kept, the error is reported and training continues, unless this is the last checkpoint of the run.
 
-    Returns whether to stop; then how to go on has been said.
+    A stop is reported with the command that resumes the run.
     """
     stopping = any_rank(stop.requested)
     must = stopping or step == steps
     due = must or (every > 0 and step % every == 0)
     if due or saver.idle:
-        with _said(run, unless=False):
+        with _reported(run, fatal=False):
             saver.wait()
     then: Callable[[], object] | None = None
     if stream is not None:
         state = {**state, "stream": stream.state}
         then = partial(stream.saved, state["stream"])
     if due:
-        with _said(run, unless=must):
+        with _reported(run, fatal=must):
             together(run.sync)
             both = _with_reference(model, reference)
             saver.save(step=step, model=both, optimizer=optimizer, state=state, then=then)
@@ -98,26 +100,25 @@ def save_if_due(
 
 
 @contextmanager
-def _said(run: Run, *, unless: bool) -> Iterator[None]:
-    """Inside the block an error of the disk is only said, `unless` it has to end the run."""
+def _reported(run: Run, *, fatal: bool) -> Iterator[None]:
+    """Inside the block an OSError is reported; it is raised only if `fatal`."""
     try:
         yield
     except OSError as error:
-        if unless:
+        if fatal:
             raise
         run.say(f"no checkpoint, training goes on: {error}")
 
 
 def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any = None) -> dict[str, Any]:
-    """Load the newest whole checkpoint of the run and return its state, "step" among it; {} where there is none yet.
+    """Load the newest whole checkpoint of the run and return its state with "step"; {} where there is none yet.
 
-    A damaged checkpoint is skipped for the one before it, and named on stdout with what is wrong with it. The folder is
-    held from here on.
+    A damaged checkpoint is skipped for the one before it, and reported on stdout with the reason. The folder is locked
+    from here on (see `hold`).
 
-    Errors: those of `keep_args`; FileNotFoundError also where every checkpoint is damaged.
+    Errors: the errors of `keep_args`; FileNotFoundError also where every checkpoint is damaged; ValueError for a
+    checkpoint in another format.
     """
-    from rlkit.model.checkpoint import load_latest
-
     check_folder(folder, resume=True)
     first(lambda: hold(folder))
     state, skipped = load_latest(folder / "checkpoints", model=_with_reference(model, reference), optimizer=optimizer)
@@ -131,19 +132,16 @@ def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, refer
 
 
 def _with_reference(model: Any, reference: Any) -> Any:
-    """What a checkpoint holds: the model, and a reference that moves, whose shards are written like the model's."""
+    """The modules of a checkpoint: the model, and a moving reference, whose shards are written like the model's."""
     return model if reference is None else torch.nn.ModuleDict({"policy": model, "reference": reference})
 
 
 def export(run: Run, model: Any, tokenizer: Any) -> Path:
-    """The model as it is now, in `model/` of the run folder, for `transformers.from_pretrained`.
+    """Write the model to `model/` in the run folder, for `transformers.from_pretrained`; returns that path.
 
-    With LoRA its weights hold the adapter, which is in `adapter/` as well, with the tokenizer, for
+    LoRA adapters are merged into its weights, and also written to `adapter/`, with the tokenizer, for
     `peft.AutoPeftModelForCausalLM.from_pretrained`.
     """
-    from rlkit.model.lora import adapters, save_adapter
-    from rlkit.model.weights import export_hf
-
     if adapters(model):
         save_adapter(model, run.folder / "adapter", tokenizer=tokenizer)
     return export_hf(model, tokenizer, run.folder / "model")

@@ -260,7 +260,7 @@ def test_a_model_of_other_tokens_is_refused(tmp_path):
     check_same_tokens(ours, str(tmp_path / "more"))
     check_same_tokens(ours, str(tmp_path / "bare"))
     ours.add_tokens(["<pad>", "<more>"])
-    with pytest.raises(ValueError, match="has other tokens: '<more>' is 263 there and 264 in the model that trains"):
+    with pytest.raises(ValueError, match="has other tokens: '<more>' is 263 there and 264 in the trained model"):
         check_same_tokens(ours, str(tmp_path / "more"))
     with pytest.raises(FileNotFoundError, match="no folder"):
         check_same_tokens(ours, str(tmp_path / "none"))

@@ -55,13 +55,13 @@ def test_labels_stay_with_their_responses_where_one_is_too_long(caplog):
         examples(*rows, max_example_tokens=5)
 
 
-def test_without_a_template_the_texts_are_taken_as_they_are():
+def test_without_a_template_the_texts_are_verbatim():
     row = {"prompt": "2+2=", "completion": "4", "label": False}
     assert examples(row, apply_chat_template=False) == ([Labelled([*b"2+2="], [*b"4", END], False)], 0)
 
 
 BAD = {
-    "no column 'completion' or 'response'; columns found: .'answer', 'label', 'prompt'.": {
+    "neither 'completion' nor 'response' nor 'messages' is there; columns found: .'answer', 'label', 'prompt'.": {
         "prompt": "hi", "answer": "yo", "label": True,
     },
     "no column 'label'; columns found: .'completion', 'prompt'.": {"prompt": "hi", "completion": "yo"},
@@ -71,17 +71,17 @@ BAD = {
     "'completion' must be a string": {"prompt": "hi", "completion": 4, "label": True},
     "'messages' must end with an assistant message": {"messages": messages("hi", "user"), "label": True},
     "neither 'messages' nor 'prompt'": {"question": "hi", "completion": "yo", "label": True},
-    "no column 'completion' or 'response'": {"prompt": "hi", "chosen": "yo", "rejected": "no"},
+    "neither 'completion' nor 'response' nor 'messages' is there": {"prompt": "hi", "chosen": "yo", "rejected": "no"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_what_is_no_labelled_response_is_named_with_its_row(message):
+def test_a_bad_labelled_response_is_named_with_its_row(message):
     with pytest.raises(ValueError, match=f"row 2: .*{message}"):
         examples(FORMATS["strings"], BAD[message])
 
 
-def test_no_rows_are_said_as_such():
+def test_no_rows_are_refused():
     with pytest.raises(ValueError, match="rows is empty"):
         examples()
 
@@ -101,7 +101,7 @@ def test_empty_responses_are_dropped_where_they_are_desirable_and_named(caplog):
         examples(good, bad)
 
 
-def test_an_unknown_role_and_a_part_that_is_no_text_are_refused():
+def test_an_unknown_role_and_a_part_that_is_not_text_are_refused():
     whole = {"messages": [{"role": "human", "content": "hi"}, *messages("yo")], "label": True}
     with pytest.raises(ValueError, match="row 2: unknown role 'human'"):
         examples(FORMATS["strings"], {**whole, "prompt": "hi"})

@@ -21,7 +21,7 @@ def write(path, text, encoding="utf-8"):
     return path
 
 
-def test_json_jsonl_and_lines_in_a_json_file_read_alike(tmp_path):
+def test_json_jsonl_and_lines_in_a_json_file_give_the_same_rows(tmp_path):
     lines = "\n".join(json.dumps(r, ensure_ascii=False) for r in ROWS)
     listed = write(tmp_path / "a.json", json.dumps(ROWS, indent=2))
     by_line = write(tmp_path / "b.jsonl", "\ufeff" + lines.replace("\n", "\r\n\r\n") + "\n\n")
@@ -30,7 +30,7 @@ def test_json_jsonl_and_lines_in_a_json_file_read_alike(tmp_path):
     assert load_rows(listed, limit=2) == load_rows(by_line, limit=2) == ROWS[:2]
 
 
-def test_columns_get_the_names_that_are_wanted(tmp_path):
+def test_columns_are_renamed(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"question": "1", "answer": 2, "prompt_id": 3}\n{"question": "4", "answer": 5}')
     rows = load_rows(path, rename={"question": "prompt", "answer": "question"}, columns=["prompt"])
     assert rows == [{"prompt": "1", "question": 2, "prompt_id": 3}, {"prompt": "4", "question": 5}]
@@ -115,7 +115,7 @@ def test_bad_bytes_are_named_with_their_line(tmp_path):
         load_rows(path)
 
 
-def test_numbers_are_one_type_and_null_goes_with_any(tmp_path):
+def test_numbers_are_one_type_and_null_is_compatible_with_every_type(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"a": 1}\n{"a": 2.5}\n{"a": null}\n{"b": "x"}')
     assert load_rows(path) == [{"a": 1}, {"a": 2.5}, {"a": None}, {"b": "x"}]
 
@@ -146,7 +146,7 @@ def test_the_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
         load_rows(path)
 
 
-def test_a_hub_id_that_fails_says_what_was_tried(monkeypatch):
+def test_a_hub_id_that_fails_reports_what_was_tried(monkeypatch):
     datasets = pytest.importorskip("datasets")
 
     def fail(path, name, split):
@@ -183,7 +183,7 @@ def test_tables_and_saved_folders_read_as_the_same_rows(tmp_path, monkeypatch):
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.text(CELL), st.text(CELL)), min_size=1, max_size=5))
-def test_csv_cells_are_the_texts_that_were_written(tmp_path_factory, rows):
+def test_csv_cells_are_the_written_texts(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("csv") / "a.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, quoting=csv.QUOTE_ALL).writerows([("prompt", "answer"), *rows])
@@ -208,11 +208,11 @@ def test_a_csv_cell_is_text_whatever_it_looks_like(tmp_path):
         ("a,b\n", "no rows"),
     ],
 )
-def test_what_is_wrong_with_a_csv_file_is_said_with_its_line(tmp_path, text, message):
+def test_a_bad_csv_file_is_named_with_its_line(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         load_rows(write(tmp_path / "bad.csv", text))
 
 
-def test_no_rows_are_not_asked_for():
+def test_a_limit_of_zero_rows_is_refused():
     with pytest.raises(ValueError, match="limit must be at least 1"):
         load_rows("x.jsonl", limit=0)

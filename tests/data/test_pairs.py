@@ -61,12 +61,12 @@ def test_the_system_prompt_and_earlier_turns_belong_to_the_prompt():
     assert pair == Pair(before, [*b"c", END], [*b"d", END])
 
 
-def test_without_a_template_the_texts_are_taken_as_they_are():
+def test_without_a_template_the_texts_are_verbatim():
     ((pair,), _) = pairs({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, apply_chat_template=False)
     assert pair == Pair([*b"2+2="], [*b"4", END], [*b"5", END])
 
 
-def test_a_pair_that_is_too_long_goes_as_a_whole(caplog):
+def test_a_pair_that_is_too_long_is_dropped_as_a_whole(caplog):
     long = {"prompt": "hi", "chosen": "yo", "rejected": "n" * 30}
     with caplog.at_level(logging.WARNING):
         kept, dropped = pairs(FORMATS["strings"], long, FORMATS["strings"], max_example_tokens=len(HI) + 4)
@@ -78,7 +78,8 @@ def test_a_pair_that_is_too_long_goes_as_a_whole(caplog):
 
 
 BAD = {
-    "'rejected' must be a string": {"prompt": "hi", "chosen": "yo"},
+    "no column 'rejected'; columns found: .'chosen', 'prompt'.; a preference": {"prompt": "hi", "chosen": "yo"},
+    "column 'rejected' must be a string": {"prompt": "hi", "chosen": "yo", "rejected": None},
     "neither 'messages' nor 'prompt'": {"chosen": "yo", "rejected": "no"},
     "differ before their last message": {
         "chosen": [user("hi"), answer("yo")], "rejected": [user("ho"), answer("no")],
@@ -94,7 +95,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_what_is_no_pair_is_named_with_its_row(message):
+def test_a_bad_pair_is_named_with_its_row(message):
     with pytest.raises(ValueError, match=f"row 2.*: .*{message}"):
         pairs(FORMATS["strings"], BAD[message])
 
@@ -138,5 +139,5 @@ def test_a_file_and_its_lines_are_named(tmp_path):
     assert len(pairs(*load_rows(path))[0]) == 1
     rows = load_rows(path)
     rows[1] = {"prompt": "hi", "chosen": "yo"}
-    with pytest.raises(ValueError, match=f"^{path}, line 3: 'rejected' must be a string"):
+    with pytest.raises(ValueError, match=f"^{path}, line 3: no column 'rejected'"):
         preference_pairs(rows, tokenizer=TOKENIZER, max_example_tokens=99)

@@ -38,7 +38,7 @@ def test_a_system_prompt_goes_before_conversations_without_one():
     assert prompt_messages(rows[1], system_prompt="be") == rows[1]["messages"]
 
 
-def test_plain_text_is_taken_as_it_is_with_the_tokenizers_own_start():
+def test_plain_text_is_verbatim_after_the_tokenizers_own_start():
     rows = [{"prompt": "Q: 1+1\nA:"}]
     prompts, _ = rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=99, apply_chat_template=False)
     assert prompts[0].ids == list(b"Q: 1+1\nA:")
@@ -87,10 +87,10 @@ def test_many_rows_keep_their_order():
     [
         (
             {"question": "a", "answer": 1},
-            r"row 2: neither 'messages' nor 'prompt' is there, or both are null; columns found: \['answer', 'q",
+            r"row 2: neither 'messages' nor 'prompt' is there; columns found: \['answer', 'q",
         ),
-        ({"messages": []}, r"row 2: 'messages' must be a list of at least one message, got \[\]"),
-        ({"messages": "hi"}, r"row 2: 'messages' must be a list of at least one message, got 'hi'"),
+        ({"messages": []}, r"row 2: column 'messages' must be a list of at least one message, got \[\]"),
+        ({"messages": "hi"}, r"row 2: column 'messages' must be a list of at least one message, got 'hi'"),
         ({"messages": ["hi"]}, r"row 2: messages\[0\] must be an object like .* got 'hi'"),
         ({"prompt": [{"content": "a"}]}, r"row 2: prompt\[0\] must be an object like \{'role'"),
         (

@@ -197,10 +197,13 @@ def test_too_long_examples_are_dropped_counted_and_logged(caplog):
             r"row 2: needs an assistant message .* got roles \['user'\].*the column 'response'",
         ),
         (convo("a:hello"), r"row 2: needs an assistant message with a message before it, got roles \['assistant'\]"),
-        ({"prompt": "a", "response": None}, "row 2: column 'response' must be a string, got None"),
+        (
+            {"prompt": "a", "response": None},
+            "row 2: column 'response' must be a string or a list of at least one message, got None",
+        ),
         (
             {"text": "a"},
-            r"row 2: neither 'messages' nor 'prompt' is there, .* columns found: \['text'\]",
+            r"row 2: neither 'messages' nor 'prompt' is there; columns found: \['text'\]",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Checkpoints: every bit comes back; no crash, full disk or torn file makes one that is chosen and does not load."""
+"""Checkpoints: resume is bitwise; after a crash, a full disk or damage, the chosen checkpoint always loads."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 
+import rlkit
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model import checkpoint
 from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -244,7 +245,7 @@ def test_changed_content_of_the_right_size_is_found_at_load(tmp_path, name):
     assert same(net.state_dict(), before)
 
 
-def test_latest_goes_by_content_and_order_not_by_name(tmp_path):
+def test_latest_is_found_by_content_and_order_not_by_name(tmp_path):
     assert latest_checkpoint(tmp_path / "absent") is None
     assert latest_checkpoint(tmp_path) is None
     (tmp_path / "step_00000099").mkdir()
@@ -268,15 +269,59 @@ def test_newest_are_kept_and_leftovers_removed(tmp_path):
         save_simple(tmp_path, 6, keep=0)
 
 
-def test_manifest_says_what_is_there(tmp_path):
+def test_manifest_lists_every_file_with_its_checksum(tmp_path):
     import binascii
 
     path = save_simple(tmp_path, 7)
     manifest = json.loads((path / "manifest.json").read_text())
-    assert (manifest["step"], manifest["world_size"]) == (7, 1)
+    assert (manifest["format"], manifest["step"], manifest["world_size"]) == (1, 7, 1)
     for name, entry in manifest["files"].items():
         data = (path / name).read_bytes()
         assert entry == {"size": len(data), "crc32": binascii.crc32(data)}
+
+
+def rewritten(path: Path, **changes: object) -> None:
+    """Change keys of the manifest; None removes one."""
+    manifest = json.loads((path / "manifest.json").read_text()) | changes
+    (path / "manifest.json").write_text(json.dumps({k: x for k, x in manifest.items() if x is not None}))
+
+
+@pytest.mark.parametrize(("found", "by"), [
+    ({"format": 2, "rlkit": "7.1", "order": None, "files": None}, "format 2, written by rlkit 7.1, and"),
+    ({"format": None, "rlkit": None}, "format None, written by an rlkit without format numbers, and"),
+])  # fmt: skip
+def test_another_format_is_refused_with_the_version_that_wrote_it(tmp_path, found, by):
+    path = save_simple(tmp_path, 1)
+    rewritten(path, **found)
+    net = nn.Linear(4, 4)
+    before = copy.deepcopy(net.state_dict())
+    message = rf"^{path} has checkpoint {by} rlkit {rlkit.__version__} reads format 1: resume with the version that wr"
+    for read in (
+        lambda: latest_checkpoint(tmp_path),
+        lambda: load_checkpoint(path, model=net, optimizer=None),
+        lambda: checkpoint.load_latest(tmp_path, model=net, optimizer=None),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            read()
+        assert "\n" not in str(error.value)
+    assert same(net.state_dict(), before)
+    for step in (2, 3):
+        save_simple(tmp_path, step, keep=1)
+    assert path.exists(), "checkpoints in another format are not deleted"
+
+
+def test_the_state_file_carries_the_format_too(tmp_path):
+    import binascii
+
+    path = save_simple(tmp_path, 1)
+    state = torch.load(path / "state.pt", weights_only=True)
+    assert state["format"] == 1
+    torch.save({**state, "format": 3}, path / "state.pt")
+    data = (path / "state.pt").read_bytes()
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    rewritten(path, files={**files, "state.pt": {"size": len(data), "crc32": binascii.crc32(data)}})
+    with pytest.raises(ValueError, match=r"state\.pt has checkpoint format 3, written by rlkit .*: resume with"):
+        load_checkpoint(path, model=nn.Linear(4, 4), optimizer=None)
 
 
 def test_wrong_model_or_optimizer_is_named_and_nothing_is_changed(tmp_path):
@@ -288,9 +333,9 @@ def test_wrong_model_or_optimizer_is_named_and_nothing_is_changed(tmp_path):
     with pytest.raises(ValueError, match=r"another model: model/1.weight is \[2, 4\] there, \[3, 4\] here.* \(2 diff"):
         load_checkpoint(path, model=other, optimizer=None)
     assert same(other.state_dict(), before)
-    with pytest.raises(ValueError, match=r"model/1.weight is missing here"):
+    with pytest.raises(ValueError, match=r"model/1.weight is \[2, 4\] there, missing here"):
         load_checkpoint(path, model=nn.Sequential(nn.Linear(4, 4)), optimizer=None)
-    with pytest.raises(ValueError, match=r"model/2.weight is missing there"):
+    with pytest.raises(ValueError, match=r"model/2.weight is missing there, \[2, 2\] here"):
         load_checkpoint(path, model=nn.Sequential(*net, nn.Linear(2, 2)), optimizer=None)
     with pytest.raises(ValueError, match="another optimizer"):
         load_checkpoint(path, model=net, optimizer=torch.optim.AdamW(net[0].parameters()))
@@ -481,7 +526,7 @@ def test_full_disk_keeps_the_old_checkpoint(tmp_path):
 save(folder, 1, width=width)
 filled(leave=1_000_000)
 attempt(lambda: save(folder, 2, width=width))                    # foreseen
-checkpoint.require_room = lambda *a, **k: None
+checkpoint._files.require_room = lambda *a, **k: None
 attempt(lambda: save(folder, 2, width=width))                    # while writing
 after = [check(folder, width), [p.name for p in folder.iterdir()]]
 model, tokenizer = tiny_model(tiny_tokenizer()), tiny_tokenizer()
@@ -666,7 +711,7 @@ def test_export_loads_with_transformers(tmp_path, capfd):
     logits = model(input_ids=torch.tensor([ids])).logits
     capfd.readouterr()
     path = export_hf(prepare(model), tokenizer, tmp_path / "model")
-    assert capfd.readouterr() == ("", ""), "no bars of others inside a run's own"
+    assert capfd.readouterr() == ("", ""), "no progress bars of other libraries in a run's output"
     assert (path / "model.safetensors").exists()
     assert "rlkit" not in (path / "config.json").read_text()
     loaded, loaded_tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)

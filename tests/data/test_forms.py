@@ -1,0 +1,100 @@
+"""Forms of row: one check for all of them, and a form is one row of a table."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
+from rlkit.data.forms import FORMS, Form, Template, Turn, read_rows
+from rlkit.data.load import Rows
+from rlkit.data.prompts import rl_prompts
+from rlkit.data.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+CONVERSATION = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+ROWS = {
+    "prompt": {"prompt": "hi"},
+    "conversation": {"messages": CONVERSATION},
+    "prompt with a response": {"prompt": "hi", "response": "yo"},
+    "preference pair": {"prompt": "hi", "chosen": "yo", "rejected": "no"},
+    "labelled response": {"prompt": "hi", "completion": "yo", "label": True},
+}
+TEMPLATE = Template(TOKENIZER, None, True, None, None)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_every_form_reads_its_row_and_has_a_row_here(form):
+    ((turn, *_),) = read_rows([ROWS[form.name]], TEMPLATE, form, max_tokens=1)
+    assert turn.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert turn.whole.removeprefix(turn.prompt) in ("", "yo", "yo<|im_end|>\n")
+    assert not turn.empty
+
+
+@pytest.mark.parametrize(
+    ("read", "row", "message"),
+    [
+        (preference_pairs, "labelled response", "no column 'chosen'.* looks most like a labelled response;"),
+        (labelled_examples, "prompt with a response", "no column 'label'.* looks most like a prompt with a response;"),
+        (sft_examples, "labelled response", "needs an assistant message.*; columns found: .'completion', 'label', 'pr"),
+        (rl_prompts, "preference pair", None),
+    ],
+)  # fmt: skip
+def test_a_row_of_another_form_is_refused_with_its_columns_and_the_form_it_looks_like(read, row, message):
+    options = {"tokenizer": TOKENIZER, ("max_prompt_tokens" if read is rl_prompts else "max_example_tokens"): 99}
+    rows = Rows([ROWS[row]], source="train.jsonl", places=["line 3"])
+    if message is None:
+        assert len(read(rows, **options)[0]) == 1, "more columns than a form needs are no error"
+    else:
+        with pytest.raises(ValueError, match=f"^train.jsonl, line 3: {message}"):
+            read(rows, **options)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"prompt": "hi", "chosen": 3, "rejected": "no"},
+            "column 'chosen' must be a string, got 3; columns found: .'cho",
+        ),
+        (
+            {"prompt": "hi", "chosen": CONVERSATION, "rejected": "no"},
+            r"must be a string \(messages need a chat template\)",
+        ),
+        ({"messages": CONVERSATION, "chosen": "yo", "rejected": "no"}, "no column 'prompt'; columns found"),
+    ],
+)
+def test_without_a_chat_template_columns_are_strings(row, message):
+    options = {"tokenizer": TOKENIZER, "max_example_tokens": 99, "apply_chat_template": False}
+    with pytest.raises(ValueError, match=f"^row 1: .*{message}"):
+        preference_pairs([row], **options)
+
+
+def test_a_null_beside_another_name_of_the_column_is_skipped():
+    """Arrow tables fill absent columns with null."""
+    rows = [
+        {"messages": None, "prompt": "hi", "response": "yo"},
+        {"messages": CONVERSATION[:1], "prompt": None, "response": "yo"},
+    ]
+    first, second = sft_examples(rows, tokenizer=TOKENIZER, max_example_tokens=99)[0]
+    assert first == second
+
+
+def test_a_new_form_is_one_row_of_the_table():
+    def instruction(row, place, template):
+        prompt = template.text([{"role": "user", "content": row["instruction"]}], place, opened=True)
+        return [Turn(place, prompt, prompt + row["output"])]
+
+    form = Form("instruction", (("instruction",), ("output", "answer")), instruction)
+    ((turn,),) = read_rows([{"instruction": "hi", "output": "yo"}], TEMPLATE, form, max_tokens=1)
+    assert turn.whole == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo"
+    message = "row 1: neither 'output' nor 'answer' is there; .* an instruction has {instruction, output or answer}"
+    with pytest.raises(ValueError, match=message):
+        read_rows([{"instruction": "hi"}], TEMPLATE, form, max_tokens=1)
+
+
+def test_a_conversation_that_the_assistant_opens_is_read_once():
+    opened = [{"role": "assistant", "content": "ask"}, *CONVERSATION]
+    ((example,), _) = labelled_examples([{"messages": opened, "label": 1}], tokenizer=TOKENIZER, max_example_tokens=99)
+    assert TOKENIZER.decode(example.prompt).count("ask") == 1
+    with pytest.raises(ValueError, match="'messages' must end with an assistant message of text that answers another"):
+        labelled_examples([{"messages": opened[:1], "label": 1}], tokenizer=TOKENIZER, max_example_tokens=99)
