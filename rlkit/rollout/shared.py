@@ -39,7 +39,7 @@ async def from_first(work: Callable[[], Awaitable[X]]) -> X:
 
 
 class SharedEngine:
-    """An engine as all ranks hold it; rank 0 has the real one, the others None. Only rank 0 samples."""
+    """An `rlkit.types.Engine` that every rank holds: the real one on rank 0, None elsewhere. Only rank 0 samples."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -62,6 +62,11 @@ class SharedEngine:
     def progress(self) -> Any:
         """The engine's counts; None on the other ranks."""
         return getattr(self.engine, "progress", None)
+
+    async def close(self) -> None:
+        """Close the engine of rank 0."""
+        if self.engine is not None:
+            await self.engine.close()
 
 
 class SharedStream:

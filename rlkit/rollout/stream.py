@@ -24,12 +24,11 @@ counts like the fraction here.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -58,7 +57,7 @@ class Pausable:
     `abort(None)` ends everything the engine is serving, also what did not come through here.
     """
 
-    def __init__(self, generate: Generate, abort: Callable[..., Any]) -> None:
+    def __init__(self, generate: Generate, abort: Callable[..., Awaitable[Any]]) -> None:
         self._generate, self._abort = generate, abort
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
@@ -86,9 +85,7 @@ class Pausable:
         self._pauses += 1
         while self.num_running:
             self._idle.clear()
-            aborted = self._abort(None)
-            if inspect.isawaitable(aborted):
-                await aborted
+            await self._abort(None)
             try:  # a request that was still on its way to a server is not among those it aborts
                 await asyncio.wait_for(self._idle.wait(), timeout=1.0)
             except TimeoutError:
@@ -267,7 +264,7 @@ class GroupStream:
         prompt_at: Callable[[int], Prompt],
         *,
         generate: Generate,
-        abort: Callable[..., Any],
+        abort: Callable[..., Awaitable[Any]],
         params: SamplingParams,
         group_size: int,
         groups_per_step: int,

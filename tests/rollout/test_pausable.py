@@ -92,7 +92,7 @@ def test_an_abort_by_somebody_else_is_handed_on():
         call = asyncio.create_task(pausable.generate([1], params=params(3)))
         for _ in range(5):
             await asyncio.sleep(0)
-        engine.abort()
+        await engine.abort()
         return await call
 
     out = asyncio.run(go())

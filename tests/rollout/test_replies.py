@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
+from fake_server import serving
 
 from rlkit.rollout.engines.http import Busy, ReplicaError
 from rlkit.rollout.engines.sglang import SGLang
@@ -90,33 +90,6 @@ WRONG = {
     "of another": (of_another, "it is of another request: id is '(cmpl-)?another', 'r7"),
     "of another prompt": (longer_prompt, "it is of another request: prompt_tokens is 3, 2 was asked"),
 }
-
-
-@asynccontextmanager
-async def serving(answer: Callable[[int, dict[str, Any]], Any]) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
-    """A server whose completions are `answer(number, request)`: JSON, or a whole response."""
-    seen: list[dict[str, Any]] = []
-
-    async def completions(request: web.Request) -> web.Response:
-        seen.append(await request.json())
-        made = answer(len(seen) - 1, seen[-1])
-        return made if isinstance(made, web.Response) else web.json_response(made)
-
-    async def nothing(_: web.Request) -> web.Response:
-        return web.json_response({})
-
-    app = web.Application()
-    app.router.add_post("/generate", completions)
-    app.router.add_post("/v1/completions", completions)
-    for page in ("server_info", "v1/models", "model_info", "health"):
-        app.router.add_get(f"/{page}", nothing)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", seen
-    finally:
-        await runner.cleanup()
 
 
 @pytest.mark.parametrize("make", [sglang, vllm])
@@ -218,7 +191,7 @@ async def test_an_abort_ends_the_wait_for_a_busy_server() -> None:
         waiting = engine.generate(PROMPT, params=PARAMS, rid="r7")
 
         async def abort() -> None:
-            while not seen or not engine.abort("r7"):
+            while not seen or not await engine.abort("r7"):
                 await engine._http.request(f"{url}/health", method="GET", timeout=60)
 
         out, _ = await asyncio.wait_for(asyncio.gather(waiting, abort()), 60)

@@ -49,7 +49,7 @@ class Ticking:
         finally:
             self.running -= 1
 
-    def abort(self, rid=None):
+    async def abort(self, rid=None):
         self.aborts += 1
 
 

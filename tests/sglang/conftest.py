@@ -21,6 +21,7 @@ from rlkit.rollout.engines.http import Http
 from rlkit.rollout.engines.sglang import Server, launch
 from rlkit.rollout.engines.sglang.guard import shared_files
 
+sys.path.append(str(Path(__file__).parents[1] / "rollout"))  # contract.py
 INSTALL = Path(__file__).parents[2] / "tools" / "sglang_cpu" / "install.py"
 ARGS = ["--max-total-tokens", "16384"]
 

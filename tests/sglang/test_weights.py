@@ -62,7 +62,7 @@ async def under_way(engine: SGLang, prompts: list[list[int]], until: Until) -> l
 async def more_sampled(engine: SGLang, until: Until, *, running: int = 1) -> None:
     """Let requests go on for a while after an update, and end them."""
     await gone_on(until, running=running)
-    engine.abort()
+    await engine.abort()
 
 
 @pytest.mark.parametrize("kind", ["tensors", "small buckets", "disk", "group"])
@@ -92,7 +92,7 @@ async def test_retract_recomputes_the_cache_and_stamps_each_token(
     await until(lambda load: load["num_running_reqs"] + load["num_waiting_reqs"] == 24)
     await engine.update_weights(stream_weights(models[1]), version=1)
     for i in range(10, 24):  # the server may take those that had not begun before those that had
-        engine.abort(f"more {i}")
+        await engine.abort(f"more {i}")
     await more_sampled(engine, until, running=10)
     for i, task in enumerate(tasks):
         out = await task

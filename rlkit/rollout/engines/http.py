@@ -144,6 +144,14 @@ def _raise_open_files() -> None:
                 return
 
 
+def check_prompt(prompt_ids: list[int], *, vocab_size: float) -> None:
+    """ValueError unless there is a token and all ids are in [0, vocab_size): one beyond it kills an SGLang server."""
+    if not prompt_ids:
+        raise ValueError("prompt_ids must hold at least one token")
+    if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+        raise ValueError(f"prompt_ids must be in [0, {vocab_size}), got {min(prompt_ids)} to {max(prompt_ids)}")
+
+
 _ROUNDING = 1e-4  # nats by which the log-prob of a certain token may exceed 0
 
 

@@ -21,6 +21,7 @@ import signal
 import socket
 import struct
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.rollout.engines.local import LocalEngine, Progress
-from rlkit.types import Completion, SamplingParams
+from rlkit.rollout.engines.local import LocalEngine
+from rlkit.types import Completion, Progress, SamplingParams
 
 _HEAD = struct.Struct("!Q")
 
@@ -142,7 +143,12 @@ class ProcessEngine:
         self.version = version
 
     async def close(self) -> None:
-        """End the process, and with it what is in flight."""
+        """End what is in flight as "abort", then the process; one that does not answer for 10 seconds is killed."""
+        if self._ended is None:
+            with suppress(Exception):  # it dies meanwhile, or has not loaded its model
+                await asyncio.wait_for(self.abort(), 10)
+                if self._waiting:
+                    await asyncio.wait(self._waiting.values(), timeout=10)
         self._ended = self._ended or "the engine is closed"
         self._writer.close()
         await asyncio.to_thread(self._process.join, 10)
@@ -259,7 +265,7 @@ class _Child:
         return await self._engine.generate(prompt_ids, params=params, rid=rid)
 
     async def _abort(self, rid: str | None) -> int:
-        return self._engine.abort(rid)
+        return await self._engine.abort(rid)
 
     async def _update(self, block: str, pieces: Sequence[_Piece], version: int) -> None:
         """Without an await before the weights are in: the engine takes no step in between."""

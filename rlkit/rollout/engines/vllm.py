@@ -14,7 +14,7 @@ import math
 from functools import partial
 from typing import Any, get_args
 
-from rlkit.rollout.engines.http import Busy, Http, ReplicaError, check_reply
+from rlkit.rollout.engines.http import Busy, Http, ReplicaError, check_prompt, check_reply
 from rlkit.types import Completion, FinishReason, SamplingParams
 
 
@@ -55,9 +55,11 @@ class VLLM:
         """See `rlkit.types.Generate`. A cancelled call closes its connection, which makes vLLM abort the request.
 
         Raises:
-            ValueError: the server's log-probs would not be those of `params`, or it refuses the request.
+            ValueError: `prompt_ids` is empty or has ids out of range; the server's log-probs would not be those of
+            `params`; the server refuses the request.
             ReplicaError: it failed `tries` times. TimeoutError.
         """
+        check_prompt(prompt_ids, vocab_size=self._vocab_size)
         if self._processed and (params.top_p < 1 or params.top_k or params.temperature == 0):
             raise ValueError("processed_logprobs are those of the truncated distribution: no top_p, top_k or greedy")
         if not self._processed and params.temperature not in (0.0, 1.0):

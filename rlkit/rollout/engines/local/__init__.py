@@ -20,7 +20,7 @@ import random
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,17 +28,9 @@ import torch
 from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
 from rlkit.rollout.engines.local.rows import Request, Rows, StopStrings, runs
 from rlkit.rollout.sampling import sample, uniforms
-from rlkit.types import Completion, SamplingParams
+from rlkit.types import Completion, Progress, SamplingParams
 
 _U64 = 2**64 - 1
-
-
-class Progress(NamedTuple):
-    """Requests running and waiting now, and tokens generated since the engine was made."""
-
-    running: int
-    waiting: int
-    num_tokens: int
 
 
 class LocalEngine:
@@ -119,23 +111,15 @@ class LocalEngine:
             return await request.future
         except asyncio.CancelledError:
             if self._rids.get(request.rid) is request:
-                self.abort(request.rid)
+                self._abort([request])
             raise
 
-    def abort(self, rid: str | None = None) -> int:
+    async def abort(self, rid: str | None = None) -> int:
         """End the request `rid` (None: all) now: its caller gets the tokens so far, with finish_reason "abort".
 
-        Returns how many requests were ended; 0 if `rid` is not in flight. Call it from the event loop's thread.
+        Returns how many requests were ended; 0 if `rid` is not in flight.
         """
-        requests = list(self._rids.values()) if rid is None else [self._rids[rid]] if rid in self._rids else []
-        for request in requests:
-            if request.slot < 0:
-                self._waiting.remove(request)
-                request.finish("abort")
-        self._retire([(r.slot, "abort") for r in requests if r.slot >= 0])
-        for request in requests:
-            self._rids.pop(request.rid, None)
-        return len(requests)
+        return self._abort(list(self._rids.values()) if rid is None else [r for r in [self._rids.get(rid)] if r])
 
     async def update_weights(self, weights: Any = None, *, version: int) -> None:
         """Tokens sampled from here on are stamped `version`. Call it after every optimizer step.
@@ -152,11 +136,21 @@ class LocalEngine:
     async def close(self) -> None:
         """Abort what is in flight and free the cache. A closed engine refuses `generate`."""
         self._closed = True
-        self.abort()
+        await self.abort()
         driver = self._driver
         if driver is not None and not driver.done() and driver.get_loop() is asyncio.get_running_loop():
             await driver
         self._decoder.release()
+
+    def _abort(self, requests: Sequence[Request]) -> int:
+        for request in requests:
+            if request.slot < 0:
+                self._waiting.remove(request)
+                request.finish("abort")
+        self._retire([(r.slot, "abort") for r in requests if r.slot >= 0])
+        for request in requests:
+            self._rids.pop(request.rid, None)
+        return len(requests)
 
     def _request(self, prompt_ids: list[int], params: SamplingParams, rid: str | None) -> Request:
         if self._closed:

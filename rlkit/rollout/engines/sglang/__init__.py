@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rlkit.rollout.engines.http import Http, ReplicaError, all_done
-from rlkit.rollout.engines.local import Progress
 from rlkit.rollout.engines.sglang.calls import Calls
 from rlkit.rollout.engines.sglang.checks import (
     NamedTensors,
@@ -35,7 +34,7 @@ from rlkit.rollout.engines.sglang.replicas import Replica, Replicas
 from rlkit.rollout.engines.sglang.server import Server, launch
 from rlkit.rollout.engines.sglang.weights import FromDisk, FromTensors
 from rlkit.rollout.engines.sglang.wire import body, completion
-from rlkit.types import Completion, SamplingParams
+from rlkit.types import Completion, Progress, SamplingParams
 
 __all__ = [
     "FromDisk",
@@ -152,10 +151,10 @@ class SGLang:
         """
         return self._calls.progress
 
-    def abort(self, rid: str | None = None) -> int:
+    async def abort(self, rid: str | None = None) -> int:
         """End the request `rid` (None: all of this engine's): its caller gets the tokens so far, as "abort".
 
-        Returns how many requests that concerns; they end a moment later. Call it in the event loop's thread.
+        Returns the number of requests; they end a moment later.
         """
         return self._calls.abort(rid)
 

@@ -12,10 +12,9 @@ from typing import Any
 from uuid import uuid4
 
 from rlkit.rollout.engines.http import Busy, Http, ReplicaError
-from rlkit.rollout.engines.local import Progress
 from rlkit.rollout.engines.sglang.replicas import Replica, Replicas
 from rlkit.rollout.engines.sglang.wire import completion
-from rlkit.types import Completion
+from rlkit.types import Completion, Progress
 
 ASK_QUEUES_EVERY = 1.0  # seconds
 CLOSE_TIMEOUT = 10.0

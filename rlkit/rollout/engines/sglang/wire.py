@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 from rlkit._retrying import BUSY
-from rlkit.rollout.engines.http import Busy, ReplicaError, check_reply
+from rlkit.rollout.engines.http import Busy, ReplicaError, check_prompt, check_reply
 from rlkit.types import Completion, FinishReason, SamplingParams
 
 
@@ -18,15 +18,12 @@ class Limits(NamedTuple):
 
 
 def body(prompt_ids: list[int], params: SamplingParams, limits: Limits, salt: str | None) -> dict[str, Any]:
-    """The request. Ids are checked here: one beyond the vocabulary kills an SGLang server.
+    """The request, or ValueError.
 
     `no_stop_trim` keeps the tokens of a stop string. Above 63 bits a seed is folded. The completion is cut at the
     context limit, which SGLang would refuse to do.
     """
-    if not prompt_ids:
-        raise ValueError("prompt_ids must hold at least one token")
-    if min(prompt_ids) < 0 or max(prompt_ids) >= limits.vocab_size:
-        raise ValueError(f"prompt_ids must be in [0, {limits.vocab_size}), got {min(prompt_ids)} to {max(prompt_ids)}")
+    check_prompt(prompt_ids, vocab_size=limits.vocab_size)
     if len(prompt_ids) >= limits.max_len:
         raise ValueError(f"prompt_ids must be shorter than the context of {limits.max_len}, got {len(prompt_ids)}")
     sampling: dict[str, Any] = {
