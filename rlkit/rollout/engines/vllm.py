@@ -68,8 +68,7 @@ class VLLM:
         send = partial(self._http.request, self.url, request, timeout=self._timeout)
         for attempt in range(1, self._tries + 1):
             try:
-                reply = await self._http.patient(send)
-                return self._checked(reply, request, _completion(reply, url=self.url, version=version))
+                return self._completion(await self._http.patient(send), request, version)
             except Busy:
                 raise
             except ReplicaError:
@@ -84,41 +83,31 @@ class VLLM:
     def _request(self, prompt_ids: list[int], params: SamplingParams, rid: str | None) -> dict[str, Any]:
         optional = {"seed": params.seed and params.seed & (2**63 - 1), "request_id": rid}
         return {
-            "model": self._model,
-            "prompt": prompt_ids,
-            "max_tokens": params.max_new_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "stop": list(params.stop),
-            "stop_token_ids": list(params.stop_token_ids),
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-            "logprobs": 0,
-            "return_token_ids": True,
+            "model": self._model, "prompt": prompt_ids, "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k,
+            "stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids),
+            "include_stop_str_in_output": True, "skip_special_tokens": False, "logprobs": 0, "return_token_ids": True,
             **{name: value for name, value in optional.items() if value is not None},
-        }
+        }  # fmt: skip
 
-    def _checked(self, reply: Any, request: dict[str, Any], out: Completion) -> Completion:
-        rid, prompt, told = request.get("request_id"), request["prompt"], reply.get("id")
+    def _completion(self, reply: Any, request: dict[str, Any], version: int) -> Completion:
+        try:
+            choice, told = reply["choices"][0], reply.get("id")
+            ids, logp = list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])
+            reason = choice["finish_reason"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ReplicaError(
+                f"{self.url}: not a completion with token ids and log-probs ({error!r}): {reply}"
+            ) from error
+        if reason not in get_args(FinishReason):
+            raise ReplicaError(f"{self.url}: {len(ids)} tokens, finish_reason {reason!r}")
+        rid, prompt = request.get("request_id"), request["prompt"]
         reported = {
             "id": (told, told if rid is None or rid in str(told) else rid),  # "cmpl-" before it, perhaps more after it
-            "prompt_token_ids": (reply["choices"][0].get("prompt_token_ids"), prompt),
+            "prompt_token_ids": (choice.get("prompt_token_ids"), prompt),
             "prompt_tokens": ((reply.get("usage") or {}).get("prompt_tokens"), len(prompt)),
         }
         return check_reply(
-            out, url=self.url, request=str(rid or told), max_new_tokens=request["max_tokens"],
-            vocab_size=self._vocab_size, reported=reported,
+            Completion(ids, logp, [version] * len(ids), reason), url=self.url, request=str(rid or told),
+            max_new_tokens=request["max_tokens"], vocab_size=self._vocab_size, reported=reported,
         )  # fmt: skip
-
-
-def _completion(reply: Any, *, url: str, version: int) -> Completion:
-    try:
-        choice = reply["choices"][0]
-        ids, logp = list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])
-        reason = choice["finish_reason"]
-    except (KeyError, IndexError, TypeError) as error:
-        raise ReplicaError(f"{url}: not a completion with token ids and log-probs ({error!r}): {reply}") from error
-    if reason not in get_args(FinishReason):
-        raise ReplicaError(f"{url}: {len(ids)} tokens, finish_reason {reason!r}")
-    return Completion(ids, logp, [version] * len(ids), reason)
