@@ -12,8 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from rlkit.model.lora import adapter_off, add_lora
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.engines.local.decode import Decoder
-from rlkit.rollout.engines.local.fallback import CachedForward, Recompute
+from rlkit.rollout.engines.local.backends import CachedForward, Decoder, Recompute
 from rlkit.types import SamplingParams
 
 VOCAB = 67
