@@ -32,7 +32,6 @@ from torch import Tensor
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.types import Completion, Progress, SamplingParams
 
-NONE: Mapping[str, Any] = {}
 _HEAD = struct.Struct("!Q")
 
 
@@ -160,7 +159,7 @@ class ProcessEngine:
             return await self._waiting[number]
         except asyncio.CancelledError:
             if self._ended is None:
-                self._send("cancel", number)
+                self._send("cancel", number, (), {})
             raise
         finally:
             self._waiting.pop(number, None)
@@ -225,7 +224,7 @@ class _Child:
         for task in self._tasks.values():
             task.cancel()
 
-    def _begin(self, what: str, number: int, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = NONE) -> None:
+    def _begin(self, what: str, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if what == "cancel":
             if number in self._tasks:
                 self._tasks[number].cancel()
