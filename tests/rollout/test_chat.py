@@ -176,7 +176,7 @@ async def test_misuse_is_said():
     with pytest.raises(ValueError, match="ends before its first turn"):
         chat.end()
     await chat.turn()
-    with pytest.raises(ValueError, match=r"nothing was said since the last turn: call chat\.add"):
+    with pytest.raises(ValueError, match=r"no message was added since the last turn: call chat\.add"):
         await chat.turn()
     with pytest.raises(ValueError, match=r"prompt 0 has \d+ tokens, but its row renders to \d+ others.*same tokenizer"):
         Chat(prompt, Script(tokenizer), tokenizer=tokenizer, system_prompt="be brief")

@@ -233,7 +233,7 @@ def test_what_has_no_schema_is_named():
 async def test_a_template_that_hides_the_tools_is_refused_unless_the_prompt_shows_them():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(ValueError, match=r"does not write the tools \['add'\].*describe them"):
+    with pytest.raises(ValueError, match=r"does not list the tools \['add'\].*describe them"):
         await episode([add], "x", tokenizer=tokenizer)
     shown = {"system_prompt": "You may call add(a, b)."}
     prompt = prompt_of(tokenizer, **shown)
