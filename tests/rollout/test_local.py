@@ -1,4 +1,4 @@
-"""What the engine promises to its callers: when it stops, what it returns, and that nothing is lost or left behind."""
+"""LocalEngine: when requests stop, what they return, and that no request or task is lost or left behind."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_stop_string_ends_the_completion_with_its_tokens(model):
     )  # begins in the prompt
 
 
-def test_requests_of_one_batch_stop_each_by_its_own_rule(model):
+def test_each_request_of_a_batch_has_its_own_stop_rule(model):
     async def go(engine):
         rules = [
             {"max_new_tokens": 3},
@@ -157,7 +157,7 @@ def test_requests_of_one_batch_stop_each_by_its_own_rule(model):
         ([1], {"stop": ("a",)}, "stop strings need .*tokenizer"),
     ],
 )
-def test_wrong_requests_are_refused_by_name(model, prompt, params, message):
+def test_invalid_requests_are_refused(model, prompt, params, message):
     engine = LocalEngine(model)
     with pytest.raises(ValueError, match=message):
         one(engine, prompt, **params)
@@ -240,7 +240,7 @@ def test_equal_prompts_are_read_once_and_change_nothing(model):
         assert single.logp == pytest.approx(completion.logp, abs=1e-5)
 
 
-def test_a_late_twin_shares_what_is_still_running_but_not_across_an_update(model):
+def test_a_later_equal_prompt_shares_the_running_cache_but_not_across_an_update(model):
     async def go(engine, update):
         params = SamplingParams(max_new_tokens=20, temperature=0.0)
         first = asyncio.create_task(engine.generate([3, 4, 5], params=params))
@@ -345,7 +345,7 @@ def test_an_error_in_a_step_reaches_every_caller_and_the_engine_recovers(model):
     assert asyncio.run(go(counting(model, max_batch=2))).ids == [4, 5, 6, 7, 8]
 
 
-def test_a_diverged_model_is_named():
+def test_non_finite_logits_are_an_error():
     model = build()
     engine = LocalEngine(model)
     with torch.no_grad():
@@ -385,7 +385,7 @@ def test_one_engine_serves_one_event_loop_after_another(model):
     assert many(engine, prompts, max_new_tokens=7) == first
 
 
-def test_nothing_runs_when_nothing_is_asked(model):
+def test_an_idle_engine_has_no_task(model):
     async def go(engine):
         await engine.generate([3], params=SamplingParams(max_new_tokens=2, temperature=0.0))
         await asyncio.sleep(0)
@@ -396,7 +396,7 @@ def test_nothing_runs_when_nothing_is_asked(model):
     assert asyncio.run(go(counting(model))) == 2
 
 
-def test_progress_counts_what_runs_waits_and_was_generated(model):
+def test_progress_counts_running_waiting_and_tokens(model):
     async def go(engine):
         params = SamplingParams(max_new_tokens=4, temperature=0.0)
         tasks = [asyncio.create_task(engine.generate([i], params=params)) for i in range(3)]

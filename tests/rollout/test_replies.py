@@ -1,4 +1,4 @@
-"""Replies that cannot be the answer to their request, from a real HTTP server, through both engines behind HTTP."""
+"""Invalid replies of an HTTP server, through both engines behind HTTP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def vllm(url: str, **options: Any) -> VLLM:
 
 
 def reply(request: dict[str, Any]) -> dict[str, Any]:
-    """What a right server answers, to either of the two."""
+    """A valid reply to a request of either engine."""
     if "input_ids" in request:
         meta = {
             "id": request["rid"],
@@ -93,7 +93,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("make", [sglang, vllm])
-async def test_a_right_reply_is_taken(make: Engine) -> None:
+async def test_a_valid_reply_is_accepted(make: Engine) -> None:
     async with serving(lambda _, request: reply(request)) as (url, _):
         engine = make(url)
         out = await engine.generate(PROMPT, params=PARAMS, rid="r7")
@@ -103,7 +103,7 @@ async def test_a_right_reply_is_taken(make: Engine) -> None:
 
 @pytest.mark.parametrize("make", [sglang, vllm])
 @pytest.mark.parametrize("name", WRONG)
-async def test_a_wrong_reply_is_sampled_anew_and_then_an_error(make: Engine, name: str) -> None:
+async def test_an_invalid_reply_is_retried_and_then_an_error(make: Engine, name: str) -> None:
     change, said = WRONG[name]
     if make is sglang:  # whose client gives every attempt a name of its own
         said = said.replace("'r7", "'")
@@ -176,7 +176,7 @@ async def test_a_server_that_stays_busy_is_an_error_in_time(make: Engine) -> Non
 
 
 @pytest.mark.parametrize("make", [sglang, vllm])
-async def test_another_refusal_is_final(make: Engine) -> None:
+async def test_other_refusals_are_not_retried(make: Engine) -> None:
     async with serving(lambda *_: web.Response(status=400, text="too long")) as (url, seen):
         engine = make(url)
         with pytest.raises(ValueError, match="status 400: too long"):

@@ -21,7 +21,7 @@ PARAMS = SamplingParams(max_new_tokens=4, top_p=0.9, stop=("\n\n",), stop_token_
 
 
 def in_turn(*replies: Any) -> Callable[[int, dict], Any]:
-    """These replies, then the last one again and again."""
+    """These replies in turn, then the last one repeated."""
     return lambda number, _: replies[min(number, len(replies) - 1)]
 
 
@@ -55,7 +55,7 @@ def broken(path: list[Any], value: Any) -> dict[str, Any]:
         ({"choices": []}, "not a completion"),
     ],
 )
-async def test_a_bad_reply_is_repeated_and_then_a_clear_error(reply: Any, message: str) -> None:
+async def test_a_bad_reply_is_retried_and_then_an_error(reply: Any, message: str) -> None:
     async with serving(in_turn(reply)) as (url, seen):
         engine = VLLM(url, model="tiny")
         with pytest.raises(ReplicaError, match=message):

@@ -1,4 +1,4 @@
-"""Sampling from a real server: parameters, ends, abort, cancel, and many requests at once."""
+"""Sampling from a real server: parameters, stop strings, abort, cancel, and many concurrent requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Until = Callable[..., Awaitable[None]]
 
 @pytest.fixture
 async def engine(server: Server, models: Models) -> AsyncIterator[SGLang]:
-    """The server with the weights and the version that it started with, whatever other tests left it with."""
+    """The server with its initial weights and version, whatever other tests have loaded."""
     async with SGLang(server.url) as engine:
         await engine.update_weights(stream_weights(models[0]), version=0)
         yield engine
@@ -74,7 +74,7 @@ async def test_the_tokens_of_a_stop_string_are_part_of_the_completion(engine: SG
     assert any(letter in text[-len("assistant") :] for letter in letters)
 
 
-async def test_refusals_come_before_anything_is_sent(engine: SGLang) -> None:
+async def test_invalid_prompts_are_refused(engine: SGLang) -> None:
     for bad in ([-1], [263], list(range(200)) * 200):
         with pytest.raises(ValueError, match="prompt_ids must"):
             await engine.generate(bad, params=LONG)
@@ -100,7 +100,7 @@ async def test_abort_of_one_of_many_and_of_all(engine: SGLang, server: Server, u
     await until(lambda load: load["num_running_reqs"] + load["num_waiting_reqs"] == 0)
 
 
-async def test_abort_of_what_has_not_started(engine: SGLang) -> None:
+async def test_abort_before_sampling_starts(engine: SGLang) -> None:
     now = asyncio.create_task(engine.generate(PROMPT, params=LONG))
     await asyncio.sleep(0)
     await engine.abort()
@@ -113,7 +113,7 @@ async def test_abort_of_what_has_not_started(engine: SGLang) -> None:
     assert (await asyncio.wait_for(waiting, 240)).finish_reason == "abort"
 
 
-async def test_a_partial_completion_goes_on_where_it_was(
+async def test_an_aborted_completion_can_be_continued(
     engine: SGLang, models: Models, forward_logp: Forward, until: Until
 ) -> None:
     task = asyncio.create_task(engine.generate(PROMPT, params=LONG))
@@ -149,7 +149,7 @@ async def test_cancel_leaks_no_task_request_or_connection(after: float, server: 
     await until(lambda load: load["num_running_reqs"] + load["num_waiting_reqs"] == 0)
 
 
-async def test_two_thousand_at_once_and_none_in_front_of_another(engine: SGLang, until: Until) -> None:
+async def test_two_thousand_concurrent_requests_do_not_block_control_requests(engine: SGLang, until: Until) -> None:
     def ask(num: int, params: SamplingParams) -> list[asyncio.Task[Completion]]:
         return [asyncio.create_task(engine.generate([*PROMPT, i % 256], params=params)) for i in range(num)]
 

@@ -3,9 +3,9 @@
     engine = VLLM("http://host:8000", model="Qwen/Qwen3-4B")
     completion = await engine.generate(prompt_ids, params=SamplingParams(max_new_tokens=64))
 
-It speaks OpenAI's /v1/completions with token ids in and out (`return_token_ids`, vLLM 0.10.2 and later). It was written
+It uses OpenAI's /v1/completions with token ids in and out (`return_token_ids`, vLLM 0.10.2 and later). It was written
 from vLLM's documented request and response schema and is tested against a hand-written exchange, not against a server.
-It cannot abort a request or load new weights, so the loops of `rlkit.loops` refuse it.
+Its `generate` is an `rlkit.types.Generate`; without `abort` and `update_weights` the loops of `rlkit.loops` refuse it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class VLLM:
         url, model: its address, and the name under which it serves the model.
         version: stamped on every token; vLLM reports none. Set it after each update of the served weights.
         processed_logprobs: whether the server runs with `--logprobs-mode processed_logprobs`. By default vLLM reports
-            log-probs of temperature 1, with that option those of the scaled and truncated distribution. What is asked
-            for must be the scaled, untruncated one: other temperatures need the option, and truncation forbids it.
-        timeout: seconds for one attempt. tries: how often a failed request is attempted before its error is raised.
-        vocab_size: number of token ids of the model, to check replies; vLLM does not report it. None: not checked.
+            log-probs at temperature 1, with that option those of the scaled and truncated distribution. A `Completion`
+            needs the scaled, untruncated one: other temperatures need the option, and truncation forbids it.
+        timeout: seconds for one attempt. tries: attempts of a failed request until its error is raised.
+        vocab_size: number of token ids, to check prompts and replies; vLLM does not report it. None: not checked.
         backoff_s, busy_s: a server that answers 408, 425, 429 or 503 is asked again after about `backoff_s` seconds,
             twice that, ..., or after its Retry-After, for `busy_s` in total.
     """

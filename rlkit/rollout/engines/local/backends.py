@@ -77,7 +77,7 @@ class CachedForward:
 
     @torch.no_grad()
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """The first `length` positions of each source slot, into its target slot."""
+        """Copy the first `length` positions of each source slot into its target slot."""
         for cached in self._layers.values():
             for block in cached:
                 block[torch.tensor(targets), :, :length] = block[torch.tensor(sources), :, :length]
@@ -108,7 +108,7 @@ class CachedForward:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """Store k and v [B, kv heads, L, dim] at the current positions, then let q [B, heads, L, dim] see its slot."""
+        """Store k and v [B, kv heads, L, dim] at the current positions; attend with q [B, heads, L, dim]."""
         rows, positions = self._rows, self._positions
         if layer not in self._layers:
             blank = [t.new_zeros(self._shape[0], t.shape[1], self._shape[1], t.shape[3]) for t in (k, v)]
@@ -179,7 +179,7 @@ class Recompute:
             self._ids[slot, : len(prompt)] = torch.tensor(prompt, device=self._ids.device)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """The first `length` tokens of each source slot, into its target slot."""
+        """Copy the first `length` tokens of each source slot into its target slot."""
         self._ids[torch.tensor(targets), :length] = self._ids[torch.tensor(sources), :length]
 
     @torch.no_grad()

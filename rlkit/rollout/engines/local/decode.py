@@ -1,9 +1,9 @@
 """Prefill and one-token decoding with a slotted key-value cache, over the weights of a Hugging Face model as they are.
 
 Covers the dense Llama family (see `why_unsupported`): RMS norms before attention and MLP, rotary positions, grouped
-queries, gated MLP. Nothing is copied from the model but its rotary table and weights with a LoRA adapter: every step
-reads the parameters, so an optimizer step is seen by the next token, and one of an adapter after `refresh`. What makes
-it faster than the model's own forward is fewer operators, and better-shaped ones for one new token per row.
+queries, gated MLP. Only the rotary table and weights with a LoRA adapter are copied: every step reads the parameters,
+so the next token sees an optimizer step (of an adapter: after `refresh`). It is faster than the model's own forward
+because it has fewer operators, shaped for one new token per row.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Decoder:
         self._weights = weights_of(self._model)
 
     def release(self) -> None:
-        """Forget what is cached and free its memory, unless it is small: page faults cost 5% of a short batch."""
+        """Drop the cache and free its memory unless it is small: page faults cost 5% of a short batch."""
         self._cache = []
         if sum(arena.nbytes for arena in self._arenas) > KEEP_BYTES:
             self._arenas = [arena.new_zeros(0) for arena in self._arenas]
@@ -157,7 +157,7 @@ class Decoder:
 
     @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """The first `length` positions of each source slot, into its target slot."""
+        """Copy the first `length` positions of each source slot into its target slot."""
         source, target = (torch.tensor(slots, device=self._weights.embed.device) for slots in (sources, targets))
         for block in (t[:, :, :length] for kv in self._cache for t in kv):
             block.index_copy_(0, target, block.index_select(0, source))
@@ -276,8 +276,8 @@ def why_unsupported(model: Any, max_len: int) -> str | None:
 
 
 def weights_of(model: Any) -> Weights:
-    """The parameters as they are, nothing copied; see `plain` and `weight_of` for what is."""
-    reshard(model)  # what a forward has gathered is freed later
+    """The parameters, without copies except those of `plain` and `weight_of`."""
+    reshard(model)  # free what a forward has gathered
     body = model.model
     return Weights(
         embed=plain(body.embed_tokens.weight),
