@@ -140,7 +140,7 @@ class Journal:
     The key of a completion is the seed of its request and its context, so each request needs its own seed, as
     `rlkit.rollout` gives it. An aborted completion is continued from its last token. An environment that runs again
     after a crash gets the same turns as long as it asks the same questions; from the first different context (a search
-    that returns something else now), it is sampled anew.
+    that returns something else now), it is sampled again.
 
     Files are `{folder}/{version}.jsonl` by the newest weights in a completion. On resume from weights `version`, later
     files are deleted, because those weights are lost; `forget` deletes files that are no longer needed.

@@ -63,10 +63,10 @@ async def launch(
 ) -> ProcessEngine:
     """Start the process and wait until it has loaded the model and tokenizer of the folder `path`.
 
-    Arguments are those of `LocalEngine`, and: `num_threads` of torch, and the `cpus` it may run on (all). The child
-    ends with this process, however that ends. A script that calls this needs the usual `if __name__ == "__main__":`.
+    Further arguments than those of `LocalEngine`: `num_threads` of torch, and the `cpus` it may run on (default: all).
+    The child ends with this process, also when that is killed. A script needs the usual `if __name__ == "__main__":`.
 
-    Errors: whatever loading the model raised there; ValueError where the system cannot pin a process to `cpus` (macOS).
+    Errors: any error of loading the model; ValueError if the system cannot pin a process to `cpus` (macOS).
     """
     if cpus and not hasattr(os, "sched_setaffinity"):
         raise ValueError(f"cpus {tuple(cpus)} (--engine-cpus) needs Linux: this system cannot pin a process")
@@ -121,9 +121,9 @@ class ProcessEngine:
         return await self._ask("abort", rid)
 
     async def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Copy the weights over; tokens sampled from then on are stamped `version`. Requests in flight go on.
+        """Copy the weights to the engine; later tokens are stamped `version`. Requests in flight continue.
 
-        ValueError where names or shapes are not those of the engine's model; its weights are then as they were.
+        ValueError if names or shapes differ from the engine's model, whose weights are then unchanged.
         """
         tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
         ends = list(itertools.accumulate((-(-t.nbytes // 16) * 16 for _, t in tensors), initial=0))

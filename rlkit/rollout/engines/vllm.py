@@ -55,13 +55,13 @@ class VLLM:
         """See `rlkit.types.Generate`. A cancelled call closes its connection, which makes vLLM abort the request.
 
         Raises:
-            ValueError: `prompt_ids` is empty or has ids out of range; the server's log-probs would not be those of
-            `params`; the server refuses the request.
+            ValueError: `prompt_ids` is empty or has ids out of range; the server would report log-probs of another
+            distribution than that of `params`; the server refuses the request.
             ReplicaError: it failed `tries` times. TimeoutError.
         """
         check_prompt(prompt_ids, vocab_size=self._vocab_size)
         if self._processed and (params.top_p < 1 or params.top_k or params.temperature == 0):
-            raise ValueError("processed_logprobs are those of the truncated distribution: no top_p, top_k or greedy")
+            raise ValueError("processed_logprobs describe the truncated distribution: no top_p, top_k or greedy")
         if not self._processed and params.temperature not in (0.0, 1.0):
             raise ValueError(f"temperature {params.temperature} needs a server with --logprobs-mode processed_logprobs")
         request, version = self._request(prompt_ids, params, rid), self.version

@@ -57,7 +57,7 @@ def agent_env(
     The program returns keywords for `Chat.end` (`reward`, `info`, ...) or None. An exception of the program ends the
     run, and so does an error of the engine or the chat template, although the program only sees a 500.
 
-    Needs aiohttp (the extra `http`). Differs: verl's and SkyRL's agent servers tokenise each conversation anew.
+    Needs aiohttp (the extra `http`). Differs: verl's and SkyRL's agent servers tokenise each conversation again.
     """
 
     optional("aiohttp", "http", "agent_env needs")

@@ -107,7 +107,7 @@ class Decoder:
     def reserve(self, rows: int, length: int, *, keep: int) -> None:
         """Make room for `length` positions in slots 0..rows-1; slots below `keep` keep what they hold.
 
-        The keys and values of a layer, [slots, kv heads, capacity, head_dim] each, are laid out anew in their arenas
+        The keys and values of a layer, [slots, kv heads, capacity, head_dim] each, are laid out again in their arenas
         when the capacity grows by a step or is no longer used, so that what attention reads lies densely: on the CPU
         the same products over half-empty lanes take up to twice as long. Places that were never written hold finite
         numbers: a masked one weighs 0, but 0 * nan is nan.

@@ -1,13 +1,13 @@
-"""SGLang servers as a rollout engine: start them, sample from one or many, and put new weights into them.
+"""SGLang servers as a rollout engine: start them, sample from one or many, and load new weights into them.
 
     with launch("model", args=["--tp", "2"]) as server:
         async with SGLang(server.url) as engine:
             completion = await engine.generate(prompt_ids, params=SamplingParams(max_new_tokens=64))
             await engine.update_weights(stream_weights(model), version=1)
 
-`generate`, `abort`, `update_weights` and `close` are those of `LocalEngine`. This process needs no SGLang, only
-`aiohttp`: the servers may run in another environment or on other machines. Written for SGLang 0.5 and tested against
-0.5.23; versions without weight-update sessions or per-token weight versions are served as well.
+`SGLang` is an `rlkit.types.Engine`. This process needs no SGLang, only `aiohttp`: the servers may run in another
+environment or on other machines. Written for SGLang 0.5 and tested against 0.5.23; servers without weight-update
+sessions or per-token weight versions work as well.
 """
 
 from __future__ import annotations
