@@ -14,9 +14,9 @@ follows it, and `logp[t] values[t] mask[t] rewards[t]` all speak of that action.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -58,11 +58,82 @@ class Completion:
     finish_reason: FinishReason
 
 
+class Progress(NamedTuple):
+    """Requests running and waiting now, and tokens generated since the engine was made."""
+
+    running: int
+    waiting: int
+    num_tokens: int
+
+
 class Generate(Protocol):
-    """The whole contract of a rollout engine: tokens in, tokens out."""
+    """What a rollout samples with: token ids in, token ids out. The `generate` method of an engine is one.
+
+    An object that only generates (`rlkit.rollout.engines.vllm.VLLM`) serves evaluation and judges; training also needs
+    the other methods of `Engine`.
+    """
 
     async def __call__(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
-        """Sample one completion of `prompt_ids`. `rid` names the request, so that it can be aborted."""
+        """Sample one completion of `prompt_ids`.
+
+        The model reads exactly `prompt_ids` and the completion holds exactly the ids it sampled: nothing is
+        re-tokenised, and the stop token is included. Each id has its log-prob at `params.temperature` before top-p and
+        top-k, and the version of the weights that sampled it. There is at least one id unless `finish_reason` is
+        "abort".
+
+        Many calls run at once; each returns when its own completion ends. Cancelling a call drops its request and
+        disturbs no other. `rid` names the request for `Engine.abort`; None: the engine names it.
+
+        Raises:
+            ValueError: the request cannot be served: an empty or too long prompt, parameters it does not support.
+            Anything else is a failure of the engine, and ends the run.
+        """
+        ...
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """What a training loop samples from and publishes weights to: docs/engines.md writes one in 30 lines.
+
+    Methods are called from one event loop. `rlkit.loops.rl` calls `update_weights` once before the first sample and
+    after every step. It overlaps sampling and training only with an engine that has a copy of the weights.
+    """
+
+    async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
+        """See `Generate`. Two requests in flight cannot have the same `rid`: ValueError."""
+        ...
+
+    async def abort(self, rid: str | None = None) -> int:
+        """End the request `rid` (None: all that are in flight) and return how many there were; 0 if there is none.
+
+        `generate` then returns the tokens so far, which may be none, with finish_reason "abort"; a request that ends
+        by itself in the same moment keeps its own finish_reason. The caller may continue it: prompt and tokens so far
+        are the next prompt. An engine behind a network may return before the calls do.
+        """
+        ...
+
+    async def update_weights(self, weights: Iterable[tuple[str, Tensor]], /, *, version: int) -> None:
+        """Load `weights`, pairs of parameter name and full tensor; every token sampled afterwards is stamped `version`.
+
+        `weights` is an iterator that gathers each tensor when it is asked for; an engine that reads the trainer's own
+        parameters leaves it unread. Requests in flight continue with the new weights (their versions never decrease)
+        or end as "abort".
+
+        A failed update raises. The engine then serves the old weights under their old version, or `generate` raises
+        RuntimeError until an update has succeeded. It never samples from a mixture.
+        """
+        ...
+
+    @property
+    def progress(self) -> Progress:
+        """Current counts for the console: a plain property, read between two awaits. It sends no request."""
+        ...
+
+    async def close(self) -> None:
+        """End the requests in flight as "abort" and free what the engine owns: caches, connections, its own processes.
+
+        Servers that it was only given keep running. `generate` then raises RuntimeError; a second `close` does nothing.
+        """
         ...
 
 

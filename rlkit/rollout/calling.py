@@ -1,4 +1,4 @@
-"""Call what a user wrote, sync or async, without holding up the event loop."""
+"""Call user code, sync or async, without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ X = TypeVar("X")
 
 
 async def call(function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
-    """The result of `function(*args)`: awaited if it is async, else from `in_own_thread`.
+    """The result of `function(*args)`: awaited if it is async, else run by `in_own_thread`.
 
-    Raises what it raises (a SystemExit or StopIteration, which no task may raise, as RuntimeError), and TimeoutError
-    after `timeout_s`; a sync function that hangs then goes on in the background, and its result is dropped.
+    Raises what it raises (SystemExit and StopIteration, which no task may raise, as RuntimeError), and TimeoutError
+    after `timeout_s`; a sync function that hangs then keeps running in the background and its result is dropped.
     """
     return await asyncio.wait_for(_run(function, *args), timeout_s)
 
@@ -28,13 +28,12 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def in_own_thread(function: Callable[[], X]) -> X:
-    """As `asyncio.to_thread`, but in a daemon thread of its own.
+    """`asyncio.to_thread` in a new daemon thread.
 
-    A thread cannot be stopped, and one of an executor that hangs would block its other calls and the end of the
-    process.
+    A thread cannot be stopped; in an executor, one that hangs would block other calls and the exit of the process.
     """
     future: Future[X] = Future()
-    future.set_running_or_notify_cancel()  # who waits may leave, the thread goes on
+    future.set_running_or_notify_cancel()  # a waiter may be cancelled, the thread continues
     context = contextvars.copy_context()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What of the samples is kept, what of it is trained on, and how far an episode may go: plain functions to compose."""
+"""Group filters, loss masks and episode limits: plain functions to compose."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def score_of(trajectory: Trajectory) -> float:
 def success_between(low: float, high: float) -> Callable[[Sequence[Trajectory]], bool]:
     """A filter for dynamic sampling: keep the groups with `low <= success(group) <= high`.
 
-    Groups whose answers are all right or all wrong have advantages of 0 and teach nothing; (0.01, 0.99) drops them
-    where rewards are 0 or 1 (for groups of less than 100). A group whose success is NaN is kept, so that the loop
+    Groups whose answers are all right or all wrong have advantages of 0 and give no gradient; (0.01, 0.99) drops them
+    where rewards are 0 or 1 (for groups of fewer than 100). A group whose success is NaN is kept, so that the loop
     reports it: only a number outside the range drops a group.
-    Differs: DAPO and verl `filter_groups` keep what has any spread of the metric; ColossalAI's `filter_range` is this.
+    Differs: DAPO and verl `filter_groups` keep any group whose metric varies; ColossalAI's `filter_range` is the same.
     Reference: arXiv:2503.14476, section 3.2.
     """
     if not low <= high:
@@ -38,9 +38,9 @@ def success_between(low: float, high: float) -> Callable[[Sequence[Trajectory]],
 
 
 def mask_truncated(groups: Sequence[Sequence[Trajectory]]) -> list[Group]:
-    """Episodes that a length limit cut contribute no token to the loss; their rewards still count in the baseline.
+    """Exclude the tokens of truncated episodes from the loss; their rewards still count in the baseline.
 
-    Differs: DAPO's over-long filtering and TRL `mask_truncated_completions`: as here. To judge them by their length
+    Differs: nothing from DAPO's over-long filtering and TRL `mask_truncated_completions`. For a penalty by length
     instead, see the soft over-long penalty of `rlkit.rewards`.
     Reference: arXiv:2503.14476, section 3.4.
     """
@@ -48,7 +48,7 @@ def mask_truncated(groups: Sequence[Sequence[Trajectory]]) -> list[Group]:
     def masked(group: Sequence[Trajectory]) -> Group:
         out: Group = []
         cut = False
-        for t in reversed(group):  # an episode is cut where its last piece is
+        for t in reversed(group):  # an episode is truncated if its last piece is
             if not (out and out[-1].continues):
                 cut = t.truncated
             out.append(replace(t, mask=[False] * len(t.mask), token_rewards=None) if cut else t)
@@ -58,9 +58,9 @@ def mask_truncated(groups: Sequence[Sequence[Trajectory]]) -> list[Group]:
 
 
 def mask_off_policy(groups: Sequence[Sequence[Trajectory]], *, version: int) -> list[Group]:
-    """Only tokens that the weights of `version` sampled are trained on; those of earlier ones stay as context.
+    """Train only on tokens sampled by the weights of `version`; tokens of earlier weights stay as context.
 
-    Differs: slime `--mask-offpolicy-in-partial-rollout` as here. Without it, `tis` corrects for the difference.
+    Differs: nothing from slime `--mask-offpolicy-in-partial-rollout`. Without it, `tis` corrects for the difference.
     """
 
     def masked(t: Trajectory) -> Trajectory:
@@ -80,13 +80,13 @@ def limited(
     max_total_tokens: int | None = None,
     max_sampled_tokens: int | None = None,
 ) -> Env:
-    """The environment with bounds on an episode: its turns, the tokens in the context of a turn (what it reads and
-    writes, `max_total_tokens`), and the tokens that all of its turns sample together (`max_sampled_tokens`).
+    """Bound each episode of `env`: its turns, the context of a turn with the tokens it samples (`max_total_tokens`),
+    and the sampled tokens of all turns together (`max_sampled_tokens`; tokens of the environment do not count).
 
-    `SamplingParams.max_new_tokens` bounds each turn by itself. A turn that would pass a bound is not sampled, or is cut
-    short at it: the environment gets what there is, with finish_reason "length", and ends as after any truncated turn.
-    Under `max_sampled_tokens` turns that an environment asks for at once are sampled one after another, since each has
-    what the ones before it left; tokens that the environment says cost nothing.
+    `SamplingParams.max_new_tokens` bounds each turn separately. A turn that would exceed a bound is cut there, or not
+    sampled at all: the environment gets the tokens so far with finish_reason "length", and ends as after any truncated
+    turn. Under `max_sampled_tokens`, concurrent turns of an episode are sampled one after another, because each has
+    the budget that the earlier ones left.
     """
     given = {"max_turns": max_turns, "max_total_tokens": max_total_tokens, "max_sampled_tokens": max_sampled_tokens}
     for name, value in given.items():

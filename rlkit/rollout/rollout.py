@@ -15,7 +15,7 @@ X = TypeVar("X")
 
 
 class Sample(Protocol):
-    """What an environment continues a context with: one turn of the policy."""
+    """How an environment samples: one turn of the policy after a context."""
 
     async def __call__(self, prompt_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
         """`max_new_tokens` may lower the limit of `SamplingParams` for this turn."""
@@ -52,11 +52,11 @@ async def rollout(
     score: Score | None = None,
     on_group: Callable[[Prompt, Group], None] | None = None,
 ) -> list[Group]:
-    """`group_size` episodes for every prompt, all sampled at once; groups come back in the prompts' order.
+    """Sample `group_size` episodes per prompt, all concurrently; groups are returned in the order of the prompts.
 
-    See `sample_group`. `on_group` is called when a group has its rewards (to write it down). The noise of each sample
-    is a function of `seed`, the prompt's place, the sample's number and its turn, so that the same call samples the
-    same trajectories. The first error cancels all the rest and is raised.
+    See `sample_group`. `on_group` is called when a group has its rewards (to log it). The noise of each sample is a
+    function of `seed`, the prompt's index, the sample's index and its turn, so the same call samples the same
+    trajectories. The first error cancels everything else and is raised.
     """
 
     async def one_group(place: int, prompt: Prompt) -> Group:
@@ -74,14 +74,13 @@ async def rollout(
 async def sample_group(
     prompt: Prompt, samplers: Sequence[Sample], *, env: Env = single_turn, score: Score | None = None
 ) -> Group:
-    """One episode of `prompt` with each sampler, concurrently; then their rewards.
+    """Run one episode of `prompt` with each sampler, concurrently, then compute the rewards.
 
-    An environment may return an episode in pieces (a list; see `Trajectory.continues`): they follow each other in the
-    group. `score` sees the last piece of each episode and returns them with rewards; an episode's reward goes to all
-    its pieces, whether `score` or the environment set it. Where `score` leaves nothing of a piece to train on (its mask
-    is False throughout), nothing of the episode is.
+    An environment may return an episode in pieces (a list; see `Trajectory.continues`), which are consecutive in the
+    group. `score` gets the last piece of each episode and returns it with its reward; all pieces get the episode's
+    reward, whether `score` or the environment set it. If `score` masks a last piece entirely, all pieces are masked.
 
-    A reward that is no number is refused; nan and infinity pass, for the loops to stop at (`rlkit.loops.nans`).
+    A reward that is not a number is refused; nan and infinity pass, for the loops to report (`rlkit.loops.nans`).
     """
     episodes = await all_or_cancel([_episode(env, prompt, sample) for sample in samplers])
     last = [pieces[-1] for pieces in episodes]
@@ -104,7 +103,7 @@ async def sample_group(
 
 
 def wrong_reward(trajectory: Trajectory, *, is_valid: Callable[[Any], bool] = is_number) -> str | None:
-    """Which of its reward, score and trained token rewards is not a finite number; None where all are."""
+    """Describe which of reward, score and trained token rewards is not a finite number; None if all are."""
     tokens = trajectory.token_rewards or () if any(trajectory.mask) else ()
     score = () if trajectory.score is None else (trajectory.score,)
     for name, values in (("reward", (trajectory.reward,)), ("score", score), ("token_rewards", tokens)):
@@ -120,7 +119,7 @@ def last_pieces(group: Sequence[Trajectory]) -> Group:
 
 
 def sampler(generate: Generate, params: SamplingParams, key: tuple[int, ...]) -> Sample:
-    """What an environment samples with: `generate`, each turn under a seed of its own made from `key`."""
+    """A `Sample` on `generate`; each turn gets its own seed, derived from `key`."""
     turn = 0
 
     async def sample(prompt_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
@@ -133,7 +132,7 @@ def sampler(generate: Generate, params: SamplingParams, key: tuple[int, ...]) ->
 
 
 async def all_or_cancel(coroutines: Sequence[Coroutine[Any, Any, X]]) -> list[X]:
-    """`asyncio.gather` that leaves nothing running: the first error cancels the others, waits, and is raised."""
+    """`asyncio.gather` that leaves nothing running: the first error cancels the others, awaits them, and is raised."""
     tasks = [asyncio.ensure_future(c) for c in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -144,7 +143,7 @@ async def all_or_cancel(coroutines: Sequence[Coroutine[Any, Any, X]]) -> list[X]
 
 
 def mix(*parts: int) -> int:
-    """A 63-bit seed from integers: the same for the same parts, unrelated for any other (splitmix64, public domain)."""
+    """Hash integers to a 63-bit seed; different parts give unrelated seeds (splitmix64, public domain)."""
     x = 0
     for part in parts:
         x = (x ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
@@ -158,7 +157,7 @@ _MASK = (1 << 64) - 1
 
 
 async def _episode(env: Env, prompt: Prompt, sample: Sample) -> Group:
-    """The pieces of one episode, marked as such."""
+    """The pieces of one episode, with `continues` set."""
     try:
         out = await env(prompt, sample)
     except Exception as error:

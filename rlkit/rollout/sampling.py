@@ -26,8 +26,8 @@ def uniforms(seeds: UInt64[np.ndarray, "B"], positions: Int[np.ndarray, "B"]) ->
     """Counter-based noise: u = (mix(mix(seed) + (position + 1) * golden) >> 12 + 1/2) / 2^52, in (0, 1), fp64.
 
     The same (seed, position) gives the same bits on every machine and in every batch. `mix` is SplitMix64's finalizer.
-    `position` is that of the sampled token in its sequence, prompt included, so that a request which is aborted and
-    continued with its tokens as a longer prompt draws the noise that it would have drawn.
+    `position` is the index of the sampled token in its sequence, prompt included, so a request that is aborted and
+    continued with its tokens as a longer prompt draws the same noise as without the abort.
     Reference: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the use of counters as
     in Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """

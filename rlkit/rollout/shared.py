@@ -1,10 +1,10 @@
-"""One rollout for many training ranks: rank 0 speaks to the engine and samples, every rank gets the same groups.
+"""One rollout for many training ranks: rank 0 samples, and every rank gets the same groups.
 
-The engine is outside the ranks (SGLang servers, or `rlkit.rollout.engines.process` for the CPU), so one speaker is
-enough for any number of its replicas. Groups come by a broadcast of trajectories, weights leave as the full tensors
-that `stream_weights` gathers from all ranks. Without ranks everything here is the plain object.
+The engine runs outside the ranks (SGLang servers, or `rlkit.rollout.engines.process` for the CPU), so one client is
+enough for any number of replicas. Groups are broadcast as trajectories; weights are sent as the full tensors that
+`stream_weights` gathers from all ranks. On one rank nothing is broadcast.
 
-Differs: verl and OpenRLHF drive engine and trainer from a third process (Ray), and send each rank its part of the
+Differs: verl and OpenRLHF drive engine and trainer from a third process (Ray) and send each rank its part of the
 batch.
 """
 
@@ -22,7 +22,7 @@ X = TypeVar("X")
 
 
 async def from_first(work: Callable[[], Awaitable[X]]) -> X:
-    """What `work` returns on rank 0, on every rank. What it raises there raises everywhere."""
+    """Run `work` on rank 0 and return its result, or raise its error, on every rank."""
     if world_size() == 1:
         return await work()
     sent: list[Any] = [None, None]  # what it returned, what it raised
@@ -39,14 +39,14 @@ async def from_first(work: Callable[[], Awaitable[X]]) -> X:
 
 
 class SharedEngine:
-    """An engine as all ranks hold it; rank 0 has the real one, the others None. Only rank 0 samples."""
+    """An `rlkit.types.Engine` that every rank holds: the real one on rank 0, None elsewhere. Only rank 0 samples."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.generate, self.abort = getattr(engine, "generate", None), getattr(engine, "abort", None)
 
     async def update_weights(self, weights: Iterable[Any], *, version: int) -> None:
-        """As the engine's. Every rank reads the stream to its end, since gathering takes all of them."""
+        """See `Engine`. Every rank consumes the whole stream, because gathering a tensor involves all ranks."""
 
         async def send() -> None:
             try:
@@ -63,9 +63,14 @@ class SharedEngine:
         """The engine's counts; None on the other ranks."""
         return getattr(self.engine, "progress", None)
 
+    async def close(self) -> None:
+        """Close the engine of rank 0."""
+        if self.engine is not None:
+            await self.engine.close()
+
 
 class SharedStream:
-    """A `GroupStream` that rank 0 runs, and whose groups every rank takes. `progress` is that of the last `take`."""
+    """A `GroupStream` that runs on rank 0 and gives its groups to every rank. `progress` is as of the last `take`."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._stream = make() if rank() == 0 else None
@@ -92,21 +97,21 @@ class SharedStream:
         return groups
 
     async def pause(self) -> None:
-        """As the stream's."""
+        """See `GroupStream`."""
         if self._stream is not None:
             await self._stream.pause()
 
     def advance(self, *, version: int) -> None:
-        """As the stream's."""
+        """See `GroupStream`."""
         if self._stream is not None:
             self._stream.advance(version=version)
 
     def saved(self, state: dict[str, Any]) -> None:
-        """As the stream's."""
+        """See `GroupStream`."""
         if self._stream is not None:
             self._stream.saved(state)
 
     @property
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, into which rank 0 writes; empty on the others."""
+        """The state to checkpoint, on rank 0, which writes it; empty on other ranks."""
         return {} if self._stream is None else self._stream.state

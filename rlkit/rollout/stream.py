@@ -1,20 +1,20 @@
 """A stream of groups for training: refilled where groups are dropped, bounded in age, interruptible.
 
-One object serves the synchronous loop (staleness 0), partial rollout (a fraction more groups than a step needs are
-started, the stragglers paused and continued) and asynchronous training (sampling goes on while the trainer works).
+One object serves the synchronous loop (staleness 0), partial rollout (a step starts a fraction more groups than it
+needs and pauses the slow ones until the next) and asynchronous training (sampling continues while the trainer works).
 
-The bound. Say the trainer takes n groups at a time and calls `advance(version=t)` when the engine has the weights of
-step t. A group started at version v is trained on at a step t <= v + ceil(staleness). Two rules make this a fact:
+The bound. The trainer takes n groups at a time and calls `advance(version=t)` when the engine has the weights of step
+t. A group started at version v is trained on at a step t <= v + ceil(staleness). Two rules guarantee it:
 
     admission   groups in flight or ready <= n (v + 1 + staleness) - (groups taken so far)      (backpressure)
-    order       `take` gives the n oldest groups that are ready, and waits where those left over, taken n at a time in
-                order of age, would come too late
+    order       `take` returns the n oldest ready groups, and waits if the groups it passes over, taken n at a time in
+                order of age, would exceed the bound
 
-With both, waiting for the n oldest always suffices (earliest deadline first), so nothing is ever thrown away for its
-age. Staleness is that of a group's oldest token; tokens sampled later, from newer weights, are younger.
+Under both rules, waiting for the n oldest groups always suffices (earliest deadline first), so no group is discarded
+for its age. A group's staleness is that of its oldest token; later tokens come from newer weights.
 
-`Pausable` is a `generate` that can be paused: what was sampled so far is kept, and goes on after the weights have
-changed. `Journal` keeps completions on disk as they are made: a killed run need not sample them again.
+`Pausable` makes a `generate` that can be paused: the tokens so far are kept and continued after the weights have
+changed. `Journal` writes completions to disk as they are made: a killed run does not sample them again.
 
 Differs: AReaL `max_head_offpolicyness` has the admission rule, and takes groups in the order of completion, which
 bounds the age on average only; prime-rl `max_off_policy_steps` discards what is too old; verl `staleness_threshold`
@@ -24,12 +24,11 @@ counts like the fraction here.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -47,18 +46,18 @@ class Pausable:
     """`generate` and an engine's `abort`, as one `generate` whose calls survive a pause.
 
     `pause()` aborts what is in flight and keeps the tokens, with their log-probs and versions. After `resume()` each
-    call goes on by sampling from the prompt and the tokens so far, and returns all of them as one completion. Calls
-    made while it is paused wait. The caller of `generate` notices nothing but the time, so environments of any kind
-    are interrupted in the middle of a turn and continue.
+    call continues from the prompt and the tokens so far, and returns all of them as one completion. Calls made while it
+    is paused wait. A caller of `generate` notices only the delay, so any environment can be interrupted in the middle
+    of a turn.
 
     The noise of a token depends on its seed and position only, so under unchanged weights a completion is the same
-    with or without pauses, up to the rounding of its prefill. Where there are stop strings, tokens at the end that may
-    begin one are given back and sampled again: the engine looks for stop strings in what it samples itself.
+    with or without pauses, up to the rounding of its prefill. With stop strings, tokens at the end that may begin one
+    are sampled again: the engine looks for stop strings only in what it samples itself.
 
-    `abort(None)` ends everything the engine is serving, also what did not come through here.
+    `abort(None)` ends all requests of the engine, including those of other callers.
     """
 
-    def __init__(self, generate: Generate, abort: Callable[..., Any]) -> None:
+    def __init__(self, generate: Generate, abort: Callable[..., Awaitable[Any]]) -> None:
         self._generate, self._abort = generate, abort
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
@@ -66,10 +65,10 @@ class Pausable:
         self.num_running = 0
 
     async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
-        """See `rlkit.types.Generate`. "abort" is returned only where somebody else than `pause` aborted the call."""
+        """See `rlkit.types.Generate`. "abort" is returned only if the call was not aborted by `pause`."""
         done = NOTHING
         while True:
-            while not self._open.is_set():  # it may have been closed again before this task's turn came
+            while not self._open.is_set():  # a new pause may come before this task runs
                 await self._open.wait()
             pauses = self._pauses
             out = await self._count(continued(self._generate, prompt_ids, done, params=params, rid=rid))
@@ -81,21 +80,19 @@ class Pausable:
                 return done
 
     async def pause(self) -> None:
-        """Returns when the engine has nothing of ours left; waiting calls stay where they are."""
+        """Abort all calls and return when none is left in the engine; calls that wait keep waiting."""
         self._open.clear()
         self._pauses += 1
         while self.num_running:
             self._idle.clear()
-            aborted = self._abort(None)
-            if inspect.isawaitable(aborted):
-                await aborted
-            try:  # a request that was still on its way to a server is not among those it aborts
+            await self._abort(None)
+            try:  # an abort misses requests that are still on their way to a server
                 await asyncio.wait_for(self._idle.wait(), timeout=1.0)
             except TimeoutError:
                 continue
 
     def resume(self) -> None:
-        """Let everything go on."""
+        """Continue all calls."""
         self._open.set()
 
     async def _count(self, call: Coroutine[Any, Any, Completion]) -> Completion:
@@ -111,22 +108,22 @@ class Pausable:
 async def continued(
     generate: Generate, prompt_ids: list[int], done: Completion, *, params: SamplingParams, rid: str | None = None
 ) -> Completion:
-    """What follows after the tokens that are `done`, within what is left of `max_new_tokens`."""
+    """Continue after the tokens of `done`, within the rest of `max_new_tokens`."""
     left = replace(params, max_new_tokens=params.max_new_tokens - len(done.ids)) if done.ids else params
     return await generate([*prompt_ids, *done.ids], params=left, rid=rid)
 
 
 def joined(first: Completion, second: Completion) -> Completion:
-    """One completion of two that follow each other; it ended as the second did."""
+    """Concatenate two consecutive completions; the finish reason is that of the second."""
     return Completion(
         first.ids + second.ids, first.logp + second.logp, first.versions + second.versions, second.finish_reason
     )
 
 
 def resumable(done: Completion, params: SamplingParams) -> Completion:
-    """What of an aborted completion is kept to be continued; finish_reason "length" where no room is left to do so.
+    """The part of an aborted completion to continue from; finish_reason "length" if it has `max_new_tokens` already.
 
-    Tokens at its end with which a stop string could begin are given back (a token is a byte of it or more).
+    Drops tokens at the end that could begin a stop string (each token is at least one byte of it).
     """
     if len(done.ids) >= params.max_new_tokens:
         return replace(done, finish_reason="length")
@@ -138,18 +135,18 @@ Key = tuple[int, int, int]
 
 
 class Journal:
-    """A `generate` that writes each completion down before it returns it, and gives what is written without asking.
+    """A `generate` that writes each completion to disk before it returns it, and replays completions it finds there.
 
-    A completion is known by the seed of its request and its context, so the seed must be given and be different for
-    every request, as `rlkit.rollout` makes them. What was aborted is continued from its last token. An environment that
-    is run again after a crash gets the same turns as long as it asks the same questions; from where it differs
-    (a search that finds something else now), it is sampled anew.
+    The key of a completion is the seed of its request and its context, so each request needs its own seed, as
+    `rlkit.rollout` gives it. An aborted completion is continued from its last token. An environment that runs again
+    after a crash gets the same turns as long as it asks the same questions; from the first different context (a search
+    that returns something else now), it is sampled again.
 
-    Files are `{folder}/{version}.jsonl` by the newest weights in a completion. On resume from weights `version` later
-    ones are deleted, since those weights are gone; `forget` deletes what is too old to be asked for.
+    Files are `{folder}/{version}.jsonl` by the newest weights in a completion. On resume from weights `version`, later
+    files are deleted, because those weights are lost; `forget` deletes files that are no longer needed.
 
-    Bits: a replayed completion is what was sampled, log-probs included. Those sampled beside it are batched differently
-    by the engine than in a run that was not killed, and may differ from it by rounding.
+    Bits: a replayed completion is what was sampled, including log-probs. Requests sampled beside it are batched
+    differently than in an uninterrupted run, and may differ by rounding.
     """
 
     def __init__(self, folder: Path, generate: Generate, *, version: int = 0) -> None:
@@ -188,7 +185,7 @@ class Journal:
             append_file(self._folder / f"{max(out.versions)}.jsonl", line)
 
     def _read(self, path: Path) -> None:
-        """A last line that was cut by a crash is cut off, so that the next one starts on a line of its own."""
+        """Read the completions of a file and remove a last line that a crash cut."""
         data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
@@ -201,7 +198,7 @@ class Journal:
 
 def _key(seed: int | None, prompt_ids: list[int], done: Completion) -> Key:
     if seed is None:
-        raise ValueError("a journal knows a request by params.seed: give one")
+        raise ValueError("a journal identifies a request by its seed: set params.seed")
     context = array("q", [*prompt_ids, *done.ids]).tobytes()
     return seed, len(context), zlib.crc32(context)
 
@@ -219,7 +216,7 @@ class Counts(NamedTuple):
 
 @dataclass(eq=False)
 class _Entry:
-    """A group that was started at weights `version` and not taken yet. `written`: an earlier process dumped it."""
+    """A group started at weights `version` and not taken yet. `written`: an earlier process dumped it."""
 
     place: int
     version: int
@@ -229,7 +226,7 @@ class _Entry:
 
 
 class GroupStream:
-    """Samples groups for the prompts `prompt_at(0), prompt_at(1), ...` in tasks of its own; `take` gives them out.
+    """Sample groups for the prompts `prompt_at(0), prompt_at(1), ...` in background tasks; `take` returns them.
 
         async with GroupStream(prompt_at, generate=engine.generate, abort=engine.abort, ...) as stream:
             for step in range(start, steps):
@@ -238,28 +235,27 @@ class GroupStream:
                 ...
                 await engine.update_weights(..., version=step + 1)
 
-    Dynamic sampling: a group that `keep` refuses is dropped, and the next prompt started in its place at once. So with
-    staleness 0 what `take` returns does not depend on time: it is the first `groups_per_step` groups that are kept, in
-    the order of the prompts, and not one prompt more was sampled than needed to find them.
+    Dynamic sampling: a group that `keep` refuses is dropped, and the next prompt is started in its place at once. So
+    with staleness 0 the result of `take` does not depend on timing: it is the first `groups_per_step` groups that are
+    kept, in the order of the prompts, and no prompt more was sampled than needed to find them.
 
     Args:
-        prompt_at: the prompt of a place, a pure function.
-        generate, abort: of the engine; see `rlkit.types.Generate` and `rlkit.rollout.stream`.
-        groups_per_step: what `take` returns.
-        seed: with place, sample and turn it fixes the noise of each request.
-        staleness: steps a group may be older than the weights it trains. 0: sampled and trained by turns. A fraction f
-            starts f more groups than a step needs.
+        prompt_at: a pure function from an index to a prompt.
+        generate, abort: methods of the engine; see `rlkit.types.Engine`.
+        groups_per_step: groups that `take` returns.
+        seed: with index, sample and turn it fixes the noise of each request.
+        staleness: steps by which a group may be older than the weights it trains. 0: sampling and training take turns.
+            A fraction f starts `f * groups_per_step` more groups than a step needs.
         keep: whether to train on a group; see `rlkit.rollout.limits.success_between`.
-        max_dropped: more groups than this dropped for one step are an error; None: 20 for every group of a step.
-        on_group: called with (prompt, group, step, kept) when a group has its rewards: `step` is the one that makes the
-            next weights, also where it has taken its groups already and this one waits for a later step. So a
-            checkpoint after a step has nothing of later ones.
-        journal: folder where every completion is written as it is made; see `rlkit.rollout.stream`.
-        version: of the weights the engine has now, which is also the number of steps taken so far.
-        state: what `state` returned at this version, to go on from there.
+        max_dropped: dropping more groups than this in one step is an error; None: 20 per group of a step.
+        on_group: called with (prompt, group, step, kept) when a group has its rewards. `step` is the step in progress,
+            not necessarily the one that trains on the group, so a checkpoint after a step contains nothing later.
+        journal: folder to which every completion is written as it is made; see `Journal`.
+        version: of the engine's current weights, which is also the number of steps taken so far.
+        state: what `state` returned at this version, to resume from.
 
-    The first error of a group is raised by `take`; the others are cancelled. Leaving the `async with` pauses what is in
-    flight, so that what was sampled reaches the journal, and leaves no task behind.
+    `take` raises the first error of a group; the others are cancelled. Leaving the `async with` pauses the requests in
+    flight, so that their tokens reach the journal, and leaves no task behind.
     """
 
     def __init__(
@@ -267,7 +263,7 @@ class GroupStream:
         prompt_at: Callable[[int], Prompt],
         *,
         generate: Generate,
-        abort: Callable[..., Any],
+        abort: Callable[..., Awaitable[Any]],
         params: SamplingParams,
         group_size: int,
         groups_per_step: int,
@@ -307,7 +303,7 @@ class GroupStream:
     async def __aexit__(self, *_: object) -> None:
         self._closed = True
         try:
-            with suppress(Exception):  # of an engine that has died or hangs nothing can be saved
+            with suppress(Exception):  # an engine that has died or hangs gives nothing to save
                 await asyncio.wait_for(self._pausable.pause(), timeout=10)
         finally:
             tasks = [entry.task for entry in self._entries if entry.task is not None]
@@ -317,22 +313,22 @@ class GroupStream:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs, as JSON: the next place, (place, version, written) of what was not taken yet, and
-        the oldest version that these were started at."""
+        """The state to checkpoint, as JSON: the next index, (index, version, written) of each group not taken yet, and
+        the oldest of those versions."""
         waiting = [[e.place, e.version, e.written or e.group is not None] for e in self._entries]
         oldest = min((e.version for e in self._entries), default=self._taken)
         return {"next": self._next, "waiting": waiting, "oldest": oldest}
 
     @property
     def progress(self) -> Counts:
-        """Of this moment, for people."""
+        """Current counts, for display."""
         ready = sum(e.group is not None for e in self._entries)
         return Counts(len(self._entries) - ready, ready)
 
     async def take(self) -> list[Group]:
         """The next `groups_per_step` groups, in the order they were started. A cancelled call loses none.
 
-        `num_dropped` is then the number of groups that were dropped since the last call.
+        Afterwards `num_dropped` is the number of groups dropped since the last call.
         """
         while (chosen := self._choice()) is None:
             if self._error is not None:
@@ -348,22 +344,22 @@ class GroupStream:
         return [e.group for e in chosen if e.group is not None]
 
     async def pause(self) -> None:
-        """Stop sampling and keep every token; `advance` lets it go on. Environments' own work is not interrupted."""
+        """Stop sampling and keep every token until `advance`. The environments' own work is not interrupted."""
         await self._pausable.pause()
 
     def advance(self, *, version: int) -> None:
-        """The engine has the weights of `version` now: start what they leave room for, and end a pause."""
+        """The engine has the weights of `version` now: end a pause and start the groups that the bound admits."""
         self._version = version
         self._pausable.resume()
         self._admit()
 
     def saved(self, state: Mapping[str, Any]) -> None:
-        """`state` is on the disk, in a checkpoint: delete what the journal no longer needs to go on from there."""
+        """`state` is saved in a checkpoint: delete journal files that a resume from it does not need."""
         if self._journal is not None:
             self._journal.forget(before=state["oldest"])
 
     def _choice(self) -> list[_Entry] | None:
-        """The oldest ready groups, if there are enough and those passed over are then still in time."""
+        """The oldest ready groups, if there are enough and the groups passed over can still meet their bound."""
         chosen = [e for e in self._entries if e.group is not None][: self._num]
         if len(chosen) < self._num:
             return None
@@ -398,7 +394,7 @@ class GroupStream:
         self._changed.set()
 
     def _finish(self, entry: _Entry, prompt: Prompt, group: Group) -> None:
-        if self._closed:  # the last checkpoint says that it waits
+        if self._closed:  # the last checkpoint lists it as waiting
             return
         kept = self._keep is None or self._keep(group)
         if self._on_group is not None and not entry.written:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class Text:
     """One episode in text: `await text.reply(context)` continues a context, `text.end(...)` is `Turns.pieces`.
 
-    A context that starts with the one before and what was sampled after it (with or without white space around it)
-    is continued: only the rest is tokenised, and of the rest not the end-of-turn token that was sampled already. Any
-    other context starts a new piece. `start` is the prompt as text.
+    A context that starts with the previous one and the text sampled after it (with or without surrounding white space)
+    is continued: only the rest is tokenised, without an end-of-turn token that was sampled already. Any other context
+    starts a new piece. `start` is the prompt as text.
 
     Reference: RL2's `step(state, action, extra_info)` has this rule; rl4llm tokenises the whole conversation again.
     """
@@ -31,7 +31,7 @@ class Text:
         self.end = self.turns.pieces
 
     async def reply(self, context: str) -> Turn | None:
-        """Sample a turn after `context`; None where the last one was cut, or there is no room."""
+        """Sample a turn after `context`; None if the last one was cut or there is no room."""
         if self.turns.truncated:
             return None
         rest = self._rest(context)

@@ -1,10 +1,10 @@
-"""Property tests ("laws") of rlkit's functions, to run on your own: one call prints which hold, with counterexamples.
+"""The laws that prove rlkit's functions, to run on your own: one call prints which hold and what breaks the others.
 
     from rlkit.testing import check_loss
     check_loss(my_loss)
 
-Needs the extra `testing` (hypothesis). Single laws are in `rlkit.testing.laws`, strategies for packed batches in
-`rlkit.testing.strategies`.
+`FakeEngine` is a rollout engine without a model. Needs the extra `testing` (hypothesis). The laws by themselves are in
+`rlkit.testing.laws`, the strategies for packed batches in `rlkit.testing.strategies`.
 """
 
 from rlkit._extras import missing
@@ -17,10 +17,12 @@ except ImportError as error:
 from rlkit.testing import laws, strategies
 from rlkit.testing.cases import Case, Stream, Vocab
 from rlkit.testing.check import Report, Result, check_estimator, check_kl, check_loss, check_weights, examine, failures
+from rlkit.testing.fake_engine import FakeEngine
 from rlkit.testing.subject import Subject, subject
 
 __all__ = [
     "Case",
+    "FakeEngine",
     "Report",
     "Result",
     "Stream",

@@ -1,4 +1,4 @@
-"""Lets the tests here import `scripted.py` by name: pytest's importlib mode leaves the folder off the path."""
+"""Let the tests import the helpers of this folder: pytest's importlib mode does not put it on the path."""
 
 import sys
 from pathlib import Path

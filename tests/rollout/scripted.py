@@ -1,4 +1,4 @@
-"""A policy that says what it is told, and the law that an episode's trajectories must obey."""
+"""A scripted policy, and the law that the trajectories of an episode must obey."""
 
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,7 @@ def prompt_of(tokenizer, text="question", **kwargs):
 
 
 class Script:
-    """`sample` for an environment: gives the completions it is told, in order, and remembers each context.
+    """`sample` for an environment: returns the given completions in order and records each context.
 
     Texts end with the template's end of turn; ids are given as they are; a completion too. Log-probs and versions are
     different for every token of an episode.
@@ -55,7 +55,7 @@ class Script:
 
 
 def check_exact(pieces, calls):
-    """Each turn stands in one piece behind exactly the context it was sampled in; nothing else is trained on."""
+    """Each turn is in one piece, after exactly the context it was sampled in; nothing else is trained on."""
     streams = []
     for piece in pieces:
         n = len(piece.prompt_ids)
@@ -81,7 +81,7 @@ def check_exact(pieces, calls):
 
 
 def _stands(stream, context, out):
-    """Whether a turn's context and tokens are in this piece, at a place that no other turn has taken."""
+    """Whether a turn's context and tokens are in this piece, at positions that no other turn has."""
     whole, n, expected = stream
     end = len(context) + len(out.ids)
     return whole[:end] == context + out.ids and not any(m for m, *_ in expected[len(context) - n : end - n])

@@ -38,7 +38,7 @@ async def test_sync_functions_leave_the_event_loop_and_see_its_context():
     await asyncio.gather(*(call(barrier.wait) for _ in range(20)))
 
 
-async def test_what_it_raises_is_raised():
+async def test_exceptions_are_propagated():
     def fails(error):
         raise error
 
@@ -56,7 +56,7 @@ async def test_what_it_raises_is_raised():
         await call(fails, KeyboardInterrupt())
 
 
-async def test_a_deadline_for_both_kinds():
+async def test_timeout_of_sync_and_async_functions():
     release = threading.Event()
     with pytest.raises(TimeoutError):
         await call(release.wait, timeout_s=0.05)
@@ -66,7 +66,7 @@ async def test_a_deadline_for_both_kinds():
     assert await call(time.sleep, 0, timeout_s=60) is None
 
 
-def test_a_hanging_function_does_not_keep_the_process():
+def test_a_hanging_function_does_not_block_exit():
     code = """
 import asyncio, time
 from rlkit.rollout.calling import call

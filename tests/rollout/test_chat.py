@@ -1,4 +1,4 @@
-"""Episodes in messages: joined exactly, cut into pieces where a template rewrites history; four families' rules."""
+"""Episodes in messages: joined exactly, split where a template rewrites history, for four model families."""
 
 from types import SimpleNamespace
 
@@ -96,8 +96,8 @@ async def test_a_template_that_wants_structured_calls_gets_them_from_the_environ
     assert "abcdefghi" in tokenizer.decode(pieces[-1].prompt_ids)
 
 
-async def test_tools_that_a_template_shows_beside_the_last_question_move():
-    """Mistral's: with the next question the first one stands without them, so history is rewritten."""
+async def test_a_template_that_lists_tools_at_the_last_question_rewrites_history():
+    """Mistral lists tools at the last question only: after the next question, history is rewritten."""
     turns, tokenizer = ["a", "b"], tokenizer_with("mistral")
     _, pieces, _ = await talk("mistral", turns, [[user("more")]], tools=[TOOL])
     assert [tokenizer.decode(p.prompt_ids).count("[AVAILABLE_TOOLS]") for p in pieces] == [1, 1]
@@ -131,7 +131,7 @@ async def test_every_token_is_trained_in_the_context_it_was_sampled_in(name, tur
         assert len(pieces) == 1
 
 
-async def test_a_turn_that_was_cut_is_the_last_one():
+async def test_a_truncated_turn_ends_the_episode():
     tokenizer = tokenizer_with("chatml")
     cut = Completion([*b"ab"], [-1.0, -2.0], [3, 3], "length")
     script = Script(tokenizer, "fine", cut)
@@ -148,7 +148,7 @@ async def test_a_turn_that_was_cut_is_the_last_one():
     assert await chat.turn() is None
 
 
-async def test_where_no_turn_follows_what_the_environment_said_last_is_left_out():
+async def test_messages_after_the_last_turn_are_dropped():
     tokenizer = tokenizer_with("chatml")
     script = Script(tokenizer, "fine", Completion([], [], [], "length"))
     chat = Chat(prompt_of(tokenizer), script, tokenizer=tokenizer)
@@ -169,14 +169,14 @@ async def test_without_room_for_a_first_turn_the_episode_is_empty_and_truncated(
     assert (piece.ids, piece.truncated, piece.info["num_turns"]) == ([], True, 0)
 
 
-async def test_misuse_is_said():
+async def test_misuse_raises():
     tokenizer = tokenizer_with("chatml")
     prompt = prompt_of(tokenizer)
     chat = Chat(prompt, Script(tokenizer, "a", "b"), tokenizer=tokenizer)
     with pytest.raises(ValueError, match="ends before its first turn"):
         chat.end()
     await chat.turn()
-    with pytest.raises(ValueError, match=r"nothing was said since the last turn: call chat\.add"):
+    with pytest.raises(ValueError, match=r"no message was added since the last turn: call chat\.add"):
         await chat.turn()
     with pytest.raises(ValueError, match=r"prompt 0 has \d+ tokens, but its row renders to \d+ others.*same tokenizer"):
         Chat(prompt, Script(tokenizer), tokenizer=tokenizer, system_prompt="be brief")
@@ -194,7 +194,7 @@ async def test_own_messages_and_a_system_prompt():
     )
 
 
-async def test_rewards_of_turns_stand_at_their_ends():
+async def test_turn_rewards_are_at_the_ends_of_their_turns():
     tokenizer = tokenizer_with("qwen3")
     script = Script(tokenizer, "<think>\na\n</think>\n\nb", "c", "d")
     chat = Chat(prompt_of(tokenizer), script, tokenizer=tokenizer)
@@ -210,7 +210,7 @@ async def test_rewards_of_turns_stand_at_their_ends():
     assert [p.score for p in pieces] == [None, 7.0]
 
 
-def test_vision_is_refused_by_name():
+def test_vision_models_are_refused():
     class TinyVLProcessor:
         image_processor, tokenizer = object(), object()
 
@@ -226,7 +226,7 @@ def test_vision_is_refused_by_name():
         Chat(prompt_of(tokenizer), None, tokenizer=tokenizer, messages=[{"role": "user", "content": parts}])
 
 
-async def test_an_answer_in_parts_of_text_is_read_as_its_text():
+async def test_text_parts_of_a_message_are_joined():
     parts = [{"type": "text", "text": "7"}, {"type": "text", "text": "8"}]
     joined, apart = [await talk("chatml", ["a", "b"], [[tool(content)]]) for content in ("78", parts)]
     assert apart[1] == joined[1]

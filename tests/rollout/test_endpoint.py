@@ -95,7 +95,7 @@ async def test_another_conversation_is_another_piece():
     assert pieces[0].prompt_ids == prompt_of(tokenizer).ids
 
 
-async def test_requests_at_once_take_turns():
+async def test_concurrent_requests_are_serialised():
     tokenizer = tokenizer_with("chatml")
     script = Script(tokenizer, "a", "b", "c")
 
@@ -123,7 +123,7 @@ async def test_a_turn_with_a_broken_call_is_answered_as_text():
     assert (replies[0]["finish_reason"], replies[0]["message"]) == ("stop", {"role": "assistant", "content": said})
 
 
-async def test_what_cannot_be_given_is_said_to_the_program():
+async def test_unsupported_requests_are_rejected():
     tokenizer = tokenizer_with("chatml")
     script = Script(tokenizer, "first", "second")
     codes = []
@@ -168,7 +168,7 @@ async def test_errors_end_the_run():
 
 
 def test_many_episodes_at_once_and_no_server_afterwards():
-    """Against the real engine, twice, in event loops of their own."""
+    """With a real engine, in two event loops."""
     tokenizer = tokenizer_with("chatml")
     model = tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64)
     urls = set()
@@ -223,7 +223,7 @@ async def test_a_cancelled_episode_leaves_no_server():
         await asyncio.to_thread(post, urls[0], messages=[user("a")])
 
 
-async def test_a_request_in_flight_does_not_hold_up_the_end_of_a_cancelled_episode():
+async def test_a_request_in_flight_does_not_delay_the_end_of_a_cancelled_episode():
     tokenizer = tokenizer_with("chatml")
     asked, cancelled = asyncio.Event(), asyncio.Event()
 
@@ -269,7 +269,7 @@ async def test_the_openai_client():
 
 
 async def test_reply_without_a_server():
-    """The rule behind it: what continues a conversation and what does not."""
+    """Which conversations are continued and which start a new piece."""
     tokenizer = tokenizer_with("chatml")
     script = Script(tokenizer, " a\n", "b", "c", "d")
     chat = Chat(prompt_of(tokenizer), script, tokenizer=tokenizer)

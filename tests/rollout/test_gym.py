@@ -59,7 +59,7 @@ async def test_an_object_with_reset_and_step_is_an_environment():
     assert threading.main_thread() not in made[0].threads
 
 
-async def test_rewards_at_their_turns():
+async def test_token_rewards_are_at_the_ends_of_their_turns():
     tokenizer = tokenizer_with("chatml")
     env = gym_env(HigherLower, tokenizer=tokenizer, token_rewards=True)
     (piece,) = await env(prompt_of(tokenizer), Script(tokenizer, "x", "42"))
@@ -69,7 +69,7 @@ async def test_rewards_at_their_turns():
 
 
 class Echo:
-    """Async, on tokens: what was sampled comes back, doubled, until it has three tokens."""
+    """Async, on tokens: echo the sampled tokens doubled until there are three."""
 
     def __init__(self, prompt):
         self.start = prompt.ids
@@ -92,7 +92,7 @@ async def test_observations_may_be_tokens():
     assert piece.reward == 5.0
 
 
-async def test_a_game_may_start_from_the_prompt_end_by_a_limit_and_fail():
+async def test_a_game_starts_from_the_prompt_is_truncated_and_fails():
     tokenizer, closed = tokenizer_with("chatml"), []
 
     class Limit:
@@ -118,7 +118,7 @@ async def test_a_game_may_start_from_the_prompt_end_by_a_limit_and_fail():
     assert closed == [True, True]
 
 
-async def test_tokens_after_messages_are_refused_and_the_other_way_round():
+async def test_mixing_tokens_and_messages_is_refused():
     tokenizer = tokenizer_with("chatml")
     for opening, answer in ([[5], "text"], [[5], [{"role": "user", "content": "x"}]]):
         game = type("G", (), {"reset": lambda self, o=opening: o, "step": lambda self, t, a=answer: Step(a)})
@@ -146,7 +146,7 @@ async def test_turns_restart_from_another_context():
 
 
 @pytest.mark.parametrize("said", ["seen", ("seen", 0.0, False, False, {})])
-async def test_a_step_of_another_form_is_an_error_that_says_whose(said):
+async def test_a_wrong_step_result_is_an_error_that_names_the_environment(said):
     class Gymnasium:
         def reset(self):
             return "go"
@@ -161,13 +161,13 @@ async def test_a_step_of_another_form_is_an_error_that_says_whose(said):
         await env(prompt_of(tokenizer), Script(tokenizer, "a"))
 
 
-async def test_own_rewards_stay():
+async def test_own_rewards_keeps_the_reward():
     t = Trajectory([1], [2], [True], [0.0], [0], reward=3.0)
     assert await own_rewards(None, [t]) == [t]
 
 
 def babble(tokenizer):
-    """The opposite of a script: a random model, whose turns nobody knows."""
+    """Turns of a random model instead of a script."""
     sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
     return prepare(tiny_model(tokenizer, **sizes, seed=1))
 

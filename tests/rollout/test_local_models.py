@@ -1,4 +1,4 @@
-"""The engine's log-probs are those of the model's own forward, whatever the model, the mix of lengths and the order."""
+"""The engine's log-probs equal the model's own forward for any model, mix of lengths and order of requests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from rlkit.model.lora import adapter_off, add_lora
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.engines.local.decode import Decoder
-from rlkit.rollout.engines.local.fallback import CachedForward, Recompute
+from rlkit.rollout.engines.local.backends import CachedForward, Decoder, Recompute
 from rlkit.types import SamplingParams
 
 VOCAB = 67
@@ -79,7 +78,7 @@ CASES = {
 
 
 def build(config: hf.PretrainedConfig, *, seed: int = 0) -> hf.PreTrainedModel:
-    """A random model; norms and biases are random too, so that none is left out unnoticed."""
+    """A random model; norms and biases are random too, so that omitting one changes the result."""
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(config)
     for name, p in model.named_parameters():
@@ -177,7 +176,7 @@ def test_a_model_that_only_looks_supported_fails_the_probe_and_is_decoded_by_its
         assert (torch.tensor(completion.logp) - true_logp(model, prompt, completion.ids)).abs().max() < 1e-4
 
 
-def test_a_layer_that_is_not_a_plain_linear_is_not_decoded_behind_its_back():
+def test_a_modified_linear_layer_is_not_bypassed():
     class Doubled(torch.nn.Linear):
         def forward(self, x):
             return 2 * super().forward(x)
@@ -227,7 +226,7 @@ def test_an_optimizer_step_in_place_is_seen_by_the_next_token():
 
 
 def test_a_model_sharded_over_one_rank_is_read_in_place():
-    """FSDP2 replaces parameters by DTensors, and frees what a forward has gathered."""
+    """FSDP2 replaces parameters by DTensors and frees gathered ones after a forward."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         model = build(CASES["qwen3, tied"][0])
@@ -276,7 +275,7 @@ def test_parameters_that_were_replaced_are_found_by_update_weights():
         assert (torch.tensor(completion.logp) - true_logp(other, prompt, completion.ids)).abs().max() < 1e-4
 
 
-def test_the_engine_leaves_no_trace_in_the_model(tmp_path):
+def test_the_engine_does_not_modify_the_model(tmp_path):
     model = build(CASES["qwen3"][0])
     keys = list(model.state_dict())
     asyncio.run(busy(LocalEngine(model, max_batch=5, eos_token_ids=()), temperature=1.0))

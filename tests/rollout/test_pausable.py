@@ -1,4 +1,4 @@
-"""Interrupted or read back from a journal, a completion is the one that would have been sampled in one go."""
+"""A completion that was interrupted or replayed from a journal equals the uninterrupted one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def params(seed, stop=(), limit=18):
 
 
 async def interrupted(pausable, calls, ticks, *, between=lambda: None):
-    """Await `calls` while pausing after every so many turns of the event loop."""
+    """Await `calls` while pausing after each number in `ticks` of event-loop turns."""
     work = asyncio.gather(*calls)
     for n in ticks:
         for _ in range(n):
@@ -36,7 +36,7 @@ async def interrupted(pausable, calls, ticks, *, between=lambda: None):
 @settings(max_examples=60, deadline=None)
 @given(ticks=st.lists(st.integers(0, 7), max_size=6), stop=STOPS, limit=st.integers(1, 18))
 def test_pauses_change_nothing(ticks, stop, limit):
-    """Also not where a stop string is cut in two by a pause, which an engine alone would miss."""
+    """Including a stop string that a pause cuts in two, which an engine alone would miss."""
 
     def go(ticks):
         engine = Ticking(length=lambda prompt, seed: 20)
@@ -49,7 +49,7 @@ def test_pauses_change_nothing(ticks, stop, limit):
 
 @settings(max_examples=30, deadline=None)
 @given(ticks=st.lists(st.integers(1, 5), min_size=1, max_size=5))
-def test_versions_say_which_weights_made_each_token(ticks):
+def test_versions_are_those_of_the_weights_that_sampled(ticks):
     async def go():
         engine = Ticking(length=lambda prompt, seed: 20)
         pausable = Pausable(engine.generate, engine.abort)
@@ -67,7 +67,7 @@ def test_versions_say_which_weights_made_each_token(ticks):
     assert engine.num_tokens == len(out.ids), "no token is sampled twice"
 
 
-def test_nothing_slips_through_between_two_pauses():
+def test_no_call_runs_between_two_pauses():
     async def go():
         engine = Ticking(length=lambda prompt, seed: 20)
         pausable = Pausable(engine.generate, engine.abort)
@@ -85,14 +85,14 @@ def test_nothing_slips_through_between_two_pauses():
     assert len(asyncio.run(go()).ids) == 18
 
 
-def test_an_abort_by_somebody_else_is_handed_on():
+def test_an_abort_by_another_caller_is_returned():
     async def go():
         engine = Ticking(length=lambda prompt, seed: 20)
         pausable = Pausable(engine.generate, engine.abort)
         call = asyncio.create_task(pausable.generate([1], params=params(3)))
         for _ in range(5):
             await asyncio.sleep(0)
-        engine.abort()
+        await engine.abort()
         return await call
 
     out = asyncio.run(go())
@@ -100,8 +100,8 @@ def test_an_abort_by_somebody_else_is_handed_on():
     assert 0 < len(out.ids) < 18
 
 
-def test_a_pause_reaches_requests_that_are_still_on_their_way():
-    """A server does not know yet what was just sent to it: the abort is repeated until nothing is left."""
+def test_a_pause_reaches_requests_in_transit():
+    """A server has not yet seen a request that was just sent: the abort is repeated until none is left."""
 
     async def go():
         engine = Ticking(length=lambda prompt, seed: 10**6)
@@ -122,7 +122,7 @@ def test_a_pause_reaches_requests_that_are_still_on_their_way():
 
 @settings(max_examples=40, deadline=None)
 @given(ticks=st.integers(0, 40), stop=STOPS)
-def test_what_was_sampled_before_a_crash_is_read_back(tmp_path_factory, ticks, stop):
+def test_completions_from_before_a_crash_are_replayed(tmp_path_factory, ticks, stop):
     folder = tmp_path_factory.mktemp("journal")
     shape = {"length": lambda prompt, seed: 20, "delay": lambda prompt: len(prompt) * 4}
 
@@ -167,7 +167,7 @@ def test_a_journal_answers_only_the_same_question(tmp_path):
         ask([1], None)
 
 
-def test_completions_of_weights_that_are_gone_are_forgotten(tmp_path):
+def test_completions_of_lost_weights_are_deleted(tmp_path):
     engine = Ticking(length=lambda prompt, seed: 9)
     journal = Journal(tmp_path, engine.generate)
     for engine.version in range(4):
@@ -182,7 +182,7 @@ def test_completions_of_weights_that_are_gone_are_forgotten(tmp_path):
     assert [c[0] for c in engine.calls] == [(3,)], "0 had been read before it was deleted"
 
 
-def test_a_line_that_was_cut_is_left_out(tmp_path):
+def test_a_cut_line_is_ignored(tmp_path):
     engine = Ticking(length=lambda prompt, seed: 9)
     journal = Journal(tmp_path, engine.generate)
     for seed in (1, 2):

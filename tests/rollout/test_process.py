@@ -1,4 +1,4 @@
-"""The engine in its own process: the same tokens, other weights when told so, and no process left whatever happens."""
+"""The engine in its own process: the same tokens, new weights after an update, and no process left behind."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_it_samples_what_the_embedded_engine_does_and_follows_the_weights(model,
     assert [c.ids for c in truth] != [c.ids for c in other]
 
 
-def test_requests_made_at_once_share_their_batches_whatever_the_timing(model, folder):
-    """So that a run repeats bit for bit: the products of a batch round differently from those of its parts."""
+def test_batching_of_concurrent_requests_does_not_depend_on_timing(model, folder):
+    """For bitwise repeatable runs: a batch rounds differently from its parts."""
 
     async def there():
         found = []
@@ -96,7 +96,7 @@ def test_requests_made_at_once_share_their_batches_whatever_the_timing(model, fo
     assert all(found == first for found in others)
 
 
-def test_requests_in_flight_go_on_through_an_update_and_can_be_aborted(model, folder):
+def test_requests_in_flight_continue_through_an_update_and_can_be_aborted(model, folder):
     async def go():
         long = SamplingParams(max_new_tokens=4000)
         async with await launch(folder, max_len=4100, eos_token_ids=(), seed=1) as engine:
@@ -134,19 +134,19 @@ def test_a_killed_engine_is_an_error_in_every_call(folder):
     asyncio.run(go())
 
 
-def test_what_cannot_be_loaded_is_an_error_of_launch(tmp_path):
+def test_a_load_error_is_raised_by_launch(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no folder|without config"):
         asyncio.run(launch(tmp_path / "nothing"))
 
 
 class Status(RuntimeError):
-    """Pickles, and cannot be made anew: its argument has no default."""
+    """It can be pickled and not unpickled: its argument has no default."""
 
     def __init__(self, *, code):
         super().__init__(f"status {code}")
 
 
-def test_an_error_that_does_not_travel_arrives_in_words():
+def test_an_error_that_cannot_be_pickled_arrives_as_its_repr():
     assert repr(_portable(Status(code=3))) == "RuntimeError(\"Status('status 3')\")"
     assert isinstance(_portable(KeyError("a")), KeyError)
 

@@ -1,4 +1,4 @@
-"""The code of docs/environments.md runs as it stands there: recipes for environments written for other systems.
+"""The code of docs/environments.md runs unchanged: recipes for environments written for other systems.
 
 verifiers and GEM are the real packages where they are installed (`REAL`), and else stand-ins of what the recipes use.
 """
@@ -42,7 +42,7 @@ if find_spec("verifiers") is not None:
 
 
 def run(marker, **given):
-    """Execute the one block that contains `marker`; what it defines."""
+    """Execute the one block that contains `marker`; returns what it defines."""
     (block,) = [b for b in BLOCKS if marker in b]
     names = {
         "Chat": Chat, "Step": Step, "Text": Text, "Turns": Turns, "gym_env": gym_env, "limited": limited, "call": call,
@@ -150,7 +150,7 @@ async def test_contents_alone_for_base_models():
 
 
 class ChatMessage:
-    """As rl4llm has it, without pydantic."""
+    """rl4llm's class, without pydantic."""
 
     def __init__(self, role, content):
         self.role, self.content = role, content
@@ -278,7 +278,7 @@ async def test_gem():
 
 
 def verifiers_stand_in(monkeypatch):
-    """The parts of verifiers 0.1.x that the recipe meets: messages with model_dump, a rollout loop, a rubric."""
+    """The parts of verifiers 0.1.x that the recipe uses: messages with model_dump, a rollout loop, a rubric."""
 
     class Message(SimpleNamespace):
         def model_dump(self, **_):

@@ -1,15 +1,15 @@
-"""Replies that cannot be the answer to their request, from a real HTTP server, through both engines behind HTTP."""
+"""Invalid replies of an HTTP server, through both engines behind HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
+from fake_server import serving
 
 from rlkit.rollout.engines.http import Busy, ReplicaError
 from rlkit.rollout.engines.sglang import SGLang
@@ -31,7 +31,7 @@ def vllm(url: str, **options: Any) -> VLLM:
 
 
 def reply(request: dict[str, Any]) -> dict[str, Any]:
-    """What a right server answers, to either of the two."""
+    """A valid reply to a request of either engine."""
     if "input_ids" in request:
         meta = {
             "id": request["rid"],
@@ -92,35 +92,8 @@ WRONG = {
 }
 
 
-@asynccontextmanager
-async def serving(answer: Callable[[int, dict[str, Any]], Any]) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
-    """A server whose completions are `answer(number, request)`: JSON, or a whole response."""
-    seen: list[dict[str, Any]] = []
-
-    async def completions(request: web.Request) -> web.Response:
-        seen.append(await request.json())
-        made = answer(len(seen) - 1, seen[-1])
-        return made if isinstance(made, web.Response) else web.json_response(made)
-
-    async def nothing(_: web.Request) -> web.Response:
-        return web.json_response({})
-
-    app = web.Application()
-    app.router.add_post("/generate", completions)
-    app.router.add_post("/v1/completions", completions)
-    for page in ("server_info", "v1/models", "model_info", "health"):
-        app.router.add_get(f"/{page}", nothing)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", seen
-    finally:
-        await runner.cleanup()
-
-
 @pytest.mark.parametrize("make", [sglang, vllm])
-async def test_a_right_reply_is_taken(make: Engine) -> None:
+async def test_a_valid_reply_is_accepted(make: Engine) -> None:
     async with serving(lambda _, request: reply(request)) as (url, _):
         engine = make(url)
         out = await engine.generate(PROMPT, params=PARAMS, rid="r7")
@@ -130,7 +103,7 @@ async def test_a_right_reply_is_taken(make: Engine) -> None:
 
 @pytest.mark.parametrize("make", [sglang, vllm])
 @pytest.mark.parametrize("name", WRONG)
-async def test_a_wrong_reply_is_sampled_anew_and_then_an_error(make: Engine, name: str) -> None:
+async def test_an_invalid_reply_is_retried_and_then_an_error(make: Engine, name: str) -> None:
     change, said = WRONG[name]
     if make is sglang:  # whose client gives every attempt a name of its own
         said = said.replace("'r7", "'")
@@ -203,7 +176,7 @@ async def test_a_server_that_stays_busy_is_an_error_in_time(make: Engine) -> Non
 
 
 @pytest.mark.parametrize("make", [sglang, vllm])
-async def test_another_refusal_is_final(make: Engine) -> None:
+async def test_other_refusals_are_not_retried(make: Engine) -> None:
     async with serving(lambda *_: web.Response(status=400, text="too long")) as (url, seen):
         engine = make(url)
         with pytest.raises(ValueError, match="status 400: too long"):
@@ -218,7 +191,7 @@ async def test_an_abort_ends_the_wait_for_a_busy_server() -> None:
         waiting = engine.generate(PROMPT, params=PARAMS, rid="r7")
 
         async def abort() -> None:
-            while not seen or not engine.abort("r7"):
+            while not seen or not await engine.abort("r7"):
                 await engine._http.request(f"{url}/health", method="GET", timeout=60)
 
         out, _ = await asyncio.wait_for(asyncio.gather(waiting, abort()), 60)

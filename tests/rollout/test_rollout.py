@@ -1,4 +1,4 @@
-"""Groups: who is sampled with which noise, how episodes in pieces are judged, what an error leaves behind."""
+"""Groups: the noise of each sample, rewards of episodes in pieces, clean-up after an error."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_score_sees_the_last_piece_and_its_reward_goes_to_all():
     assert pack([group]).episode_ids.tolist() == [0, 0, 0, 1, 2, 2, 2]
 
 
-def test_an_episode_that_score_takes_out_of_training_goes_with_all_its_pieces():
+def test_masking_the_last_piece_masks_the_episode():
     async def env(prompt, sample):
         return [piece(n=1), piece(n=2), piece(n=3)]
 
@@ -94,7 +94,7 @@ def test_an_episode_that_score_takes_out_of_training_goes_with_all_its_pieces():
     assert [len(t.mask) for t in group] == [len(t.ids) for t in group]
 
 
-def test_without_score_the_environments_reward_is_the_episodes():
+def test_without_score_the_reward_is_the_environments():
     async def env(prompt, sample):
         return [piece(9.0), piece(0.25)]
 
@@ -102,7 +102,7 @@ def test_without_score_the_environments_reward_is_the_episodes():
     assert [t.reward for t in group] == [0.25, 0.25]
 
 
-def test_wrong_environments_and_scores_are_named():
+def test_errors_of_environments_and_scores_name_the_prompt():
     async def nothing(prompt, sample):
         return []
 
@@ -146,8 +146,8 @@ EPISODES = st.lists(st.lists(st.booleans(), min_size=1, max_size=3), min_size=1,
 
 @settings(max_examples=30, deadline=None)
 @given(EPISODES)
-def test_truncated_episodes_lose_all_their_tokens_and_keep_their_reward(episodes):
-    """An episode is truncated where its last piece is; earlier pieces that were cut on the way do not matter."""
+def test_truncated_episodes_are_masked_and_keep_their_reward(episodes):
+    """An episode is truncated if its last piece is; truncated earlier pieces do not matter."""
     group = [piece(1.0, continues=i > 0, truncated=cut) for cuts in episodes for i, cut in enumerate(cuts)]
     (masked,) = mask_truncated([group])
     expected = [not cuts[-1] for cuts in episodes for _ in cuts]
@@ -212,7 +212,7 @@ def test_limits_bound_turns_and_context(max_turns, max_total, max_new, tool_lens
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=6), st.booleans())
 def test_a_budget_of_sampled_tokens_is_never_exceeded_and_loses_nothing(budget, max_new, lengths, at_once):
-    """The policy would end its turns after `lengths` tokens; the episode is a prefix of what it would say."""
+    """The policy would end its turns after `lengths` tokens; the episode is a prefix of those turns."""
     seen = []
 
     async def generate(prompt_ids, *, params, rid=None):

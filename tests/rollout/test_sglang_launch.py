@@ -1,4 +1,4 @@
-"""What a server is started with; the server is a stand-in that writes its environment down."""
+"""How a server is started; a stand-in writes its environment to a file."""
 
 import json
 import socket
@@ -20,8 +20,8 @@ time.sleep(3600)
 """
 
 
-def test_a_server_that_a_rank_starts_does_not_take_itself_for_one(tmp_path, monkeypatch):
-    """torch.distributed joins the store of torchrun where TORCHELASTIC_USE_AGENT_STORE says so, and waits for it."""
+def test_a_server_does_not_inherit_the_variables_of_torchrun(tmp_path, monkeypatch):
+    """With TORCHELASTIC_USE_AGENT_STORE, torch.distributed connects to the store of torchrun and waits."""
     ranks = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in (ranks | {"RANKING": "1"}).items():
         monkeypatch.setenv(name, value)
@@ -39,7 +39,7 @@ def test_a_server_that_a_rank_starts_does_not_take_itself_for_one(tmp_path, monk
     assert (found["RANKING"], found["GIVEN"]) == ("1", "2")
 
 
-def test_the_port_is_none_that_the_system_gives_away_while_the_server_starts():
+def test_the_port_is_below_the_ephemeral_range():
     first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     ports = {server._free_port("127.0.0.1") for _ in range(20)}
     assert len(ports) > 10
@@ -48,13 +48,13 @@ def test_the_port_is_none_that_the_system_gives_away_while_the_server_starts():
         socket.create_server(("127.0.0.1", port)).close()
 
 
-def test_a_port_that_is_taken_is_said_at_once(tmp_path):
+def test_a_taken_port_is_refused_at_once(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="is taken"):
         launch(tmp_path, port=taken.getsockname()[1])
 
 
-def test_a_server_that_lost_its_port_is_not_waited_for(tmp_path):
-    """SGLang does not exit then: it waits for its own warm-up."""
+def test_a_server_that_cannot_bind_its_port_is_an_error_at_once(tmp_path):
+    """SGLang does not exit: it waits for its own warm-up."""
     python = tmp_path / "python"
     said = "[Errno 98] error while attempting to bind on address ('127.0.0.1', 1): address already in use"
     python.write_text(f"#!{sys.executable}\nimport time\nprint({said!r}, flush=True)\ntime.sleep(3600)\n")

@@ -1,4 +1,4 @@
-"""Memory that is shared with a server, without one."""
+"""Memory shared with a server, tested without SGLang."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ sys.stdin.read()
 """
 
 
-def test_a_trainer_that_closes_frees_memory_that_a_living_server_has_seen():
+def test_close_frees_shared_memory_that_a_running_server_has_mapped():
     def shared():
         return {path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")}
 
@@ -65,8 +65,8 @@ def test_a_trainer_that_closes_frees_memory_that_a_living_server_has_seen():
             server.communicate()
 
 
-def test_a_trainer_that_ends_lets_go_of_its_pipes_while_a_server_maps_its_memory(tmp_path):
-    """As in `... 2>&1 | tee log`: torch's helper for shared memory outlives the trainer, and had its stderr."""
+def test_an_exiting_trainer_closes_its_pipes_while_a_server_maps_its_memory(tmp_path):
+    """As in `... 2>&1 | tee log`: torch's shared-memory helper outlives the trainer and must not keep its stderr."""
     command = [sys.executable, "-c", TRAINER, SERVER, str(tmp_path / "said")]
     try:
         done = subprocess.run(

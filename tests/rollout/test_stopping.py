@@ -9,7 +9,7 @@ from rlkit.rollout.engines.local.rows import StopStrings
 
 
 class Pieces:
-    """A tokenizer whose tokens are given strings, and which counts what it is asked to decode."""
+    """A tokenizer with the given strings as tokens; records the longest decode."""
 
     def __init__(self, *pieces: str) -> None:
         self.pieces, self.longest = pieces, 0

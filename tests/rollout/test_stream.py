@@ -1,4 +1,4 @@
-"""The stream of groups: nothing lost, nothing too old, nothing left behind, whatever takes how long."""
+"""The stream of groups: none lost, none too old, no task left behind, for any timing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def place(group):
 
 
 async def judged_by_place(prompt, group):
-    """Right where the place is a multiple of 3, else wrong; half right where it is also even."""
+    """All samples are right at multiples of 3 (all but the first at multiples of 6), else none."""
     right = [prompt.index % 3 == 0] * len(group)
     if prompt.index % 6 == 0:
         right[0] = False
@@ -47,7 +47,7 @@ async def judged_by_place(prompt, group):
 
 @settings(max_examples=30, deadline=None)
 @given(delays=DELAYS, need=st.integers(1, 4), steps=st.integers(1, 3))
-def test_filtered_groups_are_the_first_that_pass_and_no_prompt_more(delays, need, steps):
+def test_kept_groups_are_the_first_that_pass_and_no_extra_prompt_is_sampled(delays, need, steps):
     """Sampled = kept + dropped, each written once, whatever order they complete in; and twice the same."""
 
     async def run(delay):
@@ -80,7 +80,7 @@ def test_filtered_groups_are_the_first_that_pass_and_no_prompt_more(delays, need
     delays=DELAYS, staleness=st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 3.0]), need=st.integers(1, 4), data=st.data()
 )
 def test_staleness_never_exceeds_its_budget_and_nothing_is_lost(delays, staleness, need, data):
-    """Training and sampling at once, at random paces: the age of every token, the backpressure, and the accounts."""
+    """Concurrent training and sampling at random speeds: token ages, backpressure and counts."""
     train = data.draw(st.lists(st.integers(0, 15), min_size=1, max_size=6))
     kept_from = data.draw(st.sampled_from([0, 2]))  # drop every second group, or none
 
@@ -117,7 +117,7 @@ def test_staleness_never_exceeds_its_budget_and_nothing_is_lost(delays, stalenes
         assert set(ages) == {0}
 
 
-def test_stragglers_wait_only_as_long_as_the_budget_allows():
+def test_slow_groups_are_delayed_at_most_by_the_staleness_bound():
     """With a budget of 2 steps the slowest group of the first step is trained on at step 2, not earlier, not later."""
 
     async def run():
@@ -281,7 +281,7 @@ def test_an_error_in_an_environment_reaches_take_and_ends_the_rest():
     asyncio.run(run())
 
 
-def test_too_many_dropped_groups_are_an_error_that_says_why():
+def test_too_many_dropped_groups_are_an_error_with_the_success_rates():
     async def run():
         stream = stream_of(
             Ticking(),
@@ -299,7 +299,7 @@ def test_too_many_dropped_groups_are_an_error_that_says_why():
         asyncio.run(run())
 
 
-def test_taking_twice_without_an_advance_is_an_error_and_no_hang():
+def test_taking_twice_without_advance_raises():
     async def run():
         async with stream_of(Ticking(), prompt_at) as stream:
             stream.advance(version=0)
@@ -310,7 +310,7 @@ def test_taking_twice_without_an_advance_is_an_error_and_no_hang():
         asyncio.run(asyncio.wait_for(run(), 240))
 
 
-def test_a_dead_engine_does_not_hold_the_exit_up():
+def test_a_dead_engine_does_not_block_exit():
     async def generate(prompt_ids, *, params, rid=None):
         raise ConnectionError("refused")
 
@@ -330,7 +330,7 @@ def test_a_dead_engine_does_not_hold_the_exit_up():
 
 @settings(max_examples=25, deadline=None)
 @given(delays=DELAYS, stop_at=st.integers(1, 5), staleness=st.sampled_from([0.0, 0.5, 2.0]))
-def test_resumed_from_its_state_a_stream_goes_on_where_it_was(tmp_path_factory, delays, stop_at, staleness):
+def test_a_stream_resumes_from_its_state(tmp_path_factory, delays, stop_at, staleness):
     """A checkpoint after every step, then killed: all groups are trained on once, and none is sampled twice."""
     folder, made = tmp_path_factory.mktemp("journal"), {}
 

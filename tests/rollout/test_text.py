@@ -1,4 +1,4 @@
-"""Episodes in plain text: what continues a context, also under a tokenizer that marks the start of a text."""
+"""Episodes in plain text: which contexts are continued, also with a tokenizer that marks the start of a text."""
 
 import pytest
 from hypothesis import given, settings
@@ -53,7 +53,7 @@ async def test_every_turn_is_in_the_context_it_was_sampled_in(turns):
     assert len(pieces) == restarts + 1
 
 
-async def test_the_end_of_turn_is_there_once_whether_the_environment_writes_it_or_not():
+async def test_the_end_of_turn_token_appears_once():
     tokenizer = tokenizer_with("chatml")
     for between, joined in (("<|im_end|>\n!", "x<|im_end|>\n!y<|im_end|>"), ("\n!", "x<|im_end|>\n!y<|im_end|>")):
         script = Script(tokenizer, "x", "y")
@@ -64,7 +64,7 @@ async def test_the_end_of_turn_is_there_once_whether_the_environment_writes_it_o
         assert tokenizer.decode(piece.ids) == joined
 
 
-async def test_a_start_of_text_marker_is_not_written_in_the_middle():
+async def test_no_start_of_text_marker_inside_an_episode():
     tokenizer = sentencepiece()
     ids = tokenizer.encode("a b", add_special_tokens=False)
     ab = tokenizer.convert_tokens_to_ids("ab")
@@ -78,7 +78,7 @@ async def test_a_start_of_text_marker_is_not_written_in_the_middle():
     assert tokenizer.convert_ids_to_tokens(piece.ids) == ["ab", ":", "c", "ab"]
 
 
-async def test_a_turn_that_was_cut_is_the_last():
+async def test_a_truncated_turn_is_the_last():
     tokenizer = tokenizer_with("chatml")
     script = Script(tokenizer, Completion([*b"ab"], [-1.0, -1.0], [0, 0], "length"))
     text = Text(prompt_of(tokenizer), script, tokenizer=tokenizer)

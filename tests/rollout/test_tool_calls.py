@@ -1,4 +1,4 @@
-"""What models write when they call a tool, and what they write when they get it wrong."""
+"""Valid and malformed tool calls in the formats of models."""
 
 import json
 
@@ -62,7 +62,7 @@ def test_forms_that_libraries_use():
 
 @pytest.mark.parametrize("parse", [hermes_calls, json_calls, pythonic_calls])
 @pytest.mark.parametrize("text", ["", "42", "[1, 2]", '{"answer": 42}', "f(x=1)", "<think> I could call f", "[f]", "{"])
-def test_an_answer_is_no_call(parse, text):
+def test_plain_text_is_not_a_call(parse, text):
     assert parse(text) == []
 
 
@@ -88,7 +88,7 @@ def test_an_answer_is_no_call(parse, text):
         (pythonic_calls, "[f(x=__import__('os').system('true'))]", "must be literals"),
     ],
 )
-def test_an_attempt_is_told_what_is_wrong(parse, text, error):
+def test_a_malformed_call_gets_an_explanation(parse, text, error):
     (bad,) = parse(text)
     assert isinstance(bad, BadCall)
     assert error in bad.error
@@ -103,7 +103,7 @@ def test_nothing_that_a_model_writes_raises(text):
         assert all(isinstance(c, Call | BadCall) for c in parse(text))
 
 
-def test_what_was_only_thought_is_not_called():
+def test_calls_inside_reasoning_are_ignored():
     call = '<tool_call>{"name": "f"}</tool_call>'
     assert hermes_calls(f"<think>maybe {call}</think>no") == []
     assert hermes_calls(f"<think>maybe {call}") == []

@@ -1,4 +1,4 @@
-"""Functions as tools of an episode: called, answered, and what goes wrong is said to the model."""
+"""Functions as tools of an episode: called, answered, errors reported to the model."""
 
 import asyncio
 import json
@@ -97,7 +97,7 @@ async def test_a_template_that_wants_tool_calls_with_ids_gets_them():
     assert len(pieces) > 1  # what the template writes for a call is not what was sampled
 
 
-async def test_mistakes_are_told_to_the_model():
+async def test_mistakes_are_reported_to_the_model():
     turns = [
         hermes("subtract", a=1) + hermes("add", a="2") + "<tool_call>add(1)</tool_call>" + hermes("divide", a=1, b=0),
         "I give up.",
@@ -112,7 +112,7 @@ async def test_mistakes_are_told_to_the_model():
     assert [piece.info[k] for k in ("num_calls", "num_bad_calls", "num_failed_calls")] == [4, 3, 1]
 
 
-async def test_slow_and_ending_tools_do_not_hold_up_the_episode():
+async def test_slow_and_exiting_tools_do_not_block_the_episode():
     release = threading.Event()
 
     def wait() -> str:
@@ -187,7 +187,7 @@ async def test_a_document_cannot_forge_a_turn_and_a_long_one_is_cut():
     assert turns == [start, end, start, end] * 2  # tool, assistant; tool, assistant and its end
 
 
-async def test_calls_of_a_turn_that_was_cut_are_not_run():
+async def test_calls_of_a_truncated_turn_are_not_run():
     ran = []
 
     def touch() -> str:
@@ -218,7 +218,7 @@ def test_schemas_are_the_functions_own():
     assert function["parameters"]["properties"]["b"] == {"type": "integer", "description": "other"}
 
 
-def test_what_has_no_schema_is_named():
+def test_a_function_without_a_schema_is_named():
     def bare(x):
         """Do."""
 
@@ -230,10 +230,10 @@ def test_what_has_no_schema_is_named():
         tool_schemas(add)
 
 
-async def test_a_template_that_hides_the_tools_is_refused_unless_the_prompt_shows_them():
+async def test_a_template_without_tools_is_refused_unless_the_prompt_lists_them():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(ValueError, match=r"does not write the tools \['add'\].*describe them"):
+    with pytest.raises(ValueError, match=r"does not list the tools \['add'\].*describe them"):
         await episode([add], "x", tokenizer=tokenizer)
     shown = {"system_prompt": "You may call add(a, b)."}
     prompt = prompt_of(tokenizer, **shown)

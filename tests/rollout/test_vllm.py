@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from fake_server import serving
 
 from rlkit.rollout.engines.http import ReplicaError
 from rlkit.rollout.engines.vllm import VLLM
@@ -20,28 +20,13 @@ EXCHANGE = json.loads((Path(__file__).parent / "vllm_exchange.json").read_text()
 PARAMS = SamplingParams(max_new_tokens=4, top_p=0.9, stop=("\n\n",), stop_token_ids=(151645,), seed=7)
 
 
-@asynccontextmanager
-async def serving(*replies: Any) -> AsyncIterator[tuple[str, list[dict]]]:
-    """A server that gives these replies in turn, the last one for ever; with the requests that it saw."""
-    seen: list[dict] = []
-
-    async def completions(request: web.Request) -> web.Response:
-        seen.append(await request.json())
-        reply = replies[min(len(seen), len(replies)) - 1]
-        return reply if isinstance(reply, web.Response) else web.json_response(reply)
-
-    app = web.Application()
-    app.router.add_post("/v1/completions", completions)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", seen
-    await runner.cleanup()
+def in_turn(*replies: Any) -> Callable[[int, dict], Any]:
+    """These replies in turn, then the last one repeated."""
+    return lambda number, _: replies[min(number, len(replies) - 1)]
 
 
 async def test_the_exchange() -> None:
-    async with serving(EXCHANGE["response"]) as (url, seen):
+    async with serving(in_turn(EXCHANGE["response"])) as (url, seen):
         engine = VLLM(url, model="tiny", version=5)
         out = await engine.generate([9707, 11, 1246], params=PARAMS, rid="r0")
         await engine.close()
@@ -70,14 +55,14 @@ def broken(path: list[Any], value: Any) -> dict[str, Any]:
         ({"choices": []}, "not a completion"),
     ],
 )
-async def test_a_bad_reply_is_repeated_and_then_a_clear_error(reply: Any, message: str) -> None:
-    async with serving(reply) as (url, seen):
+async def test_a_bad_reply_is_retried_and_then_an_error(reply: Any, message: str) -> None:
+    async with serving(in_turn(reply)) as (url, seen):
         engine = VLLM(url, model="tiny")
         with pytest.raises(ReplicaError, match=message):
             await engine.generate([9707, 11, 1246], params=PARAMS)
         await engine.close()
     assert len(seen) == 3
-    async with serving(reply, EXCHANGE["response"]) as (url, seen):
+    async with serving(in_turn(reply, EXCHANGE["response"])) as (url, seen):
         engine = VLLM(url, model="tiny")
         assert (await engine.generate([9707, 11, 1246], params=PARAMS)).ids == [525, 498, 30, 151645]
         await engine.close()
@@ -85,7 +70,7 @@ async def test_a_bad_reply_is_repeated_and_then_a_clear_error(reply: Any, messag
 
 async def test_a_refusal_is_not_repeated() -> None:
     refusal = web.json_response({"error": {"message": "This model's maximum context length is 8"}}, status=400)
-    async with serving(refusal) as (url, seen):
+    async with serving(in_turn(refusal)) as (url, seen):
         engine = VLLM(url, model="tiny")
         with pytest.raises(ValueError, match="maximum context length is 8"):
             await engine.generate([1] * 9, params=PARAMS)

@@ -1,4 +1,4 @@
-"""An engine whose tokens, pace and weights a test decides, and a model small enough to sample from in a test."""
+"""An engine with tokens, speed and weights set by a test, and a model small enough to sample from in a test."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Ticking:
         finally:
             self.running -= 1
 
-    def abort(self, rid=None):
+    async def abort(self, rid=None):
         self.aborts += 1
 
 

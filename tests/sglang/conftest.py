@@ -1,4 +1,4 @@
-"""One real SGLang server for the whole run, on the CPU. Where its environment cannot be made, the tests fail."""
+"""One real SGLang server for the whole run, on the CPU. If its environment cannot be made, the tests fail."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rlkit.rollout.engines.http import Http
 from rlkit.rollout.engines.sglang import Server, launch
 from rlkit.rollout.engines.sglang.guard import shared_files
 
+sys.path.append(str(Path(__file__).parents[1] / "rollout"))  # contract.py
 INSTALL = Path(__file__).parents[2] / "tools" / "sglang_cpu" / "install.py"
 ARGS = ["--max-total-tokens", "16384"]
 
@@ -35,7 +36,7 @@ def sglang_python() -> str:
 
 
 def make_checkpoint(folder: Path, *, seed: int) -> Path:
-    """A tiny model whose distributions are far from uniform, so that a wrong weight shows, and that never ends."""
+    """A tiny model without an end token and with peaked distributions, so that a wrong weight shows."""
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer, hidden=64, layers=2, intermediate=128, seed=seed)
     with torch.no_grad():
@@ -80,7 +81,7 @@ def server(sglang_python: str, checkpoints: list[Path], tmp_path_factory: pytest
 
 @pytest.fixture
 def until(server: Server) -> Callable[..., Awaitable[None]]:
-    """Wait until the server's own counts (SGLang's /v1/loads) say that something has happened."""
+    """Wait until `condition` holds for the server's own counts (SGLang's /v1/loads)."""
 
     async def until(condition: Callable[[dict[str, Any]], bool], *, seconds: float = 240) -> None:
         http, end = Http(), time.monotonic() + seconds
@@ -96,7 +97,7 @@ def until(server: Server) -> Callable[..., Awaitable[None]]:
 
 @pytest.fixture(scope="session")
 def kill() -> Callable[[Server], None]:
-    """As the machine would: everything at once, the guard included; so its work on /dev/shm is done here."""
+    """Kill all processes at once, including the guard, and clean /dev/shm in its place."""
 
     def kill(server: Server) -> None:
         files = shared_files(server.pid)

@@ -1,4 +1,4 @@
-"""A server that is killed in the middle of a rollout, beside one that lives on."""
+"""One of two servers is killed in the middle of a rollout."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the client does when a server misbehaves. The faults are made by a few lines of aiohttp: no SGLang can be
-brought to send half a reply on demand. What a good reply looks like is checked against the real one elsewhere.
+"""The client with misbehaving servers. The faults are made with aiohttp, because SGLang cannot send half a reply on
+demand; the form of a valid reply is checked against the real server elsewhere.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ async def test_a_bad_reply_is_a_clear_error(message: str) -> None:
 
 
 @pytest.mark.parametrize("message", BAD)
-async def test_a_bad_reply_is_asked_for_again_and_each_call_returns_once(message: str) -> None:
+async def test_a_bad_reply_is_retried_and_each_call_returns_once(message: str) -> None:
     failed = set()
 
     async def at_first(request: web.Request) -> web.StreamResponse:
@@ -157,7 +157,7 @@ async def test_a_refused_request_is_not_repeated() -> None:
     assert calls.count("0/generate") == 1
 
 
-async def test_a_server_that_hangs_loses_its_requests_to_the_other() -> None:
+async def test_requests_move_from_a_hanging_server_to_another() -> None:
     async with serving(hangs, good) as urls:
         hanging = {"health": hangs, "model_info": hangs}
         async with serving(hangs, **hanging) as stuck, SGLang([*stuck, urls[1]], stall=0.4) as engine:
@@ -165,13 +165,13 @@ async def test_a_server_that_hangs_loses_its_requests_to_the_other() -> None:
             assert [out.ids for out in outs] == [[7, 8, 9]] * 20
 
 
-async def test_a_server_that_hangs_alone_is_a_clear_error() -> None:
+async def test_a_hanging_only_server_is_an_error() -> None:
     async with serving(hangs, health=hangs, model_info=hangs) as urls, SGLang(urls, stall=0.4) as engine:
         with pytest.raises(ReplicaError, match=r"no SGLang server is up(.|\n)*it hangs"):
             await engine.generate([1], params=PARAMS)
 
 
-async def test_a_server_that_is_only_slow_is_waited_for() -> None:
+async def test_a_slow_server_is_not_taken_for_a_hanging_one() -> None:
     async def slow(_request: web.Request) -> web.Response:
         await asyncio.sleep(1.5)
         return web.json_response(good_reply())
@@ -182,7 +182,7 @@ async def test_a_server_that_is_only_slow_is_waited_for() -> None:
     assert len(calls) == 1
 
 
-async def test_a_training_step_that_blocks_the_event_loop_is_not_taken_for_a_server_that_hangs() -> None:
+async def test_a_blocked_event_loop_is_not_taken_for_a_hanging_server() -> None:
     http = Http()
     async with serving(good, health=hangs) as urls:
         servers = Replicas(http, urls, stall=0.2)
@@ -200,7 +200,7 @@ async def test_the_timeout_of_a_request_is_an_error_that_names_it() -> None:
             await engine.generate([1], params=PARAMS)
 
 
-async def test_nobody_there() -> None:
+async def test_no_server_is_an_error_with_its_address() -> None:
     async with serving(good) as urls:
         pass
     engine = SGLang(urls)
@@ -211,7 +211,7 @@ async def test_nobody_there() -> None:
         await engine.generate([1], params=PARAMS)
 
 
-async def test_nobody_there_at_the_start_leaves_no_session_open() -> None:
+async def test_entering_without_a_server_leaves_no_session_open() -> None:
     async with serving(good) as urls:
         pass
     engine = SGLang(urls)
@@ -221,7 +221,7 @@ async def test_nobody_there_at_the_start_leaves_no_session_open() -> None:
     assert engine._http._session is None
 
 
-async def test_requests_go_where_the_fewest_are() -> None:
+async def test_requests_go_to_the_least_loaded_server() -> None:
     there = asyncio.Barrier(30)
 
     async def together(_request: web.Request) -> web.Response:
@@ -287,7 +287,7 @@ async def test_weight_updates_are_not_repeated() -> None:
 
 
 def noting(seen: list[str], **answers: Any) -> dict[str, Handler]:
-    """Pages of an update, which note that they were asked for."""
+    """Pages of an update, which record their requests."""
     paths = "pause_generation begin_weight_update update_weights_from_tensor flush_cache end_weight_update"
 
     async def page(request: web.Request) -> web.Response:
@@ -298,7 +298,7 @@ def noting(seen: list[str], **answers: Any) -> dict[str, Handler]:
 
 
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
-async def test_a_server_that_died_unnoticed_is_left_out_of_an_update_and_none_stays_paused(
+async def test_an_update_skips_a_dead_server_and_leaves_none_paused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     seen: list[str] = []
@@ -322,7 +322,7 @@ async def test_a_server_that_died_unnoticed_is_left_out_of_an_update_and_none_st
 
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
 @pytest.mark.parametrize("page", ["pause_generation", "begin_weight_update", "flush_cache", "end_weight_update"])
-async def test_an_update_that_fails_anywhere_refuses_at_once_and_lets_go(page: str) -> None:
+async def test_a_failed_update_refuses_requests_at_once_and_resumes_the_servers(page: str) -> None:
     seen: list[str] = []
     refused: list[BaseException] = []
 
@@ -346,7 +346,7 @@ async def test_an_update_that_fails_anywhere_refuses_at_once_and_lets_go(page: s
         assert seen[-1] == "continue_generation"
 
 
-async def test_a_layout_that_sglang_cannot_send_weights_to_is_refused() -> None:
+async def test_layouts_that_load_from_disk_only_are_refused() -> None:
     seen: list[str] = []
     pages = noting(seen, server_info=({"tp_size": 2, "dp_size": 4},))
     async with serving(good, **pages) as urls:
@@ -358,7 +358,7 @@ async def test_a_layout_that_sglang_cannot_send_weights_to_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
-async def test_a_server_that_refuses_the_process_group_is_not_waited_for() -> None:
+async def test_a_refused_process_group_is_an_error_at_once() -> None:
     async def refuses(_request: web.Request) -> web.Response:
         return web.json_response({"success": False, "message": "no such backend"}, status=400)
 
@@ -368,7 +368,7 @@ async def test_a_server_that_refuses_the_process_group_is_not_waited_for() -> No
             await asyncio.wait_for(engine.update_weights([("w", torch.ones(3))], version=1), 120)
 
 
-async def test_progress_counts_what_waits_inside_the_servers() -> None:
+async def test_progress_counts_the_queues_of_the_servers() -> None:
     release = asyncio.Event()
 
     async def waits(request: web.Request) -> web.Response:
@@ -391,8 +391,8 @@ async def test_progress_counts_what_waits_inside_the_servers() -> None:
         assert engine.progress == (0, 0, 18)
 
 
-async def test_a_server_that_was_updated_from_disk_is_still_known_by_its_checkpoint(tmp_path: Path) -> None:
-    """SGLang then names the folder of the update as its model, which has no config and is deleted later."""
+async def test_an_update_from_disk_does_not_change_the_known_checkpoint(tmp_path: Path) -> None:
+    """SGLang then reports the folder of the update as its model, which has no config and is deleted later."""
     (tmp_path / "config.json").write_text('{"vocab_size": 9}')
     paths = iter([str(tmp_path), "/updates/3"])
 

@@ -1,4 +1,4 @@
-"""The process that watches over a server; the server is a stand-in that maps a file as SGLang does."""
+"""The guard of a server; a stand-in maps a file as SGLang does."""
 
 from __future__ import annotations
 

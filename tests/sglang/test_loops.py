@@ -1,4 +1,4 @@
-"""The GRPO loops on a real SGLang server: on policy when it should be, nothing lost, resumed after the server died."""
+"""The GRPO loops on a real SGLang server: on-policy after each sync, nothing lost, resumed after a server died."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_synchronous_training_is_on_policy_after_every_sync(server, checkpoints,
     assert len(dropped) == 4 * sum(line["groups/dropped"] for line in lines)
 
 
-def test_partial_rollout_goes_on_under_new_weights(server, checkpoints, tmp_path):
+def test_partial_rollout_continues_under_new_weights(server, checkpoints, tmp_path):
     train(grpo, server.url, load_model(checkpoints[0]), tmp_path, staleness=0.5, drop_off_policy=True, steps=5)
     rows = rows_of(tmp_path)
     assert any(len(r["versions"]) > 1 for r in rows)
@@ -92,7 +92,7 @@ def test_partial_rollout_goes_on_under_new_weights(server, checkpoints, tmp_path
     assert max(line["mismatch/abs_max"] for line in lines) < 1e-3, "tokens of the newest weights are on policy"
 
 
-def test_asynchronous_training_stays_inside_its_budget(server, checkpoints, tmp_path):
+def test_asynchronous_training_keeps_the_staleness_bound(server, checkpoints, tmp_path):
     train(async_grpo, server.url, load_model(checkpoints[0]), tmp_path, steps=6, staleness=1.0)
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, 7))
@@ -103,8 +103,8 @@ def test_asynchronous_training_stays_inside_its_budget(server, checkpoints, tmp_
     assert all(r["length"] == 8 + 112 * (r["group"] % 2) for r in rows)
 
 
-def test_a_killed_server_is_a_clear_error_and_resume_goes_on(pair, kill, server, checkpoints, tmp_path):
-    """Nothing is left of it. Groups that were complete are on disk, and are not sampled again."""
+def test_a_killed_server_is_an_error_and_the_run_resumes(pair, kill, server, checkpoints, tmp_path):
+    """None of its processes is left. Complete groups are on disk and are not sampled again."""
     folder, killed = tmp_path / "run", pair[1]
     seen = 0
 
@@ -138,7 +138,7 @@ def test_a_killed_server_is_a_clear_error_and_resume_goes_on(pair, kill, server,
 
 
 def alive(server: Server) -> list[psutil.Process]:
-    """Processes of the server's group, but for those that only wait to be taken note of."""
+    """Processes of the server's group, without zombies."""
     processes = [p for p in psutil.process_iter(["status"]) if p.info["status"] != psutil.STATUS_ZOMBIE]
     return [p for p in processes if group_of(p) == server.pid]
 

@@ -1,4 +1,4 @@
-"""GRPO on four ranks with a real SGLang server: what leaves a sharded trainer is what samples."""
+"""GRPO on four ranks with a real SGLang server: the server samples with the weights of the sharded trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probs of a real server equal the trainer's forward, before and after every way of sending weights."""
+"""Log-probs of a real server equal the trainer's forward, before and after an update by each transport."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Until = Callable[..., Awaitable[None]]
 
 @pytest.fixture
 async def engine(server: Server, models: Models) -> AsyncIterator[SGLang]:
-    """The server with the weights and the version that it started with, whatever other tests left it with."""
+    """The server with its initial weights and version, whatever other tests have loaded."""
     async with SGLang(server.url) as engine:
         await engine.update_weights(stream_weights(models[0]), version=0)
         yield engine
@@ -53,16 +53,16 @@ async def gone_on(until: Until, *, running: int = 1) -> None:
 
 
 async def under_way(engine: SGLang, prompts: list[list[int]], until: Until) -> list[asyncio.Task]:
-    """Requests that have all sampled, and go on for a while. They must fit into the server's cache."""
+    """Long requests that have all sampled some tokens. They must fit into the server's cache."""
     tasks = [asyncio.create_task(engine.generate(p, params=LONG)) for p in prompts]
     await gone_on(until, running=len(prompts))
     return tasks
 
 
 async def more_sampled(engine: SGLang, until: Until, *, running: int = 1) -> None:
-    """Let requests go on for a while after an update, and end them."""
+    """Let requests continue for a while after an update, then abort them."""
     await gone_on(until, running=running)
-    engine.abort()
+    await engine.abort()
 
 
 @pytest.mark.parametrize("kind", ["tensors", "small buckets", "disk", "group"])
@@ -92,7 +92,7 @@ async def test_retract_recomputes_the_cache_and_stamps_each_token(
     await until(lambda load: load["num_running_reqs"] + load["num_waiting_reqs"] == 24)
     await engine.update_weights(stream_weights(models[1]), version=1)
     for i in range(10, 24):  # the server may take those that had not begun before those that had
-        engine.abort(f"more {i}")
+        await engine.abort(f"more {i}")
     await more_sampled(engine, until, running=10)
     for i, task in enumerate(tasks):
         out = await task
@@ -123,7 +123,9 @@ async def test_in_place_keeps_old_keys_of_running_requests_and_of_no_others(
             assert out.logp[old:] != pytest.approx(exact, abs=1e-2)  # this is what in_place costs
 
 
-async def test_abort_returns_what_there_is(server: Server, engine: SGLang, models: Models, until: Until) -> None:
+async def test_pause_abort_returns_the_tokens_so_far(
+    server: Server, engine: SGLang, models: Models, until: Until
+) -> None:
     async with SGLang(server.url, pause="abort") as ours:
         tasks = await under_way(ours, [[*PROMPT, 5, i] for i in range(3)], until)
         await ours.update_weights(stream_weights(models[1]), version=1)
@@ -151,7 +153,7 @@ async def test_probe_accepts_the_trainer_and_stops_on_anything_else(
             await ours.generate(PROMPT, params=PARAMS)
 
 
-async def test_a_half_done_update_refuses_to_sample_until_one_succeeds(
+async def test_after_a_partial_update_generate_raises_until_one_succeeds(
     engine: SGLang, models: Models, forward_logp: Forward, until: Until
 ) -> None:
     class Broken(Exception):
@@ -189,10 +191,10 @@ async def test_weights_that_would_kill_the_server_are_refused(
             await assert_equal_forward(ours, models[2], forward_logp, 2)
 
 
-async def test_what_a_killed_trainer_left_behind_is_cleared_up(
+async def test_an_update_clears_a_pause_and_session_of_a_killed_trainer(
     server: Server, engine: SGLang, models: Models, forward_logp: Forward
 ) -> None:
-    """It was killed in the middle of an update: generation is paused and the session open."""
+    """Killed in the middle of an update, it leaves generation paused and the session open."""
     http = Http()
     await http.request(f"{server.url}/pause_generation", {"mode": "retract"}, timeout=120)
     await http.request(f"{server.url}/begin_weight_update", {}, timeout=120)
@@ -201,10 +203,10 @@ async def test_what_a_killed_trainer_left_behind_is_cleared_up(
     await assert_equal_forward(engine, models[1], forward_logp, 1)
 
 
-async def test_a_server_that_forgot_the_group_is_an_error_and_the_next_update_makes_a_new_one(
+async def test_a_lost_process_group_is_an_error_and_is_made_again(
     server: Server, models: Models, forward_logp: Forward
 ) -> None:
-    """As one does that was restarted: the broadcast must not wait for it."""
+    """Like a restarted server: the broadcast must not wait for it."""
     async with SGLang(server.url, transport=FromGroup(backend="gloo")) as ours:
         await ours.update_weights(stream_weights(models[0]), version=0)
         http = Http()

@@ -1,4 +1,4 @@
-"""Requests and buckets as they go over the wire; no server is needed."""
+"""Requests and buckets in wire format; no server is needed."""
 
 from __future__ import annotations
 

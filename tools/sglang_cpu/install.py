@@ -2,9 +2,9 @@
 
     python tools/sglang_cpu/install.py            # about 5 minutes and 2.3 GB the first time, instant afterwards
 
-The folder is `$XDG_CACHE_HOME/rlkit/sglang-cpu-<hash>` (default ~/.cache); the hash is of the pins, the stand-ins
-and the Python version. It is made under another name and renamed when it works, under a lock: a half-made environment
-is never taken for a whole one, and two callers make it once.
+The folder is `$XDG_CACHE_HOME/rlkit/sglang-cpu-<hash>` (default ~/.cache); the hash covers the pins, the stand-ins and
+the Python version. The environment is built under another name and renamed once it works, under a lock: a partial one
+is never used, and concurrent callers build it once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler
 
 
 def main() -> None:
-    """Print the path of the environment's Python; make the environment if it is not there."""
+    """Print the path of the environment's Python; build the environment if it does not exist."""
     if sys.version_info[:2] not in {(3, 11), (3, 12)} or sys.platform != "linux":
         sys.exit(f"tools/sglang_cpu is pinned for Linux and Python 3.11 or 3.12, not {sys.platform} {sys.version}")
     folder = cache_folder()
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def cache_folder() -> Path:
-    """Where the environment of these pins lives."""
+    """The folder of the environment for these pins."""
     digest = hashlib.sha256(f"{sys.version_info[:2]}".encode())
     for path in (HERE / "pins.txt", *sorted((HERE / "stand_ins").rglob("*.py"))):
         digest.update(str(path.relative_to(HERE)).encode() + b"\0" + path.read_bytes())
@@ -52,7 +52,7 @@ def cache_folder() -> Path:
 
 
 def make(folder: Path) -> None:
-    """Install into a folder beside `folder`, see that it works, rename it."""
+    """Install into a temporary folder, check that it works, and rename it to `folder`."""
     draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.draft-", dir=folder.parent))
     try:
         note(f"making {folder}: about 5 minutes")
@@ -78,12 +78,12 @@ def make(folder: Path) -> None:
 
 
 def run(*command: str, env: dict[str, str] | None = None) -> None:
-    """Run a step; its output goes to stderr, for stdout carries the result."""
+    """Run a step with its output on stderr: stdout carries the result."""
     subprocess.run(command, check=True, env=env, stdout=sys.stderr.fileno())
 
 
 def note(text: str) -> None:
-    """A line for the person who waits."""
+    """Report progress on stderr."""
     print(f"tools/sglang_cpu: {text}", file=sys.stderr, flush=True)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ MIN_OPEN_FILES = 65536
 
 
 class ReplicaError(ConnectionError, RuntimeError):
-    """A server failed a request that is safe to repeat elsewhere: it is gone, hangs, or its answer makes no sense."""
+    """A server failed a request that is safe to repeat elsewhere: it is gone, hangs, or its answer is invalid."""
 
 
 class Busy(ReplicaError):
@@ -50,7 +50,7 @@ class Refused(ValueError):
 class Http:
     """JSON over one `aiohttp` session for the running event loop; a new loop gets a new session.
 
-    `patient` repeats what a server is too busy for: after about `backoff_s`, twice that, ..., for `busy_s` in total.
+    `patient` repeats a request to a busy server: after about `backoff_s`, twice that, ..., for `busy_s` in total.
     """
 
     def __init__(self, *, backoff_s: float = 0.5, busy_s: float = 600.0) -> None:
@@ -106,7 +106,7 @@ class Http:
 
 
 async def all_done(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """The results of all of them. An error is raised when the last one has ended: nothing is left running."""
+    """Await all calls; return the results, or raise the first error once every call has ended."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -126,7 +126,7 @@ def _parse(url: str, status: int, raw: bytes, after: str | None) -> Any:
     try:
         return json.loads(raw) if raw.strip() else None
     except ValueError as error:
-        if raw[:1] not in b"{[":  # /flush_cache answers in plain words
+        if raw[:1] not in b"{[":  # /flush_cache answers in plain text
             return None
         raise ReplicaError(f"{url}: status {status}, but the reply is not JSON ({error}): {text}") from error
 
@@ -137,11 +137,19 @@ def _raise_open_files() -> None:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MIN_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MIN_OPEN_FILES, hard)
-    for limit in (wanted, min(wanted, 10240)):  # macOS refuses more, whatever its hard limit says
+    for limit in (wanted, min(wanted, 10240)):  # macOS refuses more than that despite its hard limit
         if soft != resource.RLIM_INFINITY and soft < limit:
             with suppress(ValueError, OSError):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
                 return
+
+
+def check_prompt(prompt_ids: list[int], *, vocab_size: float) -> None:
+    """ValueError unless there is a token and all ids are in [0, vocab_size): one beyond it kills an SGLang server."""
+    if not prompt_ids:
+        raise ValueError("prompt_ids must hold at least one token")
+    if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+        raise ValueError(f"prompt_ids must be in [0, {vocab_size}), got {min(prompt_ids)} to {max(prompt_ids)}")
 
 
 _ROUNDING = 1e-4  # nats by which the log-prob of a certain token may exceed 0
@@ -156,44 +164,36 @@ def check_reply(
     vocab_size: float,
     reported: Mapping[str, tuple[Any, Any]],
 ) -> Completion:
-    """`out`, if the server at `url` can have sampled it for the request named `request`.
+    """Return `out` if the server at `url` can have sampled it for the request named `request`.
 
-    As many log-probs as tokens; at most `max_new_tokens` of them, at least one unless it was aborted; ids are integers
-    in [0, vocab_size); log-probs are finite and at most 0 (1e-4 for rounding). `reported` has, by name, what the server
-    says of the request and what was asked; None: it does not say, or was not asked.
+    There are as many log-probs as tokens; at most `max_new_tokens`, and at least one unless it was aborted; ids are
+    integers in [0, vocab_size); log-probs are finite and at most 0 (1e-4 for rounding). `reported` has pairs of what
+    the server reports of the request and what was asked, by name; None: not reported, or not asked.
 
     Raises:
-        ReplicaError: something of this does not hold; it names the server, the request and the value.
+        ReplicaError: one of these does not hold; it names the server, the request and the value.
     """
-    problem = next((p for p in (_of_request(reported), _of_tokens(out, max_new_tokens, vocab_size)) if p), None)
-    if problem:
+    if problem := next(_problems(out, reported, max_new_tokens, vocab_size), None):
         raise ReplicaError(f"{url}: the reply to request {request} is wrong: {problem}")
     return out
 
 
-def _of_request(reported: Mapping[str, tuple[Any, Any]]) -> str | None:
+def _problems(
+    out: Completion, reported: Mapping[str, tuple[Any, Any]], max_new_tokens: float, vocab_size: float
+) -> Iterator[str]:
     for name, (told, asked) in reported.items():
         if told is not None and asked is not None and told != asked:
-            return f"it is of another request: {name} is {_shown(told)}, {_shown(asked)} was asked"
-    return None
-
-
-def _of_tokens(out: Completion, max_new_tokens: float, vocab_size: float) -> str | None:
+            yield f"it is of another request: {name} is {told!r:.100}, {asked!r:.100} was asked"
     if len(out.ids) != len(out.logp):
-        return f"{len(out.ids)} tokens but {len(out.logp)} log-probs"
+        yield f"{len(out.ids)} tokens but {len(out.logp)} log-probs"
     if len(out.ids) > max_new_tokens:
-        return f"{len(out.ids)} tokens, at most {max_new_tokens} were asked"
+        yield f"{len(out.ids)} tokens, at most {max_new_tokens} were asked"
     if not out.ids and out.finish_reason != "abort":
-        return f"no token, and finish_reason {out.finish_reason!r}"
+        yield f"no token, and finish_reason {out.finish_reason!r}"
     for i, (token, logp) in enumerate(zip(out.ids, out.logp, strict=True)):
         if type(token) is not int or not 0 <= token < vocab_size:
-            return f"token {i} has the id {token!r}, which is not in [0, {vocab_size})"
-        if type(logp) not in (float, int) or not math.isfinite(logp):
-            return f"token {i} has the log-prob {logp!r}, which is not finite; have weights or activations overflowed?"
-        if logp > _ROUNDING:
-            return f"token {i} has the log-prob {logp!r}, which is above 0"
-    return None
-
-
-def _shown(value: Any) -> str:
-    return f"{value!r:.100}"
+            yield f"token {i} has the id {token!r}, which is not in [0, {vocab_size})"
+        elif type(logp) not in (float, int) or not math.isfinite(logp):
+            yield f"token {i} has the log-prob {logp!r}, which is not finite; have weights or activations overflowed?"
+        elif logp > _ROUNDING:
+            yield f"token {i} has the log-prob {logp!r}, which is above 0"

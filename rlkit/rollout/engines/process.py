@@ -4,9 +4,9 @@
         completion = await engine.generate(prompt_ids, params=SamplingParams(max_new_tokens=64))
         await engine.update_weights(stream_weights(model), version=1)
 
-For CPU and small models, as `rlkit.rollout.engines.local.LocalEngine`, whose methods it has. In one process a trainer
-and an engine share the interpreter lock and the cores; here each has its own. Weights go through shared memory: one
-copy on each side, between two tokens of the engine, without draining it.
+For CPU and small models, with the methods of `rlkit.rollout.engines.local.LocalEngine`. In one process a trainer and an
+engine share the interpreter lock and the cores; here each has its own. Weights go through shared memory: one copy on
+each side, between two tokens of the engine, without draining it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import pickle
 import signal
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.rollout.engines.local import LocalEngine, Progress
-from rlkit.types import Completion, SamplingParams
+from rlkit.rollout.engines.local import LocalEngine
+from rlkit.types import Completion, Progress, SamplingParams
 
 _HEAD = struct.Struct("!Q")
 
@@ -43,7 +44,7 @@ class _Piece(NamedTuple):
     start: int
 
     def view(self, block: SharedMemory) -> Tensor:
-        """Its numbers, where they lie."""
+        """The tensor, without a copy."""
         count = math.prod(self.shape)
         return torch.frombuffer(block.buf, dtype=self.dtype, count=count, offset=self.start).view(self.shape)
 
@@ -62,31 +63,23 @@ async def launch(
 ) -> ProcessEngine:
     """Start the process and wait until it has loaded the model and tokenizer of the folder `path`.
 
-    Arguments are those of `LocalEngine`, and: `num_threads` of torch, and the `cpus` it may run on (all). The child
-    ends with this process, however that ends. A script that calls this needs the usual `if __name__ == "__main__":`.
+    Further arguments than those of `LocalEngine`: `num_threads` of torch, and the `cpus` it may run on (default: all).
+    The child ends with this process, also when that is killed. A script needs the usual `if __name__ == "__main__":`.
 
-    Errors: whatever loading the model raised there; ValueError where the system cannot pin a process to `cpus` (macOS).
+    Errors: any error of loading the model; ValueError if the system cannot pin a process to `cpus` (macOS).
     """
     if cpus and not hasattr(os, "sched_setaffinity"):
-        raise ValueError(
-            f"cpus {tuple(cpus)} (--engine-cpus) needs Linux: this system cannot pin a process to processors"
-        )
+        raise ValueError(f"cpus {tuple(cpus)} (--engine-cpus) needs Linux: this system cannot pin a process")
     ours, theirs = socket.socketpair()
     options = {
         "max_batch": max_batch, "max_len": max_len, "eos_token_ids": eos_token_ids, "seed": seed, "compile": compile,
     }  # fmt: skip
     process = multiprocessing.get_context("spawn").Process(
-        target=_serve,
+        target=_serve, daemon=True, name="rlkit-engine",
         args=(
-            theirs,
-            _Child(str(path), options, device),
-            num_threads,
-            tuple(cpus),
-            torch.are_deterministic_algorithms_enabled(),
+            theirs, _Child(str(path), options, device), num_threads, cpus, torch.are_deterministic_algorithms_enabled()
         ),
-        daemon=True,
-        name="rlkit-engine",
-    )
+    )  # fmt: skip
     process.start()
     theirs.close()
     reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -100,7 +93,7 @@ async def launch(
 
 
 class ProcessEngine:
-    """See `launch`. It belongs to the event loop it was launched in."""
+    """An `rlkit.types.Engine`; see `launch`. It belongs to the event loop it was launched in."""
 
     def __init__(self, process: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
@@ -121,16 +114,16 @@ class ProcessEngine:
 
     async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
         """See `LocalEngine.generate`. RuntimeError, in every call, when the process has died."""
-        return await self._ask("generate", list(prompt_ids), params, rid)
+        return await self._ask("generate", list(prompt_ids), params=params, rid=rid)
 
     async def abort(self, rid: str | None = None) -> int:
         """See `LocalEngine.abort`."""
         return await self._ask("abort", rid)
 
     async def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Copy the weights over; tokens sampled from then on are stamped `version`. Requests in flight go on.
+        """Copy the weights to the engine; later tokens are stamped `version`. Requests in flight continue.
 
-        ValueError where names or shapes are not those of the engine's model; its weights are then as they were.
+        ValueError if names or shapes differ from the engine's model, whose weights are then unchanged.
         """
         tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
         ends = list(itertools.accumulate((-(-t.nbytes // 16) * 16 for _, t in tensors), initial=0))
@@ -142,7 +135,11 @@ class ProcessEngine:
         self.version = version
 
     async def close(self) -> None:
-        """End the process, and with it what is in flight."""
+        """End what is in flight as "abort", then the process; one that does not answer for 10 seconds is killed."""
+        if self._waiting and self._ended is None:
+            with suppress(Exception):  # it dies meanwhile, or nothing is left to wait for
+                await asyncio.wait_for(self.abort(), 10)
+                await asyncio.wait(self._waiting.values(), timeout=10)
         self._ended = self._ended or "the engine is closed"
         self._writer.close()
         await asyncio.to_thread(self._process.join, 10)
@@ -152,34 +149,33 @@ class ProcessEngine:
         await self._listener
         self._release()
 
-    async def _ask(self, what: str, *args: Any) -> Any:
+    async def _ask(self, what: str, *args: Any, **kwargs: Any) -> Any:
         if self._ended is not None:
             raise RuntimeError(self._ended)
         number = next(self._ids)
         self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._send((what, number, args))
+        self._send(what, number, args, kwargs)
         try:
             return await self._waiting[number]
         except asyncio.CancelledError:
             if self._ended is None:
-                self._send(("cancel", number, ()))
+                self._send("cancel", number, (), {})
             raise
         finally:
             self._waiting.pop(number, None)
 
-    def _send(self, message: Any) -> None:
-        """Together with whatever else is sent now, so that which requests start beside which is no matter of timing."""
-        data = pickle.dumps(message)
+    def _send(self, *message: Any) -> None:
+        """Flush once per turn of the event loop, so that batching does not depend on timing."""
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(data)
+        self._outbox.append(pickle.dumps(message))
 
     def _flush(self) -> None:
         self._writer.write(_framed(self._outbox))
         self._outbox.clear()
 
     async def _listen(self) -> None:
-        """Hand answers to those who wait; when the other end is gone, everyone gets an error."""
+        """Set the results of waiting calls; when the process is gone, every call gets an error."""
         try:
             while True:
                 for number, answer, progress in await _received(self._reader):
@@ -221,21 +217,20 @@ class _Child:
 
     async def run(self, connection: socket.socket) -> None:
         reader, self._writer = await asyncio.open_unix_connection(sock=connection)
-        try:
+        with suppress(EOFError, OSError):
             while True:
                 for message in await _received(reader):
                     self._begin(*message)
-        except (EOFError, OSError):
-            for task in self._tasks.values():
-                task.cancel()
+        for task in self._tasks.values():
+            task.cancel()
 
-    def _begin(self, what: str, number: int, args: tuple[Any, ...]) -> None:
+    def _begin(self, what: str, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if what == "cancel":
             if number in self._tasks:
                 self._tasks[number].cancel()
             return
-        task = asyncio.create_task(self._answer(number, getattr(self, f"_{what}")(*args)))
-        self._tasks[number] = task
+        work = getattr(self._engine if what in ("generate", "abort") else self, what)(*args, **kwargs)
+        task = self._tasks[number] = asyncio.create_task(self._answer(number, work))
         task.add_done_callback(lambda _: self._tasks.pop(number))
 
     async def _answer(self, number: int, work: Any) -> None:
@@ -246,7 +241,7 @@ class _Child:
         progress = Progress(0, 0, 0) if self._engine is None else self._engine.progress
         self._writer.write(_framed([pickle.dumps((number, answer, progress))]))
 
-    async def _ready(self) -> None:
+    async def ready(self) -> None:
         from transformers import AutoTokenizer
 
         from rlkit.model.forward import load_model
@@ -255,20 +250,13 @@ class _Child:
         tokenizer = AutoTokenizer.from_pretrained(self._path)
         self._engine = LocalEngine(self._model, tokenizer=tokenizer, **self._options)
 
-    async def _generate(self, prompt_ids: list[int], params: SamplingParams, rid: str | None) -> Completion:
-        return await self._engine.generate(prompt_ids, params=params, rid=rid)
-
-    async def _abort(self, rid: str | None) -> int:
-        return self._engine.abort(rid)
-
-    async def _update(self, block: str, pieces: Sequence[_Piece], version: int) -> None:
-        """Without an await before the weights are in: the engine takes no step in between."""
+    async def update(self, block: str, pieces: Sequence[_Piece], version: int) -> None:
+        """Copy the weights without an await, so that the engine takes no step in between."""
         own = self._model.state_dict(keep_vars=True)
         given = {piece.name for piece in pieces}
         if missing := sorted({name for name, _ in self._model.named_parameters()} - given):
             raise ValueError(f"the new weights lack {missing[:4]} ({len(missing)} in all)")
-        wrong = [p.name for p in pieces if p.name not in own or own[p.name].shape != p.shape]
-        if wrong:
+        if wrong := [p.name for p in pieces if p.name not in own or own[p.name].shape != p.shape]:
             raise ValueError(f"the engine's model has no such weights: {wrong[:4]} ({len(wrong)} in all)")
         shared = SharedMemory(name=block)
         with torch.no_grad():
@@ -279,7 +267,7 @@ class _Child:
 
 
 def _serve(
-    connection: socket.socket, child: _Child, num_threads: int, cpus: tuple[int, ...], deterministic: bool
+    connection: socket.socket, child: _Child, num_threads: int, cpus: Sequence[int], deterministic: bool
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     if cpus:
@@ -295,13 +283,13 @@ def _framed(messages: list[bytes]) -> bytes:
 
 
 async def _received(reader: asyncio.StreamReader) -> list[Any]:
-    """The messages that were sent together. EOFError when the other end is gone."""
+    """The messages of one frame. EOFError when the other end is gone."""
     (size,) = _HEAD.unpack(await reader.readexactly(_HEAD.size))
     return [pickle.loads(message) for message in pickle.loads(await reader.readexactly(size))]
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or its words where it cannot be pickled and made anew."""
+    """The error, or a RuntimeError with its repr where it cannot be pickled and unpickled."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:

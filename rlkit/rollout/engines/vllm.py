@@ -3,9 +3,9 @@
     engine = VLLM("http://host:8000", model="Qwen/Qwen3-4B")
     completion = await engine.generate(prompt_ids, params=SamplingParams(max_new_tokens=64))
 
-It speaks OpenAI's /v1/completions with token ids in and out (`return_token_ids`, vLLM 0.10.2 and later). It was written
+It uses OpenAI's /v1/completions with token ids in and out (`return_token_ids`, vLLM 0.10.2 and later). It was written
 from vLLM's documented request and response schema and is tested against a hand-written exchange, not against a server.
-It cannot abort a request or load new weights, so the loops of `rlkit.loops` refuse it.
+Its `generate` is an `rlkit.types.Generate`; without `abort` and `update_weights` the loops of `rlkit.loops` refuse it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 from functools import partial
 from typing import Any, get_args
 
-from rlkit.rollout.engines.http import Busy, Http, ReplicaError, check_reply
+from rlkit.rollout.engines.http import Busy, Http, ReplicaError, check_prompt, check_reply
 from rlkit.types import Completion, FinishReason, SamplingParams
 
 
@@ -25,10 +25,10 @@ class VLLM:
         url, model: its address, and the name under which it serves the model.
         version: stamped on every token; vLLM reports none. Set it after each update of the served weights.
         processed_logprobs: whether the server runs with `--logprobs-mode processed_logprobs`. By default vLLM reports
-            log-probs of temperature 1, with that option those of the scaled and truncated distribution. What is asked
-            for must be the scaled, untruncated one: other temperatures need the option, and truncation forbids it.
-        timeout: seconds for one attempt. tries: how often a failed request is attempted before its error is raised.
-        vocab_size: number of token ids of the model, to check replies; vLLM does not report it. None: not checked.
+            log-probs at temperature 1, with that option those of the scaled and truncated distribution. A `Completion`
+            needs the scaled, untruncated one: other temperatures need the option, and truncation forbids it.
+        timeout: seconds for one attempt. tries: attempts of a failed request until its error is raised.
+        vocab_size: number of token ids, to check prompts and replies; vLLM does not report it. None: not checked.
         backoff_s, busy_s: a server that answers 408, 425, 429 or 503 is asked again after about `backoff_s` seconds,
             twice that, ..., or after its Retry-After, for `busy_s` in total.
     """
@@ -55,19 +55,20 @@ class VLLM:
         """See `rlkit.types.Generate`. A cancelled call closes its connection, which makes vLLM abort the request.
 
         Raises:
-            ValueError: the server's log-probs would not be those of `params`, or it refuses the request.
+            ValueError: `prompt_ids` is empty or has ids out of range; the server would report log-probs of another
+            distribution than that of `params`; the server refuses the request.
             ReplicaError: it failed `tries` times. TimeoutError.
         """
+        check_prompt(prompt_ids, vocab_size=self._vocab_size)
         if self._processed and (params.top_p < 1 or params.top_k or params.temperature == 0):
-            raise ValueError("processed_logprobs are those of the truncated distribution: no top_p, top_k or greedy")
+            raise ValueError("processed_logprobs describe the truncated distribution: no top_p, top_k or greedy")
         if not self._processed and params.temperature not in (0.0, 1.0):
             raise ValueError(f"temperature {params.temperature} needs a server with --logprobs-mode processed_logprobs")
         request, version = self._request(prompt_ids, params, rid), self.version
         send = partial(self._http.request, self.url, request, timeout=self._timeout)
         for attempt in range(1, self._tries + 1):
             try:
-                reply = await self._http.patient(send)
-                return self._checked(reply, request, _completion(reply, url=self.url, version=version))
+                return self._completion(await self._http.patient(send), request, version)
             except Busy:
                 raise
             except ReplicaError:
@@ -82,41 +83,31 @@ class VLLM:
     def _request(self, prompt_ids: list[int], params: SamplingParams, rid: str | None) -> dict[str, Any]:
         optional = {"seed": params.seed and params.seed & (2**63 - 1), "request_id": rid}
         return {
-            "model": self._model,
-            "prompt": prompt_ids,
-            "max_tokens": params.max_new_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "stop": list(params.stop),
-            "stop_token_ids": list(params.stop_token_ids),
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-            "logprobs": 0,
-            "return_token_ids": True,
+            "model": self._model, "prompt": prompt_ids, "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k,
+            "stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids),
+            "include_stop_str_in_output": True, "skip_special_tokens": False, "logprobs": 0, "return_token_ids": True,
             **{name: value for name, value in optional.items() if value is not None},
-        }
+        }  # fmt: skip
 
-    def _checked(self, reply: Any, request: dict[str, Any], out: Completion) -> Completion:
-        rid, prompt, told = request.get("request_id"), request["prompt"], reply.get("id")
+    def _completion(self, reply: Any, request: dict[str, Any], version: int) -> Completion:
+        try:
+            choice, told = reply["choices"][0], reply.get("id")
+            ids, logp = list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])
+            reason = choice["finish_reason"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ReplicaError(
+                f"{self.url}: not a completion with token ids and log-probs ({error!r}): {reply}"
+            ) from error
+        if reason not in get_args(FinishReason):
+            raise ReplicaError(f"{self.url}: {len(ids)} tokens, finish_reason {reason!r}")
+        rid, prompt = request.get("request_id"), request["prompt"]
         reported = {
             "id": (told, told if rid is None or rid in str(told) else rid),  # "cmpl-" before it, perhaps more after it
-            "prompt_token_ids": (reply["choices"][0].get("prompt_token_ids"), prompt),
+            "prompt_token_ids": (choice.get("prompt_token_ids"), prompt),
             "prompt_tokens": ((reply.get("usage") or {}).get("prompt_tokens"), len(prompt)),
         }
         return check_reply(
-            out, url=self.url, request=str(rid or told), max_new_tokens=request["max_tokens"],
-            vocab_size=self._vocab_size, reported=reported,
+            Completion(ids, logp, [version] * len(ids), reason), url=self.url, request=str(rid or told),
+            max_new_tokens=request["max_tokens"], vocab_size=self._vocab_size, reported=reported,
         )  # fmt: skip
-
-
-def _completion(reply: Any, *, url: str, version: int) -> Completion:
-    try:
-        choice = reply["choices"][0]
-        ids, logp = list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])
-        reason = choice["finish_reason"]
-    except (KeyError, IndexError, TypeError) as error:
-        raise ReplicaError(f"{url}: not a completion with token ids and log-probs ({error!r}): {reply}") from error
-    if reason not in get_args(FinishReason):
-        raise ReplicaError(f"{url}: {len(ids)} tokens, finish_reason {reason!r}")
-    return Completion(ids, logp, [version] * len(ids), reason)

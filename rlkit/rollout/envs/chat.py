@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Turn(NamedTuple):
-    """What the policy said: its text without the token that ended it, its tokens as sampled, and why it ended."""
+    """A turn of the policy: its text without the end token, its tokens as sampled, and its finish reason."""
 
     text: str
     ids: list[int]
@@ -26,16 +26,16 @@ class Turn(NamedTuple):
 class Chat:
     """One episode in messages. `async for turn in chat` samples turn after turn, with `chat.add(...)` between them.
 
-    The conversation starts from the prompt's row (then its tokens are the prompt's own, and must be what this template,
-    `tools` and `system_prompt` write) or from `messages`. After a turn, `turn_tokens` joins the new messages to what
-    was sampled; where the template rewrites history, the conversation is rendered anew and the episode gets a further
-    piece. Within a piece every token was sampled, or written by the template, exactly where it stands.
+    The conversation starts from the prompt's row (its tokens must then equal what this template, `tools` and
+    `system_prompt` render) or from `messages`. After a turn, `turn_tokens` joins the new messages to what was sampled;
+    if the template rewrites history, the conversation is rendered again and the episode gets a further piece. Within a
+    piece every token was either sampled in exactly that context or written by the template.
 
     The assistant's messages hold the text as sampled, reasoning and tool calls included, which is what templates with
     inline markup expect (ChatML, Qwen, Hermes, Llama 3). An environment may rewrite the last one (say, into
     `reasoning_content` and `tool_calls`) with `chat.messages[-1] = ...` before it adds to it.
 
-    Iteration ends when a turn was cut or a bound leaves no room for another; `end` then returns what there is.
+    Iteration ends when a turn was cut or a bound leaves no room for another; `end` then returns the episode so far.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Chat:
         self._last: tuple[int, list[int]] | None = None  # place of the last sampled message, and its tokens
 
     async def turn(self, *, max_new_tokens: int | None = None) -> Turn | None:
-        """Sample the next turn; None where there is no room for one. `max_new_tokens` may lower the limit for it."""
+        """Sample the next turn; None if there is no room. `max_new_tokens` may lower its limit."""
         if self.turns.truncated:
             return None
         if self._last is not None:
@@ -84,9 +84,9 @@ class Chat:
     ) -> Turn | None:
         """Answer a whole conversation, for environments that keep it themselves and call a model with all of it.
 
-        Where it continues what was said here, the turns are joined as ever; the assistant's last message may come back
-        in another form, with `tool_calls` or `reasoning_content`. Anything else, other `tools` among it, starts a new
-        piece.
+        If it extends the current conversation, the turns are joined as usual; the assistant's last message may come
+        back in another form, with `tool_calls` or `reasoning_content`. Anything else, including other `tools`, starts a
+        new piece.
         """
         whole = [_with_text(m) for m in messages]
         continued = self._continued_by(whole) and tools in (None, self._tools)
@@ -106,7 +106,7 @@ class Chat:
         return turn
 
     def add(self, *messages: str | Message) -> None:
-        """What the environment says; a string is a user's message."""
+        """Add messages of the environment; a string is a user's message."""
         self.messages += [{"role": "user", "content": m} if isinstance(m, str) else _with_text(m) for m in messages]
 
     def end(
@@ -123,7 +123,7 @@ class Chat:
         return self.turns.pieces(reward=reward, turn_rewards=turn_rewards, score=score, truncated=truncated, info=about)
 
     def _continued_by(self, messages: list[dict[str, Any]]) -> bool:
-        """Whether nothing of what was said was changed but the form of the last turn."""
+        """Whether `messages` extends the conversation, ignoring the form of the last turn."""
         if self._last is None:
             return messages == self.messages
         place = self._last[0]
@@ -137,7 +137,7 @@ class Chat:
     def _join(self, place: int, sampled_ids: list[int]) -> None:
         so_far, new = self.messages[:place], self.messages[place:]
         if not new:
-            raise ValueError("nothing was said since the last turn: call chat.add(...) or end the episode")
+            raise ValueError("no message was added since the last turn: call chat.add(...) or end the episode")
         added = turn_tokens(
             self._tokenizer,
             so_far,
@@ -169,7 +169,7 @@ def refuse_vision(*parts: Any) -> None:
         if found:
             raise ValueError(
                 f"{type(part).__name__} is of a vision or audio model (it has {found[0]}): rlkit trains on text only; "
-                "use a text model, and of a processor its tokenizer"
+                "use a text model, and the processor's tokenizer"
             )
 
 
@@ -177,7 +177,7 @@ _MEDIA = ("image_processor", "video_processor", "feature_extractor", "vision_con
 
 
 async def next_turn(turns: Turns, tokenizer: Any, *, max_new_tokens: int | None = None) -> Turn | None:
-    """Sample the next turn; None where there is no room. Special tokens inside its text stay visible."""
+    """Sample the next turn; None if there is no room. Special tokens inside its text are kept."""
     out = await turns.sample(max_new_tokens=max_new_tokens)
     special, end = special_ids(tokenizer), len(out.ids)
     while end and out.ids[end - 1] in special:
@@ -187,12 +187,12 @@ async def next_turn(turns: Turns, tokenizer: Any, *, max_new_tokens: int | None 
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Tokens that stand for no text: named ones (eos, pad) and all that were added as special."""
+    """Special token ids: the named ones (eos, pad) and all that were added as special."""
     return {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
 
 
 def _with_text(message: Message) -> dict[str, Any]:
-    """The message with its parts of text joined: most templates would write a list as Python does."""
+    """The message with its text parts joined: most templates would print a list as Python does."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return dict(message)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class _BadRequest(ValueError):
-    """What the program asks for cannot be given; `code` is OpenAI's name for it."""
+    """The program's request cannot be served; `code` is OpenAI's name for the reason."""
 
     def __init__(self, message: str, code: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -47,16 +47,17 @@ def agent_env(
 ) -> Env:
     """An environment from `agent(prompt, base_url)`, a sync or async program that calls a model over HTTP.
 
-    Each episode has a `base_url` of its own on this machine, with `POST {base_url}/chat/completions`: messages, tools,
-    `max_tokens` (which may lower the limit of a turn), and nothing else; sampling is the rollout's. No streaming, and
-    one choice. Tool calls that `parse` finds are answered as `tool_calls`. A conversation that continues the one before
-    is continued token by token (`Chat.reply`); others (a summary, a sub-agent) become further pieces of the episode.
-    Where there is no room for another turn the program gets 400 with code `context_length_exceeded`.
+    Each episode has its own `base_url` on this machine, with `POST {base_url}/chat/completions`. It reads messages,
+    tools and `max_tokens` (which may lower the limit of a turn) and ignores other fields: sampling parameters are the
+    rollout's. No streaming, and one choice. Tool calls that `parse` finds are returned as `tool_calls`. A conversation
+    that extends the previous one is continued token by token (`Chat.reply`); any other (a summary, a sub-agent) becomes
+    a further piece of the episode. If there is no room for another turn, the program gets 400 with code
+    `context_length_exceeded`.
 
-    It returns keywords for `Chat.end` (`reward`, `info`, ...) or None. What it raises ends the run, and so does an
-    error of the engine or the chat template, though the program only sees a 500.
+    The program returns keywords for `Chat.end` (`reward`, `info`, ...) or None. An exception of the program ends the
+    run, and so does an error of the engine or the chat template, although the program only sees a 500.
 
-    Needs aiohttp (the extra `http`). Differs: verl's and SkyRL's agent servers tokenise each conversation anew.
+    Needs aiohttp (the extra `http`). Differs: verl's and SkyRL's agent servers tokenise each conversation again.
     """
 
     optional("aiohttp", "http", "agent_env needs")
@@ -106,9 +107,9 @@ class _Episode:
 
 @asynccontextmanager
 async def _serving(answer: Callable[[Any], Awaitable[dict[str, Any]]]) -> AsyncIterator[str]:
-    """The `base_url` of a server for one episode. A request that is left at its end is cancelled.
+    """The `base_url` of a server for one episode. Requests left at the end are cancelled.
 
-    The name in it is for programs that outlive their episode: another one may get its port.
+    The random name in it rejects programs that outlive their episode: the next episode may get the same port.
     """
     from aiohttp import web
 
@@ -164,7 +165,7 @@ def _completion(turn: Turn, calls: Sequence[Call | BadCall], *, model: str, num_
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates take it: text in one string, arguments as an object, nothing that is empty."""
+    """The message in the form of chat templates: text as one string, arguments as an object, no empty fields."""
     known = ("role", "content", "reasoning_content", "name", "tool_call_id", "tool_calls")
     message = {key: given[key] for key in known if given.get(key) is not None}
     content = message.get("content", "")

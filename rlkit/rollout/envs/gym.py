@@ -1,11 +1,11 @@
 """Environments of several turns: token-exact episodes, as an async function or as a Gym-like object.
 
 An environment is `async (prompt, sample) -> list[Trajectory]`: the pieces of one episode. Three ways to write one, each
-on top of the one before:
+built on the previous:
 
-    Turns      tokens: what is read and what was sampled, with masks, log-probs and versions
-    Chat       messages: the tokens between two turns are what the model's own chat template writes there
-    gym_env    an object with `reset` and `step`, made anew for each episode
+    Turns      tokens: read or sampled, with masks, log-probs and versions
+    Chat       messages: the model's own chat template writes the tokens between two turns
+    gym_env    an object with `reset` and `step`, one for each episode
 
     async def guess(prompt, sample):
         chat = Chat(prompt, sample, tokenizer=tokenizer)
@@ -15,13 +15,13 @@ on top of the one before:
             chat.add("Try again.")
         return chat.end(reward=0.0)
 
-What was sampled is never tokenised again. `rlkit.rollout.limits.limited` bounds the turns, the context and the
-sampled tokens of any environment; `SamplingParams.max_new_tokens` bounds a turn. A turn that was cut by a bound is the
-last one, and its episode is `truncated`. Text only: a processor of a vision model is refused.
+Sampled tokens are never tokenised again. `rlkit.rollout.limits.limited` bounds the turns, the context and the sampled
+tokens of any environment; `SamplingParams.max_new_tokens` bounds a turn. A turn that a bound cuts is the last one, and
+its episode is `truncated`. Text only: a processor of a vision model is refused.
 
-Differs: TRL, verl and SkyRL mark what was sampled by searching a rendered conversation, or render messages behind a
-fixed base; where a template rewrites history they train on tokens that were not sampled in that context (verl issue
-3960), or give up. Here such an episode becomes several trajectories (see `rlkit.segments`).
+Differs: TRL, verl and SkyRL find sampled tokens by searching a rendered conversation, or render messages after a fixed
+base; if a template rewrites history they train on tokens that were not sampled in that context (verl issue 3960), or
+fail. Here such an episode becomes several trajectories (see `rlkit.segments`).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ __all__ = ["Chat", "Step", "Text", "Turn", "Turns", "gym_env", "own_rewards", "r
 
 
 class Step(NamedTuple):
-    """What a Gym-like environment answers: the next observation, this turn's reward, and whether that was the end.
+    """The result of `step`: next observation, reward of the turn, and whether the episode ends.
 
-    An observation is a string (a user's message), a list of messages, or token ids as they stand.
+    An observation is a string (a user's message), a list of messages, or token ids.
     """
 
     observation: str | Sequence[Message] | Sequence[int]
@@ -66,17 +66,17 @@ def gym_env(
 ) -> Env:
     """An environment from Gym-like objects, one made for each episode.
 
-    `reset()` gives the opening: a string, messages or token ids, or None for the prompt itself. `step(turn) -> Step`
-    answers a `Turn` of the policy. Both may be async; a `close()` is called at the end, if there is one.
+    `reset()` returns the opening: a string, messages or token ids, or None for the prompt itself. `step(turn) -> Step`
+    answers a `Turn` of the policy. Both may be async; `close()`, if there is one, is called at the end.
 
-    `make(prompt)` is called for every sample of a group, so what they have in common (the secret, the seed) must come
-    from the prompt: `make=lambda prompt: Guessing(random.Random(prompt.index))`. Sync methods run in a thread, so that
-    a slow one does not hold up the others; those of one episode never overlap.
+    `make(prompt)` is called for every sample of a group, so what the samples share (the secret, the seed) must come
+    from the prompt: `make=lambda prompt: Guessing(random.Random(prompt.index))`. Sync methods run in a thread, so a
+    slow one does not block other episodes; the calls of one episode never overlap.
 
-    The reward is the sum of the steps', and `info["turn_rewards"]` has them one by one; with `token_rewards` each is
-    put at the end of its turn, for returns and GAE, the terminal reward is 0, and the sum is the score.
+    The reward is the sum of the steps' rewards, which `info["turn_rewards"]` lists; with `token_rewards` each is placed
+    at the end of its turn, for returns and GAE, the terminal reward is 0, and the sum is the score.
 
-    Differs from Gymnasium: no seed (see above), no info, and a turn is given with its tokens.
+    Differs from Gymnasium: no seed (see above), no info, and `step` gets the turn with its tokens.
     """
 
     async def env(prompt: Prompt, sample: Sample) -> list[Trajectory]:
@@ -100,7 +100,7 @@ def gym_env(
 
 
 async def own_rewards(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:  # noqa: ARG001
-    """A `score` for environments that set the reward themselves: it stays."""
+    """A `score` for environments that set the reward themselves: it keeps the reward."""
     return group
 
 

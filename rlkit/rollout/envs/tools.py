@@ -1,4 +1,4 @@
-"""Tools as plain Python functions: shown to the model by its chat template, called by it, answered in messages.
+"""Tools as plain Python functions: listed by the chat template, called by the model, answered in messages.
 
     def calculate(expression: str) -> float:
         '''Evaluate an arithmetic expression.
@@ -12,10 +12,10 @@
     env = limited(tool_env([calculate], tokenizer=tokenizer), max_turns=4, max_total_tokens=4096)
     await rollout(prompts, generate=engine.generate, env=env, score=scorer(reward, ...), ...)
 
-The name, the type hints and the docstring of a function are its schema. Nothing that a model writes raises: what cannot
-be parsed, a wrong argument, an exception and a timeout are answered to the model, as the tool's message.
+The name, the type hints and the docstring of a function are its schema. Nothing that a model writes raises: a call that
+cannot be parsed, a wrong argument, an exception and a timeout are reported to the model in the tool's message.
 
-`hermes_calls`, `json_calls` and `pythonic_calls` read the calls in a turn's text, in the forms that open models write.
+`hermes_calls`, `json_calls` and `pythonic_calls` parse the calls in a turn's text, in the formats of open models.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """A call that could be read; whether there is such a tool is another matter."""
+    """A parsed call; the tool may not exist."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class BadCall(NamedTuple):
-    """The attempt of a call, and what the model is told about it."""
+    """A call that could not be parsed, and the error to report to the model."""
 
     error: str
 
@@ -54,7 +54,7 @@ class BadCall(NamedTuple):
 def hermes_calls(text: str) -> list[Call | BadCall]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, among other text: Hermes, Qwen 2.5 and 3.
 
-    What stands inside a reasoning block is not called. A block that is not closed, or holds no such JSON, is a BadCall.
+    Calls inside a reasoning block are ignored. A block that is not closed, or holds no such JSON, is a BadCall.
     """
     found: list[Call | BadCall] = []
     for match in re.finditer(r"<tool_call>(.*?)(</tool_call>|\Z)", answer_of(text), re.DOTALL):
@@ -65,8 +65,8 @@ def hermes_calls(text: str) -> list[Call | BadCall]:
 def json_calls(text: str) -> list[Call | BadCall]:
     """The whole turn is JSON: `{"name": ..., "parameters": {...}}`, several after `;` or in a list: Llama 3, Mistral.
 
-    A leading `<|python_tag|>` or `[TOOL_CALLS]` says that a call follows. Without it, text that is no JSON object with
-    a name is an answer, unless it starts like a call.
+    A leading `<|python_tag|>` or `[TOOL_CALLS]` marks a call. Without it, text that is not a JSON object with a name is
+    an answer, unless it starts like a call.
     """
     body = answer_of(text).strip()
     marked = re.match(r"<\|python_tag\|>|\[TOOL_CALLS\]", body)
@@ -98,7 +98,7 @@ def pythonic_calls(text: str) -> list[Call | BadCall]:
 
 
 def wrong_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """What is wrong with the arguments under a JSON schema (names, required ones, types, choices), or None."""
+    """Describe how the arguments violate a JSON schema (names, required names, types, choices); None if they do not."""
     properties = parameters.get("properties", {})
     missing = [name for name in parameters.get("required", []) if name not in arguments]
     if missing:
@@ -119,7 +119,7 @@ def wrong_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any])
 
 
 def answer_of(text: str) -> str:
-    """What follows the reasoning; nothing where the reasoning is not closed."""
+    """The text after the reasoning; empty if the reasoning is not closed."""
     head, closed, tail = text.partition("</think>")
     if closed:
         return tail
@@ -127,7 +127,7 @@ def answer_of(text: str) -> str:
 
 
 def before_calls(text: str) -> str:
-    """Reasoning and words before the first call; of a turn that is all calls, the reasoning."""
+    """The reasoning and text before the first call."""
     answer = answer_of(text)
     words, *call = re.split(r"<tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]", answer, maxsplit=1)
     return text[: len(text) - len(answer)] + (words if call else "")
@@ -196,22 +196,22 @@ def tool_env(
     system_prompt: str | None = None,
     template_args: Mapping[str, Any] | None = None,
 ) -> Env:
-    """An environment in which the policy may call tools until a turn of it calls none: that is its answer.
+    """An environment in which the policy may call tools; the first turn without a call is its answer.
 
-    `tools` are functions, or a function of the prompt that makes them, for tools that need its row or keep something
-    between the calls of one episode; their schemas must then not depend on the prompt, and be those `rl_prompts` got.
-    Calls of one turn run at once: async functions are awaited, sync ones run in threads of their own. A result is a
-    string as it is, anything else as JSON; more than `max_result_chars` is cut, with a note. `parse` reads the calls of
-    a turn: `hermes_calls` (Qwen, Hermes and many others), `json_calls` (Llama 3, Mistral), `pythonic_calls`.
+    `tools` are functions, or a function from the prompt to them, for tools that need its row or keep state between the
+    calls of one episode; their schemas must then not depend on the prompt, and equal those given to `rl_prompts`.
+    The calls of one turn run concurrently: async functions are awaited, each sync one runs in its own thread. A string
+    result is used unchanged, anything else as JSON; more than `max_result_chars` is cut, with a note. `parse` reads the
+    calls of a turn: `hermes_calls` (Qwen, Hermes and many others), `json_calls` (Llama 3, Mistral), `pythonic_calls`.
 
-    The reward comes from `score`, whose function sees the final turn as `completion` and may ask for `messages`,
+    The reward comes from `score`, whose function gets the final turn as `completion` and may ask for `messages`,
     `num_calls`, `num_bad_calls` (could not be parsed, unknown tool, wrong arguments) and `num_failed_calls` (raised or
-    timed out). Calls of a turn that was cut are not run. There is no limit of turns here: see `limited`.
+    timed out). Calls of a turn that was cut are not run. The number of turns is not limited here: see `limited`.
 
-    A tool's answer that spells a special token (`<|im_end|>`) is defused with a zero-width space, so that a document
-    cannot close the tool's turn and open another.
+    A special token (`<|im_end|>`) in a tool's result is broken up with a zero-width space, so that a document cannot
+    close the tool's turn and open another.
 
-    Differs: nothing from TRL `tools`; verl keeps tools as classes, subclasses of verl `BaseTool`.
+    Differs: nothing from TRL `tools`; in verl, tools are subclasses of verl `BaseTool`.
     """
     special = _special_texts(tokenizer)
     fixed = None if callable(tools) else tool_schemas(tools)
@@ -241,10 +241,10 @@ def tool_env(
 
 
 def tool_schemas(tools: Tools) -> list[dict[str, Any]]:
-    """JSON schemas of functions, from their type hints and Google-style docstrings, as chat templates take them.
+    """JSON schemas of functions for chat templates, from their type hints and Google-style docstrings.
 
-    Errors: ValueError, naming the function, where an argument has no type hint or no line under `Args:`, and where two
-    functions have one name.
+    Errors: ValueError, naming the function, if an argument has no type hint or no line under `Args:`, or if two
+    functions have the same name.
     """
     from transformers.utils import get_json_schema
 
@@ -268,7 +268,7 @@ def tool_schemas(tools: Tools) -> list[dict[str, Any]]:
 
 
 class _Toolbox:
-    """The tools of one episode, and what became of its calls."""
+    """The tools of one episode, and counts of its calls."""
 
     def __init__(
         self, tools: Tools, schemas: list[dict[str, Any]], timeout_s: float, max_chars: int, special: Sequence[str]
@@ -322,9 +322,9 @@ def _tool_message(wanted: Call | BadCall, result: str) -> dict[str, Any]:
 def _structured(
     text: str, calls: list[Call | BadCall], results: list[str], *, start: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The assistant's message with `tool_calls`, and the answers by their ids (nine letters: Mistral counts them).
+    """The assistant's message with `tool_calls`, and the answers by their ids (nine characters, as Mistral requires).
 
-    What could not be parsed is no call that a tool could answer: the user says so.
+    A call that could not be parsed has no tool to answer it: a user's message reports the error.
     """
     made, answers, complaints = [], [], []
     for number, (wanted, result) in enumerate(zip(calls, results, strict=True), start):
@@ -340,7 +340,7 @@ def _structured(
 
 
 def _wants_structure(messages: Sequence[Mapping[str, Any]], tokenizer: Any, schemas: Sequence[Any]) -> bool:
-    """Whether the template refuses a tool's message after a turn without `tool_calls`; an error if it shows no tool."""
+    """Whether the template refuses a tool's message after a turn without `tool_calls`; raises if it lists no tool."""
     plain = [*messages, {"role": "assistant", "content": "x"}, {"role": "tool", "name": "x", "content": "x"}]
     refused = False
     try:
@@ -350,8 +350,8 @@ def _wants_structure(messages: Sequence[Mapping[str, Any]], tokenizer: Any, sche
     names = [s["function"]["name"] for s in schemas]
     if names and not any(name in text for name in names):
         raise ValueError(
-            f"the chat template does not write the tools {names}, so the model cannot know them: describe them and how "
-            "to call one, in system_prompt, or take a template that shows `tools`"
+            f"the chat template does not list the tools {names}, so the model cannot know them: describe them and how "
+            "to call one in system_prompt, or use a template that lists `tools`"
         )
     return refused
 

@@ -1,4 +1,4 @@
-"""An episode of several turns in tokens: what was read, what was sampled, and where one context ends."""
+"""An episode of several turns in tokens: which were read, which were sampled, and where a context ends."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from rlkit.types import Completion, FinishReason, Trajectory
 class Turns:
     """One episode in tokens: alternately `sample()`, and `append(ids)` or `restart(prompt_ids)`; at the end `pieces()`.
 
-    `append` is what the environment says next. `restart` starts a new piece whose context is all of `prompt_ids`:
-    for environments that do not continue what was sampled (a summary of history, a template that rewrites it).
+    `append` adds tokens of the environment. `restart` starts a new piece whose context is all of `prompt_ids`: for
+    environments that do not continue what was sampled (a summary of history, a template that rewrites it).
     """
 
     def __init__(self, prompt_ids: Sequence[int], sample: Sample) -> None:
         self._sample = sample
         self._done: list[Trajectory] = []
         self._now = _empty(prompt_ids)
-        self._said: list[int] = []  # what the environment said since the last turn: dropped if no turn follows
+        self._said: list[int] = []  # tokens of the environment since the last turn: dropped if no turn follows
         self._ends: list[tuple[int, int]] = []  # (piece, position) of the last token of each turn
         self._reason: FinishReason | None = None
 
     @property
     def context(self) -> list[int]:
-        """What the next turn will continue."""
+        """The prompt of the next turn."""
         return [*self._now.prompt_ids, *self._now.ids, *self._said]
 
     @property
@@ -38,11 +38,11 @@ class Turns:
 
     @property
     def truncated(self) -> bool:
-        """The last turn did not end by itself, so that none should follow."""
+        """Whether the last turn was cut, so that none should follow."""
         return self._reason not in (None, "stop")
 
     async def sample(self, *, max_new_tokens: int | None = None) -> Completion:
-        """The policy's next turn. Without tokens where a bound leaves no room for one: then nothing is recorded."""
+        """Sample the next turn. It has no tokens if a bound leaves no room; then nothing is recorded."""
         out = await self._sample(self.context, max_new_tokens=max_new_tokens)
         self._reason = out.finish_reason
         if out.ids:
@@ -56,11 +56,11 @@ class Turns:
         return out
 
     def append(self, ids: Sequence[int]) -> None:
-        """Tokens that the policy reads next and did not sample."""
+        """Add tokens that the policy reads next and did not sample."""
         self._said += ids
 
     def restart(self, prompt_ids: Sequence[int]) -> None:
-        """Go on from another context; the tokens so far stay as a piece of the episode."""
+        """Continue from another context; the tokens so far stay as a piece of the episode."""
         if self._now.ids:
             self._done.append(self._now)
         self._now, self._said = _empty(prompt_ids), []
@@ -106,5 +106,5 @@ def _empty(prompt_ids: Sequence[int]) -> Trajectory:
 
 
 def _number(reward: Any) -> Any:
-    """As a float; what is not a finite number stays as it is, for `sample_group` to report with its prompt."""
+    """The reward as a float; anything else is returned unchanged, for `sample_group` to report with its prompt."""
     return to_number(reward) if is_number(reward) else reward

@@ -1,16 +1,15 @@
 """An embedded rollout engine: continuous batching in this process, over the trainer's own weights.
 
-For CPU and small models (it runs on CUDA as well). There is no server, no second copy of the weights and nothing to
-sync: an optimizer step is seen by the next token. Tokens in, tokens out.
+For CPU and small models (it also runs on CUDA). There is no server, no second copy of the weights and no sync: the next
+token sees an optimizer step. Tokens in, tokens out.
 
     engine = LocalEngine(model, tokenizer=tokenizer)
     completion = await engine.generate(prompt_ids, params=SamplingParams(max_new_tokens=64, stop_token_ids=(2,)))
 
-Differs from HF `generate`: requests come and go one by one instead of waiting for the longest row of a static batch,
-equal prompts that run at once are forwarded once, log-probs are returned, and a request's noise does not depend on its
-neighbours.
-Differs from SGLang (`rlkit.rollout.engines.sglang`): same contract, one process, no paged cache, no prefix cache beyond
-equal prompts in flight.
+Differs from HF `generate`: requests join and leave the batch one by one instead of waiting for its longest row, equal
+concurrent prompts are forwarded once, log-probs are returned, and a request's noise does not depend on other requests.
+Differs from SGLang (`rlkit.rollout.engines.sglang`): same contract, one process, no paged cache, and a prefix is shared
+only between equal prompts in flight.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import random
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,21 +27,13 @@ import torch
 from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
 from rlkit.rollout.engines.local.rows import Request, Rows, StopStrings, runs
 from rlkit.rollout.sampling import sample, uniforms
-from rlkit.types import Completion, SamplingParams
+from rlkit.types import Completion, Progress, SamplingParams
 
 _U64 = 2**64 - 1
 
 
-class Progress(NamedTuple):
-    """Requests running and waiting now, and tokens generated since the engine was made."""
-
-    running: int
-    waiting: int
-    num_tokens: int
-
-
 class LocalEngine:
-    """Serves `generate` calls of many coroutines from one model, in batches of up to `max_batch` rows.
+    """An `rlkit.types.Engine` over one model, which serves concurrent calls in batches of up to `max_batch` rows.
 
     One task steps the batch and yields to the event loop after each token. There are no threads and no clock: the
     same calls in the same order give the same bits. It serves one event loop at a time and can be used from one
@@ -53,9 +44,9 @@ class LocalEngine:
         tokenizer: needed for `stop` strings only; anything with `decode(ids, skip_special_tokens=False)`.
         max_batch: rows decoded together; further requests wait in order.
         max_len: prompt and completion together, in tokens; by default the model's `max_position_embeddings`.
-        eos_token_ids: these end every request, besides its own `stop_token_ids`; `()` for none; by default the
+        eos_token_ids: end every request, in addition to its own `stop_token_ids`; `()` for none; by default the
             `eos_token_id` of the model's generation config.
-        seed: of the seeds that requests without one are given.
+        seed: seed of the generator that gives a seed to requests without one.
         compile: compile the decoding step, once for all lengths and batch sizes: ten to twenty seconds.
 
     Memory: the cache takes 2 * layers * max_batch * kv_heads * head_dim * (longest sequence so far) elements.
@@ -76,7 +67,7 @@ class LocalEngine:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         if hasattr(model, "rlkit_mesh"):
             raise ValueError(
-                "LocalEngine reads a model that is not cut over ranks; use rlkit.rollout.engines.process.launch"
+                "LocalEngine needs a model that is not cut over ranks; use rlkit.rollout.engines.process.launch"
             )
         self.model, self.max_batch, self.max_len = model, max_batch, context_limit(model, max_len)
         self.version = 0
@@ -97,7 +88,7 @@ class LocalEngine:
 
     @property
     def progress(self) -> Progress:
-        """How many requests run and wait, and how many tokens were generated so far."""
+        """Requests running and waiting, and tokens generated so far."""
         return Progress(len(self._rows), len(self._waiting), self._num_tokens)
 
     async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
@@ -119,30 +110,21 @@ class LocalEngine:
             return await request.future
         except asyncio.CancelledError:
             if self._rids.get(request.rid) is request:
-                self.abort(request.rid)
+                self._abort([request])
             raise
 
-    def abort(self, rid: str | None = None) -> int:
+    async def abort(self, rid: str | None = None) -> int:
         """End the request `rid` (None: all) now: its caller gets the tokens so far, with finish_reason "abort".
 
-        Returns how many requests were ended; 0 if `rid` is not in flight. Call it from the event loop's thread.
+        Returns the number of ended requests; 0 if `rid` is not in flight.
         """
-        requests = list(self._rids.values()) if rid is None else [self._rids[rid]] if rid in self._rids else []
-        for request in requests:
-            if request.slot < 0:
-                self._waiting.remove(request)
-                request.finish("abort")
-        self._retire([(r.slot, "abort") for r in requests if r.slot >= 0])
-        for request in requests:
-            self._rids.pop(request.rid, None)
-        return len(requests)
+        return self._abort(list(self._rids.values()) if rid is None else [r for r in [self._rids.get(rid)] if r])
 
     async def update_weights(self, weights: Any = None, *, version: int) -> None:
-        """Tokens sampled from here on are stamped `version`. Call it after every optimizer step.
+        """Stamp tokens sampled from here on with `version`. Call it after every optimizer step.
 
-        The weights are shared, so `weights` (what other engines are sent) is ignored. Prompts that are already in
-        the cache are not shared with requests that come later. Requests in flight go on with the keys and values
-        they have.
+        The weights are shared, so `weights`, which other engines load, is ignored. Later requests do not reuse cached
+        prompts of older weights. Requests in flight continue with the keys and values they have.
         """
         del weights
         self._decoder.refresh()
@@ -152,11 +134,21 @@ class LocalEngine:
     async def close(self) -> None:
         """Abort what is in flight and free the cache. A closed engine refuses `generate`."""
         self._closed = True
-        self.abort()
+        await self.abort()
         driver = self._driver
         if driver is not None and not driver.done() and driver.get_loop() is asyncio.get_running_loop():
             await driver
         self._decoder.release()
+
+    def _abort(self, requests: Sequence[Request]) -> int:
+        for request in requests:
+            if request.slot < 0:
+                self._waiting.remove(request)
+                request.finish("abort")
+        self._retire([(r.slot, "abort") for r in requests if r.slot >= 0])
+        for request in requests:
+            self._rids.pop(request.rid, None)
+        return len(requests)
 
     def _request(self, prompt_ids: list[int], params: SamplingParams, rid: str | None) -> Request:
         if self._closed:

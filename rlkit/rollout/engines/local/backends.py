@@ -1,29 +1,207 @@
-"""Which decoder serves a model: the fast one where it is provably the same function, else the model's own forward."""
+"""The decoders of `LocalEngine`: `Decoder` where it provably computes the same function, else the model's own forward.
+
+`CachedForward` keeps keys and values in slots through a transformers attention function; `Recompute` forwards whole
+sequences and works with any model. Both have the methods of `Decoder`, whose docstrings describe them.
+"""
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
-from rlkit.parallel.attention import as_inference
-from rlkit.rollout.engines.local.decode import Decoder
-from rlkit.rollout.engines.local.decode_weights import why_unsupported
-from rlkit.rollout.engines.local.fallback import CachedForward, Recompute
+from rlkit._tensors import upcast
+from rlkit.parallel.attention import as_inference, causal_sdpa
+from rlkit.rollout.engines.local.decode import Decoder, why_unsupported
 
 logger = logging.getLogger(__name__)
+IMPLEMENTATION = "rlkit_slots"
+_HARMLESS = ("position_ids", "cache_position")  # tensors that models pass to attention and that it does not use
+_active: CachedForward | None = None
 
 
-Backend = Decoder | CachedForward | Recompute  # they take the same calls: see `Decoder`
+class CachedForward:
+    """The model's own forward, with its attention replaced by one that reads and writes slots of a key-value cache.
+
+    For models whose attention goes through transformers' `AttentionInterface` and is causal, full or sliding, with or
+    without a softcap. Anything else an attention may be given (sinks, biases, prepared masks) raises, as does a layer
+    type that keeps another kind of state. `windows` collects the sliding windows that were met.
+    """
+
+    def __init__(self, model: Any, *, max_batch: int, max_len: int) -> None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, slot_attention)
+        self._model, self._max_len = model, max_len
+        self.sizes = sorted({*(n for n in (1, 2, 4) if n < max_batch), *range(8, max_batch, 8), max_batch})
+        self.windows: set[int] = set()
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._shape = (0, 0)
+
+    def refresh(self) -> None:
+        """Nothing is derived from the weights."""
+
+    def release(self) -> None:
+        """Free the cache."""
+        self._layers, self._shape = {}, (0, 0)
+
+    @torch.no_grad()
+    def reserve(self, rows: int, length: int, *, keep: int) -> None:
+        """Make room for `length` positions in slots 0..rows-1; slots below `keep` keep what they hold."""
+        self._longest = length
+        had_rows, had = self._shape
+        if had_rows >= rows and had >= length:
+            return
+        capacity = max(length, min(self._max_len, 2 * had)) if length > had else had
+        self._shape = rows, capacity
+        for layer, cached in self._layers.items():
+            grown = tuple(old.new_zeros(rows, old.shape[1], capacity, old.shape[3]) for old in cached)
+            for new, old in zip(grown, cached, strict=True):
+                new[:keep, :, :had] = old[:keep]
+            self._layers[layer] = grown[0], grown[1]
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
+        """Write the keys and values of each prompt into its slot."""
+        device, longest = self._model.device, max(map(len, prompts))
+        ids = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
+        positions = torch.arange(longest, device=device).expand(len(prompts), -1)
+        with self._attending(torch.tensor(slots, device=device), positions):
+            self._model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+
+    @torch.no_grad()
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` positions of each source slot into its target slot."""
+        for cached in self._layers.values():
+            for block in cached:
+                block[torch.tensor(targets), :, :length] = block[torch.tensor(sources), :, :length]
+
+    @torch.no_grad()
+    def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+        """Logits after reading `tokens[i]` at `positions[i]` of slot i."""
+        rows = torch.arange(tokens.shape[0], device=tokens.device)
+        with self._attending(rows, positions[:, None]):
+            out = self._model(input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False)
+        return upcast(out.logits[:, -1])
+
+    @contextmanager
+    def _attending(self, rows: Tensor, positions: Tensor) -> Iterator[None]:
+        global _active
+        config = self._model.config.get_text_config()
+        with as_inference(self._model):
+            implementation = config._attn_implementation
+            config._attn_implementation = IMPLEMENTATION
+            self._rows, self._positions = rows, positions
+            _active = self
+            try:
+                yield
+            finally:
+                _active = None
+                config._attn_implementation = implementation
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Store k and v [B, kv heads, L, dim] at the current positions; attend with q [B, heads, L, dim]."""
+        rows, positions = self._rows, self._positions
+        if layer not in self._layers:
+            blank = [t.new_zeros(self._shape[0], t.shape[1], self._shape[1], t.shape[3]) for t in (k, v)]
+            self._layers[layer] = blank[0], blank[1]
+        keys, values = self._layers[layer]
+        keys[rows[:, None], :, positions] = k.transpose(1, 2)
+        values[rows[:, None], :, positions] = v.transpose(1, 2)
+        keys, values = keys[rows, :, : self._longest], values[rows, :, : self._longest]
+        behind = positions[:, :, None] - torch.arange(self._longest, device=q.device)
+        seen = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+        if softcap is None:
+            return causal_sdpa(q, keys, values, seen[:, None], scale=scale)
+        groups = q.shape[1] // keys.shape[1]
+        scores = upcast(q @ keys.repeat_interleave(groups, 1).transpose(2, 3)) * scale
+        scores = (softcap * (scores / softcap).tanh()).masked_fill(~seen[:, None], -torch.inf)
+        return scores.softmax(-1).to(q.dtype) @ values.repeat_interleave(groups, 1)
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """`CachedForward.attend` with the signature that transformers calls."""
+    unknown = [name for name, x in others.items() if isinstance(x, Tensor) and name not in _HARMLESS]
+    if _active is None or attention_mask is not None or is_causal is False or dropout or unknown:
+        raise NotImplementedError(f"attention with a mask of its own, dropout, or {unknown or 'not causal'}")
+    if sliding_window is not None:
+        _active.windows.add(sliding_window)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer: Any = module.layer_idx
+    out = _active.attend(layer, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
+    return out.transpose(1, 2), None
+
+
+class Recompute:
+    """The whole sequence through `model(input_ids, attention_mask)` for every token; slots hold token ids."""
+
+    def __init__(self, model: Any, *, max_batch: int, max_len: int) -> None:
+        self._model, self._max_len = model, max_len
+        self.sizes = list(range(1, max_batch + 1))
+        self._ids = torch.zeros(0, 0, dtype=torch.long, device=model.device)
+
+    def refresh(self) -> None:
+        """Nothing is derived from the weights."""
+
+    def release(self) -> None:
+        """Nothing worth freeing."""
+
+    def reserve(self, rows: int, length: int, *, keep: int) -> None:
+        """Make room for `length` tokens in slots 0..rows-1; slots below `keep` keep their tokens."""
+        self._longest, old = length, self._ids
+        if rows > old.shape[0] or length > old.shape[1]:
+            self._ids = old.new_zeros(max(rows, old.shape[0]), max(length, min(self._max_len, 2 * old.shape[1])))
+            self._ids[:keep, : old.shape[1]] = old[:keep]
+
+    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
+        """Store each prompt in its slot."""
+        for prompt, slot in zip(prompts, slots, strict=True):
+            self._ids[slot, : len(prompt)] = torch.tensor(prompt, device=self._ids.device)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` tokens of each source slot into its target slot."""
+        self._ids[torch.tensor(targets), :length] = self._ids[torch.tensor(sources), :length]
+
+    @torch.no_grad()
+    def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
+        """Logits after reading `tokens[i]` at `positions[i]` of slot i."""
+        rows = torch.arange(tokens.shape[0], device=tokens.device)
+        self._ids[rows, positions] = tokens
+        mask = torch.arange(self._longest, device=tokens.device) <= positions[:, None]
+        with as_inference(self._model):
+            ids = self._ids[: tokens.shape[0], : self._longest]
+            logits = self._model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
+        return upcast(logits[rows, positions])
+
+
+Backend = Decoder | CachedForward | Recompute
 
 
 def pick_decoder(model: Any, *, max_batch: int, max_len: int, compile: bool = False) -> Backend:
     """The first of `Decoder`, `CachedForward` and `Recompute` that supports the model and agrees with it on a probe.
 
-    The probe prefills two short prompts of different lengths and decodes four tokens of each. Why it is not the first
-    is logged in one line. `compile` is for `Decoder`, and ignored by the others.
+    The probe prefills two short prompts of different lengths and decodes four tokens of each. If it is not `Decoder`,
+    the reason is logged in one line. `compile` is for `Decoder`, and ignored by the others.
     """
     reason = why_unsupported(model, max_len)
     if reason is None:
@@ -42,7 +220,7 @@ def pick_decoder(model: Any, *, max_batch: int, max_len: int, compile: bool = Fa
 
 
 def _why_not_cached(cached: CachedForward, model: Any, max_len: int) -> str | None:
-    """Why the attention function does not serve this model; windows, longer than the probe, must have reached it."""
+    """Why `CachedForward` cannot serve this model, or None. A window longer than the probe must reach it too."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention", "sliding_attention"])
     if not kinds <= {"full_attention", "sliding_attention"}:
@@ -59,7 +237,7 @@ def _why_not_cached(cached: CachedForward, model: Any, max_len: int) -> str | No
 
 @torch.no_grad()
 def disagreement(decoder: Backend, model: Any, *, max_len: int) -> str | None:
-    """How the decoder's logits differ from the model's on a probe, in words; None if they are equal up to rounding."""
+    """Describe how the decoder's logits differ from the model's on a probe; None if they are equal up to rounding."""
     vocab = model.get_input_embeddings().weight.shape[0]
     lens = [min(n, max_len - 4) for n in (9, 6)][: decoder.sizes[-1]]
     if min(lens) < 1:
@@ -84,7 +262,7 @@ def disagreement(decoder: Backend, model: Any, *, max_len: int) -> str | None:
 
 
 def context_limit(model: Any, max_len: int | None) -> int:
-    """`max_len` if the model can serve it; None: all that the model can."""
+    """`max_len` if the model can serve it; None: the model's own limit."""
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     max_len = limit if max_len is None else max_len
     if max_len is None:
@@ -95,7 +273,7 @@ def context_limit(model: Any, max_len: int | None) -> int:
 
 
 def model_eos(model: Any) -> tuple[int, ...]:
-    """The model's end-of-sequence tokens, as its generation config has them."""
+    """The end-of-sequence tokens of the model's generation config."""
     config = getattr(model, "generation_config", None) or model.config
     eos = getattr(config, "eos_token_id", None)
     return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)

@@ -1,9 +1,9 @@
 """Prefill and one-token decoding with a slotted key-value cache, over the weights of a Hugging Face model as they are.
 
-Covers the dense Llama family (see `decode_weights.py`): RMS norms before attention and MLP, rotary positions, grouped
-queries, gated MLP. Nothing is copied from the model but its rotary table and weights with a LoRA adapter: every step
-reads the parameters, so an optimizer step is seen by the next token, and one of an adapter after `refresh`. What makes
-it faster than the model's own forward is fewer operators, and better-shaped ones for one new token per row.
+Covers the dense Llama family (see `why_unsupported`): RMS norms before attention and MLP, rotary positions, grouped
+queries, gated MLP. Only the rotary table and weights with a LoRA adapter are copied: every step reads the parameters,
+so the next token sees an optimizer step (of an adapter: after `refresh`). It is faster than the model's own forward
+because it has fewer operators, shaped for one new token per row.
 """
 
 from __future__ import annotations
@@ -15,14 +15,48 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlkit._tensors import upcast
+from rlkit.model.lora import adapter_of, merged
 from rlkit.parallel.attention import causal_sdpa
-from rlkit.rollout.engines.local.decode_weights import Layer, Weights, weights_of
+from rlkit.ranks import reshard
 
 KEEP_BYTES = 64 << 20
 TALL = range(16, 257)
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class Linear(NamedTuple):
+    """A projection; its bias is None where there is none."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Layer(NamedTuple):
+    """The parameters of one decoder layer (no copies); q/k norms are None where there are none."""
+
+    norm: Tensor
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    mlp_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+class Weights(NamedTuple):
+    """All parameters of a model."""
+
+    embed: Tensor
+    layers: list[Layer]
+    norm: Tensor
+    head: Tensor
 
 
 class Rotary(NamedTuple):
@@ -64,7 +98,7 @@ class Decoder:
         self._weights = weights_of(self._model)
 
     def release(self) -> None:
-        """Forget what is cached and free its memory, unless it is small: page faults cost 5% of a short batch."""
+        """Drop the cache and free its memory unless it is small: page faults cost 5% of a short batch."""
         self._cache = []
         if sum(arena.nbytes for arena in self._arenas) > KEEP_BYTES:
             self._arenas = [arena.new_zeros(0) for arena in self._arenas]
@@ -73,7 +107,7 @@ class Decoder:
     def reserve(self, rows: int, length: int, *, keep: int) -> None:
         """Make room for `length` positions in slots 0..rows-1; slots below `keep` keep what they hold.
 
-        The keys and values of a layer, [slots, kv heads, capacity, head_dim] each, are laid out anew in their arenas
+        The keys and values of a layer, [slots, kv heads, capacity, head_dim] each, are laid out again in their arenas
         when the capacity grows by a step or is no longer used, so that what attention reads lies densely: on the CPU
         the same products over half-empty lanes take up to twice as long. Places that were never written hold finite
         numbers: a masked one weighs 0, but 0 * nan is nan.
@@ -123,7 +157,7 @@ class Decoder:
 
     @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """The first `length` positions of each source slot, into its target slot."""
+        """Copy the first `length` positions of each source slot into its target slot."""
         source, target = (torch.tensor(slots, device=self._weights.embed.device) for slots in (sources, targets))
         for block in (t[:, :, :length] for kv in self._cache for t in kv):
             block.index_copy_(0, target, block.index_select(0, source))
@@ -186,9 +220,9 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
 def _project(x: Tensor, layer: Layer, rotary: Rotary, eps: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [T, heads, head_dim] of one layer."""
     h, head_dim = _rms_norm(x, layer.norm, eps), rotary.cos.shape[-1]
-    q = F.linear(h, layer.q, layer.q_bias).view(x.shape[0], -1, head_dim)
-    k = F.linear(h, layer.k, layer.k_bias).view(x.shape[0], -1, head_dim)
-    v = F.linear(h, layer.v, layer.v_bias).view(x.shape[0], -1, head_dim)
+    q = F.linear(h, *layer.q).view(x.shape[0], -1, head_dim)
+    k = F.linear(h, *layer.k).view(x.shape[0], -1, head_dim)
+    v = F.linear(h, *layer.v).view(x.shape[0], -1, head_dim)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = _rms_norm(q, layer.q_norm, eps), _rms_norm(k, layer.k_norm, eps)
     return _rotate(q, rotary), _rotate(k, rotary), v
@@ -196,7 +230,7 @@ def _project(x: Tensor, layer: Layer, rotary: Rotary, eps: Tensor | float) -> tu
 
 def _finish(x: Tensor, attended: Tensor, layer: Layer, eps: Tensor | float) -> Tensor:
     """The rest of a layer: output projection, gated MLP, residuals."""
-    x = F.linear(attended, layer.o, layer.o_bias).add_(x)
+    x = F.linear(attended, *layer.o).add_(x)
     h = _rms_norm(x, layer.mlp_norm, eps)
     if x.device.type == "cpu" and (torch.compiler.is_compiling() or x.shape[0] in TALL):
         h = h.t()  # weight @ h.T is up to 1.4x faster than h @ weight.T while there are few rows
@@ -216,3 +250,64 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor | float) -> Tensor:
 
 def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return (x * rotary.cos).addcmul_(x.roll(x.shape[-1] // 2, -1), rotary.sin)
+
+
+def why_unsupported(model: Any, max_len: int) -> str | None:
+    """Why `Decoder` cannot run this model, in words, or None if it can."""
+    config = model.config
+    if config.model_type not in SUPPORTED:
+        return f"model type {config.model_type!r} is not one of {', '.join(SUPPORTED)}"
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if config.model_type == "mistral" and window is not None and window < max_len:
+        return f"its sliding window {window} is shorter than max_len {max_len}"
+    if layer_types != {"full_attention"}:
+        return f"its layer types are {sorted(layer_types)}"
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if "dynamic" in rope or rope == "longrope":
+        return f"its rotary frequencies depend on the length ({rope})"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {config.hidden_act!r}"
+    projections = [(n, m) for n, m in model.model.layers.named_modules() if n.endswith("_proj")]
+    linear = all(type(m) is nn.Linear or (hasattr(model, "rlkit_lora") and adapter_of(m)) for _, m in projections)
+    if not linear or any(".mlp." in n and m.bias is not None for n, m in projections):
+        return "a projection is not a plain nn.Linear, or the MLP has biases"
+    return None
+
+
+def weights_of(model: Any) -> Weights:
+    """The parameters, without copies except those of `plain` and `weight_of`."""
+    reshard(model)  # free what a forward has gathered
+    body = model.model
+    return Weights(
+        embed=plain(body.embed_tokens.weight),
+        layers=[_layer(layer) for layer in body.layers],
+        norm=plain(body.norm.weight),
+        head=plain(model.lm_head.weight),
+    )
+
+
+def plain(p: Any) -> Any:
+    """A parameter as a plain tensor; None stays None.
+
+    A DTensor gives its own memory on a mesh of size 1, and else a gathered copy (a collective), which follows the
+    parameter only from one `refresh` to the next.
+    """
+    if not hasattr(p, "full_tensor"):
+        return p
+    return p.to_local() if p.device_mesh.size() == 1 else p.full_tensor()
+
+
+def weight_of(linear: Any) -> Tensor:
+    """The weight of a projection, with its adapter where it has one: see `plain`, and of an adapter a merged copy."""
+    adapter, weight = adapter_of(linear), plain(linear.weight)
+    return weight if adapter is None else merged(weight.detach(), adapter)
+
+
+def _layer(layer: Any) -> Layer:
+    a, mlp = layer.self_attn, layer.mlp
+    q, k, v, o = (Linear(weight_of(p), plain(p.bias)) for p in (a.q_proj, a.k_proj, a.v_proj, a.o_proj))
+    q_norm, k_norm = (plain(getattr(getattr(a, name, None), "weight", None)) for name in ("q_norm", "k_norm"))
+    gate, up, down = map(weight_of, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    norm, mlp_norm = plain(layer.input_layernorm.weight), plain(layer.post_attention_layernorm.weight)
+    return Layer(norm, q, k, v, o, q_norm, k_norm, mlp_norm, gate, up, down)

@@ -1,4 +1,4 @@
-"""Requests of the embedded engine, when they end, and the rows of those that run."""
+"""Requests of the embedded engine, when they end, and the batch rows of the running ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rlkit.types import Completion, FinishReason, SamplingParams
 
 
 class StopStrings:
-    """Says after each new token whether the text of the completion so far contains one of `stop`.
+    """Report after each new token whether the text of the completion so far contains one of `stop`.
 
     A stop string may begin and end inside tokens; special tokens are part of the text; the prompt is not searched.
     Only a window of the last tokens is decoded, long enough for the longest stop string, an unfinished character
-    before it and the leading space that some tokenizers drop, so that a token costs the same however long the
-    completion is. `tokenizer` needs `decode(ids, skip_special_tokens=False)`: a transformers or a tokenizers one.
+    before it and the leading space that some tokenizers drop, so the cost of a token does not grow with the
+    completion. `tokenizer` needs `decode(ids, skip_special_tokens=False)`: a transformers or a tokenizers one.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
@@ -46,9 +46,9 @@ class StopStrings:
 
 @dataclass(eq=False)
 class Request:
-    """One call of `generate`, and what was sampled for it so far.
+    """One call of `generate`, and the tokens sampled so far.
 
-    `max_tokens` is where it must stop; `epoch` numbers the weights that computed its prompt's keys and values.
+    `max_tokens` is its limit; `epoch` numbers the weights that computed its prompt's keys and values.
     """
 
     rid: str
@@ -67,7 +67,7 @@ class Request:
     versions: list[int] = field(default_factory=list)
 
     def push(self, token: int, logp: float, version: int) -> FinishReason | None:
-        """Add a token: why it is the last one, or None."""
+        """Add a token; returns the finish reason if it is the last one."""
         self.ids.append(token)
         self.logp.append(logp)
         self.versions.append(version)
@@ -76,7 +76,7 @@ class Request:
         return "length" if len(self.ids) == self.max_tokens else None
 
     def finish(self, reason: FinishReason) -> None:
-        """Hand the completion to the waiter, unless it has gone."""
+        """Return the completion to the caller, unless it was cancelled."""
         if not self.future.done():
             self.future.set_result(Completion(self.ids, self.logp, self.versions, reason))
 
@@ -101,17 +101,14 @@ class Rows:
         slot = request.slot = len(self.requests)
         self.requests.append(request)
         params = request.params
-        self.token[slot], self.position[slot], self.seed[slot] = (
-            request.prompt[-1],
-            len(request.prompt) - 1,
-            request.seed,
-        )
+        self.token[slot], self.position[slot] = request.prompt[-1], len(request.prompt) - 1
+        self.seed[slot] = request.seed
         self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
 
     def push(
         self, ids: Int[np.ndarray, "n"], logp: Float[np.ndarray, "n"], version: int
     ) -> list[tuple[int, FinishReason]]:
-        """Note one token per row, sampled by weights of `version`; which slots are finished now, and why."""
+        """Add one token per row, sampled by weights of `version`; returns the finished slots with their reasons."""
         n = len(self.requests)
         self.token[:n] = ids
         self.position[:n] += 1
@@ -134,8 +131,8 @@ class Rows:
 
 
 def runs(requests: Sequence[Request], *, max_tokens: int = 8192) -> list[list[Request]]:
-    """Cut into runs of similar prompt length to prefill together: padded to its longest, a run stays below `max_tokens`
-    and wastes at most a third."""
+    """Split into runs of similar prompt length to prefill together: padded to its longest prompt, a run has at most
+    `max_tokens` tokens and wastes at most a third."""
     out: list[list[Request]] = []
     total = 0
     for request in sorted(requests, key=lambda r: len(r.prompt)):

@@ -1,61 +1,58 @@
-"""SGLang servers as a rollout engine: start them, sample from one or many, and put new weights into them.
+"""SGLang servers as a rollout engine: start them, sample from one or many, and load new weights into them.
 
     with launch("model", args=["--tp", "2"]) as server:
         async with SGLang(server.url) as engine:
             completion = await engine.generate(prompt_ids, params=SamplingParams(max_new_tokens=64))
             await engine.update_weights(stream_weights(model), version=1)
 
-`generate`, `abort`, `update_weights` and `close` are those of `LocalEngine`. This process needs no SGLang, only
-`aiohttp`: the servers may run in another environment or on other machines. Written for SGLang 0.5 and tested against
-0.5.23; versions without weight-update sessions or per-token weight versions are served as well.
+`SGLang` is an `rlkit.types.Engine`. This process needs no SGLang, only `aiohttp`: the servers may run in another
+environment or on other machines. Written for SGLang 0.5 and tested against 0.5.23; servers without weight-update
+sessions or per-token weight versions work as well.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import time
 import warnings
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+from uuid import uuid4
 
-from rlkit.rollout.engines.http import Http, ReplicaError, all_done
-from rlkit.rollout.engines.local import Progress
-from rlkit.rollout.engines.sglang.calls import Calls
-from rlkit.rollout.engines.sglang.checks import (
-    NamedTensors,
-    Probe,
-    Shapes,
-    WeightMismatch,
-    check_probe,
-    checked,
-    shapes,
-)
-from rlkit.rollout.engines.sglang.group import FromGroup
+from rlkit.rollout.engines.http import Busy, Http, ReplicaError, all_done
+from rlkit.rollout.engines.sglang.checks import NamedTensors, Probe, WeightMismatch, check_probe, checked, shapes
 from rlkit.rollout.engines.sglang.replicas import Replica, Replicas
 from rlkit.rollout.engines.sglang.server import Server, launch
-from rlkit.rollout.engines.sglang.weights import FromDisk, FromTensors
-from rlkit.rollout.engines.sglang.wire import body, completion
-from rlkit.types import Completion, SamplingParams
+from rlkit.rollout.engines.sglang.weights import FromDisk, FromGroup, FromTensors
+from rlkit.rollout.engines.sglang.wire import Limits, body, completion
+from rlkit.types import Completion, Progress, SamplingParams
 
 __all__ = [
-    "FromDisk",
-    "FromGroup",
-    "FromTensors",
-    "Probe",
-    "ReplicaError",
-    "SGLang",
-    "Server",
-    "WeightMismatch",
-    "launch",
-]
+    "FromDisk", "FromGroup", "FromTensors", "Probe", "ReplicaError", "SGLang", "Server", "WeightMismatch", "launch",
+]  # fmt: skip
 
 Transport = FromTensors | FromDisk | FromGroup
 PauseMode = Literal["retract", "in_place", "abort"]
 UNFINISHED = "the update to version {} was not finished: call update_weights again"
+ASK_QUEUES_EVERY = 1.0  # seconds
+CLOSE_TIMEOUT = 10.0
+
+
+@dataclass
+class _Call:
+    """A `generate` in flight: its server, its name there, whether it was aborted and whether it has ended."""
+
+    replica: Replica | None = None
+    wire: str = ""
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    done: bool = False
 
 
 class SGLang:
-    """An engine over running servers. Nothing is sent when it is made, and it starts and ends no server.
+    """An `rlkit.types.Engine` over running servers. It starts and stops no server, and sends nothing when it is made.
 
     It serves one event loop at a time and can be used from one `asyncio.run` after another.
 
@@ -64,17 +61,17 @@ class SGLang:
         router: address of an SGLang router in front of them, which then distributes requests instead; weights still
             go to each of `urls`.
         transport: how weights travel: `FromTensors` (the default, one machine), `FromDisk`, `FromGroup`.
-        pause: what an update does to requests in flight. "retract": they wait, and go on under the new weights with
-            keys and values computed anew. "in_place": they go on with the keys and values they have, which is faster
-            and less exact. "abort": they return what they have. In all cases each token's version says who made it.
+        pause: what an update does to requests in flight. "retract": they wait, and continue under the new weights with
+            recomputed keys and values. "in_place": they continue with the keys and values they have, which is faster
+            and less exact. "abort": they return what they have. In every mode each token has its own version.
         probe: check every update, see `Probe`.
-        unsent: beginnings of the names of served tensors that the trainer does not have, such as "mtp." (layers for
-            speculative decoding, which transformers drops). Any other one that an update does not bring is an error.
+        unsent: prefixes of the names of served tensors that the trainer does not have, such as "mtp." (layers for
+            speculative decoding, which transformers drops). An update that lacks any other tensor is an error.
         timeout: seconds that one attempt of a generation may take.
-        stall: a server that has answered nothing for so many seconds is asked whether it is alive; where it does not
-            answer that three times, its requests go elsewhere.
-        tries: how often a generation is attempted before its error is raised. Weight updates are never repeated.
-        vocab_size: number of token ids of the model, to check what is sent and sampled; by default that of the served
+        stall: seconds without any answer from a server until its health is checked; after three failed checks its
+            requests go elsewhere.
+        tries: attempts of a generation until its error is raised. Weight updates are never repeated.
+        vocab_size: number of token ids of the model, to check prompts and replies; by default that of the served
             checkpoint, where this machine can read it.
         backoff_s, busy_s: a server that answers 408, 425, 429 or 503 is asked again after about `backoff_s` seconds,
             twice that, ..., or after its Retry-After, for `busy_s` in total. Weight updates wait in the same way: such
@@ -104,15 +101,18 @@ class SGLang:
         self.version = 0
         self._http = Http(backoff_s=backoff_s, busy_s=busy_s)
         self._servers = Replicas(self._http, addresses, stall=stall, vocab_size=vocab_size)
-        serving = Replicas(self._http, routers, stall=stall) if routers else self._servers
-        self._calls = Calls(self._http, serving, self._servers, timeout=timeout, tries=tries)
+        self._serving = Replicas(self._http, routers, stall=stall) if routers else self._servers
         self._transport = FromTensors() if transport is None else transport
         self._pause, self._probe, self._unsent = pause, probe, tuple(unsent)
+        self._timeout, self._tries = timeout, tries
         self._salt: str | None = None
         self._broken: str | None = None
         self._primed = self._closed = self._warned = False
-        self._names = itertools.count()
         self._updating = asyncio.Lock()
+        self._calls: dict[str, _Call] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._num_tokens = self._num_waiting = 0
+        self._asked = 0.0
 
     async def __aenter__(self) -> SGLang:
         try:
@@ -129,8 +129,8 @@ class SGLang:
         """Sample a completion of `prompt_ids`. See `rlkit.types.SamplingParams` and `Completion`.
 
         A call whose server dies, hangs, answers 5xx or with what cannot be the answer (see `check_reply`) is sampled
-        anew, on another server where there is one.
-        A cancelled call is aborted on its server. A `seed` is heeded by servers in deterministic mode (see `launch`).
+        again, on another server where there is one. A cancelled call is aborted on its server. Servers use `seed` only
+        in deterministic mode (see `launch`).
 
         Raises:
             ValueError: the prompt is empty, too long or has ids out of range; `rid` is in use; the server refuses.
@@ -140,38 +140,57 @@ class SGLang:
         if self._closed or self._broken is not None:
             raise RuntimeError(self._broken or "the engine is closed")
         limits = self._servers.limits or await self._servers.learn()
-        name = rid if rid is not None else f"rlkit-{next(self._names)}"
-        # made anew for every attempt: an update in between may have given the prefix cache another key
-        return await self._calls.run(name, lambda: body(prompt_ids, params, limits, self._salt), version=self.version)
+        name = uuid4().hex if rid is None else rid
+        if name in self._calls:
+            raise ValueError(f"rid {name!r} is already in flight")
+        call = self._calls[name] = _Call()
+        try:
+            # built again for every attempt: an update in between may have changed the key of the prefix cache
+            attempts = partial(self._attempts, call, lambda: body(prompt_ids, params, limits, self._salt), limits)
+            out = await self._http.patient(attempts, sleep=partial(_sleep, unless=call.aborted))
+            self._num_tokens += len(out.ids)
+            return out
+        finally:
+            call.done = True
+            del self._calls[name]
+            if self._calls and time.monotonic() - self._asked > ASK_QUEUES_EVERY:
+                self._asked = time.monotonic()
+                self._spawn(self._count_waiting())
 
     @property
     def progress(self) -> Progress:
-        """How many requests run and wait, and how many tokens came back so far (those of calls that have ended).
+        """Requests running and waiting, and tokens of the calls that have ended.
 
-        Which of the requests wait, the servers are asked at most once a second, when a call ends.
+        The servers are asked for their queues when a call ends, at most once a second.
         """
-        return self._calls.progress
+        waiting = min(self._num_waiting, len(self._calls))
+        return Progress(len(self._calls) - waiting, waiting, self._num_tokens)
 
-    def abort(self, rid: str | None = None) -> int:
+    async def abort(self, rid: str | None = None) -> int:
         """End the request `rid` (None: all of this engine's): its caller gets the tokens so far, as "abort".
 
-        Returns how many requests that concerns; they end a moment later. Call it in the event loop's thread.
+        Returns the number of requests; they end a moment later.
         """
-        return self._calls.abort(rid)
+        calls = list(self._calls.values()) if rid is None else [self._calls[rid]] if rid in self._calls else []
+        for call in calls:
+            if not call.aborted.is_set():
+                call.aborted.set()
+                self._spawn(self._abort_until_done(call))
+        return len(calls)
 
-    async def update_weights(self, named_tensors: NamedTensors, *, version: int) -> None:
-        """Load weights into every server and stamp what is sampled from here on with `version`.
+    async def update_weights(self, weights: NamedTensors, *, version: int) -> None:
+        """Load `weights` into every server and stamp what is sampled from here on with `version`.
 
-        Pauses generation, opens SGLang's update session, sends, flushes the prefix cache, closes the session,
-        continues, and runs the probe. After an in-place pause the cache cannot be flushed (running requests hold it);
-        later requests then get a cache of their own, by SGLang's `extra_key`. A server found dead is left out; one
-        that has come back takes part again. An update also ends a `pause`.
+        Pauses generation, opens SGLang's update session, sends, flushes the prefix cache, closes the session, resumes,
+        and runs the probe. After an in-place pause the cache cannot be flushed (running requests hold it); later
+        requests then get a cache of their own, by SGLang's `extra_key`. A dead server is left out; one that has come
+        back takes part again. An update also ends a `pause`.
 
         Raises:
             ValueError, TypeError: the tensors are not those of the served checkpoint (names, shapes, one is missing),
-            as far as it can be read on this machine; or they are sharded. WeightMismatch: see `Probe`. ReplicaError.
-            Whatever it was, the servers may hold a mixture of weights: `generate` refuses until an update has
-            succeeded.
+            as far as it can be read on this machine; they are sharded; the servers run with `--pp` or `--dp`, to which
+            only `FromDisk` sends. WeightMismatch: see `Probe`. ReplicaError.
+            After any failure the servers may hold mixed weights: `generate` raises until an update succeeds.
         """
         async with self._updating:
             servers = await self._servers.revive()
@@ -180,10 +199,10 @@ class SGLang:
                 await all_done(self._sample(server, probe) for server in servers)
                 self._primed = True
             try:
-                await self._load(servers, named_tensors, version)
+                await self._load(servers, weights, version)
                 if self._pause == "in_place":
                     self._salt = f"rlkit-{version}"
-                self.version = self._servers.version = self._calls.serving.version = version
+                self.version = self._servers.version = self._serving.version = version
                 if probe is not None:
                     for server in servers:
                         check_probe(probe, await self._sample(server, probe), url=server.url, version=version)
@@ -197,7 +216,7 @@ class SGLang:
         await self._set_paused(self._servers.up(), mode)
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         await self._set_paused(self._servers.up(), None)
 
     async def release_memory(self, *tags: str) -> None:
@@ -206,33 +225,97 @@ class SGLang:
         The server needs `--enable-memory-saver`, and nothing in flight. Released weights come back undefined: update
         them after `resume_memory`.
         """
-        body = {"tags": list(tags) or None}
-        await all_done(server.post("/release_memory_occupation", body) for server in self._servers.up())
+        await all_done(s.post("/release_memory_occupation", {"tags": tags or None}) for s in self._servers.up())
 
     async def resume_memory(self, *tags: str) -> None:
         """Take the memory back. To keep the peak low, resume "weights", update them, then resume "kv_cache"."""
-        body = {"tags": list(tags) or None}
-        await all_done(server.post("/resume_memory_occupation", body) for server in self._servers.up())
+        await all_done(s.post("/resume_memory_occupation", {"tags": tags or None}) for s in self._servers.up())
 
     async def close(self) -> None:
-        """Abort what is in flight and close all connections. The servers go on running; a closed engine refuses."""
+        """Abort what is in flight and close all connections. The servers keep running; a closed engine refuses."""
         self._closed = True
-        await self._calls.close()
+        await self.abort()
+        if self._background:
+            await asyncio.wait(self._background, timeout=CLOSE_TIMEOUT)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         try:
             await self._transport.close()
         finally:
             await self._http.close()
 
-    async def _load(self, servers: Sequence[Replica], named_tensors: NamedTensors, version: int) -> None:
+    async def _attempts(self, call: _Call, request: Callable[[], dict[str, Any]], limits: Limits) -> Completion:
+        failures = deaths = 0
+        while not call.aborted.is_set():
+            replica = await self._serving.pick()
+            if call.aborted.is_set():
+                break
+            call.replica, call.wire = replica, uuid4().hex  # SGLang aborts by prefix: no name may begin with another
+            named, version = {**request(), "rid": call.wire}, self.version
+            try:
+                reply = await self._serving.request(replica, "/generate", named, timeout=self._timeout)
+                return completion(reply, named, limits, url=replica.url, version=version)
+            except Busy:
+                raise
+            except ReplicaError as error:
+                failures += 1
+                deaths += await self._serving.suspect(replica)
+                if failures >= self._tries or deaths > 1:  # whatever kills two servers must not see a third
+                    raise ReplicaError(f"generation failed {failures} times, the last time: {error}") from error
+                await asyncio.sleep(min(0.1 * 2**failures, 5.0))
+            except (asyncio.CancelledError, TimeoutError):
+                self._spawn(self._abort_once(replica, call.wire))
+                raise
+        return Completion([], [], [], "abort")
+
+    async def _abort_until_done(self, call: _Call) -> None:
+        pause = 0.05
+        while not call.done and call.replica is not None:
+            # SGLang forgets an abort that comes before its request, and loses one that comes while it is paused
+            if not call.replica.paused:
+                await self._abort_once(call.replica, call.wire)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 1.0)
+
+    async def _abort_once(self, replica: Replica, wire: str) -> None:
+        servers = [replica] if replica in self._servers.all else self._servers.up()
+        posts = (server.post_once("/abort_request", {"rid": wire}, timeout=10.0) for server in servers)
+        await asyncio.gather(*posts, return_exceptions=True)  # a server that is gone samples no more
+
+    async def _count_waiting(self) -> None:
+        """Requests that wait inside the servers, for `progress`; 0 for a server that does not report them."""
+        asked = (server.get("/v1/loads?include=core", timeout=5.0) for server in self._servers.up())
+        replies = await asyncio.gather(*asked, return_exceptions=True)
+        loads = [load for reply in replies if isinstance(reply, dict) for load in reply.get("loads", [])]
+        self._num_waiting = sum(load.get("num_waiting_reqs", 0) for load in loads)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _load(self, servers: Sequence[Replica], weights: NamedTensors, version: int) -> None:
         for server in servers:
-            self._refuse_layout(server)
-        sound = checked(named_tensors, self._known(servers[0]), unsent=self._unsent)
+            if self._transport.sessions and (server.num_stages > 1 or server.num_copies > 1):
+                raise ValueError(
+                    f"{server.url} runs with pp_size {server.num_stages} and dp_size {server.num_copies}, to which "
+                    "SGLang loads from disk only: use transport=FromDisk(...), or one server per replica, --tp only"
+                )
+        known = shapes(servers[0].model_path)
+        if not known and self._probe is None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"rlkit cannot read the checkpoint {servers[0].model_path!r} of {servers[0].url} on this machine, so "
+                "names and shapes of weights go unchecked, and SGLang ignores unknown names: pass a probe",
+                stacklevel=2,
+            )
         try:
             await self._set_paused(servers, self._pause)
             if self._transport.sessions:
                 await self._servers.session(servers, "begin")
             try:
-                await self._transport.send(servers, sound, version=version)
+                await self._transport.send(servers, checked(weights, known, unsent=self._unsent), version=version)
                 if self._pause != "in_place":
                     await all_done(server.post("/flush_cache", None) for server in servers)
             finally:
@@ -240,30 +323,12 @@ class SGLang:
                     await self._servers.session(servers, "end")
         except BaseException:
             self._broken = UNFINISHED.format(version)
-            self._calls.abort(None)  # what is in flight must not go on under a mixture of weights
+            await self.abort()  # what is in flight must not continue under mixed weights
             everything = (s.post("/abort_request", {"abort_all": True}) for s in servers)
             await asyncio.gather(*everything, return_exceptions=True)
             raise
         finally:
             await self._set_paused(servers, None)
-
-    def _refuse_layout(self, server: Replica) -> None:
-        if self._transport.sessions and (server.num_stages > 1 or server.num_copies > 1):
-            raise ValueError(
-                f"{server.url} runs with pp_size {server.num_stages} and dp_size {server.num_copies}, to which SGLang "
-                "sends no weights but from disk: use transport=FromDisk(...), or one server per replica, --tp only"
-            )
-
-    def _known(self, server: Replica) -> Shapes:
-        known = shapes(server.model_path)
-        if not known and self._probe is None and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"rlkit cannot read the checkpoint {server.model_path!r} of {server.url} on this machine, so names and "
-                "shapes of weights go unchecked, and SGLang ignores names that it does not know: pass a probe",
-                stacklevel=2,
-            )
-        return known
 
     async def _set_paused(self, servers: Sequence[Replica], mode: PauseMode | None) -> None:
         path, body = ("/continue_generation", {}) if mode is None else ("/pause_generation", {"mode": mode})
@@ -279,7 +344,13 @@ class SGLang:
 
     async def _sample(self, server: Replica, probe: Probe) -> Completion:
         greedy = SamplingParams(max_new_tokens=probe.num_tokens, temperature=0.0)
-        limits = await self._servers.learn()
+        limits = self._servers.limits or await self._servers.learn()
         request = body(probe.prompt_ids, greedy, limits, self._salt)
-        reply = await server.post("/generate", request)
-        return completion(reply, request, limits, url=server.url, version=self.version)
+        return completion(
+            await server.post("/generate", request), request, limits, url=server.url, version=self.version
+        )
+
+
+async def _sleep(seconds: float, *, unless: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(unless.wait(), seconds)

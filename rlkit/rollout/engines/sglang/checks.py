@@ -1,4 +1,4 @@
-"""Checks of an update: against the checkpoint that is served, where this machine can read it, and by a probe."""
+"""Checks of a weight update: against the served checkpoint, where this machine can read it, and by a probe."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rlkit.types import Completion
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 Shapes = Mapping[str, tuple[int, ...]]
-HEAD = "lm_head.weight"  # where it is tied to the embedding, a checkpoint may have it or not
-DERIVED = "rotary_emb.inv_freq"  # in old checkpoints, and computed by everybody
+HEAD = "lm_head.weight"  # optional in a checkpoint that ties it to the embedding
+DERIVED = "rotary_emb.inv_freq"  # in old checkpoints; computed, not loaded
 
 
 class WeightMismatch(RuntimeError):
-    """After an update a server's log-probs are not those of the trainer: the run must not go on."""
+    """After an update a server's log-probs are not those of the trainer: the run must stop."""
 
 
 class Probe(NamedTuple):
@@ -37,15 +37,23 @@ class Probe(NamedTuple):
     num_tokens: int = 16
 
 
+def config_of(model_path: str | None) -> dict[str, Any]:
+    """The checkpoint's config.json; {} where it is not on this machine."""
+    try:
+        return json.loads((_folder(model_path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
 def vocab_size(model_path: str | None) -> int | None:
-    """Number of rows of the served embedding; None where the checkpoint is not here."""
-    config = _config(model_path)
+    """Rows of the served embedding; None where the checkpoint is not on this machine."""
+    config = config_of(model_path)
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
 
 
 @lru_cache(maxsize=4)
 def shapes(model_path: str | None) -> Shapes:
-    """Name and shape of every weight, from the headers of the safetensors files; empty where they are not here."""
+    """Name and shape of every weight, from the safetensors headers; empty where they are not on this machine."""
     found: dict[str, tuple[int, ...]] = {}
     try:
         for path in _files(_folder(model_path)):
@@ -55,17 +63,17 @@ def shapes(model_path: str | None) -> Shapes:
             found |= {n: tuple(entry["shape"]) for n, entry in header.items() if not n.endswith(DERIVED)}
     except (OSError, ValueError):
         return {}
-    if _config(model_path).get("tie_word_embeddings", True):
+    if config_of(model_path).get("tie_word_embeddings", True):
         found.pop(HEAD, None)
     return found
 
 
 def checked(named_tensors: NamedTensors, known: Shapes, *, unsent: tuple[str, ...] = ()) -> NamedTensors:
-    """The same stream, which raises at a tensor that the served checkpoint does not have, and at the end if one was
+    """The same stream; it raises at a tensor that the served checkpoint does not have, and at the end if one is
     missing, unless its name begins with one of `unsent`.
 
-    SGLang skips a name that it does not know and keeps the old values of what does not come, both without an error; a
-    shape it does not expect ends it. A sharded tensor is refused in any case.
+    SGLang silently skips an unknown name and keeps the old values of a missing tensor; an unexpected shape kills it.
+    A sharded tensor is always refused.
     """
 
     def stream() -> Iterator[tuple[str, Tensor]]:
@@ -84,7 +92,7 @@ def checked(named_tensors: NamedTensors, known: Shapes, *, unsent: tuple[str, ..
             few = ", ".join([*missing][:3])
             raise ValueError(
                 f"the served model has {len(missing)} tensors that did not come, like {few}: they would keep their old "
-                "values. Send them, or SGLang(unsent=...) if the trainer does not have them"
+                "values. Send them, or name them in SGLang(unsent=...) if the trainer does not have them"
             )
 
     return stream()
@@ -112,16 +120,8 @@ def check_probe(probe: Probe, out: Completion, *, url: str, version: int) -> Non
         )
 
 
-def _config(model_path: str | None) -> dict[str, Any]:
-    """{} where it is not here."""
-    try:
-        return json.loads((_folder(model_path) / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-
-
 def _files(folder: Path) -> list[Path]:
-    """Those that the index names (some repositories hold the weights twice), all of them, or a single one."""
+    """The files of the index (some repositories hold the weights twice), else the single file, else all."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return [folder / name for name in sorted({*json.loads(index.read_text())["weight_map"].values()})]

@@ -1,8 +1,8 @@
-"""`python guard.py PARENT COMMAND ...`: run the command; end its whole process group with it, or with the parent.
+"""`python guard.py PARENT COMMAND ...`: run the command, and kill its process group when it or the parent ends.
 
-The guard leads the group. So a server never outlives the trainer that launched it, not even one that was killed with
-SIGKILL, and none of its workers outlives the server. The files that SGLang has in /dev/shm go with them, its semaphores
-included: it removes them at no end, and a killed process cannot. Standard library only: it starts in milliseconds.
+The guard leads the group, so a server never outlives the trainer that launched it, even if that is killed with SIGKILL,
+and no worker outlives its server. The guard also removes the files and semaphores of SGLang in /dev/shm, which SGLang
+never removes. Standard library only: it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 
 SHARED = "/dev/shm"
 NAMES = ("sglang_", "sem.mp-")
-LOOK_EVERY = 10.0  # seconds; a server that dies at once leaves nobody to ask
+LOOK_EVERY = 10.0  # seconds; after a sudden death there is no process left to inspect
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     files |= shared_files(os.getpgrp())
     sys.stderr.write(f"guard: server status {server.poll()}, stop asked: {not wanted}, parent {os.getppid()}\n")
     sys.stderr.flush()
-    server.kill()  # its workers follow (SIGTERM would have it drain and diagnose for five seconds)
+    server.kill()  # its workers follow; on SIGTERM it would drain and diagnose for five seconds
     for path in files:
         with suppress(FileNotFoundError):
             os.unlink(path)
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def shared_files(group: int) -> set[str]:
-    """Files in /dev/shm that processes of a group have mapped; by their inode, for the C library renames semaphores."""
+    """Files in /dev/shm that processes of a group have mapped, found by inode: the C library renames semaphores."""
     found: set[int] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Which servers there are, which of them is up, and whose turn it is."""
+"""Health tracking and least-loaded selection of SGLang servers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -23,13 +24,10 @@ class Replica:
 
     def __init__(self, http: Http, url: str) -> None:
         self._http, self.url = http, url.rstrip("/")
-        self.outstanding = 0
         self.down: str | None = None
-        self.paused = False
-        self.life = 0  # how often it has come back
-        self.num_ranks = 1
-        self.num_stages = self.num_copies = 1  # pipeline and data parallel sizes
-        self.has_sessions = True
+        self.paused, self.has_sessions = False, True
+        self.num_ranks = self.num_stages = self.num_copies = 1  # tensor, pipeline and data parallel sizes
+        self.outstanding = self.life = 0  # life: how often it has come back
         self.model_path: str | None = None
         self.last_reply = 0.0
         self.question: asyncio.Task[None] | None = None
@@ -51,26 +49,24 @@ class Replica:
 
 
 class Replicas:
-    """Servers of one model behind one client. A server that died is out until an update of the weights includes it."""
+    """Servers of one model behind one client. A dead server stays out until a weight update includes it again."""
 
     def __init__(self, http: Http, urls: Sequence[str], *, stall: float, vocab_size: int | None = None) -> None:
         self._http, self.all = http, [Replica(http, url) for url in urls]
         self.limits: Limits | None = None
-        self.version = 0
+        self.version = self._turn = 0
         self._vocab_size = vocab_size
         self._stall, self._patience = stall, max(1.0, stall / 4)
-        self._turn = 0
 
     def up(self) -> list[Replica]:
-        """Those not known to be down."""
+        """Servers not known to be down."""
         return [r for r in self.all if r.down is None]
 
     async def learn(self) -> Limits:
         """Ask every server what it serves; `limits` are those of the smallest."""
-        answers = await asyncio.gather(*(self._learn(r) for r in self.up()))
-        if not self.up():
+        known = [limits for limits in await asyncio.gather(*map(self._learn, self.up())) if limits is not None]
+        if not known:
             raise self._none_left()
-        known = [answer for answer in answers if answer is not None]
         self.limits = Limits(min(a.max_len for a in known), min(a.vocab_size for a in known))
         return self.limits
 
@@ -80,25 +76,30 @@ class Replicas:
         Raises:
             ReplicaError: all are down.
         """
-        candidates = self.up()
-        if not candidates:
-            await asyncio.gather(*(self._readmit(r) for r in self.all))
-            candidates = self.up()
-            if not candidates:
+        if not self.up():
+            await asyncio.gather(*map(self._readmit, self.all))
+            if not self.up():
                 raise self._none_left()
         self._turn += 1
-        turn = self._turn % len(candidates)
-        return min(candidates[turn:] + candidates[:turn], key=lambda r: r.outstanding)
+        turn = self._turn % len(self.up())
+        return min(self.up()[turn:] + self.up()[:turn], key=lambda r: r.outstanding)
 
     async def request(self, replica: Replica, path: str, body: Any, *, timeout: float) -> Any:
-        """POST, watched: when the server has not answered anything for `stall` seconds it is asked for its health."""
+        """POST; a server that has answered nothing for `stall` seconds is asked for its health meanwhile.
+
+        Raises:
+            ReplicaError: the health checks failed too; see also `Http.request`.
+        """
         if not replica.outstanding:
             replica.last_reply = time.monotonic()
         replica.outstanding += 1
         task = asyncio.ensure_future(replica.post_once(path, body, timeout=timeout))
         try:
             while not (await asyncio.wait({task}, timeout=self._stall))[0]:
-                await self._still_there(replica)
+                if not replica.paused and time.monotonic() - replica.last_reply >= self._stall:
+                    await self._check(replica, "/health", tries=3, then=f"it hangs: nothing for {self._stall} s, and ")
+                if replica.down is not None:
+                    raise ReplicaError(f"{replica.url}: {replica.down}")
             replica.last_reply = time.monotonic()
             return task.result()
         finally:
@@ -108,14 +109,14 @@ class Replicas:
                 await asyncio.wait({task})
 
     async def suspect(self, replica: Replica) -> bool:
-        """After a failed request: whether the server is gone. Many callers ask once."""
+        """After a failed request: whether the server is gone."""
         if replica.down is None:
-            await self._ask(replica, self._is_gone)
+            await self._check(replica, "/model_info")
         return replica.down is not None
 
     async def revive(self) -> list[Replica]:
-        """The servers that new weights go to: those that answer, also those that have come back."""
-        await all_done(self._revive(replica) for replica in self.all)
+        """The servers that new weights go to: all that answer, including those that have come back."""
+        await all_done(map(self._revive, self.all))
         if self.limits is None:
             await self.learn()
         if not self.up():
@@ -123,7 +124,7 @@ class Replicas:
         return self.up()
 
     async def session(self, servers: Sequence[Replica], edge: Literal["begin", "end"]) -> None:
-        """Open or close SGLang's weight-update session; a server that knows none needs none."""
+        """Open or close SGLang's weight-update session, on the servers that have sessions."""
         await all_done(self._session(server, edge) for server in servers if server.has_sessions)
 
     async def _session(self, server: Replica, edge: Literal["begin", "end"]) -> None:
@@ -162,52 +163,44 @@ class Replicas:
             return None
 
     async def _readmit(self, replica: Replica) -> None:
-        try:
+        """Take a server back that still has the current weights, after its connection or this machine failed."""
+        with suppress(ReplicaError, TimeoutError):  # why it went down says more
             info = await replica.get("/model_info", timeout=self._patience)
-        except (ReplicaError, TimeoutError):
-            return  # why it went down says more
-        served = parse_version(info.get("weight_version"), 0)
-        other = f"it was restarted and serves version {served}, not {self.version}: call update_weights"
-        self._note(replica, None if served == self.version else other)
+            served = parse_version(info.get("weight_version"), 0)
+            other = f"it was restarted and serves version {served}, not {self.version}: call update_weights"
+            self._note(replica, None if served == self.version else other)
 
-    async def _still_there(self, replica: Replica) -> None:
-        if not replica.paused and time.monotonic() - replica.last_reply >= self._stall:
-            await self._ask(replica, self._hangs)
-        if replica.down is not None:
-            raise ReplicaError(f"{replica.url}: {replica.down}")
+    async def _check(self, replica: Replica, path: str, *, tries: int = 1, then: str = "") -> None:
+        """Note the server as down unless it answers `path`. Concurrent callers share one check."""
 
-    async def _ask(self, replica: Replica, question: Callable[[Replica], Coroutine[Any, Any, None]]) -> None:
+        async def check() -> None:
+            for _ in range(tries):
+                if (error := await self._answers(replica, path)) is None:
+                    replica.last_reply = time.monotonic()
+                    return
+            self._note(replica, f"{then}{error}")
+
         if replica.question is None or replica.question.done():
-            replica.question = asyncio.create_task(question(replica))
+            replica.question = asyncio.create_task(check())
         await asyncio.shield(replica.question)
 
-    def _note(self, replica: Replica, down: str | None) -> None:
-        """Keep why a server is down, and say so when that changes: with one less a run goes on, only slower."""
-        if (down is None) != (replica.down is None):
-            _log.warning("SGLang server %s is %s", replica.url, "back" if down is None else f"left out: {down}")
-        replica.down = down
-
-    async def _is_gone(self, replica: Replica) -> None:
-        self._note(replica, await self._answers(replica, "/model_info"))
-
-    async def _hangs(self, replica: Replica) -> None:
-        for _ in range(3):
-            error = await self._answers(replica, "/health")
-            if error is None:
-                replica.last_reply = time.monotonic()
-                return
-        self._note(replica, f"it hangs: nothing for {self._stall} s, and it does not answer /health ({error})")
-
     async def _answers(self, replica: Replica, path: str) -> str | None:
+        """None if the server answers, else why not."""
         began = time.monotonic()
         try:
             await replica.get(path, timeout=self._patience)
         except Busy as error:
             return str(error) if error.status == 503 else None  # too many requests: it is there
         except (ReplicaError, TimeoutError) as error:
-            ours = time.monotonic() - began > 2 * self._patience
-            return None if ours else str(error)  # this process did not listen: a training step kept its event loop
+            blocked = time.monotonic() - began > 2 * self._patience  # a training step held this event loop
+            return None if blocked else str(error)
         return None
+
+    def _note(self, replica: Replica, down: str | None) -> None:
+        """Set why a server is down, and log changes: the run continues with one server fewer, only slower."""
+        if (down is None) != (replica.down is None):
+            _log.warning("SGLang server %s is %s", replica.url, "back" if down is None else f"left out: {down}")
+        replica.down = down
 
     def _none_left(self) -> ReplicaError:
         reasons = "\n".join(f"  {r.url}: {r.down}" for r in self.all)

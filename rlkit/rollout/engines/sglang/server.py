@@ -1,8 +1,7 @@
-"""Start an SGLang server, wait until it is healthy, and make sure that it goes away."""
+"""Start an SGLang server, wait until it is healthy, and stop it with the process that started it."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -15,7 +14,10 @@ import urllib.error
 import urllib.request
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+from rlkit.rollout.engines.sglang.checks import config_of
 
 CPU_ARGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -28,7 +30,7 @@ CPU_ENV = {
     "MALLOC_MMAP_MAX_": "0",  # glibc keeps freed pages: fresh ones for every bucket of weights cost as much as the copy
     "MALLOC_TRIM_THRESHOLD_": "2147483647",
 }
-# What torchrun tells its ranks. With it the server's processes would look for the store of the trainer, and hang.
+# Set by torchrun. With them the server's processes would connect to the trainer's store, and hang.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _LOST_PORT = "error while attempting to bind on address"
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -64,9 +66,7 @@ class Server:
         while not _healthy(self.url):
             if not self.alive or _LOST_PORT in self._tail():  # then it would wait for itself for minutes
                 self.close()
-                raise RuntimeError(
-                    f"the SGLang server exited while it started; its log {self.log} ends:\n{self._tail()}"
-                )
+                raise RuntimeError(f"the SGLang server exited at its start; its log {self.log} ends:\n{self._tail()}")
             if time.monotonic() > end:
                 self.close()
                 raise TimeoutError(f"no SGLang server at {self.url} after {timeout} s; its log ends:\n{self._tail()}")
@@ -99,7 +99,7 @@ def launch(
         with launch("Qwen/Qwen3-4B", args=["--tp", "2"]) as server, ...
 
     The group ends with `close`, with the `with` block, at exit, and when this process dies in any way.
-    Initial weights have version 0. SGLang heeds the seed of a request only where it is started with
+    Initial weights have version 0. SGLang uses the seed of a request only if it is started with
     `args=["--enable-deterministic-inference"]`, which it refuses on a CPU.
 
     Args:
@@ -108,7 +108,7 @@ def launch(
         dtype: of weights and activations; by default the one in a local checkpoint's config.json, else SGLang's choice
             (which turns a float32 checkpoint into float16).
         args: more command-line arguments of `sglang.launch_server`; later ones win.
-        env: more environment variables, beside those of this process (without what torchrun told it).
+        env: more environment variables, beside those of this process (without those of torchrun).
         python: the interpreter that has SGLang; by default $RLKIT_SGLANG_PYTHON, else the running one.
         host, port: where to listen; by default on this machine only, at a free port.
         log: file for the server's output; by default in a new folder of the temporary one.
@@ -125,22 +125,21 @@ def launch(
     if port is not None and not _is_free(host, port):
         raise ValueError(f"port {port} of {host} is taken: give another one, or none")
     port = _free_port(host) if port is None else port
-    dtype = _own_dtype(Path(model_path)) if dtype is None else dtype
+    own = config_of(str(model_path)) if Path(model_path).is_dir() else {}
+    dtype = dtype or own.get("dtype") or own.get("torch_dtype")
     python = python or os.environ.get("RLKIT_SGLANG_PYTHON") or sys.executable
     command = [python, "-m", "sglang.launch_server", "--model-path", str(model_path), "--host", host]
     command += ["--port", str(port), "--weight-version", "0"]
     command += [*(CPU_ARGS if device == "cpu" else ()), *(("--dtype", dtype) if dtype else ()), *args]
     path = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix=f"rlkit-sglang-{port}-"), "server.log")
     path.parent.mkdir(parents=True, exist_ok=True)
+    ours = {k: v for k, v in os.environ.items() if k not in TORCHRUN and not k.startswith("TORCHELASTIC_")}
     with open(path, "ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-S", "-E", str(Path(__file__).with_name("guard.py")), str(os.getpid()), *command],
-            env={**_inherited(), **(CPU_ENV if device == "cpu" else {}), **(env or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+            env={**ours, **(CPU_ENV if device == "cpu" else {}), **(env or {})},
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
     server = Server(process, f"http://{host}:{port}", path)
     return server.wait() if wait else server
 
@@ -164,24 +163,16 @@ def _healthy(url: str) -> bool:
         return False
 
 
-def _inherited() -> dict[str, str]:
-    others = (name for name in os.environ if name not in TORCHRUN and not name.startswith("TORCHELASTIC_"))
-    return {name: os.environ[name] for name in others}
-
-
 def _free_port(host: str) -> int:
-    """A free port below those that the system gives to whoever asks for any: the server takes it seconds later, and a
-    few above it for its own use."""
-    try:
+    """A free port below the system's ephemeral range, from which another process could be given it before the server
+    takes it, seconds later; the server also takes a few ports above it."""
+    first = 32768
+    with suppress(OSError):
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except OSError:
-        first = 32768
     below = range(max(2048, first - 16384), first - 2048)
-    for port in random.SystemRandom().sample(below, min(100, len(below))):
-        if _is_free(host, port):
-            return port
-    with socket.create_server((host, 0)) as probe:
-        return int(probe.getsockname()[1])
+    tried = random.SystemRandom().sample(below, min(100, len(below)))
+    with socket.create_server((host, next((port for port in tried if _is_free(host, port)), 0))) as free:
+        return int(free.getsockname()[1])
 
 
 def _is_free(host: str, port: int) -> bool:
@@ -190,11 +181,3 @@ def _is_free(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _own_dtype(model_path: Path) -> str | None:
-    try:
-        config = json.loads((model_path / "config.json").read_text())
-    except OSError:
-        return None
-    return config.get("dtype") or config.get("torch_dtype")

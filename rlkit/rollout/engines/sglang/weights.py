@@ -1,4 +1,4 @@
-"""Ways for weights into running SGLang servers: shared memory, files, a process group. Each is given to `SGLang`."""
+"""Transports of weights into running SGLang servers: shared memory, files, a process group."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 from torch.multiprocessing import reductions
 
+from rlkit.rollout.calling import in_own_thread
 from rlkit.rollout.engines.http import all_done
 from rlkit.rollout.engines.sglang.checks import NamedTensors
 from rlkit.rollout.engines.sglang.replicas import Replica
+from rlkit.rollout.rollout import all_or_cancel
 
 Named = list[tuple[str, Tensor]]
 NO_TENSORS = "update_weights was given no tensors; pass (name, tensor) pairs, e.g. stream_weights(model)"
@@ -36,13 +43,13 @@ class Bucket(NamedTuple):
 
 
 class Memory:
-    """Shared bytes that every bucket on a CPU is laid out in anew: fresh pages would cost more than the copy itself."""
+    """Shared bytes, reused for every bucket on a CPU: fresh pages would cost more than the copy itself."""
 
     def __init__(self) -> None:
         self._flat = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
-        """The first `num_bytes`; what an earlier call returned is overwritten with them."""
+        """The first `num_bytes`, which overwrite what an earlier call returned."""
         if self._flat.numel() < num_bytes:
             self._flat = torch.empty(num_bytes, dtype=torch.uint8)
             with _file_system_sharing(), _stderr_not_passed_on():
@@ -51,12 +58,9 @@ class Memory:
 
 
 def groups(named_tensors: NamedTensors, *, max_bytes: int) -> Iterator[tuple[Named, bool]]:
-    """(tensors of one dtype with at most `max_bytes` together, whether they are the last). A larger one is alone.
+    """Yield (tensors of one dtype and at most `max_bytes`, whether they are the last); a larger tensor is alone.
 
-    One dtype, so that each is aligned in the bucket.
-
-    Raises:
-        ValueError: there are none.
+    One dtype keeps each tensor aligned in its bucket. ValueError if there are no tensors.
     """
     pending: Named = []
     size = 0
@@ -76,10 +80,9 @@ def flatten(named: Named, memory: Memory | None) -> Bucket:
     parts = [t.contiguous().reshape(-1).view(torch.uint8) for _, t in named]
     metadata, start = [], 0
     for (name, tensor), part in zip(named, parts, strict=True):
-        size, end = part.numel(), start + part.numel()
-        place = {"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "start_idx": start, "end_idx": end}
-        metadata.append(SimpleNamespace(**place, numel=size))
-        start = end
+        place = {"start_idx": start, "end_idx": start + part.numel(), "numel": part.numel()}
+        metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **place))
+        start += part.numel()
     out = None if memory is None or parts[0].device.type != "cpu" else memory.take(start)
     return Bucket(torch.cat(parts, out=out), metadata)
 
@@ -107,22 +110,15 @@ class FromTensors:
         """Load `named_tensors` into every server and stamp the version."""
         for named, last in groups(named_tensors, max_bytes=self._bucket_bytes):
             bucket = flatten(named, self._memory)
-            stamp = {"weight_version": str(version)} if last else {}
+            body = {"load_format": "flattened_bucket", "flush_cache": False} | _stamp(version, last=last)
+            handles = ([_handle(bucket) for _ in range(server.num_ranks)] for server in servers)
             await all_done(
-                server.post(
-                    "/update_weights_from_tensor",
-                    {
-                        "serialized_named_tensors": [_handle(bucket) for _ in range(server.num_ranks)],
-                        "load_format": "flattened_bucket",
-                        "flush_cache": False,
-                        **stamp,
-                    },
-                )
-                for server in servers
+                server.post("/update_weights_from_tensor", body | {"serialized_named_tensors": handle})
+                for server, handle in zip(servers, handles, strict=True)
             )
 
     async def close(self) -> None:
-        """Free the shared memory: no end of this process would, as long as a server lives that has seen it."""
+        """Free the shared memory: the end of this process would not while a server that has mapped it lives."""
         self._memory = Memory()
 
 
@@ -130,11 +126,11 @@ class FromDisk:
     """Through checkpoint files on storage that trainer and servers share.
 
     Args:
-        folder: each update writes `folder/<version>/*.safetensors` and removes those of the one before the last.
-        file_bytes: size of a file; as much is held in this process's memory.
+        folder: each update writes `folder/<version>/*.safetensors`; the folders of the last two updates are kept.
+        file_bytes: size of a file, and of the buffer in this process's memory.
     """
 
-    sessions = False  # SGLang's update from disk is one step by itself, and rolls back if it fails
+    sessions = False  # SGLang's update from disk is one atomic step, which rolls back if it fails
 
     def __init__(self, folder: str | Path, *, file_bytes: int = 4 << 30) -> None:
         self._folder, self._file_bytes = Path(folder).absolute(), file_bytes
@@ -155,7 +151,131 @@ class FromDisk:
             shutil.rmtree(self._written.pop(0), ignore_errors=True)
 
     async def close(self) -> None:
-        """The last files stay where they are."""
+        """Keep the last files."""
+
+
+class FromGroup:
+    """Over a process group, NCCL between machines or gloo on CPUs: a broadcast to all ranks of all servers.
+
+    The group is made at the first update, and again when the set of servers has changed. It is independent of the
+    trainer's own process group: of the trainer, only the process that holds the engine joins, as rank 0.
+
+    Args:
+        backend: "nccl", from the current CUDA device, or "gloo" for servers on CPUs.
+        host, port: rendezvous address: one of this machine that the servers can reach; port 0 takes a free one.
+        bucket_bytes: tensors per request, which the servers receive before they load them.
+        timeout: seconds for the rendezvous, and for each bucket.
+
+    On a GPU a bucket is one flat buffer and one broadcast; on a CPU, where copying it costs as much as loading it, each
+    tensor is broadcast from where it is. Buckets are gathered and sent in turn, never at once: on one GPU a sharded
+    model's collectives and this group's would deadlock (TRL issue 7103).
+    """
+
+    sessions = True
+
+    def __init__(
+        self,
+        *,
+        backend: str = "nccl",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        bucket_bytes: int = 256 << 20,
+        timeout: float = 300.0,
+    ) -> None:
+        self._backend, self._host, self._port = backend, host, port
+        on_gpu = backend == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._bucket_bytes, self._timeout = bucket_bytes, timeout
+        self._group: dist.ProcessGroup | None = None
+        self._members: list[tuple[Replica, int]] = []  # with `life`: a restarted server has no group
+        self._name = ""
+
+    async def send(self, servers: Sequence[Replica], named_tensors: NamedTensors, *, version: int) -> None:
+        """See `FromTensors.send`."""
+        members = [(server, server.life) for server in servers]
+        if members != self._members:
+            await self.close()
+            await self._meet(servers)
+            self._members = members
+        posts: list[asyncio.Future[Any]] = []
+        on_cpu = self._device.type == "cpu"
+        for named, last in groups(named_tensors, max_bytes=self._bucket_bytes):
+            body = {
+                "names": [name for name, _ in named],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+                "shapes": [list(tensor.shape) for _, tensor in named],
+                "group_name": self._name,
+                "flush_cache": False,
+            }
+            body |= ({} if on_cpu else {"load_format": "flattened_bucket"}) | _stamp(version, last=last)
+            parts = [t.contiguous() for _, t in named] if on_cpu else [flatten(named, None).flat]
+            posts += [asyncio.gather(*(server.post("/update_weights_from_distributed", body) for server in servers))]
+            await self._with_ours(posts, parts)  # servers load this bucket while the next one is gathered
+        await asyncio.gather(*posts)
+
+    async def close(self) -> None:
+        """Leave the group, and ask the servers that are still there to leave it."""
+        if self._group is None:
+            return
+        group, members, self._group, self._members = self._group, self._members, None, []
+        body = {"group_name": self._name}
+        posts = (server.post("/destroy_weights_update_group", body) for server, _ in members)
+        await asyncio.gather(*posts, return_exceptions=True)
+        await asyncio.to_thread(dist.destroy_process_group, group)
+
+    async def _meet(self, servers: Sequence[Replica]) -> None:
+        limit = timedelta(seconds=self._timeout)
+        self._name = f"rlkit-{uuid4().hex[:8]}"
+        size = 1 + sum(server.num_ranks for server in servers)
+        store = dist.TCPStore(self._host, self._port, size, is_master=True, timeout=limit, wait_for_workers=False)
+        body = {
+            "master_address": self._host, "master_port": store.port, "world_size": size, "group_name": self._name,
+            "backend": self._backend,
+        }  # fmt: skip
+        posts, offset = [], 1
+        for server in servers:
+            posts.append(server.post("/init_weights_update_group", {**body, "rank_offset": offset}))
+            offset += server.num_ranks
+        # the same nesting of prefixes as in SGLang's init_custom_process_group, or the ranks would not find each other
+        join = partial(
+            _new_process_group_helper, size, 0, [], Backend(self._backend), dist.PrefixStore(self._name, store),
+            group_name=GroupName(self._name), timeout=limit,
+        )  # fmt: skip
+        (group, _), *_ = await all_or_cancel([in_own_thread(join), *posts])  # a refusal ends it at once
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # destroy_process_group looks it up
+        self._group = group
+
+    async def _with_ours(self, posts: Sequence[asyncio.Future[Any]], parts: Sequence[Tensor]) -> None:
+        """A broadcast waits for every rank: if a server refuses, tear the group down instead of waiting."""
+        ours: asyncio.Future[Any] = asyncio.ensure_future(asyncio.to_thread(self._broadcast, parts))
+        while not ours.done() and not any(map(_failed, posts)):
+            await asyncio.wait({ours, *(p for p in posts if not p.done())}, return_when=asyncio.FIRST_COMPLETED)
+        if any(map(_failed, [ours, *posts])):
+            group, self._group, self._members = self._group, None, []
+            assert group is not None
+            await asyncio.to_thread(group.abort)
+            await asyncio.to_thread(dist.destroy_process_group, group)
+            await all_done([*posts, ours])
+
+    def _broadcast(self, parts: Sequence[Tensor]) -> None:
+        assert self._group is not None
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = timedelta(seconds=self._timeout)
+        for part in parts:
+            tensor = part.to(self._device)
+            self._group.broadcast([tensor], options).wait()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _failed(future: asyncio.Future[Any]) -> bool:
+    return future.done() and future.exception() is not None
+
+
+def _stamp(version: int, *, last: bool) -> dict[str, str]:
+    """The version goes with the last bucket."""
+    return {"weight_version": str(version)} if last else {}
 
 
 def _write(path: Path, named: Named) -> None:

@@ -1,4 +1,4 @@
-"""rlkit's sampling parameters and completions as SGLang's /generate writes them."""
+"""Sampling parameters and completions in the format of SGLang's /generate."""
 
 from __future__ import annotations
 
@@ -6,39 +6,32 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 from rlkit._retrying import BUSY
-from rlkit.rollout.engines.http import Busy, ReplicaError, check_reply
+from rlkit.rollout.engines.http import Busy, ReplicaError, check_prompt, check_reply
 from rlkit.types import Completion, FinishReason, SamplingParams
 
 
 class Limits(NamedTuple):
-    """Of the served model: prompt and completion together, and token ids; infinite where it is not known."""
+    """Context length and vocabulary size of the served model, in tokens; infinite where unknown."""
 
     max_len: float
     vocab_size: float
 
 
 def body(prompt_ids: list[int], params: SamplingParams, limits: Limits, salt: str | None) -> dict[str, Any]:
-    """The request. Ids are checked here: one beyond the vocabulary kills an SGLang server.
+    """The request, or ValueError.
 
     `no_stop_trim` keeps the tokens of a stop string. Above 63 bits a seed is folded. The completion is cut at the
     context limit, which SGLang would refuse to do.
     """
-    if not prompt_ids:
-        raise ValueError("prompt_ids must hold at least one token")
-    if min(prompt_ids) < 0 or max(prompt_ids) >= limits.vocab_size:
-        raise ValueError(f"prompt_ids must be in [0, {limits.vocab_size}), got {min(prompt_ids)} to {max(prompt_ids)}")
+    check_prompt(prompt_ids, vocab_size=limits.vocab_size)
     if len(prompt_ids) >= limits.max_len:
         raise ValueError(f"prompt_ids must be shorter than the context of {limits.max_len}, got {len(prompt_ids)}")
     sampling: dict[str, Any] = {
         "max_new_tokens": min(params.max_new_tokens, limits.max_len - len(prompt_ids)),
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k or -1,
-        "stop_token_ids": list(params.stop_token_ids),
-        "stop": list(params.stop),
-        "no_stop_trim": True,
-        "skip_special_tokens": False,
-    }
+        "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k or -1,
+        "stop_token_ids": list(params.stop_token_ids), "stop": list(params.stop),
+        "no_stop_trim": True, "skip_special_tokens": False,
+    }  # fmt: skip
     if params.seed is not None:
         sampling["sampling_seed"] = params.seed & (2**63 - 1)
     salted = {} if salt is None else {"extra_key": salt}
@@ -69,17 +62,14 @@ def completion(reply: Any, request: dict[str, Any], limits: Limits, *, url: str,
         versions = _versions(meta, len(ids), version)
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ReplicaError(f"{url}: not a reply of /generate ({error!r}): {str(reply)[:500]}") from error
+    reported = {
+        "id": (meta.get("id"), request.get("rid")),
+        "prompt_tokens": (meta.get("prompt_tokens"), len(request["input_ids"])),
+    }
     return check_reply(
-        Completion(ids, logp, versions, reason),
-        url=url,
-        request=str(request.get("rid", "of the probe")),
-        max_new_tokens=request["sampling_params"]["max_new_tokens"],
-        vocab_size=limits.vocab_size,
-        reported={
-            "id": (meta.get("id"), request.get("rid")),
-            "prompt_tokens": (meta.get("prompt_tokens"), len(request["input_ids"])),
-        },
-    )
+        Completion(ids, logp, versions, reason), url=url, request=str(request.get("rid", "of the probe")),
+        max_new_tokens=request["sampling_params"]["max_new_tokens"], vocab_size=limits.vocab_size, reported=reported,
+    )  # fmt: skip
 
 
 def _versions(meta: dict[str, Any], num_tokens: int, version: int) -> list[int]:
