@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit.data.prompts import prompt_messages
 from rlkit.rewards.call import Reward, RewardError, Sample, leading_parameters, score, score_each
-from rlkit.rollout.rollout import wrong_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,6 +63,8 @@ def own_scorer(*, max_failed: float = 0.0) -> Callable[[Prompt, list[Trajectory]
 
 def _own(trajectory: Trajectory, prompt: Prompt) -> Reward | RewardError:
     """The environment's reward, or what is wrong with it."""
+    from rlkit.rollout.rollout import wrong_reward  # imports torch, which the workers of `math` do not need
+
     if wrong := wrong_reward(trajectory):
         what = f"the environment's {wrong}"
         fix = "fix: give a finite number, and decide in the environment what such an episode is worth"

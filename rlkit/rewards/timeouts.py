@@ -84,7 +84,7 @@ async def turn(what: str, num: int) -> AsyncIterator[None]:
 
 def a_core() -> AbstractAsyncContextManager[None]:
     """A turn for work that keeps a core busy."""
-    return turn("work on a core", _num_cores())
+    return turn("work on a core", num_cores())
 
 
 async def in_thread(work: Callable[[], T], *, cancel: Callable[[], None]) -> T:
@@ -98,13 +98,14 @@ async def in_thread(work: Callable[[], T], *, cancel: Callable[[], None]) -> T:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_num_cores(), thread_name_prefix="rlkit-rewards")
+    return ThreadPoolExecutor(num_cores(), thread_name_prefix="rlkit-rewards")
 
 
 os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process inherits no threads
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
 
 
