@@ -2,7 +2,7 @@
 
 The reward is the share of tests passed, or with `all_or_nothing` 1 for all of them and else 0; `score` (logged) is 1 if
 all passed. What went wrong first is in the note `reason`. A sandbox that cannot be set up is an error, not a reward.
-`packages` are installed ones that code and tests may import, see `rlkit.rewards.sandbox.run_program`.
+`packages` are installed ones that code and tests may import, see `rlkit.rewards.sandbox.run`.
 
 All tests of a completion share one time budget, at most the time left until the reward's deadline (`timeout_s`). A
 program that exceeds it fails its tests; it does not cause the error of a reward that missed its deadline.
@@ -14,16 +14,16 @@ import ast
 import builtins
 import json
 import math
-import socket
 import symtable
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlkit.rewards.sandbox import Child, Limits, Ran, run_program
+from rlkit.rewards import sandbox
+from rlkit.rewards.sandbox import Limits
 from rlkit.rewards.text import last_code_block
-from rlkit.rewards.timeouts import a_core, in_thread, off_the_clock, time_left_s
+from rlkit.rewards.timeouts import off_the_clock, time_left_s
 
 _MODULES = {
     "np": "numpy",
@@ -45,7 +45,6 @@ _TAKEN_FROM = {
 # how names resolve that tests use and do not define
 _USUAL = {**_MODULES, **{name: f"{module}:{name}" for module, names in _TAKEN_FROM.items() for name in names}}
 _ENTRY_POINT = "_entry_point"  # the name of it in the tests; its own may be a built-in function's
-_GONE = "the solution's process ended"  # as `_worker/rpc.py` says it
 
 
 async def stdin_tests(
@@ -68,7 +67,7 @@ async def stdin_tests(
 
     The tests run one after the other. `total_s` is the budget in seconds of wall time for all of them (default: three
     times `limits.wall_s`), without the waits for a core; tests that do not start within it fail. `url` is the address
-    of a remote sandbox, see `run_program`.
+    of a remote sandbox, see `sandbox.run`.
 
     Differs: ColossalAI `code` and verl `prime_code` run the code in a process of the training machine from which a few
     functions have been taken away, which does not isolate it.
@@ -86,7 +85,7 @@ async def stdin_tests(
                 reasons.append(f"timeout: the budget of {budget_s:.3g} s for all tests is spent (total_s)")
                 break
             within = replace(limits, wall_s=min(limits.wall_s, left_s))
-            ran = await run_program(source, stdin=stdin, limits=within, packages=packages, url=url)
+            ran = await sandbox.run(source, stdin=stdin, limits=within, packages=packages, url=url)
             left_s -= ran.wall_s
             reasons.append(ran.reason or ("" if compare(ran.stdout, expected) else _difference(ran.stdout, expected)))
             if all_or_nothing and reasons[-1]:
@@ -132,13 +131,13 @@ async def assert_tests(
     or reading the calling frame pass every test.
     """
     tests = _sources(row, column)
-    task = {"tests": tests, **_names(row, column, tests, packages)}
+    own, asked = _names(row, column, tests, packages)
     source = last_code_block(completion)
     if source is None:
         return _verdict(["no closed ```python block"], len(tests), all_or_nothing)
     limits = replace(limits, wall_s=min(limits.wall_s, max(time_left_s(), 0.01)))
     async with off_the_clock():
-        reasons = await _run_tests(source, task, limits, packages)
+        reasons = await sandbox.run_tests(source, tests, own=own, asked=asked, limits=limits, packages=packages)
     return _verdict(reasons, len(tests), all_or_nothing)
 
 
@@ -159,51 +158,6 @@ def _close(a: str, b: str, tolerance: float) -> bool:
         return math.isclose(float(a), float(b), rel_tol=tolerance, abs_tol=tolerance)
     except ValueError:
         return False
-
-
-async def _run_tests(source: str, task: dict[str, Any], limits: Limits, packages: Sequence[str]) -> list[str]:
-    """Run a solution and its tests, in two sandboxes joined by a socket: a reason per test, empty if it passed."""
-    solution = Child("solution", ["", -1, -1, source], limits, packages)
-    testing = Child("tests", ["", None, None, json.dumps(task)], limits, packages)
-
-    def run() -> tuple[Ran, Ran]:
-        ends = socket.socketpair()
-        with ends[0], ends[1]:
-            solution.start(ends[0].fileno())
-            testing.start(ends[1].fileno())
-        try:
-            told = testing.wait()
-        finally:
-            solution.cancel()  # where it has not ended yet
-            ran = solution.wait()
-        return told, ran
-
-    def cancel() -> None:
-        solution.cancel()
-        testing.cancel()
-
-    async with a_core():
-        told, ran = await in_thread(run, cancel=cancel)
-    reasons = _reported(told.stdout, len(task["tests"]))
-    if _GONE in reasons and ran.reason not in ("", "cancelled"):
-        reasons[reasons.index(_GONE)] = ran.reason
-    timeout = told.reason.startswith("timeout")
-    rest = told.reason if timeout else f"the tests ended early: {told.reason}" if told.reason else "not reached"
-    return [*reasons, *[rest] * (len(task["tests"]) - len(reasons))]
-
-
-def _reported(text: str, num_tests: int) -> list[str]:
-    """The reasons of the first tests, as their process reported them: whole lines, in the order of the tests."""
-    reasons: list[str] = []
-    for line in text.split("\n")[:-1][:num_tests]:
-        try:
-            index, reason = json.loads(line)
-        except (ValueError, TypeError, RecursionError):
-            break
-        if index != len(reasons) or not isinstance(reason, str):
-            break
-        reasons.append(reason.encode("utf-8", "replace").decode())
-    return reasons
 
 
 def _verdict(reasons: Sequence[str], num_tests: int, all_or_nothing: bool) -> dict[str, Any]:
@@ -263,8 +217,10 @@ def _sources(row: dict[str, Any], column: str) -> list[str]:
     return tests
 
 
-def _names(row: dict[str, Any], column: str, tests: list[str], packages: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Resolve the names that tests use and do not define: to a module or function of their `own`, or `asked` of the
+def _names(
+    row: dict[str, Any], column: str, tests: list[str], packages: Sequence[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Resolve the names that tests use and do not define: their `own` modules and functions, and names `asked` of the
     solution.
     """
     used, called, stars = _free_names(tests)
@@ -284,7 +240,7 @@ def _names(row: dict[str, Any], column: str, tests: list[str], packages: Sequenc
             own[name] = usual
         else:
             raise ValueError(f"row[{column!r}] uses {name}: import it in the tests, and add {package!r} to `packages`")
-    return {"own": own, "asked": asked}
+    return own, asked
 
 
 def _free_names(tests: list[str]) -> tuple[set[str], set[str], bool]:

@@ -8,10 +8,8 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
-from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -82,26 +80,14 @@ async def turn(what: str, num: int) -> AsyncIterator[None]:
         free.release()
 
 
-def a_core() -> AbstractAsyncContextManager[None]:
-    """A turn for work that keeps a core busy."""
-    return turn("work on a core", num_cores())
-
-
-async def in_thread(work: Callable[[], T], *, cancel: Callable[[], None]) -> T:
-    """What blocking work returns. When the task that waits for it is cancelled, `cancel` makes the work end soon."""
-    try:
-        return await asyncio.get_running_loop().run_in_executor(_threads(), work)
-    except asyncio.CancelledError:
-        cancel()
-        raise
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_cores(), thread_name_prefix="rlkit-rewards")
-
-
-os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process inherits no threads
+async def run_on_a_core(work: Callable[[], T], *, cancel: Callable[[], None]) -> T:
+    """The result of blocking work that keeps a core busy. On cancellation, `cancel` makes the work end soon."""
+    async with turn("run on a core", num_cores()):
+        try:
+            return await asyncio.to_thread(work)
+        except asyncio.CancelledError:
+            cancel()
+            raise
 
 
 def num_cores() -> int:

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from rlkit.rewards import RewardError, Sample, score
-from rlkit.rewards.code import _reported, assert_tests, stdin_tests
-from rlkit.rewards.sandbox import Limits
+from rlkit.rewards.code import assert_tests, stdin_tests
+from rlkit.rewards.sandbox import Limits, _reported
 
 LIMITS = Limits(wall_s=60, cpu_s=60)
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from rlkit.rewards import sandbox
-from rlkit.rewards.sandbox import Limits, SandboxError, run_program
+from rlkit.rewards.sandbox import Limits, SandboxError
 
 SOON = Limits(wall_s=2.0, cpu_s=1.0)
 
 
 async def run(source, *, stdin="", limits=Limits(wall_s=60, cpu_s=60)):
-    return await run_program(textwrap.dedent(source), stdin=stdin, limits=limits)
+    return await sandbox.run(textwrap.dedent(source), stdin=stdin, limits=limits)
 
 
 def descendants():
@@ -107,6 +107,13 @@ async def test_what_is_left_in_a_buffer_comes_out_as_python_writes_it(source):
     )
     ran = await run(source)
     assert (ran.reason, ran.stdout) == ("", plain.stdout)
+
+
+@pytest.mark.parametrize("surrogate", map(chr, (0xD800, 0xDC80, 0xDFFF)), ids=ascii)
+async def test_a_lone_surrogate_in_a_source_is_a_failed_run(surrogate):
+    for source in (f"print('{surrogate}')", f"{surrogate} = 1"):
+        assert (await run(source)).reason.startswith("exit code 1: SyntaxError")
+    assert (await run("print(len(open(0, 'rb').read()))", stdin=surrogate)).stdout == "3\n"
 
 
 async def test_endless_programs_end_in_time():
@@ -468,8 +475,8 @@ from pathlib import Path
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.unshare(0x10000000) == 0, ctypes.get_errno()  # a namespace of users with a limit of its own
 Path("/proc/sys/user/max_user_namespaces").write_text("0")
-from rlkit.rewards.sandbox import run_program
-asyncio.run(run_program("print(1)"))
+from rlkit.rewards import sandbox
+asyncio.run(sandbox.run("print(1)"))
 """
 
 
@@ -501,11 +508,11 @@ async def test_packages_are_there_by_name_and_nothing_beside_them():
             try: open(path, "a"); print("wrote", path)
             except OSError: pass
     """
-    ran = await run_program(textwrap.dedent(source), packages=["numpy"], limits=Limits(wall_s=60, cpu_s=60))
+    ran = await sandbox.run(textwrap.dedent(source), packages=["numpy"], limits=Limits(wall_s=60, cpu_s=60))
     assert ran.reason == "", ran.stderr
     assert ran.stdout.splitlines() == ["[0.0, 0.5, 1.0] 4", "[]"]
     bomb = "import numpy\nx = numpy.ones(2**31)"
-    ran = await run_program(bomb, packages=["numpy"], limits=Limits(wall_s=60, cpu_s=60))
+    ran = await sandbox.run(bomb, packages=["numpy"], limits=Limits(wall_s=60, cpu_s=60))
     assert "MemoryError" in ran.reason
     assert "No module named 'numpy'" in (await run("import numpy")).reason
 
@@ -513,21 +520,19 @@ async def test_packages_are_there_by_name_and_nothing_beside_them():
 async def test_packages_that_cannot_be_had_are_errors(tmp_path, monkeypatch):
     for name in ("no_such_package", "numpy.linalg"):
         with pytest.raises(ValueError, match=f"installed top-level packages, '{name}' is not one"):
-            await run_program("print(1)", packages=[name])
+            await sandbox.run("print(1)", packages=[name])
     (tmp_path / "needy.py").write_text("import helpful\nprint(helpful.x)")
     (tmp_path / "helpful.py").write_text("x = 5")
     monkeypatch.syspath_prepend(tmp_path)
     message = r"nothing was run: .*package 'needy' cannot be imported in the sandbox .*helpful.*; name the packages"
     with pytest.raises(SandboxError, match=message):
-        await run_program("print(1)", packages=["needy"])
-    ran = await run_program("import needy\nprint(needy.helpful.x)", packages=["needy", "helpful"])
+        await sandbox.run("print(1)", packages=["needy"])
+    ran = await sandbox.run("import needy\nprint(needy.helpful.x)", packages=["needy", "helpful"])
     assert ran.stdout.split()[-1] == "5", ran.stderr
 
 
 def test_it_ends_with_its_process():
-    code = (
-        "import os\nfrom rlkit.rewards import sandbox\nimport asyncio\nasyncio.run(sandbox.run_program('print(1)'))\n"
-    )
+    code = "import os\nfrom rlkit.rewards import sandbox\nimport asyncio\nasyncio.run(sandbox.run('print(1)'))\n"
     code += "print(sandbox._server(())._process.pid, flush=True)\nos.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
