@@ -302,7 +302,7 @@ def function_of(flag: str, spec: str) -> Any:
 
 def environment(args: Args, tokenizer: Any) -> tuple[Any, Any]:
     """The `env` and the `score` of a rollout, by their names on the command line."""
-    from rlkit.rewards.adapters import own_scorer, scorer
+    from rlkit.rewards.adapters import env_rewards, scorer
     from rlkit.rollout.calling import is_async
     from rlkit.rollout.envs import tools as tool_calls
     from rlkit.rollout.envs.tools import tool_env
@@ -321,7 +321,7 @@ def environment(args: Args, tokenizer: Any) -> tuple[Any, Any]:
         bounds = {"max_total_tokens": max_len(args), "max_sampled_tokens": args.max_sampled_tokens}
         env = limited(env, max_turns=args.max_turns, **bounds)
     if args.reward is None:
-        return env, own_scorer(max_failed=args.reward_max_failed)
+        return env, env_rewards(max_failed=args.reward_max_failed)
     reward = function_of("--reward", args.reward)
     how = {"timeout_s": args.reward_timeout, "max_failed": args.reward_max_failed}
     try:

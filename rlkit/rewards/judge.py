@@ -126,7 +126,7 @@ OPENRLHF = Wire("/get_reward", lambda texts: {"query": texts}, lambda answer: li
 """The server of OpenRLHF openrlhf/cli/serve_rm.py."""
 
 
-async def reward_model(
+async def remote_reward_model(
     completions: list[str],
     rows: list[dict[str, Any]],
     *,

@@ -16,7 +16,7 @@ from rlkit._extras import MissingExtra
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function named by `"my_rewards.py:score"` (a file) or `"package.module:score"` (an importable module).
+    """The function named by `"my_rewards.py:reward"` (a file) or `"package.module:reward"` (an importable module).
 
     A file is run as a module of its own, afresh at each call; its folder is appended to `sys.path`, so that it may
     import files next to it. Errors name what was looked for: ValueError (the form of `spec`), FileNotFoundError,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.rewards import RewardError, Sample, math, score
+from rlkit.rewards import RewardError, Sample, math, run_reward
 from rlkit.rewards.math import answer_tag, anywhere, boxed, equal
 
 # Pairs that math-verify publishes as its own regression tests: https://github.com/huggingface/Math-Verify,
@@ -136,17 +136,17 @@ async def test_an_answer_that_hangs_is_undecided_and_the_next_is_not():
 
 
 async def test_an_answer_that_hangs_is_a_zero_before_the_deadline_of_the_reward():
-    (found,) = await score(boxed, [Sample(f"\\boxed{{{HANGS}}}", {"answer": "1"}, 0)], timeout_s=4)
+    (found,) = await run_reward(boxed, [Sample(f"\\boxed{{{HANGS}}}", {"answer": "1"}, 0)], timeout_s=4)
     assert (found.reward, found.metrics["undecided"]) == (0.0, 1.0)
 
 
 async def test_a_gold_answer_that_hangs_or_is_none_is_an_error():
     with pytest.raises(RewardError, match=r"cannot parse the gold answer '\(\(\(.*': timeout: undecided after 0.5 s"):
-        await score(boxed_quickly, [Sample("\\boxed{1}", {"answer": "(" * 300}, 3)], timeout_s=60)
+        await run_reward(boxed_quickly, [Sample("\\boxed{1}", {"answer": "(" * 300}, 3)], timeout_s=60)
     with pytest.raises(RewardError, match="cannot parse the gold answer '': it contains no mathematics"):
-        await score(boxed, [Sample("\\boxed{1}", {"answer": ""}, 3)], timeout_s=60)
+        await run_reward(boxed, [Sample("\\boxed{1}", {"answer": ""}, 3)], timeout_s=60)
     with pytest.raises(RewardError, match=r"the row has no 'answer'; columns found: \['solution'\]"):
-        await score(boxed, [Sample("\\boxed{1}", {"solution": "1"}, 3)], timeout_s=60)
+        await run_reward(boxed, [Sample("\\boxed{1}", {"solution": "1"}, 3)], timeout_s=60)
 
 
 async def boxed_quickly(completion, row):
@@ -229,7 +229,9 @@ async def test_off_the_main_thread_and_many_at_once():
     here = await many()
     await asyncio.to_thread(thread.join, 60)
     assert [v.equal for v in here + found] == [True] * 58
-    rewards = await score(boxed, [Sample(f"\\boxed{{{i}/2}}", {"answer": "1.5"}, i) for i in range(6)], timeout_s=60)
+    rewards = await run_reward(
+        boxed, [Sample(f"\\boxed{{{i}/2}}", {"answer": "1.5"}, i) for i in range(6)], timeout_s=60
+    )
     assert [r.reward for r in rewards] == [0, 0, 0, 1, 0, 0]
     assert rewards[0].metrics == {"answered": 1.0, "undecided": 0.0}
 

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rlkit.rewards import RewardError, Sample, sandbox, score
+from rlkit.rewards import RewardError, Sample, run_reward, sandbox
 from rlkit.rewards.code import stdin_tests
 from rlkit.rewards.sandbox import Limits, SandboxError
 
@@ -99,7 +99,7 @@ async def test_the_address_may_come_from_the_environment_and_end_in_the_path(ser
     assert (await sandbox.run("import sys; print(sys.flags.isolated)")).stdout == "1\n"
     row = {"test_cases": json.dumps({"inputs": ["1", "2"], "outputs": ["2", "4"]})}
     samples = [Sample(f"```python\n{source}\n```", row, 0) for source in ("print(2 * int(input()))", "print(2)")]
-    assert [result.reward for result in await score(stdin_tests, samples, timeout_s=60)] == [1.0, 0.5]
+    assert [result.reward for result in await run_reward(stdin_tests, samples, timeout_s=60)] == [1.0, 0.5]
 
 
 async def test_a_program_without_end_is_a_timeout(server):
@@ -118,4 +118,4 @@ async def test_a_server_that_fails_is_an_error_and_no_verdict(server):
     row = {"test_cases": {"inputs": [""], "outputs": ["1"]}}
     remote = partial(stdin_tests, url=server + "broken")
     with pytest.raises(RewardError, match="no disk"):
-        await score(remote, [Sample("```python\nprint(1)\n```", row, 0)], timeout_s=60)
+        await run_reward(remote, [Sample("```python\nprint(1)\n```", row, 0)], timeout_s=60)
