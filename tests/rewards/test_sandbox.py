@@ -109,7 +109,7 @@ async def test_what_is_left_in_a_buffer_comes_out_as_python_writes_it(source):
     assert (ran.reason, ran.stdout) == ("", plain.stdout)
 
 
-@pytest.mark.parametrize("surrogate", map(chr, (0xD800, 0xDC80, 0xDFFF)), ids=ascii)
+@pytest.mark.parametrize("surrogate", [chr(code) for code in (0xD800, 0xDC80, 0xDFFF)], ids=ascii)
 async def test_a_lone_surrogate_in_a_source_is_a_failed_run(surrogate):
     for source in (f"print('{surrogate}')", f"{surrogate} = 1"):
         assert (await run(source)).reason.startswith("exit code 1: SyntaxError")

@@ -43,7 +43,7 @@ _PURE = [
 
 
 def _preload() -> None:
-    """Import what solutions import, and every extension module: inside there are no shared libraries to load."""
+    """Import what solutions often import, and every extension module: shared libraries cannot be loaded inside."""
     folder = Path(sysconfig.get_path("platstdlib"), "lib-dynload")
     suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
     extensions = {p.name.split(".")[0] for p in folder.glob("*") if p.name.endswith(suffixes)}
@@ -55,23 +55,23 @@ def _preload() -> None:
 
 
 class _Packages:
-    """Finds the packages that programs may import, by their names and places, and nothing that lies beside them."""
+    """An import finder for the packages that programs may import, and for nothing else in their folders."""
 
     def __init__(self, places: dict[str, str]) -> None:
         self._places = places
 
     def find_spec(self, name: str, path: Any = None, _target: Any = None) -> Any:
-        """As an import asks for it."""
+        """The finder protocol of `sys.meta_path`."""
         folder = os.path.dirname(self._places.get(name, ""))
         return importlib.machinery.PathFinder.find_spec(name, [folder]) if path is None and folder else None
 
     def shown(self) -> list[str]:
-        """What has to be read for them: the packages, and the shared libraries that their wheels brought."""
+        """The paths to show: the packages, and the shared libraries that their wheels contain."""
         libraries = [f"{os.path.dirname(place)}/{name}.libs" for name, place in self._places.items()]
         return [*self._places.values(), *filter(os.path.isdir, libraries)]
 
     def load(self) -> None:
-        """Import them all, which shows what else they need."""
+        """Import them all. Errors: ImportError where a dependency is missing."""
         for name in self._places:
             try:
                 importlib.import_module(name)
