@@ -1,8 +1,8 @@
-"""Rewards for code: a completion's last Python block, run in the sandbox against tests that it cannot see.
+"""Rewards for code: run the last Python block of a completion in the sandbox, against tests that it cannot see.
 
-The reward is the share of tests passed, or with `all_or_nothing` 1 for all of them and else 0; `score` (logged) is 1 if
-all passed. What went wrong first is in the note `reason`. A sandbox that cannot be set up is an error, not a reward.
-`packages` are installed ones that code and tests may import, see `rlkit.rewards.sandbox.run`.
+The reward is the share of tests passed, or with `all_or_nothing` 1 if all passed and else 0; `score` (logged) is 1 if
+all passed. The note `reason` describes the first failure. A sandbox that cannot be set up is an error, not a reward.
+`packages` are installed packages that code and tests can import, see `rlkit.rewards.sandbox.run`.
 
 All tests of a completion share one time budget, at most the time left until the reward's deadline (`timeout_s`). A
 program that exceeds it fails its tests; it does not cause the error of a reward that missed its deadline.
@@ -59,18 +59,18 @@ async def stdin_tests(
     total_s: float | None = None,
     url: str | None = None,
 ) -> dict[str, Any]:
-    """Programs that read stdin and write stdout: one run, in a sandbox of its own, per test.
+    """Test a program that reads stdin and writes stdout: one run per test, each in its own sandbox.
 
-    `row[column]` is `{"inputs": [text, ...], "outputs": [text, ...]}`, or that as JSON. A test is passed if the program
-    ends by itself with exit code 0, within the limits, and `same(stdout, output)` (default: `same_lines`). The program
-    is given the input only; the outputs stay in this process. With `all_or_nothing` the first failure ends the testing.
+    `row[column]` is `{"inputs": [text, ...], "outputs": [text, ...]}`, or that as JSON. A test passes if the program
+    exits with code 0 within the limits, and `same(stdout, output)` (default: `same_lines`). The program only receives
+    the input; the outputs stay in this process. With `all_or_nothing` testing stops at the first failure.
 
-    The tests run one after the other. `total_s` is the budget in seconds of wall time for all of them (default: three
-    times `limits.wall_s`), without the waits for a core; tests that do not start within it fail. `url` is the address
-    of a remote sandbox, see `sandbox.run`.
+    Tests run one after another. `total_s` is their total budget in seconds of wall time (default: three times
+    `limits.wall_s`), not counting waits for a core; tests that do not start within it fail. `url` is the address of a
+    remote sandbox, see `sandbox.run`.
 
-    Differs: ColossalAI `code` and verl `prime_code` run the code in a process of the training machine from which a few
-    functions have been taken away, which does not isolate it.
+    Differs: ColossalAI `code` and verl `prime_code` run the code in a process of the training machine with a few
+    functions removed, which does not isolate it.
     """
     inputs, outputs = _cases(row, column)
     source = last_code_block(completion)
@@ -102,15 +102,15 @@ async def assert_tests(
     packages: Sequence[str] = (),
     all_or_nothing: bool = False,
 ) -> dict[str, Any]:
-    """Functions and classes that Python tests call: `assert add(1, 2) == 3`.
+    """Test functions and classes with Python tests that call them: `assert add(1, 2) == 3`.
 
-    `row[column]` is a list of sources, each one test, or one source (one test). They run in their order and in one
-    namespace, so the first may import and define what the others need. If the row has an `entry_point`, the source is
-    as in HumanEval and `check(<entry_point>)` is added to each.
+    `row[column]` is a list of sources, one per test, or one source (one test). They run in order and in one namespace,
+    so the first can import and define what the others need. If the row has an `entry_point`, the sources are as in
+    HumanEval, and `check(<entry_point>)` is appended to each.
 
-    Solution and tests run in two sandboxes, and only calls, arguments and results pass between them: the solution can
-    neither read the tests nor end them, and what it returns is compared by the tests' own interpreter, so an object
-    that is equal to everything wins nothing.
+    Solution and tests run in two sandboxes, and only calls, arguments and results cross: the solution can neither read
+    the tests nor end them, and the tests' own interpreter compares results, so an object that claims to be equal to
+    everything gains nothing.
 
     Names. The tests see only functions and classes of the solution, and only by names that the tests use and do not
     define. Built-in names, modules (`math`) and the `packages` with their usual aliases (`np`) are always the tests'
@@ -122,10 +122,10 @@ async def assert_tests(
     use their public attributes and methods, len, iteration, indexing, str, float and comparison with each other; not
     private names, arithmetic or ordering with plain values, a plain value's `in`, subclasses, nor await.
 
-    Limits: comparing two objects of the solution's own class asks that class, and a method of such an object may say
-    what it likes: only there the solution is believed. Tests may `eval` text of their own, and arithmetic; not code
-    that a result brings. `limits` hold for all tests of a completion together; after a timeout the remaining tests have
-    failed. Only a local sandbox can run these tests.
+    Limits: the comparison of two objects of the solution's own class, and the methods of such an object, are computed
+    by the solution; nothing else of it is trusted. Tests can `eval` their own literals, and arithmetic; not code in a
+    result. `limits` apply to all tests of a completion together; after a timeout the remaining tests have failed. Only
+    a local sandbox can run these tests.
 
     Differs: in HumanEval's, MBPP's and verl's checkers code and tests share a process: `sys.exit`, a changed `__eq__`
     or reading the calling frame pass every test.

@@ -270,7 +270,7 @@ async def test_a_hanging_call_is_timed_out_alone(form):
     finally:
         release.set()
     assert caught.value.index == (None if form == "batched" else 13)
-    assert ("goes on in its thread" in str(caught.value)) == (form != "async")
+    assert ("continues in its thread" in str(caught.value)) == (form != "async")
     if form == "sync":
         assert await run(slow, samples("a", "b"), timeout_s=60) == [Reward(1.0), Reward(1.0)]
         assert "d" not in calls  # nothing more is called after the failure

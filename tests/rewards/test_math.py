@@ -201,10 +201,14 @@ async def test_a_cancelled_question_ends_its_worker():
 
 async def test_a_question_cancelled_when_it_is_answered_already_spoils_no_other():
     await equal("1/3", "2/6", timeout_s=60)
-    for i in range(3):
-        task = asyncio.create_task(equal("1/3", f"{i + 4}/6", timeout_s=60))
+    num_cancelled = 0
+    while num_cancelled < 3:
+        task = asyncio.create_task(equal("1/3", f"{num_cancelled + 4}/6", timeout_s=60))
         for _ in range(5):
             await asyncio.sleep(0)  # it asks
+        if task.done():  # on a busy machine
+            continue
+        num_cancelled += 1
         time.sleep(0.3)  # the answer comes while the event loop is busy
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -151,7 +151,7 @@ class Peer:
 
 
 class Proxy:
-    """A handle for an object of the other side. With a `base` (it is a kind of tuple, int, str, ...) it compares as that."""
+    """A handle for an object of the other side. With a `base`, a value of a built-in type, it compares as that."""
 
     __slots__ = ("_rlkit_base", "_rlkit_id", "_rlkit_peer")
 
