@@ -185,7 +185,7 @@ def _difference(actual: str, expected: str) -> str:
 
 
 def _cases(row: dict[str, Any], column: str) -> tuple[list[str], list[str]]:
-    """Inputs and outputs of a row, checked: bad tests are an error, not a failed answer."""
+    """The inputs and outputs of a row. Bad tests are an error, not a failed answer."""
     cases = _column(row, column)
     if isinstance(cases, str):
         cases = json.loads(cases)
@@ -202,7 +202,7 @@ def _cases(row: dict[str, Any], column: str) -> tuple[list[str], list[str]]:
 
 
 def _sources(row: dict[str, Any], column: str) -> list[str]:
-    """The tests of a row as compilable sources: a test that does not compile is an error, not a failed answer."""
+    """The tests of a row as sources. A test that does not compile is an error, not a failed answer."""
     tests = _column(row, column)
     tests = [tests] if isinstance(tests, str) else list(tests)
     if not tests or not all(isinstance(test, str) for test in tests):

@@ -78,9 +78,9 @@ async def _once(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
         raise _Transient(f"{url}: {type(error).__name__}: {error}", status=None) from error
     status = response.status
     if status >= 500 or status in _TRANSIENT:
-        error = _Transient(f"{url}: HTTP {status}: {text[:300]}", status=status)
-        error.retry_after_s = retry_after_s(response.headers.get("Retry-After"))
-        raise error
+        transient = _Transient(f"{url}: HTTP {status}: {text[:300]}", status=status)
+        transient.retry_after_s = retry_after_s(response.headers.get("Retry-After"))
+        raise transient
     if status >= 300:
         raise HttpError(f"{url}: HTTP {status}: {text[:300]}", status=status)
     try:

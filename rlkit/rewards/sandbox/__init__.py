@@ -191,18 +191,14 @@ class Server:
         mine, theirs = socket.socketpair()
         message = json.dumps(request).encode()
         with theirs, self._lock:
-            try:
+            for _ in range(2):  # it may have died since the last request
                 try:
                     socket.send_fds(self._connected(), [message], [theirs.fileno(), *fds])
-                except (BrokenPipeError, ConnectionResetError):  # it has died since the last request
+                    return mine
+                except (BrokenPipeError, ConnectionResetError):
                     self.close()
-                    socket.send_fds(self._connected(), [message], [theirs.fileno(), *fds])
-            except BaseException as error:
-                mine.close()
-                if isinstance(error, BrokenPipeError | ConnectionResetError):
-                    raise SandboxError("the server of the sandbox dies as soon as it starts") from error
-                raise
-        return mine
+        mine.close()
+        raise SandboxError("the server of the sandbox dies as soon as it starts")
 
     def _connected(self) -> socket.socket:
         if self._socket is None:
