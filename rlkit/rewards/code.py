@@ -244,8 +244,8 @@ def _names(
 
 
 def _free_names(tests: list[str]) -> tuple[set[str], set[str], bool]:
-    """The global names that tests use and neither define nor have from Python; those of them that are called; and
-    whether a test imports others by a star.
+    """The global names that tests use, but neither define nor have from Python; which of them they call; and whether a
+    test has a star import.
     """
     used, bound, called, stars = set[str](), set[str](), set[str](), False
     for test in tests:

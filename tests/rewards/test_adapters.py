@@ -214,7 +214,7 @@ async def test_an_environments_finite_reward_and_metrics_stay():
     assert (good.reward, good.mask, good.info["metrics"]) == (0.5, [True, True], {"moves": 3.0, "failed": 0.0})
 
 
-async def test_a_failed_episode_in_pieces_trains_on_none_of_them():
+async def test_no_segment_of_a_failed_episode_trains():
     async def env(prompt, sample):
         turns = Turns(prompt.ids, sample)
         await turns.sample()

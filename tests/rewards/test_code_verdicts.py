@@ -422,7 +422,7 @@ async def test_all_tests_of_a_completion_share_the_time_of_its_reward():
     assert results[1].notes["reason"] == "test 1 of 12: timeout: no end after 0.5 s"
 
 
-async def test_tests_that_there_is_no_time_for_are_not_run():
+async def test_tests_after_the_deadline_are_not_run():
     ran = []
     row = {"test_cases": {"inputs": ["1", "2", "3", "4"], "outputs": ["1"] * 4}}
     solution = "n = int(input())\nprint(n, flush=True)\nwhile n == 2: pass"

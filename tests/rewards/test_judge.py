@@ -94,7 +94,7 @@ async def test_a_judge_without_a_score_is_asked_again_and_then_an_error_of_its_s
     assert [body.get("seed") for _, body, _ in seen if "hopeless" in str(body)] == [None, 1, 2]
 
 
-async def test_what_passes_is_tried_again():
+async def test_transient_failures_are_retried():
     failures = iter(
         [
             web.Response(status=500, text="busy"),
@@ -139,7 +139,7 @@ async def test_what_does_not_pass_is_an_error_with_its_status(status, tries, mes
     assert len(seen) == tries
 
 
-async def test_nobody_there():
+async def test_a_refused_connection_is_an_error():
     async with serving(None) as (url, _):
         pass
     with pytest.raises(HttpError, match="tried 2 times") as caught:
@@ -147,7 +147,7 @@ async def test_nobody_there():
     assert caught.value.status is None
 
 
-async def test_at_most_so_many_at_a_time_and_the_wait_is_off_the_clock():
+async def test_concurrency_is_limited_and_the_wait_is_off_the_clock():
     under_way = most = 0
     four = asyncio.Event()
 
@@ -243,7 +243,7 @@ async def test_a_text_that_the_server_refuses_spoils_only_itself():
 
 
 @pytest.mark.parametrize("number", ["1" + "0" * 400, "NaN", "null"])
-async def test_a_number_that_is_none_spoils_only_its_text(number):
+async def test_an_invalid_number_fails_only_its_text(number):
     async def huge(path, body):
         return web.Response(text=f'{{"rewards": [1, {number}, 3]}}', content_type="application/json")
 

@@ -1,4 +1,4 @@
-"""Hostile programs against the real sandbox: each must do no harm outside, and its end must be told with a reason."""
+"""Hostile programs against the real sandbox: each must do no harm outside, and its end must be reported with why."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_a_program_reads_and_writes_as_in_python():
         ("def f(): f()\nf()", "exit code 1: RecursionError"),
     ],
 )
-async def test_a_failing_program_is_told_apart(source, reason):
+async def test_the_reason_of_a_failing_program(source, reason):
     assert (await run(source)).reason.startswith(reason)
 
 
@@ -101,7 +101,7 @@ async def test_a_failing_program_is_told_apart(source, reason):
         "sys.stdout = Fast()\nprint(5)",
     ],
 )
-async def test_what_is_left_in_a_buffer_comes_out_as_python_writes_it(source):
+async def test_buffers_are_flushed_as_by_python(source):
     plain = subprocess.run(
         [sys.executable, "-S", "-c", source], capture_output=True, text=True, check=True, timeout=200
     )
@@ -128,7 +128,7 @@ async def test_endless_programs_end_in_time():
 
 
 @pytest.mark.parametrize(("cpu_s", "reason"), [(0.85, "timeout: more than 1 s of processor time"), (0.2, "killed")])
-def test_the_kernel_counts_a_limit_otherwise_than_it_reports(cpu_s, reason):
+def test_the_cpu_limit_is_recognized_although_the_kernel_reports_less(cpu_s, reason):
     """On a busy machine a tick that hits a program is charged to it whole: it is killed up to a fifth too early."""
     child = object.__new__(sandbox.Child)
     child._limits = Limits(cpu_s=1)
@@ -415,7 +415,7 @@ STAYS = """
 """
 
 
-async def test_the_wish_to_die_with_the_server_cannot_be_taken_back():
+async def test_the_parent_death_signal_cannot_be_changed():
     assert (await run(STAYS)).stdout == "[-1, -1, 0, 0]\n"  # of another option, the kernel reads 32 bits
 
 
