@@ -19,9 +19,9 @@ import torch
 import tyro
 from _timing import interleaved, report
 
+from rlkit.rewards import sandbox
 from rlkit.rewards.code import assert_tests, stdin_tests
 from rlkit.rewards.math import equal
-from rlkit.rewards.sandbox import run_program
 
 PROGRAM = "print(sum(map(int, input().split())))"
 BLOCK = "```python\n{}\n```"
@@ -39,7 +39,7 @@ class Args:
 
 
 async def program(_: int) -> None:
-    assert (await run_program(PROGRAM, stdin="1 2")).stdout == "3\n"
+    assert (await sandbox.run(PROGRAM, stdin="1 2")).stdout == "3\n"
 
 
 async def ten_stdin_tests(_: int) -> None:

@@ -133,10 +133,10 @@ def test_the_metadata_name_every_extra_that_messages_and_the_readme_do(metadata)
 USE = """
 import asyncio, json, sys
 import rlkit
-from rlkit.rewards import Sample, code, math, score
+from rlkit.rewards import Sample, code, math, run_reward
 
 async def rewards(function, completions, **row):
-    found = await score(function, [Sample(c, row, i) for i, c in enumerate(completions)], timeout_s=60)
+    found = await run_reward(function, [Sample(c, row, i) for i, c in enumerate(completions)], timeout_s=60)
     return [reward.reward for reward in found]
 
 programs = [f"```python\\ndef one():\\n    return {x}\\n```" for x in (1, 2)]

@@ -36,7 +36,7 @@ def reward_model(
     token of the response. The default pulls the rewards towards 0, so that models of several runs are comparable.
 
     Logged: `accuracy`, `margin`, `chosen` and `rejected` (mean rewards). A served export is a reward by
-    `rlkit.rewards.judge.reward_model`. A padding id that also ends the responses is taken out of its config:
+    `rlkit.rewards.judge.remote_reward_model`. A padding id that also ends the responses is taken out of its config:
     transformers would not read the token that was trained on.
     """
     if model.config.pad_token_id in {ids[-1] for pair in pairs for ids in (pair.chosen, pair.rejected)}:

@@ -1,21 +1,21 @@
-"""Rewards: find a user's function, call it safely, and adapt it to rollouts; and the functions that most runs need.
+"""Rewards: load a user's function, run it safely, and use it in rollouts.
 
-What most runs need lies in modules of its own: `math`, `code` (in a `sandbox`), `text`, `judge` and `combine`. See
+The reward functions themselves are in `math`, `code` (with its `sandbox`), `text`, `judge` and `combine`. See
 docs/rewards.md.
 """
 
-from rlkit.rewards.adapters import own_scorer, scorer, with_messages
-from rlkit.rewards.call import Reward, RewardError, Sample, score, score_each
+from rlkit.rewards.adapters import env_rewards, scorer, with_messages
+from rlkit.rewards.call import Reward, RewardError, Sample, run_reward, run_reward_each
 from rlkit.rewards.load import load_function
 
 __all__ = [
     "Reward",
     "RewardError",
     "Sample",
+    "env_rewards",
     "load_function",
-    "own_scorer",
-    "score",
-    "score_each",
+    "run_reward",
+    "run_reward_each",
     "scorer",
     "with_messages",
 ]

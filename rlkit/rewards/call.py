@@ -1,4 +1,4 @@
-"""Call a user's reward function, in any of its forms. What goes wrong is said and never becomes a reward of 0."""
+"""Call a user's reward function, in any of its forms. A failure is an error; it never becomes a reward of 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlkit.rewards.timeouts import TimedOut, run_async, run_in_thread
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion to be judged: its text, the data row, the row's index, and what else a function may ask for."""
+    """One completion to be rewarded: its text, the data row and its index, and what else a function may ask for."""
 
     completion: str
     row: dict[str, Any]
@@ -27,7 +27,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Reward:
-    """What a reward function said of one sample: `reward` trains, `score`, `metrics` and `notes` are only logged."""
+    """The result of a reward function for one sample. `reward` trains; `score`, `metrics` and `notes` are logged."""
 
     reward: float
     score: float | None = None
@@ -44,31 +44,31 @@ class RewardError(RuntimeError):
         self.cause = cause
 
 
-async def score(function: Callable[..., Any], samples: Sequence[Sample], *, timeout_s: float) -> list[Reward]:
+async def run_reward(function: Callable[..., Any], samples: Sequence[Sample], *, timeout_s: float) -> list[Reward]:
     """One `Reward` per sample, in the order of the samples, or a `RewardError`.
 
-    The function declares its form by how it is written:
+    The signature of the function selects how it is called:
 
-        def score(completion, row): ...             one sample per call
-        def score(completions, rows): ...           a first parameter of this name: all samples in one call, a list back
-        async def score(completion, row): ...       all calls (or the one for all samples) run concurrently
-        def score(completion, row, truncated): ...  further parameters are filled by name from `Sample.extra`, `index`
-                                                    from `Sample.index` (as lists in the batched form); one with a
-                                                    default may be absent
+        def reward(completion, row): ...             one sample per call
+        def reward(completions, rows): ...           all samples in one call (by the parameter's name); returns a list
+        async def reward(completion, row): ...       calls run concurrently (also in the batched form)
+        def reward(completion, row, truncated): ...  further parameters are filled by name from `Sample.extra`, and
+                                                     `index` from `Sample.index` (lists in the batched form); a
+                                                     parameter with a default is optional
 
-    Its options are keyword parameters, set by `functools.partial(score, option=...)`.
+    Options of the function are keyword parameters, set by `functools.partial(function, option=...)`.
 
     A result is a finite number (bool, int, float, or a numpy or torch scalar; at most 3.4e38), or a dict with `reward`,
-    optionally `score`, further numbers to log, and texts that go to the trajectory dump (`reason`). In the batched form
-    an exception may stand in the list, for the sample that failed. An exception, a timeout, None, NaN, infinity,
+    optionally `score`, further numbers to log, and texts for the trajectory dump (`reason`). In the batched form the
+    list may hold an exception in the place of a sample that failed. An exception, a timeout, None, NaN, infinity,
     another type or a wrong number of results raises `RewardError`, which names the function, the row, the completion,
-    the cause and a fix: there is no default reward. What a failed answer is worth is decided inside the function.
+    the cause and a fix. There is no default reward: the function decides what a failed answer is worth.
 
-    `timeout_s` bounds each call. Sync calls run one after another in one thread, and of all batches of an event loop
-    only one at a time, so that a function need not be thread-safe and time spent waiting does not count; write slow
-    calls (a judge behind HTTP) as `async def`. A thread cannot be stopped: after a timeout the hanging call goes on in
-    its daemon thread, which does not keep the process alive. An async function that blocks the event loop cannot be
-    timed out. Nor does the time count that an async reward of this package waits for a free worker or connection.
+    `timeout_s` bounds each call. Sync calls run one after another in one thread, and only one batch per event loop at a
+    time, so a function need not be thread-safe and waiting does not count; write slow calls (a judge behind HTTP) as
+    `async def`. A thread cannot be stopped: after a timeout the hanging call continues in its daemon thread, which does
+    not keep the process alive. An async function that blocks the event loop cannot be timed out. The time that an
+    async reward of this package waits for a free worker or connection does not count either.
 
     Differs: verl and TRL turn failures of common verifiers into reward 0 (verl issue 3407, TRL pull request 5281).
     """
@@ -79,10 +79,10 @@ async def score(function: Callable[..., Any], samples: Sequence[Sample], *, time
     return [result for result in results if isinstance(result, Reward)]
 
 
-async def score_each(
+async def run_reward_each(
     function: Callable[..., Any], samples: Sequence[Sample], *, timeout_s: float
 ) -> list[Reward | RewardError]:
-    """`score`, but a sample that could not be judged has its `RewardError` in its place, and the others are judged.
+    """`run_reward`, but a failed sample has its `RewardError` in the list, and the others are still rewarded.
 
     A sync function is called for every sample even if each call times out: the whole may take `timeout_s` per sample.
     """
@@ -96,7 +96,14 @@ async def _results(
         raise ValueError(f"timeout_s must be positive, got {timeout_s}")
     if not samples:
         return []
-    batched, calls = _calls(function, samples)
+    known = [{"index": sample.index, **sample.extra} for sample in samples]
+    leading, names = check_signature(function, set(known[0]).intersection(*known))
+    batched = leading == "completions"
+    if batched:
+        extra = {name: [sample[name] for sample in known] for name in names}
+        calls = [partial(function, [s.completion for s in samples], [s.row for s in samples], **extra)]
+    else:
+        calls = [partial(function, s.completion, s.row, **{n: k[n] for n in names}) for s, k in zip(samples, known)]
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     values = await (run_async(calls, timeout_s) if is_async else run_in_thread(calls, timeout_s, go_on=go_on))
     if batched:
@@ -107,38 +114,26 @@ async def _results(
     ]
 
 
-def _calls(function: Callable[..., Any], samples: Sequence[Sample]) -> tuple[bool, list[Callable[[], Any]]]:
-    """Whether the function takes all samples at once, and its one call, or its call for each sample."""
-    known = [{"index": sample.index, **sample.extra} for sample in samples]
-    leading, names = _parameters(function, set(known[0]).intersection(*known))
-    if leading == "completions":
-        extra = {name: [sample[name] for sample in known] for name in names}
-        return True, [partial(function, [s.completion for s in samples], [s.row for s in samples], **extra)]
-    return False, [partial(function, s.completion, s.row, **{n: k[n] for n in names}) for s, k in zip(samples, known)]
+def check_signature(function: Callable[..., Any], available: set[str] | None = None) -> tuple[str, list[str]]:
+    """The name of a reward function's first parameter, and which of the `available` names it asks for.
 
-
-def leading_parameters(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
-    """The first two parameters of a reward function, and all of them; none where it has no signature.
-
-    Errors: TypeError for a function that cannot take (completion, row).
+    Errors: TypeError for a function that cannot take (completion, row), or asks for a name that is not available
+    (None: names are not checked). A function without a signature (some written in C) asks for nothing.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some functions written in C have no signature
-        return [], []
+    except (TypeError, ValueError):
+        return "", []
+    kinds = {p.kind for p in parameters}
     leading = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
-    if len(leading) < 2 and all(p.kind is not p.VAR_POSITIONAL for p in parameters):
+    if len(leading) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
         raise TypeError(
             f"{_name(function)} must take (completion, row) or (completions, rows), got {inspect.signature(function)}"
         )
-    return leading, parameters
-
-
-def _parameters(function: Callable[..., Any], available: set[str]) -> tuple[str, list[str]]:
-    """The name of the first parameter, and which of the `available` names the function asks for."""
-    leading, parameters = leading_parameters(function)
-    kinds = {p.kind for p in parameters}
     further = [p for p in parameters if p not in leading and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    first = leading[0].name if leading else ""
+    if available is None:
+        return first, []
     missing = [p.name for p in further if p.name not in available and p.default is p.empty]
     if missing:
         raise TypeError(
@@ -148,11 +143,11 @@ def _parameters(function: Callable[..., Any], available: set[str]) -> tuple[str,
     names = available.intersection(p.name for p in further)
     if inspect.Parameter.VAR_KEYWORD in kinds:
         names |= available - {"index"}
-    return leading[0].name if leading else "", sorted(names)
+    return first, sorted(names)
 
 
 def _one_each(function: Callable[..., Any], values: Any, num: int) -> list[Any]:
-    """The results of a batched call, as many as there are samples; what concerns the whole batch, for each."""
+    """The results of a batched call, one per sample. An error of the whole batch is repeated for each sample."""
     fix = f"return a list of {num} numbers or dicts, one for each completion, in their order"
     if isinstance(values, BaseException):
         return [_failed(function, values, None)] * num
@@ -164,9 +159,21 @@ def _one_each(function: Callable[..., Any], values: Any, num: int) -> list[Any]:
 
 
 def _failed(function: Callable[..., Any], error: BaseException, sample: Sample | None) -> RewardError:
+    """The `RewardError` of a call that raised `error` or timed out."""
     if isinstance(error, RewardError):
         return error
-    cause, fix = _explain(error)
+    if isinstance(error, TimedOut):
+        cause, fix = error.args
+    else:
+        cause = f"{type(error).__name__}: {error}"
+        if frames := traceback.extract_tb(error.__traceback__):
+            cause += f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+        fix = (
+            "handle it in the function: return what such an answer is worth; or allow a share of the samples to fail, "
+            "as calls to a server may: max_failed (--reward-max-failed)"
+        )
+        if "signal only works in main thread" in str(error):
+            fix = "turn its own alarm off (math_verify: timeout_seconds=None, parsing_timeout=None) and use timeout_s"
     failed = _error(function, cause, fix, sample)
     failed.__cause__ = error
     return failed
@@ -188,14 +195,14 @@ def _reward(function: Callable[..., Any], value: Any, sample: Sample) -> Reward 
     return Reward(numbers.pop("reward"), numbers.pop("score", None), numbers, notes)
 
 
-def _number(function: Callable[..., Any], value: Any, sample: Sample, place: str) -> float:
+def _number(function: Callable[..., Any], value: Any, sample: Sample, key: str) -> float:
     try:
         return to_number(value)
     except ValueError as error:
-        cause = f"returned {error}{place}"
+        cause = f"returned {error}{key}"
         fix = "find the division or logarithm that made it, and decide what such an answer is worth (at most 3.4e38)"
-    except Exception:  # whatever the conversion of a foreign type raises
-        cause = f"returned {_show(value)}{place}"
+    except Exception:  # the conversion of a foreign type may raise anything
+        cause = f"returned {_show(value)}{key}"
         fix = "return a finite number, or a dict of finite numbers with the key 'reward'"
         if value is None:
             fix += "; None often comes from a path without `return`"
@@ -205,25 +212,9 @@ def _number(function: Callable[..., Any], value: Any, sample: Sample, place: str
     raise _error(function, cause, fix, sample)
 
 
-def _explain(error: BaseException) -> tuple[str, str]:
-    """Cause and fix of a call that did not return."""
-    if isinstance(error, TimedOut):
-        return error.args[0], error.args[1]
-    cause = f"{type(error).__name__}: {error}"
-    if frames := traceback.extract_tb(error.__traceback__):
-        cause += f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
-    if "signal only works in main thread" in str(error):
-        fix = "switch its own alarm off (math_verify: timeout_seconds=None, parsing_timeout=None); timeout_s is there"
-        return cause, fix
-    return cause, (
-        "handle it in the function: return what such an answer is worth; or let a share of the samples fail, as a "
-        "server may: max_failed (--reward-max-failed)"
-    )
-
-
 def _error(function: Callable[..., Any], cause: str, fix: str, sample: Sample | None) -> RewardError:
-    place = "a batch" if sample is None else f"row {sample.index + 1}"
-    lines = [f"reward function {_name(function)} failed on {place}: {cause}", f"  fix: {fix}"]
+    where = "a batch" if sample is None else f"row {sample.index + 1}"
+    lines = [f"reward function {_name(function)} failed on {where}: {cause}", f"  fix: {fix}"]
     if sample is not None:
         text = sample.completion
         shown = repr(text) if len(text) <= 240 else f"{text[:120]!r} ... {text[-120:]!r}"
@@ -232,7 +223,7 @@ def _error(function: Callable[..., Any], cause: str, fix: str, sample: Sample | 
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """`my_rewards.py:score` where the source is known."""
+    """Such as `my_rewards.py:reward`, or only the name if the file is unknown."""
     inner = inspect.unwrap(function.func if isinstance(function, partial) else function)
     name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
     code = getattr(inner, "__code__", None)

@@ -1,8 +1,8 @@
-"""Rewards for code: a completion's last Python block, run in the sandbox against tests that it cannot see.
+"""Rewards for code: run the last Python block of a completion in the sandbox, against tests that it cannot see.
 
-The reward is the share of tests passed, or with `all_or_nothing` 1 for all of them and else 0; `score` (logged) is 1 if
-all passed. What went wrong first is in the note `reason`. A sandbox that cannot be set up is an error, not a reward.
-`packages` are installed ones that code and tests may import, see `rlkit.rewards.sandbox.run_program`.
+The reward is the share of tests passed, or with `all_or_nothing` 1 if all passed and else 0; `score` (logged) is 1 if
+all passed. The note `reason` describes the first failure. A sandbox that cannot be set up is an error, not a reward.
+`packages` are installed packages that code and tests can import, see `rlkit.rewards.sandbox.run`.
 
 All tests of a completion share one time budget, at most the time left until the reward's deadline (`timeout_s`). A
 program that exceeds it fails its tests; it does not cause the error of a reward that missed its deadline.
@@ -14,16 +14,16 @@ import ast
 import builtins
 import json
 import math
-import socket
 import symtable
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlkit.rewards.sandbox import Child, Limits, Ran, run_program
+from rlkit.rewards import sandbox
+from rlkit.rewards.sandbox import Limits
 from rlkit.rewards.text import last_code_block
-from rlkit.rewards.timeouts import a_core, in_thread, off_the_clock, time_left_s
+from rlkit.rewards.timeouts import off_the_clock, time_left_s
 
 _MODULES = {
     "np": "numpy",
@@ -45,7 +45,6 @@ _TAKEN_FROM = {
 # how names resolve that tests use and do not define
 _USUAL = {**_MODULES, **{name: f"{module}:{name}" for module, names in _TAKEN_FROM.items() for name in names}}
 _ENTRY_POINT = "_entry_point"  # the name of it in the tests; its own may be a built-in function's
-_GONE = "the solution's process ended"  # as `_worker/rpc.py` says it
 
 
 async def stdin_tests(
@@ -60,18 +59,18 @@ async def stdin_tests(
     total_s: float | None = None,
     url: str | None = None,
 ) -> dict[str, Any]:
-    """Programs that read stdin and write stdout: one run, in a sandbox of its own, per test.
+    """Test a program that reads stdin and writes stdout: one run per test, each in its own sandbox.
 
-    `row[column]` is `{"inputs": [text, ...], "outputs": [text, ...]}`, or that as JSON. A test is passed if the program
-    ends by itself with exit code 0, within the limits, and `same(stdout, output)` (default: `same_lines`). The program
-    is given the input only; the outputs stay in this process. With `all_or_nothing` the first failure ends the testing.
+    `row[column]` is `{"inputs": [text, ...], "outputs": [text, ...]}`, or that as JSON. A test passes if the program
+    exits with code 0 within the limits, and `same(stdout, output)` (default: `same_lines`). The program only receives
+    the input; the outputs stay in this process. With `all_or_nothing` testing stops at the first failure.
 
-    The tests run one after the other. `total_s` is the budget in seconds of wall time for all of them (default: three
-    times `limits.wall_s`), without the waits for a core; tests that do not start within it fail. `url` is the address
-    of a remote sandbox, see `run_program`.
+    Tests run one after another. `total_s` is their total budget in seconds of wall time (default: three times
+    `limits.wall_s`), not counting waits for a core; tests that do not start within it fail. `url` is the address of a
+    remote sandbox, see `sandbox.run`.
 
-    Differs: ColossalAI `code` and verl `prime_code` run the code in a process of the training machine from which a few
-    functions have been taken away, which does not isolate it.
+    Differs: ColossalAI `code` and verl `prime_code` run the code in a process of the training machine with a few
+    functions removed, which does not isolate it.
     """
     inputs, outputs = _cases(row, column)
     source = last_code_block(completion)
@@ -86,7 +85,7 @@ async def stdin_tests(
                 reasons.append(f"timeout: the budget of {budget_s:.3g} s for all tests is spent (total_s)")
                 break
             within = replace(limits, wall_s=min(limits.wall_s, left_s))
-            ran = await run_program(source, stdin=stdin, limits=within, packages=packages, url=url)
+            ran = await sandbox.run(source, stdin=stdin, limits=within, packages=packages, url=url)
             left_s -= ran.wall_s
             reasons.append(ran.reason or ("" if compare(ran.stdout, expected) else _difference(ran.stdout, expected)))
             if all_or_nothing and reasons[-1]:
@@ -103,15 +102,15 @@ async def assert_tests(
     packages: Sequence[str] = (),
     all_or_nothing: bool = False,
 ) -> dict[str, Any]:
-    """Functions and classes that Python tests call: `assert add(1, 2) == 3`.
+    """Test functions and classes with Python tests that call them: `assert add(1, 2) == 3`.
 
-    `row[column]` is a list of sources, each one test, or one source (one test). They run in their order and in one
-    namespace, so the first may import and define what the others need. If the row has an `entry_point`, the source is
-    as in HumanEval and `check(<entry_point>)` is added to each.
+    `row[column]` is a list of sources, one per test, or one source (one test). They run in order and in one namespace,
+    so the first can import and define what the others need. If the row has an `entry_point`, the sources are as in
+    HumanEval, and `check(<entry_point>)` is appended to each.
 
-    Solution and tests run in two sandboxes, and only calls, arguments and results pass between them: the solution can
-    neither read the tests nor end them, and what it returns is compared by the tests' own interpreter, so an object
-    that is equal to everything wins nothing.
+    Solution and tests run in two sandboxes, and only calls, arguments and results cross: the solution can neither read
+    the tests nor end them, and the tests' own interpreter compares results, so an object that claims to be equal to
+    everything gains nothing.
 
     Names. The tests see only functions and classes of the solution, and only by names that the tests use and do not
     define. Built-in names, modules (`math`) and the `packages` with their usual aliases (`np`) are always the tests'
@@ -123,22 +122,22 @@ async def assert_tests(
     use their public attributes and methods, len, iteration, indexing, str, float and comparison with each other; not
     private names, arithmetic or ordering with plain values, a plain value's `in`, subclasses, nor await.
 
-    Limits: comparing two objects of the solution's own class asks that class, and a method of such an object may say
-    what it likes: only there the solution is believed. Tests may `eval` text of their own, and arithmetic; not code
-    that a result brings. `limits` hold for all tests of a completion together; after a timeout the remaining tests have
-    failed. Only a local sandbox can run these tests.
+    Limits: the comparison of two objects of the solution's own class, and the methods of such an object, are computed
+    by the solution; nothing else of it is trusted. Tests can `eval` their own literals, and arithmetic; not code in a
+    result. `limits` apply to all tests of a completion together; after a timeout the remaining tests have failed. Only
+    a local sandbox can run these tests.
 
     Differs: in HumanEval's, MBPP's and verl's checkers code and tests share a process: `sys.exit`, a changed `__eq__`
     or reading the calling frame pass every test.
     """
     tests = _sources(row, column)
-    task = {"tests": tests, **_names(row, column, tests, packages)}
+    own, asked = _names(row, column, tests, packages)
     source = last_code_block(completion)
     if source is None:
         return _verdict(["no closed ```python block"], len(tests), all_or_nothing)
     limits = replace(limits, wall_s=min(limits.wall_s, max(time_left_s(), 0.01)))
     async with off_the_clock():
-        reasons = await _run_tests(source, task, limits, packages)
+        reasons = await sandbox.run_tests(source, tests, own=own, asked=asked, limits=limits, packages=packages)
     return _verdict(reasons, len(tests), all_or_nothing)
 
 
@@ -159,51 +158,6 @@ def _close(a: str, b: str, tolerance: float) -> bool:
         return math.isclose(float(a), float(b), rel_tol=tolerance, abs_tol=tolerance)
     except ValueError:
         return False
-
-
-async def _run_tests(source: str, task: dict[str, Any], limits: Limits, packages: Sequence[str]) -> list[str]:
-    """Run a solution and its tests, in two sandboxes joined by a socket: a reason per test, empty if it passed."""
-    solution = Child("solution", ["", -1, -1, source], limits, packages)
-    testing = Child("tests", ["", None, None, json.dumps(task)], limits, packages)
-
-    def run() -> tuple[Ran, Ran]:
-        ends = socket.socketpair()
-        with ends[0], ends[1]:
-            solution.start(ends[0].fileno())
-            testing.start(ends[1].fileno())
-        try:
-            told = testing.wait()
-        finally:
-            solution.cancel()  # where it has not ended yet
-            ran = solution.wait()
-        return told, ran
-
-    def cancel() -> None:
-        solution.cancel()
-        testing.cancel()
-
-    async with a_core():
-        told, ran = await in_thread(run, cancel=cancel)
-    reasons = _reported(told.stdout, len(task["tests"]))
-    if _GONE in reasons and ran.reason not in ("", "cancelled"):
-        reasons[reasons.index(_GONE)] = ran.reason
-    timeout = told.reason.startswith("timeout")
-    rest = told.reason if timeout else f"the tests ended early: {told.reason}" if told.reason else "not reached"
-    return [*reasons, *[rest] * (len(task["tests"]) - len(reasons))]
-
-
-def _reported(text: str, num_tests: int) -> list[str]:
-    """The reasons of the first tests, as their process reported them: whole lines, in the order of the tests."""
-    reasons: list[str] = []
-    for line in text.split("\n")[:-1][:num_tests]:
-        try:
-            index, reason = json.loads(line)
-        except (ValueError, TypeError, RecursionError):
-            break
-        if index != len(reasons) or not isinstance(reason, str):
-            break
-        reasons.append(reason.encode("utf-8", "replace").decode())
-    return reasons
 
 
 def _verdict(reasons: Sequence[str], num_tests: int, all_or_nothing: bool) -> dict[str, Any]:
@@ -231,7 +185,7 @@ def _difference(actual: str, expected: str) -> str:
 
 
 def _cases(row: dict[str, Any], column: str) -> tuple[list[str], list[str]]:
-    """Inputs and outputs of a row, checked: bad tests are an error, not a failed answer."""
+    """The inputs and outputs of a row. Bad tests are an error, not a failed answer."""
     cases = _column(row, column)
     if isinstance(cases, str):
         cases = json.loads(cases)
@@ -248,7 +202,7 @@ def _cases(row: dict[str, Any], column: str) -> tuple[list[str], list[str]]:
 
 
 def _sources(row: dict[str, Any], column: str) -> list[str]:
-    """The tests of a row as compilable sources: a test that does not compile is an error, not a failed answer."""
+    """The tests of a row as sources. A test that does not compile is an error, not a failed answer."""
     tests = _column(row, column)
     tests = [tests] if isinstance(tests, str) else list(tests)
     if not tests or not all(isinstance(test, str) for test in tests):
@@ -263,8 +217,10 @@ def _sources(row: dict[str, Any], column: str) -> list[str]:
     return tests
 
 
-def _names(row: dict[str, Any], column: str, tests: list[str], packages: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Resolve the names that tests use and do not define: to a module or function of their `own`, or `asked` of the
+def _names(
+    row: dict[str, Any], column: str, tests: list[str], packages: Sequence[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Resolve the names that tests use and do not define: their `own` modules and functions, and names `asked` of the
     solution.
     """
     used, called, stars = _free_names(tests)
@@ -284,12 +240,12 @@ def _names(row: dict[str, Any], column: str, tests: list[str], packages: Sequenc
             own[name] = usual
         else:
             raise ValueError(f"row[{column!r}] uses {name}: import it in the tests, and add {package!r} to `packages`")
-    return {"own": own, "asked": asked}
+    return own, asked
 
 
 def _free_names(tests: list[str]) -> tuple[set[str], set[str], bool]:
-    """The global names that tests use and neither define nor have from Python; those of them that are called; and
-    whether a test imports others by a star.
+    """The global names that tests use, but neither define nor have from Python; which of them they call; and whether a
+    test has a star import.
     """
     used, bound, called, stars = set[str](), set[str](), set[str](), False
     for test in tests:

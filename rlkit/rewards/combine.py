@@ -1,4 +1,4 @@
-"""Several rewards as one: each is logged by its name, and one function says what they are worth together."""
+"""Several rewards as one: a weighted sum, or any function of them. Each is logged under its name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlkit.objectives import weighted_sum
-from rlkit.rewards.call import Reward, RewardError, Sample, score_each
+from rlkit.rewards.call import Reward, RewardError, Sample, run_reward_each
 from rlkit.rewards.timeouts import off_the_clock
 
 
@@ -36,23 +36,26 @@ def combined(
 ) -> Callable[..., Any]:
     """A reward function that makes one number of several named ones, `[N, K] -> [N]`, K in the order of `functions`.
 
-    The functions may have any form that `score` calls, all are called at once, and `timeout_s` holds for each of their
-    calls. `scalarize` may be one of `rlkit.objectives` (`functools.partial(tchebycheff, weights=..., ideal=...)`), or
-    `lambda r: r.prod(1)`, so that a wrong form makes the whole 0. Logged are each function's reward under its name, its
-    own numbers and texts under `name/...`, and as `score` the first `score` that a function gives. A sample that a
-    function cannot judge is an error of that sample, with the function's name; nothing is made up for it.
+    The functions may have any form that `run_reward` accepts. They run concurrently, and `timeout_s` bounds each of
+    their calls. `scalarize` may be one of `rlkit.objectives` (`functools.partial(tchebycheff, weights=..., ideal=...)`)
+    or `lambda r: r.prod(1)`, which gives 0 for a wrong form. Each function's reward is logged under its name, its
+    metrics and notes under `name/...`; `score` is the first `score` that a function gives. A sample that a function
+    fails on is an error of that sample, with the function's name; there is no default.
     """
     if not functions or {"reward", "score"} & set(functions):
         raise ValueError(f"functions must have at least one name, other than reward and score; got {list(functions)}")
 
-    async def score(completions: list[str], rows: list[dict[str, Any]], *, index: list[int], **extra: Any) -> list[Any]:
+    async def reward(
+        completions: list[str], rows: list[dict[str, Any]], *, index: list[int], **extra: Any
+    ) -> list[Any]:
         samples = [
             Sample(completion, row, index[i], {name: column[i] for name, column in extra.items()})
             for i, (completion, row) in enumerate(zip(completions, rows))
         ]
-        async with off_the_clock():  # each function has its own
-            judged = await asyncio.gather(*(score_each(f, samples, timeout_s=timeout_s) for f in functions.values()))
-        results = [_merged(functions, column) for column in zip(*judged)]
+        async with off_the_clock():  # each function has a deadline of its own
+            runs = [run_reward_each(function, samples, timeout_s=timeout_s) for function in functions.values()]
+            columns = await asyncio.gather(*runs)
+        results = [_merged(functions, rewards) for rewards in zip(*columns)]
         good = [result for result in results if isinstance(result, dict)]
         if good:
             values = scalarize(torch.tensor([[r[name] for name in functions] for r in good], dtype=torch.float64))
@@ -62,11 +65,11 @@ def combined(
                 result["reward"] = value
         return results
 
-    return score
+    return reward
 
 
 def _merged(functions: Mapping[str, Any], rewards: tuple[Reward | RewardError, ...]) -> dict[str, Any] | RewardError:
-    """What the functions say of one sample, under their names."""
+    """The results of the functions for one sample, under their names."""
     merged: dict[str, Any] = {}
     for name, reward in zip(functions, rewards):
         if isinstance(reward, RewardError):

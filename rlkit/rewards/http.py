@@ -1,4 +1,4 @@
-"""JSON over HTTP for rewards that a server computes: bounded, retried with backoff, loud when it fails."""
+"""POST JSON to a server that computes rewards: with timeouts, retries and backoff, and an error if all fail."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlkit.rewards.timeouts import off_the_clock, turn
 if TYPE_CHECKING:
     import aiohttp
 
-_PASSING = BUSY | {409}  # besides 5xx
+_TRANSIENT = BUSY | {409}  # besides 5xx
 
 
 class HttpError(RuntimeError):
-    """A request that failed for good. `status` is the HTTP status, or None where there was no whole answer."""
+    """A request that finally failed. `status` is the HTTP status, or None without a complete answer."""
 
     def __init__(self, message: str, *, status: int | None) -> None:
         super().__init__(message)
@@ -37,21 +37,21 @@ async def post_json(
     total_s: float = 600.0,
     concurrency: int = 64,
 ) -> Any:
-    """What the server answers to `body`, as JSON.
+    """The server's JSON answer to a POST of `body`.
 
-    Sent again after a refused or broken connection, a timeout, truncated JSON and the statuses that pass (408, 409,
-    425, 429, 5xx), up to `retries` times: after `backoff_s`, then twice that, ..., each times a random factor in
-    [0.5, 1.5], or after what the server says in `Retry-After`, and for `total_s` seconds at most. Then, and at once for
-    any other status, `HttpError`. `timeout_s` is for each attempt. At most `concurrency` requests to this URL are under
-    way in an event loop; the wait for one's turn and between attempts does not count against a reward's deadline.
-    Asking a judge twice does no harm; do not use this for requests that change something.
+    A request is retried after a refused or broken connection, a timeout, truncated JSON and transient statuses (408,
+    409, 425, 429, 5xx), up to `retries` times: after `backoff_s`, then twice that, ..., each times a random factor in
+    [0.5, 1.5], or after the server's `Retry-After`, for at most `total_s` seconds in all. Then, and immediately for any
+    other status, it raises `HttpError`. `timeout_s` bounds each attempt. At most `concurrency` requests to this URL are
+    in flight per event loop; waiting for that and between attempts does not count against a reward's deadline. Only for
+    idempotent requests.
     """
     aiohttp = optional("aiohttp", "http", "rewards behind HTTP need")
     limit = aiohttp.ClientTimeout(total=timeout_s)
     async with turn(url, concurrency), aiohttp.ClientSession(headers=headers, timeout=limit) as session:
         ask = partial(_once, session, url, body)
         return await retried(
-            ask, on=_Passing, backoff_s=backoff_s, total_s=total_s, max_retries=retries, sleep=_sleep_off_the_clock
+            ask, on=_Transient, backoff_s=backoff_s, total_s=total_s, max_retries=retries, sleep=_sleep_off_the_clock
         )
 
 
@@ -60,8 +60,8 @@ async def _sleep_off_the_clock(seconds: float) -> None:
         await asyncio.sleep(seconds)
 
 
-class _Passing(HttpError):
-    """A failure that may not happen again."""
+class _Transient(HttpError):
+    """A transient failure."""
 
     retry_after_s = 0.0
 
@@ -73,17 +73,17 @@ async def _once(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
         async with session.post(url, json=body) as response:
             text = await response.text(errors="replace")
     except TimeoutError as error:
-        raise _Passing(f"{url}: no answer after {session.timeout.total:g} s", status=None) from error
+        raise _Transient(f"{url}: no answer after {session.timeout.total:g} s", status=None) from error
     except (aiohttp.ClientError, OSError) as error:
-        raise _Passing(f"{url}: {type(error).__name__}: {error}", status=None) from error
+        raise _Transient(f"{url}: {type(error).__name__}: {error}", status=None) from error
     status = response.status
-    if status >= 500 or status in _PASSING:
-        passing = _Passing(f"{url}: HTTP {status}: {text[:300]}", status=status)
-        passing.retry_after_s = retry_after_s(response.headers.get("Retry-After"))
-        raise passing
+    if status >= 500 or status in _TRANSIENT:
+        transient = _Transient(f"{url}: HTTP {status}: {text[:300]}", status=status)
+        transient.retry_after_s = retry_after_s(response.headers.get("Retry-After"))
+        raise transient
     if status >= 300:
         raise HttpError(f"{url}: HTTP {status}: {text[:300]}", status=status)
     try:
         return json.loads(text)
     except ValueError as error:
-        raise _Passing(f"{url}: the answer is not JSON: {text[:300]!r}", status=status) from error
+        raise _Transient(f"{url}: the answer is not JSON: {text[:300]!r}", status=status) from error

@@ -1,4 +1,4 @@
-"""Find a reward function by name: in a file or in an installed module."""
+"""Load a function by name, from a file or an installed module."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlkit._extras import MissingExtra
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function named by `"my_rewards.py:score"` (a file) or `"package.module:score"` (an importable module).
+    """The function named by `"my_rewards.py:reward"` (a file) or `"package.module:reward"` (an importable module).
 
-    A file is run as a module of its own, afresh at each call; its folder is appended to `sys.path`, so that it may
-    import files next to it. Errors name what was looked for: ValueError (the form of `spec`), FileNotFoundError,
-    ModuleNotFoundError, AttributeError (with the functions that are there), TypeError (not callable), and ImportError
-    with the traceback where the user's code fails while it is imported.
+    A file is executed as a new module at each call; its folder is appended to `sys.path`, so that it can import files
+    next to it. Errors name what was looked for: ValueError (the form of `spec`), FileNotFoundError,
+    ModuleNotFoundError, AttributeError (lists the functions of the module), TypeError (not callable), and ImportError
+    with the traceback if the user's code fails while it is imported.
     """
     place, colon, name = spec.rpartition(":")
     if not (colon and place and name.isidentifier()):
@@ -74,7 +74,7 @@ def _from_module(place: str) -> ModuleType:
 
 
 def _import_error(place: str, error: BaseException) -> ImportError:
-    """The user's part of the traceback inside the message, without the machinery of importing."""
+    """An error with the user's part of the traceback, without the frames of importlib."""
     frames = error.__traceback__
     while frames and (
         frames.tb_frame.f_code.co_filename == __file__ or "importlib" in frames.tb_frame.f_code.co_filename

@@ -1,38 +1,45 @@
-"""Rewards for answers in mathematics: equal to the row's answer as mathematics, decided by math-verify.
+r"""Rewards for mathematics: the answer equals the row's answer, as decided by math-verify.
 
-math-verify runs in worker processes: its own timeout is an alarm signal, which fails outside the main thread (verl
-issue 3407), and symbolic algebra on a model's output can hang or eat all memory. A worker that does is killed and
-replaced (in milliseconds: it is forked from a loaded one), the sample gets 0, and that it was so is in the metric
-`undecided` and in the note `reason`. A gold answer that cannot be read is an error: it is the data that is wrong.
+math-verify runs in worker processes (`pebble.ProcessPool`): its own timeout is an alarm signal, which fails outside the
+main thread (verl issue 3407), and symbolic algebra on a model's output can hang or use up all memory. Such a worker is
+killed and replaced, and the sample gets 0 with the metric `undecided` and the note `reason`. A gold answer that cannot
+be parsed is an error, because it is the data that is wrong.
 
-Needs the extra `math`; Linux or macOS. It runs no program of the model and needs no sandbox.
+There are as many workers as cores, at most 16; each may use 2 GiB. They start on first use, never import torch or the
+user's script, and end with this process. Needs the extra `math`, and Linux or macOS.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
+import multiprocessing
 import os
 import re
-import socket
-from collections import deque
+import resource
+import signal
+import sys
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from functools import partial
+from fcntl import F_SETFL, F_SETOWN, fcntl
 from importlib.util import find_spec
+from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, NamedTuple
 
-from rlkit._extras import optional
-from rlkit.rewards.sandbox.servers import Server, ServerError, end_of, next_line, readable
+from rlkit._extras import missing, optional
 from rlkit.rewards.text import last_boxed, last_tag
-from rlkit.rewards.timeouts import a_core, in_thread, time_left_s
+from rlkit.rewards.timeouts import num_cores, off_the_clock, time_left_s, turn
 
+_WHY = "rewards for mathematics need"
 if find_spec("math_verify") is None:
-    optional("math_verify", "math", "rewards for mathematics need")
-_SERVER = Server("mathd", flags=(), environment=dict(os.environ))
+    optional("math_verify", "math", _WHY)
+pebble = optional("pebble", "math", _WHY)
+_pool: Any  # see `_new_pool`
+_NUM_WORKERS = min(num_cores(), 16)
 _MEMORY_BYTES = 2 << 30
-_MAX_BYTES = 100_000  # of a question
-_SEARCHED = 12_000  # characters at the end of a text; they fit into a question in any alphabet
+_MAX_CHARACTERS = 100_000
+_SEARCHED = 12_000  # characters at the end of a text
 _COLOR = re.compile(r"\\(?:text)?color\{\w+\}")
-_BLANKS = re.compile(r"(?:[ ,;:!]?\\|~|\s)*")  # TeX's, read backwards: that takes linear time
+_BLANKS = re.compile(r"(?:[ ,;:!]?\\|~|\s)*")  # TeX's, matched backwards: that takes linear time
 
 
 class Verdict(NamedTuple):
@@ -82,28 +89,35 @@ async def anywhere(
 
 
 async def equal(gold: str, answer: str, *, search: bool = False, timeout_s: float = 10.0) -> Verdict:
-    """Whether two answers are the same mathematics. With `search`, `answer` is a text at whose end to look for one.
+    """Whether two answers are the same mathematics. With `search`, the answer is looked for at the end of a text.
 
-    `timeout_s` is for this comparison, less where a reward's own deadline comes first (an answer that hangs is
-    undecided then, too); the wait for a free worker (there are as many as cores) does not count.
-    Raises ValueError if the gold answer cannot be parsed, RuntimeError if math-verify cannot be loaded.
+    `timeout_s` bounds this comparison, and so does the deadline of the reward that calls this: either way, an answer
+    that hangs is undecided. The wait for a free worker does not count.
 
-    Limits: equal texts are equal without asking. Not symmetric (a gold `x = 5` equals 5), and letters are variables:
-    `ab` equals `ba`. Floats are rounded to 6 decimals.
+    Raises ValueError if the gold answer cannot be parsed, MissingExtra if math-verify cannot be imported.
+
+    Limits: identical texts are equal without a comparison. Not symmetric (a gold `x = 5` equals 5), and letters are
+    variables: `ab` equals `ba`. Floats are rounded to 6 decimals.
     """
     gold, answer = _bare(gold), answer[-_SEARCHED:] if search else _bare(answer)
     if not search and gold and gold == answer:
         return Verdict(True, True, "")
-    question = json.dumps({"gold": gold, "answer": answer, "search": search}).encode()
-    if len(question) > _MAX_BYTES:
-        return Verdict(False, True, f"an answer of {len(question)} bytes")
-    async with a_core():
-        worker = _idle_worker()
-        each_s = min(timeout_s, 0.45 * max(time_left_s(), 0.0))  # of two replies, for the gold and for the answer
-        verdict = await in_thread(partial(worker.ask, question, gold, each_s), cancel=worker.cancel)
-        if verdict.decided:
-            _idle.append(worker)
-    return verdict
+    if (size := len(gold) + len(answer)) > _MAX_CHARACTERS:
+        return Verdict(False, True, f"too long to compare: {size} characters")
+    async with turn("compare mathematics", _NUM_WORKERS), off_the_clock():
+        each_s = min(timeout_s, max(time_left_s(), 0.0) / 2)  # of two questions, where the first hangs
+        try:
+            gold_parsed, parsed, same = await _ask(gold, answer, search, timeout_s=each_s)
+        except _Undecided as why:
+            try:
+                gold_parsed, *_ = await _ask(gold, None, search, timeout_s=each_s)
+            except _Undecided as unreadable:
+                raise ValueError(f"math-verify cannot parse the gold answer {gold[:200]!r}: {unreadable}") from None
+            if gold_parsed:
+                return Verdict(False, False, str(why))
+    if not gold_parsed:
+        raise ValueError(f"math-verify cannot parse the gold answer {gold[:200]!r}: it contains no mathematics")
+    return Verdict(same, True, "" if same else "a wrong answer" if parsed else "math-verify finds no answer")
 
 
 async def _judged(
@@ -131,79 +145,111 @@ def _bare(text: str) -> str:
     return text[:-1] if re.fullmatch(r"[\w})\]]\.", text[-2:]) else text
 
 
-class _NoReply(Exception):
-    """A worker does not reply; the text says why."""
+class _Undecided(Exception):
+    """No verdict; the text says why."""
 
 
-class _Worker:
-    """A forked process with math-verify loaded."""
+class _Process(SpawnProcess):
+    """A process that does not import the user's script, which multiprocessing would do to find its functions."""
 
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MAX_BYTES)
-        with theirs:
-            self._control = _SERVER.begin({"memory_bytes": _MEMORY_BYTES}, [theirs.fileno()])
-
-    def alive(self) -> bool:
-        """Whether it may be asked: it has not ended."""
-        return not readable([self._control, self._socket], 0)
-
-    def cancel(self) -> None:
-        """Have it killed, so that `ask` ends soon. Thread-safe."""
-        with suppress(OSError):
-            self._control.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        """End it. Not while it is asked."""
-        self._control.close()
-        self._socket.close()
-
-    def ask(self, question: bytes, gold: str, timeout_s: float) -> Verdict:
-        """Its verdict. It can be asked again if that is decided, and is closed otherwise."""
+    def start(self) -> None:
+        main = sys.modules["__main__"]
+        spec, file = main.__spec__, vars(main).pop("__file__", None)
+        main.__spec__ = None
         try:
-            with suppress(ConnectionError):  # what became of it is asked below
-                self._socket.sendall(question + b"\n")
-            self._read_gold(gold, timeout_s)
-            found = self._reply(timeout_s)
-        except _NoReply as why:
-            self.close()
-            return Verdict(False, False, str(why))
-        except BaseException:
-            self.close()
-            raise
-        reason = "a wrong answer" if found["parsed"] else "math-verify finds no answer"
-        return Verdict(found["equal"], True, "" if found["equal"] else reason)
+            super().start()
+        finally:
+            main.__spec__ = spec
+            if file is not None:
+                main.__file__ = file
 
-    def _read_gold(self, gold: str, timeout_s: float) -> None:
+
+class _Context(SpawnContext):
+    Process = _Process
+
+
+def _new_pool() -> None:
+    global _pool
+    _pool = pebble.ProcessPool(_NUM_WORKERS, initializer=_prepare_worker, initargs=[_MEMORY_BYTES], context=_Context())
+
+
+async def _ask(gold: str, answer: str | None, search: bool, *, timeout_s: float) -> tuple[bool, bool, bool]:
+    """The result of `_compare` in a worker."""
+    for _ in range(3):
+        pool = _pool
         try:
-            if not self._reply(timeout_s)["gold"]:
-                raise _NoReply("there is no mathematics in it")
-        except _NoReply as why:
-            raise ValueError(f"math-verify cannot read the gold answer {gold[:200]!r}: {why}") from None
-
-    def _reply(self, timeout_s: float) -> dict[str, Any]:
-        if not readable([self._socket], timeout_s):
-            raise _NoReply(f"timeout: undecided after {timeout_s:g} s")
-        with suppress(ConnectionError):
-            if reply := next_line(self._socket):
-                answered: dict[str, Any] = json.loads(reply)
-                return answered
-        try:
-            end = end_of(self._control, 60)
-        except ServerError as error:
-            raise RuntimeError(f"math-verify cannot be used: {error}") from error
-        raise _NoReply(f"the worker died (exit code {end['code']}, limit {_MEMORY_BYTES >> 20} MiB)")
+            return await _compare_in(pool, (gold, answer, search, timeout_s + 5), timeout_s)
+        except BrokenProcessPool:  # a pool of pebble's breaks where an idle worker is killed
+            if _pool is pool:
+                _new_pool()
+                pool.join()
+        except TimeoutError:
+            raise _Undecided(f"timeout: undecided after {timeout_s:g} s") from None
+        except pebble.ProcessExpired as error:
+            limit = f"limit {_MEMORY_BYTES >> 20} MiB"
+            raise _Undecided(f"the worker died (exit code {error.exitcode}, {limit})") from None
+        except ImportError as error:
+            raise missing(error, "math_verify", "math", _WHY) from None
+        except Exception as error:
+            raise _Undecided(f"{type(error).__name__}: {error}"[:300]) from None
+    raise RuntimeError(f"the workers for math-verify end as soon as they start (limit {_MEMORY_BYTES >> 20} MiB)")
 
 
-_idle: deque[_Worker] = deque()
-os.register_at_fork(after_in_child=lambda: _idle.clear())
+async def _compare_in(pool: Any, question: tuple[Any, ...], timeout_s: float) -> tuple[bool, bool, bool]:
+    try:
+        future = asyncio.wrap_future(pool.schedule(_compare, args=question, timeout=max(timeout_s, 1e-3)))
+    except RuntimeError as error:
+        raise BrokenProcessPool from error
+    try:
+        while not future.done():
+            await asyncio.wait([future], timeout=1.0)
+            if not future.done() and not pool.active:  # it lost the question when it broke
+                raise BrokenProcessPool
+        found: tuple[bool, bool, bool] = future.result()
+        return found
+    finally:
+        future.cancel()
 
 
-def _idle_worker() -> _Worker:
-    while _idle:
-        with suppress(IndexError):  # another thread was faster
-            worker = _idle.pop()
-            if worker.alive():
-                return worker
-            worker.close()
-    return _Worker()
+# What follows runs in the workers.
+
+
+def _prepare_worker(memory_bytes: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler would wait for the end of a long operation in C
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    with suppress(OSError):
+        fcntl(parent.sentinel, F_SETOWN, os.getpid())
+        fcntl(parent.sentinel, F_SETFL, os.O_ASYNC)  # the end of the parent is a SIGIO, which kills (on macOS: nothing)
+    with suppress(ValueError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    with suppress(ImportError):  # `_compare` reports it
+        import math_verify
+
+        math_verify.parser.TIMEOUT_WARNING_SHOWN = math_verify.grader.TIMEOUT_WARNING_SHOWN = True
+        _compare("1", "2", False, 60.0)  # the first use loads more
+
+
+def _compare(gold: str, answer: str | None, search: bool, alarm_s: float) -> tuple[bool, bool, bool]:
+    """Whether math-verify can parse the gold answer, can parse the answer, and finds them equal."""
+    import math_verify
+
+    def parse(text: str) -> list[Any]:
+        config = [math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig()]
+        found: list[Any] = math_verify.parse(text, config, parsing_timeout=None)
+        return found
+
+    signal.setitimer(signal.ITIMER_REAL, alarm_s)  # kills a worker whose parent has ended, on macOS
+    golds: list[Any] = []
+    with suppress(Exception):
+        golds = parse(rf"\boxed{{{gold}}}") or parse(gold)
+    answers: list[Any] = []
+    if golds and answer is not None:
+        answers = parse(answer) if search else parse(rf"\boxed{{{answer}}}") or parse(answer)
+    equal = bool(answers) and math_verify.verify(golds, answers, timeout_seconds=None)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return bool(golds), bool(answers), bool(equal)
+
+
+_new_pool()
+os.register_at_fork(after_in_child=_new_pool)

@@ -1,12 +1,12 @@
-"""Rewards for texts: find the answer, its form, its length, equality and overlap with a reference, repetition.
+"""Rewards for texts: answer extraction, format, length, equality and overlap with a reference, repetition.
 
-`last_...` functions find an answer in a completion: the text they look for, or None where there is none. All take time
-linear in the length of the text, whatever a model repeats: they run where many samples wait.
+`last_...` functions extract an answer from a completion, or return None. They take time linear in the length of the
+text, whatever a model repeats.
 
-Rewards for the form of a completion are 1 if it has the form, else 0, and say nothing about the answer. Options are
-keywords: `functools.partial(matches, pattern=r"...")` is a reward function. Lengths are those of `completion_ids`.
+Rewards for the format of a completion are 1 if it has the format, else 0, and ignore the answer. Options are keywords:
+`functools.partial(matches, pattern=r"...")` is a reward function. Lengths are numbers of `completion_ids`.
 
-The system prompts at the end ask for what the rewards look for. They are data: `--system-prompt`, or `rl_prompts`.
+The system prompts at the end ask for these formats. They are data: `--system-prompt`, or `rl_prompts`.
 `BOXED` is for `math.boxed` and `math.anywhere`, `THINK_ANSWER` for `math.answer_tag` and `think_answer_tags`, `CODE`
 for `code.stdin_tests`, `FUNCTION` for `code.assert_tests`, and `JSON` for `valid_json`.
 """
@@ -31,7 +31,7 @@ def last_boxed(text: str) -> str | None:
     r"""The content of the last complete `\boxed{...}` or `\fbox{...}`; braces may nest, `\{` and `\}` do not count.
 
     `\boxed 5` (without braces, as TeX allows) gives the one character or command that follows. A box that is not closed
-    is no box: the last one before it counts.
+    is ignored.
 
     >>> last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
@@ -53,7 +53,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Where each brace that is closed is closed."""
+    """The position of the closing brace, by the position of the opening one."""
     opened: list[int] = []
     closing = {}
     for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
@@ -65,7 +65,7 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 
 def last_tag(text: str, *, tag: str = "answer") -> str | None:
-    """What stands between the last `<tag>` and the `</tag>` after it.
+    """The text between the last `<tag>` and the `</tag>` after it.
 
     >>> last_tag("<answer>1</answer> wait <answer> 2 </answer>")
     '2'
@@ -87,7 +87,7 @@ def last_number(text: str) -> str | None:
 def last_code_block(text: str, *, languages: tuple[str, ...] = ("python", "py", "python3")) -> str | None:
     """The content of the last closed Markdown code block in one of the languages.
 
-    Fences of three or more backticks or tildes are known, and a block ends only at a fence as long as its own.
+    A fence is three or more backticks or tildes; a block ends at a fence that is at least as long.
     """
     fences = [(fence.group(1), fence.group(2).strip(), fence) for fence in _FENCE.finditer(text)]
     found, position, unclosed = None, 0, set()
@@ -149,7 +149,7 @@ def tag_count(completion: str, _row: dict[str, Any], *, tags: tuple[str, ...] = 
 def matches(completion: str, _row: dict[str, Any], *, pattern: str, flags: int = re.DOTALL) -> float:
     """1 if the whole completion matches a regular expression, else 0. Write `.*` around it to search.
 
-    Python's engine backtracks: a pattern such as `(a+)+b` can take for ever (the reward's timeout then says so).
+    Python's engine backtracks: a pattern such as `(a+)+b` can take exponential time (until the reward's timeout).
     """
     return float(re.fullmatch(pattern, completion, flags) is not None)
 
@@ -157,16 +157,16 @@ def matches(completion: str, _row: dict[str, Any], *, pattern: str, flags: int =
 def valid_json(
     completion: str, _row: dict[str, Any], *, types: Mapping[str, type | tuple[type, ...]] | None = None
 ) -> dict[str, Any]:
-    """1 if the completion, or the one fenced block it consists of, is one JSON value as RFC 8259 has it, else 0.
+    """1 if the completion, or the one fenced block that it consists of, is a JSON value by RFC 8259, else 0.
 
-    `types` wants an object with (at least) these keys, of these Python types; bool is not taken for int or float.
-    NaN, Infinity and a key given twice are not JSON here.
+    `types` requires an object with (at least) these keys, of these Python types; a bool is not an int or float.
+    NaN, Infinity and duplicate keys are rejected.
     """
     text = completion.strip()
     if fenced := re.fullmatch(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", text, re.DOTALL):
         text = fenced.group(1)
     try:
-        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         return {"reward": 0.0, "reason": str(error)[:200]}
     if types is not None:
@@ -187,16 +187,16 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({key for key, _ in pairs}) < len(pairs):
-        raise ValueError("a key stands twice in an object")
+        raise ValueError("an object has a duplicate key")
     return dict(pairs)
 
 
 def soft_overlong(
     _completion: str, _row: dict[str, Any], completion_ids: Sequence[int], *, max_tokens: int, cache_tokens: int
 ) -> float:
-    """DAPO's soft punishment of over-long answers, to be added to the reward; `max_tokens` is the generation limit.
+    """DAPO's soft penalty for over-long answers, to be added to the reward; `max_tokens` is the generation limit.
 
         r(n) = 0                                  n <= L - c          L = max_tokens, c = cache_tokens
                (L - c - n) / c              L - c < n <= L
@@ -236,7 +236,7 @@ def short_relative(
 
         lambda_i = 1/2 - (n_i - min n) / (max n - min n)      r_i = lambda_i if correct, else min(0, lambda_i)
 
-    `correct` must be known when this is called (an environment leaves it in `Trajectory.info`); all samples of a call
+    `correct` must be known before this is called (an environment puts it in `Trajectory.info`). All samples of a call
     are one group, as in `scorer`. Equal lengths give 0.
 
     Reference: https://arxiv.org/abs/2501.12599, section 2.3.3
@@ -276,7 +276,7 @@ def cosine(
 
 
 def no_truncation(_completion: str, _row: dict[str, Any], truncated: bool) -> float:
-    """-1 for a completion that was cut by the length limit, else 0: a penalty to be added."""
+    """-1 for a completion that was truncated by the length limit, else 0: a penalty to be added."""
     return -float(truncated)
 
 
@@ -332,7 +332,7 @@ def _f1(completion: str, reference: str) -> float:
 
 
 def contains(completion: str, row: dict[str, Any], *, column: str = "answer") -> float:
-    """1 if a reference's normalised words stand next to each other in the completion's, else 0 (Search-R1's subEM)."""
+    """1 if a reference's normalised words occur consecutively in the completion, else 0 (Search-R1's subEM)."""
     text = f" {squad_normalize(completion)} "
     return max(float(f" {squad_normalize(reference)} " in text) for reference in _references(row, column))
 
@@ -364,7 +364,7 @@ def _penalty(items: Sequence[Hashable], n: int, max_penalty: float) -> float:
 
 
 def repeated_share(items: Sequence[Hashable], *, n: int) -> float:
-    """The share of n-grams that stood earlier in the sequence, `1 - |distinct| / |all|`; 0 if there are none."""
+    """The share of n-grams that occur earlier in the sequence, `1 - |distinct| / |all|`; 0 without n-grams."""
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}")
     num = len(items) - n + 1

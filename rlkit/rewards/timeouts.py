@@ -1,4 +1,4 @@
-"""Deadlines and turns: a reward function's calls, each under its own deadline, and waits that do not count."""
+"""Run a reward function's calls, each with its own deadline, and limit concurrency. Waiting does not count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from rlkit._platform import refuse_windows
 
 refuse_windows("rlkit.rewards")
 T = TypeVar("T")
-_IN_THREAD = "; write a function that waits for a server as `async def`. The hanging call goes on in its thread"
+_IN_THREAD = "; write a function that waits for a server as `async def`. The hanging call continues in its thread"
 
 
 class TimedOut(Exception):
@@ -27,7 +27,7 @@ class TimedOut(Exception):
 
 
 class _Clock:
-    """The deadline of one async call. It stands still while `num_waiting` is positive."""
+    """The deadline of one async call. The clock is stopped while `num_waiting` is positive."""
 
     def __init__(self, limit: asyncio.Timeout) -> None:
         self.limit, self.num_waiting, self.left_s = limit, 0, 0.0
@@ -38,7 +38,7 @@ _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], async
 
 
 def time_left_s() -> float:
-    """The seconds until the deadline of the async call that this runs in; infinite where there is none."""
+    """The seconds until the deadline of the current async call; infinite without a deadline."""
     clock = _clock.get()
     if clock is None:
         return math.inf
@@ -49,13 +49,13 @@ def time_left_s() -> float:
 
 @asynccontextmanager
 async def off_the_clock() -> AsyncIterator[None]:
-    """Stop the deadline of the async call that this runs in: for what waits for its turn, or has limits of its own."""
+    """Stop the clock of the current async call: for waiting, and for work that has its own limits."""
     clock = _clock.get()
     if clock is None:
         yield
         return
     now = asyncio.get_running_loop().time
-    with suppress(RuntimeError):  # the call has ended already, and this is what it left behind
+    with suppress(RuntimeError):  # the call has ended, and this is a task that it started
         if clock.num_waiting == 0:
             clock.left_s = (clock.limit.when() or 0.0) - now()
             clock.limit.reschedule(None)
@@ -71,7 +71,7 @@ async def off_the_clock() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def turn(what: str, num: int) -> AsyncIterator[None]:
-    """Be one of at most `num` who do `what` at a time in this event loop; the wait for it is off the clock."""
+    """Let at most `num` tasks of this event loop do `what` at a time. The wait is off the clock."""
     turns = _turns.setdefault(asyncio.get_running_loop(), {})
     free = turns.setdefault((what, num), asyncio.Semaphore(num))
     async with off_the_clock():
@@ -82,34 +82,31 @@ async def turn(what: str, num: int) -> AsyncIterator[None]:
         free.release()
 
 
-def a_core() -> AbstractAsyncContextManager[None]:
-    """A turn for work that keeps a core busy."""
-    return turn("work on a core", _num_cores())
-
-
-async def in_thread(work: Callable[[], T], *, cancel: Callable[[], None]) -> T:
-    """What blocking work returns. When the task that waits for it is cancelled, `cancel` makes the work end soon."""
-    try:
-        return await asyncio.get_running_loop().run_in_executor(_threads(), work)
-    except asyncio.CancelledError:
-        cancel()
-        raise
+async def run_on_a_core(work: Callable[[], T], *, cancel: Callable[[], None]) -> T:
+    """The result of blocking work that keeps a core busy. On cancellation, `cancel` makes the work end soon."""
+    async with turn("run on a core", num_cores()):
+        try:
+            return await asyncio.get_running_loop().run_in_executor(_threads(), work)
+        except asyncio.CancelledError:
+            cancel()
+            raise
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_num_cores(), thread_name_prefix="rlkit-rewards")
+def _threads() -> ThreadPoolExecutor:  # the default executor has at most 32
+    return ThreadPoolExecutor(num_cores(), thread_name_prefix="rlkit-rewards")
 
 
 os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process inherits no threads
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
 
 
 async def run_async(calls: Sequence[Callable[[], Any]], timeout_s: float) -> list[Any]:
-    """The result or the exception of each call; all run at once."""
+    """The result or the exception of each call. They run concurrently."""
 
     async def one(call: Callable[[], Any]) -> Any:
         limit = asyncio.timeout(timeout_s)
@@ -126,9 +123,9 @@ async def run_async(calls: Sequence[Callable[[], Any]], timeout_s: float) -> lis
 
 
 async def run_in_thread(calls: Sequence[Callable[[], Any]], timeout_s: float, *, go_on: bool) -> list[Any]:
-    """The result or the exception of each call, in order, in a daemon thread; each call has its own deadline.
+    """The result or the exception of each call. They run in order in a daemon thread, each with its own deadline.
 
-    Ends after the first exception, unless `go_on`. After a timeout that goes on in a new thread.
+    Stops after the first exception, unless `go_on`: then a new thread continues after a timeout.
     """
     results: list[Any] = []
     async with turn("call a sync function", 1):
@@ -140,21 +137,21 @@ async def run_in_thread(calls: Sequence[Callable[[], Any]], timeout_s: float, *,
 
 
 async def _in_one_thread(calls: Sequence[Callable[[], Any]], timeout_s: float, go_on: bool) -> list[Any]:
-    """Results up to the first call that hangs, or, unless `go_on`, that fails."""
+    """Results up to the first call that hangs, or that fails (unless `go_on`)."""
     loop = asyncio.get_running_loop()
     finished: asyncio.Future[None] = loop.create_future()
     results: list[Any] = []
-    current = (0, time.monotonic())  # position and start of the call that is running: one assignment, hence atomic
+    current = (0, time.monotonic())  # position and start of the running call: one assignment, hence atomic
 
     def work() -> None:
         nonlocal current
         for position, call in enumerate(calls):
-            if finished.done():  # nobody waits for the rest
+            if finished.done():  # the caller has given up
                 return
             current = (position, time.monotonic())
             try:
                 results.append(call())
-            except BaseException as error:  # SystemExit, too, must not end the thread without a word
+            except BaseException as error:  # SystemExit would end the thread silently
                 results.append(error)
                 if not go_on:
                     break
@@ -165,7 +162,7 @@ async def _in_one_thread(calls: Sequence[Callable[[], Any]], timeout_s: float, g
         if not finished.done():
             finished.set_result(None)
 
-    _thread.start_new_thread(work, ())  # does not wait until it runs, as Thread.start does: 0.3 ms a call
+    _thread.start_new_thread(work, ())  # Thread.start waits until the thread runs: 0.3 ms a call
     try:
         while True:
             position, started = current

@@ -168,7 +168,7 @@ def load_tools(episodes: Episodes) -> list[Any]:
 
 def environment(args: Any, tokenizer: Any) -> tuple[Any, Any]:
     """The `env` and the `score` of a rollout."""
-    from rlkit.rewards.adapters import own_scorer, scorer
+    from rlkit.rewards.adapters import env_rewards, scorer
     from rlkit.rollout.calling import is_async
     from rlkit.rollout.envs import tools
     from rlkit.rollout.limits import limited
@@ -187,7 +187,7 @@ def environment(args: Any, tokenizer: Any) -> tuple[Any, Any]:
         bounds = {"max_total_tokens": how.max_len(args.rollouts), "max_sampled_tokens": how.max_sampled_tokens}
         env = limited(env, max_turns=how.max_turns, **bounds)
     if how.reward is None:
-        return env, own_scorer(max_failed=how.reward_max_failed)
+        return env, env_rewards(max_failed=how.reward_max_failed)
     reward = function_of("reward", how.reward)
     try:
         limits = {"timeout_s": how.reward_timeout, "max_failed": how.reward_max_failed}

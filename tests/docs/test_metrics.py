@@ -12,7 +12,7 @@ import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.losses import diagnostics
-from rlkit.rewards import Sample, code, math, score
+from rlkit.rewards import Sample, code, math, run_reward
 from rlkit.scripts.cli import run
 
 ROOT = Path(__file__).parents[2]
@@ -83,8 +83,8 @@ def tables(text: str) -> set[str]:
 async def numbers_of_rewards() -> set[str]:
     """What the rewards for code and mathematics log besides the reward."""
     program = Sample("```python\ndef one():\n    return 1\n```", {"tests": ["assert one() == 1"]}, 0)
-    found = [*await score(code.assert_tests, [program], timeout_s=60)]
-    found += await score(math.boxed, [Sample(r"\boxed{1}", {"answer": "1"}, 0)], timeout_s=60)
+    found = [*await run_reward(code.assert_tests, [program], timeout_s=60)]
+    found += await run_reward(math.boxed, [Sample(r"\boxed{1}", {"answer": "1"}, 0)], timeout_s=60)
     assert [reward.reward for reward in found] == [1.0, 1.0]
     return {f"reward/{name}" for reward in found for name in reward.metrics}
 

@@ -22,7 +22,7 @@ from pyarrow import parquet
 from rlkit import losses
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
-from rlkit.rewards import Sample, score
+from rlkit.rewards import Sample, run_reward
 from rlkit.scripts.cli import flags_of
 from rlkit.scripts.rollouts import Engine
 from rlkit.settings import ParallelArgs
@@ -224,7 +224,7 @@ def test_functions_of_others_judge_as_they_did(name: str, row: dict[str, Any], r
     names: dict[str, Any] = {}
     exec((task / "my_rewards.py").read_text(), names)
     samples = [Sample(text, row, 0, {"completion_ids": [1, 2, 3]}) for text in ("4", "55")]
-    found, other = asyncio.run(score(names[name], samples, timeout_s=120))
+    found, other = asyncio.run(run_reward(names[name], samples, timeout_s=120))
     assert (found.reward, found.score) == (pytest.approx(right[0]), right[1])
     assert other.reward == pytest.approx(0.3 if name == "trl" else 0)
 

@@ -14,7 +14,7 @@ from rlkit.loops.grpo import grpo
 from rlkit.loops.rl import Task
 from rlkit.model.forward import prepare
 from rlkit.model.weights import stream_weights
-from rlkit.rewards import Sample, code, math, score, scorer
+from rlkit.rewards import Sample, code, math, run_reward, scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.engines.process import launch
 from rlkit.rollout.engines.sglang import launch as launch_sglang
@@ -41,7 +41,7 @@ async def refused(call) -> str:
 
 async def grade(answers: list[str]) -> list[float]:
     samples = [Sample(rf"\boxed{{{answer}}}", {"answer": "1/2"}, i) for i, answer in enumerate(answers)]
-    return [reward.reward for reward in await score(math.boxed, samples, timeout_s=120)]
+    return [reward.reward for reward in await run_reward(math.boxed, samples, timeout_s=120)]
 
 
 async def train(folder: Path, *, steps: int, resume: bool) -> None:
@@ -73,7 +73,7 @@ async def main(folder: Path) -> None:
     out["steps"] = [json.loads(line)["step"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     out["versions"] = await in_a_process(folder / "run" / "model")
     sample = Sample("```python\none = 1\n```", {"tests": ["assert one == 1"]}, 0)
-    out["code"] = await refused(score(code.assert_tests, [sample], timeout_s=60))
+    out["code"] = await refused(run_reward(code.assert_tests, [sample], timeout_s=60))
     out["pinned"] = await refused(launch(folder / "run" / "model", cpus=[0]))
     out["served"] = await refused(asyncio.to_thread(launch_sglang, folder / "run" / "model", device="cpu"))
     (folder / "out.json").write_text(json.dumps(out))

@@ -66,7 +66,7 @@ def uses(folder: Path) -> dict[str, str]:
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
     from rlkit.model.lora import add_lora
     from rlkit.model.weights import export_hf
-    from rlkit.rewards import Sample, judge, score
+    from rlkit.rewards import Sample, judge, run_reward
     from rlkit.rollout.envs.endpoint import agent_env
 
     tokenizer = tiny_tokenizer()
@@ -97,7 +97,7 @@ def uses(folder: Path) -> dict[str, str]:
         "parquet": outcome(lambda: load_rows(folder / "data.parquet")),
         "plot": script("plot", folder / "sft"),
         "tracker": script("track", folder / "sft", "--to", "wandb"),
-        "judge": outcome(lambda: score(asked, [sample], timeout_s=60)),
+        "judge": outcome(lambda: run_reward(asked, [sample], timeout_s=60)),
         "agent": outcome(lambda: agent_env(print, tokenizer=tokenizer)),
         "search_tool": outcome(lambda: importlib.import_module("environments").search_tool(["a"])),
     }

@@ -9,7 +9,7 @@ import torch
 from rlkit.data import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.packing import pack
-from rlkit.rewards import RewardError, Sample, own_scorer, score, scorer, with_messages
+from rlkit.rewards import RewardError, Sample, env_rewards, run_reward, scorer, with_messages
 from rlkit.rollout.envs.gym import Step, Turns, gym_env
 from rlkit.rollout.rollout import sample_group
 from rlkit.types import Completion, Trajectory
@@ -67,9 +67,9 @@ async def test_a_function_of_messages_and_answer():
     row = {"prompt": "q", "answer": "a"}
     talk = [{"role": "user", "content": "q"}] * 4 + [{"role": "assistant", "content": "b"}]
     items = [Sample("a", row, 0), Sample("b", row, 1)]
-    assert [r.reward for r in await score(with_messages(reward_fn), items, timeout_s=5)] == [2.5, 2.0]
+    assert [r.reward for r in await run_reward(with_messages(reward_fn), items, timeout_s=5)] == [2.5, 2.0]
     items = [Sample("b", row, 0, {"messages": talk})]
-    assert [r.reward for r in await score(with_messages(reward_fn), items, timeout_s=5)] == [5.0]
+    assert [r.reward for r in await run_reward(with_messages(reward_fn), items, timeout_s=5)] == [5.0]
 
 
 async def test_texts_of_the_function_go_to_the_notes():
@@ -197,8 +197,8 @@ async def test_an_environments_own_reward_must_be_a_finite_number(name):
         with pytest.raises(ValueError, match=f"row 8: {said}"):
             await sample_group(prompt, [answer], env=env)
     with pytest.raises(RewardError, match=f"the environment's {said}.* on row 8"):
-        await sample_group(prompt, [answer], env=env, score=own_scorer())
-    (bad,) = await sample_group(prompt, [answer], env=env, score=own_scorer(max_failed=0.5))
+        await sample_group(prompt, [answer], env=env, score=env_rewards())
+    (bad,) = await sample_group(prompt, [answer], env=env, score=env_rewards(max_failed=0.5))
     assert (bad.reward, any(bad.mask), bad.info["metrics"]) == (0.0, False, {"failed": 1.0})
     assert bad.token_rewards is None
     pack([[bad]])
@@ -210,11 +210,11 @@ async def test_an_environments_finite_reward_and_metrics_stay():
         await turns.sample()
         return turns.pieces(reward=torch.tensor(0.5), info={"metrics": {"moves": 3.0}})
 
-    (good,) = await sample_group(Prompt([1], {}, 0), [answer], env=env, score=own_scorer(max_failed=0.5))
+    (good,) = await sample_group(Prompt([1], {}, 0), [answer], env=env, score=env_rewards(max_failed=0.5))
     assert (good.reward, good.mask, good.info["metrics"]) == (0.5, [True, True], {"moves": 3.0, "failed": 0.0})
 
 
-async def test_a_failed_episode_in_pieces_trains_on_none_of_them():
+async def test_no_segment_of_a_failed_episode_trains():
     async def env(prompt, sample):
         turns = Turns(prompt.ids, sample)
         await turns.sample()
@@ -222,6 +222,6 @@ async def test_a_failed_episode_in_pieces_trains_on_none_of_them():
         await turns.sample()
         return turns.pieces(turn_rewards=[1.0, math.nan])
 
-    group = await sample_group(Prompt([1], {}, 0), [answer], env=env, score=own_scorer(max_failed=0.5))
+    group = await sample_group(Prompt([1], {}, 0), [answer], env=env, score=env_rewards(max_failed=0.5))
     assert [t.token_rewards for t in group] == [None, None]
     assert not pack([group]).mask.any()

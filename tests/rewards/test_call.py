@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlkit.rewards import Reward, RewardError, Sample, score, score_each
+from rlkit.rewards import Reward, RewardError, Sample, run_reward, run_reward_each
 
 
 def samples(*texts, **extra):
@@ -22,7 +22,7 @@ def samples(*texts, **extra):
 
 
 async def run(function, items, timeout_s=60.0):
-    return await score(function, items, timeout_s=timeout_s)
+    return await run_reward(function, items, timeout_s=timeout_s)
 
 
 def per_sample(completion, row):
@@ -241,7 +241,7 @@ async def test_an_alarm_off_the_main_thread_is_explained():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         return 1.0
 
-    with pytest.raises(RewardError, match=r"signal only works in main thread.*\n.*\n  fix: switch its own alarm off"):
+    with pytest.raises(RewardError, match=r"signal only works in main thread.*\n.*\n  fix: turn its own alarm off"):
         await run(alarmed, samples("a"))
 
 
@@ -270,7 +270,7 @@ async def test_a_hanging_call_is_timed_out_alone(form):
     finally:
         release.set()
     assert caught.value.index == (None if form == "batched" else 13)
-    assert ("goes on in its thread" in str(caught.value)) == (form != "async")
+    assert ("continues in its thread" in str(caught.value)) == (form != "async")
     if form == "sync":
         assert await run(slow, samples("a", "b"), timeout_s=60) == [Reward(1.0), Reward(1.0)]
         assert "d" not in calls  # nothing more is called after the failure
@@ -346,9 +346,9 @@ def test_one_function_serves_several_event_loops():
 def test_a_hanging_function_does_not_keep_the_process_alive():
     code = """
 import asyncio, time
-from rlkit.rewards import RewardError, Sample, score
+from rlkit.rewards import RewardError, Sample, run_reward
 try:
-    asyncio.run(score(lambda c, r: time.sleep(1000), [Sample("a", {}, 0)], timeout_s=0.1))
+    asyncio.run(run_reward(lambda c, r: time.sleep(1000), [Sample("a", {}, 0)], timeout_s=0.1))
 except RewardError as error:
     print("timed out:", error.index)
 """
@@ -410,7 +410,7 @@ async def test_each_sample_has_its_own_reward_or_error(form):
         return results
 
     function = {"sync": one, "async": asynchronous, "batched": whole}[form]
-    results = await score_each(function, samples("a", "b", "c", "d"), timeout_s=60)
+    results = await run_reward_each(function, samples("a", "b", "c", "d"), timeout_s=60)
     assert [getattr(r, "reward", None) for r in results] == [1.0, None, 1.0, None]
     assert [r.index for r in results[1::2]] == [samples("a", "b")[1].index, samples(*"abcd")[3].index]
     assert "KeyError: 'lost'" in results[1].cause
@@ -426,7 +426,7 @@ async def test_after_a_hanging_sync_call_the_others_are_still_judged():
             gate.wait(60)
         return 1.0
 
-    results = await score_each(hangs_at_b, samples("a", "b", "c"), timeout_s=1.5)
+    results = await run_reward_each(hangs_at_b, samples("a", "b", "c"), timeout_s=1.5)
     gate.set()
     assert [isinstance(r, RewardError) for r in results] == [False, True, False]
     assert "no result after 1.5 s" in results[1].cause
@@ -441,5 +441,5 @@ async def test_the_wait_for_a_turn_is_off_the_clock():
         await asyncio.sleep(float(completion))
         return 1.0
 
-    results = await score_each(waits, samples("0", "60"), timeout_s=1.5)
+    results = await run_reward_each(waits, samples("0", "60"), timeout_s=1.5)
     assert [isinstance(r, RewardError) for r in results] == [False, True]

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from rlkit.rewards import RewardError, Sample, score
+from rlkit.rewards import RewardError, Sample, run_reward
 from rlkit.rewards.code import assert_tests, same_lines, same_tokens, stdin_tests
 from rlkit.rewards.sandbox import Limits
 
@@ -68,9 +68,9 @@ async def test_bad_tests_are_errors_and_not_failed_answers():
         ({"test_cases": {**DOUBLE, "fn_name": "f"}}, "use assert_tests"),
     ]:
         with pytest.raises(RewardError, match=message):
-            await score(stdin_tests, [Sample(block("print(1)"), row, 0)], timeout_s=60)
+            await run_reward(stdin_tests, [Sample(block("print(1)"), row, 0)], timeout_s=60)
     with pytest.raises(RewardError, match="SyntaxError"):
-        await score(assert_tests, [Sample(block("x = 1"), {"tests": ["assert ("]}, 0)], timeout_s=60)
+        await run_reward(assert_tests, [Sample(block("x = 1"), {"tests": ["assert ("]}, 0)], timeout_s=60)
 
 
 def test_comparisons_of_output():
@@ -313,7 +313,7 @@ async def test_tests_cannot_harm_either():
 
 async def test_as_a_reward_function_of_a_rollout():
     samples = [Sample(block(f"print({k} * int(input()))"), {"test_cases": DOUBLE}, k) for k in (1, 2)]
-    wrong, right = await score(stdin_tests, samples, timeout_s=60)
+    wrong, right = await run_reward(stdin_tests, samples, timeout_s=60)
     assert (wrong.reward, right.reward) == (0.0, 1.0)
     assert wrong.notes == {"reason": "test 1 of 3: line 1 is '1', expected '2'"}
     assert right.metrics == {"passed": 1.0, "timeout": 0.0}
@@ -351,9 +351,9 @@ ENDLESS = {name: (source, "no end after 2 s") for name, source in {"loop": "whil
 async def test_hostile_programs_get_nothing_and_the_reason_is_recorded():
     row = {"test_cases": {"inputs": [""], "outputs": ["2"]}}
     ask = partial(stdin_tests, limits=Limits(wall_s=60, cpu_s=60))
-    rewards = await score(ask, [Sample(block(source), row, 0) for source, _ in HOSTILE.values()], timeout_s=120)
+    rewards = await run_reward(ask, [Sample(block(source), row, 0) for source, _ in HOSTILE.values()], timeout_s=120)
     ask = partial(stdin_tests, limits=Limits(wall_s=2.0, cpu_s=60))
-    rewards += await score(ask, [Sample(block(source), row, 0) for source, _ in ENDLESS.values()], timeout_s=60)
+    rewards += await run_reward(ask, [Sample(block(source), row, 0) for source, _ in ENDLESS.values()], timeout_s=60)
     for reward, (name, (_, reason)) in zip(rewards, {**HOSTILE, **ENDLESS}.items(), strict=True):
         assert reward.reward == 0.0, name
         assert reason in reward.notes["reason"], (name, reward.notes)

@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
-from rlkit.rewards import RewardError, Sample, score
-from rlkit.rewards.code import _reported, assert_tests, stdin_tests
-from rlkit.rewards.sandbox import Limits
+from rlkit.rewards import RewardError, Sample, run_reward
+from rlkit.rewards.code import assert_tests, stdin_tests
+from rlkit.rewards.sandbox import Limits, _reported
 
 LIMITS = Limits(wall_s=60, cpu_s=60)
 
@@ -246,7 +246,7 @@ WAYS = {
 async def test_no_way_but_the_answer_passes_a_test(way):
     solution, tests = WAYS[way]
     limits = Limits(wall_s=5, cpu_s=2) if way == "endless generator" else LIMITS
-    (result,) = await score(
+    (result,) = await run_reward(
         partial(assert_tests, limits=limits), [Sample(block(solution), {"tests": tests}, 0)], timeout_s=60
     )
     assert result.reward == 0.0, result
@@ -346,7 +346,7 @@ async def test_names_that_the_tests_forget_to_import():
         ({"tests": ["x = " + "(" * 150 + ")" * 150 + "-" * 100_000 + "1"]}, "nested too deeply|too many nested"),
     ]:
         with pytest.raises(RewardError, match=message):
-            await score(assert_tests, [Sample(block(solution), row, 0)], timeout_s=60)
+            await run_reward(assert_tests, [Sample(block(solution), row, 0)], timeout_s=60)
     own = ["assert isclose(queue(1), 41)", "assert Counter([queue(1)]) == Counter([41])", "assert queue(1) == 42"]
     yes = textwrap.dedent(solution) + textwrap.dedent(YES) + "class Counter(Yes):\n    def __init__(*_): pass"
     assert (await check(yes, own))["passed"] == pytest.approx(1 / 3)
@@ -394,7 +394,7 @@ async def test_lone_surrogates_and_other_unusual_texts_are_failed_samples():
     cases = {"inputs": ["\ud800", "\udcff"], "outputs": ["\ud800", "2"]}
     samples = [Sample(block(source), {"test_cases": cases, "tests": ["assert f(1) == 2"]}, 0) for source in sources]
     for function in (stdin_tests, assert_tests):
-        results = await score(partial(function, limits=LIMITS), samples, timeout_s=120)
+        results = await run_reward(partial(function, limits=LIMITS), samples, timeout_s=120)
         assert [result.reward for result in results] == [0.0] * len(sources)
         assert all(result.notes["reason"].encode() for result in results)
 
@@ -407,11 +407,13 @@ async def test_all_tests_of_a_completion_share_the_time_of_its_reward():
     theirs, ours = ({"tests": ["assert f(0) == 0", last]} for last in ("assert f(1) == 1", "while True: pass"))
     long = Limits(wall_s=50.0, cpu_s=60)
     ended = await asyncio.gather(
-        score(partial(stdin_tests, limits=Limits(wall_s=1.0)), [Sample(block(forever), programs, 0)], timeout_s=60),
-        score(partial(stdin_tests, total_s=0.5), [Sample(block(forever), programs, 0)], timeout_s=60),
-        score(partial(stdin_tests, limits=long), [Sample(block(forever), programs, 0)], timeout_s=4),
-        score(partial(assert_tests, limits=long), [Sample(block(hang), theirs, 0)], timeout_s=4),
-        score(partial(assert_tests, limits=long), [Sample(block(hang), ours, 0)], timeout_s=4),
+        run_reward(
+            partial(stdin_tests, limits=Limits(wall_s=1.0)), [Sample(block(forever), programs, 0)], timeout_s=60
+        ),
+        run_reward(partial(stdin_tests, total_s=0.5), [Sample(block(forever), programs, 0)], timeout_s=60),
+        run_reward(partial(stdin_tests, limits=long), [Sample(block(forever), programs, 0)], timeout_s=4),
+        run_reward(partial(assert_tests, limits=long), [Sample(block(hang), theirs, 0)], timeout_s=4),
+        run_reward(partial(assert_tests, limits=long), [Sample(block(hang), ours, 0)], timeout_s=4),
     )
     results = [result for (result,) in ended]
     assert [result.reward for result in results] == [0.0, 0.0, 0.0, 0.5, 0.5]
@@ -420,7 +422,7 @@ async def test_all_tests_of_a_completion_share_the_time_of_its_reward():
     assert results[1].notes["reason"] == "test 1 of 12: timeout: no end after 0.5 s"
 
 
-async def test_tests_that_there_is_no_time_for_are_not_run():
+async def test_tests_after_the_deadline_are_not_run():
     ran = []
     row = {"test_cases": {"inputs": ["1", "2", "3", "4"], "outputs": ["1"] * 4}}
     solution = "n = int(input())\nprint(n, flush=True)\nwhile n == 2: pass"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlkit.objectives import tchebycheff
-from rlkit.rewards import RewardError, Sample, score, score_each
+from rlkit.rewards import RewardError, Sample, run_reward, run_reward_each
 from rlkit.rewards.combine import combined, weighted
 
 SAMPLES = [Sample("ab", {"answer": "ab"}, 4, {"n": 1}), Sample("cd", {"answer": "x"}, 5, {"n": 3})]
@@ -31,7 +31,7 @@ ALL = {"right": right, "long": long, "first": firsts}
 
 
 async def test_a_weighted_sum_of_every_form_logs_each_by_name():
-    one, two = await score(weighted(ALL, weights={"long": 0.5, "first": 2.0, "right": 1.0}), SAMPLES, timeout_s=60)
+    one, two = await run_reward(weighted(ALL, weights={"long": 0.5, "first": 2.0, "right": 1.0}), SAMPLES, timeout_s=60)
     assert (one.reward, two.reward) == (1.0 - 0.5, 0.0 - 1.5 + 2.0)
     assert (one.score, two.score) == (1.0, 0.0)
     assert one.metrics == {"right": 1.0, "right/seen": 7.0, "long": -1.0, "first": 0.0}
@@ -41,9 +41,9 @@ async def test_a_weighted_sum_of_every_form_logs_each_by_name():
 
 async def test_another_way_to_make_one_number():
     gate = combined({"right": right, "long": long}, scalarize=lambda rewards: rewards.prod(1))
-    assert [r.reward for r in await score(gate, SAMPLES, timeout_s=60)] == [-1.0, 0.0]
+    assert [r.reward for r in await run_reward(gate, SAMPLES, timeout_s=60)] == [-1.0, 0.0]
     worst = partial(tchebycheff, weights=torch.tensor([1.0, 0.1]), ideal=torch.tensor([1.0, 0.0]))
-    rewards = await score(combined({"right": right, "long": long}, scalarize=worst), SAMPLES, timeout_s=60)
+    rewards = await run_reward(combined({"right": right, "long": long}, scalarize=worst), SAMPLES, timeout_s=60)
     assert [r.reward for r in rewards] == pytest.approx([-0.1, -1.0])
 
 
@@ -51,7 +51,7 @@ async def test_the_weighted_sum_is_that_of_its_parts_in_one_piece_and_two():
     nested = weighted(
         {"both": weighted(ALL, weights=dict.fromkeys(ALL, 1.0)), "long": long}, weights={"both": 2, "long": 1}
     )
-    rewards = await score(nested, SAMPLES, timeout_s=60)
+    rewards = await run_reward(nested, SAMPLES, timeout_s=60)
     assert [r.reward for r in rewards] == [2 * 0.0 - 1.0, 2 * -2.0 - 3.0]
     assert rewards[0].metrics["both/right/seen"] == 7.0
 
@@ -61,13 +61,13 @@ async def test_a_failure_is_its_samples_and_names_the_function():
         return 1 / (completion == "cd")
 
     both = weighted({"right": right, "fails": fails}, weights={"right": 1, "fails": 1})
-    first, second = await score_each(both, SAMPLES, timeout_s=60)
+    first, second = await run_reward_each(both, SAMPLES, timeout_s=60)
     assert isinstance(first, RewardError)
     assert first.index == 4
     assert first.cause.startswith("fails: ZeroDivisionError")
     assert second.reward == 1.0
     with pytest.raises(RewardError, match=r"fails: reward function .*fails failed on row 5: ZeroDivisionError"):
-        await score(both, SAMPLES, timeout_s=60)
+        await run_reward(both, SAMPLES, timeout_s=60)
 
 
 async def test_each_function_has_its_own_deadline():
@@ -76,7 +76,7 @@ async def test_each_function_has_its_own_deadline():
         return 1.0
 
     both = weighted({"slow": slow}, weights={"slow": 1}, timeout_s=1.8)
-    first, second = await score_each(both, SAMPLES, timeout_s=0.1)
+    first, second = await run_reward_each(both, SAMPLES, timeout_s=0.1)
     assert first.reward == 1.0
     assert "no result after 1.8 s" in second.cause
 
@@ -92,4 +92,4 @@ def test_what_is_refused():
 
 async def test_scalarize_must_give_one_number_per_sample():
     with pytest.raises(RewardError, match=r"one number per sample, \[2\], got \[\]"):
-        await score(combined({"right": right}, scalarize=lambda r: r.sum()), SAMPLES, timeout_s=60)
+        await run_reward(combined({"right": right}, scalarize=lambda r: r.sum()), SAMPLES, timeout_s=60)

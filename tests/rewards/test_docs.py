@@ -9,7 +9,7 @@ import io
 import re
 from pathlib import Path
 
-from rlkit.rewards import Sample, load_function, score
+from rlkit.rewards import Sample, load_function, run_reward
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "rewards.md").read_text()
@@ -49,7 +49,7 @@ async def test_the_example_of_mathematics():
         Sample(f"\\boxed{{{answer}}}", {"answer": "1/2"}, 0, {"completion_ids": [0] * length})
         for answer, length in (("0.5", 10), ("0.5", 1024), ("2", 10))
     ]
-    assert [r.reward for r in await score(function, samples, timeout_s=60)] == [1.0, 0.5, 0.0]
+    assert [r.reward for r in await run_reward(function, samples, timeout_s=60)] == [1.0, 0.5, 0.0]
 
 
 async def test_the_example_of_code():
@@ -57,4 +57,4 @@ async def test_the_example_of_code():
     row = {"test_cases": {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}}
     programs = ["print(sum(map(int, input().split())))", "print(3)"]
     samples = [Sample(f"```python\n{program}\n```", row, 0) for program in programs]
-    assert [r.reward for r in await score(function, samples, timeout_s=60)] == [1.0, 0.0]
+    assert [r.reward for r in await run_reward(function, samples, timeout_s=60)] == [1.0, 0.0]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.rewards import Sample, score
+from rlkit.rewards import Sample, run_reward
 from rlkit.rewards import text as prompts
 from rlkit.rewards.text import matches, tag_count, think_answer_tags, think_tags, valid_json
 
@@ -47,7 +47,7 @@ def test_a_prompt_that_opens_the_thinking():
 
 async def test_a_pattern_is_set_by_partial():
     samples = [Sample(text, {}, 0) for text in ("ab\ncd", "ab", "xab\ncdx")]
-    rewards = await score(partial(matches, pattern=r"a.*d"), samples, timeout_s=60)
+    rewards = await run_reward(partial(matches, pattern=r"a.*d"), samples, timeout_s=60)
     assert [r.reward for r in rewards] == [1.0, 0.0, 0.0]
 
 

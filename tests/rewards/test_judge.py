@@ -10,9 +10,9 @@ from functools import partial
 import pytest
 from aiohttp import web
 
-from rlkit.rewards import RewardError, Sample, score, score_each
+from rlkit.rewards import RewardError, Sample, run_reward, run_reward_each
 from rlkit.rewards.http import HttpError, post_json
-from rlkit.rewards.judge import OPENRLHF, SGLANG, VLLM, chat, reward_model, score_line
+from rlkit.rewards.judge import OPENRLHF, SGLANG, VLLM, chat, remote_reward_model, score_line
 
 ROW = {"prompt": "What is {completion}?", "answer": "{question}"}
 
@@ -50,7 +50,7 @@ async def test_a_judge_sees_question_reference_and_completion_and_its_score_is_t
 
     async with serving(judge) as (url, seen):
         ask = partial(chat, url=url + "/", model="m", headers={"Authorization": "Bearer k"}, options={"max_tokens": 9})
-        (reward,) = await score(ask, [Sample("It is {reference}.", ROW, 0)], timeout_s=60)
+        (reward,) = await run_reward(ask, [Sample("It is {reference}.", ROW, 0)], timeout_s=60)
     assert reward.reward == pytest.approx(0.7)
     assert reward.notes["judge"].endswith("Score: 7")
     ((path, body, headers),) = seen
@@ -87,14 +87,14 @@ async def test_a_judge_without_a_score_is_asked_again_and_then_an_error_of_its_s
 
     async with serving(judge) as (url, seen):
         ask = partial(chat, url=url, model="m", retries=2)
-        first, second = await score_each(ask, [Sample("fine", ROW, 0), Sample("hopeless", ROW, 1)], timeout_s=60)
+        first, second = await run_reward_each(ask, [Sample("fine", ROW, 0), Sample("hopeless", ROW, 1)], timeout_s=60)
     assert first.reward == 0.5
     assert isinstance(second, RewardError)
     assert "the judge gives no score: 'Hm.' (3 attempts)" in second.cause
     assert [body.get("seed") for _, body, _ in seen if "hopeless" in str(body)] == [None, 1, 2]
 
 
-async def test_what_passes_is_tried_again():
+async def test_transient_failures_are_retried():
     failures = iter(
         [
             web.Response(status=500, text="busy"),
@@ -139,7 +139,7 @@ async def test_what_does_not_pass_is_an_error_with_its_status(status, tries, mes
     assert len(seen) == tries
 
 
-async def test_nobody_there():
+async def test_a_refused_connection_is_an_error():
     async with serving(None) as (url, _):
         pass
     with pytest.raises(HttpError, match="tried 2 times") as caught:
@@ -147,7 +147,7 @@ async def test_nobody_there():
     assert caught.value.status is None
 
 
-async def test_at_most_so_many_at_a_time_and_the_wait_is_off_the_clock():
+async def test_concurrency_is_limited_and_the_wait_is_off_the_clock():
     under_way = most = 0
     four = asyncio.Event()
 
@@ -168,7 +168,7 @@ async def test_at_most_so_many_at_a_time_and_the_wait_is_off_the_clock():
             return (await post_json(url, row, concurrency=4))["n"]
 
         samples = [Sample("", {"n": i}, i) for i in range(16)]
-        rewards = await score(ask, samples, timeout_s=1.8)  # all together take at least 2 s
+        rewards = await run_reward(ask, samples, timeout_s=1.8)  # all together take at least 2 s
     assert [r.reward for r in rewards] == list(range(16))
     assert most == 4
 
@@ -225,8 +225,8 @@ async def length_server(path, body):
 async def test_reward_models_are_asked_in_batches(wire):
     completions = ["x" * i for i in range(7)]
     async with serving(length_server) as (url, seen):
-        ask = partial(reward_model, url=url, wire=wire, render=render, batch_size=3, body={"model": "rm"})
-        rewards = await score(ask, [Sample(c, {"prompt": "q"}, 0) for c in completions], timeout_s=60)
+        ask = partial(remote_reward_model, url=url, wire=wire, render=render, batch_size=3, body={"model": "rm"})
+        rewards = await run_reward(ask, [Sample(c, {"prompt": "q"}, 0) for c in completions], timeout_s=60)
     assert [r.reward for r in rewards] == [2 + i for i in range(7)]
     assert sorted(len(next(v for k, v in body.items() if k != "model")) for _, body, _ in seen) == [1, 3, 3]
     assert all(body["model"] == "rm" for _, body, _ in seen)
@@ -235,21 +235,23 @@ async def test_reward_models_are_asked_in_batches(wire):
 async def test_a_text_that_the_server_refuses_spoils_only_itself():
     samples = [Sample(text, {"prompt": "q"}, i) for i, text in enumerate(["a", "bad", "abc", "d"])]
     async with serving(length_server) as (url, seen):
-        ask = partial(reward_model, url=url, render=render, batch_size=4)
-        results = await score_each(ask, samples, timeout_s=60)
+        ask = partial(remote_reward_model, url=url, render=render, batch_size=4)
+        results = await run_reward_each(ask, samples, timeout_s=60)
     assert [getattr(r, "reward", None) for r in results] == [3.0, None, 5.0, 3.0]
     assert (results[1].index, "HTTP 400: too long" in results[1].cause) == (1, True)
     assert len(seen) == 5
 
 
 @pytest.mark.parametrize("number", ["1" + "0" * 400, "NaN", "null"])
-async def test_a_number_that_is_none_spoils_only_its_text(number):
+async def test_an_invalid_number_fails_only_its_text(number):
     async def huge(path, body):
         return web.Response(text=f'{{"rewards": [1, {number}, 3]}}', content_type="application/json")
 
     samples = [Sample(text, {"prompt": "q"}, i) for i, text in enumerate("abc")]
     async with serving(huge) as (url, _):
-        results = await score_each(partial(reward_model, url=url, render=render, wire=OPENRLHF), samples, timeout_s=60)
+        results = await run_reward_each(
+            partial(remote_reward_model, url=url, render=render, wire=OPENRLHF), samples, timeout_s=60
+        )
     assert [getattr(r, "reward", None) for r in results] == [1.0, None, 3.0]
     assert (results[1].index, "the server gives" in results[1].cause) == (1, True)
 
@@ -260,8 +262,8 @@ async def test_a_busy_server_is_not_asked_for_each_text_alone():
 
     samples = [Sample(text, {"prompt": "q"}, i) for i, text in enumerate("abcd")]
     async with serving(busy) as (url, seen):
-        ask = partial(reward_model, url=url, render=render, retries=0)
-        results = await score_each(ask, samples, timeout_s=60)
+        ask = partial(remote_reward_model, url=url, render=render, retries=0)
+        results = await run_reward_each(ask, samples, timeout_s=60)
     assert all("HTTP 429: slow down" in result.cause for result in results)
     assert len(seen) == 1
 
@@ -273,8 +275,8 @@ async def test_an_answer_of_another_form_is_an_error():
     samples = [Sample("a", {"prompt": "q"}, 0), Sample("b", {"prompt": "q"}, 1)]
     async with serving(nonsense) as (url, _):
         with pytest.raises(RewardError, match="gives 1 numbers for 2 texts"):
-            await score(partial(reward_model, url=url, render=render), samples, timeout_s=60)
+            await run_reward(partial(remote_reward_model, url=url, render=render), samples, timeout_s=60)
         with pytest.raises(RewardError, match="not of the expected form"):
-            await score(partial(reward_model, url=url, render=render, wire=VLLM), samples, timeout_s=60)
+            await run_reward(partial(remote_reward_model, url=url, render=render, wire=VLLM), samples, timeout_s=60)
         with pytest.raises(RewardError, match="not a chat completion"):
-            await score(partial(chat, url=url, model="m"), samples, timeout_s=60)
+            await run_reward(partial(chat, url=url, model="m"), samples, timeout_s=60)

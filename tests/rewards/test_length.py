@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from rlkit.rewards import Sample, score
+from rlkit.rewards import Sample, run_reward
 from rlkit.rewards.text import cosine, length_target, no_truncation, short_relative, soft_overlong
 
 
@@ -28,17 +28,17 @@ def test_soft_overlong_is_the_area_of_a_ramp():
 
 async def test_in_the_calling_convention():
     samples = [Sample("", {}, 0, {"completion_ids": [0] * n, "truncated": n > 9}) for n in (5, 9, 10)]
-    rewards = await score(partial(soft_overlong, max_tokens=10, cache_tokens=2), samples, timeout_s=60)
+    rewards = await run_reward(partial(soft_overlong, max_tokens=10, cache_tokens=2), samples, timeout_s=60)
     assert [r.reward for r in rewards] == [0.0, -0.5, -1.0]
-    rewards = await score(partial(length_target, target=8, scale=0.5), samples, timeout_s=60)
+    rewards = await run_reward(partial(length_target, target=8, scale=0.5), samples, timeout_s=60)
     assert [r.reward for r in rewards] == [-1.5, -0.5, -1.0]
-    assert [r.reward for r in await score(no_truncation, samples, timeout_s=60)] == [0.0, 0.0, -1.0]
+    assert [r.reward for r in await run_reward(no_truncation, samples, timeout_s=60)] == [0.0, 0.0, -1.0]
 
 
 async def test_the_shortest_of_a_group_gains():
     lengths, correct = [10, 20, 30, 30], [True, False, True, False]
     samples = [Sample("", {}, 0, {"completion_ids": [0] * n, "correct": c}) for n, c in zip(lengths, correct)]
-    rewards = await score(short_relative, samples, timeout_s=60)
+    rewards = await run_reward(short_relative, samples, timeout_s=60)
     assert [r.reward for r in rewards] == [0.5, 0.0, -0.5, -0.5]
     assert short_relative(["", ""], [{}, {}], [[1], [2]], [True, False]) == [0.0, 0.0]
     assert short_relative(["", ""], [{}, {}], [[1], [2, 3]], [False, False]) == [0.0, -0.5]

@@ -1,4 +1,4 @@
-"""Hostile programs against the real sandbox: each must do no harm outside, and its end must be told with a reason."""
+"""Hostile programs against the real sandbox: each must do no harm outside, and its end must be reported with why."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from rlkit.rewards import sandbox
-from rlkit.rewards.sandbox import Limits, SandboxError, run_program
+from rlkit.rewards.sandbox import Limits, SandboxError
 
 SOON = Limits(wall_s=2.0, cpu_s=1.0)
 
 
 async def run(source, *, stdin="", limits=Limits(wall_s=60, cpu_s=60)):
-    return await run_program(textwrap.dedent(source), stdin=stdin, limits=limits)
+    return await sandbox.run(textwrap.dedent(source), stdin=stdin, limits=limits)
 
 
 def descendants():
@@ -82,7 +82,7 @@ async def test_a_program_reads_and_writes_as_in_python():
         ("def f(): f()\nf()", "exit code 1: RecursionError"),
     ],
 )
-async def test_a_failing_program_is_told_apart(source, reason):
+async def test_the_reason_of_a_failing_program(source, reason):
     assert (await run(source)).reason.startswith(reason)
 
 
@@ -101,12 +101,19 @@ async def test_a_failing_program_is_told_apart(source, reason):
         "sys.stdout = Fast()\nprint(5)",
     ],
 )
-async def test_what_is_left_in_a_buffer_comes_out_as_python_writes_it(source):
+async def test_buffers_are_flushed_as_by_python(source):
     plain = subprocess.run(
         [sys.executable, "-S", "-c", source], capture_output=True, text=True, check=True, timeout=200
     )
     ran = await run(source)
     assert (ran.reason, ran.stdout) == ("", plain.stdout)
+
+
+@pytest.mark.parametrize("surrogate", [chr(code) for code in (0xD800, 0xDC80, 0xDFFF)], ids=ascii)
+async def test_a_lone_surrogate_in_a_source_is_a_failed_run(surrogate):
+    for source in (f"print('{surrogate}')", f"{surrogate} = 1"):
+        assert (await run(source)).reason.startswith("exit code 1: SyntaxError")
+    assert (await run("print(len(open(0, 'rb').read()))", stdin=surrogate)).stdout == "3\n"
 
 
 async def test_endless_programs_end_in_time():
@@ -121,7 +128,7 @@ async def test_endless_programs_end_in_time():
 
 
 @pytest.mark.parametrize(("cpu_s", "reason"), [(0.85, "timeout: more than 1 s of processor time"), (0.2, "killed")])
-def test_the_kernel_counts_a_limit_otherwise_than_it_reports(cpu_s, reason):
+def test_the_cpu_limit_is_recognized_although_the_kernel_reports_less(cpu_s, reason):
     """On a busy machine a tick that hits a program is charged to it whole: it is killed up to a fifth too early."""
     child = object.__new__(sandbox.Child)
     child._limits = Limits(cpu_s=1)
@@ -408,7 +415,7 @@ STAYS = """
 """
 
 
-async def test_the_wish_to_die_with_the_server_cannot_be_taken_back():
+async def test_the_parent_death_signal_cannot_be_changed():
     assert (await run(STAYS)).stdout == "[-1, -1, 0, 0]\n"  # of another option, the kernel reads 32 bits
 
 
@@ -468,8 +475,8 @@ from pathlib import Path
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.unshare(0x10000000) == 0, ctypes.get_errno()  # a namespace of users with a limit of its own
 Path("/proc/sys/user/max_user_namespaces").write_text("0")
-from rlkit.rewards.sandbox import run_program
-asyncio.run(run_program("print(1)"))
+from rlkit.rewards import sandbox
+asyncio.run(sandbox.run("print(1)"))
 """
 
 
@@ -501,11 +508,11 @@ async def test_packages_are_there_by_name_and_nothing_beside_them():
             try: open(path, "a"); print("wrote", path)
             except OSError: pass
     """
-    ran = await run_program(textwrap.dedent(source), packages=["numpy"], limits=Limits(wall_s=60, cpu_s=60))
+    ran = await sandbox.run(textwrap.dedent(source), packages=["numpy"], limits=Limits(wall_s=60, cpu_s=60))
     assert ran.reason == "", ran.stderr
     assert ran.stdout.splitlines() == ["[0.0, 0.5, 1.0] 4", "[]"]
     bomb = "import numpy\nx = numpy.ones(2**31)"
-    ran = await run_program(bomb, packages=["numpy"], limits=Limits(wall_s=60, cpu_s=60))
+    ran = await sandbox.run(bomb, packages=["numpy"], limits=Limits(wall_s=60, cpu_s=60))
     assert "MemoryError" in ran.reason
     assert "No module named 'numpy'" in (await run("import numpy")).reason
 
@@ -513,21 +520,19 @@ async def test_packages_are_there_by_name_and_nothing_beside_them():
 async def test_packages_that_cannot_be_had_are_errors(tmp_path, monkeypatch):
     for name in ("no_such_package", "numpy.linalg"):
         with pytest.raises(ValueError, match=f"installed top-level packages, '{name}' is not one"):
-            await run_program("print(1)", packages=[name])
+            await sandbox.run("print(1)", packages=[name])
     (tmp_path / "needy.py").write_text("import helpful\nprint(helpful.x)")
     (tmp_path / "helpful.py").write_text("x = 5")
     monkeypatch.syspath_prepend(tmp_path)
     message = r"nothing was run: .*package 'needy' cannot be imported in the sandbox .*helpful.*; name the packages"
     with pytest.raises(SandboxError, match=message):
-        await run_program("print(1)", packages=["needy"])
-    ran = await run_program("import needy\nprint(needy.helpful.x)", packages=["needy", "helpful"])
+        await sandbox.run("print(1)", packages=["needy"])
+    ran = await sandbox.run("import needy\nprint(needy.helpful.x)", packages=["needy", "helpful"])
     assert ran.stdout.split()[-1] == "5", ran.stderr
 
 
 def test_it_ends_with_its_process():
-    code = (
-        "import os\nfrom rlkit.rewards import sandbox\nimport asyncio\nasyncio.run(sandbox.run_program('print(1)'))\n"
-    )
+    code = "import os\nfrom rlkit.rewards import sandbox\nimport asyncio\nasyncio.run(sandbox.run('print(1)'))\n"
     code += "print(sandbox._server(())._process.pid, flush=True)\nos.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr

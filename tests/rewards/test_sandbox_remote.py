@@ -15,9 +15,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rlkit.rewards import RewardError, Sample, score
+from rlkit.rewards import RewardError, Sample, run_reward, sandbox
 from rlkit.rewards.code import stdin_tests
-from rlkit.rewards.sandbox import Limits, SandboxError, run_program
+from rlkit.rewards.sandbox import Limits, SandboxError
 
 LIMITS = Limits(wall_s=60, cpu_s=60)
 FOLDER = web.AppKey("folder", Path)
@@ -86,7 +86,7 @@ async def server(tmp_path):
     ],
 )
 async def test_a_program_ends_there_as_it_ends_here(server, source, reason):
-    ran = await run_program(source, stdin="21\n", limits=LIMITS, url=server)
+    ran = await sandbox.run(source, stdin="21\n", limits=LIMITS, url=server)
     assert ran.reason.startswith(reason) if reason else ran.reason == ""
     assert math.isnan(ran.cpu_s)
     if "input" in source:
@@ -96,14 +96,14 @@ async def test_a_program_ends_there_as_it_ends_here(server, source, reason):
 async def test_the_address_may_come_from_the_environment_and_end_in_the_path(server, monkeypatch):
     monkeypatch.setenv("RLKIT_SANDBOX_URL", f"{server}run_code")
     monkeypatch.setattr("platform.system", lambda: "Darwin")
-    assert (await run_program("import sys; print(sys.flags.isolated)")).stdout == "1\n"
+    assert (await sandbox.run("import sys; print(sys.flags.isolated)")).stdout == "1\n"
     row = {"test_cases": json.dumps({"inputs": ["1", "2"], "outputs": ["2", "4"]})}
     samples = [Sample(f"```python\n{source}\n```", row, 0) for source in ("print(2 * int(input()))", "print(2)")]
-    assert [result.reward for result in await score(stdin_tests, samples, timeout_s=60)] == [1.0, 0.5]
+    assert [result.reward for result in await run_reward(stdin_tests, samples, timeout_s=60)] == [1.0, 0.5]
 
 
 async def test_a_program_without_end_is_a_timeout(server):
-    ran = await run_program("while True: pass", limits=Limits(wall_s=1.0), url=server)
+    ran = await sandbox.run("while True: pass", limits=Limits(wall_s=1.0), url=server)
     assert ran.reason == "timeout: no end after 1 s"
 
 
@@ -114,8 +114,8 @@ async def test_a_server_that_fails_is_an_error_and_no_verdict(server):
         ("nowhere", "does not run programs: .*HTTP 404"),
     ]:
         with pytest.raises(SandboxError, match=message):
-            await run_program("print(1)", url=server + place)
+            await sandbox.run("print(1)", url=server + place)
     row = {"test_cases": {"inputs": [""], "outputs": ["1"]}}
     remote = partial(stdin_tests, url=server + "broken")
     with pytest.raises(RewardError, match="no disk"):
-        await score(remote, [Sample("```python\nprint(1)\n```", row, 0)], timeout_s=60)
+        await run_reward(remote, [Sample("```python\nprint(1)\n```", row, 0)], timeout_s=60)

@@ -142,7 +142,7 @@ BAD = {
     "no difference to reward": (
         "reward_model", [{"prompt": "a", "chosen": "b", "rejected": "b"}] * 3, "all 3 pairs have the same chosen",
     ),
-    "a pair without one": ("dpo", [*ROWS["pairs"], {"prompt": "a", "chosen": "b"}], "line 9: 'rejected' must be a st"),
+    "a pair without one": ("dpo", [*ROWS["pairs"], {"prompt": "a", "chosen": "b"}], "line 9: no column 'rejected'"),
     "labels that are none": ("kto", [*ROWS["labelled"], {**ROWS["labelled"][0], "label": None}], "line 9: column 'lab"),
     "completions that are empty": (
         "kto", [{**row, "completion": " "} for row in ROWS["labelled"]], "all 8 examples have an empty response",

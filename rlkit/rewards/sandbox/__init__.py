@@ -1,16 +1,16 @@
-"""Run untrusted Python where it can do no harm: namespaces, limits, a system call filter.
+"""Run untrusted Python in isolated processes: Linux namespaces, resource limits and a system call filter.
 
-A run takes about as long as starting a bare `python -S` (benchmarks/rewards.py), because it forks a warm interpreter.
+`run` runs a program, `run_tests` runs tests that call a solution. See README.md in this folder for the isolation, the
+threat model and its limits. Needs Linux on x86-64 or ARM64, as root or where unprivileged user namespaces are allowed.
+Elsewhere nothing is run and `SandboxError` names what is missing; or a SandboxFusion server runs the programs (`url`,
+RLKIT_SANDBOX_URL).
 
-What a program finds: Python's standard library (read only, without site-packages but for the packages that the caller
-names), /dev/null, /dev/zero, /dev/urandom and an empty folder in memory that it may write to. No network, no other
-file, no environment variable, no other process, no privilege; nothing of it is left when it ends. Linux on x86-64 or
-ARM64, as root or as any user where unprivileged user namespaces are allowed. Anywhere else `SandboxError` says what is
-missing and nothing is run, or a SandboxFusion server runs the programs (`url`, RLKIT_SANDBOX_URL).
+A run takes about as long as starting `python -S` (benchmarks/rewards.py), because it forks a warm interpreter.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import math
@@ -19,6 +19,9 @@ import platform
 import select
 import signal
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -28,23 +31,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlkit.rewards.http import HttpError, post_json
-from rlkit.rewards.sandbox.servers import Server, ServerError, end_of
-from rlkit.rewards.timeouts import a_core, in_thread
+from rlkit.rewards.timeouts import run_on_a_core
 
 _ADD_SEALS, _ALL_SEALS = 1033, 0xF
 _STDERR_BYTES = 1 << 16
 _NOT_ISOLATED = "isolation failed"  # the prefix of these errors, see `_worker/isolate.py`
+_GONE = "the solution's process ended"  # the reason in `_worker/rpc.py`
+_MAIN = (  # not as a script: files next to it must not hide modules of the standard library
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import _worker; del sys.path[0]; "
+    "from _worker import sandboxd; sandboxd.main()"
+)
 _REMOTE = "start a SandboxFusion server and set RLKIT_SANDBOX_URL to its address (stdin tests only)"
 
 
 class SandboxError(RuntimeError):
-    """The sandbox cannot be set up here, or broke. It says nothing about the program."""
+    """The sandbox cannot be set up on this system, or it broke. The program is not the cause."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use. `memory_bytes` is on top of the interpreter; `processes` are in addition to the program's
-    own one (0: it cannot fork; up to 16 threads are always allowed); `output_bytes` is of stdout.
+    """The resources of one run. `memory_bytes` is on top of the interpreter, `output_bytes` is the size of stdout, and
+    `processes` is the number of further processes (0: the program cannot fork). 16 threads are always allowed.
     """
 
     wall_s: float = 10.0
@@ -63,8 +70,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ran:
-    """How a program ended. `reason` is empty where it ended by itself with exit code 0, and else says what happened.
-    A remote sandbox reports no `cpu_s` (nan).
+    """How a program ended. `reason` is empty if it exited with code 0, otherwise it says what happened. `cpu_s` is nan
+    for a remote sandbox.
     """
 
     reason: str
@@ -74,7 +81,7 @@ class Ran:
     cpu_s: float
 
 
-async def run_program(
+async def run(
     source: str,
     *,
     stdin: str = "",
@@ -82,37 +89,138 @@ async def run_program(
     packages: Sequence[str] = (),
     url: str | None = None,
 ) -> Ran:
-    """Run a Python program as `python solution.py` would, with `stdin` as its input.
+    """Run a Python program as `python solution.py` does, with `stdin` as its input.
 
-    As many run at once as there are cores; the wait for a free one does not count against a reward's deadline. A
-    cancelled run is killed. Dictionaries and sets of strings iterate in the same order in every run (PYTHONHASHSEED=0),
-    and `random` starts from seed 0.
+    At most as many programs run at once as there are cores; the wait for a core does not count against a reward's
+    deadline. A cancelled run is killed. Runs are reproducible: PYTHONHASHSEED is 0, and so is the seed of `random`.
 
-    Of what is installed here, a program can read and import the `packages`, by the names it imports them by: with
-    `("numpy",)` it finds numpy, and nothing beside it. What they need themselves has to be named, too. They are loaded
-    before the program starts, on one thread each.
+    `packages` are the import names of installed packages that the program can import; no other installed package is
+    visible. Dependencies have to be named as well: `("numpy",)` gives numpy alone. Packages are loaded before the
+    program starts, with one thread each.
 
-    With a `url` (default: the environment variable RLKIT_SANDBOX_URL) a SandboxFusion server runs the program. The
-    server decides which packages are installed; `wall_s`, `memory_bytes` and `output_bytes` are the limits it applies.
+    With a `url` (default: the environment variable RLKIT_SANDBOX_URL) a SandboxFusion server runs the program. Then the
+    server decides which packages are installed, and of the limits `wall_s`, `memory_bytes` and `output_bytes` apply.
 
-    Raises SandboxError where the sandbox cannot be set up, or a package cannot be imported in it, or the server fails.
+    Raises SandboxError if the sandbox cannot be set up, a package cannot be imported in it, or the server fails.
     """
     if url := url or os.environ.get("RLKIT_SANDBOX_URL"):
         return await _run_remotely(url, source, stdin, limits)
     child = Child("program", [stdin, None, None, source], limits, packages)
-    async with a_core():
-        return await in_thread(child.wait, cancel=child.cancel)
+    return await run_on_a_core(child.wait, cancel=child.cancel)
 
 
-@cache
-def _server(packages: tuple[str, ...]) -> Server:
-    """A server that has loaded these packages."""
-    needed = ("LD_LIBRARY_PATH", "PYTHONHOME")  # by some Pythons
-    environment = {"PYTHONHASHSEED": "0", **{name: os.environ[name] for name in needed if name in os.environ}}
-    if packages:
-        environment |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
-    places = json.dumps({name: _place(name) for name in packages})
-    return Server("sandboxd", flags=("-S", "-s"), environment=environment, arguments=(places,))
+async def run_tests(
+    source: str,
+    tests: Sequence[str],
+    *,
+    own: dict[str, str],
+    asked: dict[str, str],
+    limits: Limits,
+    packages: Sequence[str] = (),
+) -> list[str]:
+    """Run a solution, and tests that call it, in two sandboxes joined by a socket. A reason per test, empty if passed.
+
+    `own` maps names that the tests use to modules or functions (`"math:isclose"`), `asked` to names in the solution.
+    Values are copied between the two; any other object is a handle whose public attributes the tests can use.
+    """
+    task = {"tests": tests, "own": own, "asked": asked}
+    solution = Child("solution", ["", -1, -1, source], limits, packages)
+    testing = Child("tests", ["", None, None, json.dumps(task)], limits, packages)
+
+    def work() -> tuple[Ran, Ran]:
+        ends = socket.socketpair()
+        with ends[0], ends[1]:
+            solution.start(ends[0].fileno())
+            testing.start(ends[1].fileno())
+        try:
+            tested = testing.wait()
+        finally:
+            solution.cancel()  # if it has not ended yet
+            ran = solution.wait()
+        return tested, ran
+
+    def cancel() -> None:
+        solution.cancel()
+        testing.cancel()
+
+    tested, ran = await run_on_a_core(work, cancel=cancel)
+    reasons = _reported(tested.stdout, len(tests))
+    if _GONE in reasons and ran.reason not in ("", "cancelled"):
+        reasons[reasons.index(_GONE)] = ran.reason
+    timeout = tested.reason.startswith("timeout")
+    rest = tested.reason if timeout else f"the tests ended early: {tested.reason}" if tested.reason else "not reached"
+    return [*reasons, *[rest] * (len(tests) - len(reasons))]
+
+
+def _reported(text: str, num_tests: int) -> list[str]:
+    """The reasons of the first tests as their process reported them: whole lines, in the order of the tests."""
+    reasons: list[str] = []
+    for line in text.split("\n")[:-1][:num_tests]:
+        try:
+            index, reason = json.loads(line)
+        except (ValueError, TypeError, RecursionError):
+            break
+        if index != len(reasons) or not isinstance(reason, str):
+            break
+        reasons.append(reason.encode("utf-8", "replace").decode())
+    return reasons
+
+
+class Server:
+    """The process that forks sandboxes with these packages loaded (`_worker/sandboxd.py`), started on first use and
+    restarted if it died. Thread-safe; a forked process starts a server of its own."""
+
+    def __init__(self, packages: tuple[str, ...]) -> None:
+        needed = ("LD_LIBRARY_PATH", "PYTHONHOME")  # by some Pythons
+        self._environment = {name: os.environ[name] for name in needed if name in os.environ} | {"PYTHONHASHSEED": "0"}
+        if packages:
+            self._environment |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+        places = json.dumps({name: _place(name) for name in packages})
+        self._command = [sys.executable, "-S", "-s", "-c", _MAIN, places]
+        self._reset()
+        atexit.register(self.close)
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()  # a new one: at a fork another thread may hold it
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def begin(self, request: dict[str, Any], fds: list[int]) -> socket.socket:
+        """Start a child. The returned socket reports its end; closing it kills the child."""
+        mine, theirs = socket.socketpair()
+        message = json.dumps(request).encode()
+        with theirs, self._lock:
+            for _ in range(2):  # it may have died since the last request
+                try:
+                    socket.send_fds(self._connected(), [message], [theirs.fileno(), *fds])
+                    return mine
+                except (BrokenPipeError, ConnectionResetError):
+                    self.close()
+        mine.close()
+        raise SandboxError("the server of the sandbox dies as soon as it starts")
+
+    def _connected(self) -> socket.socket:
+        if self._socket is None:
+            self._socket, theirs = socket.socketpair()
+            self._process = subprocess.Popen(
+                self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=self._environment, cwd="/",
+                start_new_session=True,  # Ctrl-C is for this process; the server ends when this one has ended
+            )  # fmt: skip
+            theirs.close()
+        return self._socket
+
+    def close(self) -> None:
+        """End the server and all its children. The next request starts it again."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=10)
+        self._socket = self._process = None
+
+
+_server = cache(Server)
 
 
 def _place(package: str) -> str:
@@ -165,41 +273,51 @@ class Child:
                 mine.append(write)
             else:
                 mine.append(_file(fd) if isinstance(fd, str) else os.open(os.devnull, os.O_WRONLY))
-        limits = asdict(self._limits)
-        request = {"run": self._run, "limits": limits, "wall_s": self._limits.wall_s}
         try:
-            self._control = self._server.begin(request, [*mine, *shared])
-        except ServerError as error:
+            self._control = self._server.begin({"run": self._run, "limits": asdict(self._limits)}, [*mine, *shared])
+        except SandboxError:
             _close(self._pipes)
-            raise SandboxError(str(error)) from error
+            raise
         finally:
             _close(mine)
         if self._cancelled:
             self.cancel()
 
     def wait(self) -> Ran:
-        """Start it if need be, read what it writes, and say how it ended."""
+        """Start it if need be, read what it writes, and return how it ended."""
         if self._control is None:
             self.start()
         assert self._control is not None
-        try:
-            out, err, flooded = self._read()
-            end: dict[str, Any] = {}
-            while "reason" not in end:  # what is said from inside comes before
-                end |= end_of(self._control, self._limits.wall_s + 60)
-        except ServerError as error:
-            fix = _ways_out() if _NOT_ISOLATED in str(error) else ""
-            raise SandboxError(f"{error}{fix}") from error
-        finally:
-            _close(self._pipes)
-            self._control.close()
+        with self._control:
+            try:
+                out, err, flooded = self._read()
+                end = self._end()
+            finally:
+                _close(self._pipes)
+        if error := end.get("error"):
+            raise SandboxError(f"{error}{_ways_out() if _NOT_ISOLATED in error else ''}")
+        if "reason" not in end:
+            raise SandboxError("the server died while the child was running")
         if "began" not in end and end["reason"] == "exit":
             raise SandboxError(f"the process ended before it was isolated: {err.strip()[:300]}")
         return Ran(self._reason(end, err, flooded), out, err, end["wall_s"], end["cpu_s"])
 
+    def _end(self) -> dict[str, Any]:
+        """What the child and the server report about it."""
+        assert self._control is not None
+        self._control.settimeout(self._limits.wall_s + 60)
+        end: dict[str, Any] = {}
+        try:
+            with self._control.makefile("rb") as lines:
+                for line in lines:
+                    end |= json.loads(line)
+        except TimeoutError:
+            raise SandboxError("the server does not report how the child ended") from None
+        return end
+
     def _read(self) -> tuple[str, str, bool]:
-        """What both pipes give until they are closed, or the child has ended and nothing is left in them (whatever else
-        holds them open); kills a child that writes too much (stderr is cut in silence)."""
+        """Read both pipes until they are closed, or until the child has ended and they are empty (another process may
+        hold them open). Kill a child that writes too much to stdout; stderr is cut."""
         assert self._control is not None
         texts, most = (bytearray(), bytearray()), (self._limits.output_bytes, _STDERR_BYTES)
         waiting = select.poll()
@@ -297,10 +415,7 @@ def _close(fds: Sequence[int]) -> None:
 def _file(text: str) -> int:
     """A sealed file in memory: nobody can change it."""
     fd = os.memfd_create("rlkit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        data = memoryview(text.encode("utf-8", "surrogateescape"))
-    except UnicodeEncodeError:  # a lone surrogate: the program sees invalid UTF-8
-        data = memoryview(text.encode("utf-8", "surrogatepass"))
+    data = memoryview(text.encode("utf-8", "surrogatepass"))  # a lone surrogate: the program reads invalid UTF-8
     while data:
         data = data[os.write(fd, data) :]
     fcntl(fd, _ADD_SEALS, _ALL_SEALS)

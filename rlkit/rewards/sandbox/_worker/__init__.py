@@ -1,1 +1,1 @@
-"""Programs that run in processes of their own, with the standard library only. Nothing else imports them."""
+"""Programs that run in their own processes, with the standard library only. Nothing else imports them."""

@@ -45,8 +45,8 @@ _KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[list[Any]], Any]]] = {
 _NUMBERS_AND_TEXT = "biufcSU"  # kinds of numpy's types that hold no objects
 _BUILDERS = {kind.__name__: build for kind, (_, build) in _KINDS.items()}
 COPIED = frozenset(_KINDS)
-"""The types whose values are copied, besides JSON's and numpy's."""
-# modules whose functions and classes mean the same on both sides, and harm neither
+"""The types whose values are copied, in addition to JSON's and numpy's."""
+# modules whose functions and classes are the same on both sides and safe to name
 _SHARED = frozenset([
     "abc", "bisect", "builtins", "cmath", "collections", "collections.abc", "copy", "dataclasses", "datetime",
     "decimal", "enum", "fractions", "functools", "heapq", "itertools", "json", "math", "numbers", "operator",
@@ -77,7 +77,7 @@ def encode(value: Any, refer: Refer) -> Any:
 
 
 def decode(data: Any, resolve: Resolve) -> Any:
-    """The value again."""
+    """The inverse of `encode`."""
     if not isinstance(data, list):
         return data
     tag, *rest = data
@@ -95,7 +95,7 @@ def decode(data: Any, resolve: Resolve) -> Any:
 
 
 def _array(dtype: Any, shape: Any, data: str, is_scalar: bool) -> Any:
-    """An array of its own memory: the other side chooses its numbers, and nothing else."""
+    """An array in memory of its own: the other side only chooses its numbers."""
     numpy = importlib.import_module("numpy")
     if not isinstance(dtype, str) or (kind := numpy.dtype(dtype)).kind not in _NUMBERS_AND_TEXT:
         raise ValueError(f"cannot decode an array of {dtype!r}")
@@ -103,14 +103,14 @@ def _array(dtype: Any, shape: Any, data: str, is_scalar: bool) -> Any:
     sizes = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
     if not sizes or len(content) != math.prod(shape) * kind.itemsize or (is_scalar and shape):
         raise ValueError(f"cannot decode an array of shape {shape!r} from {len(content)} bytes")
-    if kind.kind == "b":  # a bool that is neither 0 nor 1 compares in odd ways
+    if kind.kind == "b":  # a bool that is neither 0 nor 1 compares wrongly
         content = bytearray(map(bool, content))
     array = numpy.frombuffer(content, kind).reshape(shape) if content else numpy.zeros(shape, kind)
     return array[()] if is_scalar else array
 
 
 def _is_shared(value: Any) -> bool:
-    """A function or class of one of the modules, under its own name there."""
+    """Whether this is a function or class of a shared module, under its own name there."""
     if not isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         return False
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
@@ -120,7 +120,7 @@ def _is_shared(value: Any) -> bool:
 
 
 def base_value(value: Any) -> Any:
-    """What an object of a subclass of a built-in type is as that type; None for other objects."""
+    """An instance of a subclass of a built-in type, converted to that type; None for other objects."""
     kinds: tuple[Callable[[Any], Any], ...] = (int, float, str, bytes, tuple, list, dict, set, frozenset)
     for kind in kinds:
         if isinstance(value, kind):  # type: ignore[arg-type]
@@ -129,12 +129,12 @@ def base_value(value: Any) -> Any:
 
 
 def mutable(value: Any) -> bool:
-    """Whether a copied value's content can change."""
+    """Whether the content of a copied value can change."""
     return type(value) in (list, dict, set, bytearray, deque)
 
 
 def replace_content(old: Any, new: Any) -> None:
-    """Make a copied value what it has become on the other side."""
+    """Apply the changes that the other side made to its copy of a value."""
     if new is None or not mutable(old) or old == new:
         return
     old.clear()

@@ -1,8 +1,8 @@
-"""Namespaces, a file system with almost nothing in it, limits, no privileges, and a system call filter.
+"""Isolation: namespaces, a minimal root file system, rlimits, no privileges, and a seccomp filter.
 
 `enter` is a fork whose child has user, mount, pid, network, IPC, UTS and cgroup namespaces of its own and is process 1
-there: when it ends, the kernel ends whatever it left behind. It sees the Python standard library (read only, without
-site-packages but for what was asked for), /dev/null, /dev/zero, /dev/urandom and an empty scratch folder; no /proc, no
+there: when it ends, the kernel kills all its processes. It sees the Python standard library (read only, and of
+site-packages only the requested packages), /dev/null, /dev/zero, /dev/urandom and an empty scratch folder; no /proc, no
 /sys, no network device.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 from . import syscalls
 
 NOT_ISOLATED = "isolation failed"
-"""How an error starts that says why a process cannot be isolated here."""
+"""The prefix of errors that say why a process cannot be isolated here."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _gil_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter lock: for a call that returns twice
 _NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x20000 | 0x08000000 | 0x04000000 | 0x02000000
@@ -34,23 +34,23 @@ _LOCKABLE = _NOSUID | _NODEV | 8 | 1024 | 2048  # and noexec, noatime, nodiratim
 _DETACH = 2
 _PDEATHSIG, _KEEPCAPS, _SECCOMP, _NO_NEW_PRIVS = 1, 8, 22, 38
 _INSIDE = 1000  # the only user and group id inside
-_NOBODY = 65534  # what they are outside, if the server is root: of root, the kernel does not count the processes
+_NOBODY = 65534  # what they map to if the server is root, whose processes the kernel does not count
 _THREADS = 16
 _LIBRARY = tuple({os.path.realpath(sysconfig.get_path(name)): 0 for name in ("stdlib", "platstdlib")})
 """The folders of Python that a program may read."""
 _INSTALLED = (f"{path}/{name}" for path in _LIBRARY for name in ("site-packages", "dist-packages"))
 _MASKED = tuple(path for path in _INSTALLED if os.path.isdir(path))
-"""The folders inside the library that hold what was installed: a program sees them empty."""
+"""Folders of installed packages inside the library: a program sees them empty."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _SCRATCH = "/scratch"
 _SCRATCH_FILES = 4096
-_server_lives, _held = os.pipe()  # the server alone holds the writing end for long
+_server_lives, _held = os.pipe()  # only the server keeps the write end open
 
 
 def enter(child: Callable[[], None], fds: list[int], control: int, limits: dict[str, Any], shown: Sequence[str]) -> int:
     """The pid of a new isolated process that runs `child` with `fds` as its fds 0, 1, 2, ... and nothing else open.
 
-    It may read the paths `shown`. On `control` it says that it is isolated, and then runs `child`, or why it is not.
+    It may read the paths `shown`. It reports on `control` that it is isolated, and runs `child`; or why it is not.
     """
     ready, go = os.pipe()
     ctypes.pythonapi.PyOS_BeforeFork()
@@ -66,7 +66,7 @@ def enter(child: Callable[[], None], fds: list[int], control: int, limits: dict[
         code = 1
         try:
             ctypes.pythonapi.PyOS_AfterFork_Child()
-            only_these([*fds, control, ready, _server_lives])
+            _keep_only([*fds, control, ready, _server_lives])
             _isolate(len(fds) + 1, limits, shown)
             _tell(len(fds), began=True)
         except BaseException as error:
@@ -91,14 +91,14 @@ def enter(child: Callable[[], None], fds: list[int], control: int, limits: dict[
 
 
 def _tell(control: int, **message: str | int) -> None:
-    """The last thing said on a control socket from inside: it is closed."""
-    with suppress(OSError):  # nobody listens any more
+    """Send the last message from inside, and close the control socket."""
+    with suppress(OSError):  # the other end may be closed
         os.write(control, json.dumps(message).encode() + b"\n")
         os.close(control)
 
 
 def _map_ids(pid: int) -> None:
-    """Give the child its one user id: nobody if this is root, otherwise the user's own."""
+    """Map the user id inside to nobody if this is root, otherwise to the user's own id."""
     proc = f"/proc/{pid}"
     for outside_uid, outside_gid in [(_NOBODY, _NOBODY), (os.geteuid(), os.getegid())]:
         try:
@@ -119,9 +119,9 @@ def _isolate(ready: int, limits: dict[str, Any], shown: Sequence[str]) -> None:
     os.close(ready)
     os.setsid()
     paths = (*_LIBRARY, *shown, *_DEVICES)
-    sources = [(path, os.open(path, os.O_PATH)) for path in paths]  # while root may still look in /root
+    sources = [(path, os.open(path, os.O_PATH)) for path in paths]  # while this is still root, which may read /root
     _become(_INSIDE)
-    if select.select([ready + 1], [], [], 0)[0]:  # it ended before it was asked for its death
+    if select.select([ready + 1], [], [], 0)[0]:  # before PR_SET_PDEATHSIG was set
         raise OSError("the server died")
     os.close(ready + 1)
     _new_root(sources, limits["scratch_bytes"])
@@ -131,7 +131,7 @@ def _isolate(ready: int, limits: dict[str, Any], shown: Sequence[str]) -> None:
 def _become(user: int) -> None:
     """Take the namespace's user and group; keep the capabilities for the set-up."""
     _check(_libc.prctl(_KEEPCAPS, 1, 0, 0, 0), "keeping capabilities for the set-up")
-    with suppress(PermissionError):  # an ordinary user may not drop groups; there is nothing to use them on
+    with suppress(PermissionError):  # an ordinary user may not drop groups; no file inside has them
         os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -139,7 +139,7 @@ def _become(user: int) -> None:
 
 
 def _new_root(sources: list[tuple[str, int]], scratch_bytes: int) -> None:
-    """Make a new root from the opened sources, and leave the old one for ever."""
+    """Make a new root from the opened sources, and detach the old one."""
     base = next(path for path in ("/tmp", "/mnt", "/var") if os.path.isdir(path))
     _mount(None, "/", None, _REC | _PRIVATE)
     _mount("tmpfs", base, "tmpfs", _NOSUID | _NODEV, "size=1m,nr_inodes=1024,mode=0755")
@@ -157,7 +157,7 @@ def _new_root(sources: list[tuple[str, int]], scratch_bytes: int) -> None:
         for folder in _MASKED:
             if os.path.dirname(folder) == path:
                 _mount("tmpfs", base + folder, "tmpfs", _NOSUID | _NODEV, "size=4k,mode=0755")
-    for folder in _MASKED:  # only now: what is shown may lie in them
+    for folder in _MASKED:  # only now: shown packages may be mounted inside
         _mount(None, base + folder, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
     os.mkdir(base + _SCRATCH)
     options = f"size={scratch_bytes},nr_inodes={_SCRATCH_FILES},mode=0700"
@@ -169,25 +169,28 @@ def _new_root(sources: list[tuple[str, int]], scratch_bytes: int) -> None:
     os.chdir(_SCRATCH)
 
 
-def only_these(fds: list[int]) -> None:
-    """Leave the server behind: its signal handlers, and every fd but these, which become 0, 1, 2, ..."""
+def _keep_only(fds: list[int]) -> None:
+    """Drop the server's signal handlers, and every fd but these, which become 0, 1, 2, ..."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     high = max(fds) + len(fds) + 1
-    for i, fd in enumerate(fds):  # out of the way first: they may lie on each other's places
+    for i, fd in enumerate(fds):  # out of the way first: the numbers may overlap
         os.dup2(fd, high + i)
     for i in range(len(fds)):
         os.dup2(high + i, i)
     os.closerange(len(fds), 1 << 20)
 
 
+class _FilterProgram(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_void_p))
+
+
 def _confine(limits: dict[str, Any]) -> None:
-    """Set limits, give up privileges, install the filter. None of it can be undone."""
+    """Irrevocably apply rlimits, drop capabilities and install the seccomp filter."""
     pages = int(limits["base_pages"])
-    cpu_s = max(1, int(limits["cpu_s"] + 0.999))
     for which, value in {
         resource.RLIMIT_AS: limits["memory_bytes"] + pages * resource.getpagesize(),
-        resource.RLIMIT_CPU: cpu_s,
+        resource.RLIMIT_CPU: max(1, int(limits["cpu_s"] + 0.999)),
         resource.RLIMIT_FSIZE: limits["scratch_bytes"],
         resource.RLIMIT_NPROC: _THREADS + limits["processes"],
         resource.RLIMIT_NOFILE: limits["open_files"],
@@ -196,34 +199,15 @@ def _confine(limits: dict[str, Any]) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }.items():
-        set_limit(which, value)
-    _drop_capabilities()
-    _check(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up new privileges")
-    _install_filter(forks=limits["processes"] > 0)
-
-
-def set_limit(which: int, value: int) -> None:
-    """A resource limit of this process, for ever; not above the one that it has."""
-    hard = resource.getrlimit(which)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(which, (value, value))
-
-
-def _drop_capabilities() -> None:
-    """Give up every capability."""
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (value, value))
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     _check(_libc.syscall(syscalls.CAPSET, header, (ctypes.c_uint32 * 6)()), "dropping capabilities")
-
-
-def _install_filter(*, forks: bool) -> None:
-    """Deny the system calls that no solution needs, for ever."""
-    program = syscalls.DENY[forks]
+    _check(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up new privileges")
+    program = syscalls.DENY[limits["processes"] > 0]
     code = ctypes.create_string_buffer(program, len(program))
-
-    class Program(ctypes.Structure):
-        _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_void_p))
-
-    argument = Program(len(program) // 8, ctypes.addressof(code))
+    argument = _FilterProgram(len(program) // 8, ctypes.addressof(code))
     _check(_libc.prctl(_SECCOMP, 2, ctypes.byref(argument), 0, 0), "installing the system call filter")
 
 

@@ -1,8 +1,8 @@
-"""Two processes that call each other's functions over a socket, with values copied and other objects left at home.
+"""Two processes that call each other's functions over a socket. Values are copied; other objects become handles.
 
-Values of the built-in types and of some of the standard library are copied. Anything else becomes a `Proxy` on the
-other side. What a proxy's operators tell its owner is limited on purpose: a tested object must never see the value that
-it is compared with, or it could agree with every one.
+Values of the built-in types and of some of the standard library are copied. Any other object becomes a `Proxy` on the
+other side. The operators of a proxy send its owner no plain value on purpose: a tested object that saw the value it is
+compared with could claim to be equal to it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Gone(BaseException):
 
 
 class Remote(Exception):
-    """An exception of the other side that is not a built-in one."""
+    """An exception of the other side that is not built in."""
 
 
 class Peer:
-    """One end. `may(obj, attribute)` says which attributes of its own objects the other end may use."""
+    """One end. `may(obj, attribute)` decides which attributes of this end's objects the other end may use."""
 
     def __init__(self, socket_fd: int, may: Callable[[Any, str], bool]) -> None:
         self._end = Connection(socket_fd)
@@ -47,7 +47,7 @@ class Peer:
         self._exceptions: dict[int, type[BaseException]] = {}
 
     def ask(self, verb: str, target: int, *arguments: Any) -> Any:
-        """Have the other side do something to its object, and meanwhile do what it asks for."""
+        """Apply an operation to an object of the other side. Serve its requests in the meantime."""
         self.send([verb, target, [self.encode(a) for a in arguments]])
         while True:
             message = self.receive()
@@ -56,17 +56,17 @@ class Peer:
             if message[0] == "raised":
                 error = self._rebuilt(*message[1:])
                 if isinstance(error, StopIteration | StopAsyncIteration) and verb != "next":
-                    raise Remote(type(error).__name__)  # it would end a loop of the caller's in silence
+                    raise Remote(type(error).__name__)  # it would silently end a loop of the caller
                 raise error
             self._answer(message)
 
     def serve(self) -> None:
-        """Do what the other side asks for, until it ends."""
+        """Serve the requests of the other side until it ends."""
         while True:
             self._answer(self.receive())
 
     def send(self, message: Any) -> None:
-        """One message."""
+        """Send one message."""
         data = json.dumps(message).encode()
         try:
             self._end.send_bytes(data)
@@ -74,18 +74,18 @@ class Peer:
             raise Gone from error
 
     def receive(self) -> Any:
-        """The next message."""
+        """Receive the next message."""
         try:
             return json.loads(self._end.recv_bytes(_MAX_BYTES))
         except (EOFError, OSError, ValueError) as error:  # the end, too large, not JSON
             raise Gone from error
 
     def encode(self, value: Any) -> Any:
-        """A value for the other side."""
+        """Encode a value for the other side."""
         return codec.encode(value, self._refer)
 
     def decode(self, data: Any) -> Any:
-        """A value from the other side."""
+        """Decode a value from the other side."""
         return codec.decode(data, self._resolve)
 
     def _answer(self, message: Any) -> None:
@@ -107,9 +107,7 @@ class Peer:
             if not self._may(target, arguments[0]):
                 raise AttributeError(arguments[0])
             if verb == "setattr" and callable(getattr(type(target), arguments[0], None)):
-                raise AttributeError(
-                    f"{arguments[0]} is a method"
-                )  # the owner would call the other side's function instead
+                raise AttributeError(f"{arguments[0]} is a method")  # the owner would call the other side's function
             return getattr(builtins, verb)(target, *arguments)
         return _SPECIAL[verb](target, *arguments)
 
@@ -119,7 +117,8 @@ class Peer:
         number = id(value)
         self.mine[number] = value
         if isinstance(value, type) and issubclass(value, BaseException):
-            return ["exception", number, value.__name__, _built_in(value)]
+            built_in = next(kind.__name__ for kind in value.__mro__ if kind.__module__ == "builtins")
+            return ["exception", number, value.__name__, built_in]
         base = codec.base_value(value)
         return ["mine", number, None if base is None else [self.encode(base)]]
 
@@ -129,8 +128,9 @@ class Peer:
         if kind == "mine":
             return Proxy(self, number, *([self.decode(rest[0][0])] if rest[0] else []))
         if number not in self._exceptions:
-            name, base = rest
-            self._exceptions[number] = type(str(name), (_exception(base),), {})
+            base = getattr(builtins, str(rest[1]), None)
+            base = base if isinstance(base, type) and issubclass(base, Exception) else Exception
+            self._exceptions[number] = type(str(rest[0]), (base,), {})
         return self._exceptions[number]
 
     def _raised(self, error: BaseException) -> Any:
@@ -150,17 +150,8 @@ class Peer:
         return Remote(name, *arguments)
 
 
-def _built_in(kind: type[BaseException]) -> str:
-    return next(k.__name__ for k in kind.__mro__ if k.__module__ == "builtins")
-
-
-def _exception(name: Any) -> type[Exception]:
-    found = getattr(builtins, str(name), None)
-    return found if isinstance(found, type) and issubclass(found, Exception) else Exception
-
-
 class Proxy:
-    """An object of the other side. With a `base` (it is a kind of tuple, int, str, ...) it compares as that."""
+    """A handle for an object of the other side. With a `base`, a value of a built-in type, it compares as that."""
 
     __slots__ = ("_rlkit_base", "_rlkit_id", "_rlkit_peer")
 

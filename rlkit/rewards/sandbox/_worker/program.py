@@ -1,4 +1,4 @@
-"""Inside the sandbox: run a program as `python solution.py` would, on fds 0, 1 and 2; its text is read from fd 3."""
+"""Inside the sandbox: run a program as `python solution.py` does, on fds 0, 1 and 2; its source is read from fd 3."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def run() -> None:
 
 
 def read_all(fd: int) -> bytes:
-    """What is in a file, which is closed."""
+    """The content of a file, which is then closed."""
     with open(fd, "rb") as file:
         return file.read()
 
 
 def open_streams() -> None:
-    """Text streams on fds 0, 1, 2, as Python itself opens them, and the environment that a program sees."""
+    """Open text streams on fds 0, 1, 2 as Python does, and set the environment that a program sees."""
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 - by lines
@@ -49,13 +49,13 @@ def open_streams() -> None:
 
 
 def fresh_module(name: str) -> types.ModuleType:
-    """An empty module, known by its name."""
+    """An empty module, registered under its name."""
     module = sys.modules[name] = types.ModuleType(name)
     return module
 
 
 def execute(source: bytes, module: types.ModuleType) -> tuple[int, str]:
-    """Run a source in a module; the exit code that `python` would give, and the exception in one line."""
+    """Run a source in a module. Returns the exit code that `python` gives, and the exception in one line."""
     try:
         exec(compile(source, SOLUTION, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as stop:
@@ -71,7 +71,7 @@ def execute(source: bytes, module: types.ModuleType) -> tuple[int, str]:
 
 
 def leave(code: int) -> None:
-    """End the process as the interpreter does: wait for threads, run exit functions, flush; skip the tidying up."""
+    """End the process as the interpreter does: wait for threads, run exit functions, flush; but skip finalization."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -80,7 +80,7 @@ def leave(code: int) -> None:
                 stream.flush()
     except BaseException:
         code = code or 120
-    for each in gc.get_objects():  # other streams on fd 1, which the tidying up would flush
+    for each in gc.get_objects():  # other streams on fd 1, which finalization would flush
         if issubclass(type(each), io.IOBase):
             with suppress(BaseException):
                 each.flush()

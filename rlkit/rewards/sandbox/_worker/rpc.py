@@ -1,4 +1,4 @@
-"""Inside two sandboxes: a solution, and tests that call it. Each has its text on fd 3 and the other process on fd 4."""
+"""Inside two sandboxes: a solution, and tests that call it. Fd 3 holds the source, fd 4 is the socket to the other."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ _ARITHMETIC = re.compile(rb"[\d\s+*/%()\[\].,<>=&|^~-]*")  # no name can be writ
 
 
 def run_solution() -> None:
-    """Run the solution's text, offer its functions and classes, and answer calls until the other side ends. Does not
-    return.
-    """
+    """Run the solution, offer its functions and classes, and serve calls until the tests end. Does not return."""
     source = program.read_all(3)
     program.open_streams()
     end = peer.Peer(4, lambda _object, _name: True)
@@ -61,7 +59,7 @@ def run_tests() -> None:
 
 
 def _take_names(end: peer.Peer, module: Any, asked: dict[str, str]) -> str:
-    """Put what the tests ask of the solution into their module, and nothing else. Returns the problem, if any."""
+    """Put the names that the tests need from the solution into their module. Returns the problem, if any."""
     try:
         problem, offered = end.receive()
         found = {name: end.decode(offered[theirs]) for name, theirs in asked.items() if theirs in offered}
@@ -76,7 +74,7 @@ def _take_names(end: peer.Peer, module: Any, asked: dict[str, str]) -> str:
 
 
 def _only_own_code(sources: list[str]) -> Callable[[str, tuple[Any, ...]], None]:
-    """An audit hook: tests may run code that is a literal of their own, and arithmetic; no code from a result."""
+    """An audit hook: tests may run code that is a literal in them, and arithmetic, but no code from a result."""
     nodes = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     own = {_bytes(node.value) for node in nodes if isinstance(node.value, str | bytes)}
     copied = {(kind.__module__, kind.__name__) for kind in codec.COPIED}
@@ -121,5 +119,5 @@ def _text(error: BaseException) -> str:
 
 
 def _may(value: Any, name: str) -> bool:
-    """The solution may use public attributes of objects whose class the tests define, and nothing else of the tests."""
+    """The solution may only use public attributes of objects whose class the tests define."""
     return type(value).__module__ == _NAME and not name.startswith("_")

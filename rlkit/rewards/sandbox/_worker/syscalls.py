@@ -1,4 +1,4 @@
-"""System call numbers, and a filter that denies the calls no solution needs: depth behind the namespaces.
+"""System call numbers, and a seccomp filter that denies the calls no solution needs: defence in depth.
 
 Numbers: https://github.com/torvalds/linux, arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h
 """
@@ -27,7 +27,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     # large parts of the kernel
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    # memory that no limit counts, messages
+    # memory that no limit covers, messages
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "vmsplice": (278, 75), "move_pages": (279, 239),
     "mbind": (237, 235),
@@ -88,4 +88,4 @@ def _deny_filter(*, forks: bool) -> bytes:
 
 
 DENY = {forks: _deny_filter(forks=forks) for forks in (False, True)}
-"""The filters by whether a program may fork."""
+"""The filters, by whether the program may fork."""
