@@ -45,7 +45,7 @@ def open_training(
             started = True
             yield run, stop, saver
     except Exception as error:
-        if started:  # `main_on_ranks` shows the traceback of an error that has this note
+        if started:  # `rlkit.scripts.cli.on_ranks` shows the traceback of an error that has this note
             error.add_note(f"{TRAINING}; the run folder is {folder}")
         raise
     if any_rank(stop.requested):
