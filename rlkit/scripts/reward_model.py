@@ -3,7 +3,7 @@
     rlkit reward_model --model PATH_OR_HUB_ID --data pairs.jsonl
     torchrun --nproc-per-node 8 -m rlkit.scripts.reward_model --parallel.tp 2 --model PATH_OR_HUB_ID --data pairs.jsonl
 
-The export is a sequence classifier with one label. A server with it is a reward: `rlkit.rewards.judge.remote_reward_model`.
+The export is a sequence classifier with one label; served, it is a reward (`rlkit.rewards.judge.remote_reward_model`).
 
 Every row holds `prompt` (a string) or `messages`, and `chosen` and `rejected` (strings or messages); or `chosen` and
 `rejected` are whole conversations.
