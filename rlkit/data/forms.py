@@ -133,14 +133,23 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         raise ValueError("rows is empty: there is nothing to train on")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
-    turns = []
+    found = check_columns(rows, *forms, apply_chat_template=template.apply)
+    return [form.read(row, place_of(rows, index), template) for index, (row, form) in enumerate(zip(rows, found))]
+
+
+def check_columns(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True) -> list[Form]:
+    """The form of each row: the first of `forms` whose columns it has. Needs no tokenizer.
+
+    Raises ValueError, with the row (see `place_of`), for a row that lacks a column of the last form, or holds a value
+    of the wrong type in one.
+    """
+    found = []
     for index, row in enumerate(rows):
-        place = place_of(rows, index)
         form = next((form for form in forms if not form.missing(row)), forms[-1])
         for names in form.columns:
-            cell(row, names, place, form=form, plain=not template.apply)
-        turns.append(form.read(row, place, template))
-    return turns
+            cell(row, names, place_of(rows, index), form=form, plain=not apply_chat_template)
+        found.append(form)
+    return found
 
 
 def cell(row: Row, names: Sequence[str], place: str, *, form: Form, plain: bool = False) -> tuple[str, Any]:
