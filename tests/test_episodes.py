@@ -117,7 +117,7 @@ def test_each_trained_token_gets_the_advantage_of_its_episode(groups):
     """The README's two lines from groups to advantages, with episodes of several pieces."""
     page = (Path(__file__).parents[1] / "README.md").read_text()
     lines = [line.strip() for line in page.split("await rollout(")[1].split("with_old_logp(")[0].splitlines()[1:-1]]
-    imports = [line for line in page.splitlines() if line.startswith("from rlkit.")]
+    imports = [line for line in page.splitlines() if line.startswith("from rlkit")]
     names = {"groups": flat(groups)}
     exec("\n".join([*imports, *lines]), names)
     want = []

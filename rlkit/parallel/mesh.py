@@ -146,8 +146,6 @@ def _group(parts: tuple[tuple[int, ...], ...], world: Any) -> Any:
 def resolve(sizes: Parallel, *, world_size: int) -> Parallel:
     """The sizes with `shard` filled in, checked against the number of ranks."""
     named = {k: getattr(sizes, k) for k in ("pp", "replicate", "shard", "cp", "tp", "ep")}
-    if bad := {k: v for k, v in named.items() if v < (k != "shard")}:
-        raise ValueError(f"sizes must be at least 1 (shard may be 0: all remaining ranks), got {bad}")
     fixed = math.prod(v for k, v in named.items() if k not in ("shard", "ep"))
     shard = sizes.shard or max(1, world_size // fixed)
     if fixed * shard != world_size:

@@ -36,8 +36,8 @@ def open_training(
     started = False
     try:
         with (
+            stop_on_interrupt() as stop,  # before the bar: who sees it may press Ctrl-C
             open_run(folder, steps=steps, start=start, resume=resume, print_steps=print_steps) as run,
-            stop_on_interrupt() as stop,
             BackgroundSaver(run.checkpoints, keep=keep) as saver,
         ):
             if start >= steps > 0:

@@ -148,7 +148,7 @@ def test_a_full_disk_on_resume_is_one_line_and_loses_nothing(task, tmp_path):
         "code 2", "code 2", "kept", "code 0",
     ], done  # fmt: skip
     last = (tmp_path / "other_flags").read_text().strip().splitlines()[-1]
-    assert last.startswith(f"error: {output}: cannot save args.json, the disk is full: it needs 0.")
+    assert last.startswith(f"error: {output}: cannot save args.json, the disk is full: it needs 1.")
     assert " kB, 0.0 kB are free. Free space there and resume" in last
     last = (tmp_path / "same_flags").read_text().strip().splitlines()[-1]
     assert last.startswith("error: ")
