@@ -135,8 +135,8 @@ def tests_for(root: Path, path: Path) -> list[str]:
     texts = {f: f.read_text() for f in mention}
     direct = [f for f in mention if module in texts[f] or f"test_{path.stem}" in f.name]
     near = [f for f in mention if own in f.parents or f"from {package} import" in texts[f]]
-    laws = [root / "tests/laws/test_table.py", root / "tests/examples/test_grpo_example.py"]
-    return [str(f) for f in dict.fromkeys([*direct, *near, *laws])]
+    broad = [root / f"tests/{name}" for name in ("laws/test_table.py", "scripts/test_grpo.py")]
+    return [str(f) for f in dict.fromkeys([*direct, *near, *broad]) if f.exists()]
 
 
 def run(listed: Path, out: Path) -> None:

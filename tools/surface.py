@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("grpo", "ppo", "async_grpo", "sft", "dpo", "kto", "reward_model")
+SCRIPTS = ("grpo", "ppo", "sft", "dpo", "kto", "reward_model")
 
 
 def names(checkout: Path) -> Counter[tuple[str, str, str]]:
