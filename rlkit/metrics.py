@@ -66,6 +66,8 @@ def merge(*many: Mapping[str, Metric]) -> Metrics:
     for metrics in many:
         for key, new in metrics.items():
             old = out.get(key)
+            if not isinstance(new, Mean | Max | Min):
+                raise TypeError(f"metric {key!r} is {type(new).__name__}: write mean(x), largest(x) or smallest(x)")
             if old is None:
                 out[key] = new
             elif type(old) is not type(new):

@@ -14,6 +14,11 @@ from rlkit._numbers import show as _show
 from rlkit._numbers import to_number
 from rlkit.rewards.timeouts import TimedOut, run_async, run_in_thread
 
+_COMPLETIONS, _ROWS = {"completion", "completions"}, {"row", "rows"}
+_FOREIGN = _COMPLETIONS | _ROWS | {  # names that cannot be meant as a completion or a row
+    "prompt", "prompts", "query", "queries", "answer", "answers", "label", "labels", "ground_truth", "data_source",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -117,8 +122,9 @@ async def _results(
 def check_signature(function: Callable[..., Any], available: set[str] | None = None) -> tuple[str, list[str]]:
     """The name of a reward function's first parameter, and which of the `available` names it asks for.
 
-    Errors: TypeError for a function that cannot take (completion, row), or asks for a name that is not available
-    (None: names are not checked). A function without a signature (some written in C) asks for nothing.
+    Errors: TypeError for a function that cannot take (completion, row), whose first two parameters have names that say
+    something else (another library's form, or the two swapped), or that asks for a name that is not available (None:
+    names are not checked). A function without a signature (some written in C) asks for nothing.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -130,6 +136,12 @@ def check_signature(function: Callable[..., Any], available: set[str] | None = N
         raise TypeError(
             f"{_name(function)} must take (completion, row) or (completions, rows), got {inspect.signature(function)}"
         )
+    for p, allowed in zip(leading, (_COMPLETIONS, _ROWS)):
+        if p.name in _FOREIGN - allowed:
+            raise TypeError(
+                f"{_name(function)} would get a completion and its row, and names them {[p.name for p in leading]}: "
+                "write (completion, row), where the row has all columns, or wrap it (docs/migrating.md)"
+            )
     further = [p for p in parameters if p not in leading and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     first = leading[0].name if leading else ""
     if available is None:

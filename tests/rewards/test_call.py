@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from rlkit.rewards import Reward, RewardError, Sample, run_reward, run_reward_each
+from rlkit.rewards.call import check_signature
 
 
 def samples(*texts, **extra):
@@ -443,3 +444,23 @@ async def test_the_wait_for_a_turn_is_off_the_clock():
 
     results = await run_reward_each(waits, samples("0", "60"), timeout_s=1.5)
     assert [isinstance(r, RewardError) for r in results] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda prompts, completions, **columns: [0.0],  # TRL's
+        lambda row, completion: 0.0,
+        lambda completion, answer: 0.0,
+        lambda data_source, solution_str, ground_truth, extra_info=None: 0.0,  # verl's
+        lambda queries, prompts, labels: 0.0,  # OpenRLHF's
+    ],
+)
+def test_parameters_in_another_order_or_form_are_refused_by_name(function):
+    with pytest.raises(TypeError, match=r"would get a completion and its row, and names them \['\w+', '\w+'\]: write"):
+        check_signature(function)
+
+
+def test_other_names_of_the_two_are_no_reason_to_refuse():
+    for function in (lambda text, sample: 0.0, lambda completions, rows: [0.0], lambda answer_text, _: 0.0):
+        check_signature(function)
