@@ -1,4 +1,4 @@
-"""Draw the curves of one run, or of several over each other.
+"""Draw the curves of one run, or of several runs in one picture.
 
 rlkit plot runs/grpo                       metrics.png in the run folder
 rlkit plot runs/a runs/b -o both.pdf
@@ -23,9 +23,9 @@ class Args:
     folders: tyro.conf.Positional[tuple[Path, ...]]
     """run folders, each with a metrics.jsonl"""
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """the picture to write, .png, .pdf or .svg; None: metrics.png in the first folder"""
+    """file to write: .png, .pdf or .svg; None: metrics.png in the first folder"""
     title: str | None = None
-    """headline; None: the names of the runs"""
+    """title of the picture; None: the names of the runs"""
 
 
 def main(args: Args) -> None:
@@ -36,7 +36,7 @@ def main(args: Args) -> None:
 
 
 def cli() -> None:
-    """The flags of the command line."""
+    """Run the script with the flags of the command line."""
     run(main, Args, __doc__)
 
 

@@ -1,7 +1,7 @@
 """Send the metrics of a run folder to Weights & Biases, MLflow or TensorBoard.
 
 rlkit track runs/grpo --to wandb --project sorting
-rlkit track runs/grpo --to tensorboard --follow          while the run goes on
+rlkit track runs/grpo --to tensorboard --follow     while the run trains
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(args: Args) -> None:
 
 
 def cli() -> None:
-    """The flags of the command line."""
+    """Run the script with the flags of the command line."""
     run(main, Args, __doc__)
 
 
