@@ -146,7 +146,7 @@ def _read_args(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): delete it, and the run continues with the given flags") from None
+        raise ValueError(f"{path} is damaged ({error}): delete it, and the run uses the given flags") from None
     return found
 
 

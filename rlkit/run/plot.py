@@ -88,7 +88,10 @@ def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | N
         raise ValueError(f"no metric to draw in {', '.join(map(str, folders))}: metrics.jsonl holds no finished step")
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    figure = _figure_class()(figsize=(5.6 * columns, 3.5 * rows), layout="constrained")
+    optional("matplotlib", "plot", "plots need")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6 * columns, 3.5 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
@@ -152,10 +155,3 @@ def _label(folder: Path | str, folders: Sequence[Path | str]) -> str:
     path = Path(folder).resolve()
     same = [f for f in folders if Path(f).resolve().name == path.name]
     return path.name if len(same) < 2 else f"{path.parent.name}/{path.name}"
-
-
-def _figure_class() -> Any:
-    optional("matplotlib", "plot", "plots need")
-    from matplotlib.figure import Figure
-
-    return Figure

@@ -17,7 +17,7 @@ from typing import Any
 
 Handler = Callable[[int, Any], Any]
 
-_SAID = (
+_MESSAGES = (
     b"stopping after this step, then saving (Ctrl-C again: without saving)\n",
     b"aborting, nothing more is saved (Ctrl-C again: without waiting for what computes)\n",
 )
@@ -65,7 +65,7 @@ def stop_on_interrupt() -> Iterator[Stop]:
         stop.number = number
         stop.requested, count, asked = True, count + 1, time.monotonic()  # set first: the next signal may arrive now
         if os.environ.get("RANK", "0") == "0":
-            _tell(_SAID[count - 1])
+            _tell(_MESSAGES[count - 1])
         if count == 2:
             if task is None or task is _task_here():
                 raise KeyboardInterrupt

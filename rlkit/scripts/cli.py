@@ -56,13 +56,12 @@ def main(argv: list[str] | None = None) -> None:
     if name == "copy":
         return _copy(rest)
     sys.argv = [f"rlkit {argv[0]}", *rest]
-    importlib.import_module(f"rlkit.scripts.{name}").cli()
+    script = importlib.import_module(f"rlkit.scripts.{name}")
+    run(script.main, script.Args, script.__doc__)
 
 
-def run(
-    script: Callable[..., X], kind: type, description: str | None, *args: Any, argv: Sequence[str] | None = None
-) -> X | None:
-    """Parse the flags of the dataclass `kind`, and call `script(flags, *args)` as `on_ranks` does."""
+def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv: Sequence[str] | None = None) -> Any:
+    """Parse the flags of the dataclass `kind` and call `script(flags)`, as `on_ranks` does: a script's last line."""
     try:
         with collected() as wrong:
             flags: Any = tyro.cli(kind, args=argv, description=description, config=(tyro.conf.SuppressFixed,))
@@ -71,7 +70,7 @@ def run(
     except BrokenPipeError:  # rlkit grpo --help | head
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         raise SystemExit(1) from None
-    return on_ranks(script, flags, *args)
+    return on_ranks(script, flags)
 
 
 def on_ranks(script: Callable[..., X], *args: Any) -> X | None:

@@ -113,10 +113,5 @@ def loss_of(args: Loss, own: Any) -> tuple[Any, Any]:
     return partial(getattr(losses, function), **options), reduce
 
 
-def cli() -> None:
-    """Run the script with the flags of the command line."""
-    run(main, Args, __doc__)
-
-
 if __name__ == "__main__":
-    cli()
+    run(main, Args, __doc__)

@@ -145,10 +145,5 @@ def policy_loss(args: Args, own: Any) -> Any:
     return updates.PolicyLoss(surrogate, aggregate, args.correction.function())
 
 
-def cli() -> None:
-    """Run the script with the flags of the command line."""
-    run(main, Args, __doc__)
-
-
 if __name__ == "__main__":
-    cli()
+    run(main, Args, __doc__)

@@ -95,10 +95,5 @@ def warn_of_labels(args: Args, examples: list[Any]) -> None:
         )  # fmt: skip
 
 
-def cli() -> None:
-    """Run the script with the flags of the command line."""
-    run(main, Args, __doc__)
-
-
 if __name__ == "__main__":
-    cli()
+    run(main, Args, __doc__)

@@ -35,10 +35,5 @@ def main(args: Args) -> None:
     sys.stdout.write(f"{plot_run(*args.folders, out=args.out, title=args.title)}\n")
 
 
-def cli() -> None:
-    """Run the script with the flags of the command line."""
-    run(main, Args, __doc__)
-
-
 if __name__ == "__main__":
-    cli()
+    run(main, Args, __doc__)

@@ -84,10 +84,5 @@ def main(args: Args) -> Path:
     return run_sync(train())
 
 
-def cli() -> None:
-    """Run the script with the flags of the command line."""
-    run(main, Args, __doc__)
-
-
 if __name__ == "__main__":
-    cli()
+    run(main, Args, __doc__)

@@ -59,10 +59,5 @@ def main(args: Args) -> Path:
     )  # fmt: skip
 
 
-def cli() -> None:
-    """Run the script with the flags of the command line."""
-    run(main, Args, __doc__)
-
-
 if __name__ == "__main__":
-    cli()
+    run(main, Args, __doc__)

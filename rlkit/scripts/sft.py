@@ -40,10 +40,5 @@ def main(args: Args) -> Path:
     return sft(model, tokenizer, examples, args.schedule, args.optim, batch_size=batch_size, eval_examples=held_out)
 
 
-def cli() -> None:
-    """Run the script with the flags of the command line."""
-    run(main, Args, __doc__)
-
-
 if __name__ == "__main__":
-    cli()
+    run(main, Args, __doc__)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import tyro
 
 from rlkit._extras import optional
 from rlkit.run.console import say
@@ -29,6 +30,8 @@ from rlkit.settings import Count, Seed, check
 class Args:
     """Flags."""
 
+    command: tyro.conf.Positional[tuple[str, ...]] = ()
+    """the command to tune, after `--`"""
     output: Path = Path("runs/sweep")
     """folder of the study and of the trials' runs"""
     trials: Count = 20
@@ -49,16 +52,16 @@ class Args:
     """random seed of the search"""
 
     def __post_init__(self) -> None:
-        check(self)
+        check(self, may_be_empty=("command",))
 
 
-def main(args: Args, command: list[str]) -> Any:
+def main(args: Args) -> Any:
     """The finished study."""
     optuna = optional("optuna", "sweep", "sweeps need")
 
     if not (args.range or args.log_range or args.choice):
         raise ValueError("nothing to search over: give `range`, `log_range` or `choice`")
-    if not command:
+    if not args.command:
         raise ValueError("no command: give it after --, as in: rlkit sweep --log-range lr 1e-6 1e-4 -- rlkit grpo ...")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -81,7 +84,7 @@ def main(args: Args, command: list[str]) -> Any:
         folder = args.output / f"trial_{trial.number:04d}"
         given = [x for name, value in flags.items() for x in (f"--{name}", str(value))]
         try:
-            value, pruned = run_trial([*command, *given, "--output", str(folder)], folder, args.metric, trial)
+            value, pruned = run_trial([*args.command, *given, "--output", str(folder)], folder, args.metric, trial)
         except BaseException:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
             raise
@@ -120,12 +123,5 @@ def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tupl
     return list(seen.values())[-1], False
 
 
-def cli() -> None:
-    """Run the script with the flags of the command line; the command to tune follows `--`."""
-    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    command, sys.argv = sys.argv[end + 1 :], sys.argv[:end]
-    run(main, Args, __doc__, command)
-
-
 if __name__ == "__main__":
-    cli()
+    run(main, Args, __doc__)

@@ -46,10 +46,5 @@ def main(args: Args) -> None:
         sys.stdout.write(f"{count} steps sent to {args.to}\n")
 
 
-def cli() -> None:
-    """Run the script with the flags of the command line."""
-    run(main, Args, __doc__)
-
-
 if __name__ == "__main__":
-    cli()
+    run(main, Args, __doc__)

@@ -166,6 +166,12 @@ def test_wrong_flags_and_files_end_in_one_line(task, tmp_path, capsys):
     cut = tmp_path / "cut"
     shutil.copytree(task / "chat", cut)
     os.truncate(cut / "model.safetensors", 3000)
+    swapped = tmp_path / "swapped"  # two tokens have exchanged their ids
+    shutil.copytree(task / "chat", swapped)
+    tokens = json.loads((swapped / "tokenizer.json").read_text())
+    vocab = tokens["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (swapped / "tokenizer.json").write_text(json.dumps(tokens))
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         nowhere = f"http://127.0.0.1:{unused.getsockname()[1]}"  # bound, and nobody listens
@@ -184,6 +190,7 @@ def test_wrong_flags_and_files_end_in_one_line(task, tmp_path, capsys):
         ("grpo", ["--reward", f"{task / 'no.py'}:score"], "no file"),
         ("grpo", ["--reward", "no_such_module:score"], "no module 'no_such_module'"),
         ("ppo", ["--critic", str(tmp_path / "nothing")], "no folder; give a folder saved by save_pretrained"),
+        ("ppo", ["--critic", str(swapped)], "has other tokens"),
     ]:
         assert message in refused(capsys, script, flags_of(task, script, tmp_path / "run", *flags))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
