@@ -2,4 +2,5 @@
 
 from rlkit.scripts.cli import main
 
-main()
+if __name__ == "__main__":
+    main()
