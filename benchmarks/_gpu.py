@@ -1,4 +1,4 @@
-"""Timing on a CUDA device, and what machine it was. Without one everything still runs, on the CPU: a rehearsal."""
+"""Timing on a CUDA device, and a description of the machine. Without a device it runs on the CPU, as a rehearsal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import torch
 Row = dict[str, Any]
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-FIRST_RUNS_SECONDS = 90.0  # of compiling at one shape; what has not run by then is left out
+FIRST_RUNS_SECONDS = 90.0  # for compiling at one shape; runs that are not done by then are left out
 FLUSH_BYTES = 256 << 20  # several times the largest L2 cache
-WITHOUT: set[str] = set()  # runs that are not tried
+WITHOUT: set[str] = set()  # runs to skip
 
 
 class DeviceLost(Exception):
@@ -40,12 +40,12 @@ def lost() -> bool:
 
 @cache
 def flush() -> torch.Tensor:
-    """What is written before each timing: inputs come from memory, and the host is ahead when the clock starts."""
+    """Written before each timing, so that inputs come from memory and the host is ahead when the clock starts."""
     return torch.empty(FLUSH_BYTES, dtype=torch.int8, device=DEVICE)
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """Of one run, by the device's own clock."""
+    """Milliseconds of one run, by the device's own clock."""
     if not CUDA:
         before = time.perf_counter()
         run()
@@ -80,7 +80,7 @@ def reason(error: Exception) -> str:
 
 
 def time_all(runs: dict[str, Callable[[], Any]], *, seconds: float, rounds: int = 15) -> dict[str, Row]:
-    """Milliseconds of each, after one untimed run that also gives its peak memory; what fails is reported as such."""
+    """Milliseconds of each, after one untimed run that also gives its peak memory; failures are reported as such."""
     rows: dict[str, Row] = {name: {"name": name, "error": "left out"} for name in runs if name in WITHOUT}
     end = time.monotonic() + FIRST_RUNS_SECONDS
     for name, run in runs.items():
@@ -103,14 +103,14 @@ def time_all(runs: dict[str, Callable[[], Any]], *, seconds: float, rounds: int 
 
 
 def failed(name: str, error: Exception) -> Row:
-    """The row of a run that raised; raises itself where nothing after it would run."""
+    """The row of a run that raised; raises if no further run is possible."""
     if lost():
         raise DeviceLost(name) from error
     return {"name": name, "error": reason(error)}
 
 
 def median_ms(run: Callable[[], Any], *, seconds: float = 1.0, rounds: int = 15) -> float:
-    """Of one thing; raises what it raises."""
+    """Median milliseconds of one function; raises what it raises."""
     run()
     end, found = time.monotonic() + seconds, [milliseconds(run) for _ in range(3)]
     while len(found) < rounds and time.monotonic() < end:
@@ -119,7 +119,7 @@ def median_ms(run: Callable[[], Any], *, seconds: float = 1.0, rounds: int = 15)
 
 
 def machine() -> dict[str, Any]:
-    """Device, versions, commit, and a digest of the kernels' sources, for where there is no git."""
+    """Device, versions, commit, and a digest of the kernels' sources, in case there is no git."""
     import triton
 
     sources = sorted((Path(__file__).parents[1] / "rlkit/kernels").rglob("*.py"))
@@ -140,7 +140,7 @@ def machine() -> dict[str, Any]:
 
 
 def save(path: Path, section: str, name: str, result: dict[str, Any]) -> None:
-    """Adds one result to the file."""
+    """Add one result to the file."""
     found = json.loads(path.read_text()) if path.exists() else {}
     found.setdefault(section, {})[name] = result
     path.parent.mkdir(parents=True, exist_ok=True)

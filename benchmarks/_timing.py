@@ -1,4 +1,4 @@
-"""Interleaved timing of several variants in one process, peak memory of each in its own, and what machine it was."""
+"""Interleaved timing of several variants in one process, peak memory of each in its own process, and the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Variants = dict[str, Callable[[], Any]]
 
 
 def interleaved(variants: Variants, *, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each repeat of each variant: one untimed round, then round by round, so that drift hits all alike.
+    """Seconds of each repeat of each variant: one untimed round, then round by round, so drift affects all equally.
 
     On one thread it is processor time, which other processes disturb less; otherwise wall time.
     """

@@ -1,4 +1,4 @@
-"""The asynchronous GRPO loop against the synchronous one, on the same engine: what overlapping buys.
+"""The asynchronous GRPO loop against the synchronous one, on the same engine: the gain of overlapping.
 
     python benchmarks/async_loop.py
 
@@ -65,12 +65,12 @@ class Args:
 
 
 async def coin(_prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
-    """A reward with a spread in every group, for nothing."""
+    """A reward that differs within every group, at no cost."""
     return [replace(t, reward=float(i % 2)) for i, t in enumerate(group)]
 
 
 async def seconds_per_step(overlap: bool, args: Args, engine: Any, path: Path) -> dict[str, float]:
-    """One run: seconds from the end of a step to that of the next, and where they went (medians)."""
+    """One run: seconds from the end of a step to the end of the next, and their parts (medians)."""
     prompts = [Prompt([(7 * i + j) % 250 for j in range(args.prompt_tokens)], {}, i) for i in range(64)]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         rollouts = Rollouts(

@@ -1,11 +1,11 @@
-"""linear_logp, fused_loss, logits_logp and linear_scan on a CUDA device, beside other libraries and the bare products.
+"""linear_logp, fused_loss, logits_logp and linear_scan on a CUDA device, against other libraries and the bare products.
 
     PYTHONPATH=. python benchmarks/gpu_kernels.py --seconds 300          # the first shapes, within the time
     PYTHONPATH=. python benchmarks/gpu_kernels.py --seconds 540 --rest   # those that are not in the file yet
 
 Everything of one shape, the bare products too, runs in turn, round by round, in one process, so that clocks and
-temperature hit all alike, and nothing is in the L2 cache when a run begins. A run that leaves the device unusable (an
-illegal access in some library) is left out, and a fresh process goes on.
+temperature affect all equally, and nothing is in the L2 cache when a run begins. A run that leaves the device unusable
+(an illegal access in some library) is left out, and a fresh process continues.
 Floors are the bare products with the operands of the real ones: 1 for scoring, 4 where any loss may follow, 3 where the
 loss is known in advance. `extra_mb` is the peak over the inputs, less the gradients that are handed out. The results,
 with device, versions and commit, are written after every shape to `--out`/<device>.json.
@@ -271,7 +271,7 @@ def recorded(run: Callable[[], Any]) -> Callable[[], Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=300.0, help="stop after this long; what is done is kept")
+    parser.add_argument("--seconds", type=float, default=300.0, help="stop after this long; finished results are kept")
     parser.add_argument("--cap", type=float, default=22.0, help="seconds of timing per shape")
     parser.add_argument("--rest", action="store_true", help="only what the file does not have yet")
     parser.add_argument("--only", nargs="*", help="names of shapes; all if not given")

@@ -3,8 +3,9 @@
     PYTHONPATH=. python benchmarks/gpu_tune.py --seconds 420
     TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/gpu_tune.py --rehearse --out /tmp/x   # without a device
 
-Each group of constants has workloads; a configuration's score is its time over that of what is shipped, averaged over
-them (below 1 is better). Groups share the time equally. A configuration that fails is reported and costs nothing else.
+Each group of constants has workloads; a configuration's score is its time over that of the shipped constants,
+averaged over them (below 1 is better). Groups share the time equally. A configuration that fails is reported and costs
+nothing else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one check costs: programs in the sandbox, asserts, mathematics; beside a bare Python process, in one run.
+"""What one check costs: programs in the sandbox, asserts, mathematics; compared with a bare Python process, in one run.
 
     python benchmarks/rewards.py --out benchmarks/results/rewards.json
 

@@ -1,4 +1,4 @@
-"""What the client of SGLang costs: sampling against SGLang's own benchmark client, weights against a raw broadcast.
+"""The cost of the SGLang client: sampling against SGLang's own benchmark client, weights against a raw broadcast.
 
     RLKIT_SGLANG_PYTHON=$(make -s sglang-cpu) python benchmarks/sglang_client.py
 
@@ -198,7 +198,7 @@ async def alternate(url: str, model: Any, raw: Any, rounds: int) -> tuple[list[f
 
 
 class InPlace:
-    """Has the server load what lies in shared memory already."""
+    """Makes the server load buckets that already are in shared memory."""
 
     sessions = True
 

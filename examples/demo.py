@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 examples/demo.py --parallel.tp 2
 
 Makes a Qwen3 of one million random weights with its own tokenizer, and JSONL data. SFT imitates a teacher that is usually
-wrong: it sorts 65% of its answers downwards and swaps two neighbours (equal ones at times) in 10%, so that 28% are right.
-The model's most likely answer is then wrong, too. GRPO learns from the reward alone: 1 for the right answer, else 0.
-Both steps are the scripts `rlkit sft` and `rlkit grpo`, on data made here. No held-out prompt is trained on.
+wrong: it sorts 65% of its answers downwards and swaps two neighbours (sometimes equal ones) in 10%, so 28% are right.
+The model's most likely answer is then wrong as well. GRPO learns from the reward alone: 1 for the right answer, else 0.
+Both phases run the scripts `rlkit sft` and `rlkit grpo` on generated data. No held-out prompt is trained on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Args:
 
 
 def make_data(folder: Path, *, seed: int, num_sft: int = 9600, num_train: int = 4096, num_eval: int = 256) -> None:
-    """sft.jsonl {prompt, response} by the teacher; train.jsonl and eval.jsonl {prompt, answer}; no prompt occurs twice."""
+    """Write sft.jsonl {prompt, response} of the teacher, train.jsonl and eval.jsonl {prompt, answer}; prompts are unique."""
     rng = random.Random(seed)
     questions = [f"{x:06d}" for x in rng.sample(range(10**6), num_sft + num_train + num_eval)]
 
@@ -113,7 +113,7 @@ def main(args: Args) -> None:
 
 
 def make_folder(args: Args) -> None:
-    """An empty folder with the data. Nothing but an earlier demo is deleted for it."""
+    """Make an empty folder with the data. Only an earlier demo is deleted."""
     if args.output.exists() and any(args.output.iterdir()):
         if not all((args.output / name).exists() for name in ("sft.jsonl", "train.jsonl", "eval.jsonl", "random")):
             raise FileExistsError(f"--output {args.output} holds other things than a demo: give a folder of its own")
@@ -123,7 +123,7 @@ def make_folder(args: Args) -> None:
 
 
 def report(args: Args, trained: Path, seconds: float) -> None:
-    """Print the result, three answers before and after GRPO, and the paths; make the result the picture's headline."""
+    """Print the result, three answers before and after GRPO, and the paths; use the result as the title of the plot."""
     from rlkit.run.folder import read_metrics
     from rlkit.run.plot import plot_run
 
@@ -151,7 +151,7 @@ def report(args: Args, trained: Path, seconds: float) -> None:
 
 
 class Answer(NamedTuple):
-    """A question, what the model answered, and whether that is right."""
+    """A question, the model's answer, and whether it is right."""
 
     question: str
     text: str

@@ -42,7 +42,7 @@ def exact(completion: str, row: Row, num_calls: int, num_bad_calls: int) -> dict
 
 
 def spoken(call: str, arguments: dict[str, Any]) -> str:
-    """A tool call as Hermes and Qwen write it."""
+    """A tool call in the format of Hermes and Qwen."""
     return f"<tool_call>{json.dumps({'name': call, 'arguments': arguments})}</tool_call>"
 
 
@@ -89,7 +89,7 @@ def calculator(tokenizer: Any, *, num_rows: int = 4096, seed: int = 0) -> Task:
     return Task(tool_env([calc], tokenizer=tokenizer, timeout_s=5.0), rows, exact, demonstrate, [calc])
 
 
-# Search in documents of your own, by BM25.
+# BM25 search in your own documents.
 
 
 def search_tool(documents: Sequence[str], *, k: int = 1) -> Callable[[str], str]:
@@ -138,7 +138,7 @@ def search(tokenizer: Any, *, num_rows: int = 512, seed: int = 0) -> Task:
     return Task(tool_env([find], tokenizer=tokenizer), rows, exact, demonstrate, [find])
 
 
-# A game with a state: guess a digit in three turns; who halves what is left wins 7 times out of 10.
+# A game with state: guess a digit in three turns; halving the remaining range wins 7 times out of 10.
 
 
 class Guessing:
@@ -178,7 +178,7 @@ def guessing(tokenizer: Any, *, num_rows: int = 1000, seed: int = 0) -> Task:
     return Task(gym_env(Guessing, tokenizer=tokenizer), rows, None, demonstrate)
 
 
-# Code with feedback: some tests may be run as often as the turns allow, others decide. Rows: see `rlkit.rewards.code`.
+# Code with feedback: public tests may be run in every turn, hidden ones decide. Rows: see `rlkit.rewards.code`.
 
 
 def code_tools(prompt: Prompt | None) -> list[Callable[..., Any]]:

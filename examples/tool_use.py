@@ -1,11 +1,11 @@
 """GRPO over several turns: with tools, or against a game.
 
-    python examples/tool_use.py                                      the tiny model learns to use a calculator
+    python examples/tool_use.py                                      a tiny model learns to use a calculator
     python examples/tool_use.py --task search --model PATH_OR_HUB_ID
     python examples/tool_use.py --task code --model PATH_OR_HUB_ID --data problems.jsonl
 
-Without `--model`, a Qwen3 of random weights is warmed up on demonstrations by a teacher who gives up three times out of
-five; GRPO then finds out that calling the tool pays. The environments are in `environments.py`.
+Without `--model`, a Qwen3 with random weights is first trained on demonstrations of a teacher who gives up three times
+out of five; GRPO then learns that calling the tool pays. The environments are in `environments.py`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def warmed_up(args: Args) -> Path:
     seed = args.schedule.seed
     torch.manual_seed(seed)
     tokenizer = tiny_tokenizer()
-    # every byte is a token here: of a tool only the name is shown
+    # every byte is a token here, so only the names of the tools are shown
     names = "{% if tools %}{% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}"
     tokenizer.chat_template = names + tokenizer.chat_template.partition("{% endif %}")[2]
     task = make_task(args, tokenizer)
@@ -81,7 +81,7 @@ def warmed_up(args: Args) -> Path:
         rows, tokenizer=tokenizer, max_example_tokens=args.max_total_tokens, tools=task.tools or None
     )
     model = prepare(tiny_model(tokenizer, hidden=96, layers=3, heads=3, kv_heads=1, intermediate=256, seed=seed))
-    print("SFT: learning to talk from a teacher who gives up three times out of five")
+    print("SFT: imitate a teacher who gives up three times out of five")
     schedule = Schedule(args.schedule.output / "sft", steps=args.sft_steps, seed=seed, resume=args.schedule.resume)
     return sft(model, tokenizer, examples, schedule, Optim(lr=2e-3, lr_schedule="linear"), batch_size=32)
 
@@ -98,7 +98,7 @@ def main(args: Args) -> Path:
     from rlkit.model.launch import make_deterministic, report_model
     from rlkit.rewards.adapters import scorer
     from rlkit.rollout.engines.local import LocalEngine
-    from rlkit.rollout.envs.gym import own_rewards, refuse_vision
+    from rlkit.rollout.envs.chat import refuse_vision
     from rlkit.rollout.limits import limited
     from rlkit.run.folder import holds_run
     from rlkit.scripts.common import check_device
@@ -117,18 +117,16 @@ def main(args: Args) -> Path:
     prompts, _ = rl_prompts(
         task.rows, tokenizer=tokenizer, max_prompt_tokens=args.max_total_tokens // 2, tools=task.tools or None
     )
-    print("GRPO: learning what is right, from the reward alone")
+    print("GRPO: learn from the reward alone")
     output = args.schedule.output / "grpo"
-    resume = args.schedule.resume and (
-        args.model is not None or holds_run(output)
-    )  # it may have stopped in the warm-up
+    resume = args.schedule.resume and (args.model is not None or holds_run(output))  # it may have stopped during SFT
     return grpo_sync(
         model,
         tokenizer,
         LocalEngine(model, max_batch=128, max_len=args.max_total_tokens + 1),
         Task(
             prompts[args.eval_limit :],
-            score=scorer(task.reward, tokenizer=tokenizer, timeout_s=30.0) if task.reward else own_rewards,
+            score=scorer(task.reward, tokenizer=tokenizer, timeout_s=30.0) if task.reward else None,
             env=limited(task.env, max_turns=args.max_turns, max_total_tokens=args.max_total_tokens),
             eval_prompts=prompts[: args.eval_limit],
         ),

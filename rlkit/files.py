@@ -38,7 +38,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def append_file(path: Path, data: bytes) -> None:
-    """Append all of `data`, or nothing if the write fails; a crash of the machine may still cut it."""
+    """Append all of `data`, or nothing if the write fails; only a crash of the machine may leave a part of it."""
     with path.open("ab", buffering=0) as file:
         start, rest = file.tell(), memoryview(data)
         try:
@@ -75,7 +75,7 @@ def replace_folder(temp: Path, path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder, if it exists; a crash meanwhile leaves only a folder that is marked as unfinished."""
+    """Delete a folder, if it exists; a crash meanwhile leaves a folder with `TEMP_PREFIX` in its name."""
     if not path.exists():
         return
     if not path.name.startswith(TEMP_PREFIX):
@@ -101,7 +101,7 @@ def free_space(folder: Path) -> int | None:
 
 
 def require_room(what: str, folder: Path, *, needed: int, fix: str) -> None:
-    """Raise the OSError of `explain_full_disk` before anything is written, if less than `needed` bytes are free."""
+    """Raise the OSError of `explain_full_disk` if less than `needed` bytes are free, before anything is written."""
     free = free_space(folder)
     if free is not None and free < needed:
         raise _full(errno.ENOSPC, what, folder, needed, fix)
@@ -121,7 +121,7 @@ def explain_full_disk(what: str, folder: Path, *, needed: int, fix: str) -> Iter
 
 @contextmanager
 def removed_on_error(folder: Path) -> Iterator[None]:
-    """Delete `folder` if the block, which fills it, fails or is interrupted."""
+    """Delete `folder` if the block that fills it fails or is interrupted."""
     try:
         yield
     except BaseException:
@@ -140,7 +140,7 @@ def _megabytes(size: int) -> str:
 
 
 def _cause(error: BaseException | None) -> int | None:
-    """The errno of a full disk behind `error`, or None. torch wraps it, by context, cause or rank."""
+    """The errno of a full disk in the chain of `error`, or None. torch wraps it by context, cause or rank."""
     seen: set[int] = set()
     queue = [error]
     while queue:

@@ -5,7 +5,7 @@
     await grpo(model, tokenizer, engine, task, rollouts, schedule, Optim(lr=1e-6), Penalties(kl_coef=0.001))
 
 Every field is a flag of the scripts: `rlkit grpo --prompts-per-step 16 --lr 1e-6`. A field's range is part of its type.
-What is wrong is a ValueError with the names of fields in backquotes. This module imports no torch: `--help` is fast.
+Errors are ValueErrors that name fields in backquotes. This module does not import torch, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _collected: ContextVar[list[str] | None] = ContextVar("collected", default=None)
 
 @contextmanager
 def collected() -> Iterator[list[str]]:
-    """Inside the block, what is wrong with settings is added to the list, and not raised: for a command line."""
+    """Inside the block, errors of settings are added to the list instead of raised, for a command line to print."""
     messages: list[str] = []
     token = _collected.set(messages)
     try:
@@ -70,28 +70,24 @@ def collected() -> Iterator[list[str]]:
         _collected.reset(token)
 
 
-def check_all(*wrong: tuple[object, str]) -> None:
-    """ValueError with the message of the first (is it wrong, message)."""
-    for is_wrong, message in wrong:
-        if is_wrong:
-            if (messages := _collected.get()) is None:
-                raise ValueError(message)
-            messages.append(message)
-            return
+def refuse_if(wrong: object, message: str) -> None:
+    """Raise ValueError with `message` if `wrong` is true; inside `collected`, add the message to its list."""
+    if wrong:
+        if (messages := _collected.get()) is None:
+            raise ValueError(message)
+        messages.append(message)
 
 
 def check(settings: Any, *, may_be_empty: tuple[str, ...] = ()) -> None:
-    """Refuse numbers outside their field's range, and empty texts, with the field's name (ValueError)."""
+    """Refuse numbers outside their field's range and empty strings: ValueError with the field's name."""
     allowed = ranges(settings.__class__)
     for f in fields(settings):
         value = getattr(settings, f.name)
         for x in value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,):
-            empty = x == "" and isinstance(x, str) and f.name not in may_be_empty
-            outside = f.name in allowed and x is not None and not allowed[f.name].allows(x)
-            check_all(
-                (empty, f"`{f.name}` is empty: give a value, or leave it out"),
-                (outside, f"`{f.name}` must be {allowed[f.name].meaning if outside else ''}, got {x}"),
-            )
+            if isinstance(x, str):
+                refuse_if(not x and f.name not in may_be_empty, f"`{f.name}` is empty: give a value, or leave it out")
+            elif f.name in allowed and x is not None:
+                refuse_if(not allowed[f.name].allows(x), f"`{f.name}` must be {allowed[f.name].meaning}, got {x}")
 
 
 def is_default(settings: Any, name: str) -> bool:
@@ -104,7 +100,7 @@ class SamplingParams:
     """How an engine samples one completion. Every engine of rlkit takes these and nothing else.
 
     temperature 0 is greedy decoding; the log-probs are then those of temperature 1.
-    `top_k=0` and `top_p=1.0` mean "off". The stop token is part of the completion; so are the tokens of a stop string.
+    `top_k=0` and `top_p=1.0` mean "off". The completion includes the stop token, or the tokens of the stop string.
     `seed` fixes the noise of each position, so a request samples the same tokens whatever else the engine is doing,
     up to fp32 rounding of the logits; None draws a fresh seed.
     """
@@ -135,71 +131,71 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What a step samples, and how often it trains on it."""
+    """What a step samples, and how often it trains on the batch."""
 
     prompts_per_step: Count = 8
-    """prompts of a batch"""
+    """prompts per step: one batch"""
     group_size: Count = 8
-    """samples of each prompt"""
+    """samples per prompt"""
     minibatches: Count = 1
-    """optimizer steps that a batch is split into"""
+    """optimizer steps per pass over a batch"""
     epochs: Count = 1
     """passes over a batch"""
     max_new_tokens: Count = 1024
-    """limit of a completion"""
+    """maximum tokens of a completion (of a turn, in an episode of several)"""
     temperature: Positive = 1.0
-    """sampling temperature, and that of all log-probs"""
+    """sampling temperature; all log-probs are computed at it"""
     top_p: Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)] = 1.0
     """nucleus sampling; the loss corrects for the truncated mass"""
     top_k: CountOr0 = 0
     """sample from the k most likely tokens (0: off)"""
     stop: tuple[str, ...] = ()
-    """strings that end a turn, besides the model's own stop tokens"""
+    """strings that end a turn, in addition to the model's own stop tokens"""
     stop_token_ids: tuple[int, ...] = ()
-    """more token ids that end a turn"""
+    """token ids that end a turn, in addition to the model's own stop tokens"""
     drop_truncated: bool = False
-    """do not train on answers that a length limit cut"""
+    """exclude truncated answers from the loss"""
     overlap: bool = False
-    """asynchronous: the engine samples while the step trains; it has its own copy of the weights"""
+    """asynchronous: the engine, with its own copy of the weights, samples while the step trains"""
     staleness: NotNegative | None = None
-    """with --overlap: how many steps older than the weights a group may be; None: 1. Without it, partial rollout: each
-    step starts f * prompts_per_step extra groups, interrupts the last and finishes them in the next; None: 0"""
+    """with --overlap: steps by which a group may be older than the weights it trains (None: 1).
+    Without: each step starts f * prompts_per_step extra groups and pauses them until the next (None: 0)"""
     drop_off_policy: bool = False
-    """train only on tokens that the newest weights sampled"""
+    """train only on tokens sampled by the newest weights"""
     max_dropped: CountOr0 | None = None
-    """groups that may be rejected in one step before the run stops; None: 20 * prompts_per_step"""
+    """groups that one step may reject before the run stops; None: 20 * prompts_per_step"""
     journal: bool = False
-    """keep every completion on disk, so that a killed run resumes with what it had sampled (always with --overlap)"""
+    """write each completion to disk, so that a killed run does not sample it again (always on with --overlap)"""
     skip_nan: bool = False
-    """drop samples with NaN or infinities, skip optimizer steps whose gradient norm is not finite, and count both; off:
-    the first one stops the run. (A reward function that returns NaN has failed: see reward_max_failed)"""
+    """drop and count samples with NaN or infinities and optimizer steps with a non-finite gradient norm.
+    Off: the first one stops the run. A reward function that returns NaN counts for --reward-max-failed"""
     eval_samples: Count = 1
-    """samples per held-out prompt, for `eval/sampled` (mean) and `eval/best` (mean of each prompt's best, pass@n)"""
+    """samples per held-out prompt, for eval/sampled (mean) and eval/best (mean of each prompt's best, pass@n)"""
 
     def __post_init__(self) -> None:
         check(self)
-        stale = self.overlap or self.staleness
-        check_all(
-            (
-                self.minibatches > self.prompts_per_step,
-                f"`minibatches` {self.minibatches} is more than the {self.prompts_per_step} groups of "
-                "`prompts_per_step`: groups are not split",
-            ),
-            (self.top_p < 1 and self.top_k, "`top_p` and `top_k`: engines combine them differently; use one of them"),
-            (
-                (self.top_p < 1 or self.top_k) and stale,
-                "`top_p` and `top_k` need on-policy samples: the kept probability mass is computed from the current "
-                "weights; not with `overlap` or `staleness` above 0",
-            ),
-            (
-                self.drop_off_policy and not stale,
-                "`drop_off_policy` is for `overlap` or `staleness` above 0: else every sample is on-policy",
-            ),
+        stale, truncates = self.overlap or self.staleness, self.top_p < 1 or self.top_k
+        refuse_if(
+            self.minibatches > self.prompts_per_step,
+            f"`minibatches` {self.minibatches} is more than the {self.prompts_per_step} groups of `prompts_per_step`: "
+            "groups are not split",
+        )
+        refuse_if(
+            self.top_p < 1 and self.top_k, "`top_p` and `top_k`: engines combine them differently; use one of them"
+        )
+        refuse_if(
+            truncates and stale,
+            "`top_p` and `top_k` need on-policy samples: the kept probability mass is computed from the current "
+            "weights; not with `overlap` or `staleness` above 0",
+        )
+        refuse_if(
+            self.drop_off_policy and not stale,
+            "`drop_off_policy` is for `overlap` or `staleness` above 0: else every sample is on-policy",
         )
 
     @property
     def params(self) -> SamplingParams:
-        """What an engine is asked for each completion."""
+        """The sampling parameters of each request."""
         names = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids")
         return SamplingParams(**{name: getattr(self, name) for name in names})
 
@@ -211,13 +207,13 @@ class Schedule:
     output: Path
     """run folder: metrics, samples, plot, checkpoints, exported model"""
     steps: CountOr0
-    """batches to train on"""
+    """training steps, of one batch each"""
     eval_steps: CountOr0 = 0
-    """steps between evaluations, of which the first is before any step; 0: none"""
+    """steps between evaluations, the first before training; 0: none"""
     print_steps: Count = 1
-    """print every n-th step, and those with an evaluation; metrics.jsonl has all of them"""
+    """print every n-th step and each step with an evaluation; metrics.jsonl has all steps"""
     save_steps: CountOr0 = 0
-    """steps between checkpoints; 0: only the last"""
+    """steps between checkpoints; 0: only after the last step"""
     keep: Count = 2
     """newest checkpoints to keep"""
     seed: Seed = 0
@@ -227,8 +223,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check(self)
-        here = str(self.output) == "."  # what an empty text becomes, too
-        check_all((here, "`output` is empty or the current folder: give the folder of the run a name"))
+        here = str(self.output) == "."  # also Path("")
+        refuse_if(here, "`output` is empty or the current folder: give the folder of the run a name")
 
 
 @dataclass(frozen=True)
@@ -236,21 +232,21 @@ class Optim:
     """How a step trains: AdamW, its learning rate, gradient clipping, precision and micro-batches."""
 
     lr: NotNegative = 1e-6
-    """highest learning rate"""
+    """peak learning rate"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """after the warm-up: constant, or decay to 0 at the last step"""
+    """learning rate after the warm-up: constant, or decay to 0 at the last step"""
     warmup_steps: CountOr0 = 0
     """linear warm-up steps"""
     weight_decay: NotNegative = 0.0
-    """of AdamW, on matrices only"""
+    """weight decay of AdamW, on matrices only"""
     max_norm: Limit = 1.0
-    """global gradient norm to clip to; inf: not clipped"""
+    """maximum global gradient norm (inf: no clipping)"""
     max_tokens: Count = 16384
-    """packed tokens of a micro-batch: lower it when memory is short"""
+    """packed tokens per micro-batch; lower it if memory runs out"""
     dtype: Literal["fp32", "bf16"] | None = None
-    """of the matrix products; weights and optimizer states are fp32. None: bf16 on a CUDA GPU that has it, else fp32"""
+    """dtype of matrix products; weights and optimizer states are fp32. None: bf16 on GPUs that have it, else fp32"""
     lr_at: Callable[[int], float] | None = None
-    """in Python: the learning rate of each step, in place of `lr`, `lr_schedule` and `warmup_steps`"""
+    """in Python only: the learning rate at each step, instead of `lr`, `lr_schedule` and `warmup_steps`"""
 
     def __post_init__(self) -> None:
         check(self)
@@ -261,79 +257,77 @@ class Penalties:
     """KL penalty and entropy bonus, and the rules that move their coefficients (`rlkit.loops.coefficients`)."""
 
     kl_coef: NotNegative = 0.0
-    """weight of the KL to the reference model (GRPO: in the loss; PPO: in the reward); 0 does not load one"""
+    """weight of the KL to the reference model (GRPO: in the loss; PPO: in the reward); 0: no reference is loaded"""
     kl_target: Positive | None = None
-    """move kl_coef so that the KL (mean of k3, nats per token) stays near this; None: kl_coef is constant"""
+    """adapt kl_coef to keep the KL (mean of k3, nats per token) near this; None: kl_coef is constant"""
     kl_controller: Literal["fixed", "linear", "exponential", "pid", "decay", "cosine"] | None = None
-    """rule that moves kl_coef: linear, exponential (verl's adaptive) and pid hold --kl-target; decay and cosine fall to
-    0 at the last step; None: linear with --kl-target, else fixed"""
+    """rule that adapts kl_coef: linear, exponential (verl's adaptive) and pid hold --kl-target.
+    decay and cosine fall to 0 at the last step. None: linear with --kl-target, else fixed"""
     kl_horizon: Positive = 10_000
-    """samples in which --kl-controller exponential changes kl_coef by at most a factor of 1.22"""
+    """samples over which --kl-controller exponential changes kl_coef by at most a factor of 1.22"""
     kl_limit: Positive | None = None
     """constraint: a Lagrange multiplier is added to kl_coef while the KL (nats per token) is above this"""
     ref_sync_steps: CountOr0 = 0
     """steps between copies of the policy into the reference model; 0: the reference is frozen"""
     entropy_coef: Finite = 0.0
-    """weight of an entropy bonus"""
+    """weight of the entropy bonus"""
     entropy_target: NotNegative | None = None
-    """raise entropy_coef by 0.005 a step while the entropy (nats per token) is at or below this, lower it and switch it
-    off above (TRL's adaptive entropy); None: entropy_coef is constant"""
+    """raise entropy_coef by 0.005 a step while the entropy (nats per token) is at or below this.
+    Above, lower it and switch it off (TRL's adaptive entropy). None: entropy_coef is constant"""
     entropy_limit: NotNegative | None = None
     """constraint: a Lagrange multiplier is added to entropy_coef while the entropy (nats per token) is below this"""
     limit_rate: Positive = 0.1
-    """step size of the multipliers of --kl-limit and --entropy-limit: per step and nat of violation"""
+    """step size of the multipliers of --kl-limit and --entropy-limit, per step and nat of violation"""
     controllers: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """in Python: rules of your own by name, beside those that the fields above name; see `rlkit.loops.coefficients`"""
+    """in Python only: your own rules, by name; see `rlkit.loops.coefficients`"""
 
     def __post_init__(self) -> None:
         check(self)
-        rule, target = self.kl_controller, self.kl_target
-        check_all(
-            (target is not None and not self.kl_coef, "`kl_target` moves `kl_coef`: give one above 0"),
-            (
-                rule in ("linear", "exponential", "pid") and target is None,
-                f"`kl_controller` {rule} holds `kl_target`: give one",
-            ),
-            (
-                rule in ("fixed", "decay", "cosine") and target is not None,
-                f"`kl_controller` {rule} holds no `kl_target`: drop it, or use linear, exponential or pid",
-            ),
-            (rule and not self.kl_coef, "`kl_controller` moves `kl_coef`: give one above 0"),
-            (
-                rule != "exponential" and not is_default(self, "kl_horizon"),
-                "`kl_horizon` is for `kl_controller` exponential: use that, or drop `kl_horizon`",
-            ),
-            (
-                self.kl_limit is None and self.entropy_limit is None and not is_default(self, "limit_rate"),
-                "`limit_rate` is for `kl_limit` and `entropy_limit`: give one of them",
-            ),
-            (
-                self.entropy_target is not None and self.entropy_coef < 0,
-                "`entropy_target` starts from `entropy_coef`: give one of at least 0",
-            ),
+        rule, has_target = self.kl_controller, self.kl_target is not None
+        refuse_if(has_target and not self.kl_coef, "`kl_target` moves `kl_coef`: give one above 0")
+        refuse_if(
+            rule in ("linear", "exponential", "pid") and not has_target,
+            f"`kl_controller` {rule} holds `kl_target`: give one",
+        )
+        refuse_if(
+            rule in ("fixed", "decay", "cosine") and has_target,
+            f"`kl_controller` {rule} holds no `kl_target`: drop it, or use linear, exponential or pid",
+        )
+        refuse_if(rule and not self.kl_coef, "`kl_controller` moves `kl_coef`: give one above 0")
+        refuse_if(
+            rule != "exponential" and not is_default(self, "kl_horizon"),
+            "`kl_horizon` is for `kl_controller` exponential: use that, or drop `kl_horizon`",
+        )
+        refuse_if(
+            self.kl_limit is None and self.entropy_limit is None and not is_default(self, "limit_rate"),
+            "`limit_rate` is for `kl_limit` and `entropy_limit`: give one of them",
+        )
+        refuse_if(
+            self.entropy_target is not None and self.entropy_coef < 0,
+            "`entropy_target` starts from `entropy_coef`: give one of at least 0",
         )
 
 
 @dataclass(frozen=True)
 class Critic:
-    """PPO's critic: how it learns, and what it makes of rewards (generalized advantage estimation)."""
+    """PPO's critic and generalized advantage estimation."""
 
     critic_lr: NotNegative = 1e-5
-    """highest learning rate of the critic, on the policy's schedule"""
+    """peak learning rate of the critic, on the policy's schedule"""
     critic_steps: CountOr0 = 0
-    """first steps, in which the critic learns alone"""
+    """steps at the start that train only the critic"""
     gamma: Share = 1.0
-    """discount of a token"""
+    """discount per token"""
     lam_policy: Share = 0.95
-    """lambda of the advantages"""
+    """GAE lambda of the advantages"""
     lam_value: Share = 1.0
-    """lambda of the critic's targets"""
+    """GAE lambda of the critic's targets"""
     bootstrap: bool = True
-    """an answer that a length limit cuts ends in the critic's value; off: in 0, which penalizes length"""
+    """a truncated answer ends in the critic's value; off: in 0, which penalizes length"""
     value_clip: Limit = 0.5
-    """how far a value may move in a step's updates, in units of the reward"""
+    """maximum change of a value in one step, in units of the reward (inf: no clipping)"""
     critic_lr_at: Callable[[int], float] | None = None
-    """in Python: the learning rate of each step, in place of `critic_lr`"""
+    """in Python only: the learning rate of the critic at each step, instead of `critic_lr`"""
 
     def __post_init__(self) -> None:
         check(self)
@@ -346,15 +340,15 @@ class Parallel:
     replicate: Count = 1
     """full copies of the sharded model (HSDP: shards inside a node, copies across nodes)"""
     shard: CountOr0 = 0
-    """ranks that share one copy of parameters, gradients and optimizer states (ZeRO-3); 0: all remaining ranks"""
+    """ranks that shard one copy of parameters, gradients and optimizer states (ZeRO-3); 0: all remaining ranks"""
     cp: Count = 1
-    """context parallel: ranks that share the tokens of a sequence"""
+    """context parallel: ranks that split the tokens of a sequence"""
     tp: Count = 1
-    """tensor parallel: ranks that share every matrix"""
+    """tensor parallel: ranks that split every matrix"""
     pp: Count = 1
     """pipeline stages"""
     ep: Count = 1
-    """expert parallel: ranks that share the experts of a MoE layer, taken out of shard * cp * tp"""
+    """expert parallel: ranks that split the experts of a MoE layer, taken out of shard * cp * tp"""
     ulysses: bool = False
     """context parallel by exchanging heads for tokens instead of gathering keys"""
 
@@ -364,13 +358,13 @@ class Parallel:
 
 @dataclass(frozen=True)
 class ParallelArgs(Parallel):
-    """Sizes, and how a model is sharded."""
+    """How the model is sharded over the ranks of torchrun."""
 
     activation_checkpointing: bool = False
-    """keep only each layer's input, and recompute the rest in the backward"""
+    """store only each layer's input, and recompute the rest in the backward"""
     offload: bool = False
-    """parameters, gradients and optimizer states in CPU memory"""
+    """keep parameters, gradients and optimizer states in CPU memory"""
     compile: bool = False
-    """compile each layer"""
+    """compile each layer with torch.compile"""
     timeout_s: Positive = 1800.0
-    """seconds that ranks wait for each other, e.g. for the slowest rollout, before the job ends with an error"""
+    """seconds that ranks wait for each other (e.g. for the slowest rollout) before the job ends with an error"""

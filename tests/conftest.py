@@ -7,21 +7,31 @@ import json
 import pytest
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    """A tiny model, rows that every script can read, and a reward."""
+@pytest.fixture(scope="session")
+def make_task(tmp_path_factory):
+    """`make_task(rows=[...], reward="def score...")`: a folder with a tiny model, rows.jsonl and reward.py."""
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
 
-    folder = tmp_path_factory.mktemp("task")
-    tokenizer = tiny_tokenizer()
-    model = tiny_model(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=32)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    def make(*, reward="", **data):
+        folder = tmp_path_factory.mktemp("task")
+        tokenizer = tiny_tokenizer()
+        model = tiny_model(tokenizer, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate=48)
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        for name, rows in data.items():
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "reward.py").write_text(reward)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def task(make_task):
+    """A tiny model, rows that every script can read, and a reward."""
     rows = [
         {"prompt": f"{i}+1", "response": f"{i + 1}", "chosen": f"{i + 1}", "rejected": "x", "completion": "y",
          "label": i % 2 == 0}
         for i in range(16)
     ]  # fmt: skip
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text("def score(completion, row):\n    return len(set(completion)) / 8\n")
-    return folder
+    return make_task(rows=rows, reward="def score(completion, row):\n    return len(set(completion)) / 8\n")

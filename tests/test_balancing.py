@@ -25,7 +25,7 @@ def tokens(whole, members) -> int:
     return part.num_tokens + part.prefix_tokens.numel()
 
 
-def test_ranks_are_even_where_whole_groups_would_not_be():
+def test_splitting_groups_balances_ranks_where_whole_groups_cannot():
     for ranks, num_groups, seed in [(2, 8, 0), (4, 16, 1), (8, 64, 2), (8, 64, 3)]:
         whole = batch(num_groups, 8, prompt=20, seed=seed)
         plan = plan_microbatches(whole, max_tokens=1280, ranks=ranks)

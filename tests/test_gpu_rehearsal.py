@@ -45,7 +45,7 @@ class Copies(TorchFunctionMode):
 
 
 @pytest.mark.parametrize(("device", "ahead"), [("cpu", False), ("cuda:1", True)])
-def test_a_batch_that_comes_back_is_waited_for(device: str, ahead: bool) -> None:
+def test_a_batch_that_returns_is_waited_for(device: str, ahead: bool) -> None:
     """torch copies to pinned host memory when asked not to block: what is read there at once may be old."""
     batch = pack([[Trajectory([1, 2], [3], [True], [0.0], [0])]])
     with Copies() as copies:

@@ -68,7 +68,7 @@ def test_no_import_runs_up_the_layers():
     assert {f"{i.user} imports {i.used}" for i, (user, used) in found.items() if ORDER[user] < ORDER[used]} == set()
 
 
-def test_every_room_has_its_layer():
+def test_every_top_level_module_has_a_layer():
     assert {name.split(".")[0] for name in MODULES} - {"", "testing"} == set(ORDER)
 
 

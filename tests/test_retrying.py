@@ -47,7 +47,7 @@ async def test_waits_double_within_their_jitter_up_to_a_minute():
     assert len({wait / min(60, 0.5 * 2**n) for n, wait in enumerate(slept)}) > 6
 
 
-async def test_the_server_is_not_asked_before_it_wants():
+async def test_the_server_is_not_asked_before_its_retry_after():
     slept, outcome = await waits([Later("full"), Full("full")], backoff_s=0.01)
     assert (slept[0], outcome) == (7.0, "done")
     assert slept[1] <= 0.03
@@ -71,5 +71,5 @@ def test_a_retry_after_may_be_a_date():
 
 
 @pytest.mark.parametrize("header", ["", "soon", "-3", "nan", None])
-def test_an_unreadable_retry_after_is_none(header):
+def test_an_unreadable_retry_after_is_ignored(header):
     assert retry_after_s(header) == 0

@@ -1,10 +1,10 @@
-"""Two checkouts of rlkit train the same runs: equal metrics, samples and weights, bit for bit?
+"""Compare two checkouts of rlkit: do the same runs give the same metrics, samples and weights, bit for bit?
 
-    python tools/golden.py OTHER_CHECKOUT [WORDS ...]          compare this checkout with another one
-                                                               WORDS: only runs whose name has one of them
+    python tools/golden.py OTHER_CHECKOUT [WORDS ...]          compare this checkout with another one;
+                                                               WORDS: only runs whose names have one of them
 
-Every run starts from the same small model, on the CPU with one thread. Keys of metrics.jsonl that were renamed since
-the other checkout stand in KEYS. Times, and only times (`time/...`), may differ. Exit code 1 where something else does.
+Every run starts from the same small model, on the CPU with one thread. KEYS lists the keys of metrics.jsonl
+that were renamed since the other checkout. Only times (`time/...`) may differ; exit code 1 if anything else does.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ REWARD = "def score(completion, row):\n    return len(set(completion)) / 8 + (ro
 
 
 def script(checkout: Path, name: str) -> list[str]:
-    """The script's file, or its module once scripts are installed."""
+    """The script's file, or its module where scripts are part of the package."""
     file = checkout / "examples" / f"{name}.py"
     return [str(file)] if file.exists() else ["-m", f"rlkit.scripts.{name}"]
 
 
 def train(checkout: Path, task: Path, output: Path, name: str) -> dict[str, Any]:
-    """Train the run `name` with the code of `checkout`; what it left, and its peak memory."""
+    """Train the run `name` with the code of `checkout`; returns its results and its peak memory."""
     kind, flags, how = RUNS[name]
     own = f"{SAMPLED} --reward {task}/reward.py:score" if kind in ("grpo", "ppo") else "--batch-size 8 --eval-steps 2"
     rows = f"--model {task}/model --data {task}/rows.jsonl --eval-data {task}/rows.jsonl --output {output}"
@@ -107,7 +107,7 @@ def left_in(output: Path) -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What differs, in words; keys of metrics are translated by KEYS first."""
+    """The differences, in words; keys of metrics are translated by KEYS first."""
     out = [f"{name} is only in one" for name in sorted(old.keys() ^ new.keys())]
     for name in sorted(old.keys() & new.keys()):
         a, b = old[name], new[name]
@@ -121,7 +121,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def is_new(run: str, line: str) -> bool:
-    """Whether a difference is a key that was added."""
+    """Whether a difference is an added key."""
     return any(f": {key} None -> " in line for key in NEW.get(RUNS[run][0], ()))
 
 

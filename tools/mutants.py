@@ -1,11 +1,11 @@
-"""Small mistakes put into the library one at a time: which tests notice?
+"""Mutation testing: put small mistakes into the library, one at a time, and see which tests fail.
 
-    python tools/mutants.py draw tools/mutants.tsv             draw mutants (fixed seed, at least three a folder)
+    python tools/mutants.py draw tools/mutants.tsv             draw mutants (fixed seed, at least three per folder)
     python tools/mutants.py run tools/mutants.tsv OUT.tsv      try each of them, in a copy of this checkout
 
-A mutant is one changed line of one function. It is found by the function's name and the line's text, not by its place,
-so that the same mutants can be tried before and after files move. `run` appends a row per mutant: killed, survived, or
-absent (the function or its line is there no more), and skips those that OUT.tsv has already.
+A mutant is one changed line of one function. It is identified by the function's name and the line's text, so that
+the same mutants can be tried before and after files move. `run` appends a row per mutant: killed, survived, or absent
+(the function or its line no longer exists), and skips mutants that are already in OUT.tsv.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
 
 
 def draw() -> list[Mutant]:
-    """NUM mutants, at least PER_FOLDER of each folder that has so many, at most one a function."""
+    """NUM mutants: at least PER_FOLDER per folder (if it has that many), at most one per function."""
     rng, found = random.Random(SEED), defaultdict(list)
     for path in sorted((ROOT / "rlkit").rglob("*.py")):
         if not any(part in str(path.relative_to(ROOT)) for part in SKIPPED):

@@ -1,9 +1,9 @@
-"""What a user can see of two checkouts of rlkit: public functions, their signatures and docstrings, help texts.
+"""Compare what users see of two checkouts of rlkit: public functions, their signatures and docstrings, help texts.
 
     python tools/surface.py OTHER_CHECKOUT
 
-Prints what is only in the other checkout, only here, or different. A function is found by its name, whatever file it is
-in: a moved function is no difference, one that is lost or takes something else is.
+Prints what exists only in the other checkout, only here, or differs. Functions are matched by name, not by file: a
+moved function is no difference, a removed function or a changed signature is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def names(checkout: Path) -> Counter[tuple[str, str, str]]:
 
 
 def helps(checkout: Path) -> dict[str, str]:
-    """What `--help` prints, script by script."""
+    """The output of `--help`, per script."""
     env = {**os.environ, "PYTHONPATH": str(checkout), "COLUMNS": "120", "NO_COLOR": "1"}
     out = {}
     for name in SCRIPTS:

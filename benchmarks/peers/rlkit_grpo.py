@@ -14,6 +14,7 @@ from typing import Any
 from rlkit.loops.evaluate import Clock
 from rlkit.model import forward as model
 from rlkit.scripts import grpo
+from rlkit.scripts.cli import run
 
 
 def add_forward_timer() -> None:
@@ -39,4 +40,4 @@ def add_forward_timer() -> None:
 
 if __name__ == "__main__":
     add_forward_timer()
-    grpo.cli()
+    run(grpo.main, grpo.Args, grpo.__doc__)

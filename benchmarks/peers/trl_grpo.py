@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on a model, a data file and a reward, with the clock beside it. Runs in TRL's own environment.
+"""TRL's GRPOTrainer on a model, a data file and a reward, with timers. Runs in TRL's own environment.
 
     .venv-trl/bin/python benchmarks/peers/trl_grpo.py --model M --data train.jsonl --reward FILE.py:NAME --output RUN
 

@@ -13,7 +13,7 @@ Run = dict[str, Any]  # {"started": unix time of the command, "lines": of metric
 
 
 def smoothed(run: Run) -> list[float]:
-    """Mean reward of the last `WINDOW` steps, from the first step that has so many."""
+    """Mean reward of the last `WINDOW` steps, from the first step with that many before it."""
     rewards = [line["reward/mean"] for line in run["lines"]]
     return [mean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)]
 
@@ -66,7 +66,7 @@ def tabulate(figures: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table for a person."""
+    """Print the table."""
     print(f"\n{'':24}" + "".join(f"{title:>26}" for title in ("TRL", "rlkit", "better by")))
     for row in rows:
         print(f"{row['figure']:24}" + "".join(f"{_cell(row.get(key)):>26}" for key in ("trl", "rlkit", "better by")))

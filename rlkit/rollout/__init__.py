@@ -1,11 +1,11 @@
 """From prompts to groups of trajectories.
 
-rollout, stream, limits         groups of a list of prompts; of an endless stream, interruptible; filters and bounds
-envs.turns, text, envs.chat     an episode in tokens, in text, in messages
-envs.gym, .tools, .endpoint     environments: Gym-like objects, functions to call, programs that call the model
-engines.local, .process         engines in this process and in a process of its own
-engines.sglang                  an engine over servers
-engines.vllm                    a generator for evaluation and judges, not for training
+rollout, stream, limits         groups for a list of prompts; an endless, interruptible stream; filters and limits
+envs.turns, text, envs.chat     episodes in tokens, in text, in messages
+envs.gym, .tools, .endpoint     environments: Gym-like objects, functions to call, programs that use HTTP
+engines.local, .process         the local engine, in this process or its own
+engines.sglang                  SGLang servers
+engines.vllm                    vLLM servers, for evaluation and judges, not for training
 """
 
 from rlkit._platform import refuse_windows

@@ -14,10 +14,10 @@ X = TypeVar("X")
 
 
 async def call(function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
-    """The result of `function(*args)`: awaited if it is async, else run by `in_own_thread`.
+    """Return `function(*args)`: awaited if it is async, else run by `in_own_thread`.
 
-    Raises what it raises (SystemExit and StopIteration, which no task may raise, as RuntimeError), and TimeoutError
-    after `timeout_s`; a sync function that hangs then keeps running in the background and its result is dropped.
+    Errors: those of the function (SystemExit and StopIteration, which no task may raise, as RuntimeError), and
+    TimeoutError after `timeout_s`; a sync function then keeps running in the background, and its result is dropped.
     """
     return await asyncio.wait_for(_run(function, *args), timeout_s)
 
@@ -30,7 +30,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 async def in_own_thread(function: Callable[[], X]) -> X:
     """`asyncio.to_thread` in a new daemon thread.
 
-    A thread cannot be stopped; in an executor, one that hangs would block other calls and the exit of the process.
+    A thread cannot be stopped; in an executor, a hanging one would block other calls and the exit of the process.
     """
     future: Future[X] = Future()
     future.set_running_or_notify_cancel()  # a waiter may be cancelled, the thread continues

@@ -13,22 +13,22 @@ from rlkit.types import Completion, Trajectory
 
 
 def success(group: Sequence[Trajectory]) -> float:
-    """Mean over the group's episodes of `score`, or of the reward where there is no score."""
+    """Mean over the group's episodes of `score_of`."""
     ends = last_pieces(group)
     return sum(map(score_of, ends)) / max(1, len(ends))
 
 
 def score_of(trajectory: Trajectory) -> float:
-    """Its score, or its reward where there is no score."""
+    """The trajectory's score, or its reward if it has no score."""
     return trajectory.reward if trajectory.score is None else trajectory.score
 
 
 def success_between(low: float, high: float) -> Callable[[Sequence[Trajectory]], bool]:
     """A filter for dynamic sampling: keep the groups with `low <= success(group) <= high`.
 
-    Groups whose answers are all right or all wrong have advantages of 0 and give no gradient; (0.01, 0.99) drops them
-    where rewards are 0 or 1 (for groups of fewer than 100). A group whose success is NaN is kept, so that the loop
-    reports it: only a number outside the range drops a group.
+    Groups whose answers are all right or all wrong have advantages of 0 and give no gradient. With rewards of 0 and 1,
+    (0.01, 0.99) drops them (for groups of fewer than 100). A group whose success is NaN is kept, so that the loop
+    reports it.
     Differs: DAPO and verl `filter_groups` keep any group whose metric varies; ColossalAI's `filter_range` is the same.
     Reference: arXiv:2503.14476, section 3.2.
     """
@@ -83,7 +83,7 @@ def limited(
     """Bound each episode of `env`: its turns, the context of a turn with the tokens it samples (`max_total_tokens`),
     and the sampled tokens of all turns together (`max_sampled_tokens`; tokens of the environment do not count).
 
-    `SamplingParams.max_new_tokens` bounds each turn separately. A turn that would exceed a bound is cut there, or not
+    `SamplingParams.max_new_tokens` bounds each turn separately. A turn that reaches a bound is cut there, or not
     sampled at all: the environment gets the tokens so far with finish_reason "length", and ends as after any truncated
     turn. Under `max_sampled_tokens`, concurrent turns of an episode are sampled one after another, because each has
     the budget that the earlier ones left.

@@ -1,4 +1,4 @@
-"""Groups of trajectories for prompts, over any engine (`Generate`) and any environment (an async function)."""
+"""Sample groups of trajectories with any engine (`Generate`) in any environment (an async function)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ X = TypeVar("X")
 
 
 class Sample(Protocol):
-    """How an environment samples: one turn of the policy after a context."""
+    """Sample one turn of the policy after a context."""
 
     async def __call__(self, prompt_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
         """`max_new_tokens` may lower the limit of `SamplingParams` for this turn."""
@@ -28,7 +28,7 @@ Group = list[Trajectory]
 
 
 async def single_turn(prompt: Prompt, sample: Sample) -> Trajectory:
-    """The environment of a question and one answer: the policy continues the prompt, once."""
+    """The environment of one question and one answer: the policy continues the prompt once."""
     out = await sample(prompt.ids)
     return Trajectory(
         prompt_ids=prompt.ids,
@@ -52,15 +52,15 @@ async def rollout(
     score: Score | None = None,
     on_group: Callable[[Prompt, Group], None] | None = None,
 ) -> list[Group]:
-    """Sample `group_size` episodes per prompt, all concurrently; groups are returned in the order of the prompts.
+    """Sample `group_size` episodes per prompt, all concurrently; returns the groups in the order of the prompts.
 
-    See `sample_group`. `on_group` is called when a group has its rewards (to log it). The noise of each sample is a
-    function of `seed`, the prompt's index, the sample's index and its turn, so the same call samples the same
-    trajectories. The first error cancels everything else and is raised.
+    See `sample_group`. `on_group` is called when a group has its rewards, e.g. to log it. The noise of each sample is a
+    function of `seed`, the prompt's index, the sample's index and the turn, so the same call samples the same
+    trajectories. The first error cancels all other episodes and is raised.
     """
 
-    async def one_group(place: int, prompt: Prompt) -> Group:
-        samplers = [sampler(generate, params, (seed, place, i)) for i in range(group_size)]
+    async def one_group(index: int, prompt: Prompt) -> Group:
+        samplers = [sampler(generate, params, (seed, index, i)) for i in range(group_size)]
         group = await sample_group(prompt, samplers, env=env, score=score)
         if on_group is not None:
             on_group(prompt, group)
@@ -68,7 +68,7 @@ async def rollout(
 
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
-    return await all_or_cancel([one_group(place, prompt) for place, prompt in enumerate(prompts)])
+    return await all_or_cancel([one_group(index, prompt) for index, prompt in enumerate(prompts)])
 
 
 async def sample_group(
@@ -77,10 +77,10 @@ async def sample_group(
     """Run one episode of `prompt` with each sampler, concurrently, then compute the rewards.
 
     An environment may return an episode in pieces (a list; see `Trajectory.continues`), which are consecutive in the
-    group. `score` gets the last piece of each episode and returns it with its reward; all pieces get the episode's
-    reward, whether `score` or the environment set it. If `score` masks a last piece entirely, all pieces are masked.
+    group. `score` gets the last piece of each episode and returns it with its reward; None keeps the environment's own
+    rewards. All pieces get the reward of the last one. If `score` masks a last piece entirely, all pieces are masked.
 
-    A reward that is not a number is refused; nan and infinity pass, for the loops to report (`rlkit.loops.nans`).
+    Errors: ValueError for a reward that is not a number; NaN and infinity are left to the loops (`rlkit.loops.nans`).
     """
     episodes = await all_or_cancel([_episode(env, prompt, sample) for sample in samplers])
     last = [pieces[-1] for pieces in episodes]
@@ -113,7 +113,7 @@ def wrong_reward(trajectory: Trajectory, *, is_valid: Callable[[Any], bool] = is
 
 
 def last_pieces(group: Sequence[Trajectory]) -> Group:
-    """One trajectory per episode, its last piece: the one that carries `score`, `info` and `truncated`."""
+    """The last piece of each episode, which carries `score`, `info` and `truncated`."""
     following = [*(t.continues for t in group[1:]), False]
     return [t for t, continued in zip(group, following, strict=False) if not continued]
 
@@ -132,7 +132,7 @@ def sampler(generate: Generate, params: SamplingParams, key: tuple[int, ...]) ->
 
 
 async def all_or_cancel(coroutines: Sequence[Coroutine[Any, Any, X]]) -> list[X]:
-    """`asyncio.gather` that leaves nothing running: the first error cancels the others, awaits them, and is raised."""
+    """`asyncio.gather` that leaves no task running: the first error cancels and awaits the others, then is raised."""
     tasks = [asyncio.ensure_future(c) for c in coroutines]
     try:
         return await asyncio.gather(*tasks)

@@ -49,8 +49,8 @@ def sample(
 
     with kept = p where `kept_support` holds, else 0. Temperature 0 is argmax (the lowest id wins a tie) with p at
     temperature 1. The log-prob is log p of the token, untruncated. The CDF is summed in fp64; a token of probability
-    0 is never returned. None for `top_p` and `top_k` means that no row truncates; in a tensor 1.0 and 0 mean "off"
-    for that row.
+    0 is never returned. `top_p=None` and `top_k=None` disable truncation for all rows; in a tensor, 1.0 and 0 disable
+    it for that row.
 
     Differs from HF `generate`, which applies top-p to what top-k left, renormalised; here (as in SGLang) both look
     at p.

@@ -39,14 +39,14 @@ async def from_first(work: Callable[[], Awaitable[X]]) -> X:
 
 
 class SharedEngine:
-    """An `rlkit.types.Engine` that every rank holds: the real one on rank 0, None elsewhere. Only rank 0 samples."""
+    """An `rlkit.types.Engine` for all ranks around `engine`: the real one on rank 0, which samples, None elsewhere."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.generate, self.abort = getattr(engine, "generate", None), getattr(engine, "abort", None)
 
     async def update_weights(self, weights: Iterable[Any], *, version: int) -> None:
-        """See `Engine`. Every rank consumes the whole stream, because gathering a tensor involves all ranks."""
+        """See `Engine`. Every rank consumes all of `weights`, because gathering a tensor involves all ranks."""
 
         async def send() -> None:
             try:

@@ -1,9 +1,9 @@
 """A stream of groups for training: refilled where groups are dropped, bounded in age, interruptible.
 
-One object serves the synchronous loop (staleness 0), partial rollout (a step starts a fraction more groups than it
-needs and pauses the slow ones until the next) and asynchronous training (sampling continues while the trainer works).
+The same stream serves the synchronous loop (staleness 0), partial rollout (a step starts a fraction more groups than it
+needs and pauses the slow ones until the next) and asynchronous training (sampling continues during training).
 
-The bound. The trainer takes n groups at a time and calls `advance(version=t)` when the engine has the weights of step
+Staleness. The trainer takes n groups at a time and calls `advance(version=t)` when the engine has the weights of step
 t. A group started at version v is trained on at a step t <= v + ceil(staleness). Two rules guarantee it:
 
     admission   groups in flight or ready <= n (v + 1 + staleness) - (groups taken so far)      (backpressure)
@@ -43,7 +43,7 @@ NOTHING = Completion([], [], [], "abort")
 
 
 class Pausable:
-    """`generate` and an engine's `abort`, as one `generate` whose calls survive a pause.
+    """An engine's `generate` and `abort` as one `generate` whose calls survive a pause.
 
     `pause()` aborts what is in flight and keeps the tokens, with their log-probs and versions. After `resume()` each
     call continues from the prompt and the tokens so far, and returns all of them as one completion. Calls made while it
@@ -68,7 +68,7 @@ class Pausable:
         """See `rlkit.types.Generate`. "abort" is returned only if the call was not aborted by `pause`."""
         done = NOTHING
         while True:
-            while not self._open.is_set():  # a new pause may come before this task runs
+            while not self._open.is_set():  # the stream may be paused again before this task runs
                 await self._open.wait()
             pauses = self._pauses
             out = await self._count(continued(self._generate, prompt_ids, done, params=params, rid=rid))
@@ -80,13 +80,13 @@ class Pausable:
                 return done
 
     async def pause(self) -> None:
-        """Abort all calls and return when none is left in the engine; calls that wait keep waiting."""
+        """Abort all calls, and return when the engine runs none; calls that wait keep waiting."""
         self._open.clear()
         self._pauses += 1
         while self.num_running:
             self._idle.clear()
             await self._abort(None)
-            try:  # an abort misses requests that are still on their way to a server
+            try:  # an abort misses requests that have not reached the server yet
                 await asyncio.wait_for(self._idle.wait(), timeout=1.0)
             except TimeoutError:
                 continue
@@ -139,14 +139,14 @@ class Journal:
 
     The key of a completion is the seed of its request and its context, so each request needs its own seed, as
     `rlkit.rollout` gives it. An aborted completion is continued from its last token. An environment that runs again
-    after a crash gets the same turns as long as it asks the same questions; from the first different context (a search
-    that returns something else now), it is sampled again.
+    after a crash gets the same turns as long as its contexts are the same; from the first different context (a search
+    that returns another result), it is sampled again.
 
     Files are `{folder}/{version}.jsonl` by the newest weights in a completion. On resume from weights `version`, later
     files are deleted, because those weights are lost; `forget` deletes files that are no longer needed.
 
-    Bits: a replayed completion is what was sampled, including log-probs. Requests sampled beside it are batched
-    differently than in an uninterrupted run, and may differ by rounding.
+    A replayed completion is bit-equal, including its log-probs. Other requests are batched differently than in an
+    uninterrupted run, and may differ by rounding.
     """
 
     def __init__(self, folder: Path, generate: Generate, *, version: int = 0) -> None:
@@ -218,7 +218,7 @@ class Counts(NamedTuple):
 class _Entry:
     """A group started at weights `version` and not taken yet. `written`: an earlier process dumped it."""
 
-    place: int
+    index: int
     version: int
     written: bool
     task: asyncio.Task[None] | None = None
@@ -235,24 +235,24 @@ class GroupStream:
                 ...
                 await engine.update_weights(..., version=step + 1)
 
-    Dynamic sampling: a group that `keep` refuses is dropped, and the next prompt is started in its place at once. So
-    with staleness 0 the result of `take` does not depend on timing: it is the first `groups_per_step` groups that are
-    kept, in the order of the prompts, and no prompt more was sampled than needed to find them.
+    Dynamic sampling: a group that `keep` rejects is dropped and at once replaced by the next prompt. So with staleness
+    0 the result of `take` does not depend on timing: it is the first `groups_per_step` groups that are kept, in the
+    order of the prompts, and no further prompt was sampled.
 
     Args:
         prompt_at: a pure function from an index to a prompt.
         generate, abort: methods of the engine; see `rlkit.types.Engine`.
         groups_per_step: groups that `take` returns.
         seed: with index, sample and turn it fixes the noise of each request.
-        staleness: steps by which a group may be older than the weights it trains. 0: sampling and training take turns.
+        staleness: steps by which a group may be older than the weights it trains. 0: sampling and training alternate.
             A fraction f starts `f * groups_per_step` more groups than a step needs.
         keep: whether to train on a group; see `rlkit.rollout.limits.success_between`.
-        max_dropped: dropping more groups than this in one step is an error; None: 20 per group of a step.
+        max_dropped: maximum number of groups dropped in one step (more is an error); None: 20 per group of a step.
         on_group: called with (prompt, group, step, kept) when a group has its rewards. `step` is the step in progress,
-            not necessarily the one that trains on the group, so a checkpoint after a step contains nothing later.
-        journal: folder to which every completion is written as it is made; see `Journal`.
-        version: of the engine's current weights, which is also the number of steps taken so far.
-        state: what `state` returned at this version, to resume from.
+            not necessarily the one that trains on the group, so a checkpoint after a step contains no later one.
+        journal: folder to which every completion is written at once; see `Journal`.
+        version: version of the engine's current weights, which is also the number of steps taken so far.
+        state: the `state` to resume from, of the same version.
 
     `take` raises the first error of a group; the others are cancelled. Leaving the `async with` pauses the requests in
     flight, so that their tokens reach the journal, and leaves no task behind.
@@ -303,7 +303,7 @@ class GroupStream:
     async def __aexit__(self, *_: object) -> None:
         self._closed = True
         try:
-            with suppress(Exception):  # an engine that has died or hangs gives nothing to save
+            with suppress(Exception):  # a dead or hanging engine has no tokens to save
                 await asyncio.wait_for(self._pausable.pause(), timeout=10)
         finally:
             tasks = [entry.task for entry in self._entries if entry.task is not None]
@@ -313,9 +313,9 @@ class GroupStream:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state to checkpoint, as JSON: the next index, (index, version, written) of each group not taken yet, and
+        """The state to checkpoint, as JSON: the next index; (index, version, written) of each group not taken yet; and
         the oldest of those versions."""
-        waiting = [[e.place, e.version, e.written or e.group is not None] for e in self._entries]
+        waiting = [[e.index, e.version, e.written or e.group is not None] for e in self._entries]
         oldest = min((e.version for e in self._entries), default=self._taken)
         return {"next": self._next, "waiting": waiting, "oldest": oldest}
 
@@ -380,12 +380,12 @@ class GroupStream:
             self._start(entry)
 
     def _start(self, entry: _Entry) -> None:
-        entry.task = asyncio.get_running_loop().create_task(self._run(entry), name=f"rlkit-group-{entry.place}")
+        entry.task = asyncio.get_running_loop().create_task(self._run(entry), name=f"rlkit-group-{entry.index}")
 
     async def _run(self, entry: _Entry) -> None:
         try:
-            prompt = self._prompt_at(entry.place)
-            keys = [(self._seed, entry.place, i) for i in range(self._group_size)]
+            prompt = self._prompt_at(entry.index)
+            keys = [(self._seed, entry.index, i) for i in range(self._group_size)]
             samplers = [sampler(self._pausable.generate, self._params, key) for key in keys]
             group = await sample_group(prompt, samplers, env=self._env, score=self._score)
             self._finish(entry, prompt, group)
@@ -394,7 +394,7 @@ class GroupStream:
         self._changed.set()
 
     def _finish(self, entry: _Entry, prompt: Prompt, group: Group) -> None:
-        if self._closed:  # the last checkpoint lists it as waiting
+        if self._closed:  # the last checkpoint has it as waiting
             return
         kept = self._keep is None or self._keep(group)
         if self._on_group is not None and not entry.written:

@@ -1,4 +1,4 @@
-"""An episode in plain text, for environments that keep the whole context as one string."""
+"""Episodes in plain text, for environments that keep the whole context as one string."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class Text:
-    """One episode in text: `await text.reply(context)` continues a context, `text.end(...)` is `Turns.pieces`.
+    """One episode in text: `await text.reply(context)` samples after a context, `text.end(...)` is `Turns.pieces`.
 
-    A context that starts with the previous one and the text sampled after it (with or without surrounding white space)
-    is continued: only the rest is tokenised, without an end-of-turn token that was sampled already. Any other context
-    starts a new piece. `start` is the prompt as text.
+    A context that starts with the previous context and the text sampled after it (with or without surrounding white
+    space) continues the piece: only the rest is tokenised, without an end-of-turn token that was already sampled. Any
+    other context starts a new piece. `start` is the prompt as text.
 
     Reference: RL2's `step(state, action, extra_info)` has this rule; rl4llm tokenises the whole conversation again.
     """
@@ -27,11 +27,11 @@ class Text:
         self._tokenizer = tokenizer
         self.start = str(tokenizer.decode(prompt.ids, skip_special_tokens=False))
         self.turns = Turns(prompt.ids, sample)
-        self._context, self._said, self._ids = self.start, "", list[int]()
+        self._context, self._sampled, self._ids = self.start, "", list[int]()
         self.end = self.turns.pieces
 
     async def reply(self, context: str) -> Turn | None:
-        """Sample a turn after `context`; None if the last one was cut or there is no room."""
+        """Sample a turn after `context`; None if the last one was truncated or there is no room."""
         if self.turns.truncated:
             return None
         rest = self._rest(context)
@@ -41,15 +41,15 @@ class Text:
             self.turns.append(self._not_sampled(encode_after_text(self._tokenizer, rest) if rest else []))
         turn = await next_turn(self.turns, self._tokenizer)
         if turn is not None:
-            self._context, self._said, self._ids = context, turn.text, turn.ids
+            self._context, self._sampled, self._ids = context, turn.text, turn.ids
         return turn
 
     def _rest(self, context: str) -> str | None:
         if context.startswith(self._context):
             after = context[len(self._context) :]
-            for said in (self._said, self._said.strip()):
-                if after.startswith(said):
-                    return after[len(said) :]
+            for sampled in (self._sampled, self._sampled.strip()):
+                if after.startswith(sampled):
+                    return after[len(sampled) :]
         return None
 
     def _not_sampled(self, ids: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: one line a step, below them a live bar where stdout is a terminal."""
+"""Output of a run: one line per step, and on a terminal a live progress bar below them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-TRAINING = "training had started"  # begins the note on an error that a run raised after it was set up
+TRAINING = "training had started"  # starts the note on an error raised after the set-up of a run
 
 
 class Column(NamedTuple):
-    """A field of the step line: the sum of those of `keys` that are present, times `scale`."""
+    """A column of the step line: the sum of the metrics `keys` that are present, times `scale`."""
 
     title: str
     keys: tuple[str, ...]
@@ -36,11 +36,11 @@ COLUMNS = (
     Column("s/step", ("time/step",), 7, ".2f"),
     Column("tok/s", ("time/tokens_per_s",), 8, ".0f"),
 )
-_DROPPED_FIRST = ("mismatch", "entropy", "clip%", "kl", "length", "grad", "loss")  # where the terminal is too narrow
+_DROPPED_FIRST = ("mismatch", "entropy", "clip%", "kl", "length", "grad", "loss")  # on a narrow terminal
 
 
 def header(columns: Sequence[Column] = COLUMNS, *, fixed_data: bool = False) -> str:
-    """The titles above the step lines. What is evaluated depends on what is trained on: fixed data, or rewards."""
+    """The titles above the step lines; evaluations are shown as loss/accuracy for fixed data, else sampled/greedy."""
     evals = "loss/accuracy" if fixed_data else "sampled/greedy"
     return "  step" + "".join(f" {c.title:>{c.width}}" for c in columns) + f"  eval: {evals}"
 
@@ -55,7 +55,7 @@ def step_line(step: int, metrics: Mapping[str, Any], columns: Sequence[Column] =
 
 
 def fitting(columns: Sequence[Column], width: int) -> list[Column]:
-    """The columns whose header fits into `width` characters, without the less important ones where it is too long."""
+    """The columns whose header fits into `width` characters; the least important are dropped first."""
     kept = list(columns)
     for title in _DROPPED_FIRST:
         if len(header(kept)) > width:
@@ -64,7 +64,7 @@ def fitting(columns: Sequence[Column], width: int) -> list[Column]:
 
 
 def say(text: str) -> None:
-    """Print a line on stdout, flushed. A reader that has gone (`| head -3`, a closed terminal) ends no run."""
+    """Print a line on stdout, flushed. A closed pipe or terminal (`| head -3`) does not end the run."""
     with _unless_lost():
         if sys.stdout is not None:
             sys.stdout.write(text + "\n")
@@ -73,7 +73,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def _unless_lost() -> Iterator[None]:
-    """Inside the block a failed write to stdout raises nothing; if nobody can read stdout, it becomes /dev/null."""
+    """Ignore failed writes to stdout inside the block; if its reader is gone, redirect stdout to /dev/null."""
     try:
         yield
     except OSError as error:
@@ -84,7 +84,7 @@ def _unless_lost() -> Iterator[None]:
 
 
 def _width() -> int:
-    """Characters of a line: those of the terminal, or 120, which is every column."""
+    """Characters per line: the width of the terminal, else 120, which fits every column."""
     terminal = sys.stdout is not None and sys.stdout.isatty()
     return shutil.get_terminal_size((120, 24)).columns if terminal else 120
 
@@ -99,9 +99,9 @@ def _cell(column: Column, metrics: Mapping[str, Any]) -> str:
 
 
 class Progress:
-    """Prints step lines; on a terminal also a bar with step, ETA and what is going on. `rich` is imported only then.
+    """Prints step lines, and on a terminal a bar with step, ETA and status (only then is `rich` imported).
 
-    A line is printed for every `print_steps`-th step, for the last one and for those with an evaluation.
+    A line is printed for every `print_steps`-th step, for the last step and for steps with an evaluation.
     """
 
     def __init__(self, *, steps: int, start: int = 0, print_steps: int = 1) -> None:
@@ -115,13 +115,13 @@ class Progress:
                 self._open_bar(steps, max(start, 0))
 
     def _open_bar(self, steps: int, start: int) -> None:
-        """A bar of one line. Its cursor stays visible: no way to die can leave the terminal without one."""
+        """A bar of one line. The cursor stays visible, so that a killed process leaves the terminal usable."""
         from rich.progress import BarColumn, RenderableColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
         from rich.table import Column as TableColumn
         from rich.text import Text
 
-        whole = TableColumn(no_wrap=True)  # the status alone is cut where the terminal is narrow
+        whole = TableColumn(no_wrap=True)  # on a narrow terminal only the status is cut
         self._status = Text(no_wrap=True, overflow="ellipsis")
         bar = Bar(
             "step {task.completed}/{task.total}",
@@ -135,13 +135,13 @@ class Progress:
             transient=True,
         )
         self._task = bar.add_task("run", total=steps, completed=start)
-        bar.console.width = _width() - 3  # room for the ^C that a terminal writes behind the cursor
+        bar.console.width = _width() - 3  # room for the ^C that a terminal prints after the cursor
         bar.start()
         bar.console.show_cursor(True)
         self._bar = bar
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print the line of a step and move the bar. Columns are those that have been seen; the header comes back."""
+        """Print the line of a step, with a column per metric seen so far (header: every 25 lines), and move the bar."""
         self._seen = [c for c in COLUMNS if c in self._seen or any(key in metrics for key in c.keys)]
         evaluated = any(key.startswith("eval/") for key in metrics)
         if evaluated or step % self._print_steps == 0 or step == self._steps:
@@ -169,7 +169,7 @@ class Progress:
             self._bar.console.print(text, markup=False, highlight=False, no_wrap=True, crop=False, overflow="ignore")
 
     def close(self) -> None:
-        """Take the bar off the screen; the lines stay."""
+        """Remove the bar; the lines stay."""
         if self._bar is not None:
             with _unless_lost():
                 self._bar.stop()

@@ -1,15 +1,15 @@
-"""The run folder: what a run leaves for a person to read, each step written once, whatever interrupts it.
+"""The run folder: metrics, samples and checkpoints of a run, each step written once despite interruptions.
 
-    args.json                          what the run was asked for
-    metrics.jsonl                      one line a step; fields that depend on the clock are named time/...
-    trajectories/train_000010.jsonl    what was sampled for step 10, one line a sample; eval_000010.jsonl likewise,
-                                       and dropped_000010.jsonl what dynamic sampling refused
-    completions/                       of runs that can be killed and keep what they sampled: rlkit.rollout.stream
+    args.json                          the flags of the run
+    metrics.jsonl                      one line per step; keys that depend on the clock are named time/...
+    trajectories/train_000010.jsonl    samples of step 10, one line each; also eval_000010.jsonl, and
+                                       dropped_000010.jsonl for groups that dynamic sampling dropped
+    completions/                       the journal of completions, see rlkit.rollout.stream
     metrics.png                        the curves (`rlkit plot FOLDER` draws them again, or compares runs)
     checkpoints/                       see rlkit.model.checkpoint
 
 `step` counts optimizer updates: line s describes the s-th update, a checkpoint of step s was written after it, and
-step 0 is before the first one. On resume from step s everything after s is dropped, so each step appears once.
+step 0 is before the first one. On resume from step s, later steps are deleted, so each step appears once.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:  # reading a run folder needs no torch
 
 Decode = Callable[[list[int]], str]
 
-FORMAT = 1  # of a run folder; a change of what resuming reads is another number
-_RUN = ("metrics.jsonl", "checkpoints", "completions")  # what a new run would mix with
-_OPENED = ("args.json", ".lock", *_RUN)  # what a run leaves, however early it ended
+FORMAT = 1  # of a run folder; increased when the files that a resume reads change
+_RUN = ("metrics.jsonl", "checkpoints", "completions")  # a new run would mix with them
+_OPENED = ("args.json", ".lock", *_RUN)  # a run leaves one of them, however early it ended
 _FULL_FIX = "Free space there and resume: all up to the last checkpoint is safe."
 _held: dict[Path, IO[str]] = {}  # lock files of the run folders that this process holds
 
 
 class Run:
-    """An open run folder. Made by `open_run`."""
+    """An open run folder, made by `open_run`."""
 
     def __init__(self, folder: Path, progress: Progress | None) -> None:
         self.folder = folder
@@ -53,8 +53,8 @@ class Run:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl, and print the step if it is due (see `open_run`).
 
-        Values are numbers (or 0-dim tensors); floats are written with all their digits, so two runs can be compared bit
-        for bit. NaN and infinities are written as NaN, Infinity, -Infinity, which Python's json reads.
+        Values are numbers or 0-dim tensors. Floats are written with all digits, so that runs can be compared bit for
+        bit. NaN and infinities are written as NaN, Infinity, -Infinity, which Python's json reads.
         """
         if self._progress is None:
             return
@@ -63,31 +63,31 @@ class Run:
         self._progress.step(step, line)
 
     def trajectories(self, step: int, rows: Iterable[Mapping[str, Any]], *, kind: str = "train") -> None:
-        """Append rows (see `trajectory_row`) to `trajectories/{kind}_{step}.jsonl`; on return they are in the file."""
+        """Append rows (see `trajectory_row`) to `trajectories/{kind}_{step}.jsonl`; they are in the file on return."""
         if self._progress is not None:
             self._append(self.folder / "trajectories" / f"{kind}_{step:06d}.jsonl", rows)
 
     def status(self, text: str) -> None:
-        """What is going on inside the step, shown beside the bar ("rollout 43/64"). Only on a terminal."""
+        """Show the progress inside a step beside the bar, e.g. "rollout 43/64". Only on a terminal."""
         if self._progress is not None:
             self._progress.status(text)
 
     def say(self, text: str) -> None:
-        """A line for a person above the bar."""
+        """Print a line above the bar."""
         if self._progress is not None:
             self._progress.say(text)
 
     def sync(self) -> None:
-        """Put all that was logged on the disk: before a checkpoint, which must not know more than its run folder."""
+        """Sync all logged lines to disk. Call it before a checkpoint, which must not be ahead of the log."""
         for path in sorted(self._unsynced):
             sync(path)
         self._unsynced.clear()
 
     def plot(self) -> Path | None:
-        """Draw metrics.png and return its path, or None where it cannot be drawn.
+        """Draw metrics.png and return its path, or None if it cannot be drawn.
 
-        Matplotlib is imported here, after training (about 40 MB). Any error is reported in one line and never ends
-        the run, whose model is not exported yet.
+        Matplotlib is imported here, after training (about 40 MB). Any error is reported in one line and does not
+        end the run, whose model is not exported yet.
         """
         if self._progress is None or not (self.folder / "metrics.jsonl").exists():
             return None
@@ -108,14 +108,15 @@ class Run:
 
 
 def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resume: bool) -> None:
-    """Hold a run folder and write the flags `args` of a `script` to its `args.json`; of many ranks the first does.
+    """Lock a run folder and write the flags `args` of a `script` to its `args.json`, on the first rank.
 
-    A run that is resumed with other flags than it had continues with the new ones, and they are printed. Nothing is
-    written where the run is refused. The folder is held until the run that `open_run` opens there ends.
+    A resumed run continues with the new flags; those that changed are printed. Nothing is written if the run is
+    refused. The folder stays locked until the run that `open_run` opens there ends.
 
-    Errors: on every rank, FileExistsError for a folder with a run in it, unless `resume`, and then FileNotFoundError
-    for one without; BlockingIOError where another process has it open; ValueError for a run of another script and for a
-    damaged `args.json`; OSError, with the space needed and free, on a full disk.
+    Errors: on every rank, FileExistsError for a folder that holds a run (without `resume`) and FileNotFoundError for
+    one that holds none (with `resume`); on the first, BlockingIOError if another process has it open, ValueError for a
+    run of another script or format and for a damaged `args.json`, OSError, with the space needed and free, on a full
+    disk.
     """
     folder = Path(folder)
     check_folder(folder, resume=resume)
@@ -145,17 +146,17 @@ def _read_args(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): delete it, and the run goes on with the flags given") from None
+        raise ValueError(f"{path} is damaged ({error}): delete it, and the run uses the given flags") from None
     return found
 
 
 def holds_run(folder: Path | str) -> bool:
-    """Whether a run was started in this folder, so that it can be resumed."""
+    """Whether a run was started in this folder and can be resumed."""
     return any((Path(folder) / name).exists() for name in _OPENED)
 
 
 def check_folder(folder: Path | str, *, resume: bool) -> None:
-    """Refuse a folder with a run in it, unless `resume`, and then one without. Errors: see `keep_args`."""
+    """Refuse a folder that holds a run, or with `resume` one that holds none. Errors: see `keep_args`."""
     folder = Path(folder)
     for path in (folder, *folder.parents):
         if path.is_file():
@@ -169,12 +170,12 @@ def check_folder(folder: Path | str, *, resume: bool) -> None:
 
 
 def hold(folder: Path | str) -> None:
-    """Keep other processes out of a run folder, which is made if needed, until its run ends or this process does.
+    """Lock a run folder (made if needed) against other processes, until its run or this process ends.
 
-    Two processes that resume the same run would interleave their lines. A POSIX lock ends with its process, whatever
-    happens to it, and is not inherited by forked reward workers.
+    Two processes that resume the same run would interleave their lines. A POSIX lock ends with its process, however
+    that ends, and is not inherited by forked reward workers.
 
-    Errors: BlockingIOError where another process holds it.
+    Errors: BlockingIOError if another process holds the lock.
     """
     import fcntl
 
@@ -190,7 +191,7 @@ def hold(folder: Path | str) -> None:
             file.close()
             what = "another process writes to this run folder; wait for it or take another folder"
             raise BlockingIOError(errno.EAGAIN, what, str(folder)) from None
-        # else the filesystem has no locks, which is no reason not to train
+        # other errors: a filesystem without locks; train anyway
     _held[folder.resolve()] = file
 
 
@@ -206,11 +207,11 @@ def open_run(
 ) -> Iterator[Run]:
     """Open a run folder for writing, from step `start` to `steps`.
 
-    Every step is logged; every `print_steps`-th is printed, and those with an evaluation.
+    Every step is logged; every `print_steps`-th step and each step with an evaluation is printed.
 
     A folder that already holds a run is refused unless `resume`. Then `start` is the step of the loaded checkpoint, and
-    all that came after it is dropped; -1 (there was no checkpoint yet) drops everything, also what step 0 logged.
-    `active=False` writes and prints nothing; by default that is every rank but the first.
+    later steps are deleted; -1 (no checkpoint yet) deletes all steps, also step 0. With `active=False` nothing is
+    written or printed; by default only the first rank is active.
 
     Errors: those of `keep_args`.
     """
@@ -234,7 +235,7 @@ def open_run(
 
 
 def drop_after(folder: Path | str, step: int) -> None:
-    """Delete what a run folder says about steps later than `step` (a killed run may have passed its checkpoint)."""
+    """Delete logs and samples of steps later than `step`: a killed run may have passed its last checkpoint."""
     folder = Path(folder)
     path = folder / "metrics.jsonl"
     if path.exists():
@@ -254,7 +255,7 @@ def drop_after(folder: Path | str, step: int) -> None:
 
 
 def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl. A last line that is still being written (or was cut off by a crash) is left out."""
+    """The lines of metrics.jsonl, without a last line that is incomplete (being written, or cut off by a crash)."""
     path = Path(folder) / "metrics.jsonl"
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no metrics.jsonl: give the folder of a run")
@@ -272,10 +273,10 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
 def trajectory_row(
     trajectory: Trajectory, *, decode: Decode, group: int | None = None, with_ids: bool = False
 ) -> dict[str, Any]:
-    """What a person wants to see of one sample, as JSON: texts with their special tokens, reward, length, why it ended.
+    """One sample as a JSON row for people: texts with special tokens, reward, length and finish reason.
 
-    `length` is the number of tokens the policy sampled, `versions` are the weights that did. `with_ids` adds the token
-    ids and their log-probs. A further piece of the episode of the row before it says `continues`.
+    `length` is the number of sampled tokens, `versions` are the weight versions that sampled them. `with_ids` adds the
+    token ids and their log-probs. A row with `continues` is a further piece of the episode of the row before it.
     """
     row = {
         "group": group,
@@ -296,7 +297,7 @@ def trajectory_row(
 
 
 def _first_rank() -> bool:
-    """Also before there is a process group: torchrun says in RANK which rank this is."""
+    """Also before there is a process group: torchrun sets RANK."""
     if "torch" in sys.modules:
         from rlkit.ranks import distributed, rank
 

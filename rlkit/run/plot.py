@@ -1,7 +1,7 @@
-"""Curves of one run, or of several over each other: `rlkit plot RUN_FOLDER [RUN_FOLDER ...]`.
+"""Curves of one run, or of several runs in one picture: `rlkit plot RUN_FOLDER [RUN_FOLDER ...]`.
 
-Raw values are drawn faint, a centred running mean over them in full. Evaluations are points joined by lines. A panel
-is drawn when some run has its metric.
+Raw values are drawn faintly, with a centred running mean on top. Evaluations are points joined by lines. A panel is
+drawn if any run has its metric.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlkit.run.folder import read_metrics
 
 
 class Curve(NamedTuple):
-    """One metric in a panel. `sparse`: measured now and then, drawn as points. `raw`: not smoothed, drawn faint."""
+    """One metric in a panel. `sparse`: measured at some steps, drawn as points. `raw`: not smoothed, drawn faintly."""
 
     key: str
     label: str
@@ -29,7 +29,7 @@ class Curve(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One small plot: a title that says what is shown, the y axis with its unit, and the curves in it.
+    """One plot: its title, the unit of its y axis, and its curves.
 
     `from_zero` starts the y axis at 0, so that a small change looks small.
     """
@@ -68,18 +68,17 @@ PANELS = (
         "Critic", "mean over tokens", (Curve("value/mean", "value"), Curve("value/return", "return")), from_zero=False
     ),
 )
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # told apart by colour-blind readers too
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # distinguishable for colour-blind readers
 
 
 def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | None = None) -> Path:
-    """Draw `metrics.png` of a run (into its folder), or several runs into one picture; returns its path.
+    """Draw the curves of a run (as `metrics.png` in its folder), or of several runs; returns the path of the picture.
 
-    The suffix of `out` selects the format: .png, .pdf, .svg or another that matplotlib writes. `title` is the headline,
-    by default the names of the runs. Only `matplotlib.figure.Figure` is used: pyplot's state and back end stay as they
-    are.
+    The suffix of `out` selects the format: .png, .pdf, .svg or another that matplotlib writes. `title` defaults
+    to the names of the runs. Only `matplotlib.figure.Figure` is used: pyplot's state and back end do not change.
 
-    Errors: ModuleNotFoundError naming the extra where matplotlib is missing, FileNotFoundError for a folder without
-    metrics, ValueError where there is nothing to draw.
+    Errors: ModuleNotFoundError, which names the extra, without matplotlib; FileNotFoundError for a folder without
+    metrics; ValueError if there is nothing to draw.
     """
     if not folders:
         raise ValueError("give at least one run folder")
@@ -89,7 +88,10 @@ def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | N
         raise ValueError(f"no metric to draw in {', '.join(map(str, folders))}: metrics.jsonl holds no finished step")
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    figure = _figure_class()(figsize=(5.6 * columns, 3.5 * rows), layout="constrained")
+    optional("matplotlib", "plot", "plots need")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6 * columns, 3.5 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
@@ -132,7 +134,7 @@ def _draw(axis: Any, panel: Panel, runs: dict[str, list[dict[str, Any]]]) -> Non
 
 
 def smooth(y: np.ndarray, *, window: int | None = None) -> np.ndarray:
-    """Centred running mean over `window` values (default: a 25th of the length), fewer at the ends; NaN is skipped."""
+    """Centred running mean over `window` values (default: a 25th of the length), fewer at the ends; NaN is ignored."""
     half = (len(y) // 25 if window is None else window) // 2
     present = np.isfinite(y)
     total = np.concatenate([[0.0], np.cumsum(np.where(present, y, 0.0))])
@@ -153,10 +155,3 @@ def _label(folder: Path | str, folders: Sequence[Path | str]) -> str:
     path = Path(folder).resolve()
     same = [f for f in folders if Path(f).resolve().name == path.name]
     return path.name if len(same) < 2 else f"{path.parent.name}/{path.name}"
-
-
-def _figure_class() -> Any:
-    optional("matplotlib", "plot", "plots need")
-    from matplotlib.figure import Figure
-
-    return Figure

@@ -1,4 +1,4 @@
-"""What a loop does with its run folder: open it, save checkpoints, resume from them, export the model."""
+"""The run folder of a training loop: open it, save checkpoints, resume, export the model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def open_training(
 ) -> Iterator[tuple[Run, Stop, BackgroundSaver]]:
     """The run folder (see `open_run`), the stop request of this process, and the saver of its `checkpoints/`.
 
-    After a stop request on any rank the end of the block raises `Stopped`, a KeyboardInterrupt, so that the code after
-    an interrupted run (the next stage, the next cell of a notebook) does not start.
+    After a stop request on any rank, leaving the block raises `Stopped`, a KeyboardInterrupt, so that the code after an
+    interrupted run (the next stage, the next cell of a notebook) does not start.
     """
     if steps < 0 or keep < 1 or print_steps < 1:
         raise ValueError(f"{steps=} must be at least 0, {keep=} and {print_steps=} at least 1")
@@ -68,7 +68,7 @@ def save_if_due(
 ) -> bool:
     """Save every `every` steps (0: never), after the last step, and after a stop request; returns whether to stop.
 
-    The run waits for a copy of the tensors, and for the disk only at its last save. The log is synced before the
+    The run waits until the tensors are copied, and for the disk only at its last save. The log is synced before the
     checkpoint that refers to it. The stream's state is saved with `state`, and its journal is truncated once the
     checkpoint is on the disk (at once if there are no checkpoints to resume from). On a full disk the previous
     checkpoint is kept, the error is reported and training continues, unless this is the last checkpoint of the run.
@@ -101,7 +101,7 @@ def save_if_due(
 
 @contextmanager
 def _reported(run: Run, *, fatal: bool) -> Iterator[None]:
-    """Inside the block an OSError is reported; it is raised only if `fatal`."""
+    """Report an OSError of the block, or raise it if `fatal`."""
     try:
         yield
     except OSError as error:
@@ -111,12 +111,12 @@ def _reported(run: Run, *, fatal: bool) -> Iterator[None]:
 
 
 def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any = None) -> dict[str, Any]:
-    """Load the newest whole checkpoint of the run and return its state with "step"; {} where there is none yet.
+    """Load the newest complete checkpoint of the run and return its state with "step"; {} if there is none yet.
 
     A damaged checkpoint is skipped for the one before it, and reported on stdout with the reason. The folder is locked
     from here on (see `hold`).
 
-    Errors: the errors of `keep_args`; FileNotFoundError also where every checkpoint is damaged; ValueError for a
+    Errors: the errors of `keep_args`; FileNotFoundError also if every checkpoint is damaged; ValueError for a
     checkpoint in another format.
     """
     check_folder(folder, resume=True)
@@ -132,7 +132,7 @@ def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, refer
 
 
 def _with_reference(model: Any, reference: Any) -> Any:
-    """The modules of a checkpoint: the model, and a moving reference, whose shards are written like the model's."""
+    """The modules of a checkpoint: the model, and the reference if it moves."""
     return model if reference is None else torch.nn.ModuleDict({"policy": model, "reference": reference})
 
 

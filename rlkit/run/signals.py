@@ -1,4 +1,4 @@
-"""Ctrl-C: the first ends the run after its step, the second at once, the third whatever it does; and how to go on."""
+"""Graceful shutdown: the first Ctrl-C ends the run after its step, the second aborts, the third kills the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 Handler = Callable[[int, Any], Any]
 
-_SAID = (
+_MESSAGES = (
     b"stopping after this step, then saving (Ctrl-C again: without saving)\n",
     b"aborting, nothing more is saved (Ctrl-C again: without waiting for what computes)\n",
 )
@@ -25,7 +25,7 @@ _forwarded: ContextVar[list[Handler] | None] = ContextVar("forwarded", default=N
 
 
 class Stop:
-    """Whether somebody asked the run to end: `requested` turns True at the first Ctrl-C or SIGTERM; `number`: which."""
+    """A stop request: `requested` becomes True at the first Ctrl-C or SIGTERM; `number` is the signal."""
 
     requested = False
     number = int(signal.SIGINT)
@@ -41,13 +41,13 @@ def stop_on_interrupt() -> Iterator[Stop]:
                 if stop.requested:
                     save; print(resume_command("--resume")); break
 
-    The second raises KeyboardInterrupt. Engines and files are closed then, and an optimizer step that runs in a thread
-    ends first: Python cannot end a thread. In a coroutine, while other tasks run, the block's own task is cancelled for
-    it: the exception in any other task would end the event loop, and with it a notebook's kernel. The third ends the
-    process as the signal does by default. Nothing on the disk is lost by either, and a half-written checkpoint is
-    ignored on resume.
+    The second raises KeyboardInterrupt: engines and files are closed, after an optimizer step that runs in a thread has
+    ended (Python cannot stop a thread). In a coroutine, while other tasks run, the block's own task is cancelled
+    instead: the exception in another task would end the event loop, and with it a notebook's kernel. The third ends the
+    process by the signal's default action. None of them loses anything on disk: a half-written checkpoint is ignored on
+    resume.
 
-    Outside the main thread signals are only caught below `forward_signals` (so by `run_sync`, in a notebook).
+    Outside the main thread, signals are caught only inside `forward_signals` (which `run_sync` uses in a notebook).
 
     Ranks of torchrun get a Ctrl-C twice, from terminal and torchrun, so two within two seconds are one; 30 s later
     (`--shutdown-timeout`) torchrun kills them.
@@ -63,9 +63,9 @@ def stop_on_interrupt() -> Iterator[Stop]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         stop.number = number
-        stop.requested, count, asked = True, count + 1, time.monotonic()  # first: the next signal may be here already
+        stop.requested, count, asked = True, count + 1, time.monotonic()  # set first: the next signal may arrive now
         if os.environ.get("RANK", "0") == "0":
-            _tell(_SAID[count - 1])
+            _tell(_MESSAGES[count - 1])
         if count == 2:
             if task is None or task is _task_here():
                 raise KeyboardInterrupt
@@ -91,7 +91,7 @@ def _task_here() -> asyncio.Task[Any] | None:
 
 @contextmanager
 def _forwarded_to(handler: Handler) -> Iterator[None]:
-    """Inside the block a main thread in `forward_signals`, if one waits for this thread, calls `handler`."""
+    """Inside the block, a main thread that waits for this thread in `forward_signals` calls `handler`."""
     handlers = _forwarded.get()
     handlers = [] if handlers is None else handlers
     handlers.append(handler)
@@ -103,11 +103,11 @@ def _forwarded_to(handler: Handler) -> Iterator[None]:
 
 @contextmanager
 def forward_signals(interrupt: Callable[[], object]) -> Iterator[None]:
-    """Inside the block the main thread, which waits for another thread, handles that thread's `stop_on_interrupt`.
+    """Inside the block the main thread, which waits for another thread, runs the handlers of its `stop_on_interrupt`.
 
-    Python runs signal handlers in the main thread only. The other thread runs in a copy of this context. While it is in
-    no `stop_on_interrupt`, SIGINT calls `interrupt`, and SIGTERM does what it did before. In other threads than the
-    main one nothing is caught.
+    Python runs signal handlers in the main thread only. The other thread runs in a copy of this context. While it is
+    not inside `stop_on_interrupt`, SIGINT calls `interrupt` and SIGTERM keeps its previous handler. Outside the main
+    thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -121,8 +121,8 @@ def forward_signals(interrupt: Callable[[], object]) -> Iterator[None]:
         elif not callable(old[number]):
             signal.signal(number, old[number])
             os.kill(os.getpid(), number)
-        elif number == signal.SIGINT:  # an event loop's own handler only cancels a task of the loop that waits here
-            interrupt()  # raises nothing: where in the waiting thread's code it would is not known
+        elif number == signal.SIGINT:  # the event loop's own handler would only cancel a task of the waiting loop
+            interrupt()  # it must not raise at an unknown place of the waiting thread
         else:
             old[number](number, frame)
 
@@ -136,7 +136,7 @@ def forward_signals(interrupt: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def _handled_by(handler: Handler) -> Iterator[None]:
-    """Inside the block SIGINT and SIGTERM are."""
+    """Handle SIGINT and SIGTERM by `handler` inside the block."""
     old = _handlers_now()
     for number in old:
         signal.signal(number, handler)
@@ -154,7 +154,7 @@ def _handlers_now() -> dict[int, Any]:
 def _tell(text: bytes) -> None:
     """Write to stderr from a signal handler, where `print` may not be re-entered; on a terminal, over the bar's line.
 
-    After `2>&1 | tee` nobody may read it: the same Ctrl-C has ended tee.
+    Errors are ignored: after `2>&1 | tee`, the same Ctrl-C has ended tee, and nobody reads it.
     """
     terminal = os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb"
     with suppress(OSError):
@@ -162,9 +162,9 @@ def _tell(text: bytes) -> None:
 
 
 def resume_command(*flags: str) -> str:
-    """The command line of this process with `flags` added where they are missing: what to type to go on.
+    """The command line of this process, with missing `flags` added: the command that resumes the run.
 
-    In an interactive session (a notebook) there is no such command, and it says `resume=True`.
+    In an interactive session (a notebook), a text that names `resume=True` instead.
     """
     if hasattr(sys, "ps1"):
         return "the same call with resume=True"

@@ -1,4 +1,4 @@
-"""Coroutines called as plain functions: in a script, and in a notebook, where an event loop runs already."""
+"""Call coroutines as plain functions, in a script or in a notebook, where an event loop already runs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ X = TypeVar("X")
 def run_sync(coroutine: Coroutine[Any, Any, X]) -> X:
     """Run a coroutine to its end and return its result, whether or not an event loop runs in this thread.
 
-    Without one this is `asyncio.run`. With one (a notebook's cell) the coroutine runs in a loop and a thread of its
-    own, with this context's variables and on this thread's GPU, and the loop here waits. Ctrl-C does the same in both:
-    see `rlkit.run.signals`; where nothing catches it, the coroutine is cancelled and KeyboardInterrupt raised.
+    Without one this is `asyncio.run`. With one (a notebook's cell) the coroutine runs in its own thread and loop, with
+    this context's variables and this thread's GPU, while the caller's loop waits. Ctrl-C acts the same in both cases
+    (see `rlkit.run.signals`); if nothing catches it, the coroutine is cancelled and KeyboardInterrupt is raised.
 
-    What belongs to another event loop (an engine of `rlkit.rollout.engines.process`, an aiohttp session) cannot be used
-    inside: open it in the coroutine.
+    Objects of another event loop (an engine of `rlkit.rollout.engines.process`, an aiohttp session) cannot be used
+    inside: open them in the coroutine.
     """
     try:
         asyncio.get_running_loop()
@@ -45,14 +45,14 @@ def run_sync(coroutine: Coroutine[Any, Any, X]) -> X:
     async def main() -> X:
         task: Any = asyncio.current_task()
         cancel.append(partial(task.get_loop().call_soon_threadsafe, task.cancel))
-        if interrupted:  # before there was anything to cancel
+        if interrupted:  # before the task existed
             interrupt()
         return await coroutine
 
     with forward_signals(interrupt), ThreadPoolExecutor(1, thread_name_prefix="rlkit-run-sync") as pool:
         work = pool.submit(copy_context().run, on_this_device(asyncio.run), main())
         while not work.done():
-            wait([work], timeout=0.5)  # a signal that arrives just before it blocks is handled when it returns
+            wait([work], timeout=0.5)  # a signal that arrives just before the wait is handled after it
         try:
             return work.result()
         except asyncio.CancelledError:
@@ -62,10 +62,10 @@ def run_sync(coroutine: Coroutine[Any, Any, X]) -> X:
 
 
 def blocking(function: Callable[P, Coroutine[Any, Any, X]]) -> Callable[P, X]:
-    """A coroutine function as a plain function, by `run_sync`.
+    """Turn a coroutine function into a plain function, by `run_sync`.
 
-    An argument that is itself a coroutine is awaited there, and what it returns is closed at the end: an engine that
-    belongs to one event loop is given as `rlkit.rollout.engines.process.launch(path)`.
+    An argument that is a coroutine is awaited inside, and its result is closed at the end. So an engine that belongs to
+    one event loop is passed as `rlkit.rollout.engines.process.launch(path)`, without await.
     """
 
     @wraps(function)

@@ -1,10 +1,10 @@
-"""Send a run's metrics to a tracker, while it trains or afterwards.
+"""Send a run's metrics to a tracker, during training or afterwards.
 
     rlkit track RUN --to wandb --follow
 
-It reads `metrics.jsonl` and `args.json` of the run folder and nothing else, in a process of its own: a tracker that is
-slow or down cannot hold up or end a run. What was sent is noted in the folder, so that the next call goes on from
-there, in the same run of the tracker.
+It runs in its own process and reads only `metrics.jsonl` and `args.json` of the run folder, so a tracker that is slow
+or down cannot delay or end the run. The last step sent is stored in the folder; the next call continues after it, in
+the same run of the tracker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tracker(NamedTuple):
 
 @contextmanager
 def wandb(folder: Path, project: str, run_id: str | None, args: dict[str, Any]) -> Iterator[Tracker]:
-    """Weights & Biases; log in before by `wandb login`."""
+    """Weights & Biases; log in with `wandb login` first."""
     run = _module("wandb").init(project=project, name=folder.name, id=run_id, resume="allow", config=args)
     try:
         yield Tracker(run.id, lambda step, numbers: run.log(numbers, step=step))
@@ -73,11 +73,10 @@ TRACKERS = {"wandb": wandb, "mlflow": mlflow, "tensorboard": tensorboard}
 
 
 def track(folder: Path | str, *, to: str, project: str = "rlkit", again: Callable[[], bool] = lambda: False) -> int:
-    """Send every step that was not sent before, and look again while `again()`; returns the number of steps sent.
+    """Send all steps that were not sent yet, and repeat while `again()` is true; returns the number of steps sent.
 
-    A step is sent once: after a resume a run logs steps anew that it had lost, with the same numbers. Numbers that are
-    not finite are left out. Errors: FileNotFoundError for a folder without metrics, ModuleNotFoundError without the
-    tracker's package.
+    Each step is sent once: the steps that a resumed run repeats have the same numbers. Numbers that are not finite are
+    left out. Errors: FileNotFoundError for a folder without metrics, ModuleNotFoundError without the tracker's package.
     """
     folder = Path(folder)
     read_metrics(folder)

@@ -1,11 +1,11 @@
-"""The command `rlkit`, and what every script does first and last: flags in, errors out in one line.
+"""The command `rlkit`, and the command line of every script: flags are parsed, errors are printed in one line.
 
     rlkit grpo --model PATH_OR_HUB_ID --data train.jsonl --reward my_rewards.py:score
     rlkit grpo --help                             every flag, with its default
-    rlkit copy grpo my_grpo.py                    the script itself, to be changed
+    rlkit copy grpo my_grpo.py                    copy the script to a file of your own
     torchrun --nproc-per-node 8 -m rlkit.scripts.grpo --parallel.tp 2 ...
 
-This module imports no torch: `--help`, and what is wrong with a flag, take no time.
+This module does not import torch, so that `--help` and errors in flags are fast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import tyro
 
@@ -30,16 +30,16 @@ X = TypeVar("X")
 Flat = Annotated[X, tyro.conf.arg(name="")]  # a field of settings whose flags have no prefix
 
 COMMANDS = {
-    "grpo": "train on rewards of the model's own answers: GRPO and its relatives, also asynchronous",
-    "ppo": "the same with a critic: PPO",
+    "grpo": "reinforcement learning without a critic: GRPO and its variants, synchronous or asynchronous",
+    "ppo": "reinforcement learning with a critic: PPO",
     "sft": "supervised fine-tuning on conversations",
-    "dpo": "preference optimization on pairs: DPO and its relatives",
-    "kto": "preference optimization on single responses labelled good or bad",
-    "reward_model": "a reward model from pairs",
+    "dpo": "preference optimization on pairs: DPO and its variants",
+    "kto": "preference optimization on single responses, each labelled good or bad",
+    "reward_model": "train a reward model on pairs",
     "sweep": "search for the best values of a command's flags (Optuna)",
     "plot": "draw or compare the curves of run folders",
     "track": "send a run's metrics to Weights & Biases, MLflow or TensorBoard",
-    "copy": "write a script to a file of your own",
+    "copy": "copy a script to a file of your own",
 }
 
 
@@ -49,51 +49,44 @@ def main(argv: list[str] | None = None) -> None:
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
-        _print("\n".join(["usage: rlkit COMMAND ...", "", *lines, "", "rlkit COMMAND --help lists its flags."]))
-        return
+        return _print("\n".join(["usage: rlkit COMMAND ...", "", *lines, "", "rlkit COMMAND --help lists its flags."]))
     name, rest = argv[0].replace("-", "_"), argv[1:]
     if name not in COMMANDS:
         _fail(f"no command {argv[0]!r}: choose one of {', '.join(COMMANDS)}")
     if name == "copy":
-        _copy(rest)
-        return
+        return _copy(rest)
     sys.argv = [f"rlkit {argv[0]}", *rest]
-    importlib.import_module(f"rlkit.scripts.{name}").cli()
+    script = importlib.import_module(f"rlkit.scripts.{name}")
+    run(script.main, script.Args, script.__doc__)
 
 
-def run(
-    script: Callable[..., X], kind: type, description: str | None, *args: Any, argv: Sequence[str] | None = None
-) -> X | None:
-    """`script(flags, *args)` with the flags of the dataclass `kind`, as the last line of a script does it.
-
-    The ranks of torchrun leave together, and a failed one ends the job. Errors and exit codes: see `on_ranks`.
-    """
-    flags: Any = None
+def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv: Sequence[str] | None = None) -> Any:
+    """Parse the flags of the dataclass `kind` and call `script(flags)`, as `on_ranks` does: a script's last line."""
     try:
         with collected() as wrong:
-            flags = tyro.cli(kind, args=argv, description=description, config=(tyro.conf.SuppressFixed,))
+            flags: Any = tyro.cli(kind, args=argv, description=description, config=(tyro.conf.SuppressFixed,))
         if wrong:
             _fail(spelled(wrong[0], kind))
     except BrokenPipeError:  # rlkit grpo --help | head
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         raise SystemExit(1) from None
-    return on_ranks(script, flags, *args)
+    return on_ranks(script, flags)
 
 
 def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
-    """`script(*args)` as a script's last line: the ranks leave together, or a failed one ends the job.
+    """Call `script(*args)`, as the last line of a script: ranks leave together, or a failed one ends the job.
 
-    What is wrong with flags, data or files (ValueError, OSError, ImportError) before training starts is printed to
-    stderr as one line, `error: ...`, and the exit code is 2; so is a run folder that cannot be used, at any time.
-    `--debug` shows its traceback; any other error always has one.
+    ValueError, OSError and ImportError (in flags, data or files) before training starts are printed to stderr as one
+    line, `error: ...`, with exit code 2; so is, at any time, an OSError of the run folder. `--debug` shows their
+    traceback. Any other error has one.
 
     A rank that raises leaves at once; the others may be waiting for it in a collective. torchrun then ends them, and
-    names the first rank that failed, with its traceback, as the cause. A run that was stopped and has saved ends a
-    plain process by SIGINT, so that a shell's loop ends with it, or with 143 after SIGTERM; ranks exit with 0.
+    reports the first rank that failed, with its traceback, as the cause. After a stop request and the save, a plain
+    process ends by SIGINT, so that a shell's loop ends with it, or with 143 after SIGTERM; ranks exit with 0.
     """
     alone, result = "RANK" not in os.environ, None
     if os.environ.get("RANK", "0") != "0":
-        logging.getLogger("rlkit").setLevel(logging.ERROR)  # rank 0 reports what every rank would warn of
+        logging.getLogger("rlkit").setLevel(logging.ERROR)  # rank 0 warns for all ranks
     call: Callable[..., X | None] = _with_short_errors
     if not alone:
         from torch.distributed.elastic.multiprocessing.errors import record
@@ -107,7 +100,7 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
             raise
         if alone and number == signal.SIGINT:
             sys.excepthook = lambda *_: None  # no traceback
-            raise KeyboardInterrupt from None  # of which, and no subclass, Python ends by SIGINT
+            raise KeyboardInterrupt from None  # Python ends by SIGINT for this type only, not for a subclass
         if alone:
             sys.exit(128 + number)
     if "torch" in sys.modules:
@@ -130,10 +123,12 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
         started = any(note.startswith(TRAINING) for note in getattr(error, "__notes__", ()))
         if (started and not of_folder) or given.get("debug"):
             raise
-        text = str(error) if isinstance(error, ImportError) else " ".join(str(error).split())  # a user's own traceback
+        text = (
+            str(error) if isinstance(error, ImportError) else " ".join(str(error).split())
+        )  # an ImportError may hold a user's traceback
         if isinstance(error, OSError) and error.strerror and path is not None:
             text = f"{path}: {error.strerror}"
-        _fail(spelled(text or type(error).__name__, type(flags)))
+        _fail(spelled(text or type(error).__name__, flags))
 
 
 def _inside(path: str, folder: Path | None) -> bool:
@@ -145,41 +140,25 @@ def _inside(path: str, folder: Path | None) -> bool:
 
 
 def flags_of(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, value) of every flag, e.g. ("group_size", 8), ("parallel.tp", 1)."""
-    nested = prefixes(type(settings))
+    """(name, value) of every flag, e.g. ("group_size", 8), ("parallel.tp", 1); of a class, the value is the default."""
+    hints = get_type_hints(settings if isinstance(settings, type) else type(settings), include_extras=True)
     for f in fields(settings):
-        value = getattr(settings, f.name)
+        hint, notes = hints[f.name], getattr(hints[f.name], "__metadata__", ())
+        value = getattr(settings, f.name, get_args(hint)[0] if notes else hint)
         if is_dataclass(value):
-            yield from flags_of(value, prefix + nested[f.name])
+            flat = any(getattr(note, "name", None) == "" for note in notes)
+            yield from flags_of(value, prefix if flat else f"{prefix}{f.name}.")
         else:
             yield prefix + f.name, value
 
 
-def prefixes(kind: type) -> dict[str, str]:
-    """Of the fields that are settings: what stands before their flags ("" for `Flat`)."""
-    out = {}
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        flat = get_origin(hint) is Annotated and any(getattr(x, "name", None) == "" for x in hint.__metadata__)
-        inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        if is_dataclass(inner):
-            out[name] = "" if flat else f"{name}."
-    return out
-
-
-def spelled(message: str, kind: type) -> str:
-    """The message with names of fields, which stand in backquotes, as flags: `group_size` is --group-size."""
-    if not is_dataclass(kind):
+def spelled(message: str, settings: Any) -> str:
+    """The message with field names in backquotes spelled as flags: `group_size` becomes --group-size."""
+    if not is_dataclass(settings):
         return message
-    flags = {name.rpartition(".")[2]: f"--{name.replace('_', '-')}" for name in flag_names(kind)}
+    names = sorted((name for name, _ in flags_of(settings)), key=lambda name: "." not in name)  # without a prefix wins
+    flags = {name.rpartition(".")[2]: f"--{name.replace('_', '-')}" for name in names}
     return re.sub(r"`(\w+)`", lambda found: flags.get(found[1], found[0]), message)
-
-
-def flag_names(kind: type, prefix: str = "") -> Iterator[str]:
-    """Names of all flags; those without a prefix last."""
-    nested, hints = prefixes(kind), get_type_hints(kind)
-    for name in sorted(nested, key=nested.__getitem__, reverse=True):
-        yield from flag_names(hints[name], prefix + nested[name])
-    yield from (prefix + f.name for f in fields(kind) if f.name not in nested)
 
 
 def _copy(argv: list[str]) -> None:

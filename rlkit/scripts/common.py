@@ -1,9 +1,10 @@
-"""Flags that the scripts share, and what they do with them before a model is loaded."""
+"""Flags of all training scripts, and the set-up before a model is loaded."""
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,25 +14,25 @@ from typing import Any
 
 from rlkit._extras import lacks
 from rlkit.scripts.cli import flags_of
-from rlkit.settings import Count, CountOr0, Optim, ParallelArgs, Schedule, check, check_all
+from rlkit.settings import Count, CountOr0, Optim, ParallelArgs, Schedule, check, refuse_if
 
 log = logging.getLogger("rlkit.scripts")
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model, and where it runs."""
+    """The model, and the device it trains on."""
 
     model: str
     """folder written by save_pretrained, or a hub id"""
     device: str | None = None
-    """cpu, cuda, or mps (untested). None: cuda where there is a GPU, else cpu; ranks of torchrun take a GPU each"""
+    """cpu, cuda (each rank of torchrun takes one GPU) or mps (untested). None: cuda if there is a GPU, else cpu"""
     parallel: ParallelArgs = field(default_factory=ParallelArgs)
     """how the model is sharded over the ranks of torchrun"""
     deterministic: bool = False
-    """reproducible CUDA kernels: a resumed run on GPUs repeats every bit, more slowly; on CPUs it does so anyway"""
+    """use deterministic CUDA kernels (slower): a resumed run repeats every bit. On CPUs it always does"""
     debug: bool = False
-    """show the traceback of an error that is otherwise one line"""
+    """show the traceback of errors that are otherwise printed in one line"""
 
     def __post_init__(self) -> None:
         check(self)
@@ -39,35 +40,35 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    """The rows to train on, and how they are rendered."""
+    """Training and held-out rows, and how they are rendered."""
 
     data: str
-    """JSON, JSONL, CSV, Parquet or Arrow file, save_to_disk folder or hub id (OWNER/NAME:CONFIG:SPLIT)"""
+    """training data: JSON, JSONL, CSV, Parquet or Arrow file, save_to_disk folder or hub id OWNER/NAME:CONFIG:SPLIT"""
     rename: dict[str, str] = field(default_factory=dict, hash=False)
-    """columns of the data under other names: `--rename question prompt output response`"""
+    """rename columns of the data, old name and new name: `--rename question prompt output response`"""
     eval_data: str | None = None
-    """held-out rows; None: no evaluation"""
+    """held-out data, in the same formats; None: no evaluation"""
     system_prompt: str | None = None
-    """put before every conversation that has none"""
+    """system message for conversations that have none"""
     chat_template: bool = True
     """render with the model's chat template; off for base models and plain strings"""
     template_args: str = "{}"
-    """JSON with more arguments of the chat template, e.g. {"enable_thinking": false} for Qwen3"""
+    """JSON object of further arguments of the chat template, e.g. {"enable_thinking": false} for Qwen3"""
 
     def __post_init__(self) -> None:
         check(self, may_be_empty=("system_prompt", "template_args"))
-        wrong = f'`template_args` must be a JSON object like {{"name": true}}, got {self.template_args!r}'
-        check_all((not isinstance(self.template(), dict), wrong))
+        message = f'`template_args` must be a JSON object like {{"name": true}}, got {self.template_args!r}'
+        refuse_if(not isinstance(self.template(), dict), message)
 
     def template(self) -> Any:
-        """The value of `template_args`."""
+        """The parsed `template_args`; None if it is not JSON."""
         try:
             return json.loads(self.template_args)
         except ValueError:
             return None
 
     def rows(self, limit: int | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The training rows, and the held-out ones, of these at most `limit`."""
+        """The training rows and at most `limit` held-out rows."""
         from rlkit.data.load import load_rows
 
         held_out = load_rows(self.eval_data, rename=self.rename, limit=limit) if self.eval_data else []
@@ -76,12 +77,12 @@ class Data:
 
 @dataclass(frozen=True)
 class Examples:
-    """Offline data: how many rows a step takes."""
+    """Batches of offline data."""
 
     batch_size: Count = 64
-    """examples, pairs or labelled responses of a step"""
+    """examples, pairs or labelled responses per step"""
     max_example_tokens: Count = 2048
-    """longer examples, or pairs with a longer response, are dropped, counted and reported"""
+    """drop (and report) examples with more tokens, and pairs in which one response with its prompt has more"""
 
     def __post_init__(self) -> None:
         check(self)
@@ -92,18 +93,18 @@ class Lora:
     """LoRA adapters (needs peft)."""
 
     lora_rank: CountOr0 = 0
-    """rank of LoRA adapters on all linear layers, which then are all that trains; 0: every weight"""
+    """rank of LoRA adapters on all linear layers, which alone are trained; 0: train all weights"""
 
     def __post_init__(self) -> None:
         check(self)
-        check_all((self.lora_rank and not find_spec("peft"), lacks("peft", "lora", "`lora_rank` needs")))
+        refuse_if(self.lora_rank and not find_spec("peft"), lacks("peft", "lora", "`lora_rank` needs"))
 
 
 def begin(args: Any) -> Any:
-    """The flags with `device` and `dtype` filled in for this machine. The run folder is made, and torch seeded.
+    """Make the run folder and seed torch; returns the flags with `device` and `dtype` resolved for this machine.
 
     Errors: ValueError for a device that torch does not have, FileNotFoundError for a model folder that does not exist,
-    and those of `rlkit.run.folder.keep_args`.
+    and the errors of `rlkit.run.folder.keep_args`.
     """
     warn_of_steps(args.schedule, args.data)
     import torch
@@ -119,18 +120,12 @@ def begin(args: Any) -> Any:
     device, dtype = choose_device(args.model.device, args.optim.dtype, cuda=cuda, bf16=bf16)
     args = replace(args, model=replace(args.model, device=device), optim=replace(args.optim, dtype=dtype))
     check_path(args.model.model)
-    keep_args(args.schedule.output, dict(flags_of(args)), script=script_of(args), resume=args.schedule.resume)
+    script = Path(getattr(sys.modules[type(args).__module__], "__file__", None) or "notebook").name
+    keep_args(args.schedule.output, dict(flags_of(args)), script=script, resume=args.schedule.resume)
     torch.manual_seed(args.schedule.seed)
     if args.model.deterministic:
         make_deterministic(args.schedule.seed)
     return args
-
-
-def script_of(args: Any) -> str:
-    """The file that defines the flags."""
-    import sys
-
-    return Path(getattr(sys.modules.get(type(args).__module__), "__file__", None) or "notebook").name
 
 
 def check_device(device: str) -> None:
@@ -138,17 +133,17 @@ def check_device(device: str) -> None:
     import torch
 
     try:
-        there = torch.get_device_module(torch.device(device).type).is_available()
+        found = torch.get_device_module(torch.device(device).type).is_available()
     except (RuntimeError, AttributeError):
-        there = False
-    if not there:
+        found = False
+    if not found:
         raise ValueError(f"`device` {device}: this torch ({torch.__version__}) finds none here; cpu is always there")
 
 
 def warn_of_steps(schedule: Schedule, data: Data) -> None:
-    """Warn of a run without steps, and of held-out data that is not used."""
+    """Warn of a run without steps or evaluation, and of held-out data that is not used."""
     if schedule.steps == 0 and not data.eval_data:
-        log.warning("--steps 0 without --eval-data: nothing is trained or measured, the model is exported as it is")
+        log.warning("--steps 0 without --eval-data: nothing is trained or measured, the model is exported unchanged")
     if data.eval_data and schedule.eval_steps == 0:
         log.warning("--eval-data is not used with --eval-steps 0")
 
@@ -163,12 +158,12 @@ def warn_of_warmup(optim: Optim, schedule: Schedule) -> None:
 
 
 def where(args: Any) -> dict[str, Any]:
-    """Device, ranks and dtype of the flags, for `rlkit.model.launch.load_policy` and its relatives."""
+    """Arguments of `rlkit.model.launch.load_policy`, `load_critic` and `load_judge` from the flags."""
     return {"args": args.model.parallel, "device": args.model.device, "dtype": args.optim.dtype}
 
 
 def load_policies(args: Any, *, has_reference: bool) -> tuple[Any, Any]:
-    """The model, which is printed in one line, and the reference model or None."""
+    """Load the model, print one line about it, and return it with the reference model or None."""
     from rlkit.model.launch import load_policy, reference_of, report_model
 
     load: Callable[..., Any] = partial(load_policy, **where(args))
@@ -180,7 +175,7 @@ def load_policies(args: Any, *, has_reference: bool) -> tuple[Any, Any]:
 
 
 def load_tokenizer(path: str, *others: str | None) -> Any:
-    """The tokenizer of the model; the `others` must have the same tokens (ValueError)."""
+    """The tokenizer of the model at `path`; ValueError if one of the models `others` has another vocabulary."""
     from transformers import AutoTokenizer
 
     from rlkit.data.chat import check_same_tokens
@@ -209,7 +204,7 @@ def offline(args: Any, read: Callable[..., tuple[list[Any], int]], *others: str 
 
 
 def function_of(flag: str, spec: str) -> Any:
-    """The function that a flag names as FILE.py:FUNCTION or MODULE:FUNCTION; ValueError, with the flag, for none."""
+    """The function of a flag FILE.py:FUNCTION or MODULE:FUNCTION; ValueError, with the flag, if there is none."""
     from rlkit.rewards.load import load_function
 
     try:
@@ -219,7 +214,7 @@ def function_of(flag: str, spec: str) -> Any:
 
 
 def named_or_file(flag: str, spec: str, names: tuple[str, ...]) -> Any:
-    """None for one of the `names`, else the function of `FILE.py:FUNCTION`."""
+    """None if `spec` is one of the `names`, else the function of `FILE.py:FUNCTION`."""
     if spec in names:
         return None
     if ":" not in spec:

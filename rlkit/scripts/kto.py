@@ -1,12 +1,12 @@
-"""KTO on your model and your labelled responses: each one by itself is marked as desirable or not.
+"""KTO on your model and single responses, each labelled desirable or undesirable.
 
-    rlkit kto --model PATH_OR_HUB_ID --data labelled.jsonl
-    rlkit kto --model PATH_OR_HUB_ID --data labelled.jsonl --undesirable-weight 2.5
-    torchrun --nproc-per-node 8 -m rlkit.scripts.kto --parallel.tp 2 --model PATH_OR_HUB_ID --data labelled.jsonl
+    rlkit kto --model MODEL --data labelled.jsonl
+    rlkit kto --model MODEL --data labelled.jsonl --undesirable-weight 2.5
+    torchrun --nproc-per-node 8 -m rlkit.scripts.kto ... --parallel.tp 2
 
-Every row holds `prompt` (a string) or `messages`, `completion` or `response` (a string or messages), and `label` (true
-or false); `messages` alone is a conversation that ends with the response. Rows of preference pairs (see
-`rlkit dpo`) are read too, as two responses each.
+Every row has `prompt` (a string) or `messages`, `completion` or `response` (a string or messages),
+and `label` (true or false). `messages` alone is a conversation that ends with the response.
+Rows of preference pairs (see `rlkit dpo`) are read as two responses each.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ class Loss:
     """The loss of a labelled response."""
 
     loss: str = "kto"
-    """kto; apo_zero, whose reference point is 0 and not an estimate of the KL, which saves a forward of mismatched
-    responses; or FILE.py:FUNCTION, `def loss(log_ratio, desirable, *, kl, beta, desirable_weight, undesirable_weight)`
-    """
+    """kto, or apo_zero: reference point 0 instead of a KL estimate, which saves a forward of mismatched responses.
+    Or FILE.py:FUNCTION, `def loss(log_ratio, desirable, *, kl, beta, desirable_weight, undesirable_weight)`"""
     beta: Positive = 0.1
     """strength of the pull to the reference"""
     desirable_weight: NotNegative = 1.0
-    """weight of a desirable response"""
+    """weight of desirable responses"""
     undesirable_weight: NotNegative = 1.0
-    """weight of an undesirable response; for unbalanced data a hint says which"""
+    """weight of undesirable responses; a warning suggests one for unbalanced data"""
 
     def __post_init__(self) -> None:
         check(self)
@@ -51,33 +50,36 @@ class Args:
     optim: Flat[Optim] = Optim(lr=1e-6, lr_schedule="linear", warmup_steps=20)
     loss: Flat[Loss] = Loss()
     reference: str | None = None
-    """reference model; None: the initial weights of `model` (with LoRA, `model` without its adapter: no second one)"""
+    """reference model; None: the initial weights of `model` (with LoRA: `model` without its adapter, no second copy)"""
     lora: Flat[Lora] = Lora()
 
 
 def main(args: Args) -> Path:
-    """The folder of the exported model."""
+    """Train, and return the folder of the exported model."""
     from rlkit.data.examples import labelled_examples
 
-    how = args.loss
-    own = named_or_file("loss", how.loss, ("kto", "apo_zero"))
+    flags = args.loss
+    own = named_or_file("loss", flags.loss, ("kto", "apo_zero"))
     args, tokenizer, examples, held_out = offline(args, labelled_examples, args.reference)
-    hint_at_labels(args, examples)
+    warn_of_labels(args, examples)
     from rlkit import losses
     from rlkit.loops.preference import kto
 
     model, reference = load_policies(args, has_reference=True)
-    weights: dict[str, Any] = {"desirable_weight": how.desirable_weight, "undesirable_weight": how.undesirable_weight}
+    weights: dict[str, Any] = {
+        "desirable_weight": flags.desirable_weight,
+        "undesirable_weight": flags.undesirable_weight,
+    }
     return kto(
         model, tokenizer, examples, args.schedule, args.optim,
-        reference=reference, loss=partial(own or losses.kto_unpaired, beta=how.beta, **weights),
-        reference_point=None if how.loss == "apo_zero" else losses.kto_reference_point,
+        reference=reference, loss=partial(own or losses.kto_unpaired, beta=flags.beta, **weights),
+        reference_point=None if flags.loss == "apo_zero" else losses.kto_reference_point,
         batch_size=args.examples.batch_size, eval_examples=held_out,
     )  # fmt: skip
 
 
-def hint_at_labels(args: Args, examples: list[Any]) -> None:
-    """Warn of data of one label, and of weights outside the paper's range: w_d n_d / (w_u n_u) between 1 and 4/3."""
+def warn_of_labels(args: Args, examples: list[Any]) -> None:
+    """Warn of data with a single label, and of weights outside the paper's range: w_d n_d / (w_u n_u) in [1, 4/3]."""
     good = sum(e.desirable for e in examples)
     bad = len(examples) - good
     if not (good and bad):
@@ -88,15 +90,10 @@ def hint_at_labels(args: Args, examples: list[Any]) -> None:
     desirable, undesirable = args.loss.desirable_weight * good, args.loss.undesirable_weight * bad
     if 0 < good != bad > 0 and not undesirable <= desirable <= 4 / 3 * undesirable:
         log.warning(
-            "%d desirable and %d undesirable responses: weigh them against that, with --undesirable-weight %.3g or "
+            "%d desirable and %d undesirable responses: balance them with --undesirable-weight %.3g or "
             "--desirable-weight %.3g", good, bad, desirable / bad, undesirable / good
         )  # fmt: skip
 
 
-def cli() -> None:
-    """The flags of the command line."""
-    run(main, Args, __doc__)
-
-
 if __name__ == "__main__":
-    cli()
+    run(main, Args, __doc__)

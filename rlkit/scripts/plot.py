@@ -1,4 +1,4 @@
-"""Draw the curves of one run, or of several over each other.
+"""Draw the curves of one run, or of several runs in one picture.
 
 rlkit plot runs/grpo                       metrics.png in the run folder
 rlkit plot runs/a runs/b -o both.pdf
@@ -23,9 +23,9 @@ class Args:
     folders: tyro.conf.Positional[tuple[Path, ...]]
     """run folders, each with a metrics.jsonl"""
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """the picture to write, .png, .pdf or .svg; None: metrics.png in the first folder"""
+    """file to write: .png, .pdf or .svg; None: metrics.png in the first folder"""
     title: str | None = None
-    """headline; None: the names of the runs"""
+    """title of the picture; None: the names of the runs"""
 
 
 def main(args: Args) -> None:
@@ -35,10 +35,5 @@ def main(args: Args) -> None:
     sys.stdout.write(f"{plot_run(*args.folders, out=args.out, title=args.title)}\n")
 
 
-def cli() -> None:
-    """The flags of the command line."""
-    run(main, Args, __doc__)
-
-
 if __name__ == "__main__":
-    cli()
+    run(main, Args, __doc__)

@@ -1,12 +1,13 @@
-"""A reward model from your model and your pairs, by the Bradley-Terry loss.
+"""Train a reward model on pairs with the Bradley-Terry loss.
 
-    rlkit reward_model --model PATH_OR_HUB_ID --data pairs.jsonl
-    torchrun --nproc-per-node 8 -m rlkit.scripts.reward_model --parallel.tp 2 --model PATH_OR_HUB_ID --data pairs.jsonl
+    rlkit reward_model --model MODEL --data pairs.jsonl
+    torchrun --nproc-per-node 8 -m rlkit.scripts.reward_model ... --parallel.tp 2
 
-The export is a sequence classifier with one label; served, it is a reward (`rlkit.rewards.judge.remote_reward_model`).
+Every row has `prompt` (a string) or `messages`, and `chosen` and `rejected` (strings or messages).
+Or `chosen` and `rejected` are whole conversations.
 
-Every row holds `prompt` (a string) or `messages`, and `chosen` and `rejected` (strings or messages); or `chosen` and
-`rejected` are whole conversations.
+The export is a sequence classifier with one label.
+Serve it, and `rlkit.rewards.judge.remote_reward_model` makes a reward of the server.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.common import Data, Examples, Model, named_or_file, offline, where
-from rlkit.settings import NotNegative, Optim, Schedule, check, check_all, is_default
+from rlkit.settings import NotNegative, Optim, Schedule, check, is_default, refuse_if
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class Args:
     def __post_init__(self) -> None:
         check(self)
         own = self.loss != "bradley_terry" and not is_default(self, "center_coef")
-        check_all((own, "`center_coef` is part of bradley_terry: drop it, or `loss`"))
+        refuse_if(own, "`center_coef` is part of bradley_terry: drop it, or `loss`")
 
 
 def main(args: Args) -> Path:
-    """The folder of the exported model."""
+    """Train, and return the folder of the exported model."""
     from rlkit.data.examples import preference_pairs
 
     own = named_or_file("loss", args.loss, ("bradley_terry",))
@@ -58,10 +59,5 @@ def main(args: Args) -> Path:
     )  # fmt: skip
 
 
-def cli() -> None:
-    """The flags of the command line."""
-    run(main, Args, __doc__)
-
-
 if __name__ == "__main__":
-    cli()
+    run(main, Args, __doc__)

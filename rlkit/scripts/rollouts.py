@@ -1,4 +1,4 @@
-"""Flags that the scripts of reinforcement learning share: prompts, environment, reward and engine."""
+"""Flags of the reinforcement learning scripts: prompts, environment, reward, rollout correction and engine."""
 
 from __future__ import annotations
 
@@ -7,58 +7,59 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
 from rlkit._extras import lacks
 from rlkit.scripts.common import begin, function_of, load_policies, load_tokenizer, warn_of_warmup
-from rlkit.settings import Count, Positive, Rollouts, Share, check, check_all, is_default
+from rlkit.settings import Count, Limit, Positive, Rollouts, Share, check, is_default, refuse_if
 
 
 @dataclass(frozen=True)
 class Episodes:
-    """Prompts, environment and reward: what an episode is, and who judges it."""
+    """Prompts, environment and reward."""
 
     reward: str | None = None
     """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion; None: the environment's own reward"""
     env: str | None = None
-    """FILE.py:FUNCTION of an environment, `async def env(prompt, sample)`, or of a function of the tokenizer that
-    returns one; None: one question, one answer"""
+    """FILE.py:FUNCTION of an environment, `async def env(prompt, sample)`, or of a function tokenizer -> environment.
+    None: one question, one answer"""
     tools: tuple[str, ...] = ()
-    """FILE.py:FUNCTION of functions that the model may call; without --env it calls them until a turn calls none"""
+    """FILE.py:FUNCTION of each function that the model may call; the first turn without a call is its answer"""
     tool_calls: Literal["hermes", "json", "pythonic"] = "hermes"
-    """how the model writes a call: <tool_call> with JSON (Qwen), nothing but JSON (Llama 3, Mistral), or [f(x=1)]"""
+    """syntax of a call: <tool_call> with JSON (Qwen), only JSON (Llama 3, Mistral), or [f(x=1)]"""
     max_prompt_tokens: Count = 1024
-    """longer prompts are dropped, counted and reported"""
+    """drop (and report) prompts with more tokens"""
     max_turns: Count | None = None
-    """turns of an episode; None: the environment's own limit"""
+    """maximum turns of an episode; None: the environment's own limit"""
     max_total_tokens: Count | None = None
-    """context length of an episode, prompt and all turns; None: max_prompt_tokens + max_new_tokens"""
+    """maximum context of an episode, prompt and all turns; None: max_prompt_tokens + max_new_tokens"""
     max_sampled_tokens: Count | None = None
-    """sampled tokens of an episode, all turns together; None: no limit"""
+    """maximum sampled tokens of an episode, all turns together; None: no limit"""
     reward_timeout: Positive = 30.0
-    """seconds one call of the reward function may take"""
+    """seconds that one call of the reward function may take"""
     reward_max_failed: Share = 0.0
-    """share of the last 100 samples whose reward may fail; they do not train. 0: the first failure ends the run"""
+    """share of the last 100 samples whose reward may fail; failed samples do not train. 0: the first ends the run"""
     eval_limit: Count = 128
-    """held-out prompts to use at most"""
+    """maximum number of held-out prompts"""
     eval_kl: bool = False
-    """report the KL to the reference model on evaluation prompts (loads it)"""
+    """measure the KL to the reference model (which is loaded for it) on held-out prompts"""
 
     def __post_init__(self) -> None:
         check(self)
         one_turn = self.env is None and not self.tools
-        check_all(
-            (self.reward is None and self.env is None, "give `reward`, `env` or both: something has to judge"),
-            (self.max_turns is not None and one_turn, "`max_turns` is for `env` or `tools`: else there is one turn"),
-            (
-                self.max_sampled_tokens is not None and one_turn,
-                "`max_sampled_tokens` is for many turns: give `env` or `tools`, or use `max_new_tokens`",
-            ),
-            (
-                (self.env is not None or not self.tools) and not is_default(self, "tool_calls"),
-                "`tool_calls` says how calls of `tools` are read where there is no `env`",
-            ),
+        refuse_if(self.reward is None and self.env is None, "give `reward`, `env` or both: something has to judge")
+        refuse_if(
+            self.max_turns is not None and one_turn, "`max_turns` is for `env` or `tools`: else there is one turn"
+        )
+        refuse_if(
+            self.max_sampled_tokens is not None and one_turn,
+            "`max_sampled_tokens` is for many turns: give `env` or `tools`, or use `max_new_tokens`",
+        )
+        refuse_if(
+            (self.env is not None or not self.tools) and not is_default(self, "tool_calls"),
+            "`tool_calls` says how calls of `tools` are read where there is no `env`",
         )
 
     def max_len(self, rollouts: Rollouts) -> int:
@@ -67,72 +68,93 @@ class Episodes:
 
 
 @dataclass(frozen=True)
-class Engine:
-    """What samples."""
+class Correction:
+    """Importance weights of tokens that older weights, or an engine with other numerics, sampled."""
 
-    engine: Literal["local", "sglang"] = "local"
-    """local: of this package, for small models; sglang: SGLang servers"""
-    engine_urls: tuple[str, ...] = ()
-    """SGLang servers that were started on `model`; none: launch one here with 40% of the first GPU's free memory"""
-    max_batch: Count = 64
-    """sequences the local engine decodes at once"""
-    compile: bool = False
-    """compile the local engine's decoding: about ten seconds once, then up to 1.5x the tokens/s"""
-    engine_threads: Count = 1
-    """CPU threads of the local engine with --overlap"""
-    engine_cpus: tuple[int, ...] = ()
-    """CPUs that the local engine with --overlap may run on; none: all"""
+    correction: Literal["tis", "icepop", "none"] = "tis"
+    """weight of tokens sampled by older weights or an engine with other numerics: tis caps it at --tis-max-weight.
+    icepop drops tokens whose weight is outside [0.5, 5]; none gives all tokens weight 1"""
+    tis_max_weight: Limit = 2.0
+    """cap of the weight with --correction tis (inf: no cap)"""
 
     def __post_init__(self) -> None:
         check(self)
-        served = self.engine == "sglang"
-        there = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
-        own = not (is_default(self, "engine_threads") and is_default(self, "engine_cpus"))
-        check_all(
-            (served and not find_spec("aiohttp"), lacks("aiohttp", "http", "`engine` sglang needs")),
-            (self.engine_urls and not served, "`engine_urls` are SGLang servers: add `engine` sglang"),
-            (
-                served and not (is_default(self, "compile") and is_default(self, "max_batch")),
-                "`compile` and `max_batch` are for `engine` local",
-            ),
-            (served and own, "`engine_threads` and `engine_cpus` are for `engine` local"),
-            (self.engine_cpus and not there, "`engine_cpus` needs Linux: drop it"),
-            (
-                not {*self.engine_cpus} <= there,
-                f"`engine_cpus` {self.engine_cpus}: this process may not use all of them",
-            ),
+        capped = self.correction == "tis" or is_default(self, "tis_max_weight")
+        refuse_if(not capped, "`tis_max_weight` is for `correction` tis")
+
+    def function(self) -> Any:
+        """The function from log-ratio to weight."""
+        import torch
+
+        from rlkit.losses import icepop, tis
+
+        tis_capped = partial(tis, max_weight=self.tis_max_weight)
+        return {"tis": tis_capped, "icepop": icepop, "none": torch.ones_like}[self.correction]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engine that samples."""
+
+    engine: Literal["local", "sglang"] = "local"
+    """local: rlkit's own engine, for small models; sglang: SGLang servers"""
+    engine_urls: tuple[str, ...] = ()
+    """URLs of SGLang servers of `model`; none: launch one here with 40% of the first GPU's free memory"""
+    max_batch: Count = 64
+    """sequences that the local engine decodes at once"""
+    compile: bool = False
+    """compile the local engine's decoding: about ten seconds once, then up to 1.5x the tokens/s"""
+    engine_threads: Count = 1
+    """CPU threads of the local engine (with --overlap)"""
+    engine_cpus: tuple[int, ...] = ()
+    """CPUs that the local engine may run on (with --overlap); none: all"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        served, own_threads = self.engine == "sglang", has_own_threads(self)
+        present = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
+        refuse_if(served and not find_spec("aiohttp"), lacks("aiohttp", "http", "`engine` sglang needs"))
+        refuse_if(self.engine_urls and not served, "`engine_urls` are SGLang servers: add `engine` sglang")
+        refuse_if(
+            served and not (is_default(self, "compile") and is_default(self, "max_batch")),
+            "`compile` and `max_batch` are for `engine` local",
+        )
+        refuse_if(served and own_threads, "`engine_threads` and `engine_cpus` are for `engine` local")
+        refuse_if(self.engine_cpus and not present, "`engine_cpus` needs Linux: drop it")
+        refuse_if(
+            not {*self.engine_cpus} <= present,
+            f"`engine_cpus` {self.engine_cpus}: this process may not use all of them",
         )
 
 
+def has_own_threads(engine: Engine) -> bool:
+    """Whether threads or CPUs of the engine's process are set."""
+    return not (is_default(engine, "engine_threads") and is_default(engine, "engine_cpus"))
+
+
 def check_rl(args: Any) -> None:
-    """Combinations of flags of several settings that would have no effect, or fail late (ValueError)."""
+    """Refuse combinations of flags of several settings that have no effect or fail late (ValueError)."""
     penalties, rollouts = args.penalties, args.rollouts
-    own_threads = not (is_default(args.engine, "engine_threads") and is_default(args.engine, "engine_cpus"))
-    check_all(
-        (args.reference and not has_kl(args), "`reference` is for `kl_coef`, `kl_limit` or `eval_kl`: give one"),
-        (
-            penalties.ref_sync_steps and not has_kl(args),
-            "`ref_sync_steps` moves the reference of `kl_coef`: give one above 0",
-        ),
-        (
-            penalties.ref_sync_steps and args.lora.lora_rank,
-            "`ref_sync_steps` copies whole weights: not with `lora_rank`",
-        ),
-        (args.episodes.eval_kl and not args.data.eval_data, "`eval_kl` is measured on `eval_data`: give some"),
-        (rollouts.eval_samples > 1 and not args.data.eval_data, "`eval_samples` is for `eval_data`: give some"),
-        (own_threads and not rollouts.overlap, "`engine_threads` and `engine_cpus` are for `overlap`"),
+    moves = penalties.ref_sync_steps
+    refuse_if(args.reference and not has_kl(args), "`reference` is for `kl_coef`, `kl_limit` or `eval_kl`: give one")
+    refuse_if(moves and not has_kl(args), "`ref_sync_steps` moves the reference of `kl_coef`: give one above 0")
+    refuse_if(moves and args.lora.lora_rank, "`ref_sync_steps` copies whole weights: not with `lora_rank`")
+    refuse_if(args.episodes.eval_kl and not args.data.eval_data, "`eval_kl` is measured on `eval_data`: give some")
+    refuse_if(rollouts.eval_samples > 1 and not args.data.eval_data, "`eval_samples` is for `eval_data`: give some")
+    refuse_if(
+        has_own_threads(args.engine) and not rollouts.overlap, "`engine_threads` and `engine_cpus` are for `overlap`"
     )
     warn_of_warmup(args.optim, args.schedule)
 
 
 def has_kl(args: Any) -> bool:
-    """Whether a reference model is needed."""
+    """Whether the run needs a reference model."""
     penalties = args.penalties
     return bool(penalties.kl_coef) or args.episodes.eval_kl or penalties.kl_limit is not None
 
 
 def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
-    """The flags (see `begin`), the tokenizer and the `Task`; `options` are fields of the task."""
+    """The flags (see `begin`), the tokenizer and the `Task`; `options` are further fields of the task."""
     check_rl(args)
     rows = args.data.rows(limit=args.episodes.eval_limit)  # before torch is loaded
     args = begin(args)
@@ -140,7 +162,7 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
 
     from rlkit.loops.rl import Task
 
-    tokenizer = load_tokenizer(args.model.model, args.reference, getattr(args, "critic_model", None))
+    tokenizer = load_tokenizer(args.model.model, args.reference, getattr(args, "critic", None))
     env, score = environment(args, tokenizer)
     prompts, held_out = (render(args, tokenizer, part) for part in rows)
     check_lengths(args, prompts + held_out, AutoConfig.from_pretrained(args.model.model).get_text_config())
@@ -148,12 +170,12 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
 
 
 def render(args: Any, tokenizer: Any, rows: list[Any]) -> list[Any]:
-    """The prompts of rows, as token ids."""
+    """The prompts of the rows, tokenized."""
     from rlkit.data.prompts import rl_prompts
 
     if not rows:
         return []
-    longest = min(args.episodes.max_prompt_tokens, args.episodes.max_len(args.rollouts) - 1)  # one token of an answer
+    longest = min(args.episodes.max_prompt_tokens, args.episodes.max_len(args.rollouts) - 1)  # room for one token
     return rl_prompts(
         rows, tokenizer=tokenizer, max_prompt_tokens=longest, system_prompt=args.data.system_prompt,
         apply_chat_template=args.data.chat_template, tools=load_tools(args.episodes) or None,
@@ -167,7 +189,7 @@ def load_tools(episodes: Episodes) -> list[Any]:
 
 
 def environment(args: Any, tokenizer: Any) -> tuple[Any, Any]:
-    """The `env` and the `score` of a rollout."""
+    """The `env` and the `score` of `rlkit.rollout.rollout`."""
     from rlkit.rewards.adapters import env_rewards, scorer
     from rlkit.rollout.calling import is_async
     from rlkit.rollout.envs import tools
@@ -178,7 +200,7 @@ def environment(args: Any, tokenizer: Any) -> tuple[Any, Any]:
     env: Any = single_turn
     if how.env is not None:
         env = function_of("env", how.env)
-        env = env if is_async(env) else _made(env, tokenizer, spec=how.env)
+        env = env if is_async(env) else _make_env(env, tokenizer, spec=how.env)
     elif how.tools:
         chat: Any = {"system_prompt": args.data.system_prompt, "template_args": args.data.template() or None}
         parse = getattr(tools, f"{how.tool_calls}_calls")
@@ -196,7 +218,7 @@ def environment(args: Any, tokenizer: Any) -> tuple[Any, Any]:
         raise ValueError(f"`reward` {how.reward}: {error}") from None
 
 
-def _made(function: Any, tokenizer: Any, *, spec: str) -> Any:
+def _make_env(function: Any, tokenizer: Any, *, spec: str) -> Any:
     """The environment that a function of the tokenizer returns."""
     try:
         inspect.signature(function).bind(tokenizer)
@@ -207,7 +229,7 @@ def _made(function: Any, tokenizer: Any, *, spec: str) -> Any:
 
 
 def check_lengths(args: Any, prompts: list[Any], config: Any) -> None:
-    """ValueError where samples may be longer than the model or a micro-batch allows."""
+    """ValueError if a sample may be longer than the model or a micro-batch allows."""
     how, max_tokens = args.episodes, args.optim.max_tokens
     longest, positions = how.max_len(args.rollouts), getattr(config, "max_position_embeddings", None)
     given = "`max_total_tokens`" if how.max_total_tokens else "`max_prompt_tokens` + `max_new_tokens`"
@@ -223,7 +245,7 @@ def check_lengths(args: Any, prompts: list[Any], config: Any) -> None:
 
 
 def load_models(args: Any, tokenizer: Any) -> tuple[Any, Any, Rollouts]:
-    """The model, the reference model (None where there is no KL), and the rollouts with the model's own stop tokens."""
+    """The model, the reference model (None without a KL), and the rollouts with the model's own stop tokens."""
     from rlkit.data.chat import stop_token_ids
 
     model, reference = load_policies(args, has_reference=has_kl(args))
@@ -233,7 +255,7 @@ def load_models(args: Any, tokenizer: Any) -> tuple[Any, Any, Rollouts]:
 
 @asynccontextmanager
 async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
-    """Embedded where it can share the model that trains; else one with its own weights, held by rank 0."""
+    """The engine of the flags: the training model itself where possible, else one with its own weights on rank 0."""
     from rlkit.model.forward import mesh_of
     from rlkit.ranks import rank, world_size
 
@@ -256,7 +278,7 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
 
 @asynccontextmanager
 async def _own_engine(args: Any, max_len: int) -> AsyncIterator[Any]:
-    """A local engine in a process, or SGLang; a server that was launched for it ends with it."""
+    """A local engine in its own process, or SGLang; a server launched here ends with it."""
     how, model = args.engine, args.model
     if how.engine == "local":
         from rlkit.rollout.engines.process import launch as launch_process
@@ -271,7 +293,7 @@ async def _own_engine(args: Any, max_len: int) -> AsyncIterator[Any]:
     from rlkit.rollout.engines.sglang import SGLang, launch
 
     with ExitStack() as stack:
-        shared = () if model.device == "cpu" else ("--mem-fraction-static", "0.4")  # of a GPU that trains as well
+        shared = () if model.device == "cpu" else ("--mem-fraction-static", "0.4")  # the GPU also trains
         if model.deterministic and model.device != "cpu":
             shared = (*shared, "--enable-deterministic-inference")
         urls = how.engine_urls or [stack.enter_context(launch(model.model, device=model.device, args=shared)).url]

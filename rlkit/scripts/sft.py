@@ -1,9 +1,9 @@
 """Supervised fine-tuning on your model and your conversations.
 
-    rlkit sft --model PATH_OR_HUB_ID --data train.jsonl
-    torchrun --nproc-per-node 8 -m rlkit.scripts.sft --parallel.tp 2 --model PATH_OR_HUB_ID --data train.jsonl
+    rlkit sft --model MODEL --data train.jsonl
+    torchrun --nproc-per-node 8 -m rlkit.scripts.sft ... --parallel.tp 2
 
-Every row holds `prompt` and `response` (strings), or `messages`; only assistant turns are trained on.
+Every row has `prompt` and `response` (strings), or `messages`; only assistant turns are trained on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Args:
 
 
 def main(args: Args) -> Path:
-    """The folder of the exported model."""
+    """Train, and return the folder of the exported model."""
     from rlkit.data.examples import sft_examples
 
     args, tokenizer, examples, held_out = offline(args, sft_examples)
@@ -40,10 +40,5 @@ def main(args: Args) -> Path:
     return sft(model, tokenizer, examples, args.schedule, args.optim, batch_size=batch_size, eval_examples=held_out)
 
 
-def cli() -> None:
-    """The flags of the command line."""
-    run(main, Args, __doc__)
-
-
 if __name__ == "__main__":
-    cli()
+    run(main, Args, __doc__)

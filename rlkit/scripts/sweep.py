@@ -1,22 +1,23 @@
 """Search for the best values of a command's flags with Optuna: every trial is a run in its own folder.
 
-    rlkit sweep --trials 20 --metric eval/sampled --log-range lr 1e-6 1e-4 --choice group-size 4,8,16 \\
+    rlkit sweep --trials 20 --log-range lr 1e-6 1e-4 --choice group-size 4,8 \\
         -- rlkit grpo --model M --data D --reward R --eval-data E --eval-steps 20
 
-After `--` comes the command (any that takes `--output` and writes `metrics.jsonl` there, torchrun too) with the flags
-that are the same in all trials. A trial that is worse than the median of earlier ones at the same step ends early. A
-sweep that is called again continues; `optuna-dashboard sqlite:///OUTPUT/study.db` shows it. Needs the extra `sweep`.
+After `--` comes the command with the flags that all trials share: any command, torchrun too, that takes `--output`
+and writes `metrics.jsonl` there. A trial worse than the median of earlier ones at the same step ends early.
+A sweep that is started again continues. `optuna-dashboard sqlite:///OUTPUT/study.db` shows it. Needs the extra `sweep`.
 """
 
 from __future__ import annotations
 
 import math
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import tyro
 
 from rlkit._extras import optional
 from rlkit.run.console import say
@@ -29,36 +30,38 @@ from rlkit.settings import Count, Seed, check
 class Args:
     """Flags."""
 
+    command: tyro.conf.Positional[tuple[str, ...]] = ()
+    """the command to tune, after `--`"""
     output: Path = Path("runs/sweep")
     """folder of the study and of the trials' runs"""
     trials: Count = 20
-    """runs to start in this call"""
+    """runs that this call starts"""
     metric: str = "eval/sampled"
-    """the number to make large: a key of `metrics.jsonl`; its last value counts"""
+    """key of `metrics.jsonl` whose last value is maximized"""
     minimize: bool = False
-    """make it small instead"""
+    """minimize the metric instead"""
     range: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
-    """flags with a number from low to high: `--range clip-high 0.2 0.4 temperature 0.7 1.2`"""
+    """flags and their lowest and highest value: `--range clip-high 0.2 0.4 temperature 0.7 1.2`"""
     log_range: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
-    """the same, on a logarithmic scale: `--log-range lr 1e-6 1e-4`"""
+    """the same on a logarithmic scale: `--log-range lr 1e-6 1e-4`"""
     choice: dict[str, str] = field(default_factory=dict, hash=False)
-    """flags with one of several values: `--choice group-size 4,8,16`"""
+    """flags and the values to choose from: `--choice group-size 4,8,16`"""
     startup_trials: Count = 5
-    """runs that are never ended early, and that are drawn at random"""
+    """first runs, which are drawn at random and never ended early"""
     seed: Seed = 0
     """random seed of the search"""
 
     def __post_init__(self) -> None:
-        check(self)
+        check(self, may_be_empty=("command",))
 
 
-def main(args: Args, command: list[str]) -> Any:
+def main(args: Args) -> Any:
     """The finished study."""
     optuna = optional("optuna", "sweep", "sweeps need")
 
     if not (args.range or args.log_range or args.choice):
         raise ValueError("nothing to search over: give `range`, `log_range` or `choice`")
-    if not command:
+    if not args.command:
         raise ValueError("no command: give it after --, as in: rlkit sweep --log-range lr 1e-6 1e-4 -- rlkit grpo ...")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -81,7 +84,7 @@ def main(args: Args, command: list[str]) -> Any:
         folder = args.output / f"trial_{trial.number:04d}"
         given = [x for name, value in flags.items() for x in (f"--{name}", str(value))]
         try:
-            value, pruned = run_trial([*command, *given, "--output", str(folder)], folder, args.metric, trial)
+            value, pruned = run_trial([*args.command, *given, "--output", str(folder)], folder, args.metric, trial)
         except BaseException:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
             raise
@@ -95,7 +98,7 @@ def main(args: Args, command: list[str]) -> Any:
 
 
 def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tuple[float, bool]:
-    """The metric's last value, and whether the run was ended before its end because others were better."""
+    """The metric's last value, and whether the run was ended early because others were better."""
     seen: dict[int, float] = {}
     with subprocess.Popen(command) as process:
         try:
@@ -120,12 +123,5 @@ def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tupl
     return list(seen.values())[-1], False
 
 
-def cli() -> None:
-    """The flags of the command line; the command follows `--`."""
-    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    command, sys.argv = sys.argv[end + 1 :], sys.argv[:end]
-    run(main, Args, __doc__, command)
-
-
 if __name__ == "__main__":
-    cli()
+    run(main, Args, __doc__)

@@ -1,7 +1,7 @@
 """Send the metrics of a run folder to Weights & Biases, MLflow or TensorBoard.
 
 rlkit track runs/grpo --to wandb --project sorting
-rlkit track runs/grpo --to tensorboard --follow          while the run goes on
+rlkit track runs/grpo --to tensorboard --follow     while the run trains
 """
 
 from __future__ import annotations
@@ -46,10 +46,5 @@ def main(args: Args) -> None:
         sys.stdout.write(f"{count} steps sent to {args.to}\n")
 
 
-def cli() -> None:
-    """The flags of the command line."""
-    run(main, Args, __doc__)
-
-
 if __name__ == "__main__":
-    cli()
+    run(main, Args, __doc__)

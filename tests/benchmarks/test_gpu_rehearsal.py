@@ -40,7 +40,7 @@ def test_the_kernel_benchmark_and_its_tables(tmp_path: Path) -> None:
     assert all(f"| {row['name']} | {row['median_ms']} |" in table for row in rows)
 
 
-def test_a_run_that_breaks_the_device_is_left_out_and_the_rest_goes_on(
+def test_a_run_that_breaks_the_device_is_left_out_and_the_rest_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")

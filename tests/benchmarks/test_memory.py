@@ -16,7 +16,7 @@ SPEC.loader.exec_module(memory)
 
 
 @pytest.mark.parametrize("name", memory.MODELS)
-def test_parameters_are_those_of_transformers(name):
+def test_parameter_counts_equal_transformers(name):
     shape = memory.MODELS[name]
     with torch.device("meta"):
         model = memory.build(shape)
@@ -25,13 +25,13 @@ def test_parameters_are_those_of_transformers(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", memory.SMALL)
-def test_activations_are_those_of_a_forward(name, dtype):
+def test_activation_sizes_equal_a_forward(name, dtype):
     shape = memory.SMALL[name]
     counted = shape.activation_bytes(size=dtype.itemsize) + dtype.itemsize * shape.heads * shape.head_dim
     assert memory.measured_activation_bytes(shape, dtype=dtype) == pytest.approx(counted, rel=0.02)
 
 
-def test_a_plan_says_what_fits_and_why():
+def test_a_plan_states_what_fits_and_why():
     big, small = memory.Layout(8), memory.Layout(64, tp=8)
     row = memory.plan("Qwen2.5-72B", big)
     assert not row["fits"]

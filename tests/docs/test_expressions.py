@@ -155,7 +155,7 @@ def test_every_row_has_a_formula() -> None:
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_value_and_gradient_are_those_of_the_formula(name: str) -> None:
+def test_value_and_gradient_equal_the_formula(name: str) -> None:
     code, formula, leaves = expressions()[name], FORMULAS[name], streams()
     public = {n: getattr(room, n) for room in (advantages, losses) for n in room.__all__}
     took = formula.__code__.co_varnames[: formula.__code__.co_argcount]

@@ -96,7 +96,7 @@ async def test_the_page_has_the_keys_that_runs_log_and_no_others(keys):
     assert page == logged - {"reward/size"} | {"reward/NAME"}
 
 
-def test_what_the_page_says_of_some_runs_only(keys):
+def test_keys_of_some_runs_only(keys):
     groups = {"PPO's critic": {"ppo"}, "Fixed data": {"sft", "dpo", "kto", "reward model"}}
     for title, runs in groups.items():
         section = re.search(rf"^##+ {title}.*?(?=^##)", PAGE.read_text(), re.MULTILINE | re.DOTALL)

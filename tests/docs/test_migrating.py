@@ -43,7 +43,7 @@ def value_of(script: str, flag: str) -> Any:
     name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
     value = dict(flags_of(args))[name]
     if value is None and name in ("clip_low", "clip_high", "aggregate"):
-        mean = module_of(script).policy_loss(args.loss, None, max_length=1).aggregate.__name__
+        mean = module_of(script).policy_loss(args, None).aggregate.__name__
         return mean.removeprefix("per_") if name == "aggregate" else module_of(script).CONSTANTS[args.loss.loss][name]
     return value
 
@@ -65,7 +65,7 @@ def table_rows() -> list[tuple[str, list[str], list[str]]]:
     return rows
 
 
-def test_the_flags_and_defaults_of_the_tables_are_those_of_the_scripts() -> None:
+def test_the_flags_and_defaults_of_the_tables_match_the_scripts() -> None:
     rows = table_rows()
     assert len(rows) > 70
     for script, flags, defaults in rows:
@@ -78,7 +78,7 @@ def test_the_flags_and_defaults_of_the_tables_are_those_of_the_scripts() -> None
                 assert type(value)(stated) == value, (flag, stated, value)
 
 
-def test_every_other_flag_that_the_page_names_is_theirs_or_exists() -> None:
+def test_every_other_flag_of_the_page_is_another_systems_or_exists() -> None:
     """Their options are those of the first column, of the PPO table, and the few that the text sets beside ours."""
     text = re.sub(r"```.*?```|`rlkit track [^`]*`", "", PAGE, flags=re.DOTALL)
     flag = r"--[a-z][\w.-]*\w"
@@ -220,7 +220,9 @@ VERL_ROW = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "4"}
         ("rl2", {"extra_info": {"answer": "4"}}, (1.5, 0.75)),
     ],
 )  # fmt: skip
-def test_functions_of_others_judge_as_they_did(name: str, row: dict[str, Any], right: Any, task: Path) -> None:
+def test_wrapped_reward_functions_of_other_systems_return_the_same(
+    name: str, row: dict[str, Any], right: Any, task: Path
+) -> None:
     names: dict[str, Any] = {}
     exec((task / "my_rewards.py").read_text(), names)
     samples = [Sample(text, row, 0, {"completion_ids": [1, 2, 3]}) for text in ("4", "55")]
@@ -229,7 +231,7 @@ def test_functions_of_others_judge_as_they_did(name: str, row: dict[str, Any], r
     assert other.reward == pytest.approx(0.3 if name == "trl" else 0)
 
 
-def test_the_number_of_rollouts_is_that_of_the_page() -> None:
+def test_the_number_of_rollouts_matches_the_page() -> None:
     """15 epochs of GSM8K's 7473 rows in batches of 1024, one in batches of 128: the last, smaller batch is dropped."""
     assert int(re.findall(r"--minibatches 4 --steps (105)", PAGE)[0]) == 7473 // 1024 * 15
     assert int(re.findall(r"--minibatches 4 --steps (58)", PAGE)[0]) == 7473 // 128

@@ -125,7 +125,7 @@ DUAL = lambda x, b: losses.dual_clip(x, b.advantages, clip_low=0.2, clip_high=0.
         pytest.param(group_centered, {}, {}, id="RL2, OpenRLHF dr_grpo"),
     ],
 )
-def test_the_update_has_the_loss_that_the_page_says(
+def test_the_update_has_the_loss_that_the_page_states(
     baseline: Any, options: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     """Three updates per rollout, so that ratios leave 1 and the clip takes part; the same parameters in fp64."""
@@ -159,7 +159,7 @@ def three_updates(start: Tensor, ref: Tensor, *, lr: float, **theirs: Any) -> Te
     return theta
 
 
-def test_the_share_that_the_std_of_trl_differs_by_is_that_of_the_page() -> None:
+def test_the_difference_from_trls_std_matches_the_page() -> None:
     (low, high) = (float(x) / 100 for x in re.findall(r"1e-6 here: ([\d.]+)% to ([\d.]+)%", PAGE)[0])
     for right in range(1, 8):
         rewards = torch.tensor([1.0] * right + [0.0] * (8 - right), dtype=torch.float64)

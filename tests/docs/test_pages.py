@@ -43,7 +43,7 @@ def exists(dotted: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
-def test_what_a_page_names_is_there(page: Path) -> None:
+def test_every_name_of_a_page_exists(page: Path) -> None:
     text = page.read_text().replace(SITE, f"{os.path.relpath(ROOT, page.parent)}/").replace(RAW, "")
     dotted = set(re.findall(r"\brlkit(?:\.\w+)+", text))
     paths = {m.rstrip(".") for m in re.findall(rf"\b(?:{FOLDERS})/[\w/.*-]+", text)}
@@ -104,7 +104,7 @@ def test_the_commands_of_the_pages_have_flags_that_exist() -> None:
     assert not any(wrong.values()), wrong
 
 
-def test_the_advantages_are_those_of_the_page() -> None:
+def test_the_advantages_match_the_page() -> None:
     """Each expression with a comment of numbers: `f(x)   # [1.0, 0.5]: why` is compared to the digits shown."""
     names: dict[str, Any] = {}
     compared = 0

@@ -50,7 +50,7 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("text", SENTENCES)
-def test_a_name_after_a_project_is_the_projects(peers: Any, text: str) -> None:
+def test_a_name_after_a_project_belongs_to_it(peers: Any, text: str) -> None:
     found = {
         (use.name, project) for use in peers.uses_in_sentence(text, (), (), "") if use.sure for project in use.projects
     }
@@ -83,7 +83,7 @@ def test_a_page_is_read_by_its_columns_sections_and_commands(
     }
 
 
-def test_a_name_that_is_not_in_the_sources_is_found(
+def test_a_name_missing_from_the_sources_is_found(
     peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for folder, code in {

@@ -78,7 +78,7 @@ def test_a_short_demo_is_resumed_and_reports_what_it_measured(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_grpo_teaches_what_the_teacher_did_not(tmp_path, seed):
+def test_grpo_improves_on_the_teacher(tmp_path, seed):
     lines = run_demo(tmp_path / "demo", "--seed", str(seed))
     assert accuracy(greedy(tmp_path / "demo", 0)) <= 0.3
     assert accuracy(greedy(tmp_path / "demo", 200)) >= 0.9

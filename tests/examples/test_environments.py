@@ -18,7 +18,7 @@ from rlkit.loops.rl import Task
 from rlkit.model.forward import prepare
 from rlkit.rewards.adapters import scorer
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.envs.gym import Chat, Turn, own_rewards
+from rlkit.rollout.envs.chat import Chat, Turn
 from rlkit.rollout.limits import limited
 from rlkit.rollout.rollout import rollout, sample_group
 from rlkit.settings import Optim, Rollouts, Schedule
@@ -55,7 +55,7 @@ def follow(messages):
 async def play(task, row, *samplers):
     tools = task.tools or None
     (prompt,), _ = rl_prompts([row], tokenizer=TOKENIZER, max_prompt_tokens=2000, tools=tools)
-    score = scorer(task.reward, tokenizer=TOKENIZER, timeout_s=60.0) if task.reward else own_rewards
+    score = scorer(task.reward, tokenizer=TOKENIZER, timeout_s=60.0) if task.reward else None
     return await sample_group(prompt, samplers, env=task.env, score=score)
 
 
@@ -167,7 +167,7 @@ async def test_a_game_of_two_turns_is_learnt(tmp_path):
         model,
         TOKENIZER,
         LocalEngine(model, eos_token_ids=range(0, 263, 4)),
-        Task(prompts, own_rewards, env=env),
+        Task(prompts, None, env=env),
         Rollouts(max_new_tokens=6),
         Schedule(tmp_path / "run", steps=15),
         Optim(lr=3e-3),
@@ -196,7 +196,7 @@ async def test_the_loop_takes_episodes_in_pieces(tmp_path):
         model,
         tokenizer,
         LocalEngine(model, eos_token_ids=range(0, 263, 2)),
-        Task(prompts, own_rewards, env=env),
+        Task(prompts, None, env=env),
         Rollouts(prompts_per_step=4, group_size=4, minibatches=2, max_new_tokens=40),
         Schedule(tmp_path / "run", steps=2),
         Optim(lr=1e-3, max_tokens=200),

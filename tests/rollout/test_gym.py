@@ -12,10 +12,12 @@ from rlkit.data.tiny import tiny_model
 from rlkit.model.forward import forward, prepare
 from rlkit.packing import pack
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.envs.gym import Chat, Step, Turns, gym_env, own_rewards
+from rlkit.rollout.envs.chat import Chat
+from rlkit.rollout.envs.gym import Step, gym_env
+from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.limits import limited
 from rlkit.rollout.rollout import rollout
-from rlkit.types import SamplingParams, Trajectory
+from rlkit.types import SamplingParams
 
 
 class HigherLower:
@@ -159,11 +161,6 @@ async def test_a_wrong_step_result_is_an_error_that_names_the_environment(said):
     message = r"Gymnasium.step must return Step\(observation, reward, done, truncated\), got .*seen"
     with pytest.raises(TypeError, match=message):
         await env(prompt_of(tokenizer), Script(tokenizer, "a"))
-
-
-async def test_own_rewards_keeps_the_reward():
-    t = Trajectory([1], [2], [True], [0.0], [0], reward=3.0)
-    assert await own_rewards(None, [t]) == [t]
 
 
 def babble(tokenizer):

@@ -170,7 +170,7 @@ def test_a_max_len_that_the_model_cannot_serve_is_refused(model, max_len):
         LocalEngine(model, max_len=max_len)
 
 
-def test_a_request_samples_the_same_tokens_alone_and_in_a_crowd(model):
+def test_a_request_samples_the_same_tokens_alone_and_among_others(model):
     prompts = [[1 + i % 7] * (1 + i % 11) for i in range(40)]
     params = {"max_new_tokens": 20, "temperature": 1.3, "top_p": 0.95}
     crowd = many(LocalEngine(model, max_batch=16), prompts, **params)

@@ -159,7 +159,7 @@ def test_bf16_is_as_close_to_fp32_as_the_models_own_bf16(name):
     assert torch.cat(ours).square().mean().sqrt() < 1.25 * torch.cat(theirs).square().mean().sqrt()
 
 
-def test_a_model_that_only_looks_supported_fails_the_probe_and_is_decoded_by_its_own_forward(caplog):
+def test_a_model_that_fails_the_probe_is_decoded_by_its_own_forward(caplog):
     class Scaled(hf.Qwen3ForCausalLM):
         def forward(self, *args, **kwargs):
             out = super().forward(*args, **kwargs)

@@ -49,7 +49,7 @@ def test_pauses_change_nothing(ticks, stop, limit):
 
 @settings(max_examples=30, deadline=None)
 @given(ticks=st.lists(st.integers(1, 5), min_size=1, max_size=5))
-def test_versions_are_those_of_the_weights_that_sampled(ticks):
+def test_versions_are_of_the_weights_that_sampled(ticks):
     async def go():
         engine = Ticking(length=lambda prompt, seed: 20)
         pausable = Pausable(engine.generate, engine.abort)
@@ -152,7 +152,7 @@ def test_completions_from_before_a_crash_are_replayed(tmp_path_factory, ticks, s
     assert again.calls == [], "now everything is in the journal"
 
 
-def test_a_journal_answers_only_the_same_question(tmp_path):
+def test_a_journal_replays_only_the_same_request(tmp_path):
     def ask(prompt, seed):
         engine = Ticking(length=lambda prompt, seed: 9)
         out = asyncio.run(Journal(tmp_path, engine.generate).generate(prompt, params=params(seed)))

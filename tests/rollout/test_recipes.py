@@ -21,11 +21,14 @@ from rlkit.data.prompts import Prompt, prompt_messages, rl_prompts
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rewards.adapters import scorer, with_messages
 from rlkit.rollout.calling import call
+from rlkit.rollout.envs.chat import Chat
 from rlkit.rollout.envs.endpoint import agent_env
-from rlkit.rollout.envs.gym import Chat, Step, Text, Turns, gym_env, own_rewards
+from rlkit.rollout.envs.gym import Step, gym_env
 from rlkit.rollout.envs.tools import tool_env
+from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.limits import limited
 from rlkit.rollout.rollout import sample_group
+from rlkit.rollout.text import Text
 from rlkit.types import SamplingParams
 
 DOC = Path(__file__).parents[2] / "docs" / "environments.md"
@@ -368,7 +371,7 @@ async def test_verifiers(monkeypatch):
     env = recipe.from_verifiers(vf_env, tokenizer)
     (prompt,), _ = rl_prompts([dict(row) for row in vf_env.get_dataset()], tokenizer=tokenizer, max_prompt_tokens=99)
     scripts = [Script(tokenizer, "7", "42"), Script(tokenizer, "1", "2", "3")]
-    group = await sample_group(prompt, scripts, env=env, score=own_rewards)
+    group = await sample_group(prompt, scripts, env=env, score=None)
     for t, script in zip(group, scripts, strict=True):
         check_exact([t], script.calls)
     assert [t.reward for t in group] == [1.5, 0.0]
@@ -444,7 +447,7 @@ async def test_verifiers_since_v1(monkeypatch):
     tokenizer = tokenizer_with("chatml")
     env = run("def from_tasks", vf=vf).from_tasks(tasks, tokenizer, **config)
     scripts = [Script(tokenizer, "7", "42"), Script(tokenizer, "42", "7")]
-    group = await sample_group(prompt_of(tokenizer, "q"), scripts, env=env, score=own_rewards)
+    group = await sample_group(prompt_of(tokenizer, "q"), scripts, env=env, score=None)
     for t, script in zip(group, scripts, strict=True):
         check_exact([t], script.calls)
     assert [t.reward for t in group] == [1.0, 0.0]

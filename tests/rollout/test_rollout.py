@@ -14,7 +14,7 @@ from ticking import Ticking, prompt_at, small_model
 from rlkit.data.prompts import Prompt
 from rlkit.packing import pack
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.envs.gym import Chat
+from rlkit.rollout.envs.chat import Chat
 from rlkit.rollout.limits import limited, mask_off_policy, mask_truncated, success, success_between
 from rlkit.rollout.rollout import last_pieces, rollout, sample_group, single_turn
 from rlkit.types import Completion, SamplingParams, Trajectory

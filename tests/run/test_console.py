@@ -26,7 +26,7 @@ FULL = {
 }  # fmt: skip
 
 
-def test_the_line_says_each_number_under_its_title():
+def test_each_number_is_printed_under_its_title():
     titles, values = header().split("  eval: ")[0].split(), step_line(12, FULL).split()
     assert dict(zip(titles, values, strict=False)) == {
         "step": "12", "loss": "0.2500", "acc": "0.500", "reward": "0.812", "entropy": "1.500", "kl": "0.00120",

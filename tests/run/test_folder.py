@@ -42,7 +42,7 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_line_is_on_the_file_when_log_returns(tmp_path):
+def test_a_line_is_in_the_file_when_log_returns(tmp_path):
     with open_run(tmp_path / "run", steps=2) as run:
         run.log(1, {"reward/mean": torch.tensor(0.1), "count": 3, "time/step": 0.25})
         before = time.time()
@@ -64,7 +64,7 @@ def test_floats_come_back_bit_for_bit(tmp_path_factory, values):
         assert math.copysign(1, row[str(i)]) == math.copysign(1, x) or math.isnan(x)
 
 
-def test_a_metric_that_is_no_number_is_named(tmp_path):
+def test_a_metric_that_is_not_a_number_is_an_error_with_its_key(tmp_path):
     wrong = pytest.raises(TypeError, match="metric 'reward/mean' must be a number, got str: 'high'")
     with open_run(tmp_path / "run", steps=1) as run, wrong:
         run.log(1, {"reward/mean": "high"})
@@ -227,7 +227,7 @@ def test_sync_reaches_every_open_file(tmp_path, monkeypatch):
     assert synced == [(tmp_path / "run" / name).stat().st_ino for name in files]
 
 
-def test_trajectories_tell_a_person_what_happened(tmp_path):
+def test_trajectory_rows_have_texts_rewards_and_finish_reasons(tmp_path):
     tokenizer = tiny_tokenizer()
     chat = [{"role": "user", "content": "häh?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)

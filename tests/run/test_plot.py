@@ -110,7 +110,7 @@ def test_sft_shows_its_loss_only(tmp_path, figures):
     assert panels(figures[0]) == {"Loss": ["training"]}
 
 
-def test_nothing_to_draw_and_no_run_are_said(tmp_path, capsys):
+def test_nothing_to_draw_and_no_run_are_errors(tmp_path, capsys):
     empty = write_run(tmp_path / "empty", [])
     with pytest.raises(ValueError, match=r"no metric to draw in .*empty"):
         plot_run(empty)
@@ -173,7 +173,7 @@ def test_a_run_draws_in_its_own_process_and_leaves_pyplot_alone(tmp_path, monkey
         ("raise AttributeError", "AttributeError: AttributeError()"),
     ],
 )
-def test_a_plot_that_fails_is_one_line_and_the_run_goes_on(tmp_path, code, said):
+def test_a_failed_plot_is_reported_in_one_line_and_the_run_continues(tmp_path, code, said):
     (tmp_path / "matplotlib.py").write_text(code)
     lines = plot_in_a_run(tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     assert lines[2:4] == [f"no plot: {said}", "None"]
@@ -187,7 +187,7 @@ def test_without_matplotlib_the_function_names_the_extra(tmp_path, monkeypatch):
         plot_run(write_run(tmp_path / "run", grpo_rows()))
 
 
-def test_the_suffix_says_what_kind_of_picture(tmp_path, capsys):
+def test_the_suffix_selects_the_picture_format(tmp_path, capsys):
     run = write_run(tmp_path / "run", grpo_rows())
     for name, start in (("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a.png", b"\x89PNG"), ("a", b"\x89PNG")):
         assert plot_run(run, out=tmp_path / name).read_bytes().startswith(start)

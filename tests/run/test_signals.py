@@ -96,7 +96,7 @@ def test_interrupt_inside_asyncio_finishes_the_step(tmp_path):
     assert child.returncode != 0
 
 
-def test_the_printed_command_is_what_was_typed_and_the_flag(tmp_path):
+def test_the_resume_command_is_the_typed_command_and_the_flag(tmp_path):
     script = tmp_path / "train me.py"
     script.write_text(
         "import sys, json; from rlkit.run.signals import resume_command\n"
@@ -134,7 +134,7 @@ asyncio.run(main())
 """
 
 
-def test_the_second_ctrl_c_waits_for_a_threads_work_and_says_so():
+def test_the_second_ctrl_c_waits_for_a_threads_work_and_reports_it():
     child = python(THREAD, 3)
     assert child.stdout.readline() == "begun\n"
     for words in ("then saving (Ctrl-C again: without saving)", "aborting, nothing more is saved (Ctrl-C again"):

@@ -68,7 +68,7 @@ def test_errors_come_out_and_handlers_go_back():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_an_engine_that_is_still_to_be_launched_lives_in_the_call():
+def test_a_coroutine_argument_is_launched_and_closed_by_the_call():
     seen = []
 
     @asynccontextmanager

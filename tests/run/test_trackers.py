@@ -35,7 +35,7 @@ def wandb(monkeypatch):
     return fake
 
 
-def test_every_step_is_sent_once_and_a_second_call_goes_on(tmp_path, wandb):
+def test_every_step_is_sent_once_and_a_second_call_continues(tmp_path, wandb):
     (tmp_path / "args.json").write_text('{"lr": 0.1}')
     write(tmp_path, {"step": 0, "eval/greedy": 0.5}, {"step": 1, "loss": 2.0, "kl": float("nan")})
     assert track(tmp_path, to="wandb", project="p") == 2
@@ -47,7 +47,7 @@ def test_every_step_is_sent_once_and_a_second_call_goes_on(tmp_path, wandb):
     assert wandb.calls == [("init", {**opened, "id": "new"}), (2, {"loss": 1.0}), ("finish", {})]
 
 
-def test_following_sees_what_is_written_meanwhile_and_survives_lost_steps(tmp_path, wandb):
+def test_following_sends_new_lines_and_survives_lost_steps(tmp_path, wandb):
     write(tmp_path, *({"step": s, "loss": float(s)} for s in range(1, 4)))
     later = iter([range(1, 3), range(1, 6)])  # killed after step 3, resumed from step 2
 

@@ -113,7 +113,7 @@ def test_a_chat_model_trains(task, tmp_path, script, capsys):
 SHAPES = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)]  # q k v o gate up down
 
 
-def test_a_base_model_without_the_flag_is_told_of_it(task, tmp_path, capsys):
+def test_a_base_model_without_the_flag_is_an_error_that_names_it(task, tmp_path, capsys):
     for script in ("sft", "dpo", "kto", "grpo"):
         said = refused(capsys, script, flags_of(task, script, tmp_path, model="base"))
         assert "line 1: " in said
@@ -162,10 +162,16 @@ def test_data_that_cannot_train_ends_in_one_line(task, tmp_path, capsys, case, w
     assert re.search(message, said), said
 
 
-def test_flags_and_files_that_are_wrong_end_in_one_line(task, tmp_path, capsys):
+def test_wrong_flags_and_files_end_in_one_line(task, tmp_path, capsys):
     cut = tmp_path / "cut"
     shutil.copytree(task / "chat", cut)
     os.truncate(cut / "model.safetensors", 3000)
+    swapped = tmp_path / "swapped"  # two tokens have exchanged their ids
+    shutil.copytree(task / "chat", swapped)
+    tokens = json.loads((swapped / "tokenizer.json").read_text())
+    vocab = tokens["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (swapped / "tokenizer.json").write_text(json.dumps(tokens))
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         nowhere = f"http://127.0.0.1:{unused.getsockname()[1]}"  # bound, and nobody listens
@@ -184,6 +190,7 @@ def test_flags_and_files_that_are_wrong_end_in_one_line(task, tmp_path, capsys):
         ("grpo", ["--reward", f"{task / 'no.py'}:score"], "no file"),
         ("grpo", ["--reward", "no_such_module:score"], "no module 'no_such_module'"),
         ("ppo", ["--critic", str(tmp_path / "nothing")], "no folder; give a folder saved by save_pretrained"),
+        ("ppo", ["--critic", str(swapped)], "has other tokens"),
     ]:
         assert message in refused(capsys, script, flags_of(task, script, tmp_path / "run", *flags))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -208,12 +215,12 @@ def test_a_run_folder_in_use_ends_in_one_line_and_a_failing_step_in_a_traceback(
     assert "already holds a run: resume it (--resume)" in refused(capsys, "grpo", flags)
 
 
-def test_the_traceback_is_there_on_request(task, tmp_path):
+def test_debug_shows_the_traceback(task, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no\.jsonl"):
         call("sft", flags_of(task, "sft", tmp_path, "--debug", "--data", str(tmp_path / "no.jsonl")))
 
 
-def test_runs_that_learn_little_are_warned_of(task, tmp_path, capsys, caplog):
+def test_flags_that_make_a_run_learn_little_are_warned_of(task, tmp_path, capsys, caplog):
     one = write(tmp_path / "one.jsonl", [{**row, "label": True} for row in ROWS["labelled"]])
     call("kto", flags_of(task, "kto", tmp_path / "kto", "--data", str(one), "--warmup-steps", "3", "--device", "cpu"))
     assert [r.getMessage() for r in caplog.records if r.name == "rlkit.scripts"] == [

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.scripts.cli import flag_names
+from rlkit.scripts.cli import flags_of
 
 TRAINING = ["sft", "dpo", "kto", "reward_model", "grpo", "ppo"]
 REWARD = """
@@ -24,16 +23,8 @@ def score(completion, row):
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    tokenizer = tiny_tokenizer()
-    model = tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    rows = [{"prompt": str(100 + i), "response": "7"} for i in range(20)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text(REWARD)
-    return folder
+def task(make_task):
+    return make_task(data=[{"prompt": str(100 + i), "response": "7"} for i in range(20)], reward=REWARD)
 
 
 def train(task, script, output, *flags):
@@ -56,11 +47,11 @@ def train(task, script, output, *flags):
 @pytest.mark.parametrize("script", TRAINING)
 def test_every_training_script_has_the_flag(script):
     module = importlib.import_module(f"rlkit.scripts.{script}")
-    assert "deterministic" in [*flag_names(module.Args)]
+    assert "deterministic" in dict(flags_of(module.Args))
 
 
 @pytest.mark.timeout(1200)
-def test_a_deterministic_run_says_so_to_torch_and_repeats_its_bits_after_a_resume(task, tmp_path):
+def test_a_deterministic_run_sets_torch_and_is_bit_equal_after_a_resume(task, tmp_path):
     whole = train(task, "grpo", tmp_path / "whole", "--steps", "3", "--deterministic")
     assert [(row["reward/on"], row["reward/cublas"]) for row in whole] == [(1.0, 1.0)] * 3
     train(task, "grpo", tmp_path / "cut", "--steps", "2", "--deterministic")

@@ -11,26 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
-
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    """A tiny model folder, prompts, and a reward that any model gets right now and then."""
-    folder = tmp_path_factory.mktemp("task")
-    tokenizer = tiny_tokenizer()
-    model = tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+def task(make_task):
     rng = random.Random(0)
     rows = [{"prompt": str(rng.randrange(1000)), "answer": "7"} for _ in range(40)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (folder / "reward.py").write_text(
-        "def score(completion, row):\n    return sum(map(str.isascii, completion)) / 8 + 0.01 * len(row['prompt'])\n"
-    )
-    return folder
+    reward = "return sum(map(str.isascii, completion)) / 8 + 0.01 * len(row['prompt'])"
+    return make_task(train=rows, reward=f"def score(completion, row):\n    {reward}\n")
 
 
 def command(task, output, *more, reward="reward.py:score", data="train.jsonl"):
@@ -81,7 +70,7 @@ def whole(task, tmp_path_factory):
     return output, result
 
 
-def test_a_run_leaves_what_it_promises(whole, task):
+def test_a_run_writes_metrics_samples_plot_and_model(whole, task):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     output, result = whole
@@ -113,7 +102,7 @@ def test_kill_and_resume_gives_the_same_lines_bit_for_bit(task, whole, tmp_path,
     assert lines(output) == lines(whole[0])
 
 
-def test_ctrl_c_saves_and_says_how_to_resume(task, whole, tmp_path):
+def test_ctrl_c_saves_and_prints_the_resume_command(task, whole, tmp_path):
     output = tmp_path / "run"
     with subprocess.Popen(
         command(task, output, "--steps", "9"), env=environment(), stdout=subprocess.PIPE, text=True
@@ -160,7 +149,7 @@ def test_a_bad_reward_function_ends_the_run_with_its_cause(task, tmp_path, kind)
     assert "row" in "\n".join(last)
 
 
-def test_equal_rewards_are_said_and_training_goes_on(task, tmp_path):
+def test_equal_rewards_are_reported_and_training_continues(task, tmp_path):
     (task / "equal.py").write_text("def score(completion, row):\n    return 0.5\n")
     result = run(
         task, tmp_path / "run", "--kl-coef", "0", "--ref-sync-steps", "0", "--eval-steps", "0", reward="equal.py:score"

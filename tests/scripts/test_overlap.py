@@ -12,25 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
-
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    tokenizer = tiny_tokenizer()
-    model = tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+def task(make_task):
     rng = random.Random(0)
     rows = [{"prompt": f"{i:02}{rng.randrange(100):02}", "answer": "7"} for i in range(90)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (folder / "reward.py").write_text(
-        "def score(completion, row):\n    return sum(map(str.isascii, completion)) / 8 + 0.01 * len(row['prompt'])\n"
-    )
-    return folder
+    reward = "return sum(map(str.isascii, completion)) / 8 + 0.01 * len(row['prompt'])"
+    return make_task(train=rows, reward=f"def score(completion, row):\n    {reward}\n")
 
 
 def start(task, output, *more):

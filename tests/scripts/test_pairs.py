@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.run.folder import read_metrics
 from rlkit.scripts import dpo
 from rlkit.segments import seq_sum
 
@@ -21,21 +20,13 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pairs")
-    tokenizer = tiny_tokenizer()
-    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48}
-    tiny_model(tokenizer, **sizes).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    rows = [{"prompt": f"{i}+1", "chosen": f"{i + 1}", "rejected": "x" * (1 + i % 6)} for i in range(40)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    labels = [i % 4 > 0 for i in range(40)]
-    rows = [
-        {"prompt": row["prompt"], "completion": row["chosen" if good else "rejected"], "label": good}
-        for row, good in zip(rows, labels, strict=True)
+def task(make_task):
+    pairs = [{"prompt": f"{i}+1", "chosen": f"{i + 1}", "rejected": "x" * (1 + i % 6)} for i in range(40)]
+    labelled = [
+        {"prompt": pair["prompt"], "completion": pair["chosen" if i % 4 else "rejected"], "label": i % 4 > 0}
+        for i, pair in enumerate(pairs)
     ]
-    (folder / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+    return make_task(pairs=pairs, labelled=labelled)
 
 
 def run(task, script, output, *flags, prefix=()):
@@ -47,8 +38,7 @@ def run(task, script, output, *flags, prefix=()):
 
 
 def numbers(output):
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in read_metrics(output)]
 
 
 def without_ties(lines):
@@ -67,7 +57,7 @@ def without_ties(lines):
         ("reward_model", ["--dtype", "bf16"]),
     ],
 )
-def test_a_run_leaves_a_model_and_its_numbers(task, tmp_path, script, flags):
+def test_a_run_writes_a_model_and_its_metrics(task, tmp_path, script, flags):
     done = run(task, script, tmp_path / "run", *flags)
     assert done.returncode == 0, done.stderr
     lines = numbers(tmp_path / "run")
@@ -75,7 +65,7 @@ def test_a_run_leaves_a_model_and_its_numbers(task, tmp_path, script, flags):
     assert lines[4]["eval/loss"] < lines[2]["eval/loss"] < lines[0]["eval/loss"]
     assert (tmp_path / "run/model/model.safetensors").exists()
     assert "accuracy" in done.stdout
-    hint = "30 desirable and 10 undesirable responses: weigh them against that, with --undesirable-weight 3 or"
+    hint = "30 desirable and 10 undesirable responses: balance them with --undesirable-weight 3 or"
     assert (hint in done.stderr) == (script == "kto" and not flags)
 
 
@@ -91,14 +81,17 @@ def test_names_of_papers_are_losses(loss, formula, free):
     flags = dpo.Loss(loss=loss, beta=0.5)
     function, reduce = dpo.loss_of(flags, None)
     torch.testing.assert_close(function(c, r), formula(c, r))
-    assert (reduce, flags.free) == (seq_sum, free)
+    assert (reduce, loss in dpo.NO_REFERENCE) == (seq_sum, free)
 
 
-def test_flags_that_do_not_go_together_are_refused(task, tmp_path):
+def test_conflicting_flags_are_refused(task, tmp_path):
     for flags, message in [
         (["--loss", "ipo", "--label-smoothing", "0.1"], "--label-smoothing is not part of ipo"),
         (["--loss", "orpo", "--reference", str(task / "model")], "drop --reference"),
-        (["--loss", "cpo", "--precompute-reference"], "cpo has no reference: drop --precompute-reference"),
+        (
+            ["--loss", "cpo", "--precompute-reference"],
+            "cpo compares log-probs without a reference: drop --precompute-reference",
+        ),
         (["--loss", "hinge", "--gamma", "2"], "--gamma is the margin of simpo, and not part of hinge: drop it"),
         (["--reference", str(task / "nothing")], "no folder; give a folder saved by save_pretrained"),
     ]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.run.folder import read_metrics
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -22,15 +21,8 @@ def score(completion, row):
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    tokenizer = tiny_tokenizer()
-    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48}
-    tiny_model(tokenizer, **sizes).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(64)))
-    (folder / "reward.py").write_text(REWARD)
-    return folder
+def task(make_task):
+    return make_task(data=[{"prompt": f"{i}+{i}="} for i in range(64)], reward=REWARD)
 
 
 def run(task, output, *flags, ranks=1):
@@ -42,11 +34,10 @@ def run(task, output, *flags, ranks=1):
     command += ["--device", "cpu", *flags]
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in read_metrics(output)]
 
 
-def test_it_leaves_a_policy_and_a_critic_and_logs_the_same_on_two_ranks(task, tmp_path):
+def test_it_exports_policy_and_critic_and_two_ranks_log_the_same(task, tmp_path):
     alone = run(task, tmp_path / "alone")
     assert [line["step"] for line in alone] == [1, 2, 3]
     assert "entropy" not in alone[0], "the critic learns alone"

@@ -91,7 +91,7 @@ PAPERS = {  # with the constants of docs/recipes.md
 
 
 @pytest.mark.parametrize("loss", PAPERS)
-def test_a_loss_of_the_command_line_is_that_of_its_paper(loss):
+def test_a_loss_of_the_command_line_equals_that_of_its_paper(loss):
     rows = [Trajectory([5], [6] * n, [True] * n, [-1.0] * n, [0] * n) for n in (1, 4, 2, 6)]
     noise = torch.randn(2, 13, generator=torch.Generator().manual_seed(0))
     advantages = torch.tensor([1.0, -0.5, 2.0, -1.0]).repeat_interleave(torch.tensor([1, 4, 2, 6]))
@@ -99,7 +99,7 @@ def test_a_loss_of_the_command_line_is_that_of_its_paper(loss):
     logp = batch.old_logp + 0.3 * noise[1]
 
     def value(**flags):
-        found = policy_loss(Loss(loss=loss, **flags), None, max_length=1024)
+        found = policy_loss(Args(Model("m"), Data("d"), Episodes(reward="a:b"), loss=Loss(loss=loss, **flags)), None)
         return (found.aggregate(batch) * found.surrogate(logp - batch.old_logp, batch)).sum().item()
 
     seq = {"mask": batch.mask, "cu_seqlens": batch.cu_seqlens}

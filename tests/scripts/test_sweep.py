@@ -41,7 +41,7 @@ def trials_of(folder):
 SPACE = ["--range", "x", "0", "10", "--choice", "kind", "a,b"]
 
 
-def test_the_best_values_are_found_and_a_second_call_goes_on(tmp_path):
+def test_the_best_values_are_found_and_a_second_call_continues(tmp_path):
     done = sweep(tmp_path, *SPACE, "--startup-trials", "20")
     assert done.returncode == 0, done.stderr
     done = sweep(tmp_path, *SPACE, "--startup-trials", "4", trials=3)
@@ -56,7 +56,7 @@ def test_the_best_values_are_found_and_a_second_call_goes_on(tmp_path):
     assert f"best so far: trial {best.number}, {best.value:.4g}" in done.stdout.splitlines()[-1]
 
 
-def test_a_run_that_does_worse_is_ended(tmp_path):
+def test_a_worse_run_is_ended_early(tmp_path):
     one = sweep(tmp_path, "--range", "x", "3", "3", "--choice", "kind", "a", "--startup-trials", "1", trials=2)
     assert one.returncode == 0, one.stderr
     flags = ["--range", "x", "3", "3", "--startup-trials", "1"]
@@ -66,7 +66,7 @@ def test_a_run_that_does_worse_is_ended(tmp_path):
     assert [t.state.name for t in trials_of(tmp_path)] == ["COMPLETE", "COMPLETE", "PRUNED"]
 
 
-def test_what_cannot_work_is_said(tmp_path):
+def test_an_impossible_sweep_is_an_error(tmp_path):
     for flags, train, message in [
         ([], [], "nothing to search over"),
         (SPACE, ["--bad", "fails"], "the command failed with exit code 1"),

@@ -52,7 +52,7 @@ async def test_log_probs_are_of_the_scaled_untruncated_distribution(
     assert out.versions == [0] * len(out.ids)
 
 
-async def test_what_is_sampled_obeys_top_k_top_p_and_greedy(engine: SGLang, models: Models) -> None:
+async def test_sampling_obeys_top_k_top_p_and_greedy(engine: SGLang, models: Models) -> None:
     async def ranks_and_mass(**params: float) -> tuple[list[int], list[float]]:
         out = await engine.generate(PROMPT, params=SamplingParams(max_new_tokens=40, **params))
         with torch.no_grad():

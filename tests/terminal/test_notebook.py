@@ -133,7 +133,7 @@ print("handler", signal.getsignal(signal.SIGINT) is before)
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("form", ["grpo_sync", "await grpo"])
-def test_interrupting_a_cell_saves_and_again_aborts(tmp_path, monkeypatch, form, again):
+def test_one_interrupt_of_a_cell_saves_and_a_second_aborts(tmp_path, monkeypatch, form, again):
     how = 'Task(prompts, interrupting), rollouts, Schedule(Path("run"), steps=500), Optim(lr=1e-3)'
     code = INTERRUPTED.replace("NUM_SIGNALS", "2" if again else "1")
     code = code.replace("CALL", f"{form}(model, tokenizer, engine, {how})")

@@ -112,7 +112,7 @@ asyncio.run(main())
 """
 
 
-def test_the_third_ctrl_c_leaves_a_terminal_to_type_in():
+def test_the_third_ctrl_c_leaves_a_usable_terminal():
     terminal = Terminal([sys.executable, "-c", STUCK])
     terminal.wait_for(r"^working(.|\n)* eta ")
     for said in (r"^stopping after this step", r"^aborting, nothing more is saved"):

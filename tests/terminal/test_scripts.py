@@ -80,7 +80,7 @@ def test_the_tool_example_runs_in_a_terminal(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["sft", "grpo"])
-def test_ctrl_c_saves_and_what_it_says_goes_on(task, tmp_path, script):
+def test_ctrl_c_saves_and_the_printed_command_resumes(task, tmp_path, script):
     """It ends by the signal, so that a shell's loop over runs ends with it."""
     output = tmp_path / "run"
     # the loop's second round would print "again"

@@ -1,4 +1,4 @@
-"""An episode of several turns in messages, joined token by token under the model's own chat template."""
+"""Episodes of several turns in messages, joined token by token with the model's own chat template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Turn(NamedTuple):
-    """A turn of the policy: its text without the end token, its tokens as sampled, and its finish reason."""
+    """A turn of the policy: its text without the end token, its sampled tokens, and its finish reason."""
 
     text: str
     ids: list[int]
@@ -27,15 +27,15 @@ class Chat:
     """One episode in messages. `async for turn in chat` samples turn after turn, with `chat.add(...)` between them.
 
     The conversation starts from the prompt's row (its tokens must then equal what this template, `tools` and
-    `system_prompt` render) or from `messages`. After a turn, `turn_tokens` joins the new messages to what was sampled;
-    if the template rewrites history, the conversation is rendered again and the episode gets a further piece. Within a
-    piece every token was either sampled in exactly that context or written by the template.
+    `system_prompt` render) or from `messages`. After a turn, `turn_tokens` joins the new messages to the sampled
+    tokens; if the template rewrites history, the conversation is rendered again and the episode gets a further piece.
+    Within a piece every token was either sampled in exactly that context or written by the template.
 
-    The assistant's messages hold the text as sampled, reasoning and tool calls included, which is what templates with
+    The assistant's messages hold the text as sampled, reasoning and tool calls included, as templates with
     inline markup expect (ChatML, Qwen, Hermes, Llama 3). An environment may rewrite the last one (say, into
     `reasoning_content` and `tool_calls`) with `chat.messages[-1] = ...` before it adds to it.
 
-    Iteration ends when a turn was cut or a bound leaves no room for another; `end` then returns the episode so far.
+    Iteration ends when a turn was cut or a limit leaves no room for another; `end` then returns the episode so far.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Chat:
                 "give rl_prompts and the environment the same tokenizer, tools, system_prompt and template_args"
             )
         self.turns = Turns(ids, sample)
-        self._last: tuple[int, list[int]] | None = None  # place of the last sampled message, and its tokens
+        self._last: tuple[int, list[int]] | None = None  # index after the last sampled message, and its tokens
 
     async def turn(self, *, max_new_tokens: int | None = None) -> Turn | None:
         """Sample the next turn; None if there is no room. `max_new_tokens` may lower its limit."""
@@ -82,11 +82,11 @@ class Chat:
         tools: Sequence[Any] | None = None,
         max_new_tokens: int | None = None,
     ) -> Turn | None:
-        """Answer a whole conversation, for environments that keep it themselves and call a model with all of it.
+        """Answer a whole conversation, for environments that keep it and call a model with all of it each time.
 
         If it extends the current conversation, the turns are joined as usual; the assistant's last message may come
-        back in another form, with `tool_calls` or `reasoning_content`. Anything else, including other `tools`, starts a
-        new piece.
+        back in another form, with `tool_calls` or `reasoning_content`. Any other conversation, and other `tools`, start
+        a new piece.
         """
         whole = [_with_text(m) for m in messages]
         continued = self._continued_by(whole) and tools in (None, self._tools)
@@ -106,7 +106,7 @@ class Chat:
         return turn
 
     def add(self, *messages: str | Message) -> None:
-        """Add messages of the environment; a string is a user's message."""
+        """Add messages of the environment; a string is a user message."""
         self.messages += [{"role": "user", "content": m} if isinstance(m, str) else _with_text(m) for m in messages]
 
     def end(
@@ -126,16 +126,16 @@ class Chat:
         """Whether `messages` extends the conversation, ignoring the form of the last turn."""
         if self._last is None:
             return messages == self.messages
-        place = self._last[0]
-        if len(messages) <= place or messages[: place - 1] != self.messages[: place - 1]:
+        end = self._last[0]
+        if len(messages) <= end or messages[: end - 1] != self.messages[: end - 1]:
             return False
-        said, given = self.messages[place - 1], messages[place - 1]
+        sampled, given = self.messages[end - 1], messages[end - 1]
         structured = given.get("tool_calls") or given.get("reasoning_content")
-        same = str(given.get("content")).split() == str(said["content"]).split()
+        same = str(given.get("content")).split() == str(sampled["content"]).split()
         return given.get("role") == "assistant" and bool(structured or same)
 
-    def _join(self, place: int, sampled_ids: list[int]) -> None:
-        so_far, new = self.messages[:place], self.messages[place:]
+    def _join(self, end: int, sampled_ids: list[int]) -> None:
+        so_far, new = self.messages[:end], self.messages[end:]
         if not new:
             raise ValueError("no message was added since the last turn: call chat.add(...) or end the episode")
         added = turn_tokens(
@@ -192,7 +192,7 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def _with_text(message: Message) -> dict[str, Any]:
-    """The message with its text parts joined: most templates would print a list as Python does."""
+    """The message with its text parts joined: most templates would print a list in Python's syntax."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return dict(message)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class _BadRequest(ValueError):
-    """The program's request cannot be served; `code` is OpenAI's name for the reason."""
+    """A request that cannot be served; `code` is OpenAI's error code."""
 
     def __init__(self, message: str, code: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -47,15 +47,15 @@ def agent_env(
 ) -> Env:
     """An environment from `agent(prompt, base_url)`, a sync or async program that calls a model over HTTP.
 
-    Each episode has its own `base_url` on this machine, with `POST {base_url}/chat/completions`. It reads messages,
-    tools and `max_tokens` (which may lower the limit of a turn) and ignores other fields: sampling parameters are the
-    rollout's. No streaming, and one choice. Tool calls that `parse` finds are returned as `tool_calls`. A conversation
-    that extends the previous one is continued token by token (`Chat.reply`); any other (a summary, a sub-agent) becomes
-    a further piece of the episode. If there is no room for another turn, the program gets 400 with code
-    `context_length_exceeded`.
+    Each episode has its own `base_url` on this machine, with `POST {base_url}/chat/completions`. The server reads
+    messages, tools and `max_tokens` (which may lower the limit of a turn) and ignores other fields: the rollout sets
+    the sampling parameters. No streaming, one choice. Tool calls that `parse` finds are returned as `tool_calls`. A
+    conversation that extends the previous one is continued token by token (`Chat.reply`); any other (a summary, a
+    sub-agent) becomes a further piece of the episode. If there is no room for another turn, the program gets status
+    400 with code `context_length_exceeded`.
 
-    The program returns keywords for `Chat.end` (`reward`, `info`, ...) or None. An exception of the program ends the
-    run, and so does an error of the engine or the chat template, although the program only sees a 500.
+    The program returns keywords of `Chat.end` (`reward`, `info`, ...) or None. An exception of the program ends the
+    run, and so does an error of the engine or the chat template, although the program only sees status 500.
 
     Needs aiohttp (the extra `http`). Differs: verl's and SkyRL's agent servers tokenise each conversation again.
     """
@@ -109,7 +109,7 @@ class _Episode:
 async def _serving(answer: Callable[[Any], Awaitable[dict[str, Any]]]) -> AsyncIterator[str]:
     """The `base_url` of a server for one episode. Requests left at the end are cancelled.
 
-    The random name in it rejects programs that outlive their episode: the next episode may get the same port.
+    Its random name rejects programs that outlive their episode, because the next episode may get the same port.
     """
     from aiohttp import web
 

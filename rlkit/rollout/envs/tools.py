@@ -1,4 +1,4 @@
-"""Tools as plain Python functions: listed by the chat template, called by the model, answered in messages.
+"""Tools as plain Python functions: the chat template lists them, the model calls them, messages return the results.
 
     def calculate(expression: str) -> float:
         '''Evaluate an arithmetic expression.
@@ -12,8 +12,8 @@
     env = limited(tool_env([calculate], tokenizer=tokenizer), max_turns=4, max_total_tokens=4096)
     await rollout(prompts, generate=engine.generate, env=env, score=scorer(reward, ...), ...)
 
-The name, the type hints and the docstring of a function are its schema. Nothing that a model writes raises: a call that
-cannot be parsed, a wrong argument, an exception and a timeout are reported to the model in the tool's message.
+A function's name, type hints and docstring are its schema. Nothing that a model writes raises: a call that cannot be
+parsed, a wrong argument, an exception and a timeout are reported to the model in the tool's message.
 
 `hermes_calls`, `json_calls` and `pythonic_calls` parse the calls in a turn's text, in the formats of open models.
 """
@@ -82,7 +82,7 @@ def json_calls(text: str) -> list[Call | BadCall]:
             return [BadCall(f"the call is not valid JSON: {error}")]
         values += value if isinstance(value, list) else [value]
         body = body[end:].lstrip(" \n;")
-    return [_call(value) for value in values] or [BadCall("no call after the mark of one")]
+    return [_call(value) for value in values] or [BadCall("there is no call after the marker")]
 
 
 def pythonic_calls(text: str) -> list[Call | BadCall]:
@@ -201,15 +201,16 @@ def tool_env(
     `tools` are functions, or a function from the prompt to them, for tools that need its row or keep state between the
     calls of one episode; their schemas must then not depend on the prompt, and equal those given to `rl_prompts`.
     The calls of one turn run concurrently: async functions are awaited, each sync one runs in its own thread. A string
-    result is used unchanged, anything else as JSON; more than `max_result_chars` is cut, with a note. `parse` reads the
-    calls of a turn: `hermes_calls` (Qwen, Hermes and many others), `json_calls` (Llama 3, Mistral), `pythonic_calls`.
+    result is used unchanged, any other as JSON; longer results than `max_result_chars` are cut, with a note. `parse`
+    reads the calls of a turn: `hermes_calls` (Qwen, Hermes and others), `json_calls` (Llama 3, Mistral),
+    `pythonic_calls`.
 
     The reward comes from `score`, whose function gets the final turn as `completion` and may ask for `messages`,
     `num_calls`, `num_bad_calls` (could not be parsed, unknown tool, wrong arguments) and `num_failed_calls` (raised or
-    timed out). Calls of a turn that was cut are not run. The number of turns is not limited here: see `limited`.
+    timed out). Calls of a truncated turn are not run. The number of turns is not limited here: see `limited`.
 
-    A special token (`<|im_end|>`) in a tool's result is broken up with a zero-width space, so that a document cannot
-    close the tool's turn and open another.
+    A special token (`<|im_end|>`) in a tool's result is split by a zero-width space, so that a document cannot close
+    the tool's turn and open another.
 
     Differs: nothing from TRL `tools`; in verl, tools are subclasses of verl `BaseTool`.
     """
@@ -324,7 +325,7 @@ def _structured(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The assistant's message with `tool_calls`, and the answers by their ids (nine characters, as Mistral requires).
 
-    A call that could not be parsed has no tool to answer it: a user's message reports the error.
+    The error of a call that could not be parsed is reported in a user message.
     """
     made, answers, complaints = [], [], []
     for number, (wanted, result) in enumerate(zip(calls, results, strict=True), start):

@@ -1,4 +1,4 @@
-"""An episode of several turns in tokens: which were read, which were sampled, and where a context ends."""
+"""Episodes of several turns in tokens: which tokens were read, which were sampled, and in which context."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from rlkit.types import Completion, FinishReason, Trajectory
 
 
 class Turns:
-    """One episode in tokens: alternately `sample()`, and `append(ids)` or `restart(prompt_ids)`; at the end `pieces()`.
+    """One episode in tokens: alternate `sample()` with `append(ids)` or `restart(prompt_ids)`, then call `pieces()`.
 
-    `append` adds tokens of the environment. `restart` starts a new piece whose context is all of `prompt_ids`: for
-    environments that do not continue what was sampled (a summary of history, a template that rewrites it).
+    `append` adds tokens of the environment. `restart` starts a new piece with the context `prompt_ids`, for
+    environments that do not continue the sampled text (a summary of history, a template that rewrites it).
     """
 
     def __init__(self, prompt_ids: Sequence[int], sample: Sample) -> None:
         self._sample = sample
         self._done: list[Trajectory] = []
         self._now = _empty(prompt_ids)
-        self._said: list[int] = []  # tokens of the environment since the last turn: dropped if no turn follows
+        self._appended: list[int] = []  # tokens of the environment since the last turn; dropped if no turn follows
         self._ends: list[tuple[int, int]] = []  # (piece, position) of the last token of each turn
         self._reason: FinishReason | None = None
 
     @property
     def context(self) -> list[int]:
         """The prompt of the next turn."""
-        return [*self._now.prompt_ids, *self._now.ids, *self._said]
+        return [*self._now.prompt_ids, *self._now.ids, *self._appended]
 
     @property
     def num_turns(self) -> int:
@@ -38,32 +38,32 @@ class Turns:
 
     @property
     def truncated(self) -> bool:
-        """Whether the last turn was cut, so that none should follow."""
+        """Whether the last turn was cut, so that no turn should follow."""
         return self._reason not in (None, "stop")
 
     async def sample(self, *, max_new_tokens: int | None = None) -> Completion:
-        """Sample the next turn. It has no tokens if a bound leaves no room; then nothing is recorded."""
+        """Sample the next turn. If a limit leaves no room it has no tokens and is not recorded."""
         out = await self._sample(self.context, max_new_tokens=max_new_tokens)
         self._reason = out.finish_reason
         if out.ids:
-            num_said = len(self._said)
-            self._now.ids.extend([*self._said, *out.ids])
-            self._now.mask.extend([*[False] * num_said, *[True] * len(out.ids)])
-            self._now.logp.extend([*[0.0] * num_said, *out.logp])
-            self._now.versions.extend([*[-1] * num_said, *out.versions])
-            self._said = []
+            num_appended = len(self._appended)
+            self._now.ids.extend([*self._appended, *out.ids])
+            self._now.mask.extend([*[False] * num_appended, *[True] * len(out.ids)])
+            self._now.logp.extend([*[0.0] * num_appended, *out.logp])
+            self._now.versions.extend([*[-1] * num_appended, *out.versions])
+            self._appended = []
             self._ends.append((len(self._done), len(self._now.ids) - 1))
         return out
 
     def append(self, ids: Sequence[int]) -> None:
-        """Add tokens that the policy reads next and did not sample."""
-        self._said += ids
+        """Add tokens of the environment, which the policy reads next."""
+        self._appended += ids
 
     def restart(self, prompt_ids: Sequence[int]) -> None:
         """Continue from another context; the tokens so far stay as a piece of the episode."""
         if self._now.ids:
             self._done.append(self._now)
-        self._now, self._said = _empty(prompt_ids), []
+        self._now, self._appended = _empty(prompt_ids), []
 
     def pieces(
         self,
@@ -77,7 +77,7 @@ class Turns:
         """The episode as trajectories; they end with the last sampled token.
 
         Every piece has `reward` and `truncated` (by default: whether the last turn was cut); the last one has `score`
-        and `info` with `num_turns` and `finish_reason`. `turn_rewards` go to `token_rewards`, at the end of each turn.
+        and `info` with `num_turns` and `finish_reason`. `turn_rewards` become `token_rewards` at the end of each turn.
         """
         if self._reason is None:
             raise ValueError("the episode ends before its first turn was sampled")

@@ -1,4 +1,4 @@
-"""Run at interpreter start (through a .pth file): lets the CUDA build of torchvision be imported beside a CPU torch.
+"""Run at interpreter start (through a .pth file): lets the CUDA build of torchvision be imported with a CPU torch.
 
 Its compiled operators cannot be loaded, and its Python code registers a fake kernel for two of them. So they are
 defined, without a kernel, right before torchvision is imported for the first time.
