@@ -21,13 +21,17 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
-import tyro
-
 from rlkit.run.console import TRAINING
 from rlkit.settings import collected
 
+try:
+    from tyro.conf import arg
+
+    FLAT: Any = arg(name="")
+except ModuleNotFoundError:  # a machine without a command line can still call `main(Args(...))`
+    FLAT = None
 X = TypeVar("X")
-Flat = Annotated[X, tyro.conf.arg(name="")]  # a field of settings whose flags have no prefix
+Flat = Annotated[X, FLAT]  # a field of settings whose flags have no prefix
 
 COMMANDS = {
     "grpo": "reinforcement learning without a critic: GRPO and its variants, synchronous or asynchronous",
@@ -41,6 +45,18 @@ COMMANDS = {
     "track": "send a run's metrics to Weights & Biases, MLflow or TensorBoard",
     "copy": "copy a script to a file of your own",
 }
+FOREIGN = {  # flags of TRL and transformers by the flag here that does it
+    "beta": "kl_coef", "bf16": "dtype bf16", "dataset_name": "data", "epsilon": "clip_low", "epsilon_high": "clip_high",
+    "eval_strategy": "eval_steps", "gradient_accumulation_steps": "max_tokens (it bounds a micro-batch)",
+    "gradient_checkpointing": "parallel.activation_checkpointing", "learning_rate": "lr", "logging_steps": "print_steps",
+    "lora_r": "lora_rank", "lr_scheduler_type": "lr_schedule", "max_completion_length": "max_new_tokens",
+    "max_grad_norm": "max_norm", "max_length": "max_example_tokens", "max_prompt_length": "max_prompt_tokens",
+    "max_steps": "steps", "model_name_or_path": "model", "num_generations": "group_size", "num_iterations": "epochs",
+    "num_train_epochs": "steps (epochs * rows / rows of a step)", "output_dir": "output",
+    "per_device_train_batch_size": "batch_size or prompts_per_step (of all devices together)",
+    "resume_from_checkpoint": "resume", "reward_funcs": "reward", "save_total_limit": "keep", "use_peft": "lora_rank",
+    "use_vllm": "engine sglang",
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -62,6 +78,16 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv: Sequence[str] | None = None) -> Any:
     """Parse the flags of the dataclass `kind` and call `script(flags)`, as `on_ranks` does: a script's last line."""
+    import tyro
+
+    argv = sys.argv[1:] if argv is None else argv
+    names = {name for name, _ in flags_of(kind)}
+    for given in (word.split("=")[0] for word in argv if word.startswith("--")):
+        name = given[2:].replace("-", "_")
+        if name in FOREIGN and name not in names:
+            _fail(
+                f"{given} is --{FOREIGN[name].replace('_', '-')} here; docs/migrating.md has all options side by side"
+            )
     try:
         with collected() as wrong:
             flags: Any = tyro.cli(kind, args=argv, description=description, config=(tyro.conf.SuppressFixed,))
@@ -70,7 +96,10 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     except BrokenPipeError:  # rlkit grpo --help | head
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         raise SystemExit(1) from None
-    return on_ranks(script, flags)
+    result = on_ranks(script, flags)
+    if isinstance(result, Path) and os.environ.get("RANK", "0") == "0":
+        _print(f"exported {result}")
+    return result
 
 
 def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
@@ -95,14 +124,14 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
     try:
         result = call(script, *args)
     except KeyboardInterrupt as stopped:
-        number = getattr(stopped, "number", None)  # of rlkit.ranks.Stopped
+        number = getattr(stopped, "number", None)  # of rlkit.ranks.Stopped, after the save; else nothing is saved
+        if number not in (None, signal.SIGINT) and alone:
+            sys.exit(128 + number)
+        if alone and not (number is None and _debug(args)):
+            sys.excepthook = lambda *_: None if number else sys.stderr.write("KeyboardInterrupt\n")
+            raise KeyboardInterrupt from None  # Python ends by SIGINT for this type only, not for a subclass
         if number is None:
             raise
-        if alone and number == signal.SIGINT:
-            sys.excepthook = lambda *_: None  # no traceback
-            raise KeyboardInterrupt from None  # Python ends by SIGINT for this type only, not for a subclass
-        if alone:
-            sys.exit(128 + number)
     if "torch" in sys.modules:
         import torch.distributed as dist
 
@@ -121,7 +150,7 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
         path = error.filename if isinstance(error, OSError) else None
         of_folder = path is not None and _inside(path, given.get("output"))
         started = any(note.startswith(TRAINING) for note in getattr(error, "__notes__", ()))
-        if (started and not of_folder) or given.get("debug"):
+        if (started and not of_folder) or _debug(args):
             raise
         text = (
             str(error) if isinstance(error, ImportError) else " ".join(str(error).split())
@@ -129,6 +158,11 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
         if isinstance(error, OSError) and error.strerror and path is not None:
             text = f"{path}: {error.strerror}"
         _fail(spelled(text or type(error).__name__, flags))
+
+
+def _debug(args: Sequence[Any]) -> bool:
+    """Whether the flags among the arguments of a script say `--debug`."""
+    return any(is_dataclass(given) and dict(flags_of(given)).get("debug") for given in args)
 
 
 def _inside(path: str, folder: Path | None) -> bool:
@@ -146,7 +180,7 @@ def flags_of(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         hint, notes = hints[f.name], getattr(hints[f.name], "__metadata__", ())
         value = getattr(settings, f.name, get_args(hint)[0] if notes else hint)
         if is_dataclass(value):
-            flat = any(getattr(note, "name", None) == "" for note in notes)
+            flat = any(note is FLAT for note in notes)
             yield from flags_of(value, prefix if flat else f"{prefix}{f.name}.")
         else:
             yield prefix + f.name, value

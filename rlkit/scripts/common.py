@@ -67,12 +67,16 @@ class Data:
         except ValueError:
             return None
 
-    def rows(self, limit: int | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The training rows and at most `limit` held-out rows."""
+    def rows(self, *forms: Any, limit: int | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The training rows and at most `limit` held-out rows, with the columns of one of `forms` (ValueError)."""
+        from rlkit.data.forms import check_columns
         from rlkit.data.load import load_rows
 
         held_out = load_rows(self.eval_data, rename=self.rename, limit=limit) if self.eval_data else []
-        return load_rows(self.data, rename=self.rename), held_out
+        rows = load_rows(self.data, rename=self.rename)
+        for part in (rows, held_out):
+            check_columns(part, *forms, apply_chat_template=self.chat_template)
+        return rows, held_out
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,12 @@ def warn_of_warmup(optim: Optim, schedule: Schedule) -> None:
         )  # fmt: skip
 
 
+def warn_of_repeats(flag: str, num: int, num_rows: int) -> None:
+    """Warn of a step that takes more rows than there are."""
+    if num > num_rows:
+        log.warning("%s %d is more than the %d rows of the data: rows repeat within a step", flag, num, num_rows)
+
+
 def where(args: Any) -> dict[str, Any]:
     """Arguments of `rlkit.model.launch.load_policy`, `load_critic` and `load_judge` from the flags."""
     return {"args": args.model.parallel, "device": args.model.device, "dtype": args.optim.dtype}
@@ -187,12 +197,14 @@ def load_tokenizer(path: str, *others: str | None) -> Any:
     return tokenizer
 
 
-def offline(args: Any, read: Callable[..., tuple[list[Any], int]], *others: str | None) -> tuple[Any, Any, Any, Any]:
+def offline(
+    args: Any, read: Callable[..., tuple[list[Any], int]], *forms: Any, reference: str | None = None
+) -> tuple[Any, Any, Any, Any]:
     """The flags (see `begin`), the tokenizer, and the training and held-out examples that `read` makes of rows."""
-    rows, held_out = args.data.rows()
+    rows, held_out = args.data.rows(*forms)
     warn_of_warmup(args.optim, args.schedule)
     args = begin(args)
-    tokenizer = load_tokenizer(args.model.model, *others)
+    tokenizer = load_tokenizer(args.model.model, reference)
     render: dict[str, Any] = {
         "tokenizer": tokenizer,
         "max_example_tokens": args.examples.max_example_tokens,
@@ -200,7 +212,9 @@ def offline(args: Any, read: Callable[..., tuple[list[Any], int]], *others: str 
         "apply_chat_template": args.data.chat_template,
         "template_args": args.data.template() or None,
     }
-    return args, tokenizer, read(rows, **render)[0], read(held_out, **render)[0] if held_out else []
+    examples = read(rows, **render)[0]
+    warn_of_repeats("--batch-size", args.examples.batch_size, len(examples))
+    return args, tokenizer, examples, read(held_out, **render)[0] if held_out else []
 
 
 def function_of(flag: str, spec: str) -> Any:

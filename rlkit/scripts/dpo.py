@@ -73,13 +73,14 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     from rlkit.data.examples import preference_pairs
+    from rlkit.data.forms import PAIR
 
     flags, has_reference = args.loss, args.loss.loss not in NO_REFERENCE
     own = named_or_file("loss", flags.loss, LOSSES)
     why = f"`loss` {flags.loss} compares log-probs without a reference"
     refuse_if(args.reference and not has_reference, f"{why}: drop `reference`")
     refuse_if(args.precompute_reference and not has_reference, f"{why}: drop `precompute_reference`")
-    args, tokenizer, pairs, held_out = offline(args, preference_pairs, args.reference)
+    args, tokenizer, pairs, held_out = offline(args, preference_pairs, PAIR, reference=args.reference)
     from rlkit.loops.preference import dpo, with_reference
     from rlkit.model.launch import load_policy
 

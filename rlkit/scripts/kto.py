@@ -57,10 +57,11 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     from rlkit.data.examples import labelled_examples
+    from rlkit.data.forms import LABELLED, PAIR
 
     flags = args.loss
     own = named_or_file("loss", flags.loss, ("kto", "apo_zero"))
-    args, tokenizer, examples, held_out = offline(args, labelled_examples, args.reference)
+    args, tokenizer, examples, held_out = offline(args, labelled_examples, PAIR, LABELLED, reference=args.reference)
     warn_of_labels(args, examples)
     from rlkit import losses
     from rlkit.loops.preference import kto

@@ -44,9 +44,10 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     from rlkit.data.examples import preference_pairs
+    from rlkit.data.forms import PAIR
 
     own = named_or_file("loss", args.loss, ("bradley_terry",))
-    args, tokenizer, pairs, held_out = offline(args, preference_pairs)
+    args, tokenizer, pairs, held_out = offline(args, preference_pairs, PAIR)
     from rlkit.loops.reward_model import reward_model
     from rlkit.losses import bradley_terry
     from rlkit.model.launch import load_judge, report_model

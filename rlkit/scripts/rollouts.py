@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from rlkit._extras import lacks
-from rlkit.scripts.common import begin, function_of, load_policies, load_tokenizer, warn_of_warmup
+from rlkit.scripts.common import begin, function_of, load_policies, load_tokenizer, warn_of_repeats, warn_of_warmup
 from rlkit.settings import Count, Limit, Positive, Rollouts, Share, check, is_default, refuse_if
 
 
@@ -156,7 +156,9 @@ def has_kl(args: Any) -> bool:
 def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     """The flags (see `begin`), the tokenizer and the `Task`; `options` are further fields of the task."""
     check_rl(args)
-    rows = args.data.rows(limit=args.episodes.eval_limit)  # before torch is loaded
+    from rlkit.data.forms import PROMPT
+
+    rows = args.data.rows(PROMPT, limit=args.episodes.eval_limit)  # before torch is loaded
     args = begin(args)
     from transformers import AutoConfig
 
@@ -165,6 +167,7 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     tokenizer = load_tokenizer(args.model.model, args.reference, getattr(args, "critic", None))
     env, score = environment(args, tokenizer)
     prompts, held_out = (render(args, tokenizer, part) for part in rows)
+    warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
     check_lengths(args, prompts + held_out, AutoConfig.from_pretrained(args.model.model).get_text_config())
     return args, tokenizer, Task(prompts, score, env=env, eval_prompts=held_out, **options)
 

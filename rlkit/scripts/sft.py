@@ -31,8 +31,10 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     from rlkit.data.examples import sft_examples
+    from rlkit.data.forms import CONVERSATION, RESPONSE
 
-    args, tokenizer, examples, held_out = offline(args, sft_examples)
+    forms = (RESPONSE, CONVERSATION) if args.data.chat_template else (RESPONSE,)
+    args, tokenizer, examples, held_out = offline(args, sft_examples, *forms)
     from rlkit.loops.sft import sft
 
     model, _ = load_policies(args, has_reference=False)
