@@ -23,7 +23,6 @@ from rlkit.model.heads import values as values_of
 from rlkit.model.optim import adamw, learning_rate, optimizer_step, set_lr
 from rlkit.packing import pack, split, with_streams
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
-from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.pipeline import pipelined
 from rlkit.rollout.rollout import Group, mix
 from rlkit.run.sync import blocking
@@ -38,7 +37,6 @@ def with_gae(
     critic: Critic,
     kl_coef: float,
     max_tokens: int,
-    mesh: Mesh | None = None,
     checked: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Batch:
     """The batch with the critic's `values`, their targets `returns`, and whitened `advantages`.
@@ -47,7 +45,7 @@ def with_gae(
     answer ends in the critic's value of its last state (`critic.bootstrap`), or in 0. `checked` gets the batch with its
     raw `values`, and may drop sequences before the advantages are whitened over all of them.
     """
-    raw = score_values(values.model, batch, max_tokens=max_tokens, dtype=values.dtype, mesh=mesh)
+    raw = score_values(values.model, batch, max_tokens=max_tokens, dtype=values.dtype)
     batch = checked(replace(batch, values=raw))
     rewards, mask = batch.token_rewards, batch.mask
     if kl_coef:
@@ -164,7 +162,9 @@ async def ppo(
         if has_kl or rollouts.minibatches * rollouts.epochs > 1:
             batch = with_old_logp(policy, batch, **scoring)
         batch = step.check(with_kept_mass(policy, batch, params=rollouts.params, **scoring))
-        return with_gae(batch, values=values, critic=critic, kl_coef=step.kl_coef, checked=step.check, **scoring)
+        return with_gae(
+            batch, values=values, critic=critic, kl_coef=step.kl_coef, max_tokens=optim.max_tokens, checked=step.check
+        )
 
     def update(batch: Batch, step: Step) -> Metrics:
         lr, critic_lr = lr_at(step.index), critic_lr_at(step.index)

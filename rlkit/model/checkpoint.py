@@ -63,8 +63,8 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 def optimizer_options(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's options per group, and its per-parameter state that is not a tensor."""
     names = _names(model, optimizer)
-    params = _groups(model, optimizer)
-    groups = [{**group, "params": own} for group, own in zip(optimizer.param_groups, params, strict=True)]
+    members = _groups(model, optimizer)
+    groups = [{**group, "params": params} for group, params in zip(optimizer.param_groups, members, strict=True)]
     scalars = {
         names[p]: {key: x for key, x in entry.items() if not isinstance(x, Tensor)}
         for p, entry in optimizer.state.items()

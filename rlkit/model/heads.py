@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ from torch import Tensor, nn
 
 from rlkit.model.families import check_architecture, check_causal_lm, probe, warn_full_size
 from rlkit.model.forward import DTYPES, check_path, read_pretrained, score_tokens, token_outputs
+from rlkit.model.parallelize import mesh_of
 from rlkit.packing import pack
 from rlkit.parallel.attention import as_inference, register
-from rlkit.parallel.mesh import Mesh
 from rlkit.types import Batch, Trajectory
 
 
@@ -54,11 +55,10 @@ def values(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "T
     return token_outputs(model, batch, _one_number(model), dtype=DTYPES[dtype])[0]
 
 
-def score_values(
-    model: Any, batch: Batch, *, max_tokens: int, dtype: str = "fp32", mesh: Mesh | None = None
-) -> Float[Tensor, "T"]:
+def score_values(model: Any, batch: Batch, *, max_tokens: int, dtype: str = "fp32") -> Float[Tensor, "T"]:
     """`values` of a whole batch without gradient, micro-batch by micro-batch, in the batch's order."""
-    return score_tokens(lambda micro: values(model, micro, dtype=dtype), batch, max_tokens=max_tokens, mesh=mesh)
+    of_micro = partial(values, model, dtype=dtype)
+    return score_tokens(of_micro, batch, max_tokens=max_tokens, mesh=mesh_of(model))
 
 
 def bootstraps(values: Float[Tensor, "T"], batch: Batch) -> Float[Tensor, "N"]:

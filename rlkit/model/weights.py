@@ -57,7 +57,7 @@ def _buckets(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> 
     updates = adapters(model)
     bucket: dict[str, Tensor] = {}
     size = 0
-    for full, x in _own(model).items():
+    for full, x in _stage_tensors(model).items():
         if ".lora_" in full:
             continue
         name = full.removeprefix("model/").replace(".base_layer.", ".")
@@ -107,7 +107,7 @@ def export_hf(
     """
     path = Path(path).absolute()
     temp = path.with_name(_files.TEMP_PREFIX + path.name)
-    size = sum(x.numel() * _dtype(model, name, x, dtype).itemsize + 256 for name, x in _own(model).items())
+    size = sum(x.numel() * _dtype(model, name, x, dtype).itemsize + 256 for name, x in _stage_tensors(model).items())
     needed = (1 << 16) + sum(each_stage(size, mesh=mesh_of(model)))
     on_rank0(lambda: _prepare(path, temp, needed))
     weights = stream_weights(model, dtype=dtype)
@@ -206,7 +206,7 @@ def _dtype(model: Any, name: str, x: Tensor, dtype: torch.dtype | None) -> torch
     return x.dtype if dtype is None or kept or not x.is_floating_point() else dtype
 
 
-def _own(model: nn.Module) -> dict[str, Tensor]:
+def _stage_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The stage's tensors, without the last stage's copy of a tied embedding."""
     mesh = mesh_of(model)
     copy = mesh is not None and mesh.pp_rank > 0

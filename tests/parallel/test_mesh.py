@@ -25,7 +25,7 @@ def test_the_shard_size_is_what_is_left(sizes, world, shard):
         ({"shard": 2, "tp": 2}, 8, r"shard 2 \* tp 2 = 4 ranks, but there are 8; use shard=4"),
         ({"tp": 3}, 8, r"tp 3 = 6 ranks, but there are 8; with shard=0 any one of these changes fits: tp=2"),
         ({"tp": 8, "cp": 2}, 8, r"cp 2 \* tp 8 = 16 ranks, but there are 8; .* tp=4; cp=1"),
-        ({"tp": 0}, 8, r"sizes must be at least 1 .* got \{'tp': 0\}"),
+        ({"tp": 0}, 8, r"`tp` must be at least 1, got 0"),
         ({"ep": 3}, 8, r"ep=3 must divide shard \* cp \* tp = 8 \* 1 \* 1"),
     ],
 )
