@@ -74,16 +74,16 @@ def main(args: Args) -> None:
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
     from rlkit.model.launch import open_mesh
     from rlkit.model.weights import export_hf
-    from rlkit.ranks import first
+    from rlkit.ranks import on_rank0
 
     started = time.perf_counter()
     open_mesh(args.parallel, device="cpu")
     if not args.resume:
-        first(lambda: make_folder(args))
+        on_rank0(lambda: make_folder(args))
         tokenizer = tiny_tokenizer()
         export_hf(tiny_model(tokenizer, seed=args.seed), tokenizer, args.output / "random")
 
-    first(lambda: print("SFT: imitate a teacher that sorts 65% of its answers downwards (28% are right)"))
+    on_rank0(lambda: print("SFT: imitate a teacher that sorts 65% of its answers downwards (28% are right)"))
     common = {"seed": args.seed, "resume": args.resume}
     warm = sft.main(
         sft.Args(
@@ -94,7 +94,7 @@ def main(args: Args) -> None:
             optim=Optim(lr=1e-3, lr_schedule="linear", warmup_steps=20),
         )
     )
-    first(lambda: print("GRPO: learn what is right from the reward alone"))
+    on_rank0(lambda: print("GRPO: learn what is right from the reward alone"))
     reward = str(Path(__file__).with_name("sorting_reward.py")) + ":score"
     trained = grpo.main(
         grpo.Args(
@@ -109,7 +109,7 @@ def main(args: Args) -> None:
             engine=Engine(max_batch=128),
         )
     )
-    first(lambda: report(args, trained, time.perf_counter() - started))
+    on_rank0(lambda: report(args, trained, time.perf_counter() - started))
 
 
 def make_folder(args: Args) -> None:

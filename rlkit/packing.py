@@ -201,7 +201,7 @@ def microbatches(
     streams: tuple[Batch, *tuple[Tensor, ...]],
     *,
     max_tokens: int,
-    apart: Bool[Tensor, "N"] | None = None,
+    isolate: Bool[Tensor, "N"] | None = None,
     whole_groups: bool = False,
     rank: int = 0,
     ranks: int = 1,
@@ -209,7 +209,7 @@ def microbatches(
     """Split a batch, and any `[T]` tensors with it, e.g. `(batch, weights)`, into balanced micro-batches.
 
     Every token of the batch is in exactly one micro-batch of at most `max_tokens` tokens (see `plan_microbatches`).
-    Sequences where `apart` is True never share a micro-batch with the others, e.g. sequences that need no gradient.
+    Sequences where `isolate` is True never share a micro-batch with the others, e.g. sequences that need no gradient.
     `whole_groups` keeps groups intact, e.g. preference pairs, whose loss couples the samples. Data parallel rank `rank`
     of `ranks` gets its share; all ranks get the same number of micro-batches, some possibly empty.
     """
@@ -218,7 +218,7 @@ def microbatches(
         if x.shape[:1] != batch.tokens.shape:
             raise ValueError(f"streams[{i}] must have first axis T = {batch.num_tokens}, got {list(x.shape)}")
     seqs = torch.arange(batch.num_seqs)
-    for part in [seqs] if apart is None else [seqs[~apart], seqs[apart]]:
+    for part in [seqs] if isolate is None else [seqs[~isolate], seqs[isolate]]:
         subset = batch if part.numel() == batch.num_seqs else select(batch, part)
         plan = plan_microbatches(subset, max_tokens=max_tokens, ranks=ranks, whole_groups=whole_groups)
         for members in plan.bins[rank::ranks]:

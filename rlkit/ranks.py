@@ -1,4 +1,4 @@
-"""Acting together: the same call on every rank, one answer, and no rank left waiting for one that failed."""
+"""Calls that all ranks make together: an error on one rank is raised on all of them, so none waits for it forever."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ T = TypeVar("T")
 
 
 class Stopped(KeyboardInterrupt):
-    """A run was asked to end by the signal `number`, and has saved what it had."""
+    """A run stopped on the signal `number`, after saving a checkpoint."""
 
     def __init__(self, number: int) -> None:
-        super().__init__("the run was asked to stop, and has saved; resume it to go on")
+        super().__init__("the run was stopped after saving a checkpoint; resume it to continue")
         self.number = number
 
 
 def distributed() -> bool:
-    """Whether there is a process group, so that the ranks act together."""
+    """Whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -37,13 +37,13 @@ def world_size() -> int:
 
 
 def timeout_of(group: Any) -> timedelta:
-    """How long a collective of `group` waits for another rank."""
+    """The timeout of the collectives of `group`."""
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
 
 
 def on_this_device(work: Callable[P, T]) -> Callable[P, T]:
-    """`work` for another thread, on the GPU of this one: a thread begins on the first GPU, whatever its rank's is."""
+    """`work` for another thread, on this thread's GPU: a new thread starts on GPU 0, whatever the rank's GPU is."""
     if not torch.cuda.is_initialized():
         return work
     device = torch.cuda.current_device()
@@ -56,21 +56,21 @@ def on_this_device(work: Callable[P, T]) -> Callable[P, T]:
 
 
 def reshard(model: Any) -> None:
-    """Cut again what a forward left gathered of a model under FSDP2: its parameters are then this rank's shards."""
+    """Free the parameters that a forward left gathered under FSDP2, so that the model holds this rank's shards."""
     for module in list(model.modules()):
         if hasattr(module, "reshard"):
             module.reshard()
 
 
-def first(work: Callable[[], object], *, group: dist.ProcessGroup | None = None) -> None:
-    """`work` on rank 0. Every rank waits for it, and raises if it raised."""
-    together(lambda: work() if rank() == 0 else None, group=group)
+def on_rank0(work: Callable[[], object], *, group: dist.ProcessGroup | None = None) -> None:
+    """Run `work` on rank 0. Every rank waits for it, and raises its error."""
+    on_all_ranks(lambda: work() if rank() == 0 else None, group=group)
 
 
-def together(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """`work` on every rank, and all their results. What raised on one rank raises on all, so none waits forever.
+def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Run `work` on every rank and return the results of all ranks; an error of any rank is raised on all of them.
 
-    `group`: all ranks again, in a group of its own, for a thread that must not mix with what the others talk about.
+    `group`: a process group of all ranks, for a thread whose collectives must not mix with those of the main thread.
     """
     if not distributed():
         return [work()]

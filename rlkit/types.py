@@ -2,14 +2,14 @@
 
 Axes
     T   trainable stream: all tokens of all sequences of a batch, packed end to end
-    N   sequences: one for each episode, or several where an episode came in pieces (see `Trajectory.continues`)
+    N   sequences: one per episode, or one per piece of an episode in several pieces (see `Trajectory.continues`)
     G   groups (the samples of one prompt)
     P   prefix tokens: prompts, each stored once however many sequences share it
     D   hidden size
     V   vocabulary
 
-Shift. Everything on the `[T]` axis is shifted once, when packing: `tokens[t]` is read, `targets[t]` is the action that
-follows it, and `logp[t] values[t] mask[t] rewards[t]` all speak of that action.
+Shift. Everything on the `[T]` axis is shifted once, when packing: the model reads `tokens[t]`, `targets[t]` is the
+action that follows, and `logp[t] values[t] mask[t] rewards[t]` belong to that action.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class LogProbs(NamedTuple):
-    """Log-probability of the target and entropy of the distribution it came from, in nats, one per token."""
+    """Log-probability of each target, and entropy of the distribution at its position, in nats."""
 
     logp: Float[Tensor, "*shape"]
     entropy: Float[Tensor, "*shape"]
@@ -37,7 +37,7 @@ class LogProbs(NamedTuple):
 class Controller(NamedTuple):
     """A pure feedback rule over a NamedTuple of floats: `state = init(coef)`, `state = update(state, measured)`.
 
-    `state.coef` is the coefficient of the next step. All rules have these signatures, so any fits any loop.
+    `state.coef` is the coefficient of the next step. All rules share these signatures.
     """
 
     init: Callable[[float], Any]
@@ -46,7 +46,7 @@ class Controller(NamedTuple):
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine sampled after a prompt: token ids, and for each its log-prob and the weight version that made it.
+    """The tokens that an engine sampled after a prompt, with the log-prob and the weight version of each.
 
     `logp` is of the temperature-scaled, untruncated distribution. `finish_reason` is "stop" (a stop token or string),
     "length" (`max_new_tokens` or the context limit) or "abort".
@@ -67,7 +67,7 @@ class Progress(NamedTuple):
 
 
 class Generate(Protocol):
-    """What a rollout samples with: token ids in, token ids out. The `generate` method of an engine is one.
+    """The callable that a rollout samples with, token ids in and out: the `generate` method of an engine.
 
     An object that only generates (`rlkit.rollout.engines.vllm.VLLM`) serves evaluation and judges; training also needs
     the other methods of `Engine`.
@@ -86,17 +86,17 @@ class Generate(Protocol):
 
         Raises:
             ValueError: the request cannot be served: an empty or too long prompt, parameters it does not support.
-            Anything else is a failure of the engine, and ends the run.
+            Any other error is a failure of the engine, and ends the run.
         """
         ...
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """What a training loop samples from and publishes weights to: docs/engines.md writes one in 30 lines.
+    """The object a training loop samples from and publishes weights to. docs/engines.md writes one in 30 lines.
 
     Methods are called from one event loop. `rlkit.loops.rl` calls `update_weights` once before the first sample and
-    after every step. It overlaps sampling and training only with an engine that has a copy of the weights.
+    after every step. Overlapping sampling and training needs an engine with its own copy of the weights.
     """
 
     async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
@@ -104,51 +104,52 @@ class Engine(Protocol):
         ...
 
     async def abort(self, rid: str | None = None) -> int:
-        """End the request `rid` (None: all that are in flight) and return how many there were; 0 if there is none.
+        """End the request `rid` (None: all requests in flight) and return the number of requests ended.
 
-        `generate` then returns the tokens so far, which may be none, with finish_reason "abort"; a request that ends
-        by itself in the same moment keeps its own finish_reason. The caller may continue it: prompt and tokens so far
-        are the next prompt. An engine behind a network may return before the calls do.
+        Their `generate` calls return the tokens so far, possibly none, with finish_reason "abort"; a request that ends
+        at the same moment keeps its own finish_reason. The caller may continue it with prompt and tokens so far as the
+        next prompt. An engine behind a network may return before those calls do.
         """
         ...
 
     async def update_weights(self, weights: Iterable[tuple[str, Tensor]], /, *, version: int) -> None:
         """Load `weights`, pairs of parameter name and full tensor; every token sampled afterwards is stamped `version`.
 
-        `weights` is an iterator that gathers each tensor when it is asked for; an engine that reads the trainer's own
-        parameters leaves it unread. Requests in flight continue with the new weights (their versions never decrease)
-        or end as "abort".
+        `weights` is an iterator that gathers each tensor as it is read; an engine that shares the trainer's parameters
+        leaves it unread. Requests in flight continue with the new weights (their versions never decrease) or end as
+        "abort".
 
         A failed update raises. The engine then serves the old weights under their old version, or `generate` raises
-        RuntimeError until an update has succeeded. It never samples from a mixture.
+        RuntimeError until an update succeeds. It never samples from mixed weights.
         """
         ...
 
     @property
     def progress(self) -> Progress:
-        """Current counts for the console: a plain property, read between two awaits. It sends no request."""
+        """Current counts, for display. Reading it is cheap: it sends no request and does not block."""
         ...
 
     async def close(self) -> None:
-        """End the requests in flight as "abort" and free what the engine owns: caches, connections, its own processes.
+        """End the requests in flight as "abort" and free the engine's caches, connections and own processes.
 
-        Servers that it was only given keep running. `generate` then raises RuntimeError; a second `close` does nothing.
+        Servers that the engine did not start keep running. `generate` then raises RuntimeError; a second `close` does
+        nothing.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sampled sequence: a prompt, then tokens of which some (`mask`) were sampled by the policy.
+    """One sampled sequence: a prompt, and tokens of which the policy sampled those with `mask` True.
 
-    In a single turn every token of `ids` was sampled. In several turns the tool's or user's tokens are in `ids` with
-    mask False, logp 0 and version -1. `reward` is the terminal reward that trains; `token_rewards`, where given, is
-    added on top, one per token of `ids`. `score` is only logged. `truncated` says that the episode was cut by a length
-    limit and did not end by itself. `info` is free and goes to the trajectory dump, not into training.
+    In a single turn the policy sampled every token of `ids`. In several turns `ids` also holds the tokens of tools and
+    users, with mask False, logp 0 and version -1. `reward` is the terminal reward that trains; `token_rewards`, one per
+    token of `ids`, are added to it. `score` is only logged. `truncated`: a length limit cut the episode before its end.
+    `info` goes to the trajectory dump, not into training.
 
-    `continues`: this is a further piece of the episode of the trajectory before it in the group. An episode has several
-    pieces where a chat template rewrote history between two turns, so that the second turn was sampled from another
-    context than the first one left. Its pieces share `reward` and `truncated`, which speak of the whole episode.
+    `continues`: this is the next piece of the episode of the trajectory before it in the group. An episode has several
+    pieces where a chat template rewrites history between two turns, so that the second turn was sampled from another
+    context than the first one left. All pieces have the `reward` and `truncated` of the whole episode.
     """
 
     prompt_ids: list[int]
@@ -170,11 +171,11 @@ class Batch:
 
     A sequence's tokens are `[last prompt token, s_1 .. s_{n-1}]` with targets `s_1 .. s_n`; the rest of its prompt is
     the prefix `prefix_ids[i]`, which gives keys and values only. A truncated sequence ends with one more token, `s_n`,
-    whose mask is False: its place holds the bootstrap value. Unshared packing is the same type with empty prefixes.
+    whose mask is False: `values` there is the bootstrap value. Unshared packing is the same type with empty prefixes.
 
-    `episode_ids` are equal for the pieces of one episode; left out, every sequence is an episode of its own. Where they
-    matter (baselines, means over sequences) see `rlkit.segments`. The six streams after `versions` are None until
-    something fills them in; `kept_mass` only where sampling was truncated (see `with_kept_mass`).
+    `episode_ids` are equal for the pieces of one episode; by default every sequence is one episode. For where they
+    matter (baselines, means over sequences) see `rlkit.segments`. The six streams after `versions` are None until they
+    are filled in; `kept_mass` only under top-p or top-k (see `with_kept_mass`).
     """
 
     tokens: Int[Tensor, "T"]
@@ -200,8 +201,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         if self.episode_ids is None:
-            own = torch.arange(self.num_seqs, device=self.cu_seqlens.device)
-            object.__setattr__(self, "episode_ids", own)
+            object.__setattr__(self, "episode_ids", torch.arange(self.num_seqs, device=self.cu_seqlens.device))
 
     @property
     def num_tokens(self) -> int:
@@ -216,5 +216,5 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with every tensor on `device`."""
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        ahead = torch.device(device).type != "cpu"  # a copy to the host could be read before it has arrived
+        ahead = torch.device(device).type != "cpu"  # an asynchronous copy to the host could be read too early
         return replace(self, **{k: v.to(device, non_blocking=ahead) for k, v in moved.items() if v is not None})

@@ -117,11 +117,11 @@ def test_microbatches_lose_nothing_and_keep_the_budget(groups, max_tokens, share
 @given(group_lists(), st.integers(16, 60), st.data())
 def test_flagged_sequences_never_share_a_microbatch_with_others(groups, max_tokens, data):
     batch = pack(groups)
-    apart = torch.tensor([data.draw(st.booleans()) for _ in range(batch.num_seqs)], dtype=torch.bool)
-    flag = apart.repeat_interleave(batch.cu_seqlens.diff())
+    isolate = torch.tensor([data.draw(st.booleans()) for _ in range(batch.num_seqs)], dtype=torch.bool)
+    flag = isolate.repeat_interleave(batch.cu_seqlens.diff())
     rows = torch.arange(batch.num_tokens)
     seen = [rows[:0]]
-    for micro, places in microbatches((batch, rows), max_tokens=max_tokens, apart=apart):
+    for micro, places in microbatches((batch, rows), max_tokens=max_tokens, isolate=isolate):
         assert torch.equal(micro.targets, batch.targets[places])
         assert flag[places].unique().numel() <= 1
         seen.append(places)

@@ -1,4 +1,4 @@
-"""KL and entropy coefficients from step to step: the controllers, what they measure, and their checkpoint.
+"""KL and entropy coefficients of each step: the controllers, the metrics they read, and their checkpoint.
 
     controllers = rules(penalties, steps=200, num_samples=64)
     states = start(controllers, penalties)
@@ -34,13 +34,14 @@ Controllers = Mapping[str, Controller]
 States = dict[str, Any]  # a controller's NamedTuple by its name
 
 ADDS_TO = {"kl": "kl_coef", "kl_limit": "kl_coef", "entropy": "entropy_coef", "entropy_limit": "entropy_coef"}
-TOLD = {"kl_coef": "kl/ref", "entropy_coef": "entropy"}
+MEASURED = {"kl_coef": "kl/ref", "entropy_coef": "entropy"}
 
 
 def rules(penalties: Penalties, *, steps: int, num_samples: int) -> Controllers:
-    """The controllers that the settings name, for a run of `steps` steps of `num_samples` samples each.
+    """The controllers of the settings, for a run of `steps` steps of `num_samples` samples each.
 
-    Errors: ValueError for a controller of an unknown name, and for a `kl_horizon` that a step would use up.
+    Errors: ValueError for a controller of an unknown name, and for a `kl_horizon` of at most a fifth of the samples of
+    a step.
     """
     target, coef = penalties.kl_target or 0.0, penalties.kl_coef
     falling = {"end": 0.0, "num_updates": max(1, steps - 1)}  # the last step has 0
@@ -71,18 +72,24 @@ def rules(penalties: Penalties, *, steps: int, num_samples: int) -> Controllers:
     return {**out, **penalties.controllers}
 
 
-def needs_reference(penalties: Penalties) -> bool:
-    """Whether the KL to a reference model is part of the loss, or may become one."""
+def has_kl(penalties: Penalties, reference: Any) -> bool:
+    """Whether `kl_coef` is, or may become, other than 0, so that each step needs the log-probs of `reference`.
+
+    Errors: ValueError where `reference` is None, and this or `ref_sync_steps` needs it.
+    """
     moved = penalties.kl_limit is not None or any(ADDS_TO.get(name) == "kl_coef" for name in penalties.controllers)
-    return bool(penalties.kl_coef) or moved
+    needed = bool(penalties.kl_coef) or moved
+    if reference is None and (needed or penalties.ref_sync_steps):
+        raise ValueError("kl_coef, a KL controller and ref_sync_steps need a reference model")
+    return needed
 
 
 def start(
     controllers: Controllers, penalties: Penalties, *, saved: Mapping[str, Mapping[str, float]] | None = None
 ) -> States:
-    """The states before the first step, or those of a checkpoint (`saved`, see `to_save`).
+    """The initial states, or those of a checkpoint (`saved`, see `to_save`).
 
-    A controller that the checkpoint lacks, or whose state has other fields there, starts anew.
+    A controller that the checkpoint lacks, or whose state has other fields there, gets its initial state.
     """
     constant = {"kl": penalties.kl_coef, "entropy": penalties.entropy_coef}
     states: States = {name: Coef(float(value)) for name, value in constant.items()}
@@ -94,19 +101,19 @@ def start(
 
 
 def coefs(states: States) -> dict[str, float]:
-    """`kl_coef` and `entropy_coef` of the next step: the sums of what their controllers say."""
-    return {name: sum(states[x].coef for x in states if ADDS_TO[x] == name) for name in TOLD}
+    """`kl_coef` and `entropy_coef` of the next step: the sums of their controllers' coefficients."""
+    return {name: sum(states[x].coef for x in states if ADDS_TO[x] == name) for name in MEASURED}
 
 
 def advance(controllers: Controllers, states: States, line: Mapping[str, float], *, skip_nan: bool = False) -> States:
     """The states after a step whose metrics are `line`.
 
-    A controller whose metric is missing there (no token was trained on) keeps its state. A metric that is not finite is
-    the controller's ValueError; with `skip_nan` it keeps its state.
+    A controller whose metric is missing (no token was trained on) keeps its state. With a metric that is not finite the
+    controller raises ValueError; with `skip_nan` it keeps its state.
     """
     new = dict(states)
     for name, controller in controllers.items():
-        measured = line.get(TOLD[ADDS_TO[name]])
+        measured = line.get(MEASURED[ADDS_TO[name]])
         if measured is not None and (math.isfinite(measured) or not skip_nan):
             new[name] = controller.update(states[name], measured)
     return new

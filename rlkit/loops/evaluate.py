@@ -1,4 +1,4 @@
-"""What a run measures: rollout metrics, times, evaluation on held-out prompts, and dumps of its samples."""
+"""Rollout metrics, step times, evaluation on held-out prompts, and dumps of the samples."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from rlkit.rollout.limits import score_of, success
 from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, rollout, single_turn
 from rlkit.rollout.shared import from_first
 from rlkit.run.folder import Run, trajectory_row
+from rlkit.settings import Schedule
 from rlkit.types import Generate, SamplingParams, Trajectory
 
 
 class Clock:
-    """Laps of a step in seconds, under `time/...`: the only fields of a metric line that differ between equal runs."""
+    """Wall-clock times of a step's phases in seconds, under `time/`; a metric line's other fields are reproducible."""
 
     def __init__(self) -> None:
         self._start = self._last = time.perf_counter()
@@ -37,15 +38,15 @@ class Clock:
         self._last = now
 
     def times(self, *, num_tokens: int) -> dict[str, float]:
-        """All laps, the whole step, and tokens per second of the whole step."""
+        """The time of each phase and of the whole step, and the step's tokens per second."""
         step = time.perf_counter() - self._start
         return {**self._laps, "time/step": step, "time/tokens_per_s": num_tokens / step}
 
 
 def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> Metrics:
-    """What was sampled: rewards (with whatever else the reward function reported), lengths, truncations, by episode.
+    """Rewards, other metrics of the reward function and truncations per episode, and lengths per trajectory.
 
-    `staleness/` is how many steps older than `version`, the weights now, those were that sampled a token.
+    `staleness/` is the age of a sampled token's weights, in steps before `version`, the current weights.
     """
     samples = [t for group in groups for t in group]
     ends = [t for group in groups for t in last_pieces(group)]
@@ -82,17 +83,18 @@ async def evaluate(
 ) -> dict[str, float]:
     """Mean score (the reward, where a reward function gives no score) on held-out prompts, sampled and greedy.
 
-    `num_samples` of each prompt are sampled; with several, `eval/best` is the mean over prompts of the best (pass@n,
-    where scores are 0 and 1). A sample that could not be judged does not count. With `policy` and `reference`, also
-    `eval/kl`: the k3 estimate of KL(policy || reference) in nats per sampled token.
+    `eval/sampled` averages `num_samples` samples per prompt, `eval/greedy` takes one. With several samples, `eval/best`
+    is the mean over prompts of the best score (pass@n, where scores are 0 and 1). Samples whose reward function failed
+    are not counted. With `policy` and `reference`, `eval/kl` is the k3 estimate of KL(policy || reference) in nats per
+    sampled token.
     """
     out = {}
-    for name, how, n in (("sampled", params, num_samples), ("greedy", replace(params, temperature=0.0), 1)):
+    for name, options, n in (("sampled", params, num_samples), ("greedy", replace(params, temperature=0.0), 1)):
         sample = partial(
             rollout,
             prompts,
             generate=generate,
-            params=how,
+            params=options,
             group_size=n,
             seed=mix(seed),
             env=env,
@@ -100,10 +102,10 @@ async def evaluate(
             on_group=None if on_group is None else partial(on_group, kind=f"eval_{name}"),
         )
         groups = await from_first(sample)
-        scores = [found for group in groups if (found := _scores(group))]
-        out[f"eval/{name}"] = sum(sum(found) / len(found) for found in scores) / max(1, len(scores))
+        scores = [per_prompt for group in groups if (per_prompt := _scores(group))]
+        out[f"eval/{name}"] = sum(sum(x) / len(x) for x in scores) / max(1, len(scores))
         if n > 1:
-            best = [max(found, key=lambda x: (math.isnan(x), x)) for found in scores]  # NaN, where there is one
+            best = [max(per_prompt, key=lambda x: (math.isnan(x), x)) for per_prompt in scores]  # NaN is the largest
             out["eval/best"] = sum(best) / max(1, len(best))
         if name == "sampled" and policy is not None and reference is not None:
             batch = with_old_logp(policy, pack(groups), max_tokens=max_tokens, mesh=mesh)
@@ -114,33 +116,18 @@ async def evaluate(
 
 
 def _scores(group: Sequence[Trajectory]) -> list[float]:
-    """Of the episodes that could be judged."""
+    """The scores of a group's episodes, without those whose reward function failed."""
     return [score_of(t) for t in last_pieces(group) if not t.info.get("metrics", {}).get("failed")]
 
 
-async def evaluate_if_due(
-    step: int,
-    prompts: Sequence[Prompt],
-    *,
-    every: int,
-    steps: int,
-    dump: Callable[..., None],
-    **how: Any,
-) -> dict[str, float]:
-    """`evaluate` at step 0 and where it `is_due`; else, or without prompts, {}."""
-    if not prompts or not is_due(step, every=every, steps=steps):
-        return {}
-    return await evaluate(prompts, on_group=partial(dump, step=step), **how)
-
-
-def is_due(step: int, *, every: int, steps: int) -> bool:
-    """Whether to evaluate after `step` of `steps`: after every so many (0: never), and after the last."""
-    return every != 0 and (step % every == 0 or step == steps)
+def is_due(step: int, schedule: Schedule) -> bool:
+    """Whether to evaluate after `step` steps: every `eval_steps` steps (0: never), and after the last one."""
+    return schedule.eval_steps != 0 and (step % schedule.eval_steps == 0 or step == schedule.steps)
 
 
 @dataclass
 class _Tally:
-    """One file's groups so far; tokens since the first of them."""
+    """Counts of the groups in one file; `tokens` excludes the first group, which starts the clock."""
 
     groups: int = 0
     success: float = 0.0
@@ -149,10 +136,11 @@ class _Tally:
 
 
 def dump_to(run: Run, tokenizer: Any, *, engine: Any) -> Callable[..., None]:
-    """An `on_group` that writes each group into the run folder as it completes, and says how far the rollout is.
+    """An `on_group` that writes each completed group into the run folder and shows the progress of the rollout.
 
-    Its keywords: `step` and `kind` (`train`, `eval_sampled`, `eval_greedy`) name the file; groups that were not `kept`
-    go to `dropped_{step}.jsonl` instead. Running and waiting requests are the engine's, where it counts them.
+    Its keywords `step` and `kind` (`train`, `eval_sampled`, `eval_greedy`) name the file; a group that was not `kept`
+    goes to `dropped_{step}.jsonl`. The numbers of running and queued requests are the engine's `progress`, if it has
+    one.
     """
     tallies: dict[tuple[str, int], _Tally] = {}
 

@@ -13,19 +13,19 @@ from rlkit.loops import coefficients
 from rlkit.loops.rl import Step, Task, masked, rl
 from rlkit.loops.updates import PolicyLoss, grpo_update
 from rlkit.metrics import Metrics, mean
-from rlkit.model.forward import make_policy, mesh_of, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
+from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.optim import adamw, learning_rate
 from rlkit.packing import pack, with_advantages
 from rlkit.rollout.rollout import Group, mix
 from rlkit.run.sync import blocking
 from rlkit.settings import Optim, Penalties, Rollouts, Schedule
-from rlkit.types import Batch
+from rlkit.types import Batch, Engine
 
 
 async def grpo(
     model: Any,
     tokenizer: Any,
-    engine: Any,
+    engine: Engine,
     task: Task,
     rollouts: Rollouts,
     schedule: Schedule,
@@ -44,39 +44,39 @@ async def grpo(
     NaN or infinity in a stream or a gradient norm stops the run; `skip_nan` drops it (`rlkit.loops.nans`).
 
     With `rollouts.overlap` the engine samples while a step trains. It needs its own copy of the weights
-    (`rlkit.rollout.engines.process`, `rlkit.rollout.engines.sglang`), which is replaced after every step without
-    draining it; each token is stamped with the version that sampled it. A group is trained on at most `staleness` steps
+    (`rlkit.rollout.engines.process`, `rlkit.rollout.engines.sglang`), which each step replaces without draining the
+    engine; each token is stamped with the version that sampled it. A group is trained on at most `staleness` steps
     (rounded up) after it was started, see `rlkit.rollout.stream`: with 1 the engine samples one batch while the trainer
-    works on the one before. The loss is decoupled PPO: clipped against the policy at the start of the step
-    (`old_logp`), its tokens weighted by `loss.correction`, which does not scale the KL. Which groups make up a step
-    depends on timing, so that two such runs are equal in distribution, not in bits. Differs: TRL `max_staleness`
-    discards what is too old; AReaL and verl's fully asynchronous recipe bound the age on average.
+    works on the previous one. The loss is decoupled PPO: clipped against the policy at the start of the step
+    (`old_logp`), its tokens weighted by `loss.correction`, which does not scale the KL. Timing decides which groups
+    make up a step, so two such runs are equal in distribution, not in bits. Differs: TRL `max_staleness` discards
+    samples that are too old; AReaL and verl's fully asynchronous recipe bound the age on average.
     Reference: arXiv:2505.24298 (AReaL); arXiv:2110.00641.
 
     Differs from the GRPO paper (arXiv:2402.03300):
     1. advantages are not divided by the group's standard deviation (arXiv:2503.20783); pass `group_zscore` to do so
     2. token mean instead of the mean of sequence means, and a clip at 1.28 (both arXiv:2503.14476); other losses
        (GSPO, CISPO, ...) and means are fields of `loss`, see `PolicyLoss`
-    3. no KL term unless `penalties` has a `kl_coef` or a rule for it; then k3 against `reference`, scaled by the ratio
-       so that its gradient is that of KL(policy || reference) also off policy
+    3. no KL term unless `penalties` has a `kl_coef` or a controller for it; then k3 against `reference`, scaled by the
+       ratio so that its gradient is that of KL(policy || reference) also off policy
     4. tokens are weighted by `loss.correction(log pi_old / pi_rollout)` for the engine's numerics and older weights
-    5. under top-p or top-k, tokens are weighted by the probability mass that was kept, for one more forward
+    5. under top-p or top-k, tokens are weighted by the kept probability mass, which costs one more forward
+
+    Errors: ValueError where `penalties` need a `reference` and there is none; those of `rlkit.loops.rl.rl`.
     """
-    has_kl = coefficients.needs_reference(penalties)
-    if (has_kl or penalties.ref_sync_steps) and reference is None:
-        raise ValueError("kl_coef, a KL controller and ref_sync_steps need a reference model")
+    has_kl = coefficients.has_kl(penalties, reference)
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
     lr_at = learning_rate(optim, num_steps=schedule.steps)
     optimizer = adamw(model, lr=lr_at(0), weight_decay=optim.weight_decay)
-    how: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": mesh_of(model)}
+    scoring: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": policy.mesh}
 
     def prepare(groups: Sequence[Group], step: Step) -> Batch:
         batch = with_advantages(pack(masked(groups, rollouts, version=step.index)), baseline)
-        batch = with_ref_logp(ref_policy if has_kl else None, batch, **how)
+        batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
         if rollouts.minibatches * rollouts.epochs > 1:
-            batch = with_old_logp(policy, batch, **how)
-        return with_kept_mass(policy, batch, params=rollouts.params, **how)
+            batch = with_old_logp(policy, batch, **scoring)
+        return with_kept_mass(policy, batch, params=rollouts.params, **scoring)
 
     def update(batch: Batch, step: Step) -> Metrics:
         lr = lr_at(step.index)

@@ -1,6 +1,6 @@
 """NaN and infinities in a training step: stop and name the first one, or drop its samples and count them.
 
-All checks read what is on the host anyway: trajectories, the packed batch, and the metrics of a finished step.
+All checks read data that is on the host anyway: trajectories, the packed batch, and the metrics of a finished step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ X = TypeVar("X")
 
 
 class Finite(NamedTuple, Generic[X]):
-    """What is left, how many samples were dropped, and a line that says which ("" for none)."""
+    """The finite part, the number of samples dropped from it, and one line that names them ("" for none)."""
 
     kept: X
     num_dropped: int
@@ -51,27 +51,27 @@ class Watch:
 
     def groups(self, groups: Sequence[Group], *, step: int) -> list[Group]:
         """`finite_groups`."""
-        return self._told(finite_groups(groups, step=step, describe=self._describe, skip=self._skip))
+        return self._report(finite_groups(groups, step=step, describe=self._describe, skip=self._skip))
 
     def batch(self, batch: Batch, *, step: int) -> Batch:
         """`finite_batch`."""
-        return self._told(finite_batch(batch, step=step, describe=self._describe, skip=self._skip))
+        return self._report(finite_batch(batch, step=step, describe=self._describe, skip=self._skip))
 
     def update(self, line: Mapping[str, float], *, step: int) -> dict[str, float]:
-        """`check_update`, and with `skip` the number of samples that were dropped in this step as `nan/dropped`."""
+        """`check_update`; with `skip`, returns the number of samples dropped in this step as `nan/dropped`."""
         check_update(line, step=step, skip=self._skip)
         num, self._num_dropped = self._num_dropped, 0
         return {"nan/dropped": float(num)} if self._skip else {}
 
-    def _told(self, found: Finite[X]) -> X:
-        self._num_dropped += found.num_dropped
-        if found.note:
-            self._run.say(f"{found.note}; dropped")
-        return found.kept
+    def _report(self, finite: Finite[X]) -> X:
+        self._num_dropped += finite.num_dropped
+        if finite.note:
+            self._run.say(f"{finite.note}; dropped")
+        return finite.kept
 
 
 def describe_prompt(prompts: Sequence[Prompt], tokenizer: Any, ids: Sequence[int]) -> str:
-    """A prompt for a message: its row in the data, from 1, where `ids` start with it, and the start of its text."""
+    """A prompt for an error message: the row (from 1) whose prompt `ids` start with, and the start of its text."""
     text = repr(tokenizer.decode(list(ids), skip_special_tokens=True)[:40])
     row = next((p.index + 1 for p in prompts if p.ids == list(ids[: len(p.ids)])), None)
     return f"the prompt {text}" if row is None else f"row {row} of the data, {text}"
@@ -80,12 +80,12 @@ def describe_prompt(prompts: Sequence[Prompt], tokenizer: Any, ids: Sequence[int
 def finite_groups(groups: Sequence[Group], *, step: int, describe: Describe, skip: bool) -> Finite[list[Group]]:
     """The groups without the episodes that have a non-finite reward, token reward or rollout log-prob.
 
-    Only trained tokens (mask True) count. Where an episode came in pieces, all of them go; groups that lose every
-    episode are left out.
+    Only tokens with mask True count. All pieces of an episode are dropped together, and so are groups without an
+    episode left.
 
-    Errors: ValueError where there is such an episode and not `skip`, or where nothing else is left.
+    Errors: ValueError where there is such an episode and not `skip`, or where no other one is left.
     """
-    first = next(((t, *found) for group in groups for t in group if (found := _broken(t))), None)
+    first = next(((t, *broken) for group in groups for t in group if (broken := _broken(t))), None)
     if first is None:
         return Finite(list(groups), 0, "")
     episodes = [_episodes(group) for group in groups]
@@ -99,13 +99,13 @@ def finite_groups(groups: Sequence[Group], *, step: int, describe: Describe, ski
 
 
 def _episodes(group: Group) -> list[Group]:
-    """The pieces of each episode together."""
+    """The trajectories of a group by episode."""
     starts = [*(i for i, t in enumerate(group) if not t.continues), len(group)]
     return [group[a:b] for a, b in pairwise(starts)]
 
 
 def _broken(t: Trajectory) -> tuple[str, float] | None:
-    """The first stream of a trajectory with a non-finite number that trains, and that number."""
+    """The first stream of a trajectory with a non-finite number where the mask is True, and that number."""
     if not math.isfinite(t.reward):
         return "rewards", t.reward
     for name, stream in (("token_rewards", t.token_rewards), ("rollout_logp", t.logp)):
@@ -118,22 +118,21 @@ def _broken(t: Trajectory) -> tuple[str, float] | None:
 def finite_batch(batch: Batch, *, step: int, describe: Describe, skip: bool) -> Finite[Batch]:
     """The batch without the sequences in which a float stream is not finite at a trained token.
 
-    `values` count at the last place of a truncated sequence too, where the bootstrap value is.
+    `values` also count at the last token of a truncated sequence, which holds the bootstrap value.
 
-    Errors: ValueError where there is such a sequence and not `skip`, or where nothing else is left.
+    Errors: ValueError where there is such a sequence and not `skip`, or where no other one is left.
     """
     ends = torch.zeros_like(batch.mask)
     ends[batch.cu_seqlens[1:][batch.truncated] - 1] = True
-    places = {name: batch.mask | ends if name == "values" else batch.mask for name in ORIGIN if name != "rewards"}
-    given = {name: x for name in places if (x := getattr(batch, name)) is not None}
-    bad = {name: ~x.isfinite() & places[name] for name, x in given.items()}
+    streams = {name: x for name in ORIGIN if name != "rewards" and (x := getattr(batch, name)) is not None}
+    bad = {name: ~x.isfinite() & (batch.mask | (ends & (name == "values"))) for name, x in streams.items()}
     if not any(x.any() for x in bad.values()):
         return Finite(batch, 0, "")
     broken = seq_sum(torch.stack([*bad.values()]).any(0).float(), cu_seqlens=batch.cu_seqlens) > 0
     name = next(name for name, x in bad.items() if x.any())
-    place = int(bad[name].int().argmax())
-    prompt = describe(_prompt_ids(batch, int((batch.cu_seqlens <= place).sum()) - 1))
-    num, value = int(broken.sum()), float(given[name][place])
+    index = int(bad[name].int().argmax())
+    prompt = describe(_prompt_ids(batch, int((batch.cu_seqlens <= index).sum()) - 1))
+    num, value = int(broken.sum()), float(streams[name][index])
     note = f"step {step}: {_what(name, value, num, batch.num_seqs)}; the first is of {prompt}"
     if not skip or num == batch.num_seqs:
         raise ValueError(note + _fix(skip))
@@ -147,18 +146,18 @@ def _prompt_ids(batch: Batch, sequence: int) -> list[int]:
 
 
 def check_update(line: Mapping[str, float], *, step: int, skip: bool) -> None:
-    """Stop after a step in which an optimizer step was skipped for a non-finite gradient norm, unless `skip`.
+    """Raise after a step that skipped an optimizer step for a non-finite gradient norm, unless `skip`.
 
-    `optimizer_step` left parameters and optimizer states as they were; `skipped_step` is the share of such steps.
-    Errors: ValueError that names the other metrics of the step that are not finite: where it comes from.
+    Parameters and optimizer states are unchanged by a skipped step; `skipped_step` is the share of such steps.
+    Errors: ValueError that also names the other non-finite metrics of the step, which show the cause.
     """
     for prefix, model in (("", "policy"), ("value/", "critic")):
         if line.get(f"{prefix}skipped_step") and not skip:
             norm = f"{prefix}grad_norm"
             others = [name for name, x in line.items() if not math.isfinite(x) and name != norm]
-            told = f" (also not finite: {', '.join(others)})" if others else ""
+            also = f" (also not finite: {', '.join(others)})" if others else ""
             raise ValueError(
-                f"step {step}: the gradient norm of the {model} is {line[norm]}{told}; every stream of the batch was "
+                f"step {step}: the gradient norm of the {model} is {line[norm]}{also}; every stream of the batch was "
                 "finite, so its forward or the loss makes it, and no such gradient was applied. Try a lower learning "
                 "rate or --dtype fp32, or skip such optimizer steps with --skip-nan (skip_nan=True)"
             )
@@ -171,4 +170,4 @@ def _what(name: str, value: float, num: int, of: int) -> str:
 def _fix(skip: bool) -> str:
     if skip:
         return "; no sample of the step is left to train on"
-    return "; mend it there, or drop such samples with --skip-nan (skip_nan=True)"
+    return "; fix it there, or drop such samples with --skip-nan (skip_nan=True)"

@@ -17,26 +17,17 @@ from rlkit.loops.rl import Step, Task, masked, rl
 from rlkit.loops.updates import PolicyLoss, clipped, grpo_update, per_token
 from rlkit.losses import kl_in_reward, value_clip
 from rlkit.metrics import Mean, Metrics, mean, merge
-from rlkit.model.forward import (
-    Policy,
-    make_policy,
-    mesh_of,
-    reference_policy,
-    with_kept_mass,
-    with_old_logp,
-    with_ref_logp,
-)  # fmt: skip
+from rlkit.model.forward import Policy, make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.heads import bootstraps, score_values
 from rlkit.model.heads import values as values_of
 from rlkit.model.optim import adamw, learning_rate, optimizer_step, set_lr
 from rlkit.packing import pack, split, with_streams
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
-from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.pipeline import pipelined
 from rlkit.rollout.rollout import Group, mix
 from rlkit.run.sync import blocking
 from rlkit.settings import Critic, Optim, Penalties, Rollouts, Schedule
-from rlkit.types import Batch
+from rlkit.types import Batch, Engine
 
 
 def with_gae(
@@ -46,26 +37,25 @@ def with_gae(
     critic: Critic,
     kl_coef: float,
     max_tokens: int,
-    mesh: Mesh | None = None,
     checked: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Batch:
-    """The batch with the `values` of the value model, their targets `returns`, and whitened `advantages`.
+    """The batch with the critic's `values`, their targets `returns`, and whitened `advantages`.
 
-    Token rewards are lowered by `kl_coef` times the k1 estimate of KL(old policy || reference), where that is not 0. An
-    answer that a limit cut ends in the critic's value of its last state (`critic.bootstrap`), or in 0. `checked` gets
-    the batch with its raw `values`, and may drop sequences before the advantages are whitened over all of them.
+    `kl_coef` times the k1 estimate of KL(old policy || reference) is subtracted from the token rewards. A truncated
+    answer ends in the critic's value of its last state (`critic.bootstrap`), or in 0. `checked` gets the batch with its
+    raw `values`, and may drop sequences before the advantages are whitened over all of them.
     """
-    found = score_values(values.model, batch, max_tokens=max_tokens, dtype=values.dtype, mesh=mesh)
-    batch = checked(replace(batch, values=found))
-    found, rewards, mask = batch.values, batch.token_rewards, batch.mask
+    raw = score_values(values.model, batch, max_tokens=max_tokens, dtype=values.dtype)
+    batch = checked(replace(batch, values=raw))
+    rewards, mask = batch.token_rewards, batch.mask
     if kl_coef:
         rewards = kl_in_reward(rewards, batch.old_logp, batch.ref_logp, kl_coef=kl_coef, mask=mask)
     traces = gae_decoupled(
-        rewards, found, mask=mask, cu_seqlens=batch.cu_seqlens, gamma=critic.gamma, lam_policy=critic.lam_policy,
-        lam_value=critic.lam_value, bootstrap=bootstraps(found, batch) if critic.bootstrap else None,
+        rewards, batch.values, mask=mask, cu_seqlens=batch.cu_seqlens, gamma=critic.gamma, lam_policy=critic.lam_policy,
+        lam_value=critic.lam_value, bootstrap=bootstraps(batch.values, batch) if critic.bootstrap else None,
     )  # fmt: skip
     advantages = whiten(traces.advantages, mask=mask)
-    return with_streams(batch, values=found, returns=traces.returns, advantages=advantages)
+    return with_streams(batch, values=batch.values, returns=traces.returns, advantages=advantages)
 
 
 def value_update(
@@ -79,16 +69,16 @@ def value_update(
     clip: float,
     seed: int,
 ) -> Metrics:
-    """`minibatches * epochs` optimizer steps of the critic on the clipped error of its values, averaged over all tokens
-    of a step.
+    """`minibatches * epochs` optimizer steps of the critic on its clipped squared error, averaged over all tokens of a
+    step.
 
-    Logged under `value/`: `loss`, `mean`, `return`, `grad_norm`, `skipped_step`, and `error` and `spread`, mean squares
-    over the batch: of value minus return, and of return minus the batch's mean return. So 1 - error / spread is the
-    share of the returns' variance that the values explain: 0 is what their mean would, below 0 is worse.
+    Logged under `value/`: `loss`, `mean`, `return`, `grad_norm`, `skipped_step`; `error`, the mean square of value
+    minus return; and `spread`, that of return minus the batch's mean return. 1 - error / spread is the explained
+    variance: 1 is perfect, 0 is no better than the mean return, below 0 is worse.
     """
     set_lr(optimizer, lr)
     metrics: Metrics = {}
-    model, mesh = values.model, mesh_of(values.model)
+    model, mesh = values.model, values.mesh
     middle = batch.returns[batch.mask].mean()
     minibatches = min(rollouts.minibatches, len(batch.group_ids.unique()))
     for mini in split(batch, minibatches, epochs=rollouts.epochs, seed=seed):
@@ -127,7 +117,7 @@ async def ppo(
     model: Any,
     value_model: Any,
     tokenizer: Any,
-    engine: Any,
+    engine: Engine,
     task: Task,
     rollouts: Rollouts,
     schedule: Schedule,
@@ -142,37 +132,39 @@ async def ppo(
 
     A step samples, takes the critic's values, `gae_decoupled(lam_policy, lam_value)` and whitened advantages (see
     `with_gae`), then `minibatches * epochs` optimizer steps of the critic, and as many of the policy on `loss`. In the
-    first `critic.critic_steps` steps the critic learns alone. The critic is exported to `critic/`. `rollouts` and
-    `penalties` are those of `rlkit.loops.grpo.grpo`, `overlap` too; the KL is subtracted from the reward.
+    first `critic.critic_steps` steps only the critic trains. It is exported to `critic/`. `rollouts` (with `overlap`)
+    and `penalties` work as in `rlkit.loops.grpo.grpo`, except that the KL is subtracted from the reward.
 
     Differs from InstructGPT (arXiv:2203.02155), TRL and verl:
     1. the critic's targets have lam_value = 1: with 0.95 a final reward is forgotten on the way to a long answer's
        start (VC-PPO, arXiv:2503.01491)
-    2. a new critic starts at 0 everywhere, and an answer cut by a limit ends in its value, not in 0 (`bootstrap`)
-    3. critic and policy have two models, two learning rates, and separate gradient clipping
+    2. a new critic starts at 0 everywhere, and a truncated answer ends in its value, not in 0 (`bootstrap`)
+    3. critic and policy are two models, with two learning rates and separate gradient clipping
     4. tokens are weighted by `loss.correction(log pi_old / pi_rollout)` for the engine's numerics and older weights,
-       and under top-p or top-k by the probability mass that was kept (one more forward)
+       and under top-p or top-k by the kept probability mass (one more forward)
+
+    Errors: those of `rlkit.loops.grpo.grpo`.
     """
-    has_kl = coefficients.needs_reference(penalties)
-    if (has_kl or penalties.ref_sync_steps) and reference is None:
-        raise ValueError("kl_coef, a KL controller and ref_sync_steps need a reference model")
+    has_kl = coefficients.has_kl(penalties, reference)
     both = nn.ModuleDict({"policy": model, "critic": value_model})
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
     lr_at = learning_rate(optim, num_steps=schedule.steps)
-    own = replace(optim, lr=critic.critic_lr, lr_at=critic.critic_lr_at)
-    critic_lr_at = learning_rate(own, num_steps=schedule.steps)
-    optimizer = adamw(both, lr=lr_at(0), weight_decay=optim.weight_decay)  # AdamW skips what has no gradient: each
+    of_critic = replace(optim, lr=critic.critic_lr, lr_at=critic.critic_lr_at)
+    critic_lr_at = learning_rate(of_critic, num_steps=schedule.steps)
+    optimizer = adamw(both, lr=lr_at(0), weight_decay=optim.weight_decay)  # skips parameters without a gradient: each
     values = Policy(value_model, dtype=policy.dtype)  # update steps only the policy or only the critic
-    how: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": mesh_of(model)}
+    scoring: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": policy.mesh}
 
     def prepare(groups: Sequence[Group], step: Step) -> Batch:
         batch = pack(masked(groups, rollouts, version=step.index))
-        batch = with_ref_logp(ref_policy if has_kl else None, batch, **how)
+        batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
         if has_kl or rollouts.minibatches * rollouts.epochs > 1:
-            batch = with_old_logp(policy, batch, **how)
-        batch = step.check(with_kept_mass(policy, batch, params=rollouts.params, **how))
-        return with_gae(batch, values=values, critic=critic, kl_coef=step.kl_coef, checked=step.check, **how)
+            batch = with_old_logp(policy, batch, **scoring)
+        batch = step.check(with_kept_mass(policy, batch, params=rollouts.params, **scoring))
+        return with_gae(
+            batch, values=values, critic=critic, kl_coef=step.kl_coef, max_tokens=optim.max_tokens, checked=step.check
+        )
 
     def update(batch: Batch, step: Step) -> Metrics:
         lr, critic_lr = lr_at(step.index), critic_lr_at(step.index)

@@ -1,4 +1,4 @@
-"""Preference training: DPO and its relatives on packed pairs, and KTO on single responses labelled good or bad."""
+"""Preference training: DPO and other pair losses on packed pairs, and KTO on single responses with a label."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rlkit import losses
 from rlkit.data.examples import Labelled, Pair
 from rlkit.loops.supervised import Losses, check_fits, response, train_examples
 from rlkit.metrics import Metrics, mean
-from rlkit.model.forward import make_policy, mesh_of, reference_policy, score, with_ref_logp
+from rlkit.model.forward import make_policy, reference_policy, score, with_ref_logp
 from rlkit.packing import pack, select, with_streams
 from rlkit.segments import seq_lens, seq_mean, seq_sum
 from rlkit.settings import Optim, Schedule
 from rlkit.types import Batch, Trajectory
 
-_AT_ONCE = 256  # pairs that are packed together to be scored
+_AT_ONCE = 256  # pairs packed into one batch for scoring
 
 
 def dpo(
@@ -41,8 +41,8 @@ def dpo(
 ) -> Path:
     """Train `model` in place on pairs of responses; returns the folder of the exported model.
 
-    The loss is the mean over a step's pairs of `loss(chosen, rejected)`, any loss of `rlkit.losses` on two numbers a
-    pair, where the number of a response is `reduce` over its tokens of logp - ref_logp; without a `reference`, of logp:
+    The loss is the mean over a step's pairs of `loss(chosen, rejected)`, any pair loss of `rlkit.losses`. The number of
+    a response is `reduce` over its tokens of logp - ref_logp, or of logp without a `reference`:
 
         dpo(..., reference=model_0)                                                          DPO, beta 0.1
         dpo(..., reference=model_0, loss=partial(losses.ipo, beta=0.1), reduce=seq_mean)     IPO as in TRL
@@ -50,11 +50,14 @@ def dpo(
         dpo(..., loss=partial(losses.orpo, beta=0.1), reduce=seq_mean, sft_coef=1.0)         ORPO
 
     plus `sft_coef` times the chosen response's mean NLL per token. The reference's log-probs are computed with each
-    batch, without gradient; or once for all of them, by `with_reference`. `aot`, which couples the pairs of a
-    batch, sees a micro-batch.
+    batch, or once for all pairs by `with_reference`. `aot`, which couples the pairs of a batch, couples those of a
+    micro-batch.
 
-    Logged: `accuracy` (the chosen number is the larger one), `margin`, `chosen`, `rejected` (the numbers themselves),
+    Logged: `accuracy` (share of pairs whose chosen number is larger), `margin`, `chosen` and `rejected` (mean numbers),
     and the mean log-probs per token `logp/chosen`, `logp/rejected`: where `logp/chosen` falls, consider `sft_coef`.
+
+    Errors: ValueError where only some pairs have a `ref_logp`, or all have one and there is a `reference` too; and for
+    a pair longer than `optim.max_tokens`.
     """
     policy = make_policy(model, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference)
@@ -66,7 +69,7 @@ def dpo(
     def prepare(batch: Batch) -> Batch:
         if True in scored:
             return with_streams(batch, ref_logp=batch.rollout_logp)
-        return with_ref_logp(ref_policy, batch, max_tokens=optim.max_tokens, mesh=mesh_of(model))
+        return with_ref_logp(ref_policy, batch, max_tokens=optim.max_tokens, mesh=policy.mesh)
 
     def pair_losses(micro: Batch) -> tuple[Tensor, Metrics]:
         out, micro = policy(micro), micro.to(model.device)  # on the host its segments are read without waiting
@@ -84,24 +87,24 @@ def dpo(
 
 
 def with_reference(pairs: Sequence[Pair], model: Any, optim: Optim = Optim()) -> list[Pair]:
-    """The pairs with the log-probs that `model` gives their responses now: `dpo` then needs no reference in memory.
+    """The pairs with the current log-probs of `model` on their responses: `dpo` then needs no reference in memory.
 
         pairs = with_reference(pairs, model)                # before training the model is its own reference
-        dpo(model, tokenizer, pairs, ...)                   # in every epoch, on a resumed run too: the same numbers
+        dpo(model, tokenizer, pairs, ...)                   # every epoch uses these numbers, also on a resumed run
 
-    One forward over the pairs, 4 bytes a token on every rank, and no forward of a reference in any step: less work from
-    the second epoch on. The numbers are those of `dpo(reference=...)` up to the rounding of other micro-batches, which
-    decides the `accuracy` of a model that still is its reference.
+    Cost: one forward over the pairs and 4 bytes per token on every rank. No step runs a reference, which saves work
+    from the second epoch on. The numbers equal those of `dpo(reference=...)` up to the rounding of other micro-batches,
+    which decides the `accuracy` of a model that still equals its reference.
     Differs: TRL's `precompute_ref_log_probs` keeps sums, in a cache file.
     """
-    policy, found = make_policy(model, dtype=optim.dtype), []
+    policy, out = make_policy(model, dtype=optim.dtype), []
     for start in range(0, len(pairs), _AT_ONCE):
         some = pairs[start : start + _AT_ONCE]
         batch = pack(pair_trajectories(some))
-        logp = score(policy, batch, max_tokens=optim.max_tokens, mesh=mesh_of(model))
+        logp = score(policy, batch, max_tokens=optim.max_tokens, mesh=policy.mesh)
         rows = [array("f", row.tolist()) for row in logp.split(seq_lens(batch.cu_seqlens).tolist())]
-        found += [replace(p, ref_logp=both) for p, both in zip(some, zip(rows[0::2], rows[1::2]), strict=True)]
-    return found
+        out += [replace(p, ref_logp=both) for p, both in zip(some, zip(rows[0::2], rows[1::2]), strict=True)]
+    return out
 
 
 def train_pairs(
@@ -116,7 +119,7 @@ def train_pairs(
     batch_size: int,
     eval_pairs: Sequence[Pair],
 ) -> Path:
-    """`train_examples` on pairs: `pair_losses(micro)` gives one loss a pair."""
+    """`train_examples` on pairs: `pair_losses(micro)` returns one loss per pair, and metrics."""
     sizes = (len(p.prompt) + len(p.chosen) + len(p.rejected) - 1 for p in (*pairs, *eval_pairs))
     check_fits(sizes, max_tokens=optim.max_tokens, what="pair")
     return train_examples(
@@ -126,7 +129,7 @@ def train_pairs(
 
 
 def pair_metrics(numbers: Tensor) -> Metrics:
-    """How a pair's two numbers (log-ratios, rewards; chosen first) stand to each other."""
+    """Accuracy, margin and means of `numbers` (log-ratios or rewards), of which each pair has two, chosen first."""
     chosen, rejected = numbers[0::2], numbers[1::2]
     return {
         "accuracy": mean((chosen > rejected).float()),
@@ -137,7 +140,7 @@ def pair_metrics(numbers: Tensor) -> Metrics:
 
 
 def pair_trajectories(pairs: Sequence[Pair]) -> list[list[Trajectory]]:
-    """One group a pair, chosen before rejected: the prompt is stored, and forwarded, once for both."""
+    """One group per pair, chosen before rejected, so that its prompt is stored and forwarded once."""
     return [
         [response(p.prompt, ids, logp=logp) for ids, logp in zip((p.chosen, p.rejected), p.ref_logp or (None, None))]
         for p in pairs
@@ -164,42 +167,41 @@ def kto(
         log_ratio_i = log policy(y_i | x_i) - log reference(y_i | x_i)       sums over the tokens of the response y_i
         kl          = reference_point of all log_ratio'_i, those of the mismatched y_{i-1} | x_i   (y_0 is y_B)
 
-    so with the defaults `kl` is max(0, mean log_ratio'). It is computed once a step, of all its examples, before they
-    are split, and no gradient flows through it: micro-batches and ranks change nothing. It costs a forward of policy
-    and reference over the mismatched responses; `reference_point=None` does without, at kl = 0:
+    so with the defaults `kl` is max(0, mean log_ratio'). It is computed once per step over all examples, before they
+    are split, and without gradient, so it does not depend on micro-batches or ranks. It costs a forward of policy and
+    reference over the mismatched responses. `reference_point=None` skips it, with kl = 0:
 
         kto(..., reference=model_0)                                                          KTO, beta 0.1
         kto(..., reference=model_0, loss=partial(losses.kto_unpaired, beta=0.1, undesirable_weight=2.0))
         kto(..., reference=model_0, reference_point=None)                                    APO-zero, unpaired
 
-    Logged: `kl`; `accuracy`, the share of responses on their label's side of it; the mean log-ratios `chosen` of the
-    desirable responses and `rejected` of the others, and their mean log-probs per token `logp/chosen`, `logp/rejected`.
+    Logged: `kl`; `accuracy`, the share of desirable responses above it and others below; the mean log-ratios `chosen`
+    of the desirable responses and `rejected` of the others, and their mean log-probs per token `logp/chosen`,
+    `logp/rejected`.
 
-    Errors: ValueError where a prompt has no other one's response in its batch, and where `max_tokens` does not hold the
-    longest prompt with the longest response.
+    Errors: ValueError where a batch has one example only, so that none is mismatched, and where the longest prompt with
+    the longest response exceeds `max_tokens`.
 
-    Differs: TRL's `KTOTrainer` mismatches and computes `kl` within each micro-batch, so that the loss depends on its
-    size; its responses are mismatched once, in the order of the file, which therefore is not shuffled.
+    Differs: TRL's `KTOTrainer` computes `kl` within each micro-batch, so its loss depends on the micro-batch's size; it
+    mismatches responses once, in the order of the file, and therefore does not shuffle it.
     Reference: arXiv:2402.01306; TRL kto_trainer.py.
     """
-    mismatched = reference_point is not None
-    _check(examples, eval_examples, batch_size=batch_size, max_tokens=optim.max_tokens, mismatched=mismatched)
+    paired = reference_point is not None
+    _check(examples, eval_examples, batch_size=batch_size, max_tokens=optim.max_tokens, paired=paired)
     policy = make_policy(model, dtype=optim.dtype)
-    how: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": mesh_of(model)}
+    scoring: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": policy.mesh}
     ref_policy = reference_policy(policy, reference)
 
     def prepare(some: Sequence[Labelled]) -> tuple[Batch, Losses]:
-        own = [response(e.prompt, e.response, reward=float(e.desirable)) for e in some]  # the reward is the label
+        matched = [response(e.prompt, e.response, reward=float(e.desirable)) for e in some]  # the reward is the label
         if reference_point is None:
-            return with_ref_logp(ref_policy, pack([[t] for t in own]), **how), partial(
-                response_losses, kl=torch.zeros(())
-            )
-        other = [response(e.prompt, before.response) for before, e in zip([some[-1], *some], some)]
-        both = with_ref_logp(
-            ref_policy, pack([*zip(own, other, strict=True)]), **how
-        )  # forwards a prompt once for the two
+            batch = with_ref_logp(ref_policy, pack([[t] for t in matched]), **scoring)
+            return batch, partial(response_losses, kl=torch.zeros(()))
+        mismatched = [response(e.prompt, before.response) for before, e in zip([some[-1], *some], some)]
+        both = pack([*zip(matched, mismatched, strict=True)])  # forwards a prompt once for its two responses
+        both = with_ref_logp(ref_policy, both, **scoring)
         batch, others = (select(both, range(i, both.num_seqs, 2)) for i in (0, 1))
-        logp = score(policy, others, **how)
+        logp = score(policy, others, **scoring)
         kl = reference_point(seq_sum(logp - others.ref_logp, cu_seqlens=others.cu_seqlens))
         return batch, partial(response_losses, kl=kl)
 
@@ -221,18 +223,14 @@ def kto(
 
 
 def _check(
-    examples: Sequence[Labelled],
-    eval_examples: Sequence[Labelled],
-    *,
-    batch_size: int,
-    max_tokens: int,
-    mismatched: bool,
+    examples: Sequence[Labelled], eval_examples: Sequence[Labelled], *, batch_size: int, max_tokens: int, paired: bool
 ) -> None:
+    """Refuse sizes that do not fit: `paired` gives any prompt of a batch the response of another example."""
     sizes = [(len(e.prompt), len(e.response)) for e in (*examples, *eval_examples)]
-    if mismatched and sizes:
+    if paired and sizes:
         sizes = [(max(a for a, _ in sizes), max(b for _, b in sizes))]
     check_fits((a + b - 1 for a, b in sizes), max_tokens=max_tokens, what="prompt with a response that it meets")
-    if mismatched and min(batch_size, len(examples), len(eval_examples) or 2) < 2:
+    if paired and min(batch_size, len(examples), len(eval_examples) or 2) < 2:
         raise ValueError(
             f"batch_size={batch_size}, {len(examples)} examples and {len(eval_examples)} to evaluate: KTO's reference "
             "point pairs prompts with others' responses, which takes two; reference_point=None (APO-zero) does without"

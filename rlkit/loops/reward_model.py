@@ -32,12 +32,13 @@ def reward_model(
 ) -> Path:
     """Train `model`, from `load_reward_model`, in place; returns the folder of the exported sequence classifier.
 
-    The loss is the mean over a step's pairs of `loss(chosen reward, rejected reward)`; a reward is read at the last
-    token of the response. The default pulls the rewards towards 0, so that models of several runs are comparable.
+    The loss is the mean over a step's pairs of `loss(chosen reward, rejected reward)`, where the reward is the model's
+    number at the last token of the response. The default also pulls the rewards towards 0, so that models of several
+    runs are comparable.
 
-    Logged: `accuracy`, `margin`, `chosen` and `rejected` (mean rewards). A served export is a reward by
-    `rlkit.rewards.judge.remote_reward_model`. A padding id that also ends the responses is taken out of its config:
-    transformers would not read the token that was trained on.
+    Logged: `accuracy`, `margin`, `chosen` and `rejected` (mean rewards). `rlkit.rewards.judge.remote_reward_model` uses
+    a served export as a reward. A padding id that also ends the responses is removed from the config, because
+    transformers would read the token before it.
     """
     if model.config.pad_token_id in {ids[-1] for pair in pairs for ids in (pair.chosen, pair.rejected)}:
         model.config.pad_token_id = None

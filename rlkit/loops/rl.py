@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from rlkit.data.order import batch_indices
 from rlkit.loops import coefficients, nans
-from rlkit.loops.evaluate import Clock, dump_to, evaluate_if_due, rollout_metrics
+from rlkit.loops.evaluate import Clock, dump_to, evaluate, is_due, rollout_metrics
 from rlkit.metrics import Metrics, finalize, merge
-from rlkit.model.forward import DTYPES, Policy, PolicyFn, mesh_of
+from rlkit.model.forward import DTYPES, Policy, PolicyFn
 from rlkit.model.weights import export_hf, stream_weights
-from rlkit.ranks import on_this_device, together, world_size
+from rlkit.ranks import on_all_ranks, on_this_device, world_size
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, single_turn
 from rlkit.rollout.shared import SharedEngine, SharedStream
@@ -29,16 +29,16 @@ from rlkit.rollout.stream import GroupStream
 from rlkit.run import saving
 from rlkit.run.folder import Run
 from rlkit.settings import Penalties, Rollouts, Schedule
-from rlkit.types import Batch
+from rlkit.types import Batch, Engine
 
 X = TypeVar("X")
 
 
 @dataclass(frozen=True)
 class Step:
-    """What `prepare` and `update` are told: which step this is, from 0, and the coefficients that the controllers set.
+    """The argument of `prepare` and `update`: the step's index, from 0, and the coefficients of its controllers.
 
-    `check(batch)` stops the run at the first NaN or infinity in a stream, or drops its sample (`Schedule.skip_nan`).
+    `check(batch)` stops the run at the first NaN or infinity in a stream; with `Rollouts.skip_nan` it drops the sample.
     """
 
     index: int
@@ -55,8 +55,8 @@ Update = Callable[[Batch, Step], Metrics]
 class Task:
     """The prompts, the environment and the reward.
 
-    `score` judges an episode (None: the environment's own reward); groups that `keep_group` rejects are replaced.
-    `eval_prompts` are held out: they are never trained on.
+    `score` gives an episode its reward (None: the environment does). A group that `keep_group` rejects is replaced by
+    another one. `eval_prompts` are never trained on.
     """
 
     prompts: Sequence[Prompt]
@@ -69,7 +69,7 @@ class Task:
 async def rl(
     policy: Policy,
     tokenizer: Any,
-    engine: Any,
+    engine: Engine,
     task: Task,
     rollouts: Rollouts,
     schedule: Schedule,
@@ -92,23 +92,26 @@ async def rl(
     `prepare` packs the groups and fills in advantages and the log-probs that the loss needs; `update` takes the
     optimizer steps. `step` is a `Step`, with the coefficients of `penalties` (`rlkit.loops.coefficients`).
 
-    With `rollouts.overlap` the engine goes on sampling while the step trains; it needs weights of its own. `prepare`
-    and `update` then run in a thread.
+    With `rollouts.overlap` the engine samples while the step trains, so it needs its own copy of the weights; `prepare`
+    and `update` run in a thread.
 
     Args:
-        state: what is saved and restored: "model" (all modules that train, one `nn.Module`), "optimizer", and
-            "reference", a reference model that moves: the policy is copied into it every `penalties.ref_sync_steps`.
-        reference: log-probs of a reference model; then the KL to it is reported on `task.eval_prompts`.
-        exports: further models (a critic) to export at the end, by the name of their folder.
-        max_tokens: packed tokens of a micro-batch in that report.
+        state: what checkpoints hold: "model" (one `nn.Module` of all that trains), "optimizer", and "reference", a
+            reference model into which the policy is copied every `penalties.ref_sync_steps` steps.
+        reference: log-probs of a reference model; the KL to it is then reported on `task.eval_prompts`.
+        exports: more models (a critic) to export at the end, by the name of their folder.
+        max_tokens: packed tokens per micro-batch of that KL.
+
+    Errors: TypeError for an engine that only generates; ValueError for `overlap` with an engine that reads the
+    trainer's weights, and at a NaN or infinity (see `rlkit.loops.nans`).
     """
     check_engine(engine)
     if rollouts.overlap and getattr(engine, "model", None) is policy.model:
         raise ValueError(
-            f"overlap needs an engine with weights of its own, and {type(engine).__name__} reads those that train; use "
+            f"overlap needs an engine with weights of its own, and {type(engine).__name__} reads those that train: use "
             "rlkit.rollout.engines.process.launch or SGLang"
         )
-    folder, steps, seed, params = schedule.output, schedule.steps, schedule.seed, rollouts.params
+    folder, steps, params = schedule.output, schedule.steps, rollouts.params
     staleness = float(rollouts.overlap) if rollouts.staleness is None else rollouts.staleness
     num_samples = rollouts.prompts_per_step * rollouts.group_size
     controllers = coefficients.rules(penalties, steps=steps, num_samples=num_samples)
@@ -116,31 +119,33 @@ async def rl(
     start, first = saved.get("step", -1), max(saved.get("step", -1), 0)
     now = coefficients.start(controllers, penalties, saved=saved.get("controllers"))
     publish = partial(stream_weights, policy.model, dtype=DTYPES.get(policy.dtype))
-    call = in_thread if rollouts.overlap or staleness else here  # pending samples are still scored
-    with saving.open_training(
-        folder, steps=steps, start=start, resume=schedule.resume, keep=schedule.keep, print_steps=schedule.print_steps
-    ) as (run, stop, saver):
+    call = run_in_thread if rollouts.overlap or staleness else run_inline  # pending samples are still scored
+    with saving.open_training(schedule, start=start) as (run, stop, saver):
         dump = dump_to(run, tokenizer, engine=engine)
         watch = nans.Watch(run, task.prompts, tokenizer, skip=rollouts.skip_nan)
-        evaluate = partial(
-            evaluate_if_due, prompts=task.eval_prompts, every=schedule.eval_steps, steps=steps, dump=dump,
-            params=params, num_samples=rollouts.eval_samples, generate=engine.generate, env=task.env,
-            score=task.score, seed=seed, policy=policy, reference=reference, max_tokens=max_tokens,
-            mesh=mesh_of(policy.model),
-        )  # fmt: skip
+
+        async def held_out(done: int) -> dict[str, float]:
+            if not task.eval_prompts or not is_due(done, schedule):
+                return {}
+            return await evaluate(
+                task.eval_prompts, generate=engine.generate, params=params, num_samples=rollouts.eval_samples,
+                env=task.env, score=task.score, seed=schedule.seed, policy=policy, reference=reference,
+                max_tokens=max_tokens, mesh=policy.mesh, on_group=partial(dump, step=done),
+            )  # fmt: skip
+
         await engine.update_weights(publish(), version=first)
-        if start < 0 and (scores := await evaluate(0)):
+        if start < 0 and (scores := await held_out(0)):
             run.log(0, scores)
         signal = Signal()
         async with open_stream(
-            prompt_order(task.prompts, seed=seed), generate=engine.generate, abort=engine.abort,
+            prompt_order(task.prompts, seed=schedule.seed), generate=engine.generate, abort=engine.abort,
             params=params, group_size=rollouts.group_size, groups_per_step=rollouts.prompts_per_step,
-            staleness=staleness, seed=seed, env=task.env, score=task.score, keep=task.keep_group,
+            staleness=staleness, seed=schedule.seed, env=task.env, score=task.score, keep=task.keep_group,
             max_dropped=rollouts.max_dropped, on_group=dump, version=first, state=saved.get("stream"),
             journal=folder / "completions" if rollouts.journal or rollouts.overlap else None,
         ) as stream:  # fmt: skip
             for step in range(first, steps):
-                done, clock = step + 1, Clock()
+                done, clock = step + 1, Clock()  # `step` is also the version of the weights that sample
                 stream.advance(version=step)
                 groups = await stream.take()
                 if not rollouts.overlap:
@@ -148,10 +153,10 @@ async def rl(
                 clock.lap("wait" if rollouts.overlap else "rollout")
                 groups = watch.groups(groups, step=done)
                 metrics = rollout_metrics(groups, version=step)
-                told = Step(step, **coefficients.coefs(now), check=partial(watch.batch, step=done))
-                batch = told.check(await call(prepare, groups, told))
+                this = Step(step, **coefficients.coefs(now), check=partial(watch.batch, step=done))
+                batch = this.check(await call(prepare, groups, this))
                 clock.lap("score")
-                metrics = merge(metrics, await call(update, batch, told))
+                metrics = merge(metrics, await call(update, batch, this))
                 if penalties.ref_sync_steps and done % penalties.ref_sync_steps == 0:
                     state["reference"].load_state_dict(policy.model.state_dict())
                 clock.lap("train")
@@ -161,12 +166,12 @@ async def rl(
                 line |= watch.update(line, step=done) | coefficients.logged(controllers, now)
                 now = coefficients.advance(controllers, now, line, skip_nan=rollouts.skip_nan)
                 clock.lap("sync")
-                line |= await evaluate(done)
+                line |= await held_out(done)
                 clock.lap("eval")
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens))
-                signal = say_if_no_signal(run, batch, before=signal)
+                signal = report_no_signal(run, batch, before=signal)
                 if saving.save_if_due(
-                    run, saver, stop, done, steps=steps, every=schedule.save_steps, stream=stream, **state,
+                    run, saver, stop, done, schedule=schedule, stream=stream, **state,
                     state={"controllers": coefficients.to_save(controllers, now)},
                 ):  # fmt: skip
                     break
@@ -176,50 +181,47 @@ async def rl(
         return saving.export(run, policy.model, tokenizer)
 
 
-def check_engine(engine: Any) -> None:
-    """Refuses, before anything runs, an engine that cannot be trained with: it must generate, abort and take weights.
-
-    Raises TypeError, on every rank, with what is missing.
-    """
+def check_engine(engine: Engine) -> None:
+    """Refuse an engine that lacks `generate`, `abort` or `update_weights`: TypeError on every rank, naming them."""
 
     def check() -> None:
         real = engine.engine if isinstance(engine, SharedEngine) else engine
-        names = () if real is None else ("generate", "abort", "update_weights")  # None: of the ranks but the first
+        names = () if real is None else ("generate", "abort", "update_weights")  # None: SharedEngine on other ranks
         if missing := [name for name in names if not callable(getattr(real, name, None))]:
             raise TypeError(
                 f"the engine {type(real).__name__} has no {' and no '.join(missing)}: it can generate for evaluation "
                 "and judges, but not for training; use LocalEngine, rlkit.rollout.engines.process.launch or SGLang"
             )
 
-    together(check)
+    on_all_ranks(check)
 
 
 def masked(groups: Sequence[Group], rollouts: Rollouts, *, version: int) -> Sequence[Group]:
-    """The groups without what `drop_truncated` and `drop_off_policy` keep out of the loss."""
+    """The groups with mask False where `drop_truncated` and `drop_off_policy` exclude tokens from the loss."""
     groups = mask_truncated(groups) if rollouts.drop_truncated else groups
     return mask_off_policy(groups, version=version) if rollouts.drop_off_policy else groups
 
 
 def prompt_order(prompts: Sequence[Prompt], *, seed: int) -> Callable[[int], Prompt]:
-    """The prompt of every place of an endless stream: all of them in a new order each epoch, a pure function."""
-    return lambda place: prompts[batch_indices(len(prompts), batch_size=1, seed=seed, step=place)[0]]
+    """Index in an endless stream -> prompt: each epoch visits all prompts, in its own order. A pure function."""
+    return lambda index: prompts[batch_indices(len(prompts), batch_size=1, seed=seed, step=index)[0]]
 
 
 def open_stream(prompt_at: Callable[[int], Prompt], **options: Any) -> GroupStream | SharedStream:
-    """A `GroupStream`; on many ranks rank 0's, of which every rank takes the groups."""
+    """A `GroupStream`; with several ranks it runs on rank 0, and every rank takes its groups."""
     make = partial(GroupStream, prompt_at, **options)
     return make() if world_size() == 1 else SharedStream(make)
 
 
-async def here(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:
-    """Call it as `in_thread` would, but in this thread: the event loop waits for it."""
+async def run_inline(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:
+    """Call `function` in this thread: the event loop waits for it."""
     return function(*args, **kwargs)
 
 
-async def in_thread(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:
-    """Call it beside the event loop, which goes on sampling and scoring meanwhile.
+async def run_in_thread(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:
+    """Call `function` in a thread, while the event loop keeps sampling and scoring.
 
-    A cancelled call ends when the function does: nobody may look at a model in the middle of an optimizer step.
+    A cancelled call still waits for the function to return, so that no caller sees a model inside an optimizer step.
     """
     call = partial(on_this_device(function), *args, **kwargs)
     work = asyncio.get_running_loop().run_in_executor(None, call)  # no task: Ctrl-C cancels those
@@ -231,18 +233,18 @@ async def in_thread(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:
 
 
 class Signal(NamedTuple):
-    """Whether the last step had an advantage to learn from, and the range of all rewards so far."""
+    """Whether the last step had an advantage other than 0, and the range of all rewards so far."""
 
     present: bool = True
     low: float = math.inf
     high: float = -math.inf
 
 
-def say_if_no_signal(run: Run, batch: Batch, *, before: Signal) -> Signal:
-    """Report the first step in a row in which every advantage is 0, unless the cause is success.
+def report_no_signal(run: Run, batch: Batch, *, before: Signal) -> Signal:
+    """Report the first of consecutive steps whose advantages are all 0, unless the cause is success.
 
-    Success is that every reward of the step equals the highest one so far, and a lower one has been seen: there is
-    nothing left to learn from these prompts. Returns the state for the next step.
+    Success: every reward of the step equals the highest one so far, and a lower one was seen before. Returns the state
+    for the next step.
     """
     rewards = batch.rewards.tolist()
     now = Signal(bool((batch.advantages != 0).any()), min([before.low, *rewards]), max([before.high, *rewards]))

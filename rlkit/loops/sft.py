@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlkit.loops.supervised import check_fits, supervised
+from rlkit.loops.supervised import check_fits, response, supervised
 from rlkit.loops.updates import per_token
 from rlkit.metrics import Metrics, mean, merge
-from rlkit.model.forward import make_policy, mesh_of, score
+from rlkit.model.forward import make_policy, score
 from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches
 from rlkit.parallel.pipeline import pipelined
 from rlkit.settings import Optim, Schedule
-from rlkit.types import Batch, Trajectory
+from rlkit.types import Batch
 
 
 class Example(Protocol):
-    """A tokenized conversation: ids, and which of them are trained on."""
+    """A tokenized conversation, with a mask of the tokens to train on."""
 
     @property
     def ids(self) -> list[int]:
@@ -27,18 +28,13 @@ class Example(Protocol):
 
     @property
     def mask(self) -> list[bool]:
-        """True at the tokens to learn."""
+        """True at the tokens to train on."""
         ...
 
 
 def pack_examples(examples: Sequence[Example]) -> Batch:
-    """Examples as a batch: every token after the first is a target, the mask says which ones count."""
-    return pack(
-        [
-            [Trajectory(e.ids[:1], e.ids[1:], e.mask[1:], [0.0] * (len(e.ids) - 1), [-1] * (len(e.ids) - 1))]
-            for e in examples
-        ]
-    )
+    """Pack examples: every token after the first is a target, and the mask selects those that train."""
+    return pack([[replace(response(e.ids[:1], e.ids[1:]), mask=e.mask[1:])] for e in examples])
 
 
 def sft(
@@ -51,15 +47,17 @@ def sft(
     batch_size: int = 64,
     eval_examples: Sequence[Example] = (),
 ) -> Path:
-    """Train `model` in place on the masked-in tokens of the examples; returns the folder of the exported model.
+    """Train `model` in place on the tokens of the examples where `mask` is True; returns the folder of the exported
+    model.
 
-    A model cut by `parallelize` is trained by all ranks together: each has all the examples, and computes its share.
+    The loss is the mean negative log-likelihood over all trained tokens of an optimizer step, independent of the
+    micro-batches. A model cut by `parallelize` is trained by all ranks together: each passes all the examples, and
+    computes its share.
 
-    The loss is the mean negative log-likelihood over all trained tokens of an optimizer step, whatever the
-    micro-batches.
+    Errors: ValueError for an example longer than `optim.max_tokens`.
     """
-    mesh = mesh_of(model)
     policy, max_tokens = make_policy(model, dtype=optim.dtype), optim.max_tokens
+    mesh = policy.mesh
     check_fits((len(e.ids) - 1 for e in (*examples, *eval_examples)), max_tokens=max_tokens, what="example")
 
     def gradients(rows: list[int]) -> tuple[Metrics, int]:

@@ -1,4 +1,4 @@
-"""What the loops over fixed data share: one optimizer step a batch, evaluation, the run folder, checkpoints."""
+"""The loop over fixed data: one optimizer step per batch, evaluation, run folder, checkpoints."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from rlkit.types import Batch, Trajectory
 
 X = TypeVar("X")
 Backward = Callable[[list[int]], tuple[Metrics, int]]  # indices of a batch -> its metrics, its number of tokens
-Losses = Callable[[Batch], tuple[Tensor, Metrics]]  # a micro-batch -> one loss for each example in it, what to log
+Losses = Callable[[Batch], tuple[Tensor, Metrics]]  # a micro-batch -> one loss per example in it, and metrics
 
 
 def check_fits(sizes: Iterable[int], *, max_tokens: int, what: str) -> None:
-    """Every example fits a micro-batch: said before the first step, not at the one that meets the longest."""
+    """ValueError before the first step where an example of `sizes` tokens does not fit a micro-batch."""
     longest = max(sizes, default=0)
     if longest > max_tokens:
         raise ValueError(
-            f"the longest {what} has {longest} tokens, and max_tokens={max_tokens} is what a micro-batch holds: raise "
-            "it, or drop long ones when they are read (max_example_tokens)"
+            f"the longest {what} has {longest} tokens, and max_tokens={max_tokens} is what a micro-batch holds: "
+            "raise it, or drop long ones when they are read (max_example_tokens)"
         )
 
 
 def response(
     prompt: list[int], ids: list[int], *, reward: float = 0.0, logp: Sequence[float] | None = None
 ) -> Trajectory:
-    """A response that was written down, all of it to be trained on."""
+    """A response of the data as a trajectory, with every token trained on."""
     return Trajectory(prompt, ids, [True] * len(ids), list(logp or [0.0] * len(ids)), [-1] * len(ids), reward)
 
 
@@ -53,10 +53,10 @@ def train_examples(
     batch_size: int,
     eval_examples: Sequence[X],
 ) -> Path:
-    """`supervised` on the mean of one loss an example, over the examples of a step.
+    """`supervised` on the mean over a step's examples of one loss per example.
 
-    `prepare` makes of some examples their batch, and a function that gives the losses of a micro-batch of it, which is
-    on the host and cuts no group. What couples the examples is computed there, once for all of them.
+    `prepare(examples)` returns their batch, and a function from a micro-batch of it (on the host, with whole groups) to
+    losses and metrics. Terms that couple examples are computed in `prepare`, once for the whole batch.
     """
     mesh = mesh_of(model)
 
@@ -95,30 +95,27 @@ def supervised(
 ) -> Path:
     """Train `model` in place on `schedule.steps` batches of examples; returns the folder of the exported model.
 
-    `backward` is given the indices of a batch's examples. It computes the loss, micro-batch by micro-batch, and leaves
-    the gradients on the parameters; its weights hold the denominators of the whole batch. `evaluate` gives metrics of
-    held-out data, already of all ranks: at step 0, every `eval_steps` steps and after the last one.
-    Each epoch visits every example once, in an order that `seed` fixes.
+    `backward(indices)` computes the loss of a batch's examples, micro-batch by micro-batch, and leaves the gradients on
+    the parameters; its weights hold the denominators of the whole batch. `evaluate` returns metrics of held-out data,
+    reduced over ranks, and runs at step 0, every `eval_steps` steps and after the last one.
+    Each epoch visits every example once, in an order that depends on `schedule.seed`.
     """
     mesh, lr_at = mesh_of(model), learning_rate(optim, num_steps=schedule.steps)
-    folder, steps, resume = schedule.output, schedule.steps, schedule.resume
     optimizer = adamw(model, lr=lr_at(0), weight_decay=optim.weight_decay)
-    state = saving.restore(folder, model=model, optimizer=optimizer) if resume else {}
-    start = state.get("step", -1)
+    saved = saving.restore(schedule.output, model=model, optimizer=optimizer) if schedule.resume else {}
+    start = saved.get("step", -1)
     first = max(start, 0)
 
     def held_out(done: int) -> dict[str, float]:
-        if evaluate is None or not is_due(done, every=schedule.eval_steps, steps=steps):
+        if evaluate is None or not is_due(done, schedule):
             return {}
         return {f"eval/{name}": value for name, value in finalize(evaluate()).items()}
 
-    with saving.open_training(
-        folder, steps=steps, start=start, resume=resume, keep=schedule.keep, print_steps=schedule.print_steps
-    ) as (run, stop, saver):
+    with saving.open_training(schedule, start=start) as (run, stop, saver):
         if start < 0 and (scores := held_out(0)):
             run.log(0, scores)
         order = batches(num_examples, batch_size=batch_size, seed=schedule.seed, start_step=first)
-        for step, rows in zip(range(first, steps), order):
+        for step, rows in zip(range(first, schedule.steps), order):
             done, clock = step + 1, Clock()
             metrics, num_tokens = backward(rows)
             set_lr(optimizer, lr_at(step))
@@ -128,15 +125,7 @@ def supervised(
                 run.say(f"step {done}: the gradient norm is {line['grad_norm']}, so the optimizer step was skipped")
             run.log(done, line | clock.times(num_tokens=num_tokens))
             if saving.save_if_due(
-                run,
-                saver,
-                stop,
-                done,
-                steps=steps,
-                every=schedule.save_steps,
-                model=model,
-                optimizer=optimizer,
-                state={},
+                run, saver, stop, done, schedule=schedule, model=model, optimizer=optimizer, state={}
             ):
                 break
         run.plot()

@@ -1,8 +1,8 @@
-"""One step's updates on a batch, shared by the loops: the loss, and what each token of it weighs.
+"""The policy update of the RL loops: its loss, the weight of each token, and its metrics.
 
-The weights (`per_token`, `per_episode`, `per_prompt`, `per_length`) are functions of the optimizer step's batch, what
-`aggregate=` takes. Every rank holds the whole batch before it is split, so the counts are those of the step. An episode
-that came in pieces counts once (see `rlkit.segments`). An episode or prompt without a trainable token is not counted.
+`per_token`, `per_episode`, `per_prompt` and `per_length` are values of `PolicyLoss.aggregate`: functions of the whole
+batch of an optimizer step, which every rank holds before it is split. An episode in several pieces counts once (see
+`rlkit.segments`). An episode or prompt without a trainable token is not counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlkit.losses import constant_length, k3, ppo_clip, prompt_mean, ratio_stats, tis, token_mean, unbiased_kl
 from rlkit.metrics import Metrics, largest, mean, merge
-from rlkit.model.forward import Policy, mesh_of
+from rlkit.model.forward import Policy
 from rlkit.model.optim import optimizer_step, set_lr
 from rlkit.packing import split
 from rlkit.parallel.data import any_ranks, rank_microbatches, reduce_metrics
@@ -27,22 +27,22 @@ from rlkit.types import Batch, LogProbs
 
 
 def per_token(batch: Batch) -> Float[Tensor, "T"]:
-    """All tokens alike: `token_mean` (DAPO)."""
+    """Equal weight per token: `token_mean` (DAPO)."""
     return token_mean(batch.mask, num_tokens=int(batch.mask.sum()))
 
 
 def per_episode(batch: Batch) -> Float[Tensor, "T"]:
-    """All episodes alike, and the tokens of one alike: `seq_mean` where an episode is a sequence (GRPO's paper)."""
+    """Equal weight per episode, shared by its tokens: `seq_mean` where an episode is one sequence (GRPO's paper)."""
     return _mean_of(batch, batch.episode_ids)
 
 
 def per_prompt(batch: Batch) -> Float[Tensor, "T"]:
-    """All prompts alike, and the tokens of all samples of one alike: `prompt_mean`."""
+    """Equal weight per prompt, shared by the tokens of its samples: `prompt_mean`."""
     return _mean_of(batch, batch.group_ids)
 
 
 def per_length(batch: Batch, *, max_length: int) -> Float[Tensor, "T"]:
-    """All tokens of an episode add up, over a constant: `constant_length`, so that no length is favoured (Dr. GRPO)."""
+    """The sum over an episode's tokens, divided by a constant: `constant_length`, without length bias (Dr. GRPO)."""
     num_seqs = _count(batch, batch.episode_ids)
     return constant_length(batch.mask, cu_seqlens=batch.cu_seqlens, max_length=max_length, num_seqs=num_seqs)
 
@@ -52,21 +52,21 @@ def _mean_of(batch: Batch, ids: Int[Tensor, "N"]) -> Tensor:
 
 
 def _count(batch: Batch, ids: Int[Tensor, "N"]) -> int:
-    """How many different ids have a trainable token."""
+    """Number of different ids with a trainable token."""
     return ids[seq_count(batch.mask, cu_seqlens=batch.cu_seqlens) > 0].unique().numel()
 
 
-Surrogate = Callable[[Tensor, Batch], Tensor]  # log_ratio [T] and the micro-batch it is of -> a loss per token
-Aggregate = Callable[[Batch], Tensor]  # the batch of an optimizer step -> what each token weighs
+Surrogate = Callable[[Tensor, Batch], Tensor]  # log_ratio [T], its micro-batch -> a loss per token
+Aggregate = Callable[[Batch], Tensor]  # the batch of an optimizer step -> a weight per token
 
 
 def clipped(log_ratio: Tensor, batch: Batch, *, clip_low: float = 0.2, clip_high: float = 0.28) -> Tensor:
-    """PPO's clip with DAPO's upper bound, as the loops take a surrogate: a loss per token of a micro-batch."""
+    """PPO's clip with DAPO's upper bound, as a `PolicyLoss.surrogate`."""
     return ppo_clip(log_ratio, batch.advantages, clip_low=clip_low, clip_high=clip_high)
 
 
 def truncated(log_ratio: Tensor, *, max_weight: float = 2.0) -> Tensor:
-    """Truncated importance sampling of engine and older weights (`tis`), as the loops take a correction."""
+    """Truncated importance sampling (`tis`), as a `PolicyLoss.correction`."""
     return tis(log_ratio, max_weight=max_weight)
 
 
@@ -79,9 +79,9 @@ class PolicyLoss:
 
     Args:
         surrogate: `surrogate(log_ratio, batch)`, a loss per token of a micro-batch.
-        aggregate: what each token of an optimizer step's batch weighs (`per_token`, `per_episode`, ...).
-        correction: `correction(old_logp - rollout_logp)` weighs the surrogate's tokens for what the engine, or older
-            weights, did otherwise. It does not scale KL and entropy.
+        aggregate: the weight of each token of an optimizer step's batch (`per_token`, `per_episode`, ...).
+        correction: `correction(old_logp - rollout_logp)`, an importance weight of the surrogate's tokens against the
+            engine's numerics and older weights. It does not scale KL and entropy.
     """
 
     surrogate: Surrogate = clipped
@@ -104,39 +104,39 @@ def grpo_update(
 ) -> Metrics:
     """`rollouts.minibatches * rollouts.epochs` optimizer steps on one batch.
 
-    The loss is the surrogate, plus `kl_coef` * KL to the reference and minus `entropy_coef` * entropy, each weighed by
-    `loss.aggregate(batch of the optimizer step)` and summed.
+        loss = sum_t w_t (correction_t * surrogate_t + kl_coef * KL_t - entropy_coef * entropy_t)
+        w    = loss.aggregate(batch of the optimizer step)
 
-    Truncated sampling drew a token from p / S and not from p, so there S (`kept_mass`) weighs the tokens of surrogate
-    and KL. Without `old_logp` in the batch (one update per rollout) it is the current log-prob, and no forward is spent
-    on it. On a model cut by `parallelize` every rank gives the whole batch, and computes its share.
+    Top-p and top-k sample a token from p / S, not from p, so `kept_mass` (S) scales surrogate and KL. Where the batch
+    has no `old_logp` (one update per rollout), the current log-probs take its place, without another forward. On a
+    model cut by `parallelize` every rank passes the whole batch and computes its share.
     """
     set_lr(optimizer, lr)
     metrics: Metrics = {}
-    mesh, device, surrogate = mesh_of(policy.model), policy.model.device, loss.surrogate
+    mesh, device, surrogate = policy.mesh, policy.model.device, loss.surrogate
     minibatches = min(rollouts.minibatches, len(batch.group_ids.unique()))
     for mini in split(batch, minibatches, epochs=rollouts.epochs, seed=seed):
         weights = loss.aggregate(mini)
         no_advantage = seq_sum(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
-        micros = list(rank_microbatches((mini, weights), mesh=mesh, max_tokens=optim.max_tokens, apart=no_advantage))
+        micros = list(rank_microbatches((mini, weights), mesh=mesh, max_tokens=optim.max_tokens, isolate=no_advantage))
         always = bool(kl_coef or entropy_coef) or has_gradient_without_advantage(surrogate, mini)
-        learns = any_ranks([always or bool(micro.advantages.any()) for micro, *_ in micros])
+        needed = any_ranks([always or bool(micro.advantages.any()) for micro, *_ in micros])
         with pipelined(mesh) as backward:
-            for (micro, *rest), learning in zip(micros, learns, strict=True):
-                with torch.set_grad_enabled(learning):
+            for (micro, *rest), needs_grad in zip(micros, needed, strict=True):
+                with torch.set_grad_enabled(needs_grad):
                     out = policy(micro)  # still on the host, where its segments are read without waiting for the GPU
                 micro, w = micro.to(device), rest[0].to(device, non_blocking=True)
                 old_logp = out.logp.detach() if micro.old_logp is None else micro.old_logp
                 log_ratio = out.logp - old_logp
-                w_drawn = w if micro.kept_mass is None else w * micro.kept_mass
-                w_policy = w_drawn * loss.correction(old_logp - micro.rollout_logp)
+                w_kept = w if micro.kept_mass is None else w * micro.kept_mass
+                w_policy = w_kept * loss.correction(old_logp - micro.rollout_logp)
                 token_loss, slope = with_gradient(surrogate, log_ratio, micro)
                 total = w_policy * token_loss
                 if kl_coef:
-                    total = total + kl_coef * w_drawn * unbiased_kl(out.logp, micro.ref_logp, old_logp)
+                    total = total + kl_coef * w_kept * unbiased_kl(out.logp, micro.ref_logp, old_logp)
                 if entropy_coef:
                     total = total - entropy_coef * w * out.entropy
-                if learning:
+                if needs_grad:
                     backward(total.sum())
                 metrics = merge(metrics, policy_metrics(out, old_logp, micro) | clip_shares(slope, micro))
         metrics = merge(metrics, optimizer_step(optimizer, max_norm=optim.max_norm))
@@ -146,7 +146,7 @@ def grpo_update(
 def has_gradient_without_advantage(surrogate: Surrogate, batch: Batch) -> bool:
     """Whether a token whose advantage is 0 has a gradient (`dro`, `kimi15`).
 
-    Asked for each optimizer step: a surrogate may also read the batch, so one step's answer says little about the next.
+    Evaluated for each optimizer step, since a surrogate may also read the batch.
     """
     neutral = replace(batch, advantages=torch.zeros_like(batch.advantages))
     return bool(with_gradient(surrogate, torch.full_like(batch.advantages, 0.1), neutral)[1].any())
@@ -155,7 +155,7 @@ def has_gradient_without_advantage(surrogate: Surrogate, batch: Batch) -> bool:
 def policy_metrics(out: LogProbs, old_logp: Float[Tensor, "T"], batch: Batch) -> Metrics:
     """Importance-ratio (`ratio/`), engine-mismatch (`mismatch/`) and reference-KL (`kl/`) statistics.
 
-    mismatch/k3 and mismatch/abs_mean compare old_logp with rollout_logp: 0 up to rounding where the engine is right.
+    mismatch/k3 and mismatch/abs_mean compare old_logp with rollout_logp: 0 up to rounding for an exact engine.
     """
     logp, mask = out.logp.detach(), batch.mask
     stats = ratio_stats(logp - old_logp, mask=mask)
@@ -177,15 +177,15 @@ def policy_metrics(out: LogProbs, old_logp: Float[Tensor, "T"], batch: Batch) ->
 def clip_shares(slope: Float[Tensor, "T"], batch: Batch) -> Metrics:
     """Shares of tokens with an advantage but no gradient: `ratio/clip_low` of A < 0, `ratio/clip_high` of A > 0.
 
-    That is what the clip of any surrogate takes away. `slope` is the surrogate's gradient by log_ratio.
-    Differs: from verl and TRL for sequence ratios only, whose clip they count in sequences.
+    These are the clipped tokens, whatever the surrogate. `slope` is the surrogate's gradient with respect to log_ratio.
+    Differs: verl and TRL count the clip of sequence ratios in sequences.
     """
     signs = {"clip_low": batch.advantages < 0, "clip_high": batch.advantages > 0}
     return {f"ratio/{name}": mean((slope == 0) & sign, mask=batch.mask) for name, sign in signs.items()}
 
 
 def with_gradient(surrogate: Surrogate, log_ratio: Float[Tensor, "T"], batch: Batch) -> tuple[Tensor, Tensor]:
-    """The surrogate's loss per token, and the gradient of its sum by log_ratio, from one call."""
+    """The surrogate's loss per token, and the gradient of its sum with respect to log_ratio, from one call."""
     with torch.enable_grad():
         x = log_ratio if log_ratio.requires_grad else log_ratio.detach().requires_grad_()
         token_loss = surrogate(x, batch)

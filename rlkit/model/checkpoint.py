@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or absent, and restore every bit.
+"""Atomic checkpoints that restore a run bit for bit.
 
 A checkpoint is a folder `step_00000050` of
 
@@ -14,9 +14,9 @@ carry the number of this format (`FORMAT`); a folder in another format is refuse
 
 Names of tensors do not depend on the layout: `model/NAME` is a weight or buffer, `optimizer/KEY/NAME` the optimizer's
 KEY (exp_avg, step, ...) of parameter NAME. DTensors stay DTensors: each rank writes and reads its own shards, and
-torch.distributed.checkpoint reshards. A pipeline stage has only its own names, but a tied weight is on two stages;
-lists of names that are stored or compared cover all stages. Importing torch.distributed.checkpoint takes a second where
-transformers is not loaded yet, so the import waits for the first checkpoint.
+torch.distributed.checkpoint reshards. A pipeline stage has only its own names, and a tied weight is on two stages;
+lists of names that are stored or compared cover all stages. torch.distributed.checkpoint takes a second to import
+before transformers is loaded, so it is imported by the first checkpoint.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from torch.optim import Optimizer
 
 import rlkit
 from rlkit import files as _files
+from rlkit.model.parallelize import mesh_of
 from rlkit.model.weights import clean_name, model_tensors
 from rlkit.parallel.data import each_stage
-from rlkit.ranks import distributed, first, on_this_device, rank, timeout_of, together, world_size
+from rlkit.ranks import distributed, on_all_ranks, on_rank0, on_this_device, rank, timeout_of, world_size
 
 T = TypeVar("T")
 
-FORMAT = 1  # of the files in a checkpoint; a change that older versions cannot read increases it
+FORMAT = 1  # of a checkpoint's files; raised by a change that older versions cannot read
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -60,9 +61,10 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 
 
 def optimizer_options(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's options per group, and its numbers per parameter that are not tensors."""
+    """The optimizer's options per group, and its per-parameter state that is not a tensor."""
     names = _names(model, optimizer)
-    groups = [{**g, "params": own} for g, own in zip(optimizer.param_groups, _groups(model, optimizer), strict=True)]
+    members = _groups(model, optimizer)
+    groups = [{**group, "params": params} for group, params in zip(optimizer.param_groups, members, strict=True)]
     scalars = {
         names[p]: {key: x for key, x in entry.items() if not isinstance(x, Tensor)}
         for p, entry in optimizer.state.items()
@@ -92,7 +94,7 @@ def empty_optimizer_tensors(path: Path, model: nn.Module, optimizer: Optimizer, 
 
 def _room(key: str, stored: Any, param: Tensor, group: dict[str, Any]) -> Tensor:
     dtype = stored.properties.dtype
-    if key == "step":  # torch's rule: on the CPU, unless a fused or captured kernel reads it
+    if key == "step":  # as in torch: on the CPU, unless a fused or captured kernel reads it
         on_device = group.get("fused") or group.get("capturable")
         return torch.empty(stored.size, dtype=dtype, device=param.device if on_device else "cpu")
     if stored.size == param.shape:
@@ -101,7 +103,7 @@ def _room(key: str, stored: Any, param: Tensor, group: dict[str, Any]) -> Tensor
 
 
 def install_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer, options: Any) -> None:
-    """Install `tensors` and `options` as the optimizer's state. (`load_state_dict` casts to the weights' dtype.)"""
+    """Set the optimizer's state to `tensors` and `options`. (`load_state_dict` would cast to the weights' dtype.)"""
     params = {name: p for p, name in _names(model, optimizer).items()}
     optimizer.state.clear()
     for name, entry in options["scalars"].items():
@@ -116,7 +118,7 @@ def install_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: O
 
 
 def copied(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of the tensors in CPU memory (pinned, if they come from a GPU). `buffers` are reused by the next copy."""
+    """A copy of the tensors in CPU memory (pinned, if they are on a GPU), in `buffers`, which the next copy reuses."""
     from torch.distributed.tensor import DTensor
 
     out: dict[str, Tensor] = {}
@@ -163,7 +165,7 @@ def read_tensors(tensors: dict[str, Tensor], path: Path, model: nn.Module) -> No
 
 
 def plain(value: Any, where: str) -> Any:
-    """`value` rebuilt from types that `torch.load(weights_only=True)` reads; TypeError names any other entry."""
+    """`value` in types that `torch.load(weights_only=True)` reads; TypeError names an entry of another type."""
     if isinstance(value, Tensor) and hasattr(value, "placements"):
         raise TypeError(f"{where} is sharded: give the model it belongs to as part of `model`, an nn.ModuleDict")
     if isinstance(value, np.generic):
@@ -185,9 +187,9 @@ def plain(value: Any, where: str) -> Any:
 
 
 def of_stages(model: nn.Module, value: T) -> list[T]:
-    """`value` of every pipeline stage; the stages are those of the model or of a module inside it."""
-    mesh = next((m.rlkit_mesh for m in model.modules() if hasattr(m, "rlkit_mesh")), None)
-    return each_stage(value, mesh=mesh)  # type: ignore[arg-type]
+    """`value` of every pipeline stage of the model, or of the first module inside it that was cut."""
+    mesh = next(filter(None, map(mesh_of, model.modules())), None)
+    return each_stage(value, mesh=mesh)
 
 
 def _quiet() -> None:
@@ -232,17 +234,17 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder/step_{step:08d}` and then delete all but the `keep` newest checkpoints of `folder`.
 
-    `step` is the number of optimizer steps done. `state` is what else the loop needs to continue (data position,
-    controllers, config): None, bool, int, float, str, bytes, tensors, and lists, tuples and dicts of them. A NamedTuple
-    comes back as a plain tuple: `PidState(*state["kl"])`. The random states of torch, CUDA, Python and numpy are added.
-    Model, optimizer and random states are only read: saving does not change a bit of the run.
+    `step` is the number of steps done. `state` is the rest that the loop needs to continue (data position, controllers,
+    config): None, bool, int, float, str, bytes, tensors, and lists, tuples and dicts of them. A NamedTuple is restored
+    as a plain tuple: `PidState(*state["kl"])`. The random states of torch, CUDA, Python and numpy are added. Model,
+    optimizer and random states are only read, so saving does not change the run.
 
-    Errors: OSError (ENOSPC, EDQUOT, EFBIG) with the path and the space needed and free, where the disk is full: the new
+    Errors: OSError (ENOSPC, EDQUOT, EFBIG) with the path and the space needed and free, if the disk is full: the new
     checkpoint is removed, the earlier ones are kept. TypeError for a `state` entry that could not be read back.
-    ValueError (on many ranks RuntimeError) where the nodes do not share the folder's disk.
+    ValueError (on many ranks RuntimeError) if the nodes do not share the folder's disk.
 
     Differs: TRL, verl and OpenRLHF write into the final folder and find the newest by its name or a pointer file.
-    torch's `get_optimizer_state_dict` takes an optimizer step with zero gradients where the state is still empty, so
+    torch's `get_optimizer_state_dict` takes an optimizer step with zero gradients if the state is still empty, so
     saving at step 0 would change the run; here an empty state is stored as empty. `BackgroundSaver` does the same in a
     thread.
     """
@@ -250,10 +252,10 @@ def save_checkpoint(
 
 
 def latest_checkpoint(folder: Path | str) -> Path | None:
-    """The checkpoint of `folder` that was written last, or None.
+    """The complete checkpoint of `folder` that was written last, or None.
 
-    A folder counts by its content, not its name: its manifest is whole and every listed file is there with its size.
-    Written last, not the highest step: a run that went back to an older checkpoint continues from there.
+    Complete: the manifest is readable, and every file it lists has the listed size; the folder's name does not matter.
+    The last one written is not always that of the highest step: a run may resume from an older checkpoint.
     Errors: ValueError for a checkpoint in another format.
     """
     _check_formats(Path(folder))
@@ -263,8 +265,8 @@ def latest_checkpoint(folder: Path | str) -> Path | None:
 def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Load weights and optimizer state in place, set the random states, and return `state` with "step" added.
 
-    Every file's checksum is verified first. The number of ranks and the layout may differ from the writer's; a rank
-    that the writer did not have keeps its random states. The optimizer's options (learning rate, betas) come from the
+    Every file's checksum is verified first. The number of ranks and the layout may differ from those at saving; a rank
+    that has no stored random states keeps its own. The optimizer's options (learning rate, betas) come from the
     checkpoint. `optimizer=None` loads only the weights and keeps the current random states.
 
     Errors: FileNotFoundError for an incomplete checkpoint; DamagedCheckpoint for a file that changed after it was
@@ -281,19 +283,19 @@ def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer 
     read_tensors(tensors, path, model)
     if optimizer is not None:
         install_optimizer(tensors, model, optimizer, side["optimizer"])
-        own = path / _rank_file()
-        if own.exists():
-            _set_random_states(torch.load(own, map_location="cpu", weights_only=True))
+        random_states = path / _rank_file()
+        if random_states.exists():
+            _set_random_states(torch.load(random_states, map_location="cpu", weights_only=True))
     return {**side["state"], "step": manifest["step"]}
 
 
 def load_latest(
     folder: Path | str, *, model: nn.Module, optimizer: Optimizer | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """`load_checkpoint` of the newest checkpoint that is whole, and the reason for each one that was skipped.
+    """`load_checkpoint` of the newest intact checkpoint, and the reason for each one that was skipped.
 
     Without any checkpoint the state is {}. Nothing is loaded from a damaged checkpoint.
-    Errors: FileNotFoundError where there are checkpoints but none is whole; the errors of `load_checkpoint`.
+    Errors: FileNotFoundError if there are checkpoints but none is intact; the errors of `load_checkpoint`.
     """
     _check_formats(Path(folder))
     folder, complete = Path(folder), _complete(Path(folder))
@@ -311,7 +313,7 @@ def load_latest(
 
 
 class Job(NamedTuple):
-    """A checkpoint to be written: everything but the tensors is serialized. `size`: bytes of all stages' tensors."""
+    """A checkpoint to write, serialized except for its tensors. `size`: bytes of the tensors of all stages."""
 
     folder: Path
     step: int
@@ -324,7 +326,7 @@ class Job(NamedTuple):
 def make_job(
     folder: Path | str, *, step: int, model: nn.Module, optimizer: Optimizer | None, state: dict[str, Any], keep: int
 ) -> Job:
-    """What `save_checkpoint` writes. The tensors are the live ones."""
+    """The job of `save_checkpoint`, with the live tensors."""
     if keep < 1:
         raise ValueError(f"keep must be at least 1 (the checkpoint just written), got {keep}")
     side = {"format": FORMAT, "rlkit": rlkit.__version__, "state": plain(state, "state"), "optimizer": None}
@@ -335,26 +337,26 @@ def make_job(
     files = {_rank_file(): _serialized(_random_states())}
     if rank() == 0:
         files["state.pt"] = _serialized(side)
-    record = 2048  # of each tensor: name, type, shape
+    record = 2048  # bytes per tensor for its name, type and shape
     sizes = of_stages(model, {name: x.numel() * x.element_size() + record for name, x in tensors.items()})
     size = sum({name: size for stage in sizes for name, size in stage.items()}.values())
     return Job(Path(folder), step, keep, tensors, size, files)
 
 
 def write_job(job: Job, *, group: dist.ProcessGroup | None = None) -> Path:
-    """Write a checkpoint, publish it and delete old ones. `group`: all ranks, not used by another thread meanwhile."""
+    """Write a checkpoint, publish it and delete old ones. `group`: all ranks, for the use of this thread only."""
     final = job.folder / f"step_{job.step:08d}"
     temp = job.folder / (_files.TEMP_PREFIX + final.name)
-    own = len(job.files[_rank_file()])
-    needed = job.size + sum(map(len, job.files.values())) + (world_size() - 1) * own + (1 << 16)
+    per_rank = len(job.files[_rank_file()])
+    needed = job.size + sum(map(len, job.files.values())) + (world_size() - 1) * per_rank + (1 << 16)
     what = f"the checkpoint of step {job.step}"
-    first(lambda: _make_room(job.folder, temp, what, needed), group=group)
+    on_rank0(lambda: _make_room(job.folder, temp, what, needed), group=group)
     cleanup = _files.removed_on_error(temp) if rank() == 0 else nullcontext()
     with _files.explain_full_disk(what, job.folder, needed=needed, fix=_SAVE_FIX), cleanup:
         write_tensors(job.tensors, temp, group=group)
-        files = together(lambda: _write_files(job.files, temp), group=group)
-        first(lambda: _publish(job.step, files, temp, final), group=group)
-    first(lambda: _prune(job.folder, job.keep), group=group)
+        files = on_all_ranks(lambda: _write_files(job.files, temp), group=group)
+        on_rank0(lambda: _publish(job.step, files, temp, final), group=group)
+    on_rank0(lambda: _prune(job.folder, job.keep), group=group)
     return final
 
 
@@ -368,17 +370,17 @@ def _make_room(folder: Path, temp: Path, what: str, needed: int) -> None:
 
 
 def _write_files(files: dict[str, bytes], temp: Path) -> dict[str, dict[str, int]]:
-    """Write this rank's `files`; return size and checksum of every file that this rank wrote, by name."""
+    """Write this rank's `files`; return name -> size and checksum of every file that this rank has written."""
     for name, data in files.items():
         _files.write_file(temp / name, data)
-    own = [temp / name for name in files] + [f for f in temp.iterdir() if f.name.startswith(f"__{rank()}_")]
+    written = [temp / name for name in files] + [f for f in temp.iterdir() if f.name.startswith(f"__{rank()}_")]
     if rank() == 0:
-        own.append(temp / ".metadata")
-    return {f.name: {"size": f.stat().st_size, "crc32": _files.crc32(f)} for f in own}
+        written.append(temp / ".metadata")
+    return {f.name: {"size": f.stat().st_size, "crc32": _files.crc32(f)} for f in written}
 
 
 def _publish(step: int, files: list[dict[str, dict[str, int]]], temp: Path, final: Path) -> None:
-    """Write the manifest, then rename: from here on the checkpoint exists."""
+    """Write the manifest, then rename the folder: this is what makes the checkpoint exist."""
     if lost := [(r, name) for r, of_rank in enumerate(files) for name in of_rank if not (temp / name).exists()]:
         r, name = lost[0]
         raise ValueError(
@@ -403,19 +405,19 @@ def _prune(folder: Path, keep: int) -> None:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Complete checkpoints, in the order in which they were written."""
-    found = {path: _manifest(path) for path in _folders(folder)}
-    return sorted((p for p, m in found.items() if _is_whole(p, m)), key=lambda p: found[p]["order"])
+    """Complete checkpoints, in the order of writing."""
+    manifests = {path: _manifest(path) for path in _folders(folder)}
+    return sorted((p for p, m in manifests.items() if _is_whole(p, m)), key=lambda p: manifests[p]["order"])
 
 
 def _folders(folder: Path) -> list[Path]:
-    """What may be a checkpoint: all but leftovers."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(path for path in found if not path.name.startswith(_files.TEMP_PREFIX))
+    """Everything in `folder` except leftovers of crashed saves."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in paths if not path.name.startswith(_files.TEMP_PREFIX))
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, whole or not; {} for anything else."""
+    """The manifest of a checkpoint, complete or not; {} for anything else."""
     try:
         manifest = json.loads((path / _MANIFEST).read_bytes())
         return manifest if isinstance(manifest["step"], int) else {}
@@ -424,7 +426,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _is_whole(path: Path, manifest: dict[str, Any]) -> bool:
-    """Whether every file that the manifest lists is there with its size."""
+    """Whether every file that the manifest lists exists with its listed size."""
     try:
         whole = all((path / name).stat().st_size == entry["size"] for name, entry in manifest["files"].items())
         return whole and manifest["format"] == FORMAT and isinstance(manifest["order"], int)
@@ -432,12 +434,12 @@ def _is_whole(path: Path, manifest: dict[str, Any]) -> bool:
         return False
 
 
-def _check_format(path: Path, found: dict[str, Any]) -> None:
-    """ValueError where the manifest or the state `found` at `path` is in another format than this version's."""
-    if found and found.get("format") != FORMAT:
-        wrote = f"rlkit {found['rlkit']}" if "rlkit" in found else "an rlkit without format numbers"
+def _check_format(path: Path, header: dict[str, Any]) -> None:
+    """ValueError if `header`, the manifest or the state at `path`, has another format than this version's."""
+    if header and header.get("format") != FORMAT:
+        wrote = f"rlkit {header['rlkit']}" if "rlkit" in header else "an rlkit without format numbers"
         raise ValueError(
-            f"{path} has checkpoint format {found.get('format')}, written by {wrote}, and rlkit "
+            f"{path} has checkpoint format {header.get('format')}, written by {wrote}, and rlkit "
             f"{rlkit.__version__} reads format {FORMAT}: resume with the version that wrote it, or start a new run in "
             "another folder"
         )
@@ -449,7 +451,7 @@ def _check_formats(folder: Path) -> None:
 
 
 def _verified(path: Path) -> dict[str, Any]:
-    """The manifest, after every file's checksum was compared (each rank checks its share of the files)."""
+    """The manifest, after verifying every file's checksum (each rank verifies its share)."""
     manifest = _manifest(path)
     _check_format(path, manifest)
     if not _is_whole(path, manifest):
@@ -458,8 +460,8 @@ def _verified(path: Path) -> dict[str, Any]:
             "latest_checkpoint(folder) finds the newest complete one"
         )
     mine = list(manifest["files"].items())[rank() :: world_size()]
-    found = together(lambda: [name for name, entry in mine if _files.crc32(path / name) != entry["crc32"]])
-    if changed := [name for names in found for name in names]:
+    differing = on_all_ranks(lambda: [name for name, entry in mine if _files.crc32(path / name) != entry["crc32"]])
+    if changed := [name for names in differing for name in names]:
         raise DamagedCheckpoint(f"{path}: {', '.join(changed)} changed after it was written")
     return manifest
 
@@ -499,14 +501,14 @@ class BackgroundSaver:
             for step in ...:
                 saver.save(step=step, model=model, optimizer=optimizer, state=state)
 
-    Files and atomicity are those of `save_checkpoint`. There is one save at a time: the next `save`, `wait` and the end
-    of the block first wait for the previous save and raise its error, on every rank; then the saver can be used again.
-    All ranks create it, save and wait together. Nothing else may save into the folder meanwhile. A block that is
-    interrupted (Ctrl-C) does not wait; a half-written checkpoint is ignored on resume.
+    Files and atomicity are those of `save_checkpoint`. One save runs at a time: the next `save`, `wait` and the end of
+    the block first wait for it and raise its error, on every rank; the saver stays usable afterwards. All ranks create
+    it, save and wait together. Nothing else may save into the folder meanwhile. An interrupted block (Ctrl-C) does not
+    wait; a half-written checkpoint is ignored on resume.
 
     Memory: one copy of this rank's shards on the host, reused by the next save (pinned if they are on a GPU, each
     rounded up to a power of two). A rank whose host has no room for the copy waits for the disk instead.
-    Differs: torch's `async_save` has no atomic end, and leaves it to the caller to check its future.
+    Differs: torch's `async_save` is not atomic, and its caller must check the future.
     """
 
     def __init__(self, folder: Path | str, *, keep: int) -> None:
@@ -535,7 +537,7 @@ class BackgroundSaver:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being written, so that `wait` returns at once."""
+        """Whether no save is running, so that `wait` returns at once."""
         return self._running is None or self._running[0].done()
 
     def save(
@@ -549,7 +551,7 @@ class BackgroundSaver:
     ) -> None:
         """Start to write a checkpoint of the current state; see `save_checkpoint` for the arguments.
 
-        `then` is called by the `wait` that finds the checkpoint on the disk, for what relies on it.
+        `then` is called by the next `wait`, once the checkpoint is on the disk.
         """
         self.wait()
         job = make_job(self._folder, step=step, model=model, optimizer=optimizer, state=state, keep=self._keep)
@@ -558,7 +560,7 @@ class BackgroundSaver:
             job = job._replace(tensors=copied(job.tensors, self._buffers))
         future: Future[Path] = Future()
         self._running = (future, then or (lambda: None))
-        # a daemon: the pool of concurrent.futures would hold up the end of an interrupted process
+        # a daemon thread, since the pool of concurrent.futures would delay the exit of an interrupted process
         thread = threading.Thread(
             target=on_this_device(self._write), args=(job, future), name="rlkit-checkpoint", daemon=True
         )
@@ -567,10 +569,10 @@ class BackgroundSaver:
             thread.join()
 
     def wait(self) -> Path | None:
-        """Wait until the last save is on the disk. Returns the folder of the last checkpoint that was written."""
+        """Wait until the last save is on the disk. Returns the folder of the last checkpoint written."""
         if self._running is not None:
             future, then = self._running
-            wait([future])  # a Ctrl-C here leaves the save running, to be waited for again
+            wait([future])  # after a Ctrl-C here the save still runs, and can be waited for again
             self._running = None
             self._path = future.result()
             then()

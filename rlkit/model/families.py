@@ -1,10 +1,10 @@
-"""Which model types can be trained in packed form: what is refused by name, and a check of everything else.
+"""Which model types can be trained packed: some are refused by name, every other architecture is checked.
 
-`check_family(config)` reads the config alone. `check_architecture(config)` also builds a small copy of the model
-(narrow, a few layers, every kind of layer and everything that changes the maths) with large random weights, and
-compares its packed log-probs with its own forward, one sequence at a time. It takes a fraction of a second, and is done
-once per architecture: the verdict is kept in `$XDG_CACHE_HOME/rlkit/checked` (default `~/.cache`). docs/models.md has
-the verdict for every model type of transformers.
+`check_family(config)` reads only the config. `check_architecture(config)` also builds a small copy of the model (few
+and narrow layers, but each kind of layer and every option that changes the mathematics) with large random weights, and
+compares its packed log-probs with its own forward, one sequence at a time. This takes a fraction of a second, once per
+architecture: the verdict is cached in `$XDG_CACHE_HOME/rlkit/checked` (default `~/.cache`). docs/models.md lists the
+verdict for every model type of transformers.
 """
 
 from __future__ import annotations
@@ -33,6 +33,23 @@ from rlkit.packing import pack
 from rlkit.parallel.attention import IMPLEMENTATION, as_inference, register
 from rlkit.types import Trajectory
 
+logger = logging.getLogger(__name__)
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+TOLERANCE = 1e-4  # of a log-prob, in nats
+_MAX_SIZE = 30_000_000  # parameters of a small copy: a second on a CPU
+_LEGACY = {"attention": "full_attention"}
+_RECURRENT = ("rwkv", "xlstm")  # they have no `layer_types`
+_LOGIT_SCALE = {  # model type -> (attribute, power): its logits are those of the head times attribute ** power
+    "cohere": ("logit_scale", 1),
+    "cohere2": ("logit_scale", 1),
+    "cohere2_moe": ("logit_scale", 1),
+    "granite": ("logits_scaling", -1),
+    "granitemoe": ("logits_scaling", -1),
+    "granitemoeshared": ("logits_scaling", -1),
+    "hyperclovax": ("logits_scaling", 1),
+}
+_proven: set[str] = set()
 VOCAB, WINDOW, SOFTCAP, HEAD_DIM = 64, 4, 2.0, 16
 _HEADS = (
     "num_attention_heads",
@@ -63,15 +80,15 @@ _CAPS = {  # (pattern of the name, largest value of the small config)
 def shrunk(config: Any) -> Any:
     """A small config of the same architecture, for a model that is built and run in a fraction of a second.
 
-    Widths, heads, vocabulary, experts and layers shrink. Ratios that the code looks at stay: grouped, single or as many
-    key-value heads; heads that fill the hidden size or not. A window becomes shorter than a test's sequences and a
-    softcap small enough to bend its logits. A layer of each kind stays, at least two in all.
+    Widths, heads, vocabulary, experts and layers shrink, but keep the ratios that model code depends on: multi-head,
+    grouped-query or multi-query attention, and whether the heads fill the hidden size. Windows become shorter than the
+    test sequences, and softcaps small enough to change the logits. One layer of each kind remains, at least two in all.
     """
     return type(config).from_dict(_shrunk(config.to_dict()))
 
 
 def _shrunk(old: dict[str, Any]) -> dict[str, Any]:
-    """The same of the config's own and nested dictionaries."""
+    """`shrunk` for a config's dictionary and the configs nested in it."""
     new = {k: _shrunk(v) if isinstance(v, dict) and "model_type" in v else v for k, v in copy.deepcopy(old).items()}
     _narrow(new)
     _shorten(new)
@@ -90,7 +107,7 @@ def _capped(x: Any, cap: float) -> Any:
 
 
 def _narrow(config: dict[str, Any]) -> None:
-    """Heads and widths."""
+    """Shrink heads and widths."""
     heads, kv, width = (next((n for n in names if config.get(n)), None) for names in (_HEADS, _KV_HEADS, _WIDTHS))
     if heads is None or width is None or not isinstance(config[heads], int):
         return
@@ -119,7 +136,7 @@ def _ropes(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _shorten(config: dict[str, Any]) -> None:
-    """Layers: of those with different entries in the lists that have one per layer, the first of each."""
+    """Keep the first layer of each kind, where kinds differ in the config's lists with one entry per layer."""
     count = next((config[n] for n in _LAYERS if isinstance(config.get(n), int)), 0)
     if count <= 2:
         return
@@ -144,36 +161,17 @@ def _shorten(config: dict[str, Any]) -> None:
         config["mlp_only_layers"] = [0]
 
 
-logger = logging.getLogger(__name__)
-
-LAYER_TYPES = ("full_attention", "sliding_attention")
-TOLERANCE = 1e-4  # of a log-prob, in nats
-_MAX_SIZE = 30_000_000  # parameters of a small copy: a second on a CPU
-_LEGACY = {"attention": "full_attention"}
-_RECURRENT = ("rwkv", "xlstm")  # they have no `layer_types`
-_LOGIT_SCALE = {  # model type -> (attribute, power): its logits are those of the head times attribute ** power
-    "cohere": ("logit_scale", 1),
-    "cohere2": ("logit_scale", 1),
-    "cohere2_moe": ("logit_scale", 1),
-    "granite": ("logits_scaling", -1),
-    "granitemoe": ("logits_scaling", -1),
-    "granitemoeshared": ("logits_scaling", -1),
-    "hyperclovax": ("logits_scaling", 1),
-}
-_proven: set[str] = set()
-
-
 def check_family(config: Any) -> None:
-    """Refuse a model type from its config alone, before anything is built.
+    """Refuse a model type by its config, before anything is built.
 
-    Errors: ValueError naming the model type, what is not supported and what is.
+    Errors: ValueError naming the model type and the reason.
     """
     if (reason := _why_refused(config)) is not None:
         raise _refusal(config, reason)
 
 
 def check_causal_lm(config: Any) -> None:
-    """`check_family`, for a config that `AutoModelForCausalLM` must also know.
+    """`check_family`; also refuses a config without a class in `AutoModelForCausalLM`.
 
     Errors: ValueError.
     """
@@ -186,10 +184,10 @@ def check_causal_lm(config: Any) -> None:
 
 
 def check_architecture(config: Any, *, model_class: Any = None) -> bool:
-    """Refuse an architecture whose packed log-probs are not its own; True where it was checked.
+    """Refuse an architecture whose packed log-probs differ from its own forward; returns whether it was checked.
 
-    The check runs a small copy of the model on the CPU in fp32, with weights of standard deviation 0.2: two layers or
-    more, one of each kind, windows shorter than the sequences. It is False where no small copy can be built and run.
+    The check runs a small copy of the model on the CPU in fp32, with weights of standard deviation 0.2: at least two
+    layers, one of each kind, and windows shorter than the sequences. False: no small copy can be built and run.
 
     Args:
         model_class: a `PreTrainedModel` with a language-model head; by default that of `AutoModelForCausalLM`.
@@ -217,7 +215,7 @@ def check_architecture(config: Any, *, model_class: Any = None) -> bool:
 
 
 def check_loaded(model: Any) -> None:
-    """Refuse a model that cannot be trained packed: `check_architecture`, or the model itself at its full size.
+    """Refuse a model that cannot be trained packed: `check_architecture`, else the same check at full size.
 
     Errors: ValueError.
     """
@@ -225,7 +223,7 @@ def check_loaded(model: Any) -> None:
     if check_architecture(model.config, model_class=type(model) if has_head else None):
         return
     warn_full_size(model.config)
-    if not has_head or model.device.type == "meta":  # `rlkit.model.heads` checks its own; the other has no weights
+    if not has_head or model.device.type == "meta":  # `rlkit.model.heads` checks heads; meta has no weights
         return
     groups = probe(model.config.get_text_config().vocab_size)
     try:
@@ -237,24 +235,24 @@ def check_loaded(model: Any) -> None:
 
 
 def warn_full_size(config: Any) -> None:
-    """Report that there is no small copy of a model to check."""
+    """Warn that the model is checked at full size, since no small copy can be built."""
     logger.warning(
-        "no small copy of model type %r can be built: it is checked at full size, with the weights it has, which may "
-        "be too small to show an error",
+        "no small copy of model type %r can be built: it is checked at full size, with its own weights, which may be "
+        "too small to show an error",
         config.model_type,
     )
 
 
 def logit_scale(config: Any) -> float:
-    """By what a model multiplies the product of hidden states and head: 1 for most, 1/16 for Cohere."""
+    """The factor of a model's logits over the product of hidden states and head: 1 for most, 1/16 for Cohere."""
     name, power = _LOGIT_SCALE.get(config.model_type, (None, 1))
     return 1.0 if name is None else float(getattr(config, name)) ** power
 
 
 def longest_sequence(config: Any) -> int | None:
-    """How many tokens a packed sequence may have at most; None: any number.
+    """The maximum number of tokens of a packed sequence; None: no limit.
 
-    Rotary frequencies of type "dynamic" and "longrope" change for the whole pack with its longest sequence.
+    Rotary frequencies of type "dynamic" and "longrope" depend on the longest sequence of the whole pack.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -278,8 +276,8 @@ def _why_refused(config: Any) -> str | None:
     layers = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     kinds = sorted({_LEGACY.get(x, x) for x in layers} - set(LAYER_TYPES))
     if kinds or kind in _RECURRENT:
-        found = " and ".join(map(repr, kinds or ["recurrent"]))
-        return f"layer type {found} is not supported, only {' and '.join(LAYER_TYPES)}"
+        names = " and ".join(map(repr, kinds or ["recurrent"]))
+        return f"layer type {names} is not supported, only {' and '.join(LAYER_TYPES)}"
     value_dim = getattr(text, "v_head_dim", None)
     key_dim = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
     if hasattr(text, "qk_nope_head_dim"):
@@ -291,7 +289,7 @@ def _why_refused(config: Any) -> str | None:
 
 
 def why_different(model: Any, groups: Sequence[Sequence[Trajectory]], own: Tensor) -> str | None:
-    """Why the packed log-probs of `groups` are not `own` (see `own_log_probs`), or None where they are."""
+    """The reason why the packed log-probs of `groups` differ from `own` (see `own_log_probs`), or None."""
     from rlkit.model.forward import forward
 
     for share in (True, False):
@@ -310,7 +308,7 @@ def why_different(model: Any, groups: Sequence[Sequence[Trajectory]], own: Tenso
 
 @torch.no_grad()
 def _known_cause(model: Any) -> str | None:
-    """What of a model is known not to work, for the message."""
+    """The first known cause of a difference that the model has, for the error message."""
     body, head = model.base_model, model.get_output_embeddings()
     if body.config.get_text_config()._attn_implementation != IMPLEMENTATION:
         return "its attention is not transformers' AttentionInterface (it may have ALiBi or relative positions)"
@@ -337,7 +335,7 @@ def _known_cause(model: Any) -> str | None:
 def own_log_probs(model: Any, groups: Sequence[Sequence[Trajectory]]) -> Tensor:
     """Log-probs of the completions by the model's own forward in transformers' eager attention, one sequence at a time.
 
-    The model has packed attention afterwards, where it takes it.
+    Afterwards the model is set to packed attention, if it supports that.
     """
     model.set_attn_implementation(register())
     out = []
@@ -351,7 +349,7 @@ def own_log_probs(model: Any, groups: Sequence[Sequence[Trajectory]]) -> Tensor:
 
 
 def probe(vocab_size: int) -> list[list[Trajectory]]:
-    """Six sequences of unequal lengths in three groups; one of them is a single token and its target."""
+    """Six sequences of unequal lengths in three groups; the shortest is one token and its target."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(n: int) -> list[int]:  # the first ids are often special
@@ -374,7 +372,7 @@ def _refusal(config: Any, reason: str) -> ValueError:
 
 @torch.no_grad()
 def _built(config: Any, model_class: Any) -> tuple[Any, list[list[Trajectory]], Tensor] | None:
-    """A model of this config with random weights, the sequences to try, and its own log-probs of them."""
+    """A model of this config with random weights, the test sequences, and its own log-probs of them."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     make = AutoModelForCausalLM.from_config if model_class is None else model_class._from_config
@@ -397,7 +395,7 @@ def _built(config: Any, model_class: Any) -> tuple[Any, list[list[Trajectory]], 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' warnings, which are not about the user's model but about its small copy."""
+    """Silence transformers' warnings, which are about the small copy and not about the user's model."""
     from transformers.utils import logging as theirs
 
     before = theirs.get_verbosity()
@@ -411,7 +409,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _key(config: Any, model_class: Any) -> str:
-    """What a verdict is of: the small config, the class, and the code that was compared."""
+    """The key of a verdict: a hash of the small config, the model class, and the code that is compared."""
     import transformers
 
     kept = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
@@ -422,7 +420,7 @@ def _key(config: Any, model_class: Any) -> str:
 
 @cache
 def _source() -> int:
-    """A checksum of what decides the verdict, for those who change it under the same version."""
+    """A checksum of this package's code, which may change within a version."""
     value = 0
     for path in sorted(Path(__file__).parent.glob("*.py")):
         value = zlib.crc32(path.read_bytes(), value)
@@ -435,7 +433,7 @@ def _file(key: str) -> Path:
 
 
 def _remember(key: str, config: Any) -> None:
-    """Keep the verdict, in this process and where possible on the disk."""
+    """Cache the verdict, in this process and, where possible, on the disk."""
     _proven.add(key)
     with suppress(OSError):
         _file(key).parent.mkdir(parents=True, exist_ok=True)

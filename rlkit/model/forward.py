@@ -16,7 +16,7 @@ from torch import Tensor
 from rlkit.kernels.linear_logp import linear_logp, log_kept_mass
 from rlkit.model.families import check_architecture, check_causal_lm, check_loaded, logit_scale, longest_sequence
 from rlkit.model.lora import adapters, without_adapter
-from rlkit.model.parallelize import inside, mesh_of
+from rlkit.model.parallelize import device_of, dtype_of, inside, mesh_of
 from rlkit.packing import join, pack, with_streams
 from rlkit.parallel.attention import IMPLEMENTATION, has_flash, register
 from rlkit.parallel.context import plan_layout
@@ -28,7 +28,7 @@ from rlkit.types import Batch, LogProbs, SamplingParams, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PolicyFn = Callable[[Batch], LogProbs]  # a `Policy`, or anything else that gives log-probs
+PolicyFn = Callable[[Batch], LogProbs]  # a `Policy`, or any other source of log-probs
 Spread = Callable[[Tensor], Tensor]
 Head = Callable[[Tensor, Spread], tuple[Tensor, ...]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -36,21 +36,24 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Policy:
-    """A model with what its log-probs depend on: `policy(batch)` is `forward(model, batch, ...)`."""
+    """A model with the settings of its log-probs: `policy(batch)` is `forward(model, batch, ...)`."""
 
     model: Any
     temperature: float = 1.0
     dtype: str = "fp32"
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that the model was cut over; None for a plain model."""
+        return mesh_of(self.model)
 
     def __call__(self, batch: Batch) -> LogProbs:  # noqa: D102
         return forward(self.model, batch, temperature=self.temperature, dtype=self.dtype)
 
 
 def make_policy(model: Any, *, temperature: float = 1.0, dtype: str | None = None) -> Policy:
-    """The `Policy` of a model; a `dtype` of None is bf16 on a CUDA GPU that has it, else fp32."""
-    mesh = mesh_of(model)
-    device = model.device if mesh is None else mesh.device
-    return Policy(model, temperature=temperature, dtype=dtype or default_dtype(device))
+    """The `Policy` of a model; `dtype=None` is bf16 on a CUDA GPU that supports it, else fp32."""
+    return Policy(model, temperature=temperature, dtype=dtype or default_dtype(device_of(model)))
 
 
 def default_dtype(device: torch.device | str) -> str:
@@ -64,8 +67,8 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrain
 
     The parameters are fp32, whatever the checkpoint holds: under bf16 compute they are the master weights.
 
-    Errors: FileNotFoundError, and ValueError for a model type that cannot be trained packed, and for a checkpoint that
-    lacks weights (a classifier has no head for tokens), which transformers would draw at random.
+    Errors: FileNotFoundError; ValueError for a model type that cannot be trained packed, and for a checkpoint without
+    some weights (a classifier has no token head), which transformers would initialise at random.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -84,7 +87,7 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrain
 def read_pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> tuple[Any, list[str]]:
     """`kind.from_pretrained` in fp32, and the names of weights that the checkpoint lacks.
 
-    transformers shows its bar only for checkpoints that take seconds to read: above 1 GB, or from the hub.
+    The progress bar of transformers is shown only for checkpoints that take seconds: above 1 GB, or from the hub.
 
     Errors: ValueError, with the path, for weights that cannot be read.
     """
@@ -108,10 +111,10 @@ def read_pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
     """Set a transformers causal LM up for packed attention, in place.
 
-    Dropout is off: scoring and training must give the same numbers. The first time its architecture is checked on a
-    small copy: see `rlkit.model.families`.
+    Dropout is off: scoring and training must give the same numbers. An architecture is checked on a small copy the
+    first time, see `rlkit.model.families`.
 
-    Errors: ValueError for a model type whose packed log-probs are not those of its own forward.
+    Errors: ValueError for a model type whose packed log-probs differ from its own forward.
     """
     check_loaded(model)
     model.set_attn_implementation(register())
@@ -119,14 +122,17 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, dtype: str = "fp32") -> LogProbs:
-    """Log-prob of each target and entropy at its place, both 0 where the mask is False, on the model's device.
+    """Log-prob of each target and entropy at its position, both 0 where the mask is False, on the model's device.
 
     A shared prompt is forwarded once. The log-probs are of the temperature-scaled, untruncated distribution, in fp32.
     dtype: "fp32", or "bf16": matrix products in bf16 (autocast) over fp32 master weights. "fp16" is refused.
 
-    On a model cut by `parallelize` all ranks call it together. Ranks of one data parallel place give the same batch and
-    get the same log-probs, all of them; each must then backward the same loss. There `dtype` was given to
-    `parallelize`, and "fp32" leaves it at that.
+    On a model cut by `parallelize` all ranks call it together. Ranks with the same data parallel coordinate pass the
+    same batch, get the same log-probs, of the whole batch, and must backward the same loss. The dtype is then that of
+    `parallelize`, and `dtype="fp32"` does not change it.
+
+    Errors: ValueError for another dtype, a model that is not prepared, and a sequence that is too long for the model's
+    rotary frequencies.
     """
     if dtype not in DTYPES:
         why = "fp16 gradients underflow without loss scaling; use bf16" if dtype == "fp16" else "choose fp32 or bf16"
@@ -140,10 +146,10 @@ def token_outputs(
 ) -> tuple[Float[Tensor, "T"], ...]:
     """`head(hidden, spread)` for every token of the batch, where `hidden` are the model's last hidden states.
 
-    `head` sees rows of this rank: `hidden [R, D]`, and `spread` brings a `[T]` stream of the batch to the same rows (0
-    where a row is none of its tokens). It returns `outputs` tensors `[R]`; what comes back is `[T]`, whole on every
-    rank of the last pipeline stage, and zeros on the others (see `rlkit.parallel.pipeline`). The parameters of a head
-    must be the model's, so that they are sharded and their gradients summed with it.
+    `head` gets this rank's rows, `hidden [R, D]`, and `spread`, which maps a `[T]` stream of the batch to the same rows
+    (0 in rows that hold no token of it). It returns `outputs` tensors `[R]`. The result is `[T]`, complete on every
+    rank of the last pipeline stage, and zeros on the other stages (see `rlkit.parallel.pipeline`). The parameters of a
+    head must be in the model, so that they are sharded and their gradients summed with it.
     """
     mesh = mesh_of(model)
     if mesh is not None and mesh.pp_rank + 1 < mesh.sizes.pp:
@@ -152,23 +158,22 @@ def token_outputs(
 
 
 def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """An empty batch still runs the model, on one token that is dropped: under sharding every rank takes part."""
+    """An empty batch runs the model on one dummy token: under sharding every rank must take part."""
     if model.base_model.config.get_text_config()._attn_implementation != IMPLEMENTATION:
-        raise ValueError(f"{type(model).__name__} is not set up for packed attention: give `prepare(model)`")
-    mesh = mesh_of(model)
-    device = model.device if mesh is None else mesh.device
+        raise ValueError(f"{type(model).__name__} is not set up for packed attention: pass `prepare(model)`")
+    device = device_of(model)
     move = partial(Tensor.to, device=device, non_blocking=device.type != "cpu")
     some = batch if batch.num_tokens else _dummy(batch.tokens.device)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype))
+        layout = plan_layout(some, mesh_of(model), device=device, flash=_flash(model, device, dtype))
         joined = join(some)
         _check_length(model.config, joined[1])
         tokens, positions = (layout.local(move(x))[None] for x in joined)
         out = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, attention_plan=layout.plan)
     layout = layout if batch.num_tokens else layout.empty()
     hidden = layout.head_rows(out.last_hidden_state[0])
-    found = head(hidden, lambda x: layout.spread(move(x)))
-    return tuple(layout.collect(x).to(model.device, copy=True) for x in found)  # FSDP2 warns about views
+    rows = head(hidden, lambda x: layout.spread(move(x)))
+    return tuple(layout.collect(x).to(model.device, copy=True) for x in rows)  # FSDP2 warns about views
 
 
 def _check_length(config: Any, positions: Tensor) -> None:
@@ -181,7 +186,7 @@ def _check_length(config: Any, positions: Tensor) -> None:
 
 
 def _flash(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    dtype = getattr(model, "rlkit_dtype", model.dtype) if dtype == torch.float32 else dtype
+    dtype = dtype_of(model) if dtype == torch.float32 else dtype
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     softcap = getattr(config, "attn_logit_softcapping", None)
@@ -200,7 +205,7 @@ def _log_kept_mass(
     hidden: Tensor, spread: Spread, *, model: Any, batch: Batch, params: SamplingParams, dtype: torch.dtype
 ) -> tuple[Tensor]:
     hidden, weight, options = _logits(model, hidden, temperature=params.temperature, dtype=dtype)
-    if is_sharded(weight):  # a nucleus takes the most probable tokens of all shards
+    if is_sharded(weight):  # top-p and top-k rank the tokens of all shards
         weight, bias = weight.full_tensor(), options["bias"]  # type: ignore[attr-defined]
         options["bias"] = None if bias is None else bias.full_tensor()
     limits: dict[str, Any] = {"top_p": params.top_p, "top_k": params.top_k}
@@ -210,7 +215,7 @@ def _log_kept_mass(
 def _logits(
     model: Any, hidden: Tensor, *, temperature: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """What the logits are made of: hidden states and weight in the dtype of the product, and the rest by name."""
+    """Hidden states and head weight in the dtype of their product, and keyword arguments of the log-prob kernels."""
     head = model.get_output_embeddings()
     weight, bias = head.weight, getattr(head, "bias", None)
     if dtype != torch.float32:
@@ -221,10 +226,9 @@ def _logits(
 
 
 def reference_policy(policy: Policy, reference: Any, *, moves: bool = False) -> PolicyFn | None:
-    """`policy` of another model; where `reference` is the policy's own model, that without its adapter.
+    """`policy` with the model `reference`; where that is the policy's own model, without its adapter. None for None.
 
-    Raises:
-        ValueError: `reference` is the model, which has no adapter to leave out, or the reference `moves`.
+    Errors: ValueError where `reference` is the policy's model, and it has no adapter or the reference `moves`.
     """
     if reference is None:
         return None
@@ -239,12 +243,12 @@ def reference_policy(policy: Policy, reference: Any, *, moves: bool = False) -> 
 
 
 def with_old_logp(policy: PolicyFn, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
-    """The batch with `old_logp`: the policy's log-probs at the weights it has now."""
+    """The batch with `old_logp`: log-probs under the policy's current weights."""
     return with_streams(batch, old_logp=score(policy, batch, max_tokens=max_tokens, mesh=mesh))
 
 
 def with_ref_logp(reference: PolicyFn | None, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
-    """The batch with `ref_logp` of a frozen second policy; unchanged when there is none (`kl_coef` 0)."""
+    """The batch with `ref_logp`, log-probs of a reference policy; unchanged where that is None."""
     if reference is None:
         return batch
     return with_streams(batch, ref_logp=score(reference, batch, max_tokens=max_tokens, mesh=mesh))
@@ -255,7 +259,7 @@ def with_kept_mass(
 ) -> Batch:
     """The batch with `kept_mass`: the probability mass that top-p or top-k kept, under the current weights.
 
-    Those must be the weights that sampled. Unchanged where `params` truncate nothing.
+    The batch must be on-policy: sampled with these weights. Unchanged where `params` use neither top-p nor top-k.
     """
     if not params.truncates:
         return batch
@@ -277,15 +281,15 @@ def score(policy: PolicyFn, batch: Batch, *, max_tokens: int, mesh: Mesh | None 
 def score_tokens(
     function: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, mesh: Mesh | None = None
 ) -> Float[Tensor, "T"]:
-    """A number for each token of the whole batch, micro-batch by micro-batch, in the batch's own order.
+    """`function` of the whole batch without gradient, micro-batch by micro-batch: one number per token, in its order.
 
-    With a `mesh` (that of a sharded model) each data parallel rank computes its share, and every rank gets all of them.
+    With the `mesh` of a sharded model each data parallel rank computes its share, and every rank gets all numbers.
     """
     out = torch.zeros(batch.num_tokens, device=batch.tokens.device)
     rows = torch.arange(batch.num_tokens, device=batch.tokens.device)
     parts = rank_microbatches((batch, rows), mesh=mesh, max_tokens=max_tokens)
-    for place, x in [(places[0], function(micro)) for micro, *places in parts]:  # not to wait for the GPU in between
-        out[place] = x.to(out)
+    for index, x in [(rest[0], function(micro)) for micro, *rest in parts]:  # all forwards first: no GPU sync between
+        out[index] = x.to(out)
     return summed(out, mesh=mesh)
 
 
@@ -294,13 +298,11 @@ def _dummy(device: torch.device) -> Batch:
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """A path that looks like a folder must be one with a config; anything else is left to the hub.
+    """FileNotFoundError for a path that looks like a folder and has no config.json; other names are hub ids.
 
-    Errors: FileNotFoundError. (transformers takes a folder that is not there for a hub id, and blames the connection.)
+    transformers takes a missing folder for a hub id, and reports a connection error.
     """
     looks_local = os.path.isabs(path) or str(path).startswith((".", "~")) or Path(path).exists() or "/" not in str(path)
     if looks_local and not (Path(path) / "config.json").is_file():
-        found = "a folder without config.json" if Path(path).is_dir() else "no folder"
-        raise FileNotFoundError(
-            f"model {str(path)!r}: {found}; give a folder saved by save_pretrained, or a hub id a/b"
-        )
+        what = "a folder without config.json" if Path(path).is_dir() else "no folder"
+        raise FileNotFoundError(f"model {str(path)!r}: {what}; give a folder saved by save_pretrained, or a hub id a/b")

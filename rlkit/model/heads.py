@@ -1,12 +1,12 @@
-"""Models with one number per token or per sequence: a critic's values, a reward model's rewards.
+"""Models with one number per token (a critic's values) or per sequence (a reward model's rewards).
 
     critic = load_value_model(path)                       # then `parallelize`, `adamw` as for a policy
     batch = with_streams(batch, values=score_values(critic, batch, max_tokens=16384))
     judge = load_reward_model(path)
     scores = rewards(judge, pack_whole(groups))
 
-They run packed and with shared prompts, on any layout, like `rlkit.model.forward.forward`. In the files they are
-transformers' own token and sequence classification models with one label, so that any tool loads an export.
+They run packed and with shared prompts, on any layout, like `rlkit.model.forward.forward`. On disk they are
+transformers' token and sequence classification models with one label, so other tools can load an export.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,16 +24,16 @@ from torch import Tensor, nn
 
 from rlkit.model.families import check_architecture, check_causal_lm, probe, warn_full_size
 from rlkit.model.forward import DTYPES, check_path, read_pretrained, score_tokens, token_outputs
+from rlkit.model.parallelize import mesh_of
 from rlkit.packing import pack
 from rlkit.parallel.attention import as_inference, register
-from rlkit.parallel.mesh import Mesh
 from rlkit.types import Batch, Trajectory
 
 
 def load_value_model(path: str | os.PathLike[str], *, device: str = "cpu") -> Any:
-    """A critic from a folder or hub id. A head that the files lack (those of a policy) starts at 0: all values are 0.
+    """A critic from a folder or hub id. A head that the files lack (a policy's files) starts at 0: all values are 0.
 
-    Differs: TRL and verl draw the head at random, so that the first advantages are noise.
+    Differs: TRL and verl initialise the head at random, so the first advantages are noise.
     """
     from transformers import AutoModelForTokenClassification
 
@@ -40,34 +41,33 @@ def load_value_model(path: str | os.PathLike[str], *, device: str = "cpu") -> An
 
 
 def load_reward_model(path: str | os.PathLike[str], *, device: str = "cpu") -> Any:
-    """A reward model from a folder or hub id, with one label; a head that the files lack starts at 0."""
+    """A reward model with one label from a folder or hub id. A head that the files lack starts at 0."""
     from transformers import AutoModelForSequenceClassification
 
     return _load(AutoModelForSequenceClassification, path, device)
 
 
 def values(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "T"]:
-    """V of the state before each action, in fp32: `values[t]` has read `tokens[:t+1]`.
+    """V of the state before each action, in fp32: `values[t]` is a function of `tokens[:t+1]`.
 
-    Also where the mask is False: the last place of a truncated sequence holds its `bootstrap` (see `bootstraps`).
+    Also where the mask is False: the last token of a truncated sequence has its bootstrap value (see `bootstraps`).
     """
     return token_outputs(model, batch, _one_number(model), dtype=DTYPES[dtype])[0]
 
 
-def score_values(
-    model: Any, batch: Batch, *, max_tokens: int, dtype: str = "fp32", mesh: Mesh | None = None
-) -> Float[Tensor, "T"]:
-    """`values` of a whole batch without gradient, micro-batch by micro-batch, in the batch's own order."""
-    return score_tokens(lambda micro: values(model, micro, dtype=dtype), batch, max_tokens=max_tokens, mesh=mesh)
+def score_values(model: Any, batch: Batch, *, max_tokens: int, dtype: str = "fp32") -> Float[Tensor, "T"]:
+    """`values` of a whole batch without gradient, micro-batch by micro-batch, in the batch's order."""
+    of_micro = partial(values, model, dtype=dtype)
+    return score_tokens(of_micro, batch, max_tokens=max_tokens, mesh=mesh_of(model))
 
 
 def bootstraps(values: Float[Tensor, "T"], batch: Batch) -> Float[Tensor, "N"]:
-    """What is expected after the end: the value at the last place of each truncated sequence, 0 for the others."""
+    """The bootstrap values: the value at the last token of each truncated sequence, 0 for the other sequences."""
     return values[batch.cu_seqlens[1:] - 1].where(batch.truncated, 0.0)
 
 
 def rewards(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "N"]:
-    """The model's number at the last token of each sequence, in fp32, with gradient. The batch comes from `pack_whole`.
+    """The reward at the last token of each sequence of a batch from `pack_whole`, in fp32, with gradient.
 
     Errors: ValueError for a batch whose last tokens are only targets.
     """
@@ -75,12 +75,12 @@ def rewards(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "
         raise ValueError(
             "rewards reads every sequence to its last token; pack the trajectories with pack_whole(groups)"
         )
-    found = values(model, batch, dtype=dtype)
-    return found[batch.cu_seqlens[1:].to(found.device) - 1]
+    numbers = values(model, batch, dtype=dtype)
+    return numbers[batch.cu_seqlens[1:].to(numbers.device) - 1]
 
 
 def pack_whole(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) -> Batch:
-    """`pack` with every last token as an input too: a reward model reads it, where a policy only predicts it."""
+    """`pack` with every last token as an input: a reward model reads it, while a policy only predicts it."""
     return pack([[replace(t, truncated=True) for t in group] for group in groups], share_prompts=share_prompts)
 
 
@@ -115,7 +115,7 @@ def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
 
 @torch.no_grad()
 def _checked(model: Any) -> Any:
-    """The packed numbers must be the model's own, on a head that is not 0, for three sequences that share a prompt."""
+    """Refuse a model whose packed numbers differ from its own forward, with a head that is not 0; else return it."""
     groups = probe(model.config.get_text_config().vocab_size)[:1]
     weight = model.score.weight.clone()
     model.score.weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight))

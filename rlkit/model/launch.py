@@ -19,8 +19,8 @@ import torch
 
 from rlkit.model.forward import DTYPES, load_model
 from rlkit.model.heads import load_reward_model, load_value_model
-from rlkit.model.lora import adapters, add_lora
-from rlkit.model.parallelize import load_parallel, mesh_of, parallelize
+from rlkit.model.lora import adapters, add_lora, lora_config
+from rlkit.model.parallelize import device_of, load_parallel, mesh_of, parallelize
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh, make_mesh, start
 from rlkit.ranks import rank, world_size
@@ -30,10 +30,10 @@ X = TypeVar("X")
 
 
 def choose_device(device: str | None, dtype: str | None, *, cuda: bool, bf16: bool) -> tuple[str, str]:
-    """`(device, dtype)` of a script: what its flags give, and where one is None the default of this machine.
+    """`(device, dtype)` of a script: its flags, with the machine's default where one is None.
 
-    The default device is `"cuda"` where there is `cuda`, else `"cpu"`. The default dtype is `"bf16"` on a CUDA device
-    that has `bf16`, else `"fp32"`. Other devices, such as `"mps"`, have to be given.
+    The default device is `"cuda"` if `cuda`, else `"cpu"`. The default dtype is `"bf16"` on a CUDA device if `bf16`,
+    else `"fp32"`. Other devices, such as `"mps"`, are never chosen by default.
     """
     device = device or ("cuda" if cuda else "cpu")
     return device, dtype or ("bf16" if device.startswith("cuda") and bf16 else "fp32")
@@ -42,9 +42,9 @@ def choose_device(device: str | None, dtype: str | None, *, cuda: bool, bf16: bo
 def load_policy(
     path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32", lora_rank: int = 0
 ) -> Any:
-    """The model of a script's flags: cut over the ranks by `load_parallel`, or in a plain process by `load_model`.
+    """The model of a script's flags: `load_parallel` on many ranks, `load_model` in a plain process.
 
-    With `lora_rank` adapters of that rank are all that trains (alpha is twice the rank).
+    With `lora_rank` only adapters of that rank train (alpha is twice the rank).
     """
     mesh = open_mesh(args, device=device)
     if mesh is not None:
@@ -54,17 +54,17 @@ def load_policy(
 
 
 def reference_of(model: Any, given: str | None, *, path: str, load: Callable[..., Any]) -> Any:
-    """The model at `given`, or what `model` was when it came from `path`: with LoRA, `model` without its adapter."""
+    """The reference model: `given` loaded, or `path` again, or with LoRA `model` itself, to be used without adapter."""
     return model if given is None and adapters(model) else load(given or path)
 
 
 def load_judge(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
-    """Likewise a reward model. Every rank holds the whole one in CPU memory before it is cut."""
+    """`load_policy` for a reward model. Every rank holds the whole model in CPU memory before it is cut."""
     return _load_whole(load_reward_model, path, args, device, dtype)
 
 
 def load_critic(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
-    """Likewise a critic, as `load_judge`."""
+    """`load_judge` for a critic."""
     return _load_whole(load_value_model, path, args, device, dtype)
 
 
@@ -87,7 +87,7 @@ def _options(args: ParallelArgs, dtype: str) -> dict[str, Any]:
 
 
 def open_mesh(args: ParallelArgs, *, device: str) -> Mesh | None:
-    """The mesh of these flags; None in a plain process that asks for nothing parallel."""
+    """The mesh of these flags; None in a plain process without parallel flags."""
     if "RANK" not in os.environ and args == ParallelArgs(timeout_s=args.timeout_s):
         return None
     start(device=device, timeout_s=args.timeout_s)
@@ -95,18 +95,17 @@ def open_mesh(args: ParallelArgs, *, device: str) -> Mesh | None:
 
 
 def report_model(model: Any, *, dtype: str, name: str = "model") -> None:
-    """Print on rank 0, in one line, where and in which dtype a model runs, its size, and what of it trains.
+    """Print one line on rank 0: a model's size, device and dtype, and which of its parameters train.
 
     All ranks call it together: a pipeline stage holds its own parameters only.
     """
-    mesh = mesh_of(model)
-    device = model.device if mesh is None else mesh.device
-    own = {key: (p.numel(), p.requires_grad) for key, p in model.named_parameters()}
-    params = {key: found for stage in each_stage(own, mesh=mesh) for key, found in stage.items()}
+    mesh, device = mesh_of(model), device_of(model)
+    of_stage = {key: (p.numel(), p.requires_grad) for key, p in model.named_parameters()}
+    params = {key: facts for stage in each_stage(of_stage, mesh=mesh) for key, facts in stage.items()}
     trained = sum(num for num, trains in params.values() if trains)
     lora = sum(num for key, (num, _) in params.items() if ".lora_" in key)
     modules = sum(".lora_A." in key for key in params)
-    what = f"LoRA of rank {model.rlkit_lora.r} on {modules} modules" if lora else "all weights"
+    what = f"LoRA of rank {lora_config(model).r} on {modules} modules" if lora else "all weights"
     where = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
     where += f" and {world_size() - 1} other ranks" if world_size() > 1 else ""
     if rank() == 0:
@@ -117,13 +116,13 @@ def report_model(model: Any, *, dtype: str, name: str = "model") -> None:
 
 
 def make_deterministic(seed: int) -> None:
-    """Reproducible results of this process from here on: call it before anything runs on a GPU.
+    """Make this process reproducible: call it before anything runs on a GPU.
 
-    torch takes deterministic algorithms (flash attention's backward sums with atomics otherwise) and raises
-    RuntimeError where it has none; cuBLAS gets a workspace of fixed size, unless CUBLAS_WORKSPACE_CONFIG is set;
-    Python, numpy and torch are seeded.
+    torch uses deterministic algorithms (flash attention's backward otherwise sums with atomics) and raises RuntimeError
+    where it has none; cuBLAS gets a workspace of fixed size, unless CUBLAS_WORKSPACE_CONFIG is set; Python, numpy and
+    torch are seeded.
 
-    Limits: the same machine, versions and layout of ranks. No GPU has run this yet. CPU runs repeat their bits anyway.
+    Limits: the same machine, versions and layout of ranks. Not yet run on a GPU. CPU runs are bit-reproducible anyway.
     Reference: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

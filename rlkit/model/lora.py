@@ -1,13 +1,14 @@
-"""LoRA through `peft`: low-rank updates of the linear layers are all that trains.
+"""LoRA through `peft`: only low-rank updates of the linear layers train.
 
-    model = add_lora(load_model(path), rank=16)              # then `adamw`, `forward` as ever
+    model = add_lora(load_model(path), rank=16)              # then `adamw`, `forward` as usual
     model = load_parallel(path, mesh, lora_rank=16)          # on many ranks
-    reference = without_adapter(policy, model)               # the model it started from, in the same memory
+    reference = without_adapter(policy, model)               # the base model, in the same memory
     await engine.update_weights(stream_weights(model), ...)  # merged weights under their checkpoint names
     save_adapter(model, folder)                              # a few MB, which `peft` and engines load
 
-`stream_weights` and `export_hf` merge: W + (alpha / rank) B A, in fp32, then cast. Checkpoints hold both. Not with
-tensor parallel, and not on fused expert weights, which are no linear layers. Reference: arXiv:2106.09685
+`stream_weights` and `export_hf` merge: W + (alpha / rank) B A, in fp32, then cast. Checkpoints hold base weights and
+adapters. Not supported with tensor parallel, and on fused expert weights, which are not linear layers.
+Reference: arXiv:2106.09685
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rlkit._extras import optional
 from rlkit.files import explain_full_disk
 from rlkit.model.parallelize import mesh_of
 from rlkit.parallel.data import each_stage
-from rlkit.ranks import first
+from rlkit.ranks import on_rank0
 
 if TYPE_CHECKING:
     from rlkit.model.forward import PolicyFn
@@ -45,21 +46,25 @@ def add_lora(
 ) -> Any:
     """Freeze `model` and add an adapter to each target, in place; call it before `parallelize`.
 
-    b starts at 0, so nothing changes until the first step; a depends on `seed` and its layer only, on any layout.
-    `targets`: module names as peft takes them, such as ["q_proj", "v_proj"]; "all-linear" is all but the head.
+    b starts at 0, so the outputs do not change until the first step. a depends only on `seed` and the layer's name, in
+    any layout. `targets`: module names as in peft, such as ["q_proj", "v_proj"]; "all-linear" is all but the head.
     """
     peft = optional("peft", "lora", "LoRA needs")
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(config, model)
     reset_adapters(model, seed=seed)
-    model.rlkit_lora = config
     return model
+
+
+def lora_config(model: Any) -> Any:
+    """The `peft.LoraConfig` that `add_lora` injected."""
+    return model.peft_config["default"]
 
 
 @torch.no_grad()
 def reset_adapters(model: nn.Module, *, seed: int = 0) -> None:
-    """Give the adapters what they start with (a as in `peft`), also those of a model that is cut already."""
+    """Initialise the adapters (a as in `peft`, b at 0), also those of a model that is already cut."""
     for name, layer in model.named_modules():
         if (adapter := adapter_of(layer)) is not None:
             generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
@@ -79,27 +84,33 @@ def _copy(whole: Tensor, to: Any) -> None:
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
-    """Weight name, as without LoRA -> its adapter; {} for a model that has none."""
-    found = ((name, adapter_of(m)) for name, m in model.named_modules())
-    return {f"{name}.weight": adapter for name, adapter in found if adapter is not None}
+    """Name of a weight, as without LoRA -> its adapter; {} for a model without adapters."""
+    return {f"{name}.weight": a for name, m in model.named_modules() if (a := adapter_of(m)) is not None}
 
 
 def adapter_of(layer: Any) -> Adapter | None:
-    """The update of a layer's weight, if it has one."""
+    """The adapter of a layer; None where it has none."""
     if not getattr(layer, "lora_A", None):
         return None
     return Adapter(layer.lora_A.default.weight, layer.lora_B.default.weight, layer.scaling["default"])
 
 
+def is_low_rank(layer: Any) -> bool:
+    """Whether the layer computes (W + scale B A) x: one adapter, not merged, without bias, DoRA or the like."""
+    if adapter_of(layer) is None or len(layer.lora_A) > 1 or layer.merged:
+        return False
+    return not layer.lora_variant and layer.lora_B.default.bias is None
+
+
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:
-    """The full weight with the update in it, in the weight's dtype. Collective where the adapter is sharded."""
+    """The full weight plus its update, in the weight's dtype. A collective where the adapter is sharded."""
     update = adapter.scale * _full(adapter.b).float() @ _full(adapter.a).float()
     return (weight.float() + update.to(weight.device)).to(weight.dtype)
 
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is the one it was before `add_lora`."""
+    """Inside the block the adapters are off: the model is the base model."""
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A")]
     if not layers:
         raise ValueError("the model has no adapter to switch off; call add_lora first")
@@ -113,7 +124,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def without_adapter(policy: PolicyFn, model: nn.Module) -> PolicyFn:
-    """The same policy as it was before training: a reference that takes no memory of its own. For scoring only."""
+    """The policy of the base model: a reference that takes no extra memory. For scoring only, without gradient."""
 
     def reference(batch: Any) -> Any:
         with adapter_off(model), torch.no_grad():
@@ -124,25 +135,25 @@ def without_adapter(policy: PolicyFn, model: nn.Module) -> PolicyFn:
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor in CPU memory) of the adapter alone, under the names of a peft checkpoint, on every rank."""
-    own = {}
+    of_stage = {}
     for name, adapter in adapters(model).items():
         for part, x in (("lora_A", adapter.a), ("lora_B", adapter.b)):
-            own[f"base_model.model.{name.removesuffix('weight')}{part}.weight"] = _full(x).cpu()
-    for tensors in each_stage(own, mesh=mesh_of(model)):
+            of_stage[f"base_model.model.{name.removesuffix('weight')}{part}.weight"] = _full(x).cpu()
+    for tensors in each_stage(of_stage, mesh=mesh_of(model)):
         yield from tensors.items()
 
 
 def save_adapter(model: Any, folder: Path | str, *, tokenizer: Any = None) -> Path:
     """Write `adapter_config.json` and `adapter_model.safetensors`, which peft loads, and the tokenizer, if given.
 
-    The config names the model that `model` was loaded from, a folder by its absolute path, so that
-    `peft.AutoPeftModelForCausalLM.from_pretrained(folder)` finds it. It names none for a model made in memory, for
-    which `peft.PeftModel.from_pretrained(base, folder)` remains.
+    The config names the model that `model` was loaded from, a folder by its absolute path, for
+    `peft.AutoPeftModelForCausalLM.from_pretrained(folder)`. A model made in memory has no name: load its adapter by
+    `peft.PeftModel.from_pretrained(base, folder)`.
     """
     from safetensors.torch import save_file
 
     folder, tensors = Path(folder), {name: x.contiguous() for name, x in adapter_weights(model)}
-    base, config = model.name_or_path, copy.copy(model.rlkit_lora)
+    base, config = model.name_or_path, copy.copy(lora_config(model))
     config.base_model_name_or_path = str(Path(base).resolve()) if base and Path(base).is_dir() else base or None
 
     needed = (1 << 16) + sum(x.numel() * x.element_size() for x in tensors.values())
@@ -155,7 +166,7 @@ def save_adapter(model: Any, folder: Path | str, *, tokenizer: Any = None) -> Pa
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
 
-    first(write)
+    on_rank0(write)
     return folder
 
 

@@ -25,10 +25,10 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> torch.optim.AdamW:
-    """Fused AdamW over the trainable parameters; weight decay leaves vectors (norms, biases) alone.
+    """Fused AdamW over the trainable parameters, without weight decay on vectors (norms, biases).
 
     Parameters and states are fp32: under bf16 compute they are the master weights. Parameters that a forward left
-    gathered are resharded first, because the optimizer must hold the shards, which a step changes.
+    gathered are resharded first, because the optimizer must hold the shards.
     Reference: arXiv:1711.05101
     """
     reshard(model)
@@ -109,7 +109,7 @@ def constant_lr(step: int, *, lr: float, warmup_steps: int = 0) -> float:
 
 
 def linear_lr(step: int, *, lr: float, num_steps: int, warmup_steps: int = 0) -> float:
-    """Linear warm-up, then linear decay that reaches 0 at `num_steps` (the first step after the last)."""
+    """Linear warm-up, then linear decay that reaches 0 at step `num_steps`, the one after the last."""
     left = (num_steps - step) / max(1, num_steps - warmup_steps)
     return min(constant_lr(step, lr=lr, warmup_steps=warmup_steps), lr * max(0.0, left))
 
@@ -122,7 +122,7 @@ def cosine_lr(step: int, *, lr: float, num_steps: int, warmup_steps: int = 0, fl
 
 
 def schedule(name: str, *, lr: float, num_steps: int, warmup_steps: int = 0) -> Callable[[int], float]:
-    """The schedule `constant`, `linear` or `cosine` as a function `lr_at(step)`, for command lines."""
+    """The schedule of that name, `constant`, `linear` or `cosine`, as a function of the step."""
     if name == "constant":
         return partial(constant_lr, lr=lr, warmup_steps=warmup_steps)
     falling = {"linear": linear_lr, "cosine": cosine_lr}
@@ -132,7 +132,7 @@ def schedule(name: str, *, lr: float, num_steps: int, warmup_steps: int = 0) -> 
 
 
 def learning_rate(optim: Optim, *, num_steps: int) -> Callable[[int], float]:
-    """The learning rate of each step of a run of `num_steps`."""
+    """The learning rate as a function of the step, in a run of `num_steps` steps."""
     if optim.lr_at is not None:
         return optim.lr_at
     return schedule(optim.lr_schedule, lr=optim.lr, num_steps=num_steps, warmup_steps=optim.warmup_steps)

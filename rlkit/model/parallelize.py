@@ -5,11 +5,11 @@
     model = load_parallel("Qwen/Qwen3-8B", mesh, dtype=torch.bfloat16, activation_checkpointing=True)
 
 The result is used like a model in one process: `rlkit.model.forward.forward`, `adamw`, `optimizer_step`. FSDP2 is
-there even for one rank, so that parameters, optimizer states and checkpoints take one path. Gradients are sums over
-ranks and micro-batches: the weights of the loss already hold the denominator of the whole batch.
+applied even on one rank, so that parameters, optimizer states and checkpoints have one code path. Gradients are sums
+over ranks and micro-batches: the weights of the loss already hold the denominator of the whole batch.
 
-The tensor parallel cut is the model's own plan, which transformers ships, read into DTensor styles: column-parallel
-projections into heads and hidden units, row-parallel ones back, embeddings and the head cut along the vocabulary.
+Tensor parallelism follows the model's own plan, which transformers ships, as DTensor styles: column-parallel
+projections into heads and hidden units, row-parallel ones back, embedding and head cut along the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,20 +32,28 @@ from rlkit.model.families import check_causal_lm, check_family, check_loaded
 from rlkit.parallel.attention import register
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import read_experts, split_experts
-from rlkit.parallel.pipeline import cut_stage, mark_copies
+from rlkit.parallel.pipeline import cut_stage
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
+class Cut(NamedTuple):
+    """The mesh over which `parallelize` cut a model, and the dtype of its forward and backward."""
+
+    mesh: Mesh
+    dtype: torch.dtype
+
+
+_cuts: WeakKeyDictionary[Any, Cut] = WeakKeyDictionary()
 # model_type -> dimension of the heads in the input of q_norm and k_norm, where the model has them
 COVERED = {"llama": None, "mistral": None, "qwen2": None, "gemma2": None, "qwen3": 2, "qwen3_moe": 2, "gemma3_text": 1}
 
 
 def check_model(config: Any, *, tp: int = 1, cp: int = 1, ulysses: bool = False) -> None:
-    """Refuse a model that would not be computed exactly, with the reason.
+    """Refuse a model that cannot be cut exactly.
 
-    Errors: ValueError for an architecture that is not covered, and for head counts that the sizes do not divide.
+    Errors: ValueError for a model type that is not covered, and for sizes that do not divide the heads or the MLP.
     """
     kind, text = config.model_type, config.get_text_config()
     if kind not in COVERED:
@@ -68,9 +77,10 @@ def check_model(config: Any, *, tp: int = 1, cp: int = 1, ulysses: bool = False)
 def tensor_plan(model: Any) -> dict[str, ParallelStyle]:
     """Module name -> DTensor style, for `parallelize_module`.
 
-    q_norm and k_norm act on single heads and their weight is shared by all of them: its gradient is a sum over the
-    ranks' heads. A plan that leaves them out trains on the wrong gradient without any error; here their input is
-    declared as cut along the heads.
+    All heads share the weights of q_norm and k_norm, so their gradient is a sum over the ranks' heads. A plan that
+    leaves them out trains on a wrong gradient without any error; here their input is declared as sharded along heads.
+
+    Errors: ValueError for a style that is not covered, and for a linear layer that the plan leaves out.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
@@ -86,17 +96,17 @@ def tensor_plan(model: Any) -> dict[str, ParallelStyle]:
         plan |= {f"{prefix}layers.*.self_attn.{n}_norm": norms for n in "qk"}
     for pattern, style in model.base_model.config.base_model_tp_plan.items():
         if prefix + pattern in plan or ".experts" in pattern:
-            continue  # ours: above, and `rlkit.parallel.moe`
+            continue  # planned above, or by `rlkit.parallel.moe`
         if style not in styles:
             raise ValueError(f"the model's tensor parallel plan has {pattern}: {style!r}, which is not covered")
         plan[prefix + pattern] = styles[style]()
     names = dict(model.named_modules())
-    found = {name: style for pattern, style in plan.items() for name in fnmatch.filter(names, pattern)}
-    # a matrix of a layer that is not cut would be summed or repeated wrongly
-    missing = [n for n, m in names.items() if isinstance(m, nn.Linear) and n.startswith(prefix) and n not in found]
+    styled = {name: style for pattern, style in plan.items() for name in fnmatch.filter(names, pattern)}
+    # a linear layer without a style would be summed or repeated wrongly
+    missing = [n for n, m in names.items() if isinstance(m, nn.Linear) and n.startswith(prefix) and n not in styled]
     if missing:
         raise ValueError(f"the model's tensor parallel plan leaves out {missing[0]} ({len(missing)} in all)")
-    return found
+    return styled
 
 
 def parallelize(
@@ -112,14 +122,14 @@ def parallelize(
     """Cut `model`, which every rank holds whole (or on the meta device), over the mesh, in place, and return it.
 
     Args:
-        dtype: of the forward and backward. The parameters that the optimizer sees are fp32 shards: the master weights.
-        reduce_dtype: in which gradients are summed over ranks.
-        activation_checkpointing: keep only each layer's input, and compute the rest again in the backward.
-        offload: parameters, gradients and optimizer states live in CPU memory; a layer's are copied as it runs.
-        compile: compile each layer, with attention as a break between two graphs. Not with tensor parallel.
+        dtype: of the forward and backward. The optimizer's parameters are fp32 shards, the master weights.
+        reduce_dtype: of the sum of gradients over ranks.
+        activation_checkpointing: keep only each layer's input, and recompute the layer in the backward.
+        offload: parameters, gradients and optimizer states live in CPU memory, and are copied layer by layer.
+        compile: compile each layer, with attention as a graph break. Not with tensor parallelism.
 
     Errors: ValueError for a model type that cannot be trained packed or is not covered over ranks, for heads that the
-    sizes do not divide, and for compiled tensor parallel.
+    sizes do not divide, and for `compile` with tensor parallelism.
     """
     check_family(model.config)
     sizes = mesh.sizes
@@ -140,26 +150,25 @@ def parallelize(
     for layer in filter(_holds_any, model.base_model.layers):
         if compile:
             layer.forward = torch.compile(layer.forward)
-        if activation_checkpointing:  # outside, since a break of the graph inside a checkpoint cannot be compiled
+        if activation_checkpointing:  # outside: torch cannot compile a graph break inside a checkpoint
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     shard(model, mesh, dtype=dtype, reduce_dtype=reduce_dtype, offload=offload)
-    mark_copies(model)
-    model.rlkit_mesh, model.rlkit_dtype = mesh, dtype
+    _cuts[model] = Cut(mesh, dtype)
     return model
 
 
 def split_tensors(model: Any, mesh: Mesh) -> None:
-    """Tensor parallel by the model's plan. Ties that DTensor breaks are tied again."""
+    """Tensor parallelism by `tensor_plan`. DTensor unties the head and the embedding, so they are tied again."""
     from torch.distributed.tensor.parallel import parallelize_module
 
-    # which would say, of every weight that leaves, that gathers in two steps may be summed in another order
+    # it warns for each gathered weight that a gather in two steps may change the order of summation
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     parallelize_module(model, mesh.tensor, tensor_plan(model))
     tie(model)
 
 
 def shard(model: Any, mesh: Mesh, *, dtype: torch.dtype, reduce_dtype: torch.dtype, offload: bool) -> None:
-    """FSDP2: each layer is a unit, and what is outside the layers (embedding, last norm, head) is gathered once."""
+    """FSDP2 with a unit per layer, one for an untied embedding, and the root for the rest (final norm, head)."""
     from torch.distributed import fsdp
 
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -170,7 +179,9 @@ def shard(model: Any, mesh: Mesh, *, dtype: torch.dtype, reduce_dtype: torch.dty
     unit = partial(fsdp.fully_shard, mesh=mesh.fsdp, **options)
     for layer in filter(_holds_any, model.base_model.layers):
         unit(layer)
-    whole_embedding = not is_tied(model) and mesh.sizes.tp == 1  # (torch warns about the view that a cut one returns)
+    whole_embedding = (
+        not is_tied(model) and mesh.sizes.tp == 1
+    )  # (torch warns about the view that a sharded one returns)
     if whole_embedding and _holds_any(model.base_model.embed_tokens):
         unit(model.base_model.embed_tokens)
     unit(model)
@@ -178,54 +189,70 @@ def shard(model: Any, mesh: Mesh, *, dtype: torch.dtype, reduce_dtype: torch.dty
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    model.rlkit_inside = lambda work, *args: work(model, *args)
-    fsdp.register_fsdp_forward_method(model, "rlkit_inside")
 
 
 def inside(model: Any, work: Callable[..., Any], *args: Any) -> Any:
-    """`work(model, ...)` as the model's forward: what is outside the layers (norm, head) is whole meanwhile.
+    """`work(model, *args)` in place of the model's forward: the root's parameters (norm, head) are gathered meanwhile.
 
-    Gradients flow through the tensors that `work` returns. Of a model that is not sharded it is just the call.
+    Gradients flow through the tensors that `work` returns. On a plain model it is just the call.
     """
-    if not hasattr(model, "rlkit_inside"):
+    if model not in _cuts:
         return work(model, *args)
-    out = model.rlkit_inside(work, *args)
+    before = vars(model).get("forward")
+    model.forward = partial(work, model)  # FSDP2 gathers and frees parameters around `forward` only
+    try:
+        out = model(*args)
+    finally:
+        del model.forward
+        if before is not None:
+            model.forward = before
     if not torch.is_grad_enabled():
-        model.reshard()  # no backward will come and do it
+        model.reshard()  # without a backward nothing else does
     return out
 
 
 def mesh_of(model: Any) -> Mesh | None:
-    """The mesh that `parallelize` cut the model over; None for a plain model."""
-    return getattr(model, "rlkit_mesh", None)
+    """The mesh over which `parallelize` cut the model; None for a plain model."""
+    return _cuts[model].mesh if model in _cuts else None
+
+
+def device_of(model: Any) -> torch.device:
+    """The device that computes: the mesh's for a cut model, whose offloaded parameters are on the CPU."""
+    return model.device if model not in _cuts else _cuts[model].mesh.device
+
+
+def dtype_of(model: Any) -> torch.dtype:
+    """The dtype of the forward outside autocast: what `parallelize` was given, or that of the parameters."""
+    return model.dtype if model not in _cuts else _cuts[model].dtype
 
 
 def sync_gradients(model: Any, on: bool) -> None:
-    """Whether the next backwards sum gradients over the ranks (default), or keep whole ones until one does.
+    """Turn the sum of gradients over ranks on (the default) or off for the next backward passes.
 
-    Off for all micro-batches but the last of a step trades memory (a whole gradient per rank) for communication.
+    While it is off, each rank accumulates whole gradients, which the next backward with it on sums. Off for all but the
+    last micro-batch of a step saves communication, for the memory of a whole gradient per rank.
     """
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(on)
 
 
 def is_tied(model: Any) -> bool:
-    """Whether the model has a head, and its weight is the embedding's."""
+    """Whether the model has a head whose weight is the embedding's."""
     return model.get_output_embeddings() is not None and model.config.get_text_config().tie_word_embeddings
 
 
 def tie(model: Any) -> None:
-    """Make the head's weight the embedding's again, where the two should be one."""
+    """Make the head's weight the embedding's again, where the config ties them."""
     if is_tied(model):
         model.get_output_embeddings().weight = model.base_model.embed_tokens.weight
 
 
 def load_parallel(path: str | os.PathLike[str], mesh: Mesh, *, lora_rank: int = 0, **options: Any) -> Any:
-    """A causal LM from a folder or hub id, cut over the mesh; no rank ever holds all of it.
+    """A causal LM from a folder or hub id, cut over the mesh; no rank ever holds the whole model.
 
-    It is built on the meta device, cut, and then each rank reads its shards from the safetensors files. The options are
-    those of `parallelize`. A hub id is downloaded once per node. With `lora_rank` adapters of that rank are all that
-    trains (see `rlkit.model.lora`; alpha is twice the rank).
+    It is built on the meta device and cut; then each rank reads its shards from the safetensors files. `options` are
+    those of `parallelize`. A hub id is downloaded once per node. With `lora_rank` only adapters of that rank train (see
+    `rlkit.model.lora`; alpha is twice the rank).
 
     Errors: those of `parallelize`; FileNotFoundError for a folder without config or weights; ValueError naming weights
     that the files lack or hold in another shape.
@@ -242,7 +269,7 @@ def load_parallel(path: str | os.PathLike[str], mesh: Mesh, *, lora_rank: int = 
     check_model(config)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if (folder / "generation_config.json").is_file():  # an export must stop where the model did
+    if (folder / "generation_config.json").is_file():  # an export must keep the stop tokens
         model.generation_config = GenerationConfig.from_pretrained(folder)
     if lora_rank:
         add_lora(model, rank=lora_rank, alpha=2 * lora_rank)
@@ -254,18 +281,17 @@ def load_parallel(path: str | os.PathLike[str], mesh: Mesh, *, lora_rank: int = 
 
 @torch.no_grad()
 def read_weights(model: Any, folder: Path, *, device: torch.device | str) -> None:
-    """Give a model on the meta device its memory, its constants and its weights, whatever their dtype in the files."""
+    """Materialise a model on the meta device: memory, buffers, and weights from files of any dtype."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     model.to_empty(device=device)
     tie(model)
-    mark_copies(model)
     for module in model.modules():
         if module._non_persistent_buffers_set:  # rotary frequencies, embedding scales: not in the files
             model._init_weights(module)
         for name, x in module._buffers.items():  # offloading is for parameters
-            module._buffers[name] = x if x is None else x.to(model.rlkit_mesh.device)
+            module._buffers[name] = x if x is None else x.to(device_of(model))
     held: dict[str, Any] = get_model_state_dict(model)
     weights = {name.replace(".base_layer.", "."): x for name, x in held.items() if ".lora_" not in name}
     if is_tied(model):
@@ -286,7 +312,7 @@ def read_weights(model: Any, folder: Path, *, device: torch.device | str) -> Non
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder of a model: the path itself, or where the hub's files are after one rank per node has fetched them."""
+    """The folder of a model: the path itself, or the hub's cache after one rank per node has downloaded the files."""
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
@@ -297,7 +323,7 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     from huggingface_hub import snapshot_download
     from transformers import AutoConfig
 
-    check_causal_lm(AutoConfig.from_pretrained(str(path)))  # before gigabytes are fetched
+    check_causal_lm(AutoConfig.from_pretrained(str(path)))  # before gigabytes are downloaded
     wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         snapshot_download(str(path), allow_patterns=wanted)
@@ -306,5 +332,5 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def _holds_any(module: nn.Module) -> bool:
-    """Whether it has parameters: what stands for a layer of another pipeline stage has none."""
+    """Whether it has parameters: the placeholder of another pipeline stage's layer has none."""
     return next(module.parameters(), None) is not None

@@ -1,7 +1,7 @@
 """The policy's weights for engines and files: full tensors under their Hugging Face checkpoint names.
 
 `stream_weights` feeds a rollout engine, `export_hf` writes a folder for `from_pretrained`. Both work on every layout
-(plain, FSDP2, tensor parallel, pipeline stages or a product of these) and never hold the whole model.
+(plain, FSDP2, tensor parallel, pipeline stages and their products) and never hold the whole model.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rlkit.model.lora import Adapter, adapters, merged
 from rlkit.model.parallelize import mesh_of
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh
-from rlkit.ranks import first, rank, together
+from rlkit.ranks import on_all_ranks, on_rank0, rank
 
 _INDEX = "model.safetensors.index.json"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # added by torch.compile and by activation checkpointing
-_WHAT, _FIX = "the model", "What was at the path is untouched. Free space there or give another path."
+_WHAT, _FIX = "the model", "The previous content of the path is untouched. Free space there or give another path."
 
 
 @torch.no_grad()
@@ -39,10 +39,10 @@ def stream_weights(
     master weights; modules that the model keeps in fp32 (`_keep_in_fp32_modules_strict`) are not cast.
     The gathers of a bucket run concurrently. Pipeline stages broadcast their buckets in order, one stage at a time.
 
-    Memory: `bucket_bytes`, or the largest tensor where that is larger (twice as much for a tensor that is not sharded
-    by rows, or that is split), as long as the caller drops used tensors. A tensor that is not sharded and needs no cast
-    is the live one: copy it to keep it. Every rank must read the stream to its end, because gathering is collective; an
-    engine that shares the model's memory leaves it unread on every rank.
+    Memory: the larger of `bucket_bytes` and the largest tensor (twice that for a tensor that is split, or not sharded
+    by rows), as long as the caller drops used tensors. A tensor that is neither sharded nor cast is the live parameter:
+    copy it to keep it. Every rank must read the stream to its end, because gathering is collective; an engine that
+    shares the model's memory leaves it unread on every rank.
 
     Differs: verl and OpenRLHF gather tensor by tensor, verl's FSDP path after a full state dict; slime also buckets.
     """
@@ -57,7 +57,7 @@ def _buckets(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> 
     updates = adapters(model)
     bucket: dict[str, Tensor] = {}
     size = 0
-    for full, x in _own(model).items():
+    for full, x in _stage_tensors(model).items():
         if ".lora_" in full:
             continue
         name = full.removeprefix("model/").replace(".base_layer.", ".")
@@ -70,15 +70,15 @@ def _buckets(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> 
     yield _realized(model, bucket, updates)
 
 
-def _of_all_stages(own: Iterator[dict[str, Tensor]], mesh: Mesh | None) -> Iterator[dict[str, Tensor]]:
+def _of_all_stages(buckets: Iterator[dict[str, Tensor]], mesh: Mesh | None) -> Iterator[dict[str, Tensor]]:
     """The buckets of all pipeline stages, first to last, on every stage."""
     if mesh is None or mesh.sizes.pp == 1:
-        yield from own
+        yield from buckets
         return
     for source in range(mesh.sizes.pp):
         to: Any = {"group": mesh.group("pp"), "group_src": source}
         while True:
-            bucket = next(own, None) if mesh.pp_rank == source else None
+            bucket = next(buckets, None) if mesh.pp_rank == source else None
             shapes = [None if bucket is None else {name: (x.shape, x.dtype) for name, x in bucket.items()}]
             dist.broadcast_object_list(shapes, **to)
             if shapes[0] is None:
@@ -96,20 +96,20 @@ def export_hf(
 ) -> Path:
     """Write a folder that `transformers.from_pretrained` loads: config, safetensors, tokenizer and chat template.
 
-    All ranks call it together, rank 0 writes. Files hold up to `shard_bytes` each, which is also about the memory that
-    rank 0 needs. Atomic: the folder is complete or absent. An earlier export at `path` is replaced; any other folder is
-    refused. `dtype` casts the weights (for example fp32 master weights to bf16); None keeps their dtype.
+    All ranks call it together, and rank 0 writes. Files hold up to `shard_bytes` each, which is also roughly the memory
+    that rank 0 needs. Atomic: the folder is complete or absent. An earlier export at `path` is replaced. `dtype` casts
+    the weights (for example fp32 master weights to bf16); None keeps their dtype.
 
     Errors: FileExistsError where `path` is a folder with other files; OSError (ENOSPC, EDQUOT, EFBIG) with the
     space needed and free. An error on rank 0 is raised on every rank.
     Differs: `save_pretrained` first collects the full state dict; torch's HuggingFaceStorageWriter leaves the shards
-    beside the consolidated files and cannot name the experts of a mixture.
+    beside the consolidated files and cannot rename fused experts.
     """
     path = Path(path).absolute()
     temp = path.with_name(_files.TEMP_PREFIX + path.name)
-    own = sum(x.numel() * _dtype(model, name, x, dtype).itemsize + 256 for name, x in _own(model).items())
-    needed = (1 << 16) + sum(each_stage(own, mesh=mesh_of(model)))
-    first(lambda: _prepare(path, temp, needed))
+    size = sum(x.numel() * _dtype(model, name, x, dtype).itemsize + 256 for name, x in _stage_tensors(model).items())
+    needed = (1 << 16) + sum(each_stage(size, mesh=mesh_of(model)))
+    on_rank0(lambda: _prepare(path, temp, needed))
     weights = stream_weights(model, dtype=dtype)
 
     def write() -> None:
@@ -125,14 +125,14 @@ def export_hf(
             if rank() == 0:
                 write()
         finally:
-            deque(weights, maxlen=0)  # the other ranks still gather, also where rank 0 has failed
+            deque(weights, maxlen=0)  # the other ranks still gather if rank 0 has failed
 
-    together(gather)
+    on_all_ranks(gather)
     return path
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The live weights and persistent buffers, tied ones once; writing into them changes the model."""
+    """The live weights and persistent buffers, tied weights once; writing into them changes the model."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     unique = {clean_name(name) for name, _ in model.named_parameters()}
@@ -201,20 +201,20 @@ def _prepare(path: Path, temp: Path, needed: int) -> None:
 
 
 def _dtype(model: Any, name: str, x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a weight is sent."""
+    """The dtype of a weight in the stream."""
     kept = any(part in name for part in model._keep_in_fp32_modules_strict or ())
     return x.dtype if dtype is None or kept or not x.is_floating_point() else dtype
 
 
-def _own(model: nn.Module) -> dict[str, Tensor]:
-    """The stage's tensors, without the copy of the embedding that serves as the tied head of the last stage."""
+def _stage_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The stage's tensors, without the last stage's copy of a tied embedding."""
     mesh = mesh_of(model)
     copy = mesh is not None and mesh.pp_rank > 0
     return {k: x for k, x in model_tensors(model).items() if not (copy and k.endswith("embed_tokens.weight"))}
 
 
 def _start_gather(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast, and start to gather on the device of the mesh (offloaded shards are on the host)."""
+    """Cast, and start an asynchronous gather on the mesh's device (offloaded shards are on the host)."""
     from torch.distributed.tensor import DTensor, Replicate
 
     if not isinstance(x, DTensor):
@@ -222,8 +222,8 @@ def _start_gather(x: Tensor, dtype: torch.dtype) -> Tensor:
     mesh = x.device_mesh
     local = x.to_local().to(mesh.device_type, dtype)
     cast = DTensor.from_local(local, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
-    apart = mesh.device_type != "cpu"  # gloo crashed with several gathers in flight
-    return cast.redistribute(placements=[Replicate()] * mesh.ndim, async_op=apart).to_local()
+    concurrent = mesh.device_type != "cpu"  # gloo crashes with several gathers in flight
+    return cast.redistribute(placements=[Replicate()] * mesh.ndim, async_op=concurrent).to_local()
 
 
 def _realized(model: Any, bucket: dict[str, Tensor], updates: dict[str, Adapter]) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ def rank_microbatches(
     *,
     mesh: Mesh | None,
     max_tokens: int,
-    apart: Bool[Tensor, "N"] | None = None,
+    isolate: Bool[Tensor, "N"] | None = None,
     whole_groups: bool = False,
 ) -> Iterator[tuple[Batch, *tuple[Tensor, ...]]]:
     """`packing.microbatches` of this data parallel rank: the same number on every rank, together the whole batch.
@@ -38,7 +38,7 @@ def rank_microbatches(
     """
     rank, ranks = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp)
     return packing.microbatches(
-        streams, max_tokens=max_tokens, apart=apart, whole_groups=whole_groups, rank=rank, ranks=ranks
+        streams, max_tokens=max_tokens, isolate=isolate, whole_groups=whole_groups, rank=rank, ranks=ranks
     )
 
 

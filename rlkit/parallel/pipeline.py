@@ -27,14 +27,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlkit.parallel.mesh import Mesh
+from rlkit.ranks import reshard
 
 _IN_FLIGHT = 2  # unfinished sends per direction; a further send waits for the oldest
+_tied: WeakKeyDictionary[Any, dist.ProcessGroup] = WeakKeyDictionary()  # model -> the stages with a tied weight's copy
 
 
 @contextmanager
@@ -85,13 +88,9 @@ def cut_stage(model: Any, mesh: Mesh, *, dtype: torch.dtype) -> None:
             if module is not base:
                 setattr(model, name, None)
     if tied:
-        model.rlkit_ends = mesh.ends_group()
-
-
-def mark_copies(model: Any) -> None:
-    """Mark the parameter of a tied weight with the group of the two stages that hold a copy."""
-    if group := getattr(model, "rlkit_ends", None):
-        model.base_model.embed_tokens.weight.rlkit_ends = group
+        group = mesh.ends_group()  # on the stages between, too
+        if group is not None:
+            _tied[model] = group
 
 
 @torch.no_grad()
@@ -101,9 +100,12 @@ def sum_copies(params: Iterable[Any]) -> list[Any]:
     All ranks must call it once per step, before using the gradients, with all parameters of the optimizer. Both copies
     then take the same step, bit for bit. Returns the parameters without the last stage's copy, for the gradient norm.
     """
+    for model in _tied:
+        reshard(model)  # the optimizer holds the shards
+    groups = {model.base_model.embed_tokens.weight: group for model, group in _tied.items()}
     counted = []
     for p in params:
-        group = getattr(p, "rlkit_ends", None)
+        group = groups.get(p)
         if group is not None:
             grad: Any = torch.zeros_like(p) if p.grad is None else p.grad
             found = grad.to_local().new_tensor(p.grad is not None)

@@ -14,31 +14,29 @@ from rlkit.model.checkpoint import BackgroundSaver, load_latest
 from rlkit.model.lora import adapters, save_adapter
 from rlkit.model.weights import export_hf
 from rlkit.parallel.data import any_rank
-from rlkit.ranks import Stopped, first, together
+from rlkit.ranks import Stopped, on_all_ranks, on_rank0
 from rlkit.rollout.shared import SharedStream
 from rlkit.rollout.stream import GroupStream
 from rlkit.run.console import TRAINING, say
 from rlkit.run.folder import Run, check_folder, hold, open_run
 from rlkit.run.signals import Stop, resume_command, stop_on_interrupt
+from rlkit.settings import Schedule
 
 
 @contextmanager
-def open_training(
-    folder: Path, *, steps: int, start: int, resume: bool, keep: int, print_steps: int = 1
-) -> Iterator[tuple[Run, Stop, BackgroundSaver]]:
+def open_training(schedule: Schedule, *, start: int) -> Iterator[tuple[Run, Stop, BackgroundSaver]]:
     """The run folder (see `open_run`), the stop request of this process, and the saver of its `checkpoints/`.
 
     After a stop request on any rank, leaving the block raises `Stopped`, a KeyboardInterrupt, so that the code after an
     interrupted run (the next stage, the next cell of a notebook) does not start.
     """
-    if steps < 0 or keep < 1 or print_steps < 1:
-        raise ValueError(f"{steps=} must be at least 0, {keep=} and {print_steps=} at least 1")
+    folder, steps = schedule.output, schedule.steps
     started = False
     try:
         with (
             stop_on_interrupt() as stop,  # before the bar: who sees it may press Ctrl-C
-            open_run(folder, steps=steps, start=start, resume=resume, print_steps=print_steps) as run,
-            BackgroundSaver(run.checkpoints, keep=keep) as saver,
+            open_run(folder, steps=steps, start=start, resume=schedule.resume, print_steps=schedule.print_steps) as run,
+            BackgroundSaver(run.checkpoints, keep=schedule.keep) as saver,
         ):
             if start >= steps > 0:
                 run.say(f"nothing to train: the newest checkpoint is of step {start}, and steps is {steps}")
@@ -58,25 +56,23 @@ def save_if_due(
     stop: Stop,
     step: int,
     *,
-    steps: int,
-    every: int,
+    schedule: Schedule,
     model: Any,
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     reference: Any = None,
     stream: GroupStream | SharedStream | None = None,
 ) -> bool:
-    """Save every `every` steps (0: never), after the last step, and after a stop request; returns whether to stop.
+    """Save every `schedule.save_steps` steps (0: never), after the last step, and after a stop request.
 
-    The run waits until the tensors are copied, and for the disk only at its last save. The log is synced before the
-    checkpoint that refers to it. The stream's state is saved with `state`, and its journal is truncated once the
-    checkpoint is on the disk (at once if there are no checkpoints to resume from). On a full disk the previous
-    checkpoint is kept, the error is reported and training continues, unless this is the last checkpoint of the run.
-
-    A stop is reported with the command that resumes the run.
+    Returns whether to stop. The run waits for a copy of the tensors, and for the disk only at its last save. The log is
+    synced before the checkpoint that refers to it. The stream's state is saved with `state`, and its journal is
+    truncated once the checkpoint is on the disk (at once if there are no checkpoints to resume from). On a full disk
+    the previous checkpoint is kept, the error is reported and training continues, unless this is the last checkpoint of
+    the run. A stop is reported with the command that resumes the run.
     """
     stopping = any_rank(stop.requested)
-    must = stopping or step == steps
+    every, must = schedule.save_steps, stopping or step == schedule.steps
     due = must or (every > 0 and step % every == 0)
     if due or saver.idle:
         with _reported(run, fatal=False):
@@ -87,7 +83,7 @@ def save_if_due(
         then = partial(stream.saved, state["stream"])
     if due:
         with _reported(run, fatal=must):
-            together(run.sync)
+            on_all_ranks(run.sync)
             both = _with_reference(model, reference)
             saver.save(step=step, model=both, optimizer=optimizer, state=state, then=then)
             if must:
@@ -120,14 +116,14 @@ def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, refer
     checkpoint in another format.
     """
     check_folder(folder, resume=True)
-    first(lambda: hold(folder))
+    on_rank0(lambda: hold(folder))
     state, skipped = load_latest(folder / "checkpoints", model=_with_reference(model, reference), optimizer=optimizer)
     lines = [f"skipped a checkpoint: {reason}" for reason in skipped]
     if not state:
         lines.append(f"{folder} has no checkpoint yet: starting from step 0 again")
     elif skipped:
         lines.append(f"going on from the checkpoint of step {state['step']}")
-    first(lambda: say("\n".join(lines)) if lines else None)
+    on_rank0(lambda: say("\n".join(lines)) if lines else None)
     return state
 
 

@@ -48,8 +48,8 @@ COMMANDS = {
 FOREIGN = {  # flags of TRL and transformers by the flag here that does it
     "beta": "kl_coef", "bf16": "dtype bf16", "dataset_name": "data", "epsilon": "clip_low", "epsilon_high": "clip_high",
     "eval_strategy": "eval_steps", "gradient_accumulation_steps": "max_tokens (it bounds a micro-batch)",
-    "gradient_checkpointing": "parallel.activation_checkpointing", "learning_rate": "lr", "logging_steps": "print_steps",
-    "lora_r": "lora_rank", "lr_scheduler_type": "lr_schedule", "max_completion_length": "max_new_tokens",
+    "gradient_checkpointing": "parallel.activation_checkpointing", "learning_rate": "lr",
+    "logging_steps": "print_steps", "lora_r": "lora_rank", "lr_scheduler_type": "lr_schedule", "max_completion_length": "max_new_tokens",
     "max_grad_norm": "max_norm", "max_length": "max_example_tokens", "max_prompt_length": "max_prompt_tokens",
     "max_steps": "steps", "model_name_or_path": "model", "num_generations": "group_size", "num_iterations": "epochs",
     "num_train_epochs": "steps (epochs * rows / rows of a step)", "output_dir": "output",

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.model.forward import prepare
+from rlkit.model.lora import add_lora
 from rlkit.model.optim import adamw
-from rlkit.model.parallelize import parallelize
+from rlkit.model.parallelize import inside, mesh_of, parallelize
 from rlkit.parallel.attention import as_inference
 from rlkit.parallel.context import gather_keys
 from rlkit.parallel.mesh import Parallel, make_mesh
@@ -38,6 +40,21 @@ def optimizer_after_forward(rank, world):
 
 def test_the_optimizer_holds_shards_even_after_a_forward_without_backward(ranks):
     assert all(ranks.run(optimizer_after_forward))
+
+
+def left_on_a_cut_model(rank, world):
+    model = add_lora(prepare(tiny_model(tiny_tokenizer(), **SIZES)), rank=2)
+    row, mesh = model.lm_head.weight[3].clone(), make_mesh(Parallel())
+    assert mesh_of(parallelize(model, mesh)) is mesh
+    with pytest.raises(RuntimeError, match="work fails"):
+        inside(model, lambda model: (_ for _ in ()).throw(RuntimeError("work fails")))
+    assert torch.equal(inside(model, lambda model, at: model.lm_head.weight[at].clone(), 3), row), "it is gathered"
+    hung = {name for x in (model, *model.parameters()) for name in vars(x) if "rlkit" in name or name == "forward"}
+    return hung, mesh_of(model.base_model)
+
+
+def test_a_model_is_cut_without_attributes_of_ours(ranks):
+    assert ranks.run(left_on_a_cut_model)[0] == (set(), None)
 
 
 def keys_of_another_type(rank, world):

@@ -86,7 +86,7 @@ def microbatches_on_rank(rank, world, sizes, max_tokens):
     whole = batch()
     rows = torch.arange(whole.num_tokens)
     flat = torch.tensor([False, True, False, True, True, False])
-    parts = list(rank_microbatches((whole, rows), mesh=mesh, max_tokens=max_tokens, apart=flat))
+    parts = list(rank_microbatches((whole, rows), mesh=mesh, max_tokens=max_tokens, isolate=flat))
     return mesh.dp_rank, [x.tolist() for _, x in parts]
 
 

@@ -17,7 +17,7 @@ from rlkit.model import weights
 from rlkit.model.parallelize import parallelize
 from rlkit.model.weights import export_hf, stream_weights
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.ranks import first
+from rlkit.ranks import on_rank0
 
 LAYOUTS = {
     "plain": None,
@@ -95,7 +95,7 @@ def test_stream_after_a_forward_that_left_weights_gathered(ranks):
 
 
 def experts_on_rank(rank, world, folder):
-    first(lambda: moe().save_pretrained(folder / "truth"))
+    on_rank0(lambda: moe().save_pretrained(folder / "truth"))
     truth = load_file(folder / "truth" / "model.safetensors")
     assert "model.layers.1.mlp.experts.7.gate_proj.weight" in truth
     for bucket_bytes in (1, 1 << 28):
@@ -115,7 +115,7 @@ def export_on_rank(rank, world, folder, tied):
     for _, model in layouts(tie_word_embeddings=tied):
         for shard_bytes in (1 << 30, 20_000):
             path = export_hf(model, tiny_tokenizer(), folder / "m", dtype=torch.bfloat16, shard_bytes=shard_bytes)
-            first(partial(check_export, path, dense(tie_word_embeddings=tied), shard_bytes > 1 << 20))
+            on_rank0(partial(check_export, path, dense(tie_word_embeddings=tied), shard_bytes > 1 << 20))
 
 
 def check_export(path, truth, one_file):

@@ -575,7 +575,7 @@ print(json.dumps([errors, after, check(folder, width)]))
 def test_a_folder_that_the_nodes_do_not_share_is_refused(tmp_path, monkeypatch):
     """Each node would keep its own ranks' files, and no checkpoint could ever be loaded."""
     there = {"__8_0.distcp": {"size": 1, "crc32": 0}}
-    monkeypatch.setattr(checkpoint, "together", lambda work, *, group=None: [work(), there])
+    monkeypatch.setattr(checkpoint, "on_all_ranks", lambda work, *, group=None: [work(), there])
     with pytest.raises(ValueError, match=r"rank 0 does not see __8_0\.distcp, which rank 1 wrote"):
         save_simple(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []

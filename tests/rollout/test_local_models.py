@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -203,6 +204,17 @@ def test_an_adapter_is_decoded_like_the_weights_it_changes(name):
         assert (torch.tensor(completion.logp) - true_logp(model, prompt, completion.ids)).abs().max() < 1e-4
     with adapter_off(model):
         assert (torch.tensor(completion.logp) - true_logp(model, prompt, completion.ids)).abs().max() > 1e-2
+
+
+def test_an_adapter_that_is_not_just_low_rank_takes_the_general_path():
+    """`Decoder` multiplies by W + scale B A, which is not what DoRA or a second adapter computes."""
+    for options in ({"use_dora": True}, {"lora_bias": True}):
+        model = build(CASES["qwen3, tied"][0])
+        peft.inject_adapter_in_model(peft.LoraConfig(r=3, target_modules="all-linear", **options), model)
+        assert type(LocalEngine(model, max_batch=2)._decoder) is CachedForward
+    model = add_lora(build(CASES["qwen3, tied"][0]), rank=3)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), model, adapter_name="second")
+    assert type(LocalEngine(model, max_batch=2)._decoder) is CachedForward
 
 
 def test_an_optimizer_step_in_place_is_seen_by_the_next_token():

@@ -118,7 +118,7 @@ THREAD = """
 import asyncio, sys, time
 from pathlib import Path
 from rlkit.run.signals import stop_on_interrupt
-from rlkit.loops.rl import in_thread
+from rlkit.loops.rl import run_in_thread
 def work():
     time.sleep(0.5)  # until the event loop waits for it
     print("begun", flush=True)
@@ -127,7 +127,7 @@ def work():
 async def main():
     with stop_on_interrupt():
         try:
-            await in_thread(work)
+            await run_in_thread(work)
         finally:
             print("closed", flush=True)
 asyncio.run(main())

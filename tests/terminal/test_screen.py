@@ -100,13 +100,13 @@ STUCK = """
 import asyncio, time
 from rlkit.run.console import Progress
 from rlkit.run.signals import stop_on_interrupt
-from rlkit.loops.rl import in_thread
+from rlkit.loops.rl import run_in_thread
 def work():
     progress.say("working")
     time.sleep(600)
 async def main():
     with stop_on_interrupt():
-        await in_thread(work)
+        await run_in_thread(work)
 progress = Progress(steps=9)
 asyncio.run(main())
 """

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlkit.model.parallelize import mesh_of
 from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
 from rlkit.rollout.engines.local.rows import Request, Rows, StopStrings, runs
 from rlkit.rollout.sampling import sample, uniforms
@@ -65,7 +66,7 @@ class LocalEngine:
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
-        if hasattr(model, "rlkit_mesh"):
+        if mesh_of(model) is not None:
             raise ValueError(
                 "LocalEngine needs a model that is not cut over ranks; use rlkit.rollout.engines.process.launch"
             )

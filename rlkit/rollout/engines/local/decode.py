@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rlkit._tensors import upcast
-from rlkit.model.lora import adapter_of, merged
+from rlkit.model.lora import adapter_of, is_low_rank, merged
 from rlkit.parallel.attention import causal_sdpa
 from rlkit.ranks import reshard
 
@@ -269,7 +269,7 @@ def why_unsupported(model: Any, max_len: int) -> str | None:
     if config.hidden_act not in ("silu", "swish"):
         return f"its activation is {config.hidden_act!r}"
     projections = [(n, m) for n, m in model.model.layers.named_modules() if n.endswith("_proj")]
-    linear = all(type(m) is nn.Linear or (hasattr(model, "rlkit_lora") and adapter_of(m)) for _, m in projections)
+    linear = all(type(m) is nn.Linear or is_low_rank(m) for _, m in projections)
     if not linear or any(".mlp." in n and m.bias is not None for n, m in projections):
         return "a projection is not a plain nn.Linear, or the MLP has biases"
     return None
