@@ -53,3 +53,8 @@ def test_metrics_on_host_and_device_are_read_together():
     host, device = torch.ones(()), torch.ones((), device="meta")  # "meta" is a device without memory
     for values in ([host, device], [device, host]):
         assert stacked(values).device == device.device
+
+
+def test_a_plain_number_is_told_how_to_be_a_metric():
+    with pytest.raises(TypeError, match=r"metric 'baseline' is float: write mean\(x\), largest\(x\) or smallest\(x\)"):
+        merge({"baseline": 0.5})

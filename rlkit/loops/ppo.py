@@ -181,7 +181,7 @@ async def ppo(
     state = {"model": both, "optimizer": optimizer, "reference": reference if penalties.ref_sync_steps else None}
     return await rl(
         policy, tokenizer, engine, task, rollouts, schedule, penalties, prepare=prepare, update=update, state=state,
-        reference=ref_policy, exports={"critic": value_model}, max_tokens=optim.max_tokens,
+        reference=ref_policy, max_tokens=optim.max_tokens,
     )  # fmt: skip
 
 

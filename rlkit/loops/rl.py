@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
 
 from rlkit.data.order import batch_indices
 from rlkit.loops import coefficients, nans
@@ -79,7 +80,6 @@ async def rl(
     update: Update,
     state: Mapping[str, Any],
     reference: PolicyFn | None = None,
-    exports: Mapping[str, Any] = MappingProxyType({}),
     max_tokens: int = 16384,
 ) -> Path:
     """Train `policy.model` in place on rewards of its own samples; returns the folder of the exported model.
@@ -97,15 +97,19 @@ async def rl(
 
     Args:
         state: what checkpoints hold: "model" (one `nn.Module` of all that trains), "optimizer", and "reference", a
-            reference model into which the policy is copied every `penalties.ref_sync_steps` steps.
+            reference model into which the policy is copied every `penalties.ref_sync_steps` steps. Of a
+            `ModuleDict({"policy": ..., "critic": ...})` the other models are exported too, by their names. A number or
+            tensor of your own is a buffer of a module in "model".
         reference: log-probs of a reference model; the KL to it is then reported on `task.eval_prompts`.
-        exports: more models (a critic) to export at the end, by the name of their folder.
         max_tokens: packed tokens per micro-batch of that KL.
 
-    Errors: TypeError for an engine that only generates; ValueError for `overlap` with an engine that reads the
-    trainer's weights, and at a NaN or infinity (see `rlkit.loops.nans`).
+    Errors: TypeError for an engine that only generates; ValueError for other names in `state`, for `overlap` with an
+    engine that reads the trainer's weights, and at a NaN or infinity (see `rlkit.loops.nans`).
     """
     check_engine(engine)
+    if unknown := sorted(state.keys() - {"model", "optimizer", "reference"}):
+        what = "a number or tensor of your own is a buffer of a module in state['model']"
+        raise ValueError(f"state holds model, optimizer and reference, got {', '.join(unknown)}: {what}")
     if rollouts.overlap and getattr(engine, "model", None) is policy.model:
         raise ValueError(
             f"overlap needs an engine with weights of its own, and {type(engine).__name__} reads those that train: use "
@@ -176,8 +180,10 @@ async def rl(
                 ):  # fmt: skip
                     break
         run.plot()
-        for name, model in exports.items():
-            export_hf(model, tokenizer, run.folder / name)
+        models = state["model"].items() if isinstance(state["model"], nn.ModuleDict) else ()
+        for name, model in models:
+            if hasattr(model, "save_pretrained") and model is not policy.model:
+                export_hf(model, tokenizer, run.folder / name)
         return saving.export(run, policy.model, tokenizer)
 
 

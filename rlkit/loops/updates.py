@@ -7,6 +7,7 @@ batch of an optimizer step, which every rank holds before it is split. An episod
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -74,11 +75,13 @@ def truncated(log_ratio: Tensor, *, max_weight: float = 2.0) -> Tensor:
 class PolicyLoss:
     """The policy term of the loss, in three functions.
 
-        PolicyLoss(partial(clipped, clip_high=0.2))
-        PolicyLoss(lambda x, b: gspo(x, b.advantages, mask=b.mask, cu_seqlens=b.cu_seqlens), per_episode)
+        PolicyLoss(partial(ppo_clip, clip_high=0.2))
+        PolicyLoss(partial(gspo, clip_low=3e-4, clip_high=4e-4), per_episode)
+        PolicyLoss(lambda log_ratio, batch: ...)
 
     Args:
-        surrogate: `surrogate(log_ratio, batch)`, a loss per token of a micro-batch.
+        surrogate: a loss per token of a micro-batch: `surrogate(log_ratio, batch)`, or a loss as in `rlkit.losses`,
+            `surrogate(log_ratio, advantages)`, which is given `mask` and `cu_seqlens` if it takes them.
         aggregate: the weight of each token of an optimizer step's batch (`per_token`, `per_episode`, ...).
         correction: `correction(old_logp - rollout_logp)`, an importance weight of the surrogate's tokens against the
             engine's numerics and older weights. It does not scale KL and entropy.
@@ -87,6 +90,27 @@ class PolicyLoss:
     surrogate: Surrogate = clipped
     aggregate: Aggregate = per_token
     correction: Callable[[Tensor], Tensor] = truncated
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "surrogate", as_surrogate(self.surrogate))
+
+
+def as_surrogate(function: Callable[..., Tensor]) -> Surrogate:
+    """`f(log_ratio, batch)` as it is, or `f(log_ratio, advantages, *, mask, cu_seqlens)` with the fields of a batch.
+
+    Errors: ValueError for a function that takes less, or needs more.
+    """
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
+    fields = [p.name for p in parameters if p.name in ("mask", "cu_seqlens")]
+    missing = [p.name for p in parameters[2:] if p.default is p.empty and p.name not in fields]
+    name = getattr(function, "__name__", "the loss")
+    if len(parameters) < 2 or parameters[1].kind == parameters[1].KEYWORD_ONLY:
+        raise ValueError(f"a policy loss takes (log_ratio, batch) or (log_ratio, advantages), and {name} does not")
+    if missing:
+        raise ValueError(f"{name} needs {', '.join(missing)}, too: give a value by functools.partial, or a default")
+    if parameters[1].name != "advantages":
+        return function
+    return lambda x, batch: function(x, batch.advantages, **{name: getattr(batch, name) for name in fields})
 
 
 def grpo_update(
@@ -189,4 +213,10 @@ def with_gradient(surrogate: Surrogate, log_ratio: Float[Tensor, "T"], batch: Ba
     with torch.enable_grad():
         x = log_ratio if log_ratio.requires_grad else log_ratio.detach().requires_grad_()
         token_loss = surrogate(x, batch)
+        if not isinstance(token_loss, Tensor) or token_loss.shape != x.shape:
+            got = tuple(token_loss.shape) if isinstance(token_loss, Tensor) else repr(token_loss)
+            what = f"the surrogate must return a loss per token, {tuple(x.shape)} as log_ratio, got {got}"
+            raise ValueError(f"{what}: averages are the part of `aggregate`")
+        if not token_loss.requires_grad:
+            raise ValueError("the surrogate's loss has no gradient with respect to log_ratio: is it detached?")
         return token_loss, torch.autograd.grad(token_loss.sum(), x, retain_graph=True)[0]

@@ -48,13 +48,13 @@ COMMANDS = {
 FOREIGN = {  # flags of TRL and transformers by the flag here that does it
     "beta": "kl_coef", "bf16": "dtype bf16", "dataset_name": "data", "epsilon": "clip_low", "epsilon_high": "clip_high",
     "eval_strategy": "eval_steps", "gradient_accumulation_steps": "max_tokens (it bounds a micro-batch)",
-    "gradient_checkpointing": "parallel.activation_checkpointing", "learning_rate": "lr",
-    "logging_steps": "print_steps", "lora_r": "lora_rank", "lr_scheduler_type": "lr_schedule", "max_completion_length": "max_new_tokens",
+    "gradient_checkpointing": "parallel.activation_checkpointing", "learning_rate": "lr", "lora_r": "lora_rank",
+    "logging_steps": "print_steps", "lr_scheduler_type": "lr_schedule", "max_completion_length": "max_new_tokens",
     "max_grad_norm": "max_norm", "max_length": "max_example_tokens", "max_prompt_length": "max_prompt_tokens",
     "max_steps": "steps", "model_name_or_path": "model", "num_generations": "group_size", "num_iterations": "epochs",
-    "num_train_epochs": "steps (epochs * rows / rows of a step)", "output_dir": "output",
-    "per_device_train_batch_size": "batch_size or prompts_per_step (of all devices together)",
-    "resume_from_checkpoint": "resume", "reward_funcs": "reward", "save_total_limit": "keep", "use_peft": "lora_rank",
+    "num_train_epochs": "steps (epochs * rows / rows of a step)", "output_dir": "output", "use_peft": "lora_rank",
+    "per_device_train_batch_size": "batch_size or --prompts_per_step (of all devices)",
+    "resume_from_checkpoint": "resume", "reward_funcs": "reward", "save_total_limit": "keep",
     "use_vllm": "engine sglang",
 }  # fmt: skip
 
@@ -85,9 +85,7 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     for given in (word.split("=")[0] for word in argv if word.startswith("--")):
         name = given[2:].replace("-", "_")
         if name in FOREIGN and name not in names:
-            _fail(
-                f"{given} is --{FOREIGN[name].replace('_', '-')} here; docs/migrating.md has all options side by side"
-            )
+            _fail(f"{given} is --{FOREIGN[name].replace('_', '-')} here; docs/migrating.md has all options")
     try:
         with collected() as wrong:
             flags: Any = tyro.cli(kind, args=argv, description=description, config=(tyro.conf.SuppressFixed,))

@@ -29,7 +29,6 @@ CONSTANTS: dict[str, dict[str, float]] = {  # of the papers, see docs/recipes.md
     "cispo": {"max_weight": 5.0},
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
 }
-PER_SEQUENCE = ("gspo", "gmpo")  # ratios of whole sequences
 EPISODE_MEAN = ("gspo", "gmpo", "sapo")
 
 
@@ -100,8 +99,8 @@ def main(args: Args) -> Path:
     from rlkit.loops.grpo import grpo
     from rlkit.run.sync import run_sync
 
-    model, reference, rollouts = load_models(args, tokenizer)
     loss, baseline = policy_loss(args, own), getattr(advantages, args.loss.baseline)
+    model, reference, rollouts = load_models(args, tokenizer)
 
     async def train() -> Path:
         async with open_engine(args, model, tokenizer) as engine:
@@ -132,12 +131,7 @@ def policy_loss(args: Args, own: Any) -> Any:
     if own is None:
         given = {"clip_low": flags.clip_low, "clip_high": flags.clip_high}
         constants = CONSTANTS[flags.loss] | {name: value for name, value in given.items() if value is not None}
-        function, per_sequence = getattr(losses, flags.loss), flags.loss in PER_SEQUENCE
-
-        def surrogate(log_ratio: Any, batch: Any) -> Any:
-            where = {"cu_seqlens": batch.cu_seqlens} if per_sequence else {}
-            return function(log_ratio, batch.advantages, mask=batch.mask, **where, **constants)
-
+        surrogate = partial(getattr(losses, flags.loss), **constants)
     mean = flags.aggregate or ("episode" if flags.loss in EPISODE_MEAN else "token")
     aggregate = getattr(updates, f"per_{mean}")
     if mean == "length":

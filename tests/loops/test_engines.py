@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import torch
 from small import async_grpo, call, small_model
 
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
+from rlkit.loops.rl import Task, rl
+from rlkit.model.forward import Policy
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.engines.vllm import VLLM
 from rlkit.rollout.shared import SharedEngine
+from rlkit.settings import Rollouts, Schedule
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -32,5 +36,20 @@ def test_overlap_is_refused_for_an_engine_that_reads_the_weights_that_train(tmp_
     options = {"prompts": [], "score": None, "output": tmp_path / "run", "steps": 1}
     training = call(async_grpo, model, None, LocalEngine(model), **options)
     with pytest.raises(ValueError, match="overlap needs an engine with weights of its own, and LocalEngine reads"):
+        asyncio.run(training)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_state_that_no_checkpoint_holds_is_refused(tmp_path):
+    model = small_model()
+    policy, schedule = Policy(model), Schedule(tmp_path / "run", steps=1)
+    state = {"model": model, "optimizer": None, "baseline": torch.zeros(1)}
+    task, nothing = Task([], None), lambda *_: None
+    training = rl(
+        policy, None, LocalEngine(model), task, Rollouts(), schedule, prepare=nothing, update=nothing, state=state
+    )
+    with pytest.raises(
+        ValueError, match="state holds model, optimizer and reference, got baseline: .* a buffer of a module"
+    ):
         asyncio.run(training)
     assert not (tmp_path / "run").exists()

@@ -121,3 +121,59 @@ def test_the_share_that_is_clipped_is_that_of_the_surrogate():
     own = shares_of(clipped)
     assert own == {name: counted[name] for name in own}
     assert own["clip_high"] == pytest.approx(5 / 11)
+
+
+def test_a_surrogate_takes_the_batch_or_the_advantages():
+    batch = with_streams(pack([[sample([5, 6], 3), sample([5, 6], 2)]]), advantages=torch.tensor([1.0, -1, 2, 0.5, 3]))
+    x = torch.tensor([0.3, -0.4, 0.1, 0.0, 0.5])
+
+    def plain(log_ratio, advantages):
+        return -advantages * log_ratio
+
+    def whole(log_ratio, batch):
+        return -batch.advantages * log_ratio
+
+    for function, expected in (
+        (plain, plain(x, batch.advantages)),
+        (whole, plain(x, batch.advantages)),
+        (partial(clipped, clip_high=0.1), clipped(x, batch, clip_high=0.1)),
+        (gspo, gspo(x, batch.advantages, mask=batch.mask, cu_seqlens=batch.cu_seqlens)),
+        (partial(cispo, max_weight=1.1), cispo(x, batch.advantages, mask=batch.mask, max_weight=1.1)),
+    ):
+        torch.testing.assert_close(PolicyLoss(function).surrogate(x, batch), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            lambda log_ratio: log_ratio,
+            r"takes \(log_ratio, batch\) or \(log_ratio, advantages\), and <lambda> does not",
+        ),
+        (lambda log_ratio, *, advantages: log_ratio, "does not"),
+        (
+            lambda log_ratio, advantages, *, beta: log_ratio,
+            "<lambda> needs beta, too: give a value by functools.partial",
+        ),
+    ],
+)
+def test_a_function_that_is_no_surrogate_is_refused(function, message):
+    with pytest.raises(ValueError, match=message):
+        PolicyLoss(function)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            lambda x, b: (b.advantages * x).mean(),
+            r"a loss per token, \(3,\) as log_ratio, got \(\): averages are the part",
+        ),
+        (lambda x, b: None, "a loss per token, .* got None"),
+        (lambda x, b: (b.advantages * x).detach(), "no gradient with respect to log_ratio: is it detached"),
+    ],
+)
+def test_a_loss_that_is_none_per_token_is_refused(function, message):
+    batch = with_streams(pack([[sample([5, 6], 3)]]), advantages=torch.ones(3))
+    with pytest.raises(ValueError, match=message):
+        with_gradient(function, torch.zeros(3), batch)

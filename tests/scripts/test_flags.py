@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import signal
 import subprocess
 import sys
+import textwrap
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -208,6 +210,12 @@ assert "torch" not in sys.modules
         ("dpo --model m --data d --loss orpo --reference r", "--loss orpo compares log-probs without a reference"),
         ("kto --model m --data d --loss dpo", "--loss dpo: choose one of kto, apo_zero, or name a function as FILE.py"),
         ("reward_model --model m --data d --loss a.py:f --center-coef 1", "--center-coef is part of bradley_terry"),
+        (
+            "grpo --model m --data d --learning_rate 1",
+            "--learning_rate is --lr here; docs/migrating.md has all options",
+        ),
+        ("sft --per-device-train-batch-size=8", "--per-device-train-batch-size is --batch-size or --prompts-per-step"),
+        ("grpo --model m --data d --reward a:b --beta 0.1 --steps 1", "--beta is --kl-coef here"),
         ("nothing", "no command 'nothing': choose one of grpo, ppo"),
         ("copy grpo", "usage: rlkit copy SCRIPT FILE.py"),
     ],
@@ -247,3 +255,42 @@ def test_the_demo_deletes_nothing_but_a_demo(tmp_path):
     (again.output / "old").touch()
     demo.make_folder(again)
     assert sorted(p.name for p in again.output.iterdir()) == ["eval.jsonl", "sft.jsonl", "train.jsonl"]
+
+
+def test_settings_of_scripts_need_no_command_line_parser():
+    code = """
+        import sys
+        sys.modules["tyro"] = None
+        from rlkit.scripts import grpo
+        from rlkit.scripts.cli import flags_of
+        from rlkit.scripts.common import Data, Model
+        from rlkit.scripts.rollouts import Episodes
+        args = grpo.Args(model=Model("m"), data=Data("d"), episodes=Episodes(reward="a:b"))
+        assert dict(flags_of(args))["group_size"] == 8, dict(flags_of(args))
+        """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=100)
+
+
+INTERRUPTED = """
+import sys
+from dataclasses import dataclass
+from rlkit.scripts.cli import run
+
+@dataclass(frozen=True)
+class Args:
+    debug: bool = False
+
+def main(args):
+    raise KeyboardInterrupt
+
+run(main, Args, None)
+"""
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_ctrl_c_before_training_shows_no_traceback(debug):
+    command = [sys.executable, "-c", INTERRUPTED, *["--debug"] * debug]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGINT, "a shell's loop ends with it"
+    assert ("Traceback" in done.stderr) == debug
+    assert done.stderr.strip().splitlines()[-1] == "KeyboardInterrupt"
