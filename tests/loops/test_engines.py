@@ -49,7 +49,7 @@ def test_a_state_that_no_checkpoint_holds_is_refused(tmp_path):
         policy, None, LocalEngine(model), task, Rollouts(), schedule, prepare=nothing, update=nothing, state=state
     )
     with pytest.raises(
-        ValueError, match="state holds model, optimizer and reference, got baseline: .* a buffer of a module"
+        ValueError, match=r"state holds model, optimizer and reference, got baseline: .* a buffer of a module"
     ):
         asyncio.run(training)
     assert not (tmp_path / "run").exists()
