@@ -160,6 +160,7 @@ def test_archive_keeps_its_ends_and_its_spread():
     assert set(archive.items) >= {0.0, 10.0, 2.5, 7.5}
     assert len(archive.items) == 5
     assert O.archive_insert(archive, (4.0, 4.0), "dominated", max_size=5) is archive
+    assert O.archive_insert(archive, (11.0, 11.0), "best", max_size=1).items == ("best",)
     best = O.archive_insert(archive, (11.0, 11.0), "best")
     assert best == O.Archive(((11.0, 11.0),), ("best",))
 

@@ -218,3 +218,12 @@ def test_extreme_rewards_stay_finite():
     for name in ("group_centered", "leave_one_out", "max_rl", "max_at_k"):
         assert apply(name, r, ids).isfinite().all(), name
     assert math.isclose(A.leave_one_out(r, group_ids=ids)[0].item(), 2e30, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["group_zscore", "group_mean_batch_std"])
+def test_a_large_offset_costs_no_precision(name):
+    """Rewards 2^24 - 8 and above are exact in fp32; twice as much is not."""
+    small = torch.tensor([0.0, 1.0, 3.0, 3.0, 0.0, 2.0])
+    ids = torch.tensor([0, 0, 0, 1, 1, 1])
+    shifted = small + (2.0**24 - 8)
+    torch.testing.assert_close(apply(name, shifted, ids), apply(name, small, ids), rtol=1e-5, atol=1e-6)
