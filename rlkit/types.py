@@ -93,7 +93,7 @@ class Generate(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """The object a training loop samples from and publishes weights to. docs/engines.md writes one in 30 lines.
+    """The object a training loop samples from and publishes weights to. docs/engines.md has a small one.
 
     Methods are called from one event loop. `rlkit.loops.rl` calls `update_weights` once before the first sample and
     after every step. Overlapping sampling and training needs an engine with its own copy of the weights.
