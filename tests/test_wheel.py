@@ -199,4 +199,5 @@ def test_without_extras_everything_runs_or_names_its_extra_in_one_line(install, 
     assert "rewards behind HTTP need aiohttp: pip install 'rlkit-lm[http]'" in uses["judge"]
     for folder in ("sft", "a"):  # they train without any
         assert (tmp_path / folder / "model" / "config.json").exists(), uses
-    assert uses["sft"].splitlines()[-1] == f"no plot: {USED['plot'].removeprefix('error: ')}"
+    assert uses["sft"].splitlines()[-2] == f"no plot: {USED['plot'].removeprefix('error: ')}"
+    assert uses["sft"].splitlines()[-1] == f"exported {tmp_path / 'sft' / 'model'}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.prompts import prompt_messages
@@ -30,14 +32,15 @@ def scorer(
     `completion` is the text of the last sampled turn, without special tokens. The function may also ask for
     `prompt_ids`, `completion_ids`, `truncated` and for what the environment left in `Trajectory.info`, such as
     `messages`. A reward that the environment set is overwritten. Further numbers that the function returns go to
-    `info["metrics"]`, texts (`reason`) to `info["notes"]`.
+    `info["metrics"]`, texts (`reason`) to `info["notes"]`. Reward functions of TRL, verl, OpenRLHF, slime and RL2 run
+    unchanged (`adapted`).
 
     A failed sample raises its `RewardError`, unless at most the share `max_failed` of the last 100 samples failed (a
     judge behind HTTP). Then the trajectory does not train (its mask is False throughout) and gets the mean reward and
     score of the rest of its group (0 if all failed), which leaves a group baseline unchanged; the cause is in
     `info["error"]` and in the log, and the metric `failed` counts it.
     """
-    settle = _settler(max_failed)
+    settle, function = _settler(max_failed), adapted(function)
     check_signature(function)  # before anything is sampled
 
     async def score_group(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
@@ -115,6 +118,132 @@ def _masked(trajectory: Trajectory, error: RewardError) -> Trajectory:
     return replace(trajectory, mask=[False] * num, logp=[0.0] * num, versions=[-1] * num, token_rewards=None, info=info)
 
 
+def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward function of TRL, verl, OpenRLHF, slime or RL2, recognised by its parameters, as one of ours.
+
+    | parameters                                             | adapter         |
+    |--------------------------------------------------------|-----------------|
+    | `completions`, without `rows`                          | `trl`           |
+    | `solution_str`, `ground_truth`                         | `verl`          |
+    | `queries`, `prompts`, `labels`                         | `openrlhf`      |
+    | `args`, `sample`                                       | `slime`         |
+    | `state`, `action`, `extra_info`                        | `rl2`           |
+    | `messages`, `answer`                                   | `with_messages` |
+
+    Any other function is returned unchanged.
+    """
+    try:
+        names = {*inspect.signature(function).parameters}
+    except (TypeError, ValueError):
+        return function
+    if "completions" in names and not names & {"rows", "row"}:
+        return trl(function)
+    for needed, adapter in _ADAPTERS.items():
+        if names >= {*needed.split()} and not names & {"rows", "row", "completion"}:
+            return adapter(function)
+    return function
+
+
+def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward function as TRL calls it, by keyword, for the completions of a group at a time:
+
+        reward_func(prompts, completions, completion_ids, **columns)
+
+    It gets the keywords that it takes; the columns of the data are lists. Prompts and completions are lists of messages
+    where the row's prompt is one. None is an error here. docs/migrating.md has the versions.
+    """
+    parameters = inspect.signature(reward_func).parameters
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+
+    def keywords(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any) -> dict[str, Any]:
+        names = dict.fromkeys(name for row in rows for name in row)
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        prompts = columns.pop("prompt", None) or columns.pop("messages")
+        chat = not isinstance(prompts[0], str)
+        texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else completions
+        given = {**columns, "prompts": prompts, "completions": texts, "completion_ids": completion_ids}
+        return given if takes_all else {name: given[name] for name in parameters if name in given}
+
+    def sync_reward(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any = None) -> Any:
+        return reward_func(**keywords(completions, rows, completion_ids))
+
+    async def async_reward(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any = None) -> Any:
+        return await reward_func(**keywords(completions, rows, completion_ids))
+
+    return async_reward if inspect.iscoroutinefunction(reward_func) else sync_reward
+
+
+def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward function as verl calls it, on rows of its Parquet files:
+
+        compute_score(data_source, solution_str, ground_truth, extra_info)
+
+    The `score` of a dict is the reward; its other numbers are logged.
+    """
+
+    def reward(completion: str, row: dict[str, Any]) -> Any:
+        given = {
+            "data_source": row.get("data_source"), "solution_str": completion,
+            "ground_truth": row["reward_model"]["ground_truth"], "extra_info": row.get("extra_info"),
+        }  # fmt: skip
+        result = compute_score(**{name: value for name, value in given.items() if _takes(compute_score, name)})
+        return {**result, "reward": result["score"]} if isinstance(result, dict) else result
+
+    return reward
+
+
+def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward function as OpenRLHF calls it, with lists of one. The label is the row's `label` or `answer`:
+
+        reward_func(queries, prompts, labels)
+
+    Differs: there the queries have special tokens and a rendered prompt; here a query is the two texts, joined.
+    """
+
+    def reward(completion: str, row: dict[str, Any]) -> dict[str, Any]:
+        prompt = row["prompt"] if isinstance(row.get("prompt"), str) else prompt_messages(row)[-1]["content"]
+        label = row["label"] if "label" in row else row["answer"]
+        result = reward_func([prompt + completion], [prompt], [label])
+        if not isinstance(result, dict):
+            return {"reward": result[0]}
+        rewards, scores = result["rewards"], result.get("scores")
+        return {"reward": rewards[0], "score": (rewards if scores is None else scores)[0]}
+
+    return reward
+
+
+def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward function as slime calls it:
+
+        async custom_rm(args, sample)
+
+    The first argument is None; the second has prompt, response, label and metadata.
+    """
+
+    async def reward(completion: str, row: dict[str, Any]) -> Any:
+        prompt = row.get("prompt", row.get("messages"))
+        label = row.get("label", row.get("answer"))
+        return await custom_rm(
+            None, SimpleNamespace(prompt=prompt, response=completion, label=label, metadata=row.get("metadata"))
+        )
+
+    return reward
+
+
+def rl2(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step of a one-turn environment as RL2 calls it:
+
+    async step(state, action, extra_info)
+
+    """
+
+    async def reward(completion: str, row: dict[str, Any]) -> dict[str, Any]:
+        result = await step(row.get("prompt", ""), completion, row.get("extra_info", row))
+        return {"reward": result["reward"], "score": result["score"]}
+
+    return reward
+
+
 def with_messages(reward_fn: Callable[[list[dict[str, Any]], Any], Any]) -> Callable[..., Any]:
     """A sync `reward_fn(messages, answer)`, as in RL2, as a reward function.
 
@@ -126,6 +255,20 @@ def with_messages(reward_fn: Callable[[list[dict[str, Any]], Any], Any]) -> Call
         return reward_fn(conversation, row["answer"])
 
     return reward
+
+
+_ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "solution_str ground_truth": verl,
+    "queries prompts labels": openrlhf,
+    "args sample": slime,
+    "state action extra_info": rl2,
+    "messages answer": with_messages,
+}
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
 
 
 def _sample(tokenizer: Any, prompt: Prompt, trajectory: Trajectory) -> Sample:

@@ -140,7 +140,7 @@ def check_signature(function: Callable[..., Any], available: set[str] | None = N
         if p.name in _FOREIGN - allowed:
             raise TypeError(
                 f"{_name(function)} would get a completion and its row, and names them {[p.name for p in leading]}: "
-                "write (completion, row), where the row has all columns, or wrap it (docs/migrating.md)"
+                "write (completion, row), where the row has all columns, or wrap it (rlkit.rewards.adapters)"
             )
     further = [p for p in parameters if p not in leading and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     first = leading[0].name if leading else ""

@@ -68,7 +68,7 @@ class Data:
             return None
 
     def rows(self, *forms: Any, limit: int | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The training rows and at most `limit` held-out rows, with the columns of one of `forms` (ValueError)."""
+        """The training rows and at most `limit` held-out rows; ValueError for a row that has none of the `forms`."""
         from rlkit.data.forms import check_columns
         from rlkit.data.load import load_rows
 

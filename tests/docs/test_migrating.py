@@ -23,6 +23,8 @@ from rlkit import losses
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
 from rlkit.rewards import Sample, run_reward
+from rlkit.rewards.adapters import adapted
+from rlkit.rewards.load import load_function
 from rlkit.scripts.cli import flags_of
 from rlkit.scripts.rollouts import Engine
 from rlkit.settings import ParallelArgs
@@ -132,16 +134,17 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
             parquet.write_table(pyarrow.Table.from_pylist([row] * 8), folder / name)
         else:
             (folder / name).write_text((json.dumps(row) + "\n") * 8)
-    (wrappers,) = re.findall(r"```python\n(from types.*?)```", PAGE, re.DOTALL)
-    (folder / "my_rewards.py").write_text(THEIRS + wrappers + PATIENT)
+    (folder / "my_rewards.py").write_text(THEIRS + PATIENT)
     return folder
 
 
 THEIRS = """
-def reward_func(queries=None, prompts=None, labels=None, *, completions=None, completion_ids=None, answer=None):
-    if queries is None:  # as TRL calls it
-        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-        return [float(t == a) + 0.1 * len(i) for t, a, i in zip(texts, answer, completion_ids, strict=True)]
+def trl_reward(completions, completion_ids, answer, **columns):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    assert "prompts" in columns
+    return [float(t == a) + 0.1 * len(i) for t, a, i in zip(texts, answer, completion_ids, strict=True)]
+
+def reward_func(queries, prompts, labels):
     import torch
     (query,), (prompt,), (label,) = queries, prompts, labels
     found = torch.tensor([float(query.removeprefix(prompt) == label)])
@@ -209,26 +212,30 @@ def test_there_is_a_command_for_every_system() -> None:
 VERL_ROW = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "4"}, "extra_info": {"index": 0}}
 
 
+CHAT = [{"role": "user", "content": "q"}]
+
+
 @pytest.mark.parametrize(
-    ("name", "row", "right"),
+    ("name", "row", "right", "wrong"),
     [
-        ("trl", {"prompt": "q", "answer": "4"}, (1.3, None)),
-        ("trl", {"prompt": [{"role": "user", "content": "q"}], "answer": "4"}, (1.3, None)),
-        ("verl", VERL_ROW, (1, 1)),
-        ("openrlhf", {"prompt": "q", "answer": "4"}, (2, 1)),
-        ("slime", {"prompt": "q", "label": "4"}, (1, None)),
-        ("rl2", {"extra_info": {"answer": "4"}}, (1.5, 0.75)),
+        ("trl_reward", {"prompt": "q", "answer": "4"}, (1.3, None), 0.3),
+        ("trl_reward", {"prompt": CHAT, "answer": "4"}, (1.3, None), 0.3),
+        ("trl_reward", {"messages": CHAT, "answer": "4"}, (1.3, None), 0.3),
+        ("compute_score", VERL_ROW, (1, 1), 0),
+        ("reward_func", {"prompt": "q", "answer": "4"}, (2, 1), 0),
+        ("reward_func", {"messages": CHAT, "label": "4"}, (2, 1), 0),
+        ("custom_rm", {"prompt": "q", "label": "4"}, (1, None), 0),
+        ("step", {"extra_info": {"answer": "4"}}, (1.5, 0.75), 0),
     ],
-)  # fmt: skip
-def test_wrapped_reward_functions_of_other_systems_return_the_same(
-    name: str, row: dict[str, Any], right: Any, task: Path
+)
+def test_reward_functions_of_other_systems_run_as_they_are(
+    name: str, row: dict[str, Any], right: Any, wrong: float, task: Path
 ) -> None:
-    names: dict[str, Any] = {}
-    exec((task / "my_rewards.py").read_text(), names)
+    function = adapted(load_function(f"{task / 'my_rewards.py'}:{name}"))
     samples = [Sample(text, row, 0, {"completion_ids": [1, 2, 3]}) for text in ("4", "55")]
-    found, other = asyncio.run(run_reward(names[name], samples, timeout_s=120))
+    found, other = asyncio.run(run_reward(function, samples, timeout_s=120))
     assert (found.reward, found.score) == (pytest.approx(right[0]), right[1])
-    assert other.reward == pytest.approx(0.3 if name == "trl" else 0)
+    assert other.reward == pytest.approx(wrong)
 
 
 def test_the_number_of_rollouts_matches_the_page() -> None:

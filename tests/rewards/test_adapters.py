@@ -9,13 +9,15 @@ import torch
 from rlkit.data import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.packing import pack
-from rlkit.rewards import RewardError, Sample, env_rewards, run_reward, scorer, with_messages
+from rlkit.rewards import RewardError, Sample, adapters, env_rewards, run_reward, scorer, with_messages
 from rlkit.rollout.envs.gym import Step, Turns, gym_env
 from rlkit.rollout.rollout import sample_group
 from rlkit.types import Completion, Trajectory
 
 TOKENIZER = tiny_tokenizer()
 END = 258
+
+ADAPTERS = dict(adapters._ADAPTERS)
 
 
 def trajectory(ids, mask=None, **fields):
@@ -225,3 +227,62 @@ async def test_no_segment_of_a_failed_episode_trains():
     group = await sample_group(Prompt([1], {}, 0), [answer], env=env, score=env_rewards(max_failed=0.5))
     assert [t.token_rewards for t in group] == [None, None]
     assert not pack([group]).mask.any()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "name"),
+    [
+        ("completions", "trl"),
+        ("completions, **kwargs", "trl"),
+        ("prompts, completions, completion_ids, **kwargs", "trl"),
+        ("completions, answer", "trl"),
+        ("data_source, solution_str, ground_truth, extra_info=None", "verl"),
+        ("solution_str, ground_truth", "verl"),
+        ("queries, prompts, labels", "openrlhf"),
+        ("args, sample, **kwargs", "slime"),
+        ("state, action, extra_info", "rl2"),
+        ("messages, answer", "with_messages"),
+        ("completion, row", None),
+        ("completions, rows", None),
+        ("completion, row, messages, answer", None),
+        ("text, item", None),
+    ],
+)
+def test_functions_of_other_libraries_are_recognised_by_their_parameters(monkeypatch, parameters, name):
+    function = eval(f"lambda {parameters}: None")
+    for adapter in ("trl", "verl", "openrlhf", "slime", "rl2", "with_messages"):
+        monkeypatch.setattr(adapters, adapter, lambda f, adapter=adapter: (adapter, f))
+    monkeypatch.setattr(adapters, "_ADAPTERS", {k: getattr(adapters, f.__name__, f) for k, f in ADAPTERS.items()})
+    assert adapters.adapted(function) == (function if name is None else (name, function))
+
+
+def test_trl_gets_the_keywords_that_it_takes():
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2", "level": 3}]
+    seen = {}
+
+    def everything(prompts, completions, completion_ids, **columns):
+        seen.update(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
+        return [0.0, 1.0]
+
+    assert adapters.trl(everything)(["x", "y"], rows, [[1], [2]]) == [0.0, 1.0]
+    assert seen == {
+        "answer": ["1", "2"], "level": [None, 3], "prompts": ["a", "b"], "completions": ["x", "y"],
+        "completion_ids": [[1], [2]],
+    }  # fmt: skip
+    assert adapters.trl(lambda completions, answer: [*zip(completions, answer)])(["x", "y"], rows) == [
+        ("x", "1"), ("y", "2"),
+    ]  # fmt: skip
+
+
+async def test_an_async_reward_of_trl_stays_async():
+    async def slow(completions, **columns):
+        return [float(len(c)) for c in completions]
+
+    samples = [Sample(text, {"prompt": "q"}, i) for i, text in enumerate(("a", "bcd"))]
+    found = await run_reward(adapters.adapted(slow), samples, timeout_s=5)
+    assert [r.reward for r in found] == [1.0, 3.0]
+
+
+def test_verl_may_take_fewer_arguments():
+    row = {"reward_model": {"ground_truth": "4"}}
+    assert adapters.verl(lambda solution_str, ground_truth: float(solution_str == ground_truth))("4", row) == 1.0

@@ -11,6 +11,7 @@ sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 import torch
 from scripted import Script, check_exact, tokenizer_with
 
+from rlkit.data.forms import PROMPT
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.losses import cispo, gmpo, gspo, ppo_clip, sapo, seq_mean, token_mean
@@ -60,7 +61,7 @@ def args_of(files, **changes):
 
 
 def prompts_of(args, tokenizer):
-    return render(args, tokenizer, args.data.rows()[0])
+    return render(args, tokenizer, args.data.rows(PROMPT)[0])
 
 
 def test_flags_reach_the_task_and_the_rollouts(files):
