@@ -136,8 +136,12 @@ class Progress:
         )
         self._task = bar.add_task("run", total=steps, completed=start)
         bar.console.width = _width() - 3  # room for the ^C that a terminal prints after the cursor
-        bar.start()
-        bar.console.show_cursor(True)
+        try:
+            bar.start()
+            bar.console.show_cursor(True)
+        except BaseException:  # Ctrl-C, as soon as the bar is seen
+            bar.stop()
+            raise
         self._bar = bar
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
