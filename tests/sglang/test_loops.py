@@ -6,8 +6,7 @@ import asyncio
 import json
 import os
 import time
-from dataclasses import replace
-from functools import partial
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,13 @@ import pytest
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.loops.grpo import grpo
+from rlkit.loops.rl import Task
 from rlkit.model.forward import load_model
 from rlkit.rollout.engines.http import ReplicaError
 from rlkit.rollout.engines.sglang import Server, SGLang
 from rlkit.rollout.limits import success_between
 from rlkit.rollout.rollout import single_turn
-from rlkit.types import SamplingParams
-
-async_grpo = partial(grpo, overlap=True, journal=True, staleness=1.0)
+from rlkit.settings import Optim, Rollouts, Schedule
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 PROMPTS = [Prompt([10 + i, 60], {}, i) for i in range(60)]
@@ -40,17 +38,17 @@ async def unequal(prompt: Prompt, sample: Any) -> Any:
     return await single_turn(prompt, lambda ids: sample(ids, max_new_tokens=8 + 112 * (prompt.index % 2)))
 
 
-def train(loop: Any, url: str, model: Any, folder: Path, **changes: Any) -> Path:
+def train(url: str, model: Any, folder: Path, *, score: Any = odd, keep_group: Any = None, **changes: Any) -> Path:
+    """A run of four steps; `changes` are fields of `Rollouts` and `Schedule`."""
+    when = {f.name for f in fields(Schedule)}
+    schedule = Schedule(folder, **{"steps": 4} | {k: v for k, v in changes.items() if k in when})
+    sampled = {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 120}
+    rollouts = Rollouts(**sampled | {k: v for k, v in changes.items() if k not in when})
+    task = Task(PROMPTS, score, env=unequal, keep_group=keep_group)
+
     async def run() -> Path:
         async with SGLang(url) as engine:
-            path = await loop(
-                model, tiny_tokenizer(), engine, PROMPTS,
-                **{
-                    "score": odd, "folder": folder, "steps": 4, "params": SamplingParams(max_new_tokens=120),
-                    "lr_at": lambda step: 3e-3, "env": unequal, "prompts_per_step": 4, "group_size": 4,
-                }
-                | changes,
-            )  # fmt: skip
+            path = await grpo(model, tiny_tokenizer(), engine, task, rollouts, schedule, Optim(lr=3e-3))
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left
         return path
@@ -70,7 +68,7 @@ def rows_of(folder: Path, kind: str = "train") -> list[dict]:
 def test_synchronous_training_is_on_policy_after_every_sync(server, checkpoints, tmp_path):
     """The server's log-probs are the trainer's, before the first and after each update; groups are refilled."""
     keep = success_between(0.1, 0.9)
-    train(grpo, server.url, load_model(checkpoints[0]), tmp_path, keep_group=keep, journal=True)
+    train(server.url, load_model(checkpoints[0]), tmp_path, keep_group=keep, journal=True)
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert max(line["mismatch/abs_max"] for line in lines) < 1e-3
@@ -83,7 +81,7 @@ def test_synchronous_training_is_on_policy_after_every_sync(server, checkpoints,
 
 
 def test_partial_rollout_continues_under_new_weights(server, checkpoints, tmp_path):
-    train(grpo, server.url, load_model(checkpoints[0]), tmp_path, staleness=0.5, drop_off_policy=True, steps=5)
+    train(server.url, load_model(checkpoints[0]), tmp_path, staleness=0.5, drop_off_policy=True, steps=5)
     rows = rows_of(tmp_path)
     assert any(len(r["versions"]) > 1 for r in rows)
     assert all(r["length"] == 8 + 112 * (r["group"] % 2) for r in rows)
@@ -93,7 +91,7 @@ def test_partial_rollout_continues_under_new_weights(server, checkpoints, tmp_pa
 
 
 def test_asynchronous_training_keeps_the_staleness_bound(server, checkpoints, tmp_path):
-    train(async_grpo, server.url, load_model(checkpoints[0]), tmp_path, steps=6, staleness=1.0)
+    train(server.url, load_model(checkpoints[0]), tmp_path, steps=6, overlap=True)
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, 7))
     ages = [line["staleness/max"] for line in lines]
@@ -115,9 +113,9 @@ def test_a_killed_server_is_an_error_and_the_run_resumes(pair, kill, server, che
             kill(killed)
         return await odd(prompt, group)
 
-    options = {"save_steps": 1, "steps": 5}
+    options = {"save_steps": 1, "steps": 5, "overlap": True}
     with pytest.raises(ReplicaError, match=killed.url):
-        train(async_grpo, killed.url, load_model(checkpoints[0]), folder, score=kill_later, **options)
+        train(killed.url, load_model(checkpoints[0]), folder, score=kill_later, **options)
     end = time.monotonic() + 240  # a process that was killed still has its memory to give back
     while alive(killed):
         assert time.monotonic() < end, alive(killed)
@@ -130,7 +128,7 @@ def test_a_killed_server_is_an_error_and_the_run_resumes(pair, kill, server, che
         for line in path.read_bytes().splitlines()
     }
     assert written
-    train(async_grpo, server.url, load_model(checkpoints[0]), folder, resume=True, **options)
+    train(server.url, load_model(checkpoints[0]), folder, resume=True, **options)
     lines = lines_of(folder)
     assert [line["step"] for line in lines] == list(range(1, 6))
     groups = [r["group"] for r in rows_of(folder)]
