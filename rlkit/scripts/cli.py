@@ -82,7 +82,8 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
 
     argv = sys.argv[1:] if argv is None else argv
     names = {name for name, _ in flags_of(kind)}
-    for given in (word.split("=")[0] for word in argv if word.startswith("--")):
+    own = argv[: argv.index("--")] if "--" in argv else argv  # what follows is another command's
+    for given in (word.split("=")[0] for word in own if word.startswith("--")):
         name = given[2:].replace("-", "_")
         if name in FOREIGN and name not in names:
             _fail(f"{given} is --{FOREIGN[name].replace('_', '-')} here; docs/migrating.md has all options")
@@ -125,7 +126,7 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
         number = getattr(stopped, "number", None)  # of rlkit.ranks.Stopped, after the save; else nothing is saved
         if number not in (None, signal.SIGINT) and alone:
             sys.exit(128 + number)
-        if alone and not (number is None and _debug(args)):
+        if alone and not (number is None and _given(args).get("debug")):
             sys.excepthook = lambda *_: None if number else sys.stderr.write("KeyboardInterrupt\n")
             raise KeyboardInterrupt from None  # Python ends by SIGINT for this type only, not for a subclass
         if number is None:
@@ -140,27 +141,26 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
 
 
 def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
-    flags = args[0] if args else None
-    given = dict(flags_of(flags)) if is_dataclass(flags) else {}
+    given = _given(args)
     try:
         return script(*args)
     except (ValueError, OSError, ImportError) as error:
         path = error.filename if isinstance(error, OSError) else None
         of_folder = path is not None and _inside(path, given.get("output"))
         started = any(note.startswith(TRAINING) for note in getattr(error, "__notes__", ()))
-        if (started and not of_folder) or _debug(args):
+        if (started and not of_folder) or given.get("debug"):
             raise
         text = (
             str(error) if isinstance(error, ImportError) else " ".join(str(error).split())
         )  # an ImportError may hold a user's traceback
         if isinstance(error, OSError) and error.strerror and path is not None:
             text = f"{path}: {error.strerror}"
-        _fail(spelled(text or type(error).__name__, flags))
+        _fail(spelled(text or type(error).__name__, args[0] if args else None))
 
 
-def _debug(args: Sequence[Any]) -> bool:
-    """Whether the flags among the arguments of a script say `--debug`."""
-    return any(is_dataclass(given) and dict(flags_of(given)).get("debug") for given in args)
+def _given(args: Sequence[Any]) -> dict[str, Any]:
+    """The flags of a script by name, if its first argument has them."""
+    return dict(flags_of(args[0])) if args and is_dataclass(args[0]) else {}
 
 
 def _inside(path: str, folder: Path | None) -> bool:

@@ -294,3 +294,9 @@ def test_ctrl_c_before_training_shows_no_traceback(debug):
     assert done.returncode == -signal.SIGINT, "a shell's loop ends with it"
     assert ("Traceback" in done.stderr) == debug
     assert done.stderr.strip().splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_a_swept_command_keeps_its_own_flags():
+    argv = ["--range", "x", "0", "1", "--", "rlkit", "dpo", "--beta", "0.1", "--max-steps", "3"]
+    found = cli.run(lambda args: args.command, importlib.import_module("rlkit.scripts.sweep").Args, None, argv=argv)
+    assert found == ("rlkit", "dpo", "--beta", "0.1", "--max-steps", "3")
