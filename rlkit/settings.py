@@ -307,6 +307,11 @@ class Penalties:
             "`entropy_target` starts from `entropy_coef`: give one of at least 0",
         )
 
+    @property
+    def has_kl(self) -> bool:
+        """Whether the KL's coefficient is, or may become, other than 0, so that a reference model is needed."""
+        return bool(self.kl_coef) or self.kl_limit is not None or not {"kl", "kl_limit"}.isdisjoint(self.controllers)
+
 
 @dataclass(frozen=True)
 class Critic:

@@ -95,7 +95,7 @@ class Template:
 
     @property
     def source(self) -> str:
-        """The template's own text; "" where there is none."""
+        """The template's text; "" without a chat template."""
         tokenizer: Any = self.tokenizer
         return tokenizer.get_chat_template(tools=self.tools) if tokenizer.chat_template else ""
 

@@ -77,11 +77,9 @@ def has_kl(penalties: Penalties, reference: Any) -> bool:
 
     Errors: ValueError where `reference` is None, and this or `ref_sync_steps` needs it.
     """
-    moved = penalties.kl_limit is not None or any(ADDS_TO.get(name) == "kl_coef" for name in penalties.controllers)
-    needed = bool(penalties.kl_coef) or moved
-    if reference is None and (needed or penalties.ref_sync_steps):
+    if reference is None and (penalties.has_kl or penalties.ref_sync_steps):
         raise ValueError("kl_coef, a KL controller and ref_sync_steps need a reference model")
-    return needed
+    return penalties.has_kl
 
 
 def start(

@@ -62,7 +62,7 @@ async def grpo(
     4. tokens are weighted by `loss.correction(log pi_old / pi_rollout)` for the engine's numerics and older weights
     5. under top-p or top-k, tokens are weighted by the kept probability mass, which costs one more forward
 
-    Errors: ValueError where `penalties` need a `reference` and there is none; those of `rlkit.loops.rl.rl`.
+    Errors: ValueError if `penalties` need a `reference` and it is None; those of `rlkit.loops.rl.rl`.
     """
     has_kl = coefficients.has_kl(penalties, reference)
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)

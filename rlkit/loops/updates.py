@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -66,11 +67,6 @@ def clipped(log_ratio: Tensor, batch: Batch, *, clip_low: float = 0.2, clip_high
     return ppo_clip(log_ratio, batch.advantages, clip_low=clip_low, clip_high=clip_high)
 
 
-def truncated(log_ratio: Tensor, *, max_weight: float = 2.0) -> Tensor:
-    """Truncated importance sampling (`tis`), as a `PolicyLoss.correction`."""
-    return tis(log_ratio, max_weight=max_weight)
-
-
 @dataclass(frozen=True)
 class PolicyLoss:
     """The policy term of the loss, in three functions.
@@ -89,7 +85,7 @@ class PolicyLoss:
 
     surrogate: Surrogate = clipped
     aggregate: Aggregate = per_token
-    correction: Callable[[Tensor], Tensor] = truncated
+    correction: Callable[[Tensor], Tensor] = field(default=partial(tis, max_weight=2.0))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "surrogate", as_surrogate(self.surrogate))

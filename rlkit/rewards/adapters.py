@@ -152,8 +152,6 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     It gets the keywords that it takes; the columns of the data are lists. Prompts and completions are lists of messages
     where the row's prompt is one. None is an error here. docs/migrating.md has the versions.
     """
-    parameters = inspect.signature(reward_func).parameters
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
 
     def keywords(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any) -> dict[str, Any]:
         names = dict.fromkeys(name for row in rows for name in row)
@@ -162,7 +160,7 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         chat = not isinstance(prompts[0], str)
         texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else completions
         given = {**columns, "prompts": prompts, "completions": texts, "completion_ids": completion_ids}
-        return given if takes_all else {name: given[name] for name in parameters if name in given}
+        return _accepted(reward_func, given)
 
     def sync_reward(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any = None) -> Any:
         return reward_func(**keywords(completions, rows, completion_ids))
@@ -186,7 +184,7 @@ def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
             "data_source": row.get("data_source"), "solution_str": completion,
             "ground_truth": row["reward_model"]["ground_truth"], "extra_info": row.get("extra_info"),
         }  # fmt: skip
-        result = compute_score(**{name: value for name, value in given.items() if _takes(compute_score, name)})
+        result = compute_score(**_accepted(compute_score, given))
         return {**result, "reward": result["score"]} if isinstance(result, dict) else result
 
     return reward
@@ -266,9 +264,11 @@ _ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
-def _takes(function: Callable[..., Any], name: str) -> bool:
+def _accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that the function takes."""
     parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    return given if takes_all else {name: value for name, value in given.items() if name in parameters}
 
 
 def _sample(tokenizer: Any, prompt: Prompt, trajectory: Trajectory) -> Sample:

@@ -107,7 +107,7 @@ def _reported(run: Run, *, fatal: bool) -> Iterator[None]:
 
 
 def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any = None) -> dict[str, Any]:
-    """Load the newest complete checkpoint of the run and return its state with "step"; {} if there is none yet.
+    """Load the newest complete checkpoint of the run and return its state with "step"; {} before the first save.
 
     A damaged checkpoint is skipped for the one before it, and reported on stdout with the reason. The folder is locked
     from here on (see `hold`).

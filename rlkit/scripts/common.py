@@ -218,7 +218,7 @@ def offline(
 
 
 def function_of(flag: str, spec: str) -> Any:
-    """The function of a flag FILE.py:FUNCTION or MODULE:FUNCTION; ValueError, with the flag, if there is none."""
+    """The function of a flag FILE.py:FUNCTION or MODULE:FUNCTION; ValueError, with the flag, if it does not exist."""
     from rlkit.rewards.load import load_function
 
     try:

@@ -135,9 +135,9 @@ def has_own_threads(engine: Engine) -> bool:
 def check_rl(args: Any) -> None:
     """Refuse combinations of flags of several settings that have no effect or fail late (ValueError)."""
     penalties, rollouts = args.penalties, args.rollouts
-    moves = penalties.ref_sync_steps
-    refuse_if(args.reference and not has_kl(args), "`reference` is for `kl_coef`, `kl_limit` or `eval_kl`: give one")
-    refuse_if(moves and not has_kl(args), "`ref_sync_steps` moves the reference of `kl_coef`: give one above 0")
+    moves, has_reference = penalties.ref_sync_steps, needs_reference(args)
+    refuse_if(args.reference and not has_reference, "`reference` is for `kl_coef`, `kl_limit` or `eval_kl`: give one")
+    refuse_if(moves and not has_reference, "`ref_sync_steps` moves the reference of `kl_coef`: give one above 0")
     refuse_if(moves and args.lora.lora_rank, "`ref_sync_steps` copies whole weights: not with `lora_rank`")
     refuse_if(args.episodes.eval_kl and not args.data.eval_data, "`eval_kl` is measured on `eval_data`: give some")
     refuse_if(rollouts.eval_samples > 1 and not args.data.eval_data, "`eval_samples` is for `eval_data`: give some")
@@ -147,10 +147,9 @@ def check_rl(args: Any) -> None:
     warn_of_warmup(args.optim, args.schedule)
 
 
-def has_kl(args: Any) -> bool:
+def needs_reference(args: Any) -> bool:
     """Whether the run needs a reference model."""
-    penalties = args.penalties
-    return bool(penalties.kl_coef) or args.episodes.eval_kl or penalties.kl_limit is not None
+    return args.penalties.has_kl or args.episodes.eval_kl
 
 
 def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
@@ -251,7 +250,7 @@ def load_models(args: Any, tokenizer: Any) -> tuple[Any, Any, Rollouts]:
     """The model, the reference model (None without a KL), and the rollouts with the model's own stop tokens."""
     from rlkit.data.chat import stop_token_ids
 
-    model, reference = load_policies(args, has_reference=has_kl(args))
+    model, reference = load_policies(args, has_reference=needs_reference(args))
     ends = stop_token_ids(tokenizer, model.config, model.generation_config) if args.data.chat_template else ()
     return model, reference, replace(args.rollouts, stop_token_ids=(*ends, *args.rollouts.stop_token_ids))
 

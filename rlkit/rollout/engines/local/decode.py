@@ -28,7 +28,7 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class Linear(NamedTuple):
-    """A projection; its bias is None where there is none."""
+    """A projection; `bias` is None for a projection without one."""
 
     weight: Tensor
     bias: Tensor | None
