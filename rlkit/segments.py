@@ -7,9 +7,9 @@ one group.
 
     baselines         `episode_advantages`: one reward per episode; all its pieces get the same advantage
     token_mean        counts tokens, so splitting an episode into pieces changes nothing
-    seq_mean, ...     count *sequences*, so an episode of k pieces weighs k times. To count episodes, use
+    mean_per_seq, ...     count *sequences*, so an episode of k pieces weighs k times. To count episodes, use
                       `prompt_mean(mask, group_ids=batch.episode_ids, ...)`: mean over an episode's tokens, then over
-                      episodes; equal to `seq_mean` if every episode is one piece
+                      episodes; equal to `mean_per_seq` if every episode is one piece
     sequence ratios   (GSPO) are per piece, the unit that was sampled from one context
     traces            (GAE, returns) end at the end of a piece, with the episode's reward: exact for gamma = lam = 1;
                       otherwise the reward is not discounted over later pieces
@@ -76,7 +76,7 @@ def broadcast_to_tokens(
     return x.repeat_interleave(seq_lens(cu_seqlens), output_size=num_tokens)
 
 
-def seq_sum(
+def sum_per_seq(
     x: Float[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"], mask: Bool[Tensor, "T"] | None = None
 ) -> Float[Tensor, "N"]:
     """Sum over each sequence's unmasked tokens; 0 for an empty sequence."""
@@ -94,11 +94,11 @@ def seq_count(mask: Bool[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"]) -> Int[
     return total[cu_seqlens[1:]] - total[cu_seqlens[:-1]]
 
 
-def seq_mean(
+def mean_per_seq(
     x: Float[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"], mask: Bool[Tensor, "T"] | None = None
 ) -> Float[Tensor, "N"]:
     """Mean over each sequence's unmasked tokens; 0 if there are none."""
-    total = seq_sum(x, cu_seqlens=cu_seqlens, mask=mask)
+    total = sum_per_seq(x, cu_seqlens=cu_seqlens, mask=mask)
     count = seq_lens(cu_seqlens) if mask is None else seq_count(mask, cu_seqlens=cu_seqlens)
     return total / count.clamp(min=1)
 

@@ -23,10 +23,10 @@ def test_sums_and_means_against_a_loop(lens, data):
     cu = cu_of(lens)
     sums = [sum(v.item() for v, m in zip(p, k, strict=True) if m) for p, k in zip(parts, masks, strict=True)]
     counts = [int(k.sum()) for k in masks]
-    torch.testing.assert_close(segments.seq_sum(x, cu_seqlens=cu, mask=mask).tolist(), [float(s) for s in sums])
+    torch.testing.assert_close(segments.sum_per_seq(x, cu_seqlens=cu, mask=mask).tolist(), [float(s) for s in sums])
     assert segments.seq_count(mask, cu_seqlens=cu).tolist() == counts
     means = [s / c if c else 0.0 for s, c in zip(sums, counts, strict=True)]
-    torch.testing.assert_close(segments.seq_mean(x, cu_seqlens=cu, mask=mask).tolist(), means)
+    torch.testing.assert_close(segments.mean_per_seq(x, cu_seqlens=cu, mask=mask).tolist(), means)
     assert segments.seq_ids(cu, num_tokens=n).tolist() == [i for i, k in enumerate(lens) for _ in range(k)]
     assert segments.seq_positions(cu, num_tokens=n).tolist() == [j for k in lens for j in range(k)]
     value = torch.arange(len(lens), dtype=torch.float64)
@@ -48,14 +48,14 @@ def test_groups_in_any_order(members):
 def test_gradient_of_a_mean_is_uniform_and_zero_at_masked_nan():
     x = torch.tensor([1.0, float("nan"), 3.0, 4.0], requires_grad=True)
     mask = torch.tensor([True, False, True, True])
-    segments.seq_mean(x, cu_seqlens=cu_of([3, 1]), mask=mask).sum().backward()
+    segments.mean_per_seq(x, cu_seqlens=cu_of([3, 1]), mask=mask).sum().backward()
     assert x.grad.tolist() == [0.5, 0.0, 0.5, 1.0]
 
 
 def test_precision():
     cu = cu_of([2, 1])
-    assert segments.seq_sum(torch.ones(3, dtype=torch.bfloat16), cu_seqlens=cu).dtype == torch.float32
-    assert segments.seq_sum(torch.ones(3, dtype=torch.float64), cu_seqlens=cu.int()).dtype == torch.float64
+    assert segments.sum_per_seq(torch.ones(3, dtype=torch.bfloat16), cu_seqlens=cu).dtype == torch.float32
+    assert segments.sum_per_seq(torch.ones(3, dtype=torch.float64), cu_seqlens=cu.int()).dtype == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,14 @@ def test_precision():
 )
 def test_bad_cu_seqlens(cu, error, message):
     with pytest.raises(error, match=message):
-        segments.seq_sum(torch.ones(3), cu_seqlens=cu)
+        segments.sum_per_seq(torch.ones(3), cu_seqlens=cu)
 
 
 def test_bad_masks():
     with pytest.raises(TypeError, match=r"mask must be bool .* use mask.bool\(\)"):
-        segments.seq_sum(torch.ones(3), cu_seqlens=cu_of([3]), mask=torch.ones(3))
+        segments.sum_per_seq(torch.ones(3), cu_seqlens=cu_of([3]), mask=torch.ones(3))
     with pytest.raises(ValueError, match=r"mask must have the shape of x, \[3\], got \[2\]"):
-        segments.seq_sum(torch.ones(3), cu_seqlens=cu_of([3]), mask=torch.ones(2, dtype=torch.bool))
+        segments.sum_per_seq(torch.ones(3), cu_seqlens=cu_of([3]), mask=torch.ones(2, dtype=torch.bool))
 
 
 def test_invalid_bounds_raise():
@@ -85,4 +85,4 @@ def test_invalid_bounds_raise():
     with pytest.raises(ValueError, match="cu_seqlens must end at the number of tokens, 5, got 3"):
         segments.seq_positions(torch.tensor([0, 3]), num_tokens=5)
     with pytest.raises(ValueError, match="x must be on the device of cu_seqlens, cpu, got meta"):
-        segments.seq_sum(torch.ones(3, device="meta"), cu_seqlens=torch.tensor([0, 3]))
+        segments.sum_per_seq(torch.ones(3, device="meta"), cu_seqlens=torch.tensor([0, 3]))

@@ -43,7 +43,7 @@ from verl_standins import (
 
 from rlkit import advantages as A
 from rlkit import losses as L
-from rlkit.segments import broadcast_to_tokens, seq_sum
+from rlkit.segments import broadcast_to_tokens, sum_per_seq
 
 DRAWS = 20
 
@@ -230,7 +230,7 @@ def corrections(draw: Draw) -> Iterator[Row]:
     kept = {f"{name}_k1": (of, None) for name, of in (("token", x), ("seq_sum", sums), ("seq_mean", means))}
     for name, k in (("k2", k2), ("k3", k3)):
         kept[f"token_{name}"] = kept[f"seq_max_{name}"] = k, 0.06
-        total = broadcast_to_tokens(seq_sum(k, **flat), cu_seqlens=draw.cu_seqlens)
+        total = broadcast_to_tokens(sum_per_seq(k, **flat), cu_seqlens=draw.cu_seqlens)
         kept[f"seq_sum_{name}"] = total, 0.2
         kept[f"seq_mean_{name}"] = L.seq_log_ratio(k, **flat), 0.04
     for option, (of, limit) in kept.items():

@@ -15,7 +15,7 @@ from trl.experimental.gold.gold_trainer import ULDLoss
 from trl.experimental.iw_opd import IWOPDTrainer
 from trl.experimental.orpo import ORPOTrainer
 
-from rlkit.segments import cumulative, seq_mean, seq_sum
+from rlkit.segments import cumulative, mean_per_seq, sum_per_seq
 
 PAIRS, PROMPT, LONGEST, VOCAB = 16, 3, 11, 30
 
@@ -64,11 +64,11 @@ class Draw:
 
     def total(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Sums over completion tokens, (chosen, rejected)."""
-        return seq_sum(x.flatten(), **self.flat).chunk(2)
+        return sum_per_seq(x.flatten(), **self.flat).chunk(2)
 
     def mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Means over completion tokens, (chosen, rejected)."""
-        return seq_mean(x.flatten(), **self.flat).chunk(2)
+        return mean_per_seq(x.flatten(), **self.flat).chunk(2)
 
 
 def trl_dpo(draw: Draw, **options: Any) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from rlkit.packing import select
 from rlkit.rollout.rollout import Group, Prompt
 from rlkit.run.folder import Run
-from rlkit.segments import seq_sum
+from rlkit.segments import sum_per_seq
 from rlkit.types import Batch, Trajectory
 
 ORIGIN = {
@@ -128,7 +128,7 @@ def finite_batch(batch: Batch, *, step: int, describe: Describe, skip: bool) -> 
     bad = {name: ~x.isfinite() & (batch.mask | (ends & (name == "values"))) for name, x in streams.items()}
     if not any(x.any() for x in bad.values()):
         return Finite(batch, 0, "")
-    broken = seq_sum(torch.stack([*bad.values()]).any(0).float(), cu_seqlens=batch.cu_seqlens) > 0
+    broken = sum_per_seq(torch.stack([*bad.values()]).any(0).float(), cu_seqlens=batch.cu_seqlens) > 0
     name = next(name for name, x in bad.items() if x.any())
     index = int(bad[name].int().argmax())
     prompt = describe(_prompt_ids(batch, int((batch.cu_seqlens <= index).sum()) - 1))

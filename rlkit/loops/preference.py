@@ -18,7 +18,7 @@ from rlkit.loops.supervised import Losses, check_fits, response, train_examples
 from rlkit.metrics import Metrics, mean
 from rlkit.model.forward import make_policy, reference_policy, score, with_ref_logp
 from rlkit.packing import pack, select, with_streams
-from rlkit.segments import seq_lens, seq_mean, seq_sum
+from rlkit.segments import mean_per_seq, seq_lens, sum_per_seq
 from rlkit.settings import Optim, Schedule
 from rlkit.types import Batch, Trajectory
 
@@ -34,7 +34,7 @@ def dpo(
     *,
     reference: Any = None,
     loss: Callable[[Tensor, Tensor], Tensor] = partial(losses.dpo, beta=0.1),
-    reduce: Callable[..., Tensor] = seq_sum,
+    reduce: Callable[..., Tensor] = sum_per_seq,
     sft_coef: float = 0.0,
     batch_size: int = 64,
     eval_pairs: Sequence[Pair] = (),
@@ -45,9 +45,9 @@ def dpo(
     a response is `reduce` over its tokens of logp - ref_logp, or of logp without a `reference`:
 
         dpo(..., reference=model_0)                                                          DPO, beta 0.1
-        dpo(..., reference=model_0, loss=partial(losses.ipo, beta=0.1), reduce=seq_mean)     IPO as in TRL
-        dpo(..., loss=partial(losses.simpo, beta=2.0, gamma=1.0), reduce=seq_mean)           SimPO
-        dpo(..., loss=partial(losses.orpo, beta=0.1), reduce=seq_mean, sft_coef=1.0)         ORPO
+        dpo(..., reference=model_0, loss=partial(losses.ipo, beta=0.1), reduce=mean_per_seq)     IPO as in TRL
+        dpo(..., loss=partial(losses.simpo, beta=2.0, gamma=1.0), reduce=mean_per_seq)           SimPO
+        dpo(..., loss=partial(losses.orpo, beta=0.1), reduce=mean_per_seq, sft_coef=1.0)         ORPO
 
     plus `sft_coef` times the chosen response's mean NLL per token. The reference's log-probs are computed with each
     batch, or once for all pairs by `with_reference`. `aot`, which couples the pairs of a batch, couples those of a
@@ -75,7 +75,7 @@ def dpo(
         out, micro = policy(micro), micro.to(model.device)  # on the host its segments are read without waiting
         sums = {"mask": micro.mask, "cu_seqlens": micro.cu_seqlens}
         number = reduce(out.logp if micro.ref_logp is None else out.logp - micro.ref_logp, **sums)
-        logp = seq_mean(out.logp, **sums)
+        logp = mean_per_seq(out.logp, **sums)
         value = loss(number[0::2], number[1::2]) - sft_coef * logp[0::2]
         logged = {"logp/chosen": mean(logp[0::2]), "logp/rejected": mean(logp[1::2])}
         return value, {"loss": mean(value), **pair_metrics(number), **logged}
@@ -202,16 +202,16 @@ def kto(
         both = with_ref_logp(ref_policy, both, **scoring)
         batch, others = (select(both, range(i, both.num_seqs, 2)) for i in (0, 1))
         logp = score(policy, others, **scoring)
-        kl = reference_point(seq_sum(logp - others.ref_logp, cu_seqlens=others.cu_seqlens))
+        kl = reference_point(sum_per_seq(logp - others.ref_logp, cu_seqlens=others.cu_seqlens))
         return batch, partial(response_losses, kl=kl)
 
     def response_losses(micro: Batch, *, kl: Tensor) -> tuple[Tensor, Metrics]:
         out, micro = policy(micro), micro.to(model.device)  # on the host its segments are read without waiting
-        log_ratio = seq_sum(out.logp - micro.ref_logp, mask=micro.mask, cu_seqlens=micro.cu_seqlens)
+        log_ratio = sum_per_seq(out.logp - micro.ref_logp, mask=micro.mask, cu_seqlens=micro.cu_seqlens)
         desirable = micro.rewards > 0
         value = loss(log_ratio, desirable, kl=kl)
         metrics: Metrics = {"loss": mean(value), "kl": mean(kl), "accuracy": mean((log_ratio > kl) == desirable)}
-        logp = seq_mean(out.logp, mask=micro.mask, cu_seqlens=micro.cu_seqlens)
+        logp = mean_per_seq(out.logp, mask=micro.mask, cu_seqlens=micro.cu_seqlens)
         for name, which in (("chosen", desirable), ("rejected", ~desirable)):
             metrics |= {name: mean(log_ratio, mask=which), f"logp/{name}": mean(logp, mask=which)}
         return value, metrics

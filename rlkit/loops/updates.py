@@ -23,7 +23,7 @@ from rlkit.model.optim import optimizer_step, set_lr
 from rlkit.packing import split
 from rlkit.parallel.data import any_ranks, rank_microbatches, reduce_metrics
 from rlkit.parallel.pipeline import pipelined
-from rlkit.segments import seq_count, seq_sum
+from rlkit.segments import seq_count, sum_per_seq
 from rlkit.settings import Optim, Rollouts
 from rlkit.types import Batch, LogProbs
 
@@ -137,7 +137,7 @@ def grpo_update(
     minibatches = min(rollouts.minibatches, len(batch.group_ids.unique()))
     for mini in split(batch, minibatches, epochs=rollouts.epochs, seed=seed):
         weights = loss.aggregate(mini)
-        no_advantage = seq_sum(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
+        no_advantage = sum_per_seq(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
         micros = list(rank_microbatches((mini, weights), mesh=mesh, max_tokens=optim.max_tokens, isolate=no_advantage))
         always = bool(kl_coef or entropy_coef) or has_gradient_without_advantage(surrogate, mini)
         needed = any_ranks([always or bool(micro.advantages.any()) for micro, *_ in micros])

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlkit._tensors import bounded_exp, carry_nan, check_float, check_mask, cumsum, masked, upcast
 from rlkit.losses._inputs import check_alone, check_at_least, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio
-from rlkit.segments import broadcast_to_tokens, seq_sum
+from rlkit.segments import broadcast_to_tokens, sum_per_seq
 
 __all__ = [
     "batch_normalized",
@@ -122,7 +122,7 @@ def keep_whole_sequences(
     verl `seq_max_k2` and AReaL `agg=max` are `keep_divergence` followed by this.
     """
     (keep,) = prepared(mask, keep=keep.detach())
-    rejected = seq_sum(carry_nan((keep == 0).to(keep.dtype), keep), cu_seqlens=cu_seqlens, mask=mask)
+    rejected = sum_per_seq(carry_nan((keep == 0).to(keep.dtype), keep), cu_seqlens=cu_seqlens, mask=mask)
     whole = carry_nan((rejected == 0).to(keep.dtype), rejected)
     kept = broadcast_to_tokens(whole, cu_seqlens=cu_seqlens, num_tokens=keep.shape[0])
     return masked(kept, mask)

@@ -11,7 +11,7 @@ from rlkit._tensors import bounded_exp, carry_nan
 from rlkit.losses._inputs import check_at_least, prepared
 from rlkit.losses.kl import k3
 from rlkit.metrics import Metrics, largest, mean, smallest
-from rlkit.segments import seq_count, seq_sum
+from rlkit.segments import seq_count, sum_per_seq
 
 __all__ = ["kl_stats", "mismatch_stats", "policy_stats", "ratio_stats", "seq_kl_stats", "weight_stats"]
 
@@ -121,7 +121,7 @@ def kl_stats(
 
 def seq_kl_stats(log_ratio: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"], cu_seqlens: Int[Tensor, "N1"]) -> Metrics:
     """Mean, largest and smallest summed log-ratio over sequences with a trainable token."""
-    total = seq_sum(log_ratio.detach(), cu_seqlens=cu_seqlens, mask=mask)
+    total = sum_per_seq(log_ratio.detach(), cu_seqlens=cu_seqlens, mask=mask)
     some = seq_count(mask, cu_seqlens=cu_seqlens) > 0
     return {
         "seq_log_ratio": mean(total, mask=some),

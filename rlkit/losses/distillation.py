@@ -48,7 +48,7 @@ from rlkit._tensors import check_float, check_mask, check_same_shape, masked, up
 from rlkit.advantages.traces import discounted_returns
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.losses._inputs import check_at_least, check_between, check_positive, prepared
-from rlkit.segments import broadcast_to_tokens, seq_sum
+from rlkit.segments import broadcast_to_tokens, sum_per_seq
 
 __all__ = [
     "forward_kl",
@@ -453,7 +453,7 @@ def iw_opd_weights(
     check_mask(mask, advantages=advantages)
     advantages = masked(upcast(advantages.detach()), mask)
     gap = advantages.abs().double()
-    total = seq_sum(gap, cu_seqlens=cu_seqlens)
+    total = sum_per_seq(gap, cu_seqlens=cu_seqlens)
     before = linear_scan(torch.ones_like(gap), gap, cu_seqlens=cu_seqlens, reverse=False) - gap
     total = broadcast_to_tokens(total, cu_seqlens=cu_seqlens, num_tokens=gap.numel())
     drift = torch.where(total == 0, 0.0, before / total)

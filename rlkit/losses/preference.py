@@ -1,7 +1,7 @@
 """Preference losses: DPO and related losses. docs/preference.md compares them and lists TRL's names.
 
 Every function is `f(chosen_log_ratio, rejected_log_ratio, *, beta, ..., mask=None) -> one loss per pair`, elementwise
-in any shape. A response's log-ratio is `logp - ref_logp`, summed over its tokens (`segments.seq_sum`) unless a
+in any shape. A response's log-ratio is `logp - ref_logp`, summed over its tokens (`segments.sum_per_seq`) unless a
 docstring says otherwise. Masked pairs have loss 0 and gradient 0, even if they hold NaN. The caller averages over
 pairs. In this order:
 
@@ -25,7 +25,7 @@ function of the log-ratio. Margin losses accept scores in place of log-ratios, e
 Reference: arXiv:2309.16240.
 
 Reference-free losses take log-probs of the responses instead of log-ratios; each docstring says whether they are summed
-over tokens or averaged (`segments.seq_mean`). Several of these papers add the likelihood term `-chosen_logp`; the
+over tokens or averaged (`segments.mean_per_seq`). Several of these papers add the likelihood term `-chosen_logp`; the
 caller adds it, with the mean over responses or over the tokens of the global batch (TRL).
 
 `ld_log_ratio` (LD-DPO) and `wpo_weights` (WPO) are computed from tokens.
@@ -49,7 +49,7 @@ from torch import Tensor
 
 from rlkit._tensors import MAX_LOG_RATIO, check_cu_seqlens, check_float, check_mask, check_same_shape, masked, upcast
 from rlkit.losses._inputs import check_at_least, check_between, check_positive, prepared
-from rlkit.segments import broadcast_to_tokens, cumulative, seq_mean, seq_sum
+from rlkit.segments import broadcast_to_tokens, cumulative, mean_per_seq, sum_per_seq
 
 __all__ = [
     "alpha_score",
@@ -140,8 +140,8 @@ def ipo(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float, mask
         loss = (delta - 1 / (2 beta))^2
 
     beta is the paper's tau. The caller chooses the length normalisation: log-ratios summed over tokens
-    (`segments.seq_sum`; the paper, OpenRLHF, ROLL) or averaged (`segments.seq_mean`; TRL and AReaL, so that beta means
-    the same for short and long responses).
+    (`segments.sum_per_seq`; the paper, OpenRLHF, ROLL) or averaged (`segments.mean_per_seq`; TRL and AReaL, so that
+    beta means the same for short and long responses).
     Reference: arXiv:2310.12036, equation 17.
     """
     check_positive(beta=beta)
@@ -447,7 +447,7 @@ def ld_log_ratio(
 
     `shared_lens[n]` is the shorter of the pair's two lengths in action tokens (`segments.seq_count` of both, then
     `torch.minimum`), the same for the chosen and the rejected sequence. Pass the result to `dpo` or any margin loss.
-    Limits: ld_alpha = 1 is `segments.seq_sum`; ld_alpha = 0 truncates both responses to the shared length.
+    Limits: ld_alpha = 1 is `segments.sum_per_seq`; ld_alpha = 0 truncates both responses to the shared length.
     Reference: arXiv:2409.06411; TRL dpo_trainer.py.
     """
     check_float(log_ratio=log_ratio)
@@ -460,7 +460,7 @@ def ld_log_ratio(
     last_shared = count[cu_seqlens[:-1]] + shared_lens
     tail = count[1:] > broadcast_to_tokens(last_shared, cu_seqlens=cu_seqlens, num_tokens=log_ratio.shape[0])
     x = masked(upcast(log_ratio), mask)
-    return seq_sum(torch.where(tail, ld_alpha * x, x), cu_seqlens=cu_seqlens)
+    return sum_per_seq(torch.where(tail, ld_alpha * x, x), cu_seqlens=cu_seqlens)
 
 
 def wpo_weights(
@@ -483,7 +483,7 @@ def wpo_weights(
     check_same_shape(logp=logp, log_collision=log_collision)
     check_mask(mask, logp=logp)
     aligned = masked(upcast(logp), mask) - masked(upcast(log_collision), mask)
-    return seq_mean(aligned.detach(), cu_seqlens=cu_seqlens, mask=mask).exp()
+    return mean_per_seq(aligned.detach(), cu_seqlens=cu_seqlens, mask=mask).exp()
 
 
 def aot(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlkit._tensors import check_float, check_mask
 from rlkit.losses._inputs import prepared
-from rlkit.segments import broadcast_to_tokens, seq_mean, seq_sum
+from rlkit.segments import broadcast_to_tokens, mean_per_seq, sum_per_seq
 
 __all__ = ["seq_log_ratio", "seq_log_ratio_sum", "token_gradient"]
 
@@ -26,7 +26,7 @@ def seq_log_ratio(
     """
     check_float(log_ratio=log_ratio)
     check_mask(mask, log_ratio=log_ratio)
-    mean = seq_mean(log_ratio, cu_seqlens=cu_seqlens, mask=mask)
+    mean = mean_per_seq(log_ratio, cu_seqlens=cu_seqlens, mask=mask)
     return broadcast_to_tokens(mean, cu_seqlens=cu_seqlens, num_tokens=log_ratio.shape[0])
 
 
@@ -43,7 +43,7 @@ def seq_log_ratio_sum(
     """
     check_float(log_ratio=log_ratio)
     check_mask(mask, log_ratio=log_ratio)
-    total = seq_sum(log_ratio, cu_seqlens=cu_seqlens, mask=mask)
+    total = sum_per_seq(log_ratio, cu_seqlens=cu_seqlens, mask=mask)
     return broadcast_to_tokens(total, cu_seqlens=cu_seqlens, num_tokens=log_ratio.shape[0])
 
 

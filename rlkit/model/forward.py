@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlkit.kernels.linear_logp import linear_logp, log_kept_mass
+from rlkit.kernels.linear_logp import linear_log_kept_mass, linear_logp
 from rlkit.model.families import check_architecture, check_causal_lm, check_loaded, logit_scale, longest_sequence
 from rlkit.model.lora import adapters, without_adapter
 from rlkit.model.parallelize import device_of, dtype_of, inside, mesh_of
@@ -209,7 +209,7 @@ def _log_kept_mass(
         weight, bias = weight.full_tensor(), options["bias"]  # type: ignore[attr-defined]
         options["bias"] = None if bias is None else bias.full_tensor()
     limits: dict[str, Any] = {"top_p": params.top_p, "top_k": params.top_k}
-    return (log_kept_mass(hidden, weight, mask=spread(batch.mask), **limits, **options),)
+    return (linear_log_kept_mass(hidden, weight, mask=spread(batch.mask), **limits, **options),)
 
 
 def _logits(

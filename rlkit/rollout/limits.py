@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from rlkit.rollout.rollout import Env, Group, Prompt, Sample, last_pieces
+from rlkit.rollout.rollout import Env, Group, Prompt, Sampler, last_pieces
 from rlkit.types import Completion, Trajectory
 
 
@@ -93,7 +93,7 @@ def limited(
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
-    async def bounded(prompt: Prompt, sample: Sample) -> Any:
+    async def bounded(prompt: Prompt, sample: Sampler) -> Any:
         turns = sampled = 0
         in_turn = nullcontext() if max_sampled_tokens is None else asyncio.Lock()
 

@@ -14,7 +14,7 @@ from rlkit.types import Completion, Generate, SamplingParams, Trajectory
 X = TypeVar("X")
 
 
-class Sample(Protocol):
+class Sampler(Protocol):
     """Sample one turn of the policy after a context."""
 
     async def __call__(self, prompt_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
@@ -22,12 +22,12 @@ class Sample(Protocol):
         ...
 
 
-Env = Callable[[Prompt, Sample], Coroutine[Any, Any, Trajectory | list[Trajectory]]]
+Env = Callable[[Prompt, Sampler], Coroutine[Any, Any, Trajectory | list[Trajectory]]]
 Score = Callable[[Prompt, list[Trajectory]], Awaitable[list[Trajectory]]]
 Group = list[Trajectory]
 
 
-async def single_turn(prompt: Prompt, sample: Sample) -> Trajectory:
+async def single_turn(prompt: Prompt, sample: Sampler) -> Trajectory:
     """The environment of one question and one answer: the policy continues the prompt once."""
     out = await sample(prompt.ids)
     return Trajectory(
@@ -72,7 +72,7 @@ async def rollout(
 
 
 async def sample_group(
-    prompt: Prompt, samplers: Sequence[Sample], *, env: Env = single_turn, score: Score | None = None
+    prompt: Prompt, samplers: Sequence[Sampler], *, env: Env = single_turn, score: Score | None = None
 ) -> Group:
     """Run one episode of `prompt` with each sampler, concurrently, then compute the rewards.
 
@@ -118,8 +118,8 @@ def last_pieces(group: Sequence[Trajectory]) -> Group:
     return [t for t, continued in zip(group, following, strict=False) if not continued]
 
 
-def sampler(generate: Generate, params: SamplingParams, key: tuple[int, ...]) -> Sample:
-    """A `Sample` on `generate`; each turn gets its own seed, derived from `key`."""
+def sampler(generate: Generate, params: SamplingParams, key: tuple[int, ...]) -> Sampler:
+    """A `Sampler` on `generate`; each turn gets its own seed, derived from `key`."""
     turn = 0
 
     async def sample(prompt_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
@@ -156,7 +156,7 @@ def mix(*parts: int) -> int:
 _MASK = (1 << 64) - 1
 
 
-async def _episode(env: Env, prompt: Prompt, sample: Sample) -> Group:
+async def _episode(env: Env, prompt: Prompt, sample: Sampler) -> Group:
     """The pieces of one episode, with `continues` set."""
     try:
         out = await env(prompt, sample)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rlkit.data.chat import encode, encode_after_text
 from rlkit.rollout.envs.chat import Turn, next_turn, special_ids
 from rlkit.rollout.envs.turns import Turns
-from rlkit.rollout.rollout import Prompt, Sample
+from rlkit.rollout.rollout import Prompt, Sampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,7 @@ class Text:
     Reference: RL2's `step(state, action, extra_info)` has this rule; rl4llm tokenises the whole conversation again.
     """
 
-    def __init__(self, prompt: Prompt, sample: Sample, *, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, prompt: Prompt, sample: Sampler, *, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self.start = str(tokenizer.decode(prompt.ids, skip_special_tokens=False))
         self.turns = Turns(prompt.ids, sample)

@@ -98,7 +98,7 @@ def _cell(column: Column, metrics: Mapping[str, Any]) -> str:
     return text if len(text) <= column.width else format(value, ".0e")
 
 
-class Progress:
+class RunDisplay:
     """Prints step lines, and on a terminal a bar with step, ETA and status (only then is `rich` imported).
 
     A line is printed for every `print_steps`-th step, for the last step and for steps with an evaluation.

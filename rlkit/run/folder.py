@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rlkit.files import append_file, explain_full_disk, replace_file, sync
-from rlkit.run.console import Progress, say
+from rlkit.run.console import RunDisplay, say
 
 if TYPE_CHECKING:  # reading a run folder needs no torch
     from rlkit.types import Trajectory
@@ -44,7 +44,7 @@ _held: dict[Path, IO[str]] = {}  # lock files of the run folders that this proce
 class Run:
     """An open run folder, made by `open_run`."""
 
-    def __init__(self, folder: Path, progress: Progress | None) -> None:
+    def __init__(self, folder: Path, progress: RunDisplay | None) -> None:
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
         self._progress = progress
@@ -225,7 +225,7 @@ def open_run(
         (folder / "trajectories").mkdir(exist_ok=True)
         if resume:
             drop_after(folder, start)
-    progress = Progress(steps=steps, start=start, print_steps=print_steps)
+    progress = RunDisplay(steps=steps, start=start, print_steps=print_steps)
     try:
         yield Run(folder, progress)
     finally:

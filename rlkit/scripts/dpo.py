@@ -100,9 +100,9 @@ def main(args: Args) -> Path:
 def loss_of(args: Loss, own: Any) -> tuple[Any, Any]:
     """The loss of a pair, and the reduction of a response's tokens; `own` is the user's loss, or None."""
     from rlkit import losses
-    from rlkit.segments import seq_mean, seq_sum
+    from rlkit.segments import mean_per_seq, sum_per_seq
 
-    reduce = seq_mean if args.loss in ("simpo", "orpo", "ipo") else seq_sum
+    reduce = mean_per_seq if args.loss in ("simpo", "orpo", "ipo") else sum_per_seq
     if own is not None:
         return own, reduce
     options = {"beta": args.beta}

@@ -12,7 +12,7 @@ from oracles import Size, with_grads
 from row_cases import DTYPES, ROW_CASES
 from torch import Tensor
 
-from rlkit.kernels.linear_logp import linear_logp, log_kept_mass, which_impl
+from rlkit.kernels.linear_logp import linear_log_kept_mass, linear_logp, which_impl
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.kernels.linear_scan import ops as scan_ops
 from rlkit.kernels.linear_scan import which_impl as which_scan
@@ -95,7 +95,7 @@ def test_into_the_weights_own_gradient_without_memory_of_its_size(dtype: torch.d
 def test_kept_mass(dtype: torch.dtype) -> None:
     """Against a full sort in fp64; entries that bf16 rounds across the limit move it by their own probability."""
     (hidden, weight, bias), _ = Size("cuda", 300, 5000, 64).problem(dtype)
-    got = log_kept_mass(hidden, weight, bias=bias, top_p=0.8, temperature=0.9).exp().double()
+    got = linear_log_kept_mass(hidden, weight, bias=bias, top_p=0.8, temperature=0.9).exp().double()
     p = ((hidden.double() @ weight.double().T + bias.double()) / 0.9).softmax(-1).sort(-1, descending=True).values
     before = p.cumsum(-1) - p
     want = torch.where(before < 0.8, p, 0.0).sum(-1)

@@ -1,4 +1,4 @@
-"""log_kept_mass against a sampler written out: sort, walk, sum."""
+"""linear_log_kept_mass against a sampler written out: sort, walk, sum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.kernels.linear_logp import chunked, linear_logp, log_kept_mass
+from rlkit.kernels.linear_logp import chunked, linear_log_kept_mass, linear_logp
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_equals_the_walk(rows: int, vocab: int, top_p: float, top_k: int, scale:
         patch.setattr(chunked, "FIRST_CANDIDATES", 2)
         patch.setattr(chunked, "COLUMNS", 16)
         patch.setattr("rlkit.kernels.linear_logp.CPU_LOGITS_BYTES", 2 * vocab * 8)
-        got = log_kept_mass(hidden * scale, weight, bias=bias, temperature=0.7, top_p=top_p, top_k=top_k)
+        got = linear_log_kept_mass(hidden * scale, weight, bias=bias, temperature=0.7, top_p=top_p, top_k=top_k)
     p = ((hidden * scale @ weight.T + bias) / 0.7).softmax(1)
     want = torch.tensor([by_hand(row, top_p, top_k) for row in p.tolist()], dtype=torch.float64)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
@@ -59,24 +59,24 @@ def test_known_mass() -> None:
         ({"top_k": 3}, 0.95),
         ({"top_k": 1, "top_p": 0.9}, 0.5),
     ):
-        assert log_kept_mass(hidden, weight, **options).item() == pytest.approx(math.log(mass))
+        assert linear_log_kept_mass(hidden, weight, **options).item() == pytest.approx(math.log(mass))
 
 
 def test_limits() -> None:
     hidden, weight = torch.randn(5, 3), torch.randn(9, 3)
     largest = (hidden @ weight.T).argmax(1)
     top = linear_logp(hidden, weight, largest, softcap=1.5).logp
-    torch.testing.assert_close(log_kept_mass(hidden, weight, top_k=1, softcap=1.5), top)
-    assert torch.equal(log_kept_mass(hidden, weight, top_k=9), torch.zeros(5))
-    assert torch.equal(log_kept_mass(hidden, weight), torch.zeros(5))
+    torch.testing.assert_close(linear_log_kept_mass(hidden, weight, top_k=1, softcap=1.5), top)
+    assert torch.equal(linear_log_kept_mass(hidden, weight, top_k=9), torch.zeros(5))
+    assert torch.equal(linear_log_kept_mass(hidden, weight), torch.zeros(5))
 
 
 def test_masked_rows_are_not_read_and_nothing_is_trained() -> None:
     hidden, weight = torch.randn(6, 3), torch.randn(9, 3, requires_grad=True)
     mask = torch.arange(6) % 2 == 0
-    want = log_kept_mass(hidden, weight, top_p=0.6)
+    want = linear_log_kept_mass(hidden, weight, top_p=0.6)
     hidden[~mask] = math.nan
-    got = log_kept_mass(hidden, weight, top_p=0.6, mask=mask)
+    got = linear_log_kept_mass(hidden, weight, top_p=0.6, mask=mask)
     assert not got.requires_grad
     assert (want < 0).all()
     torch.testing.assert_close(got, torch.where(mask, want, 0.0))
@@ -85,9 +85,9 @@ def test_masked_rows_are_not_read_and_nothing_is_trained() -> None:
 def test_errors_name_the_argument() -> None:
     x = torch.randn(3, 3)
     with pytest.raises(ValueError, match="top_p must be in"):
-        log_kept_mass(x, x, top_p=0.0)
+        linear_log_kept_mass(x, x, top_p=0.0)
     with pytest.raises(ValueError, match="top_k must be >= 0"):
-        log_kept_mass(x, x, top_k=-1)
+        linear_log_kept_mass(x, x, top_k=-1)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

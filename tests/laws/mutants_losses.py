@@ -9,7 +9,7 @@ from mutant import Mutant
 from rlkit import losses as L
 from rlkit._tensors import bounded_exp, masked
 from rlkit.metrics import Mean
-from rlkit.segments import broadcast_to_tokens, seq_count, seq_lens, seq_mean, seq_sum
+from rlkit.segments import broadcast_to_tokens, mean_per_seq, seq_count, seq_lens, sum_per_seq
 
 LOW, HIGH = 0.8, 1.28
 
@@ -117,7 +117,7 @@ def gspo_of_the_sum(log_ratio, advantages, mask, cu_seqlens, clip_low, clip_high
 
 
 def gspo_counts_masked_tokens(log_ratio, advantages, mask, cu_seqlens, clip_low, clip_high):
-    total = seq_sum(log_ratio, cu_seqlens=cu_seqlens, mask=mask) / seq_lens(cu_seqlens).clamp(min=1)
+    total = sum_per_seq(log_ratio, cu_seqlens=cu_seqlens, mask=mask) / seq_lens(cu_seqlens).clamp(min=1)
     s = broadcast_to_tokens(total, cu_seqlens=cu_seqlens)
     return L.ppo_clip(s, advantages, clip_low=clip_low, clip_high=clip_high, mask=mask)
 
@@ -236,7 +236,7 @@ def mean_of_means(log_ratio, advantages, mask, clip_low, clip_high):
 
 
 def seq_ratio_over_gaps(log_ratio, mask, cu_seqlens):
-    mean = seq_mean(masked(log_ratio, mask), cu_seqlens=cu_seqlens)
+    mean = mean_per_seq(masked(log_ratio, mask), cu_seqlens=cu_seqlens)
     return broadcast_to_tokens(mean, cu_seqlens=cu_seqlens)
 
 

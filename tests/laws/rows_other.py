@@ -154,8 +154,8 @@ def original(case: Case) -> torch.Tensor:
 
 
 SEGMENTS = [
-    row(segments.seq_sum),
-    row(segments.seq_mean),
+    row(segments.sum_per_seq),
+    row(segments.mean_per_seq),
     row(segments.seq_count, family=PACKED),
     row(segments.broadcast_to_tokens, call=lambda x, cu_seqlens: segments.broadcast_to_tokens(x, cu_seqlens=cu_seqlens),
         streams=BY_SEQ, axis="T", skip=UNCAST),

@@ -20,7 +20,7 @@ from rlkit.loops.sft import sft
 from rlkit.model.forward import prepare
 from rlkit.model.heads import load_reward_model
 from rlkit.model.lora import add_lora
-from rlkit.segments import seq_mean
+from rlkit.segments import mean_per_seq
 from rlkit.settings import Optim
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
@@ -97,7 +97,7 @@ def test_dpo_is_the_papers_loss_of_the_exported_model(tmp_path):
 
 def test_a_loss_without_reference_reads_mean_log_probs_and_adds_the_likelihood(tmp_path):
     loss = partial(losses.orpo, beta=BETA)
-    lines = run(tmp_path, loss=loss, reduce=seq_mean, sft_coef=0.7)
+    lines = run(tmp_path, loss=loss, reduce=mean_per_seq, sft_coef=0.7)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     found = []
     for pair in make_pairs(10)[3:]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit.losses import aot, dpo, ld_log_ratio, wpo_weights
-from rlkit.segments import cumulative, seq_count, seq_sum
+from rlkit.segments import cumulative, seq_count, sum_per_seq
 
 
 def packed(lens: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -39,9 +39,9 @@ def test_ld_log_ratio_limits_and_gradient() -> None:
     x, mask, cu = packed([5, 0, 4], 3)
     full = {"mask": mask, "cu_seqlens": cu}
     shared = torch.tensor([1, 0, 2])
-    torch.testing.assert_close(ld_log_ratio(x, shared_lens=shared, ld_alpha=1.0, **full), seq_sum(x, **full))
+    torch.testing.assert_close(ld_log_ratio(x, shared_lens=shared, ld_alpha=1.0, **full), sum_per_seq(x, **full))
     lens = seq_count(mask, cu_seqlens=cu)
-    torch.testing.assert_close(ld_log_ratio(x, shared_lens=lens, ld_alpha=0.0, **full), seq_sum(x, **full))
+    torch.testing.assert_close(ld_log_ratio(x, shared_lens=lens, ld_alpha=0.0, **full), sum_per_seq(x, **full))
     x.requires_grad_()
     ld_log_ratio(x, shared_lens=shared, ld_alpha=0.25, **full).sum().backward()
     assert set(x.grad[mask].tolist()) == {1.0, 0.25}

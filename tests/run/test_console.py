@@ -14,7 +14,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.run.console import COLUMNS, Progress, header, step_line
+from rlkit.run.console import COLUMNS, RunDisplay, header, step_line
 from rlkit.run.folder import open_run, read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_columns_are_fixed_whatever_the_numbers(metrics, step):
 
 
 def test_columns_appear_with_their_metrics_and_the_header_returns(capsys):
-    progress = Progress(steps=99)
+    progress = RunDisplay(steps=99)
     progress.step(0, {"eval/sampled": 0.5})
     for step in range(1, 31):
         progress.step(step, {"reward/mean": 0.5, **({"grad_norm": 1.0} if step > 2 else {})})
@@ -71,9 +71,9 @@ def test_columns_appear_with_their_metrics_and_the_header_returns(capsys):
 
 SCRIPT = """
 import sys, time
-from rlkit.run.console import Progress
+from rlkit.run.console import RunDisplay
 pause = sys.stdin.readline if sys.argv[1:] else lambda: time.sleep(0.7)
-progress = Progress(steps=10, start=3)
+progress = RunDisplay(steps=10, start=3)
 for step in (4, 5):
     progress.status("rollout 43/64")
     pause()
@@ -135,7 +135,7 @@ def test_a_terminal_gets_a_bar_below_the_lines():
 def test_every_nth_step_is_printed_and_those_with_an_evaluation_and_the_last(every, steps, evaluated):
     out = io.StringIO()
     with redirect_stdout(out):
-        progress = Progress(steps=steps, print_steps=every)
+        progress = RunDisplay(steps=steps, print_steps=every)
         for step in range(1, steps + 1):
             progress.step(step, {"reward/mean": 0.5} | ({"eval/greedy": 1.0} if step in evaluated else {}))
     lines = out.getvalue().splitlines()

@@ -12,7 +12,7 @@ import torch
 
 from rlkit.run.folder import read_metrics
 from rlkit.scripts import dpo
-from rlkit.segments import seq_sum
+from rlkit.segments import sum_per_seq
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -81,7 +81,7 @@ def test_names_of_papers_are_losses(loss, formula, free):
     flags = dpo.Loss(loss=loss, beta=0.5)
     function, reduce = dpo.loss_of(flags, None)
     torch.testing.assert_close(function(c, r), formula(c, r))
-    assert (reduce, loss in dpo.NO_REFERENCE) == (seq_sum, free)
+    assert (reduce, loss in dpo.NO_REFERENCE) == (sum_per_seq, free)
 
 
 def test_conflicting_flags_are_refused(task, tmp_path):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rlkit.rollout.engines.sglang.weights import Memory, flatten, groups
-from rlkit.rollout.engines.sglang.wire import Limits, body
+from rlkit.rollout.engines.sglang.wire import ServerLimits, body
 from rlkit.types import SamplingParams
 
-NONE = Limits(math.inf, math.inf)
+NONE = ServerLimits(math.inf, math.inf)
 
 
 def test_sampling_parameters() -> None:
@@ -40,7 +40,7 @@ def test_sampling_parameters() -> None:
 
 
 def test_a_completion_ends_at_the_context_limit() -> None:
-    limits = Limits(10, 100)
+    limits = ServerLimits(10, 100)
     assert body([1] * 8, SamplingParams(max_new_tokens=5), limits, None)["sampling_params"]["max_new_tokens"] == 2
     assert body([1] * 2, SamplingParams(max_new_tokens=5), limits, None)["sampling_params"]["max_new_tokens"] == 5
     with pytest.raises(ValueError, match="shorter than the context of 10, got 10"):

@@ -14,7 +14,7 @@ from rlkit.kernels.linear_logp.ops import which_impl
 from rlkit.kernels.linear_logp.reference import Partials, combine, compute_dtype, finish
 from rlkit.types import LogProbs
 
-CPU_LOGITS_BYTES, LOGITS_BYTES = 32 << 20, 1 << 30  # logits in memory at a time in `log_kept_mass`
+CPU_LOGITS_BYTES, LOGITS_BYTES = 32 << 20, 1 << 30  # logits in memory at a time in `linear_log_kept_mass`
 
 __all__ = [
     "FusedLoss",
@@ -22,8 +22,8 @@ __all__ = [
     "combine",
     "finish",
     "fused_loss",
+    "linear_log_kept_mass",
     "linear_logp",
-    "log_kept_mass",
     "partials",
     "shard_logp",
     "which_impl",
@@ -151,7 +151,7 @@ def shard_logp(
 
 
 @torch.no_grad()
-def log_kept_mass(
+def linear_log_kept_mass(
     hidden: Float[Tensor, "T D"],
     weight: Float[Tensor, "V D"],
     *,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlkit.data.chat import Message, render, turn_tokens
 from rlkit.data.prompts import joined_parts, prompt_messages
 from rlkit.rollout.envs.turns import Turns
-from rlkit.rollout.rollout import Prompt, Sample
+from rlkit.rollout.rollout import Prompt, Sampler
 from rlkit.types import FinishReason, Trajectory
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Chat:
     def __init__(
         self,
         prompt: Prompt,
-        sample: Sample,
+        sample: Sampler,
         *,
         tokenizer: PreTrainedTokenizerBase,
         messages: Sequence[Message] | None = None,

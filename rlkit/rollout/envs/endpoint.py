@@ -22,7 +22,7 @@ from rlkit.data.prompts import prompt_messages
 from rlkit.rollout.calling import call
 from rlkit.rollout.envs.chat import Chat, Turn
 from rlkit.rollout.envs.tools import BadCall, Call, before_calls, hermes_calls
-from rlkit.rollout.rollout import Env, Prompt, Sample
+from rlkit.rollout.rollout import Env, Prompt, Sampler
 from rlkit.types import Trajectory
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def agent_env(
 
     optional("aiohttp", "http", "agent_env needs")
 
-    async def env(prompt: Prompt, sample: Sample) -> list[Trajectory]:
+    async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
         episode = _Episode(prompt, sample, tokenizer, parse, template_args)
         async with _serving(episode.answer) as base_url:
             try:
@@ -81,7 +81,7 @@ def agent_env(
 class _Episode:
     """One program's conversation with the policy, one request after another."""
 
-    def __init__(self, prompt: Prompt, sample: Sample, tokenizer: Any, parse: Any, template_args: Any) -> None:
+    def __init__(self, prompt: Prompt, sample: Sampler, tokenizer: Any, parse: Any, template_args: Any) -> None:
         start = prompt_messages(prompt.row, place=f"row {prompt.index + 1}")
         self.chat = Chat(prompt, sample, tokenizer=tokenizer, messages=start, template_args=template_args)
         self.error: Exception | None = None

@@ -34,7 +34,7 @@ from rlkit.data.chat import Message
 from rlkit.rollout.calling import call
 from rlkit.rollout.envs.chat import Chat, Turn, next_turn
 from rlkit.rollout.envs.turns import Turns
-from rlkit.rollout.rollout import Env, Prompt, Sample
+from rlkit.rollout.rollout import Env, Prompt, Sampler
 from rlkit.types import Trajectory
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def gym_env(
     Differs from Gymnasium: no seed (see above), no info, and `step` gets the turn with its tokens.
     """
 
-    async def env(prompt: Prompt, sample: Sample) -> list[Trajectory]:
+    async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
         game = make(prompt)
         try:
             opening = await call(game.reset)
@@ -120,7 +120,7 @@ async def _play(game: Any, talk: Chat | _TokenTalk, token_rewards: bool) -> list
 class _TokenTalk:
     """`Chat` for observations that are token ids."""
 
-    def __init__(self, opening: Sequence[int], sample: Sample, tokenizer: Any) -> None:
+    def __init__(self, opening: Sequence[int], sample: Sampler, tokenizer: Any) -> None:
         self._turns, self._tokenizer = Turns(opening, sample), tokenizer
         self.end = self._turns.pieces
 

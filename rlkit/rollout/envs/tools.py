@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlkit.data.chat import render_text
 from rlkit.rollout.calling import call
 from rlkit.rollout.envs.chat import Chat
-from rlkit.rollout.rollout import Env, Prompt, Sample
+from rlkit.rollout.rollout import Env, Prompt, Sampler
 from rlkit.types import Trajectory
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def tool_env(
     special = _special_texts(tokenizer)
     fixed = None if callable(tools) else tool_schemas(tools)
 
-    async def env(prompt: Prompt, sample: Sample) -> list[Trajectory]:
+    async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
         own = tools(prompt) if callable(tools) else tools
         box = _Toolbox(own, fixed or tool_schemas(own), timeout_s, max_result_chars, special)
         chat = Chat(

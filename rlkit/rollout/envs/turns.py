@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlkit._numbers import is_number, to_number
-from rlkit.rollout.rollout import Sample
+from rlkit.rollout.rollout import Sampler
 from rlkit.types import Completion, FinishReason, Trajectory
 
 
@@ -18,7 +18,7 @@ class Turns:
     environments that do not continue the sampled text (a summary of history, a template that rewrites it).
     """
 
-    def __init__(self, prompt_ids: Sequence[int], sample: Sample) -> None:
+    def __init__(self, prompt_ids: Sequence[int], sample: Sampler) -> None:
         self._sample = sample
         self._done: list[Trajectory] = []
         self._now = _empty(prompt_ids)

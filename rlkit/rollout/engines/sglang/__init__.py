@@ -27,7 +27,7 @@ from rlkit.rollout.engines.sglang.checks import NamedTensors, Probe, WeightMisma
 from rlkit.rollout.engines.sglang.replicas import Replica, Replicas
 from rlkit.rollout.engines.sglang.server import Server, launch
 from rlkit.rollout.engines.sglang.weights import FromDisk, FromGroup, FromTensors
-from rlkit.rollout.engines.sglang.wire import Limits, body, completion
+from rlkit.rollout.engines.sglang.wire import ServerLimits, body, completion
 from rlkit.types import Completion, Progress, SamplingParams
 
 __all__ = [
@@ -245,7 +245,7 @@ class SGLang:
         finally:
             await self._http.close()
 
-    async def _attempts(self, call: _Call, request: Callable[[], dict[str, Any]], limits: Limits) -> Completion:
+    async def _attempts(self, call: _Call, request: Callable[[], dict[str, Any]], limits: ServerLimits) -> Completion:
         failures = deaths = 0
         while not call.aborted.is_set():
             replica = await self._serving.pick()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done
 from rlkit.rollout.engines.sglang.checks import vocab_size
-from rlkit.rollout.engines.sglang.wire import Limits, parse_version
+from rlkit.rollout.engines.sglang.wire import ServerLimits, parse_version
 
 CONTROL_TIMEOUT = 600.0
 _log = logging.getLogger("rlkit.rollout")
@@ -53,7 +53,7 @@ class Replicas:
 
     def __init__(self, http: Http, urls: Sequence[str], *, stall: float, vocab_size: int | None = None) -> None:
         self._http, self.all = http, [Replica(http, url) for url in urls]
-        self.limits: Limits | None = None
+        self.limits: ServerLimits | None = None
         self.version = self._turn = 0
         self._vocab_size = vocab_size
         self._stall, self._patience = stall, max(1.0, stall / 4)
@@ -62,12 +62,12 @@ class Replicas:
         """Servers not known to be down."""
         return [r for r in self.all if r.down is None]
 
-    async def learn(self) -> Limits:
+    async def learn(self) -> ServerLimits:
         """Ask every server what it serves; `limits` are those of the smallest."""
         known = [limits for limits in await asyncio.gather(*map(self._learn, self.up())) if limits is not None]
         if not known:
             raise self._none_left()
-        self.limits = Limits(min(a.max_len for a in known), min(a.vocab_size for a in known))
+        self.limits = ServerLimits(min(a.max_len for a in known), min(a.vocab_size for a in known))
         return self.limits
 
     async def pick(self) -> Replica:
@@ -147,7 +147,7 @@ class Replicas:
             replica.has_sessions = True
             await self._learn(replica)
 
-    async def _learn(self, replica: Replica) -> Limits | None:
+    async def _learn(self, replica: Replica) -> ServerLimits | None:
         get = partial(replica.get, timeout=self._patience)
         try:
             info = await self._http.patient(partial(get, "/server_info"))
@@ -157,7 +157,7 @@ class Replicas:
             models = await self._http.patient(partial(get, "/v1/models"))
             max_len = models["data"][0].get("max_model_len") if models.get("data") else None
             replica.model_path = replica.model_path or info.get("model_path")  # that of an update from disk, later on
-            return Limits(max_len or math.inf, self._vocab_size or vocab_size(replica.model_path) or math.inf)
+            return ServerLimits(max_len or math.inf, self._vocab_size or vocab_size(replica.model_path) or math.inf)
         except (ReplicaError, TimeoutError) as error:
             self._note(replica, str(error))
             return None

@@ -10,14 +10,14 @@ from rlkit.rollout.engines.http import Busy, ReplicaError, check_prompt, check_r
 from rlkit.types import Completion, FinishReason, SamplingParams
 
 
-class Limits(NamedTuple):
+class ServerLimits(NamedTuple):
     """Context length and vocabulary size of the served model, in tokens; infinite where unknown."""
 
     max_len: float
     vocab_size: float
 
 
-def body(prompt_ids: list[int], params: SamplingParams, limits: Limits, salt: str | None) -> dict[str, Any]:
+def body(prompt_ids: list[int], params: SamplingParams, limits: ServerLimits, salt: str | None) -> dict[str, Any]:
     """The request, or ValueError.
 
     `no_stop_trim` keeps the tokens of a stop string. Above 63 bits a seed is folded. The completion is cut at the
@@ -38,7 +38,7 @@ def body(prompt_ids: list[int], params: SamplingParams, limits: Limits, salt: st
     return {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True, "stream": False, **salted}
 
 
-def completion(reply: Any, request: dict[str, Any], limits: Limits, *, url: str, version: int) -> Completion:
+def completion(reply: Any, request: dict[str, Any], limits: ServerLimits, *, url: str, version: int) -> Completion:
     """A `Completion` from the reply of SGLang's /generate to `request`.
 
     `version` is for servers that do not report theirs.
