@@ -171,6 +171,8 @@ class Rollouts:
     Off: the first one stops the run. A reward function that returns NaN counts for --reward-max-failed"""
     eval_samples: Count = 1
     """samples per held-out prompt, for eval/sampled (mean) and eval/best (mean of each prompt's best, pass@n)"""
+    print_samples_steps: CountOr0 = 25
+    """print a few sampled answers at step 1 and every n-th step; 0: never. `trajectories/` has all of them"""
 
     def __post_init__(self) -> None:
         check(self)

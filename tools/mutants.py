@@ -107,8 +107,8 @@ def draw() -> list[Mutant]:
     return sorted([*chosen, *rest[: max(0, NUM - len(chosen))]])
 
 
-def apply(mutant: Mutant, root: Path) -> Path | None:
-    """Write the mutant into the checkout at `root`; the file, or None where the function's line is not found once."""
+def apply(mutant: Mutant, root: Path) -> tuple[Path, str] | None:
+    """Write the mutant into the checkout at `root`; the file and its text before, or None if not found exactly once."""
     hits = []
     for path in sorted((root / "rlkit").rglob("*.py")):
         text = path.read_text()
@@ -121,10 +121,11 @@ def apply(mutant: Mutant, root: Path) -> Path | None:
     if len(hits) != 1:
         return None
     path, i = hits[0]
-    lines = path.read_text().splitlines(keepends=True)
+    before = path.read_text()
+    lines = before.splitlines(keepends=True)
     lines[i] = lines[i].replace(mutant.old, mutant.new)
     path.write_text("".join(lines))
-    return path
+    return path, before
 
 
 def tests_for(root: Path, path: Path) -> list[str]:
@@ -150,11 +151,11 @@ def run(listed: Path, out: Path) -> None:
             mutant = Mutant(*row[:4])
             if tuple(mutant) in done:
                 continue
-            path = apply(mutant, copy)
             outcome, killer = "absent", ""
-            if path is not None:
+            if (applied := apply(mutant, copy)) is not None:
+                path, before = applied
                 outcome, killer = verdict(copy, path)
-                shutil.copy(ROOT / path.relative_to(copy), path)
+                path.write_text(before)  # not from ROOT, which may have changed meanwhile
             with out.open("a", newline="") as file:
                 csv.writer(file, delimiter="\t", lineterminator="\n").writerow([*mutant, outcome, killer])
             print(outcome, mutant.folder, mutant.name, killer, flush=True)

@@ -1,13 +1,12 @@
-"""Rollout metrics, step times, evaluation on held-out prompts, and dumps of the samples."""
+"""Rollout metrics, step times, and evaluation on held-out prompts."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -16,12 +15,12 @@ from rlkit.metrics import Metrics, largest, mean, merge
 from rlkit.model.forward import PolicyFn, with_old_logp, with_ref_logp
 from rlkit.packing import pack
 from rlkit.parallel.mesh import Mesh
-from rlkit.rollout.limits import score_of, success
+from rlkit.rollout.limits import score_of
 from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, rollout, single_turn
 from rlkit.rollout.shared import from_first
-from rlkit.run.folder import Run, trajectory_row
+from rlkit.segments import mean_per_seq
 from rlkit.settings import Schedule
-from rlkit.types import Generate, SamplingParams, Trajectory
+from rlkit.types import Batch, Generate, SamplingParams, Trajectory
 
 
 class Clock:
@@ -64,6 +63,18 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
         "staleness/mean": mean(ages),
         "staleness/max": largest(ages),
     }
+
+
+def mean_advantages(batch: Batch, groups: Sequence[Sequence[Trajectory]]) -> dict[int, float]:
+    """The mean advantage of each trajectory's trained tokens, by the trajectory's `id`.
+
+    Empty for a batch without advantages, or of other sequences than the trajectories.
+    """
+    samples = [t for group in groups for t in group]
+    if batch.advantages is None or batch.cu_seqlens.numel() != len(samples) + 1:
+        return {}
+    means = mean_per_seq(batch.advantages, mask=batch.mask, cu_seqlens=batch.cu_seqlens).tolist()
+    return {id(t): x for t, x in zip(samples, means, strict=True)}
 
 
 async def evaluate(
@@ -123,43 +134,3 @@ def _scores(group: Sequence[Trajectory]) -> list[float]:
 def is_due(step: int, schedule: Schedule) -> bool:
     """Whether to evaluate after `step` steps: every `eval_steps` steps (0: never), and after the last one."""
     return schedule.eval_steps != 0 and (step % schedule.eval_steps == 0 or step == schedule.steps)
-
-
-@dataclass
-class _Tally:
-    """Counts of the groups in one file; `tokens` excludes the first group, which starts the clock."""
-
-    groups: int = 0
-    success: float = 0.0
-    tokens: int = 0
-    start: float = field(default_factory=time.perf_counter)
-
-
-def dump_to(run: Run, tokenizer: Any, *, engine: Any) -> Callable[..., None]:
-    """An `on_group` that writes each completed group into the run folder and shows the progress of the rollout.
-
-    Its keywords `step` and `kind` (`train`, `eval_sampled`, `eval_greedy`) name the file; a group that was not `kept`
-    goes to `dropped_{step}.jsonl`. The numbers of running and queued requests are the engine's `progress`, if it has
-    one.
-    """
-    tallies: dict[tuple[str, int], _Tally] = {}
-
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False)
-
-    def dump(prompt: Prompt, group: Sequence[Trajectory], *, step: int, kind: str = "train", kept: bool = True) -> None:
-        kind = kind if kept else "dropped"
-        run.trajectories(step, [trajectory_row(t, decode=decode, group=prompt.index) for t in group], kind=kind)
-        tally = tallies.setdefault((kind, step), _Tally())
-        tally.groups += 1
-        tally.success += success(group)
-        tally.tokens += sum(sum(t.mask) for t in group) if tally.groups > 1 else 0
-        run.status(_line(kind, tally, getattr(engine, "progress", None)))
-
-    return dump
-
-
-def _line(kind: str, tally: _Tally, progress: Any) -> str:
-    rate = tally.tokens / max(1e-9, time.perf_counter() - tally.start)
-    queue = "" if progress is None else f", {progress.running} running, {progress.waiting} queued"
-    return f"{kind}: {tally.groups} groups, reward {tally.success / tally.groups:.3f}, {rate:.0f} tok/s{queue}"

@@ -18,7 +18,7 @@ from torch import nn
 
 from rlkit.data.order import batch_indices
 from rlkit.loops import coefficients, nans
-from rlkit.loops.evaluate import Clock, dump_to, evaluate, is_due, rollout_metrics
+from rlkit.loops.evaluate import Clock, evaluate, is_due, mean_advantages, rollout_metrics
 from rlkit.metrics import Metrics, finalize, merge
 from rlkit.model.forward import DTYPES, Policy, PolicyFn
 from rlkit.model.weights import export_hf, stream_weights
@@ -29,6 +29,7 @@ from rlkit.rollout.shared import SharedEngine, SharedStream
 from rlkit.rollout.stream import GroupStream
 from rlkit.run import saving
 from rlkit.run.folder import Run
+from rlkit.run.samples import Samples
 from rlkit.settings import Penalties, Rollouts, Schedule
 from rlkit.types import Batch, Engine
 
@@ -125,7 +126,7 @@ async def rl(
     publish = partial(stream_weights, policy.model, dtype=DTYPES.get(policy.dtype))
     call = run_in_thread if rollouts.overlap or staleness else run_inline  # pending samples are still scored
     with saving.open_training(schedule, start=start) as (run, stop, saver):
-        dump = dump_to(run, tokenizer, engine=engine)
+        samples = Samples(run, tokenizer, engine=engine, print_steps=rollouts.print_samples_steps)
         watch = nans.Watch(run, task.prompts, tokenizer, skip=rollouts.skip_nan)
 
         async def held_out(done: int) -> dict[str, float]:
@@ -134,7 +135,7 @@ async def rl(
             return await evaluate(
                 task.eval_prompts, generate=engine.generate, params=params, num_samples=rollouts.eval_samples,
                 env=task.env, score=task.score, seed=schedule.seed, policy=policy, reference=reference,
-                max_tokens=max_tokens, mesh=policy.mesh, on_group=partial(dump, step=done),
+                max_tokens=max_tokens, mesh=policy.mesh, on_group=partial(samples.completed, step=done),
             )  # fmt: skip
 
         await engine.update_weights(publish(), version=first)
@@ -145,7 +146,7 @@ async def rl(
             prompt_order(task.prompts, seed=schedule.seed), generate=engine.generate, abort=engine.abort,
             params=params, group_size=rollouts.group_size, groups_per_step=rollouts.prompts_per_step,
             staleness=staleness, seed=schedule.seed, env=task.env, score=task.score, keep=task.keep_group,
-            max_dropped=rollouts.max_dropped, on_group=dump, version=first, state=saved.get("stream"),
+            max_dropped=rollouts.max_dropped, on_group=samples.completed, version=first, state=saved.get("stream"),
             journal=folder / "completions" if rollouts.journal or rollouts.overlap else None,
         ) as stream:  # fmt: skip
             for step in range(first, steps):
@@ -155,10 +156,16 @@ async def rl(
                 if not rollouts.overlap:
                     await stream.pause()
                 clock.lap("wait" if rollouts.overlap else "rollout")
-                groups = watch.groups(groups, step=done)
-                metrics = rollout_metrics(groups, version=step)
                 this = Step(step, **coefficients.coefs(now), check=partial(watch.batch, step=done))
-                batch = this.check(await call(prepare, groups, this))
+                taken, advantages = groups, dict[int, float]()
+                try:
+                    groups = watch.groups(groups, step=done)
+                    metrics = rollout_metrics(groups, version=step)
+                    batch = await call(prepare, groups, this)
+                    advantages = mean_advantages(batch, groups)
+                    batch = this.check(batch)
+                finally:  # also the samples of a step that fails
+                    samples.trained(stream.prompts, taken, advantages, step=done)
                 clock.lap("score")
                 metrics = merge(metrics, await call(update, batch, this))
                 if penalties.ref_sync_steps and done % penalties.ref_sync_steps == 0:

@@ -50,7 +50,7 @@ from rlkit.ranks import distributed, on_all_ranks, on_rank0, on_this_device, ran
 
 T = TypeVar("T")
 
-FORMAT = 1  # of a checkpoint's files; raised by a change that older versions cannot read
+FORMAT = 2  # of a checkpoint's files; raised by a change that older versions cannot read
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

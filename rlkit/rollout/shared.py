@@ -70,11 +70,15 @@ class SharedEngine:
 
 
 class SharedStream:
-    """A `GroupStream` that runs on rank 0 and gives its groups to every rank. `progress` is as of the last `take`."""
+    """A `GroupStream` that runs on rank 0 and gives its groups to every rank.
+
+    `num_dropped`, `progress` and, on rank 0, `prompts` are those of the last `take`.
+    """
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._stream = make() if rank() == 0 else None
         self.num_dropped = 0
+        self.prompts: Any = []
         self.progress: Any = None
 
     async def __aenter__(self) -> SharedStream:
@@ -94,6 +98,7 @@ class SharedStream:
             return await stream.take(), stream.num_dropped, stream.progress
 
         groups, self.num_dropped, self.progress = await from_first(take)
+        self.prompts = [] if self._stream is None else self._stream.prompts
         return groups
 
     async def pause(self) -> None:

@@ -216,11 +216,10 @@ class Counts(NamedTuple):
 
 @dataclass(eq=False)
 class _Entry:
-    """A group started at weights `version` and not taken yet. `written`: an earlier process dumped it."""
+    """A group started at weights `version` and not taken yet."""
 
     index: int
     version: int
-    written: bool
     task: asyncio.Task[None] | None = None
     group: Group | None = None
 
@@ -287,6 +286,7 @@ class GroupStream:
         self._env, self._score, self._keep, self._on_group = env, score, keep, on_group
         self._max_dropped = 20 * groups_per_step if max_dropped is None else max_dropped
         self._dropped, self.num_dropped = list[float](), 0
+        self.prompts: list[Prompt] = []
         self._taken = self._version = version
         state = state or {"next": version * groups_per_step, "waiting": []}
         self._next: int = state["next"]
@@ -313,9 +313,9 @@ class GroupStream:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state to checkpoint, as JSON: the next index; (index, version, written) of each group not taken yet; and
-        the oldest of those versions."""
-        waiting = [[e.index, e.version, e.written or e.group is not None] for e in self._entries]
+        """The state to checkpoint, as JSON: the next index; (index, version) of each group not taken yet; and the
+        oldest of those versions."""
+        waiting = [[e.index, e.version] for e in self._entries]
         oldest = min((e.version for e in self._entries), default=self._taken)
         return {"next": self._next, "waiting": waiting, "oldest": oldest}
 
@@ -328,7 +328,8 @@ class GroupStream:
     async def take(self) -> list[Group]:
         """The next `groups_per_step` groups, in the order they were started. A cancelled call loses none.
 
-        Afterwards `num_dropped` is the number of groups dropped since the last call.
+        Afterwards `prompts` are those of the groups, and `num_dropped` is the number of groups dropped since the last
+        call.
         """
         while (chosen := self._choice()) is None:
             if self._error is not None:
@@ -339,6 +340,7 @@ class GroupStream:
             await self._changed.wait()
         self._entries = [e for e in self._entries if e not in chosen]
         self._taken += 1
+        self.prompts = [self._prompt_at(e.index) for e in chosen]
         self.num_dropped = len(self._dropped)
         self._dropped.clear()
         return [e.group for e in chosen if e.group is not None]
@@ -374,7 +376,7 @@ class GroupStream:
     def _admit(self) -> None:
         room = math.floor((self._version + 1 + self._staleness) * self._num + 1e-9) - self._taken * self._num
         while not self._closed and self._error is None and len(self._entries) < room:
-            entry = _Entry(self._next, self._version, written=False)
+            entry = _Entry(self._next, self._version)
             self._entries.append(entry)
             self._next += 1
             self._start(entry)
@@ -397,7 +399,7 @@ class GroupStream:
         if self._closed:  # the last checkpoint has it as waiting
             return
         kept = self._keep is None or self._keep(group)
-        if self._on_group is not None and not entry.written:
+        if self._on_group is not None:
             self._on_group(prompt, group, step=self._version + 1, kept=kept)
         if kept:
             entry.group = group

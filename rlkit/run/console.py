@@ -36,6 +36,7 @@ COLUMNS = (
     Column("s/step", ("time/step",), 7, ".2f"),
     Column("tok/s", ("time/tokens_per_s",), 8, ".0f"),
 )
+_NO_PARTS = ("reward/mean", "reward/std")
 _DROPPED_FIRST = ("mismatch", "entropy", "clip%", "kl", "length", "grad", "loss")  # on a narrow terminal
 
 
@@ -54,10 +55,16 @@ def step_line(step: int, metrics: Mapping[str, Any], columns: Sequence[Column] =
     return f"{step:>6}{cells}  {shown}".rstrip()
 
 
+def reward_parts(metrics: Mapping[str, Any]) -> list[str]:
+    """The keys `reward/NAME` of a step: further numbers of the reward function, such as the parts of a sum."""
+    return [key for key in metrics if key.startswith("reward/") and key.count("/") == 1 and key not in _NO_PARTS]
+
+
 def fitting(columns: Sequence[Column], width: int) -> list[Column]:
     """The columns whose header fits into `width` characters; the least important are dropped first."""
     kept = list(columns)
-    for title in _DROPPED_FIRST:
+    parts = [c.title for c in columns if c not in COLUMNS]
+    for title in (*_DROPPED_FIRST, *reversed(parts)):
         if len(header(kept)) > width:
             kept = [c for c in kept if c.title != title]
     return kept
@@ -83,7 +90,7 @@ def _unless_lost() -> Iterator[None]:
             os.close(null)
 
 
-def _width() -> int:
+def line_width() -> int:
     """Characters per line: the width of the terminal, else 120, which fits every column."""
     terminal = sys.stdout is not None and sys.stdout.isatty()
     return shutil.get_terminal_size((120, 24)).columns if terminal else 120
@@ -107,6 +114,7 @@ class RunDisplay:
     def __init__(self, *, steps: int, start: int = 0, print_steps: int = 1) -> None:
         self._steps, self._print_steps = steps, print_steps
         self._lines = 0
+        self._parts: list[str] = []
         self._seen: list[Column] = []
         self._shown: list[Column] = []
         self._bar: Any = None
@@ -135,7 +143,7 @@ class RunDisplay:
             transient=True,
         )
         self._task = bar.add_task("run", total=steps, completed=start)
-        bar.console.width = _width() - 3  # room for the ^C that a terminal prints after the cursor
+        bar.console.width = line_width() - 3  # room for the ^C that a terminal prints after the cursor
         try:
             bar.start()
             bar.console.show_cursor(True)
@@ -146,10 +154,14 @@ class RunDisplay:
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Print the line of a step, with a column per metric seen so far (header: every 25 lines), and move the bar."""
-        self._seen = [c for c in COLUMNS if c in self._seen or any(key in metrics for key in c.keys)]
+        self._parts = list(dict.fromkeys([*self._parts, *reward_parts(metrics)]))
+        parts = [Column(name := key.removeprefix("reward/"), (key,), max(7, len(name)), ".3f") for key in self._parts]
+        after = 1 + next(i for i, c in enumerate(COLUMNS) if c.title == "reward")
+        known = (*COLUMNS[:after], *parts, *COLUMNS[after:])
+        self._seen = [c for c in known if c in self._seen or any(key in metrics for key in c.keys)]
         evaluated = any(key.startswith("eval/") for key in metrics)
         if evaluated or step % self._print_steps == 0 or step == self._steps:
-            columns = fitting(self._seen, _width())
+            columns = fitting(self._seen, line_width())
             if columns != self._shown or self._lines % 25 == 0:
                 self._shown, self._lines = columns, 0
                 self.say(header(columns, fixed_data="loss" in metrics or "eval/loss" in metrics))
@@ -157,7 +169,7 @@ class RunDisplay:
             self.say(step_line(step, metrics, columns))
         self.status("")
         if self._bar is not None:
-            self._bar.console.width = _width() - 3
+            self._bar.console.width = line_width() - 3
             self._bar.update(self._task, completed=step)
 
     def status(self, text: str) -> None:

@@ -2,8 +2,8 @@
 
     args.json                          the flags of the run
     metrics.jsonl                      one line per step; keys that depend on the clock are named time/...
-    trajectories/train_000010.jsonl    samples of step 10, one line each; also eval_000010.jsonl, and
-                                       dropped_000010.jsonl for groups that dynamic sampling dropped
+    trajectories/train_000010.jsonl    samples that step 10 trained on, one line each; also eval_sampled_000010.jsonl,
+                                       eval_greedy_..., and dropped_... for groups that dynamic sampling dropped
     completions/                       the journal of completions, see rlkit.rollout.stream
     metrics.png                        the curves (`rlkit plot FOLDER` draws them again, or compares runs)
     checkpoints/                       see rlkit.model.checkpoint
@@ -21,18 +21,13 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from rlkit.files import append_file, explain_full_disk, replace_file, sync
 from rlkit.run.console import RunDisplay, say
-
-if TYPE_CHECKING:  # reading a run folder needs no torch
-    from rlkit.types import Trajectory
-
-Decode = Callable[[list[int]], str]
 
 FORMAT = 1  # of a run folder; increased when the files that a resume reads change
 _RUN = ("metrics.jsonl", "checkpoints", "completions")  # a new run would mix with them
@@ -50,6 +45,11 @@ class Run:
         self._progress = progress
         self._unsynced: set[Path] = set()
 
+    @property
+    def active(self) -> bool:
+        """Whether this rank writes and prints."""
+        return self._progress is not None
+
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl, and print the step if it is due (see `open_run`).
 
@@ -63,8 +63,8 @@ class Run:
         self._progress.step(step, line)
 
     def trajectories(self, step: int, rows: Iterable[Mapping[str, Any]], *, kind: str = "train") -> None:
-        """Append rows (see `trajectory_row`) to `trajectories/{kind}_{step}.jsonl`; they are in the file on return."""
-        if self._progress is not None:
+        """Append rows (`rlkit.run.samples`) to `trajectories/{kind}_{step}.jsonl`; they are in the file on return."""
+        if self.active:
             self._append(self.folder / "trajectories" / f"{kind}_{step:06d}.jsonl", rows)
 
     def status(self, text: str) -> None:
@@ -268,32 +268,6 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number} is not JSON: {line[:80]!r}; delete that line") from None
     return rows
-
-
-def trajectory_row(
-    trajectory: Trajectory, *, decode: Decode, group: int | None = None, with_ids: bool = False
-) -> dict[str, Any]:
-    """One sample as a JSON row for people: texts with special tokens, reward, length and finish reason.
-
-    `length` is the number of sampled tokens, `versions` are the weight versions that sampled them. `with_ids` adds the
-    token ids and their log-probs. A row with `continues` is a further piece of the episode of the row before it.
-    """
-    row = {
-        "group": group,
-        "prompt": decode(trajectory.prompt_ids),
-        "completion": decode(trajectory.ids),
-        "reward": trajectory.reward,
-        "score": trajectory.score,
-        "length": sum(trajectory.mask),
-        "versions": sorted({v for v, m in zip(trajectory.versions, trajectory.mask, strict=True) if m}),
-        "finish_reason": trajectory.info.get("finish_reason", "length" if trajectory.truncated else "stop"),
-        "info": {key: value for key, value in trajectory.info.items() if key != "finish_reason"},
-    }
-    if trajectory.continues:
-        row["continues"] = True
-    if with_ids:
-        row |= {"prompt_ids": trajectory.prompt_ids, "ids": trajectory.ids, "logp": trajectory.logp}
-    return row
 
 
 def _first_rank() -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 
 from rlkit._extras import optional
 from rlkit.files import replace_file
+from rlkit.run.console import reward_parts
 from rlkit.run.folder import read_metrics
 
 
@@ -83,7 +84,11 @@ def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | N
     if not folders:
         raise ValueError("give at least one run folder")
     runs = {_label(folder, folders): read_metrics(folder) for folder in folders}
-    panels = [p for p in PANELS if any(_series(rows, c.key)[0].size for rows in runs.values() for c in p.curves)]
+    panels = [
+        p
+        for p in (*PANELS, *_parts(runs))
+        if any(_series(rows, c.key)[0].size for rows in runs.values() for c in p.curves)
+    ]
     if not panels:
         raise ValueError(f"no metric to draw in {', '.join(map(str, folders))}: metrics.jsonl holds no finished step")
     columns = min(2, len(panels))
@@ -104,6 +109,13 @@ def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | N
     figure.savefig(picture, dpi=130, format=target.suffix[1:] or "png")
     replace_file(target, picture.getvalue())
     return target
+
+
+def _parts(runs: dict[str, list[dict[str, Any]]]) -> list[Panel]:
+    """The panel of the reward's parts, if a run has any."""
+    keys = dict.fromkeys(key for rows in runs.values() for row in rows for key in reward_parts(row))
+    curves = tuple(Curve(key, key.removeprefix("reward/")) for key in keys)
+    return [Panel("Parts of the reward", "mean per answer", curves, from_zero=False)] if curves else []
 
 
 def _draw(axis: Any, panel: Panel, runs: dict[str, list[dict[str, Any]]]) -> None:

@@ -49,9 +49,13 @@ RUNS = {  # name -> script, data, flags: together every metric
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory) -> dict[str, set[str]]:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("metrics")
+
+
+@pytest.fixture(scope="module")
+def keys(folder) -> dict[str, set[str]]:
     """What each run logs."""
-    folder = tmp_path_factory.mktemp("metrics")
     tokenizer = tiny_tokenizer()
     tiny_model(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=48).save_pretrained(
         folder / "model"
@@ -90,10 +94,18 @@ async def numbers_of_rewards() -> set[str]:
 
 
 async def test_the_page_has_the_keys_that_runs_log_and_no_others(keys):
-    page = tables(PAGE.read_text().partition("\n## In a loop of your own")[0])
+    page = tables(PAGE.read_text().partition("\n## Samples")[0])
     logged = set().union(*keys.values(), await numbers_of_rewards())
     assert "reward/size" in logged
     assert page == logged - {"reward/size"} | {"reward/NAME"}
+
+
+def test_the_page_has_the_keys_of_samples_and_no_others(keys, folder):
+    samples = PAGE.read_text().partition("\n## Samples")[2].partition("\n## ")[0]
+    files = list(folder.glob("*/trajectories/*.jsonl"))
+    assert {path.stem.rstrip("0123456789") for path in files} >= {"train_", "eval_sampled_", "eval_greedy_"}
+    rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    assert tables(samples) == {key for row in rows for key in row} | {"continues"}
 
 
 def test_keys_of_some_runs_only(keys):

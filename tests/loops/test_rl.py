@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections import Counter
@@ -17,8 +16,7 @@ from hypothesis import strategies as st
 
 from rlkit.advantages import group_centered
 from rlkit.data.prompts import Prompt
-from rlkit.data.tiny import tiny_tokenizer
-from rlkit.loops.evaluate import dump_to, rollout_metrics
+from rlkit.loops.evaluate import mean_advantages, rollout_metrics
 from rlkit.loops.rl import Signal, prompt_order, report_no_signal, run_in_thread
 from rlkit.metrics import finalize
 from rlkit.model import checkpoint
@@ -117,26 +115,20 @@ def test_metrics_count_episodes_and_ages_count_tokens():
     assert (got["staleness/mean"], got["staleness/max"]) == ((2 + 1 + 1 + 1 + 0 + 0) / 6, 2)
 
 
-def test_groups_are_written_where_they_belong_and_the_status_counts(tmp_path):
-    said = []
-    engine = SimpleNamespace(progress=SimpleNamespace(running=3, waiting=7))
-    with open_run(tmp_path / "run", steps=3) as run:
-        run.status = said.append
-        dump = dump_to(run, tiny_tokenizer(), engine=engine)
-        dump(Prompt([60], {}, 4), [sampled(1.0), sampled(0.0)], step=2, kept=True)
-        dump(Prompt([60], {}, 5), [sampled(1.0)], step=2, kept=True)
-        dump(Prompt([60], {}, 6), [sampled(0.0)], step=2, kept=False)
-        dump(Prompt([60], {}, 7), [sampled(1.0)], step=0, kind="eval_greedy")
-    groups = {
-        path.stem: [json.loads(line)["group"] for line in path.read_bytes().splitlines()]
-        for path in (tmp_path / "run" / "trajectories").iterdir()
-    }
-    assert groups == {"train_000002": [4, 4, 5], "dropped_000002": [6], "eval_greedy_000000": [7]}
-    assert [s.split(",")[0] for s in said] == [
-        "train: 1 groups", "train: 2 groups", "dropped: 1 groups", "eval_greedy: 1 groups",
-    ]  # fmt: skip
-    assert "reward 0.750" in said[1]
-    assert all(s.endswith("3 running, 7 queued") for s in said)
+def test_the_advantage_of_a_sample_is_the_mean_over_its_trained_tokens():
+    groups = [[sampled(1.0, ids=(65, 66, 67), versions=(0, -1, 0)), sampled(0.0)], [sampled(2.0)]]
+    batch = with_advantages(pack(groups), group_centered)
+    flat = [t for group in groups for t in group]
+    got = mean_advantages(batch, groups)
+    assert [got[id(t)] for t in flat] == [0.5, -0.5, 0.0]
+    steps = torch.arange(batch.mask.numel(), dtype=torch.float32)
+    got = mean_advantages(replace(batch, advantages=steps), groups)
+    starts = batch.cu_seqlens.tolist()
+    for t, a, b in zip(flat, starts, starts[1:]):
+        trained = [float(x) for x, on in zip(steps[a:b], batch.mask[a:b]) if on]
+        assert got[id(t)] == pytest.approx(sum(trained) / len(trained))
+    assert mean_advantages(pack(groups), groups) == {}
+    assert mean_advantages(batch, groups[:1]) == {}
 
 
 def test_a_folder_with_completions_in_it_is_refused_unless_resumed(tmp_path):

@@ -274,7 +274,7 @@ def test_manifest_lists_every_file_with_its_checksum(tmp_path):
 
     path = save_simple(tmp_path, 7)
     manifest = json.loads((path / "manifest.json").read_text())
-    assert (manifest["format"], manifest["step"], manifest["world_size"]) == (1, 7, 1)
+    assert (manifest["format"], manifest["step"], manifest["world_size"]) == (checkpoint.FORMAT, 7, 1)
     for name, entry in manifest["files"].items():
         data = (path / name).read_bytes()
         assert entry == {"size": len(data), "crc32": binascii.crc32(data)}
@@ -287,7 +287,7 @@ def rewritten(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize(("found", "by"), [
-    ({"format": 2, "rlkit": "7.1", "order": None, "files": None}, "format 2, written by rlkit 7.1, and"),
+    ({"format": 99, "rlkit": "7.1", "order": None, "files": None}, "format 99, written by rlkit 7.1, and"),
     ({"format": None, "rlkit": None}, "format None, written by an rlkit without format numbers, and"),
 ])  # fmt: skip
 def test_another_format_is_refused_with_the_version_that_wrote_it(tmp_path, found, by):
@@ -295,7 +295,8 @@ def test_another_format_is_refused_with_the_version_that_wrote_it(tmp_path, foun
     rewritten(path, **found)
     net = nn.Linear(4, 4)
     before = copy.deepcopy(net.state_dict())
-    message = rf"^{path} has checkpoint {by} rlkit {rlkit.__version__} reads format 1: resume with the version that wr"
+    reads = f"rlkit {rlkit.__version__} reads format {checkpoint.FORMAT}"
+    message = rf"^{path} has checkpoint {by} {reads}: resume with the version that wrote it"
     for read in (
         lambda: latest_checkpoint(tmp_path),
         lambda: load_checkpoint(path, model=net, optimizer=None),
@@ -315,12 +316,12 @@ def test_the_state_file_carries_the_format_too(tmp_path):
 
     path = save_simple(tmp_path, 1)
     state = torch.load(path / "state.pt", weights_only=True)
-    assert state["format"] == 1
-    torch.save({**state, "format": 3}, path / "state.pt")
+    assert state["format"] == checkpoint.FORMAT
+    torch.save({**state, "format": 99}, path / "state.pt")
     data = (path / "state.pt").read_bytes()
     files = json.loads((path / "manifest.json").read_text())["files"]
     rewritten(path, files={**files, "state.pt": {"size": len(data), "crc32": binascii.crc32(data)}})
-    with pytest.raises(ValueError, match=r"state\.pt has checkpoint format 3, written by rlkit .*: resume with"):
+    with pytest.raises(ValueError, match=r"state\.pt has checkpoint format 99, written by rlkit .*: resume with"):
         load_checkpoint(path, model=nn.Linear(4, 4), optimizer=None)
 
 
@@ -579,6 +580,14 @@ def test_a_folder_that_the_nodes_do_not_share_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"rank 0 does not see __8_0\.distcp, which rank 1 wrote"):
         save_simple(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_the_random_state_of_a_gpu_is_skipped_on_a_cpu():
+    states = checkpoint._random_states() | {"cuda": torch.zeros(16, dtype=torch.uint8)}
+    drawn = torch.rand(3)
+    checkpoint._set_random_states(states)
+    assert torch.equal(torch.rand(3), drawn)
 
 
 @pytest.mark.parametrize(("nbytes", "is_cuda", "free", "room"), [

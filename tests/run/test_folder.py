@@ -18,16 +18,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.data.tiny import tiny_tokenizer
 from rlkit.run.folder import (
     drop_after,
     keep_args,
     open_run,
     read_metrics,
-    trajectory_row,
 )
 from rlkit.run.saving import restore
-from rlkit.types import Trajectory
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,7 +140,8 @@ with open_run(folder, steps=steps, start=start, resume=holds_run(folder), active
         run.log(step, {"x": noise.random() / 3})
         if step % 5 == 0:
             run.sync()
-            (folder / "checkpoint").write_text(str(step))
+            (folder / "new").write_text(str(step))
+            (folder / "new").replace(folder / "checkpoint")
 """
 
 
@@ -227,36 +225,14 @@ def test_sync_reaches_every_open_file(tmp_path, monkeypatch):
     assert synced == [(tmp_path / "run" / name).stat().st_ino for name in files]
 
 
-def test_trajectory_rows_have_texts_rewards_and_finish_reasons(tmp_path):
-    tokenizer = tiny_tokenizer()
-    chat = [{"role": "user", "content": "häh?"}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    answer = [*tokenizer.encode("12", add_special_tokens=False), tokenizer.eos_token_id]
-    trajectory = Trajectory(
-        prompt_ids=prompt, ids=answer, mask=[True, False, True], logp=[-0.5, 0.0, -0.25], versions=[0, -1, 0],
-        reward=float("nan"), score=1.0, info={"finish_reason": "stop", "tool": {"calls": 2}},
-    )  # fmt: skip
-    expected = {
-        "group": 4,
-        "prompt": "<|im_start|>user\nhäh?<|im_end|>\n<|im_start|>assistant\n",
-        "completion": "12<|im_end|>",
-        "score": 1.0,
-        "length": 2,
-        "versions": [0],
-        "finish_reason": "stop",
-        "info": {"tool": {"calls": 2}},
-    }
-    row = trajectory_row(trajectory, decode=tokenizer.decode, group=4, with_ids=True)
+def test_rows_are_in_the_file_before_the_run_is_closed(tmp_path):
     with open_run(tmp_path, steps=1) as run:
-        run.trajectories(12, [row])
-        run.trajectories(12, [row, row])
-        read = rows_of(tmp_path / "trajectories" / "train_000012.jsonl")  # before the run is closed
+        run.trajectories(12, [{"prompt": "häh?"}])
+        run.trajectories(12, [{"reward": float("nan")}, {"reward": 1.0}])
+        read = rows_of(tmp_path / "trajectories" / "train_000012.jsonl")
     assert len(read) == 3
+    assert math.isnan(read[1]["reward"])
     assert "häh?" in (tmp_path / "trajectories" / "train_000012.jsonl").read_text(), "texts stay readable"
-    assert math.isnan(read[0].pop("reward"))
-    assert read[0] == expected | {"prompt_ids": prompt, "ids": answer, "logp": [-0.5, 0.0, -0.25]}
-    cut = Trajectory(prompt_ids=[1], ids=[2], mask=[True], logp=[0.0], versions=[0], truncated=True)
-    assert trajectory_row(cut, decode=str)["finish_reason"] == "length"
 
 
 def test_a_full_disk_cuts_no_line_and_is_explained(tmp_path):

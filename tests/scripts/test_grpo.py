@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -82,7 +83,11 @@ def test_a_run_writes_metrics_samples_plot_and_model(whole, task):
     assert result.stdout.count("\n") >= 10
     dump = [json.loads(line) for line in (output / "trajectories" / "train_000003.jsonl").read_text().splitlines()]
     assert len(dump) == 16
-    assert dump[0].keys() >= {"prompt", "completion", "reward", "length", "finish_reason"}
+    gold = {index: row["answer"] for index, row in enumerate(map(json.loads, (task / "train.jsonl").open()))}
+    groups = {row["group"]: [r["reward"] for r in dump if r["group"] == row["group"]] for row in dump}
+    for row in dump:
+        assert (row["step"], row["gold"]) == (3, gold[row["group"]])
+        assert row["advantage"] == pytest.approx(row["reward"] - fmean(groups[row["group"]]), abs=1e-6)
     assert (output / "metrics.png").read_bytes().startswith(b"\x89PNG")
     model = AutoModelForCausalLM.from_pretrained(output / "model")
     assert AutoTokenizer.from_pretrained(output / "model").chat_template

@@ -1,0 +1,177 @@
+"""The samples of a run: one row each in `trajectories/`, and a few of them on the screen.
+
+step 25, row 7 of the data: "What is 12 + 30?"   gold: "42"
+  reward advantage  correct   format  answer
+   1.100    +0.550    1.000    1.000  "<think>12 + 30 = 42</think> 42"
+   0.000    -0.550    0.000    0.000  "I do not know"
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rlkit.data.prompts import Prompt, prompt_messages
+from rlkit.rewards.text import gold_answer
+from rlkit.rollout.limits import success
+from rlkit.run.console import line_width
+from rlkit.run.folder import Run
+
+if TYPE_CHECKING:
+    from rlkit.types import Trajectory
+
+Decode = Callable[[list[int]], str]
+
+_NUM_SHOWN = 3  # samples of one group in a table
+
+
+@dataclass
+class _Tally:
+    """Counts of the groups in one file; `tokens` excludes the first group, which starts the clock."""
+
+    groups: int = 0
+    success: float = 0.0
+    tokens: int = 0
+    start: float = field(default_factory=time.perf_counter)
+
+
+class Samples:
+    """Writes the samples of a run into its folder, and shows the progress of the rollout.
+
+    The numbers of running and queued requests are the engine's `progress`, if it has one. `print_steps`: steps between
+    two tables of sampled answers on the screen, the first at step 1 (0: none).
+    """
+
+    def __init__(self, run: Run, tokenizer: Any, *, engine: Any, print_steps: int = 0) -> None:
+        self._run, self._engine, self._print_steps = run, engine, print_steps
+        self._tokenizer = tokenizer
+        self._tallies: dict[tuple[str, int], _Tally] = {}
+
+    def completed(
+        self, prompt: Prompt, group: Sequence[Trajectory], *, step: int, kind: str = "train", kept: bool = True
+    ) -> None:
+        """A group has its rewards: the `on_group` of streams and evaluations.
+
+        `kind` is `train`, `eval_sampled` or `eval_greedy`. A group that was not `kept` is written to
+        `dropped_{step}.jsonl`, one of an evaluation to `{kind}_{step}.jsonl`; `trained` writes those that train.
+        """
+        kind = kind if kept else "dropped"
+        if kind != "train" and self._run.active:
+            self._run.trajectories(step, self._rows(prompt, group, step=step), kind=kind)
+        tally = self._tallies.setdefault((kind, step), _Tally())
+        tally.groups += 1
+        tally.success += success(group)
+        tally.tokens += sum(sum(t.mask) for t in group) if tally.groups > 1 else 0
+        self._run.status(_status(kind, tally, getattr(self._engine, "progress", None)))
+
+    def trained(
+        self,
+        prompts: Sequence[Prompt],
+        groups: Sequence[Sequence[Trajectory]],
+        advantages: Mapping[int, float],
+        *,
+        step: int,
+    ) -> None:
+        """Write the groups that train in `step` to `train_{step}.jsonl`, and show one group if a table is due.
+
+        `advantages`: the mean advantage of a trajectory's trained tokens, by the trajectory's `id`. One without is null
+        in the file: it was dropped, or the step failed before its advantages were known.
+        """
+        if not self._run.active:
+            return
+        rows = [self._rows(*of, step=step, advantages=advantages) for of in zip(prompts, groups, strict=True)]
+        self._run.trajectories(step, [row for group in rows for row in group])
+        if rows and self._print_steps and (step == 1 or step % self._print_steps == 0):
+            shown = max(range(len(rows)), key=lambda i: _spread(rows[i]))
+            for line in table(rows[shown], question=self._question(prompts[shown]), width=line_width()):
+                self._run.say(line)
+
+    def _rows(
+        self, prompt: Prompt, group: Sequence[Trajectory], *, step: int, advantages: Mapping[int, float] | None = None
+    ) -> list[dict[str, Any]]:
+        known = {"step": step, "group": prompt.index, "gold": gold_answer(prompt.row)}
+        rows = [known | trajectory_row(t, decode=self._decode) for t in group]
+        if advantages is not None:
+            rows = [row | {"advantage": advantages.get(id(t))} for row, t in zip(rows, group, strict=True)]
+        return rows
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def _question(self, prompt: Prompt) -> str:
+        """The last message of the prompt, without the chat template."""
+        try:
+            content: str = prompt_messages(prompt.row)[-1]["content"]
+            return content
+        except (ValueError, KeyError, TypeError):  # made in Python, without a row
+            return self._decode(prompt.ids)
+
+
+def trajectory_row(trajectory: Trajectory, *, decode: Decode) -> dict[str, Any]:
+    """One sample as a JSON row for people: texts with special tokens, reward, length and finish reason.
+
+    `rewards` are the further numbers of the reward function, such as the parts of a sum. `length` is the number of
+    sampled tokens, `versions` are the weight versions that sampled them. A row with `continues` is a further piece of
+    the episode of the row before it.
+    """
+    info = {**trajectory.info}
+    row = {
+        "prompt": decode(trajectory.prompt_ids),
+        "completion": decode(trajectory.ids),
+        "reward": trajectory.reward,
+        "rewards": info.pop("metrics", {}),
+        "score": trajectory.score,
+        "length": sum(trajectory.mask),
+        "versions": sorted({v for v, m in zip(trajectory.versions, trajectory.mask, strict=True) if m}),
+        "finish_reason": info.pop("finish_reason", "length" if trajectory.truncated else "stop"),
+        "info": info,
+    }
+    return row | ({"continues": True} if trajectory.continues else {})
+
+
+def table(rows: Sequence[Mapping[str, Any]], *, question: str, width: int) -> list[str]:
+    """The lines that show a few samples of one group: the highest reward, the lowest, and one between them.
+
+    Texts are quoted as JSON, so that a line stays one line and no control character reaches the terminal.
+    """
+    order = sorted((row for row in rows if "continues" not in row), key=lambda row: row["reward"], reverse=True)
+    shown = order if len(order) <= _NUM_SHOWN else [order[0], order[len(order) // 2], order[-1]]
+    first = shown[0]
+    gold = "" if first["gold"] is None else f"   gold: {_quoted(first['gold'], width // 3)}"
+    title = f"  step {first['step']}, row {first['group'] + 1} of the data: "
+    parts = [name for name in first["rewards"] if "/" not in name]
+    columns = ["reward", "advantage", *parts]
+    widths = [max(9, len(name) + 1) for name in columns]
+    lines = [title + _quoted(question, width - len(title) - len(gold)) + gold]
+    lines.append("".join(f"{name:>{w}}" for name, w in zip(columns, widths)) + "  answer")
+    for row in shown:
+        numbers = [f"{row['reward']:.3f}", "-" if row["advantage"] is None else f"{row['advantage']:+.3f}"]
+        numbers += [f"{x:.3f}" if (x := row["rewards"].get(name)) is not None else "-" for name in parts]
+        cells = "".join(f"{text:>{w}}" for text, w in zip(numbers, widths))
+        lines.append(cells + "  " + _quoted(row["completion"], width - len(cells) - 2))
+    return lines
+
+
+def _quoted(text: Any, width: int) -> str:
+    """The text in at most `width` characters (at least 20); of a longer one the start and the end."""
+    width = max(20, width)
+    whole = json.dumps(text if isinstance(text, str) else str(text), ensure_ascii=False)
+    if len(whole) <= width:
+        return whole
+    head = (width - 5) // 2
+    return f"{whole[:head]} ... {whole[head + 5 - width :]}"
+
+
+def _spread(rows: Sequence[Mapping[str, Any]]) -> float:
+    rewards = [row["reward"] for row in rows]
+    return max(rewards, default=0.0) - min(rewards, default=0.0)
+
+
+def _status(kind: str, tally: _Tally, progress: Any) -> str:
+    rate = tally.tokens / max(1e-9, time.perf_counter() - tally.start)
+    queue = "" if progress is None else f", {progress.running} running, {progress.waiting} queued"
+    return f"{kind}: {tally.groups} groups, reward {tally.success / tally.groups:.3f}, {rate:.0f} tok/s{queue}"
