@@ -116,12 +116,15 @@ def begin(args: Any) -> Any:
     from rlkit.model.forward import check_path
     from rlkit.model.launch import choose_device, make_deterministic
     from rlkit.run.folder import keep_args
+    from rlkit.scripts.imports import defer_compiler
 
     if args.model.device:
         check_device(args.model.device)
     cuda = torch.cuda.is_available()
     bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     device, dtype = choose_device(args.model.device, args.optim.dtype, cuda=cuda, bf16=bf16)
+    if device == "cpu" and not getattr(getattr(args, "engine", None), "compile", False):
+        defer_compiler()
     args = replace(args, model=replace(args.model, device=device), optim=replace(args.optim, dtype=dtype))
     check_path(args.model.model)
     script = Path(getattr(sys.modules[type(args).__module__], "__file__", None) or "notebook").name

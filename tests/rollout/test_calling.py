@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from rlkit.rollout.calling import call
+from rlkit.rollout.calling import call, is_async
 
 
 class Adder:
@@ -77,3 +77,17 @@ except TimeoutError:
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert (out.stdout, out.stderr) == ("late\n", "")
+
+
+def test_an_async_function_is_one_or_an_object_that_is_called_like_one():
+    class Called:
+        async def __call__(self):
+            return 1
+
+    async def function():
+        return 1
+
+    assert is_async(function)
+    assert is_async(Called())
+    assert not is_async(lambda: function())
+    assert not is_async(Called)
