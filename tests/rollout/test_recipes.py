@@ -113,7 +113,7 @@ async def test_the_lines_for_the_command_line(tmp_path):
     vf_env = SimpleNamespace()
     given = {"step": None, "gymnasium": asked, "gem": asked, "textarena": asked, "agent": None}
     made = run("partial(adapters.rl2, step)", **given, load_environment=lambda: vf_env)
-    for function in (made.lake, made.guess, made.tictactoe, made.wiki):
+    for function in (made.game, made.guess, made.tictactoe, made.wiki):
         assert is_async(function(tokenizer))
     (tmp_path / "my_env.py").write_text(
         "from functools import partial\nfrom rlkit.rollout.envs import adapters\n"
