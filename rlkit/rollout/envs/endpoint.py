@@ -100,7 +100,7 @@ class _Episode:
                 self.error = self.error or error
                 raise
         if turn is None:
-            raise _BadRequest("there is no room for another turn", "context_length_exceeded")
+            raise _BadRequest("maximum context length: there is no room for another turn", "context_length_exceeded")
         num_prompt = len(self.chat.turns.context) - len(turn.ids)
         return _completion(turn, self._parse(turn.text), model=body.get("model", ""), num_prompt=num_prompt)
 
