@@ -41,22 +41,42 @@ COMMANDS = {
     "kto": "preference optimization on single responses, each labelled good or bad",
     "reward_model": "train a reward model on pairs",
     "sweep": "search for the best values of a command's flags (Optuna)",
+    "chat": "talk to the model of a run in the terminal",
     "plot": "draw or compare the curves of run folders",
     "track": "send a run's metrics to Weights & Biases, MLflow or TensorBoard",
     "copy": "copy a script to a file of your own",
 }
-FOREIGN = {  # flags of TRL and transformers by the flag here that does it
-    "beta": "kl_coef", "bf16": "dtype bf16", "dataset_name": "data", "epsilon": "clip_low", "epsilon_high": "clip_high",
-    "eval_strategy": "eval_steps", "gradient_accumulation_steps": "max_tokens (it bounds a micro-batch)",
-    "gradient_checkpointing": "parallel.activation_checkpointing", "learning_rate": "lr", "lora_r": "lora_rank",
-    "logging_steps": "print_steps", "lr_scheduler_type": "lr_schedule", "max_completion_length": "max_new_tokens",
-    "max_grad_norm": "max_norm", "max_length": "max_example_tokens", "max_prompt_length": "max_prompt_tokens",
+FOREIGN = {  # flags of TRL and transformers, and the flag here that does it: the first of several that the script has
+    "beta": "kl_coef", "bf16": "dtype bf16", "center_rewards_coefficient": "center_coef",
+    "chat_template_kwargs": "template_args", "cliprange": "clip_low and --clip-high", "cliprange_value": "value_clip",
+    "dataset_config": "data OWNER/NAME:CONFIG:SPLIT", "dataset_name": "data",
+    "dataset_test_split": "eval_data OWNER/NAME:CONFIG:SPLIT", "dataset_train_split": "data OWNER/NAME:CONFIG:SPLIT",
+    "epsilon": "clip_low", "epsilon_high": "clip_high", "eval_strategy": "eval_steps",
+    "gradient_accumulation_steps": "max_tokens (it bounds a micro-batch)",
+    "gradient_checkpointing": "parallel.activation_checkpointing", "lam": "lam_policy", "learning_rate": "lr",
+    "logging_steps": "print_steps", "lora_r": "lora_rank", "loss_type": "loss", "lr_scheduler_type": "lr_schedule",
+    "max_completion_length": "max_new_tokens", "max_grad_norm": "max_norm",
+    "max_length": "max_example_tokens | max_total_tokens", "max_prompt_length": "max_prompt_tokens",
     "max_steps": "steps", "model_name_or_path": "model", "num_generations": "group_size", "num_iterations": "epochs",
-    "num_train_epochs": "steps (epochs * rows / rows of a step)", "output_dir": "output", "use_peft": "lora_rank",
-    "per_device_train_batch_size": "batch_size or --prompts_per_step (of all devices)",
-    "resume_from_checkpoint": "resume", "reward_funcs": "reward", "save_total_limit": "keep",
-    "use_vllm": "engine sglang",
+    "num_mini_batches": "minibatches", "num_ppo_epochs": "epochs",
+    "num_train_epochs": "steps (epochs * rows / rows of a step)", "output_dir": "output",
+    "per_device_train_batch_size": "batch_size (of all devices) | prompts_per_step (of all devices)",
+    "precompute_ref_log_probs": "precompute_reference", "ref_model_sync_steps": "ref_sync_steps",
+    "response_length": "max_new_tokens", "resume_from_checkpoint": "resume", "reward_funcs": "reward",
+    "reward_model_path": "reward FILE.py:FUNCTION, with rlkit.rewards.judge.remote_reward_model",
+    "save_total_limit": "keep", "scale_rewards": "baseline", "sft_model_path": "model",
+    "total_episodes": "steps (episodes / prompts of a step)", "use_peft": "lora_rank", "use_vllm": "engine sglang",
 }  # fmt: skip
+NO_FLAG = {  # flags of TRL that need none here
+    "assistant_only_loss": "only assistant turns are trained on, always",
+    "completion_only_loss": "only responses are trained on, always",
+    "eos_token": "the chat template's end of turn and the tokenizer's eos_token end a response",
+    "lora_alpha": "alpha is twice --lora-rank",
+    "missing_eos_penalty": "subtract it in your reward, which may take `truncated`",
+    "packing": "examples are packed without padding, always, and do not see each other",
+    "padding_free": "examples are packed without padding, always",
+    "vf_coef": "the critic has its own optimizer: --critic-lr",
+}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -85,8 +105,8 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     own = argv[: argv.index("--")] if "--" in argv else argv  # what follows is another command's
     for given in (word.split("=")[0] for word in own if word.startswith("--")):
         name = given[2:].replace("-", "_")
-        if name in FOREIGN and name not in names:
-            _fail(f"{given} is --{FOREIGN[name].replace('_', '-')} here; docs/migrating.md has all options")
+        if name not in names and "lr" in names and (answer := _equivalent(name, names)):
+            _fail(f"{given} {answer}; docs/migrating.md has all options")
     try:
         with collected() as wrong:
             flags: Any = tyro.cli(kind, args=argv, description=description, config=(tyro.conf.SuppressFixed,))
@@ -99,6 +119,17 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     if isinstance(result, Path) and os.environ.get("RANK", "0") == "0":
         _print(f"exported {result}")
     return result
+
+
+def _equivalent(foreign: str, names: set[str]) -> str | None:
+    """What stands here for another system's flag, in a script with the flags `names`; None for an unknown one."""
+    if foreign in NO_FLAG:
+        return f"has no flag here: {NO_FLAG[foreign]}"
+    for choice in FOREIGN.get(foreign, "").split(" | "):
+        flag, *rest = choice.split(" ", 1)
+        if flag in names:
+            return " ".join([f"is --{flag.replace('_', '-')}", *rest, "here"])
+    return None
 
 
 def on_ranks(script: Callable[..., X], *args: Any) -> X | None:

@@ -1,0 +1,208 @@
+"""Talk to the model of a run, or to any model, in the terminal.
+
+    rlkit chat runs/grpo                                   Ctrl-C stops an answer, Ctrl-D or an empty line ends
+    rlkit chat Qwen/Qwen3-0.6B --system-prompt "Answer in one sentence."
+    rlkit chat runs/grpo --prompt "What is 2+2?"           print one answer
+    rlkit chat runs/grpo < questions.txt                   print an answer to each line, without history
+
+The args.json of a run gives the system prompt, the chat template and the sampling, unless a flag does.
+Where a conversation exceeds the model's positions, its oldest turns are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from rlkit.scripts.cli import run
+from rlkit.scripts.common import Data, check_device
+from rlkit.settings import Count, NotNegative, ParallelArgs, SamplingParams, check, refuse_if
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags."""
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """run folder (its model/, else its newest checkpoint), folder written by save_pretrained, or hub id"""
+    prompt: str | None = None
+    """print the answer to this prompt and end; None: read prompts from the terminal, or lines from a pipe"""
+    system_prompt: str | None = None
+    """system message; None: the run's"""
+    temperature: NotNegative | None = None
+    """sampling temperature (0: greedy); None: the run's, else 1"""
+    max_new_tokens: Count | None = None
+    """maximum tokens of an answer; None: the run's, else 1024"""
+    chat_template: bool = True
+    """render with the model's chat template; off for base models, which continue each prompt as plain text"""
+    template_args: str | None = None
+    """JSON object of further arguments of the chat template; None: the run's"""
+    device: str | None = None
+    """cpu, cuda or mps (untested). None: cuda if there is a GPU, else cpu"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        wrong = self.system_prompt and not self.chat_template
+        refuse_if(wrong, "`system_prompt` is part of the chat template: drop it, or --no-chat-template")
+
+
+@dataclass
+class Chat:
+    """A conversation with a model. `live` prints tokens as they are sampled, and keeps the history.
+
+    It is also the tokenizer of its engine, which decodes after each token to look for stop strings.
+    """
+
+    tokenizer: Any
+    data: Data
+    params: SamplingParams
+    live: bool
+    engine: Any = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+    shown: str = ""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        """Show the new text; "" without a stop string, so that the engine passes all tokens the next time too."""
+        self.show(ids)
+        text = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text if any(stop in text for stop in self.params.stop) else ""
+
+    def show(self, ids: list[int], *, end: bool = False) -> None:
+        """Print what `ids` add to the answer, except an incomplete character; at the end print everything."""
+        text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if end or (self.live and not text.endswith("\ufffd")):
+            write(text[len(self.shown) :] + "\n" * end)
+            self.shown = text
+
+    def ask(self, prompt: str) -> None:
+        """Print the answer and add both to the conversation; ValueError for a prompt that is too long."""
+        self.turns.append({"role": "user", "content": prompt})
+        self.shown = ""
+        try:
+            done = asyncio.run(self.engine.generate(self.tokens(), params=self.params))
+            self.show(done.ids, end=True)
+            if self.live and done.finish_reason == "length":
+                write(f"(stopped after {len(done.ids)} tokens)\n")
+        except KeyboardInterrupt:
+            if not self.live:
+                raise
+            write("\n")
+        self.turns.append({"role": "assistant", "content": self.shown})
+        if not (self.live and self.data.chat_template):
+            self.turns.clear()
+
+    def tokens(self) -> list[int]:
+        """The tokens of the conversation; the oldest turns are dropped until there is room for an answer."""
+        longest, dropped = self.engine.max_len, 0
+        room = min(self.params.max_new_tokens, longest // 2)
+        while len(ids := self.rendered()) + room > longest and len(self.turns) > 1:
+            del self.turns[:2]
+            dropped += 1
+        if len(ids) >= longest:
+            raise ValueError(f"the prompt has {len(ids)} tokens, and the model {longest} positions: shorten it")
+        if dropped:
+            write(f"(dropped {dropped} of the oldest turns: the model has {longest} positions)\n")
+        return ids
+
+    def rendered(self) -> list[int]:
+        """The tokens of all turns; without a chat template those of the prompt."""
+        from rlkit.data.chat import encode_all, render
+
+        if not self.data.chat_template:
+            return encode_all(self.tokenizer, [self.turns[-1]["content"]], add_special_tokens=True)[0]
+        system = [{"role": "system", "content": self.data.system_prompt}] if self.data.system_prompt else []
+        args = self.data.template()
+        return render(self.tokenizer, [*system, *self.turns], add_generation_prompt=True, template_args=args)
+
+
+def main(args: Args) -> None:
+    """Answer `--prompt`, the lines of a pipe, or what is typed in the terminal."""
+    folder, live = Path(args.run), args.prompt is None and sys.stdin.isatty() and sys.stdout.isatty()
+    flags = folder / "args.json"
+    kept = json.loads(flags.read_text()) if flags.is_file() else {}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    options = {**kept, **given, "chat_template": args.chat_template and kept.get("chat_template", True)}
+    rendering = {n: options[n] for n in ("system_prompt", "template_args", "chat_template") if n in options}
+    data = Data("-", **rendering)
+    model, tokenizer = load(folder, kept, device=args.device)
+    from rlkit.data.chat import stop_token_ids
+    from rlkit.rollout.engines.local import LocalEngine
+
+    ends = stop_token_ids(tokenizer, model.config, model.generation_config) if data.chat_template else ()
+    ends = (*ends, *kept.get("stop_token_ids", ()))
+    sampling = {n: options[n] for n in ("temperature", "max_new_tokens", "top_p", "top_k") if n in options}
+    stop = tuple(kept.get("stop", ())) or ("\0",)  # the engine decodes only where there is a stop string
+    chat = Chat(tokenizer, data, SamplingParams(**sampling, stop=stop, stop_token_ids=ends), live)
+    chat.engine = LocalEngine(model, tokenizer=chat, max_batch=1, seed=int.from_bytes(os.urandom(4)))
+    if live:
+        return talk(chat)
+    for line in filter(str.strip, sys.stdin if args.prompt is None else [args.prompt]):
+        chat.ask(line.rstrip("\n"))
+    return None
+
+
+def talk(chat: Chat) -> None:
+    """Answer what is typed, until Ctrl-D or an empty line."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  `input` then edits lines and has a history
+    write("Ctrl-C stops an answer, Ctrl-D or an empty line ends.\n")
+    while True:
+        try:
+            if not (line := input("> ")).strip():
+                return None
+            chat.ask(line)
+        except KeyboardInterrupt:
+            write("\n")
+        except EOFError:
+            return write("\n")
+        except ValueError as error:
+            chat.turns.pop()
+            write(f"error: {error}\n")
+
+
+def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any, Any]:
+    """The model and its tokenizer: of the run folder with the flags `kept`, or of another folder or hub id."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint
+    from rlkit.model.launch import choose_device, load_policy
+
+    if device:
+        check_device(device)
+    device, _ = choose_device(device, "fp32", cuda=torch.cuda.is_available(), bf16=False)
+    exported = (folder / "model" / "config.json").is_file()
+    if exported or not kept:
+        path = str(folder / "model" if exported else folder)
+        return load_policy(path, ParallelArgs(), device=device), AutoTokenizer.from_pretrained(path)
+    newest = latest_checkpoint(folder / "checkpoints")
+    if newest is None or "critic_lr" in kept or kept.get("ref_sync_steps"):
+        what = "no model/ yet, and no checkpoint of the policy alone: wait for the run's end, or resume it (--resume)"
+        raise FileNotFoundError(errno.ENOENT, what, str(folder))
+    model = load_policy(kept["model"], ParallelArgs(), device=device, lora_rank=kept.get("lora_rank", 0))
+    load_checkpoint(newest, model=model, optimizer=None)
+    sys.stderr.write(f"{folder} has no model/ yet: this is its checkpoint {newest.name}\n")
+    return model, AutoTokenizer.from_pretrained(kept["model"])
+
+
+def write(text: str) -> None:
+    """Write to stdout at once; end where its reader is gone (`| head -1`)."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    run(main, Args, __doc__)
