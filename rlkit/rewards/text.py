@@ -286,8 +286,23 @@ def _positive(**numbers: float) -> None:
             raise ValueError(f"{name} must be positive, got {value}")
 
 
+GOLD_COLUMNS = ("answer", "ground_truth", "solution", "label", "gt_answer")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def gold_answer(row: Mapping[str, Any]) -> Any | None:
+    """The gold answer of a row as it is written there, or None: the first of these columns that is there and not null.
+
+        answer, ground_truth, solution, label, gt_answer, reward_model.ground_truth (verl's Parquet files)
+
+    >>> gold_answer({"answer": None, "reward_model": {"ground_truth": "72"}})
+    '72'
+    """
+    nested = row.get("reward_model")
+    columns = [row.get(name) for name in GOLD_COLUMNS]
+    columns += [nested.get("ground_truth")] if isinstance(nested, Mapping) else []
+    return next((value for value in columns if value is not None), None)
 
 
 def squad_normalize(text: str) -> str:

@@ -14,7 +14,15 @@ from rlkit.rewards import Sample, load_function, run_reward
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "rewards.md").read_text()
 HELPERS = {
-    "text": {"squad_normalize", "repeated_share", "last_boxed", "last_tag", "last_number", "last_code_block"},
+    "text": {
+        "gold_answer",
+        "squad_normalize",
+        "repeated_share",
+        "last_boxed",
+        "last_tag",
+        "last_number",
+        "last_code_block",
+    },
     "math": {"equal"},
     "code": {"same_lines", "same_tokens"},
     "judge": {"score_line"},

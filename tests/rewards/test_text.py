@@ -12,6 +12,7 @@ from rlkit.rewards.text import (
     contains,
     exact_match,
     f1,
+    gold_answer,
     language_share,
     last_boxed,
     last_code_block,
@@ -53,6 +54,22 @@ def test_the_best_of_several_references_counts():
     for row in ({}, {"answer": []}, {"answer": 3}, {"answer": [3]}):
         with pytest.raises((ValueError, TypeError)):
             exact_match("a", row)
+
+
+def test_the_gold_answer_of_each_librarys_rows():
+    rows = [
+        {"question": "q", "answer": "So 70 + 2 = 72.\n#### 72"},  # openai/gsm8k
+        {"ground_truth": 0, "label": 5},
+        {"problem": "q", "solution": "$5$"},  # AI-MO/NuminaMath
+        {"label": "5", "reward_model": {"ground_truth": "6"}},
+        {"gt_answer": ["5", "6"]},  # ColossalAI
+        {"answer": None, "reward_model": {"style": "rule", "ground_truth": "72"}},  # verl
+        {"answer": None, "reward_model": "served"},
+        {},
+    ]
+    assert [gold_answer(row) for row in rows] == [
+        "So 70 + 2 = 72.\n#### 72", 0, "$5$", "5", ["5", "6"], "72", None, None,
+    ]  # fmt: skip
 
 
 @settings(max_examples=40, deadline=None)
