@@ -261,6 +261,7 @@ def test_trl_gets_the_keywords_that_it_takes():
     seen = {}
 
     def everything(prompts, completions, completion_ids, **columns):
+        assert all(callable(columns.pop(name)) for name in ("log_extra", "log_metric"))
         seen.update(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
         return [0.0, 1.0]
 
