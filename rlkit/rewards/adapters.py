@@ -127,7 +127,7 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
 
     | parameters                                             | adapter         |
     |--------------------------------------------------------|-----------------|
-    | `completions`, without `rows`                          | `trl`           |
+    | `completions`, without `rows`; `completion_ids` first  | `trl`           |
     | `solution_str`, `ground_truth`                         | `verl`          |
     | `queries`, `prompts`, `labels`                         | `openrlhf`      |
     | `args`, `sample`                                       | `slime`         |
@@ -137,10 +137,11 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     Any other function is returned unchanged.
     """
     try:
-        names = {*inspect.signature(function).parameters}
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return function
-    if "completions" in names and not names & {"rows", "row"}:
+    names, first = {*parameters}, next(iter(parameters), "")
+    if ("completions" in names or first == "completion_ids") and not names & {"rows", "row"}:
         return trl(function)
     for needed, adapter in _ADAPTERS.items():
         if names >= {*needed.split()} and not names & {"rows", "row", "completion"}:
@@ -323,7 +324,7 @@ def check_rows(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> 
     for index, row in enumerate(rows):
         for names in getattr(function, "needs", ()):
             if not any(name in row for name in names):
-                problem = f"{name_of(function)} needs the column {' or '.join(names)}"
+                problem = f"{name_of(function)} needs the column {' or '.join(map(repr, names))}"
                 raise column_error(place_of(rows, index), problem, row, "; rename one with --rename")
 
 

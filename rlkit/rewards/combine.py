@@ -24,8 +24,8 @@ def weighted(
 
         r_i = sum_k w_k r_ik          over the functions k that did not return None for sample i
 
-    A weight of 0 only logs the function. A sample for which every function with another weight returned None is an
-    error. See `combined` for what is logged and how failures count. The names of `weights` must be those of
+    A weight of 0 only logs the function's reward. A sample for which every function with another weight returned None
+    is an error. See `combined` for what is logged and how failures count. The names of `weights` must be those of
     `functions`.
 
     Differs: from TRL's `reward_funcs` with `reward_weights`: there such a sample has advantage 0.
@@ -39,15 +39,12 @@ def weighted(
         lost = absent.any(1) & (absent | (coefficients == 0)).all(1)
         return weighted_sum(rewards.nan_to_num(0.0), weights=coefficients).masked_fill(lost, math.nan)
 
-    return combined(functions, scalarize=scalarize, timeout_s=timeout_s, missing=math.nan)
+    logged_only = frozenset(name for name in functions if weights[name] == 0)
+    return _combined(functions, scalarize, timeout_s, missing=math.nan, logged_only=logged_only)
 
 
 def combined(
-    functions: Mapping[str, Callable[..., Any]],
-    *,
-    scalarize: Callable[[Tensor], Tensor],
-    timeout_s: float = 60.0,
-    missing: float | None = None,
+    functions: Mapping[str, Callable[..., Any]], *, scalarize: Callable[[Tensor], Tensor], timeout_s: float = 60.0
 ) -> Callable[..., Any]:
     """A reward function that makes one number of several named ones, `[N, K] -> [N]`, K in the order of `functions`.
 
@@ -56,10 +53,22 @@ def combined(
     (`functools.partial(tchebycheff, weights=..., ideal=...)`) or `lambda r: r.prod(1)`, which gives 0 for a wrong form.
     Each function's reward is logged under its name, its metrics and notes under `name/...`; `score` is the first
     `score` that a function gives. A sample that a function fails on is an error of that sample, with the function's
-    name; there is no default.
+    name; there is no default. None is such a failure, too.
+    """
+    return _combined(functions, scalarize, timeout_s)
 
-    `missing` is what `scalarize` gets where a function returned None; without it, None is an error. A NaN is not
-    logged, and an error of the sample if `scalarize` returns NaN for it.
+
+def _combined(
+    functions: Mapping[str, Callable[..., Any]],
+    scalarize: Callable[[Tensor], Tensor],
+    timeout_s: float,
+    *,
+    missing: float | None = None,
+    logged_only: frozenset[str] = frozenset(),
+) -> Callable[..., Any]:
+    """`combined`. With NaN as `missing`, None is NaN to `scalarize`, and an error only if that returns NaN.
+
+    A `score` of the functions `logged_only` is not used.
     """
     if not functions or set(RESERVED) & set(functions):
         raise ValueError(f"functions must have at least one name, other than {RESERVED}; got {list(functions)}")
@@ -77,7 +86,7 @@ def combined(
         async with off_the_clock():  # each function has a deadline of its own
             runs = [run_reward_each(f, samples, timeout_s=timeout_s, missing=missing) for f in functions.values()]
             columns = await asyncio.gather(*runs)
-        results = [_merged(functions, rewards) for rewards in zip(*columns)]
+        results = [_merged(dict(zip(functions, rewards)), logged_only) for rewards in zip(*columns)]
         good = [(i, result) for i, result in enumerate(results) if isinstance(result, Reward)]
         if good:
             table = [[result.metrics.get(name, math.nan) for name in functions] for _, result in good]
@@ -100,10 +109,10 @@ def _no_reward(names: list[str], index: int) -> RewardError:
     return RewardError(f"no reward for row {index + 1}: {cause}; {fix}", index=index, cause=cause)
 
 
-def _merged(functions: Mapping[str, Any], rewards: tuple[Reward | RewardError, ...]) -> Reward | RewardError:
+def _merged(rewards: Mapping[str, Reward | RewardError], logged_only: frozenset[str]) -> Reward | RewardError:
     """The results of the functions for one sample, under their names, without the combined reward."""
     merged = Reward(0.0)
-    for name, reward in zip(functions, rewards):
+    for name, reward in rewards.items():
         if isinstance(reward, RewardError):
             failed = RewardError(f"{name}: {reward}", index=reward.index, cause=f"{name}: {reward.cause}")
             failed.__cause__ = reward
@@ -111,7 +120,7 @@ def _merged(functions: Mapping[str, Any], rewards: tuple[Reward | RewardError, .
         own = {} if math.isnan(reward.reward) else {name: reward.reward}
         merged = Reward(
             0.0,
-            reward.score if merged.score is None else merged.score,
+            reward.score if merged.score is None and name not in logged_only else merged.score,
             {**merged.metrics, **own, **{f"{name}/{key}": value for key, value in reward.metrics.items()}},
             {**merged.notes, **{f"{name}/{key}": value for key, value in reward.notes.items()}},
         )
