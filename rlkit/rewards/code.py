@@ -62,7 +62,7 @@ async def stdin_tests(
     """Test a program that reads stdin and writes stdout: one run per test, each in its own sandbox.
 
     `row[column]` is `{"inputs": [text, ...], "outputs": [text, ...]}`, or that as JSON. A row without that column gives
-    `ground_truth` or `reward_model.ground_truth` (verl). A test passes if the program exits with code 0 within the
+    `ground_truth` or `reward_model.ground_truth`. A test passes if the program exits with code 0 within the
     limits, and `same(stdout, output)` (default: `same_lines`). The program only receives the input; the outputs stay in
     this process. With `all_or_nothing` testing stops at the first failure.
 
@@ -268,7 +268,7 @@ def _free_names(tests: list[str]) -> tuple[set[str], set[str], bool]:
 
 
 def _column(row: dict[str, Any], column: str) -> Any:
-    """`row[column]`, or where verl's files have the tests: `ground_truth`, `reward_model.ground_truth`."""
+    """`row[column]`, else `ground_truth`, else `reward_model.ground_truth`."""
     found = row.get(column)
     if found is None:
         found = gold_answer({name: row.get(name) for name in ("ground_truth", "reward_model")})

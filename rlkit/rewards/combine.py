@@ -28,7 +28,7 @@ def weighted(
     is an error. See `combined` for what is logged and how failures count. The names of `weights` must be those of
     `functions`.
 
-    Differs: from TRL's `reward_funcs` with `reward_weights`: there such a sample has advantage 0.
+    Differs: in TRL a sample for which every function returned None has advantage 0.
     """
     if set(functions) != set(weights):
         raise ValueError(f"functions and weights must have the same names, got {sorted(functions)}, {sorted(weights)}")

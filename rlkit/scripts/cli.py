@@ -54,8 +54,8 @@ FOREIGN = {  # flags of TRL and transformers by the flag here that does it
     "max_steps": "steps", "model_name_or_path": "model", "num_generations": "group_size", "num_iterations": "epochs",
     "num_train_epochs": "steps (epochs * rows / rows of a step)", "output_dir": "output", "use_peft": "lora_rank",
     "per_device_train_batch_size": "batch_size or --prompts_per_step (of all devices)",
-    "resume_from_checkpoint": "resume", "reward_funcs": "reward", "save_total_limit": "keep",
-    "use_vllm": "engine sglang",
+    "resume_from_checkpoint": "resume", "reward_funcs": "reward",
+    "reward_weights": "reward FILE.py:FUNCTION=WEIGHT", "save_total_limit": "keep", "use_vllm": "engine sglang",
 }  # fmt: skip
 
 

@@ -30,8 +30,8 @@ class Episodes:
     """Prompts, environment and reward."""
 
     reward: str | tuple[str, ...] | None = None
-    """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion; None: the environment's own reward. Several, each
-    with a weight, are summed and logged as reward/FUNCTION: a.py:right b.py:format=0.1 (default 1; 0: only logged)"""
+    """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion; None: the environment's own reward.
+    Several are summed with weights and logged as reward/FUNCTION, e.g. a.py:right b.py:form=0.1 (0: only logged)"""
     env: str | None = None
     """FILE.py:FUNCTION of an environment, `async def env(prompt, sample)`, or of a function tokenizer -> environment.
     None: one question, one answer"""
