@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 from types import SimpleNamespace
@@ -159,34 +159,31 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     `log_metric(name, value)` the metric `reward/name`. None is an error, except in a sum of several functions
     (`rlkit.rewards.combine.weighted`). docs/migrating.md has the versions.
 
-    Errors: TypeError for a function that requires `trainer_state` or `environments`, which only TRL's trainer has.
+    Errors: TypeError for a function that requires `trainer_state` or `environments`, which only TRL has.
     """
-    if foreign := {"trainer_state", "environments"}.intersection(_required(reward_func)):
-        raise TypeError(
-            f"{name_of(reward_func)} requires {sorted(foreign)}, which only TRL's trainer has: give the parameter a "
-            "default, or write (completion, row, ...), which asks for what the environment left by its name"
-        )
 
-    def call(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any, logs: dict[str, Any]) -> Any:
+    def call(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any) -> tuple[Callable[..., Any], Any]:
+        logs, added = _trl_logs(len(rows))
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
         prompts = columns.pop("prompt", None) or columns.pop("messages", None) or [*map(prompt_messages, rows)]
         chat = not isinstance(prompts[0], str)
         texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else completions
         given = {**columns, "prompts": prompts, "completions": texts, "completion_ids": completion_ids, **logs}
-        return reward_func(**_accepted(reward_func, given))
+        return added, reward_func(**_accepted(reward_func, given))
 
     def sync_reward(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any = None) -> Any:
-        logs, added = _trl_logs(len(rows))
-        return added(call(completions, rows, completion_ids, logs))
+        added, result = call(completions, rows, completion_ids)
+        return added(result)
 
     async def async_reward(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any = None) -> Any:
-        logs, added = _trl_logs(len(rows))
-        return added(await call(completions, rows, completion_ids, logs))
+        added, result = call(completions, rows, completion_ids)
+        return added(await result)
 
-    given = {"prompts", "completions", "completion_ids", "log_extra", "log_metric"}
-    columns = [(name,) for name in _required(reward_func) if name not in given]
-    return _as(reward_func, async_reward if is_async(reward_func) else sync_reward, needs=columns)
+    given, asked = {"prompts", "completions", "completion_ids", "log_extra", "log_metric"}, _required(reward_func)
+    foreign = [name for name in asked if name in ("trainer_state", "environments")]
+    columns = [(name,) for name in asked if name not in given]
+    return _as(reward_func, async_reward if is_async(reward_func) else sync_reward, foreign, columns)
 
 
 def _trl_logs(num: int) -> tuple[dict[str, Callable[..., Any]], Callable[[Any], Any]]:
@@ -196,18 +193,18 @@ def _trl_logs(num: int) -> tuple[dict[str, Callable[..., Any]], Callable[[Any], 
     def added(results: Any) -> Any:
         if not (notes or metrics) or len(results) != num:
             return results
-        for name, values in notes.items():
-            if len(values) != num:
-                raise ValueError(f"log_extra({name!r}) got {len(values)} values for {num} completions")
+        if uneven := [name for name, values in notes.items() if len(values) != num]:
+            raise ValueError(f"log_extra({uneven[0]!r}) got {len(notes[uneven[0]])} values for {num} completions")
         if taken := {"reward", "score"} & {*notes, *metrics}:
             raise ValueError(f"log_extra and log_metric cannot log {sorted(taken)}: choose another name")
         means = {name: fmean(map(float, values)) for name, values in metrics.items()}
         texts = [{name: str(values[i]) for name, values in notes.items()} for i in range(num)]
         return [{**means, **text, "reward": reward} for text, reward in zip(texts, results)]
 
-    log_extra = lambda column, values: notes[column].extend(values)  # noqa: E731
-    log_metric = lambda name, value: metrics[name].append(value)  # noqa: E731
-    return {"log_extra": log_extra, "log_metric": log_metric}, added
+    return {
+        "log_extra": lambda column, values: notes[column].extend(values),
+        "log_metric": lambda name, value: metrics[name].append(value),
+    }, added
 
 
 def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,25 +216,16 @@ def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
     `gold_answer`.
     """
 
-    def call(completion: str, row: dict[str, Any]) -> Any:
+    def reward(completion: str, row: dict[str, Any]) -> Any:
         given = {
             "data_source": row.get("data_source"), "solution_str": completion,
             "ground_truth": _gold(row, "reward_model"), "extra_info": row.get("extra_info"),
         }  # fmt: skip
-        return compute_score(**_accepted(compute_score, given))
-
-    def read(result: Any) -> Any:
+        result = compute_score(**_accepted(compute_score, given))
         return {**result, "reward": result["score"]} if isinstance(result, dict) else result
 
-    def sync_reward(completion: str, row: dict[str, Any]) -> Any:
-        return read(call(completion, row))
-
-    async def async_reward(completion: str, row: dict[str, Any]) -> Any:
-        return read(await call(completion, row))
-
-    given = dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info"))
-    reward = async_reward if is_async(compute_score) else sync_reward
-    return _as(compute_score, reward, keywords=_accepted(compute_score, given), needs=[_GOLD])
+    given = {"data_source", "solution_str", "ground_truth", "extra_info"}
+    return _as(compute_score, reward, [name for name in _required(compute_score) if name not in given], [_GOLD])
 
 
 def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,7 +244,7 @@ def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         rewards, scores = result["rewards"], result.get("scores")
         return {"reward": rewards[0], "score": (rewards if scores is None else scores)[0]}
 
-    return _as(reward_func, reward, "queries", "prompts", "labels", needs=[_GOLD])
+    return _as(reward_func, reward, _required(reward_func)[3:], [_GOLD])
 
 
 def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,10 +260,9 @@ def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
         prompt = row.get("prompt", row.get("messages"))
         sample = SimpleNamespace(prompt=prompt, response=completion, metadata=row.get("metadata"))
         sample.label = _gold(row, "label", required=False)
-        result = custom_rm(None, sample)
-        return await result if inspect.isawaitable(result) else result
+        return await custom_rm(None, sample)
 
-    return _as(custom_rm, reward, "args", "sample")
+    return _as(custom_rm, reward, _required(custom_rm)[2:])
 
 
 def rl2(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,11 +273,10 @@ def rl2(step: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     async def reward(completion: str, row: dict[str, Any]) -> dict[str, Any]:
-        result = step(row.get("prompt", ""), completion, row.get("extra_info", row))
-        result = await result if inspect.isawaitable(result) else result
+        result = await step(row.get("prompt", ""), completion, row.get("extra_info", row))
         return {"reward": result["reward"], "score": result["score"]}
 
-    return _as(step, reward, "state", "action", "extra_info")
+    return _as(step, reward, _required(step)[3:])
 
 
 def with_messages(reward_fn: Callable[[list[dict[str, Any]], Any], Any]) -> Callable[..., Any]:
@@ -304,7 +290,7 @@ def with_messages(reward_fn: Callable[[list[dict[str, Any]], Any], Any]) -> Call
         conversation = messages or [*prompt_messages(row), {"role": "assistant", "content": completion}]
         return reward_fn(conversation, _gold(row))
 
-    return _as(reward_fn, reward, "messages", "answer", needs=[_GOLD])
+    return _as(reward_fn, reward, _required(reward_fn)[2:], [_GOLD])
 
 
 _ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
@@ -344,25 +330,18 @@ def _required(function: Callable[..., Any]) -> list[str]:
 
 
 def _as(
-    function: Callable[..., Any],
-    reward: Any,
-    *arguments: str,
-    keywords: Mapping[str, Any] | None = None,
-    needs: Sequence[tuple[str, ...]] = (),
+    function: Callable[..., Any], reward: Any, foreign: Sequence[str], needs: Sequence[tuple[str, ...]] = ()
 ) -> Callable[..., Any]:
     """`reward`, which calls the user's `function`, with its name in errors and the columns that it `needs`.
 
-    TypeError if the function cannot be called with the `arguments` and `keywords` that its library gives, or is async
-    where `reward` does not await it.
+    TypeError for a function that requires parameters that only its own library has, or that is async where `reward`
+    does not await it.
     """
+    if foreign:
+        fix = "give the parameter a default, or write (completion, row)"
+        raise TypeError(f"{name_of(function)} requires {foreign}, which only its own library has: {fix}")
     if is_async(function) and not is_async(reward):
         raise TypeError(f"{name_of(function)} with these parameters must be a plain `def`, not `async def`")
-    if arguments or keywords:
-        try:
-            inspect.signature(function).bind(*arguments, **(keywords or {}))
-        except TypeError as error:
-            given = ", ".join(arguments or keywords or ())
-            raise TypeError(f"{name_of(function)} is called with ({given}): {error}") from None
     reward.__wrapped__, reward.__signature__, reward.needs = function, inspect.signature(reward), needs
     return reward
 

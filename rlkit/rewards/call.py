@@ -80,7 +80,7 @@ async def run_reward(function: Callable[..., Any], samples: Sequence[Sample], *,
 
     Differs: verl and TRL turn failures of common verifiers into reward 0 (verl issue 3407, TRL pull request 5281).
     """
-    results = await _results(function, samples, timeout_s)
+    results = await _results(function, samples, timeout_s, go_on=False, missing=None)
     for result in results:
         if isinstance(result, RewardError):
             raise result from result.__cause__
@@ -99,12 +99,7 @@ async def run_reward_each(
 
 
 async def _results(
-    function: Callable[..., Any],
-    samples: Sequence[Sample],
-    timeout_s: float,
-    *,
-    go_on: bool = False,
-    missing: float | None = None,
+    function: Callable[..., Any], samples: Sequence[Sample], timeout_s: float, *, go_on: bool, missing: float | None
 ) -> list[Reward | RewardError]:
     if not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s}")
@@ -122,12 +117,7 @@ async def _results(
     values = await run
     if batched:
         values = _one_each(function, values[0], len(samples))
-    return [
-        _failed(function, value, sample)
-        if isinstance(value, BaseException)
-        else _reward(function, value, sample, missing)
-        for value, sample in zip(values, samples)
-    ]
+    return [_reward(function, value, sample, missing) for value, sample in zip(values, samples)]
 
 
 def check_signature(function: Callable[..., Any], available: set[str] | None = None) -> tuple[str, list[str]]:
@@ -202,13 +192,13 @@ def _failed(function: Callable[..., Any], error: BaseException, sample: Sample |
     return failed
 
 
-def _reward(
-    function: Callable[..., Any], value: Any, sample: Sample, missing: float | None = None
-) -> Reward | RewardError:
+def _reward(function: Callable[..., Any], value: Any, sample: Sample, missing: float | None) -> Reward | RewardError:
     """A result as a `Reward`, or an error that names the sample. `missing` is the reward in place of None."""
+    if isinstance(value, BaseException):
+        return _failed(function, value, sample)
     if missing is not None and (value is None or (isinstance(value, dict) and value.get("reward", 0) is None)):
         others = {k: v for k, v in (value or {}).items() if v is not None}
-        found = _reward(function, {**others, "reward": 0.0}, sample)
+        found = _reward(function, {**others, "reward": 0.0}, sample, None)
         return replace(found, reward=missing) if isinstance(found, Reward) else found
     try:
         if isinstance(value, Reward):  # of `rlkit.rewards.combine`, which has checked all but the number that trains

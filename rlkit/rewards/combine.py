@@ -117,11 +117,9 @@ def _merged(rewards: Mapping[str, Reward | RewardError], logged_only: frozenset[
             failed = RewardError(f"{name}: {reward}", index=reward.index, cause=f"{name}: {reward.cause}")
             failed.__cause__ = reward
             return failed
-        own = {} if math.isnan(reward.reward) else {name: reward.reward}
-        merged = Reward(
-            0.0,
-            reward.score if merged.score is None and name not in logged_only else merged.score,
-            {**merged.metrics, **own, **{f"{name}/{key}": value for key, value in reward.metrics.items()}},
-            {**merged.notes, **{f"{name}/{key}": value for key, value in reward.notes.items()}},
-        )
+        if merged.score is None and name not in logged_only:
+            merged = replace(merged, score=reward.score)
+        merged.metrics.update({} if math.isnan(reward.reward) else {name: reward.reward})
+        merged.metrics.update({f"{name}/{key}": value for key, value in reward.metrics.items()})
+        merged.notes.update({f"{name}/{key}": value for key, value in reward.notes.items()})
     return merged

@@ -16,13 +16,8 @@ from rlkit._extras import lacks
 from rlkit.scripts.common import begin, function_of, load_policies, load_tokenizer, warn_of_repeats, warn_of_warmup
 from rlkit.settings import Count, Limit, Positive, Rollouts, Share, check, is_default, refuse_if
 
-ONE_TURN = (
-    "completion_ids",
-    "finish_reason",
-    "index",
-    "prompt_ids",
-    "truncated",
-)  # a reward may ask for, without `env`
+# what a reward may ask for by name without `env` and `tools`
+ONE_TURN = frozenset({"completion_ids", "finish_reason", "index", "prompt_ids", "truncated"})
 
 
 @dataclass(frozen=True)
@@ -81,24 +76,16 @@ class Episodes:
         found: dict[str, tuple[str, float | None]] = {}
         for text in given:
             name, equals, number = text.rpartition(":")[2].partition("=")
-            spec = text.removesuffix(equals + number)
-            weight = _weight(number) if equals else None
-            wrong = weight is not None and not math.isfinite(weight)
-            refuse_if(wrong, f"`reward` {text}: the weight must be a finite number, as in {spec}=0.5")
-            refuse_if(
-                name in RESERVED and (len(given) > 1 or bool(equals)),
-                f"`reward` {text}: reward/{name} is a metric of every run; rename the function",
-            )
-            refuse_if(
-                name in found,
-                f"`reward` names two functions {name}, {found.get(name, ('',))[0]} and {spec}, and each is logged as "
-                f"reward/{name}: rename one, or import it under another name in a file of your own",
-            )
+            spec, weight = text.removesuffix(equals + number), _weight(number) if equals else None
+            finite, taken = math.isfinite(weight or 0.0), name in RESERVED and (len(given) > 1 or equals)
+            refuse_if(not finite, f"`reward` {text}: the weight must be a finite number, as in {spec}=0.5")
+            refuse_if(taken, f"`reward` {text}: reward/{name} is a metric of every run; rename the function")
+            both = f"two functions {name}, {found.get(name, [''])[0]} and {spec}, and each is logged as reward/{name}"
+            fix = "rename one, or import it under another name in a file of your own"
+            refuse_if(name in found, f"`reward` names {both}: {fix}")
             found[name] = spec, weight
-        refuse_if(
-            bool(found) and all(weight == 0 for _, weight in found.values()),
-            "`reward` has only weights of 0, so nothing would train: give one function another weight",
-        )
+        nothing = found and all(weight == 0 for _, weight in found.values())
+        refuse_if(nothing, "`reward` has only weights of 0, so nothing would train: give one function another weight")
         return found
 
     def max_len(self, rollouts: Rollouts) -> int:
@@ -245,7 +232,7 @@ def reward_functions(episodes: Episodes, *parts: Any) -> dict[str, Any]:
         function = function_of("reward", spec)
         try:
             found[name] = function = adapted(function)
-            check_signature(function, {*ONE_TURN} if one_turn else None)
+            check_signature(function, set(ONE_TURN) if one_turn else None)
             for rows in parts:
                 check_rows(function, rows)
         except (TypeError, ValueError) as error:
@@ -277,12 +264,12 @@ def environment(args: Any, tokenizer: Any, rewards: dict[str, Any] | None = None
         return env, env_rewards(max_failed=how.reward_max_failed)
     functions = rewards or reward_functions(how)
     weights = {name: weight for name, (_, weight) in how.rewards().items()}
-    reward = next(iter(functions.values()))
+    reward, *_ = functions.values()
     if [*weights.values()] != [None]:
         from rlkit.rewards.combine import weighted
 
-        given = {name: 1.0 if weight is None else weight for name, weight in weights.items()}
-        reward = weighted(functions, weights=given, timeout_s=how.reward_timeout)
+        weights = {name: 1.0 if weight is None else weight for name, weight in weights.items()}
+        reward = weighted(functions, weights=weights, timeout_s=how.reward_timeout)
     limits = {"timeout_s": how.reward_timeout, "max_failed": how.reward_max_failed}
     return env, scorer(reward, tokenizer=tokenizer, **limits)
 

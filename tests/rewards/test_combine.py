@@ -164,7 +164,7 @@ async def test_functions_of_five_libraries_are_summed():
         assert (prompts, columns["level"]) == (["q", "q"], [3, 3])
         return [None if c == "no" else float(c == s) + len(i) for c, s, i in zip(completions, solution, completion_ids)]
 
-    def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    def of_verl(solution_str, ground_truth):
         return {"score": float(solution_str == ground_truth), "acc": 0.25}
 
     def of_openrlhf(queries, prompts, labels):

@@ -172,13 +172,16 @@ WRONG = [
         "reward.py:needs_level: rows.jsonl, line 1: reward.py:needs_level needs the column 'level'; columns found: "
         "['prompt', 'solution']; rename one with --rename",
     ),
-    (["reward.py:needs_state"], "reward.py:needs_state requires ['trainer_state'], which only TRL's trainer has"),
+    (["reward.py:needs_state"], "reward.py:needs_state requires ['trainer_state'], which only its own library has"),
     (
         ["reward.py:needs_more"],
         "reward.py:needs_more asks for ['state_of_game'], which the samples do not have; after (completion, row) it "
         "may ask for ['completion_ids', 'finish_reason', 'index', 'prompt_ids', 'truncated']",
     ),
-    (["reward.py:five"], "reward.py:five is called with (data_source, solution_str, ground_truth, extra_info): missi"),
+    (
+        ["reward.py:five"],
+        "reward.py:five requires ['url'], which only its own library has: give the parameter a default",
+    ),
     (["reward.py:openrlhf"], "reward.py:openrlhf with these parameters must be a plain `def`, not `async def`"),
     (
         ["reward.py:compute_score", "--data", "bare.jsonl"],
