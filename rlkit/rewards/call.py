@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ from typing import Any
 from rlkit._numbers import show as _show
 from rlkit._numbers import to_number
 from rlkit.rewards.timeouts import TimedOut, run_async, run_in_thread
+from rlkit.rollout.calling import is_async
 
 _COMPLETIONS, _ROWS = {"completion", "completions"}, {"row", "rows"}
 _FOREIGN = _COMPLETIONS | _ROWS | {  # names that cannot be meant as a completion or a row
     "prompt", "prompts", "query", "queries", "answer", "answers", "label", "labels", "ground_truth", "data_source",
 }  # fmt: skip
+
+RESERVED = ("mean", "std", "failed")  # of `reward/NAME` in metrics.jsonl: no name for one of several functions
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ async def run_reward(function: Callable[..., Any], samples: Sequence[Sample], *,
 
     Differs: verl and TRL turn failures of common verifiers into reward 0 (verl issue 3407, TRL pull request 5281).
     """
-    results = await _results(function, samples, timeout_s, go_on=False)
+    results = await _results(function, samples, timeout_s, go_on=False, missing=None)
     for result in results:
         if isinstance(result, RewardError):
             raise result from result.__cause__
@@ -85,17 +88,18 @@ async def run_reward(function: Callable[..., Any], samples: Sequence[Sample], *,
 
 
 async def run_reward_each(
-    function: Callable[..., Any], samples: Sequence[Sample], *, timeout_s: float
+    function: Callable[..., Any], samples: Sequence[Sample], *, timeout_s: float, missing: float | None = None
 ) -> list[Reward | RewardError]:
     """`run_reward`, but a failed sample has its `RewardError` in the list, and the others are still rewarded.
 
     A sync function is called for every sample even if each call times out: the whole may take `timeout_s` per sample.
+    `missing` is the reward of a sample for which the function returns None; without it, None is an error.
     """
-    return await _results(function, samples, timeout_s, go_on=True)
+    return await _results(function, samples, timeout_s, go_on=True, missing=missing)
 
 
 async def _results(
-    function: Callable[..., Any], samples: Sequence[Sample], timeout_s: float, *, go_on: bool
+    function: Callable[..., Any], samples: Sequence[Sample], timeout_s: float, *, go_on: bool, missing: float | None
 ) -> list[Reward | RewardError]:
     if not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s}")
@@ -109,14 +113,11 @@ async def _results(
         calls = [partial(function, [s.completion for s in samples], [s.row for s in samples], **extra)]
     else:
         calls = [partial(function, s.completion, s.row, **{n: k[n] for n in names}) for s, k in zip(samples, known)]
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    values = await (run_async(calls, timeout_s) if is_async else run_in_thread(calls, timeout_s, go_on=go_on))
+    run = run_async(calls, timeout_s) if is_async(function) else run_in_thread(calls, timeout_s, go_on=go_on)
+    values = await run
     if batched:
         values = _one_each(function, values[0], len(samples))
-    return [
-        _failed(function, value, sample) if isinstance(value, BaseException) else _reward(function, value, sample)
-        for value, sample in zip(values, samples)
-    ]
+    return [_reward(function, value, sample, missing) for value, sample in zip(values, samples)]
 
 
 def check_signature(function: Callable[..., Any], available: set[str] | None = None) -> tuple[str, list[str]]:
@@ -134,12 +135,12 @@ def check_signature(function: Callable[..., Any], available: set[str] | None = N
     leading = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
     if len(leading) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
         raise TypeError(
-            f"{_name(function)} must take (completion, row) or (completions, rows), got {inspect.signature(function)}"
+            f"{name_of(function)} must take (completion, row) or (completions, rows), got {inspect.signature(function)}"
         )
     for p, allowed in zip(leading, (_COMPLETIONS, _ROWS)):
         if p.name in _FOREIGN - allowed:
             raise TypeError(
-                f"{_name(function)} would get a completion and its row, and names them {[p.name for p in leading]}: "
+                f"{name_of(function)} would get a completion and its row, and names them {[p.name for p in leading]}: "
                 "write (completion, row), where the row has all columns, or wrap it (rlkit.rewards.adapters)"
             )
     further = [p for p in parameters if p not in leading and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -149,8 +150,8 @@ def check_signature(function: Callable[..., Any], available: set[str] | None = N
     missing = [p.name for p in further if p.name not in available and p.default is p.empty]
     if missing:
         raise TypeError(
-            f"{_name(function)} asks for {missing}, which the samples do not have; after (completion, row) it may ask "
-            f"for {sorted(available)}; columns of the data are in `row`"
+            f"{name_of(function)} asks for {missing}, which the samples do not have; after (completion, row) it may "
+            f"ask for {sorted(available)}; columns of the data are in `row`"
         )
     names = available.intersection(p.name for p in further)
     if inspect.Parameter.VAR_KEYWORD in kinds:
@@ -191,9 +192,17 @@ def _failed(function: Callable[..., Any], error: BaseException, sample: Sample |
     return failed
 
 
-def _reward(function: Callable[..., Any], value: Any, sample: Sample) -> Reward | RewardError:
-    """A result as a `Reward`, or an error that names the sample."""
+def _reward(function: Callable[..., Any], value: Any, sample: Sample, missing: float | None) -> Reward | RewardError:
+    """A result as a `Reward`, or an error that names the sample. `missing` is the reward in place of None."""
+    if isinstance(value, BaseException):
+        return _failed(function, value, sample)
+    if missing is not None and (value is None or (isinstance(value, dict) and value.get("reward", 0) is None)):
+        others = {k: v for k, v in (value or {}).items() if v is not None}
+        found = _reward(function, {**others, "reward": 0.0}, sample, None)
+        return replace(found, reward=missing) if isinstance(found, Reward) else found
     try:
+        if isinstance(value, Reward):  # of `rlkit.rewards.combine`, which has checked all but the number that trains
+            return replace(value, reward=_number(function, value.reward, sample, ""))
         if not isinstance(value, dict):
             return Reward(_number(function, value, sample, ""))
         if "reward" not in value:
@@ -226,7 +235,7 @@ def _number(function: Callable[..., Any], value: Any, sample: Sample, key: str) 
 
 def _error(function: Callable[..., Any], cause: str, fix: str, sample: Sample | None) -> RewardError:
     where = "a batch" if sample is None else f"row {sample.index + 1}"
-    lines = [f"reward function {_name(function)} failed on {where}: {cause}", f"  fix: {fix}"]
+    lines = [f"reward function {name_of(function)} failed on {where}: {cause}", f"  fix: {fix}"]
     if sample is not None:
         text = sample.completion
         shown = repr(text) if len(text) <= 240 else f"{text[:120]!r} ... {text[-120:]!r}"
@@ -234,9 +243,14 @@ def _error(function: Callable[..., Any], cause: str, fix: str, sample: Sample | 
     return RewardError("\n".join(lines), index=None if sample is None else sample.index, cause=cause)
 
 
-def _name(function: Callable[..., Any]) -> str:
-    """Such as `my_rewards.py:reward`, or only the name if the file is unknown."""
-    inner = inspect.unwrap(function.func if isinstance(function, partial) else function)
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function for errors: `my_rewards.py:reward`, or only the name if the file is unknown.
+
+    Of a partial or a wrapper it is that of the wrapped function.
+    """
+    inner: Any = function
+    while isinstance(inner, partial) or hasattr(inner, "__wrapped__"):
+        inner = inner.func if isinstance(inner, partial) else inner.__wrapped__
     name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
     code = getattr(inner, "__code__", None)
     return f"{Path(code.co_filename).name}:{name}" if code else name

@@ -22,7 +22,7 @@ from typing import Any
 
 from rlkit.rewards import sandbox
 from rlkit.rewards.sandbox import Limits
-from rlkit.rewards.text import last_code_block
+from rlkit.rewards.text import gold_answer, last_code_block
 from rlkit.rewards.timeouts import off_the_clock, time_left_s
 
 _MODULES = {
@@ -61,9 +61,10 @@ async def stdin_tests(
 ) -> dict[str, Any]:
     """Test a program that reads stdin and writes stdout: one run per test, each in its own sandbox.
 
-    `row[column]` is `{"inputs": [text, ...], "outputs": [text, ...]}`, or that as JSON. A test passes if the program
-    exits with code 0 within the limits, and `same(stdout, output)` (default: `same_lines`). The program only receives
-    the input; the outputs stay in this process. With `all_or_nothing` testing stops at the first failure.
+    `row[column]` is `{"inputs": [text, ...], "outputs": [text, ...]}`, or that as JSON. A row without that column gives
+    `ground_truth` or `reward_model.ground_truth`. A test passes if the program exits with code 0 within the
+    limits, and `same(stdout, output)` (default: `same_lines`). The program only receives the input; the outputs stay in
+    this process. With `all_or_nothing` testing stops at the first failure.
 
     Tests run one after another. `total_s` is their total budget in seconds of wall time (default: three times
     `limits.wall_s`), not counting waits for a core; tests that do not start within it fail. `url` is the address of a
@@ -104,9 +105,10 @@ async def assert_tests(
 ) -> dict[str, Any]:
     """Test functions and classes with Python tests that call them: `assert add(1, 2) == 3`.
 
-    `row[column]` is a list of sources, one per test, or one source (one test). They run in order and in one namespace,
-    so the first can import and define what the others need. If the row has an `entry_point`, the sources are as in
-    HumanEval, and `check(<entry_point>)` is appended to each.
+    `row[column]` is a list of sources, one per test, or one source (one test). A row without that column gives
+    `ground_truth` or `reward_model.ground_truth`. The tests run in order and in one namespace, so the first can import
+    and define what the others need. If the row has an `entry_point`, the sources are as in HumanEval, and
+    `check(<entry_point>)` is appended to each.
 
     Solution and tests run in two sandboxes, and only calls, arguments and results cross: the solution can neither read
     the tests nor end them, and the tests' own interpreter compares results, so an object that claims to be equal to
@@ -263,6 +265,10 @@ def _free_names(tests: list[str]) -> tuple[set[str], set[str], bool]:
 
 
 def _column(row: dict[str, Any], column: str) -> Any:
-    if row.get(column) is None:
-        raise ValueError(f"the row has no {column!r}; columns found: {sorted(row)}")
-    return row[column]
+    """`row[column]`, else `ground_truth`, else `reward_model.ground_truth`."""
+    found = row.get(column)
+    if found is None:
+        found = gold_answer({name: row.get(name) for name in ("ground_truth", "reward_model")})
+    if found is None:
+        raise ValueError(f"the row has no {column!r}, nor reward_model.ground_truth; columns found: {sorted(row)}")
+    return found

@@ -1,16 +1,19 @@
-"""Several rewards as one: a weighted sum, or any function of them. Each is logged under its name."""
+"""Combine several rewards: a weighted sum, or any function of them. Each is logged under its name."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkit.objectives import weighted_sum
-from rlkit.rewards.call import Reward, RewardError, Sample, run_reward_each
+from rlkit.rewards.adapters import adapted
+from rlkit.rewards.call import RESERVED, Reward, RewardError, Sample, check_signature, run_reward_each
 from rlkit.rewards.timeouts import off_the_clock
 
 
@@ -19,16 +22,25 @@ def weighted(
 ) -> Callable[..., Any]:
     """A reward function that is the weighted sum of others.
 
-        r_i = sum_k w_k r_ik
+        r_i = sum_k w_k r_ik          over the functions k that did not return None for sample i
 
-    See `combined` for what is logged and how failures count. The names of `weights` must be those of `functions`.
+    A weight of 0 only logs the function's reward. A sample for which every function with another weight returned None
+    is an error. See `combined` for what is logged and how failures count. The names of `weights` must be those of
+    `functions`.
+
+    Differs: in TRL a sample for which every function returned None has advantage 0.
     """
     if set(functions) != set(weights):
         raise ValueError(f"functions and weights must have the same names, got {sorted(functions)}, {sorted(weights)}")
     coefficients = torch.tensor([float(weights[name]) for name in functions], dtype=torch.float64)
-    return combined(
-        functions, scalarize=lambda rewards: weighted_sum(rewards, weights=coefficients), timeout_s=timeout_s
-    )
+
+    def scalarize(rewards: Tensor) -> Tensor:
+        absent = rewards.isnan()
+        lost = absent.any(1) & (absent | (coefficients == 0)).all(1)
+        return weighted_sum(rewards.nan_to_num(0.0), weights=coefficients).masked_fill(lost, math.nan)
+
+    logged_only = frozenset(name for name in functions if weights[name] == 0)
+    return _combined(functions, scalarize, timeout_s, missing=math.nan, logged_only=logged_only)
 
 
 def combined(
@@ -36,14 +48,33 @@ def combined(
 ) -> Callable[..., Any]:
     """A reward function that makes one number of several named ones, `[N, K] -> [N]`, K in the order of `functions`.
 
-    The functions may have any form that `run_reward` accepts. They run concurrently, and `timeout_s` bounds each of
-    their calls. `scalarize` may be one of `rlkit.objectives` (`functools.partial(tchebycheff, weights=..., ideal=...)`)
-    or `lambda r: r.prod(1)`, which gives 0 for a wrong form. Each function's reward is logged under its name, its
-    metrics and notes under `name/...`; `score` is the first `score` that a function gives. A sample that a function
-    fails on is an error of that sample, with the function's name; there is no default.
+    The functions may have any form that `run_reward` accepts, or another library's (`rlkit.rewards.adapters.adapted`).
+    They run concurrently, and `timeout_s` bounds each of their calls. `scalarize` may be one of `rlkit.objectives`
+    (`functools.partial(tchebycheff, weights=..., ideal=...)`) or `lambda r: r.prod(1)`, which gives 0 for a wrong form.
+    Each function's reward is logged under its name, its metrics and notes under `name/...`; `score` is the first
+    `score` that a function gives. A sample that a function fails on is an error of that sample, with the function's
+    name; there is no default. None is such a failure, too.
     """
-    if not functions or {"reward", "score"} & set(functions):
-        raise ValueError(f"functions must have at least one name, other than reward and score; got {list(functions)}")
+    return _combined(functions, scalarize, timeout_s)
+
+
+def _combined(
+    functions: Mapping[str, Callable[..., Any]],
+    scalarize: Callable[[Tensor], Tensor],
+    timeout_s: float,
+    *,
+    missing: float | None = None,
+    logged_only: frozenset[str] = frozenset(),
+) -> Callable[..., Any]:
+    """`combined`. With NaN as `missing`, None is NaN to `scalarize`, and an error only if that returns NaN.
+
+    A `score` of the functions `logged_only` is not used.
+    """
+    if not functions or set(RESERVED) & set(functions):
+        raise ValueError(f"functions must have at least one name, other than {RESERVED}; got {list(functions)}")
+    functions = {name: adapted(function) for name, function in functions.items()}
+    for function in functions.values():
+        check_signature(function)
 
     async def reward(
         completions: list[str], rows: list[dict[str, Any]], *, index: list[int], **extra: Any
@@ -53,31 +84,42 @@ def combined(
             for i, (completion, row) in enumerate(zip(completions, rows))
         ]
         async with off_the_clock():  # each function has a deadline of its own
-            runs = [run_reward_each(function, samples, timeout_s=timeout_s) for function in functions.values()]
+            runs = [run_reward_each(f, samples, timeout_s=timeout_s, missing=missing) for f in functions.values()]
             columns = await asyncio.gather(*runs)
-        results = [_merged(functions, rewards) for rewards in zip(*columns)]
-        good = [result for result in results if isinstance(result, dict)]
+        results = [_merged(dict(zip(functions, rewards)), logged_only) for rewards in zip(*columns)]
+        good = [(i, result) for i, result in enumerate(results) if isinstance(result, Reward)]
         if good:
-            values = scalarize(torch.tensor([[r[name] for name in functions] for r in good], dtype=torch.float64))
+            table = [[result.metrics.get(name, math.nan) for name in functions] for _, result in good]
+            values = scalarize(torch.tensor(table, dtype=torch.float64))
             if values.shape != (len(good),):
                 raise ValueError(f"scalarize must give one number per sample, [{len(good)}], got {list(values.shape)}")
-            for result, value in zip(good, values.tolist()):
-                result["reward"] = value
+            for (i, result), parts, value in zip(good, table, values.tolist()):
+                absent = [name for name, part in zip(functions, parts) if math.isnan(part)]
+                lost = math.isnan(value) and absent
+                results[i] = _no_reward(absent, index[i]) if lost else replace(result, reward=value)
         return results
 
     return reward
 
 
-def _merged(functions: Mapping[str, Any], rewards: tuple[Reward | RewardError, ...]) -> dict[str, Any] | RewardError:
-    """The results of the functions for one sample, under their names."""
-    merged: dict[str, Any] = {}
-    for name, reward in zip(functions, rewards):
+def _no_reward(names: list[str], index: int) -> RewardError:
+    """The error of a sample that only the named functions could have judged, which returned None."""
+    cause = f"{' and '.join(names)} returned None, and nothing else gives a reward"
+    fix = "return a number from one of the reward functions, or drop the row"
+    return RewardError(f"no reward for row {index + 1}: {cause}; {fix}", index=index, cause=cause)
+
+
+def _merged(rewards: Mapping[str, Reward | RewardError], logged_only: frozenset[str]) -> Reward | RewardError:
+    """The results of the functions for one sample, under their names, without the combined reward."""
+    merged = Reward(0.0)
+    for name, reward in rewards.items():
         if isinstance(reward, RewardError):
             failed = RewardError(f"{name}: {reward}", index=reward.index, cause=f"{name}: {reward.cause}")
             failed.__cause__ = reward
             return failed
-        merged[name] = reward.reward
-        merged.update({f"{name}/{key}": value for key, value in {**reward.metrics, **reward.notes}.items()})
-        if reward.score is not None:
-            merged.setdefault("score", reward.score)
+        if merged.score is None and name not in logged_only:
+            merged = replace(merged, score=reward.score)
+        merged.metrics.update({} if math.isnan(reward.reward) else {name: reward.reward})
+        merged.metrics.update({f"{name}/{key}": value for key, value in reward.metrics.items()})
+        merged.notes.update({f"{name}/{key}": value for key, value in reward.notes.items()})
     return merged

@@ -1,4 +1,4 @@
-r"""Rewards for mathematics: the answer equals the row's answer, as decided by math-verify.
+r"""Rewards for mathematics: the answer equals the row's gold answer, as decided by math-verify.
 
 math-verify runs in worker processes (`pebble.ProcessPool`): its own timeout is an alarm signal, which fails outside the
 main thread (verl issue 3407), and symbolic algebra on a model's output can hang or use up all memory. Such a worker is
@@ -26,7 +26,7 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, NamedTuple
 
 from rlkit._extras import missing, optional
-from rlkit.rewards.text import last_boxed, last_tag
+from rlkit.rewards.text import GOLD_COLUMNS, gold_answer, last_boxed, last_tag
 from rlkit.rewards.timeouts import num_cores, off_the_clock, time_left_s, turn
 
 _WHY = "rewards for mathematics need"
@@ -51,12 +51,12 @@ class Verdict(NamedTuple):
 
 
 async def boxed(
-    completion: str, row: dict[str, Any], *, column: str = "answer", timeout_s: float = 10.0
+    completion: str, row: dict[str, Any], *, column: str | None = None, timeout_s: float = 10.0
 ) -> dict[str, Any]:
-    r"""1 if the content of the completion's last `\boxed{...}` equals `row[column]` as mathematics, else 0.
+    r"""1 if the content of the completion's last `\boxed{...}` equals the gold answer as mathematics, else 0.
 
-    No box is no answer: 0. The gold answer may be bare (`1/2`), in dollars, a solution whose last box counts (MATH),
-    or end with `#### 72` (GSM8K).
+    No box is no answer: 0. The gold answer is `row[column]`, or without `column` what `rlkit.rewards.text.gold_answer`
+    finds. It may be bare (`1/2`), in dollars, a solution whose last box counts (MATH), or end with `#### 72` (GSM8K).
 
     Differs: TRL's `accuracy_reward` and verl's `math_verify` look for an answer in the whole text (`anywhere`).
     """
@@ -64,11 +64,12 @@ async def boxed(
 
 
 async def answer_tag(
-    completion: str, row: dict[str, Any], *, column: str = "answer", timeout_s: float = 10.0
+    completion: str, row: dict[str, Any], *, column: str | None = None, timeout_s: float = 10.0
 ) -> dict[str, Any]:
-    """1 if the content of the completion's last `<answer>...</answer>` equals `row[column]` as mathematics, else 0.
+    """1 if the content of the completion's last `<answer>...</answer>` equals the gold answer as mathematics, else 0.
 
-    A box inside the tag is opened. See `rlkit.rewards.text.think_answer_tags` for a reward for the form alone.
+    The gold answer is found as by `boxed`. A box inside the tag is opened. See `rlkit.rewards.text.think_answer_tags`
+    for a reward for the form alone.
     """
     found = last_tag(completion, tag="answer")
     answer = found if found is None else last_boxed(found) or found
@@ -76,12 +77,12 @@ async def answer_tag(
 
 
 async def anywhere(
-    completion: str, row: dict[str, Any], *, column: str = "answer", timeout_s: float = 10.0
+    completion: str, row: dict[str, Any], *, column: str | None = None, timeout_s: float = 10.0
 ) -> dict[str, Any]:
-    """1 if what math-verify takes for the answer of the text after the last `</think>` equals `row[column]`, else 0.
+    """1 if what math-verify takes for the answer of the text after the last `</think>` equals the gold answer, else 0.
 
-    It prefers a box, then "the answer is ...", then the last formula or number: lenient, for models without a format.
-    Of a long text the last 12 000 characters are read.
+    The gold answer is found as by `boxed`. math-verify prefers a box, then "the answer is ...", then the last formula
+    or number: lenient, for models without a format. Of a long text the last 12 000 characters are read.
 
     Differs: TRL's `accuracy_reward` and verl's `math_verify` read the thinking, too.
     """
@@ -121,11 +122,12 @@ async def equal(gold: str, answer: str, *, search: bool = False, timeout_s: floa
 
 
 async def _judged(
-    answer: str | None, row: dict[str, Any], column: str, timeout_s: float, missing: str, *, search: bool = False
+    answer: str | None, row: dict[str, Any], column: str | None, timeout_s: float, missing: str, *, search: bool = False
 ) -> dict[str, Any]:
-    gold = row.get(column)
+    gold = gold_answer(row) if column is None else row.get(column)
     if gold is None:
-        raise ValueError(f"the row has no {column!r}; columns found: {sorted(row)}")
+        what = f"{column!r}" if column else f"gold answer ({', '.join(GOLD_COLUMNS)} or reward_model.ground_truth)"
+        raise ValueError(f"the row has no {what}; columns found: {sorted(row)}")
     if not answer:
         return {"reward": 0.0, "answered": 0.0, "undecided": 0.0, "reason": missing}
     verdict = await equal(str(gold), answer, search=search, timeout_s=timeout_s)

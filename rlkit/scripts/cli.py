@@ -63,6 +63,7 @@ FOREIGN = {  # flags of TRL and transformers, and the flag here that does it: th
     "per_device_train_batch_size": "batch_size (of all devices) | prompts_per_step (of all devices)",
     "precompute_ref_log_probs": "precompute_reference", "ref_model_sync_steps": "ref_sync_steps",
     "response_length": "max_new_tokens", "resume_from_checkpoint": "resume", "reward_funcs": "reward",
+    "reward_weights": "reward FILE.py:FUNCTION=WEIGHT",
     "reward_model_path": "reward FILE.py:FUNCTION, with rlkit.rewards.judge.remote_reward_model",
     "save_total_limit": "keep", "scale_rewards": "baseline", "sft_model_path": "model",
     "total_episodes": "steps (episodes / prompts of a step)", "use_peft": "lora_rank", "use_vllm": "engine sglang",

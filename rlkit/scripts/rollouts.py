@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, nullcontext
@@ -15,13 +16,17 @@ from rlkit._extras import lacks
 from rlkit.scripts.common import begin, function_of, load_policies, load_tokenizer, warn_of_repeats, warn_of_warmup
 from rlkit.settings import Count, Limit, Positive, Rollouts, Share, check, is_default, refuse_if
 
+# what a reward may ask for by name without `env` and `tools`
+ONE_TURN = frozenset({"completion_ids", "finish_reason", "index", "prompt_ids", "truncated"})
+
 
 @dataclass(frozen=True)
 class Episodes:
     """Prompts, environment and reward."""
 
-    reward: str | None = None
-    """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion; None: the environment's own reward"""
+    reward: str | tuple[str, ...] | None = None
+    """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion; None: the environment's own reward.
+    Several are summed with weights and logged as reward/FUNCTION, e.g. a.py:right b.py:form=0.1 (0: only logged)"""
     env: str | None = None
     """FILE.py:FUNCTION of an environment, `async def env(prompt, sample)`, or of a function tokenizer -> environment.
     None: one question, one answer"""
@@ -49,7 +54,8 @@ class Episodes:
     def __post_init__(self) -> None:
         check(self)
         one_turn = self.env is None and not self.tools
-        refuse_if(self.reward is None and self.env is None, "give `reward`, `env` or both: something has to judge")
+        self.rewards()
+        refuse_if(not self.reward and self.env is None, "give `reward`, `env` or both: something has to judge")
         refuse_if(
             self.max_turns is not None and one_turn, "`max_turns` is for `env` or `tools`: else there is one turn"
         )
@@ -61,6 +67,26 @@ class Episodes:
             (self.env is not None or not self.tools) and not is_default(self, "tool_calls"),
             "`tool_calls` says how calls of `tools` are read where there is no `env`",
         )
+
+    def rewards(self) -> dict[str, tuple[str, float | None]]:
+        """(FILE.py:FUNCTION, weight or None) of each reward function, by the name of the function."""
+        from rlkit.rewards.call import RESERVED
+
+        given = (self.reward,) if isinstance(self.reward, str) else self.reward or ()
+        found: dict[str, tuple[str, float | None]] = {}
+        for text in given:
+            name, equals, number = text.rpartition(":")[2].partition("=")
+            spec, weight = text.removesuffix(equals + number), _weight(number) if equals else None
+            finite, taken = math.isfinite(weight or 0.0), name in RESERVED and (len(given) > 1 or equals)
+            refuse_if(not finite, f"`reward` {text}: the weight must be a finite number, as in {spec}=0.5")
+            refuse_if(taken, f"`reward` {text}: reward/{name} is a metric of every run; rename the function")
+            both = f"two functions {name}, {found.get(name, [''])[0]} and {spec}, and each is logged as reward/{name}"
+            fix = "rename one, or import it under another name in a file of your own"
+            refuse_if(name in found, f"`reward` names {both}: {fix}")
+            found[name] = spec, weight
+        nothing = found and all(weight == 0 for _, weight in found.values())
+        refuse_if(nothing, "`reward` has only weights of 0, so nothing would train: give one function another weight")
+        return found
 
     def max_len(self, rollouts: Rollouts) -> int:
         """The longest context of an episode."""
@@ -158,13 +184,14 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     from rlkit.data.forms import PROMPT
 
     rows = args.data.rows(PROMPT, limit=args.episodes.eval_limit)  # before torch is loaded
+    rewards = reward_functions(args.episodes, *rows)
     args = begin(args)
     from transformers import AutoConfig
 
     from rlkit.loops.rl import Task
 
     tokenizer = load_tokenizer(args.model.model, args.reference, getattr(args, "critic", None))
-    env, score = environment(args, tokenizer)
+    env, score = environment(args, tokenizer, rewards)
     prompts, held_out = (render(args, tokenizer, part) for part in rows)
     warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
     check_lengths(args, prompts + held_out, AutoConfig.from_pretrained(args.model.model).get_text_config())
@@ -190,8 +217,31 @@ def load_tools(episodes: Episodes) -> list[Any]:
     return [function_of("tools", spec) for spec in episodes.tools]
 
 
-def environment(args: Any, tokenizer: Any) -> tuple[Any, Any]:
-    """The `env` and the `score` of `rlkit.rollout.rollout`."""
+def reward_functions(episodes: Episodes, *parts: Any) -> dict[str, Any]:
+    """The reward functions of the flags, by name, checked against the rows of each of the `parts` of the data.
+
+    ValueError for a function that does not exist, that cannot be called with what a sample has, or that needs a column
+    which a row lacks. Does not import torch.
+    """
+    from rlkit.rewards.adapters import adapted, check_rows
+    from rlkit.rewards.call import check_signature
+
+    one_turn = episodes.env is None and not episodes.tools
+    found = {}
+    for name, (spec, _) in episodes.rewards().items():
+        function = function_of("reward", spec)
+        try:
+            found[name] = function = adapted(function)
+            check_signature(function, set(ONE_TURN) if one_turn else None)
+            for rows in parts:
+                check_rows(function, rows)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`reward` {spec}: {error}") from None
+    return found
+
+
+def environment(args: Any, tokenizer: Any, rewards: dict[str, Any] | None = None) -> tuple[Any, Any]:
+    """The `env` and the `score` of `rlkit.rollout.rollout`; `rewards` are the `reward_functions`, if loaded already."""
     from rlkit.rewards.adapters import env_rewards, scorer
     from rlkit.rollout.calling import is_async
     from rlkit.rollout.envs import tools
@@ -210,14 +260,26 @@ def environment(args: Any, tokenizer: Any) -> tuple[Any, Any]:
     if env is not single_turn:
         bounds = {"max_total_tokens": how.max_len(args.rollouts), "max_sampled_tokens": how.max_sampled_tokens}
         env = limited(env, max_turns=how.max_turns, **bounds)
-    if how.reward is None:
+    if not how.reward:
         return env, env_rewards(max_failed=how.reward_max_failed)
-    reward = function_of("reward", how.reward)
+    functions = rewards or reward_functions(how)
+    weights = {name: weight for name, (_, weight) in how.rewards().items()}
+    reward, *_ = functions.values()
+    if [*weights.values()] != [None]:
+        from rlkit.rewards.combine import weighted
+
+        weights = {name: 1.0 if weight is None else weight for name, weight in weights.items()}
+        reward = weighted(functions, weights=weights, timeout_s=how.reward_timeout)
+    limits = {"timeout_s": how.reward_timeout, "max_failed": how.reward_max_failed}
+    return env, scorer(reward, tokenizer=tokenizer, **limits)
+
+
+def _weight(text: str) -> float:
+    """The number after `=`; NaN if it is none."""
     try:
-        limits = {"timeout_s": how.reward_timeout, "max_failed": how.reward_max_failed}
-        return env, scorer(reward, tokenizer=tokenizer, **limits)
-    except TypeError as error:
-        raise ValueError(f"`reward` {how.reward}: {error}") from None
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _make_env(function: Any, tokenizer: Any, *, spec: str) -> Any:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from rlkit.data import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.packing import pack
 from rlkit.rewards import RewardError, Sample, adapters, env_rewards, run_reward, scorer, with_messages
+from rlkit.rewards.combine import weighted
 from rlkit.rollout.envs.gym import Step, Turns, gym_env
 from rlkit.rollout.rollout import sample_group
 from rlkit.types import Completion, Trajectory
@@ -236,6 +238,8 @@ async def test_no_segment_of_a_failed_episode_trains():
         ("completions, **kwargs", "trl"),
         ("prompts, completions, completion_ids, **kwargs", "trl"),
         ("completions, answer", "trl"),
+        ("completion_ids, **kwargs", "trl"),
+        ("text, item, completion_ids", None),
         ("data_source, solution_str, ground_truth, extra_info=None", "verl"),
         ("solution_str, ground_truth", "verl"),
         ("queries, prompts, labels", "openrlhf"),
@@ -261,6 +265,7 @@ def test_trl_gets_the_keywords_that_it_takes():
     seen = {}
 
     def everything(prompts, completions, completion_ids, **columns):
+        assert all(callable(columns.pop(name)) for name in ("log_extra", "log_metric"))
         seen.update(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
         return [0.0, 1.0]
 
@@ -286,3 +291,100 @@ async def test_an_async_reward_of_trl_stays_async():
 def test_verl_may_take_fewer_arguments():
     row = {"reward_model": {"ground_truth": "4"}}
     assert adapters.verl(lambda solution_str, ground_truth: float(solution_str == ground_truth))("4", row) == 1.0
+
+
+async def test_what_a_trl_function_logs_is_in_the_notes_and_the_metrics():
+    def reward(completions, log_extra, log_metric, **columns):
+        for text in completions:
+            log_metric("size", len(text))
+        log_extra("upper", [text.upper() for text in completions])
+        return [None if text == "b" else 2.0 for text in completions]
+
+    samples = [Sample(text, {"prompt": "q"}, 0) for text in ("a", "bcd")]
+    found = await run_reward(adapters.trl(reward), samples, timeout_s=60)
+    assert [(r.reward, r.metrics, r.notes) for r in found] == [
+        (2.0, {"size": 2.0}, {"upper": "A"}), (2.0, {"size": 2.0}, {"upper": "BCD"}),
+    ]  # fmt: skip
+    judged = weighted({"f": reward, "g": lambda completion, row: 1.0}, weights={"f": 1.0, "g": 1.0})
+    first, second = await run_reward(judged, [*samples[:1], Sample("b", {"prompt": "q"}, 0)], timeout_s=60)
+    assert (first.reward, second.reward) == (3.0, 1.0)
+    assert second.metrics == {"f/size": 1.0, "g": 1.0}
+    assert second.notes == {"f/upper": "B"}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("log_extra('x', [1])", r"log_extra\('x'\) got 1 values for 2 completions"),
+        ("log_metric('score', 1.0)", r"log_extra and log_metric cannot log \['score'\]: choose another name"),
+    ],
+)
+async def test_a_log_that_cannot_be_is_an_error_of_the_function(call, message):
+    function = eval(f"lambda completions, log_extra, log_metric: [{call}, 1.0][1:] * 2")
+    samples = [Sample(text, {"prompt": "q"}, 0) for text in "ab"]
+    with pytest.raises(RewardError, match=rf"<lambda> failed on a batch: ValueError: {message}"):
+        await run_reward(adapters.trl(function), samples, timeout_s=60)
+
+
+def test_what_only_a_trainer_has_is_refused_by_name():
+    for name in ("trainer_state", "environments"):
+        with pytest.raises(TypeError, match=rf"requires \['{name}'\], which only its own library has"):
+            adapters.adapted(eval(f"lambda completions, {name}, **columns: None"))
+        kept = adapters.trl(eval(f"lambda completions, {name}=None, **columns: [{name} is None]"))
+        assert kept(["x"], [{"prompt": "q"}]) == [True]
+
+
+async def test_an_error_names_the_users_function():
+    def reward(completions, **columns):
+        return [1 / 0]
+
+    def compute_score(solution_str, ground_truth, scale):
+        return 1 / 0
+
+    for function in (adapters.trl(reward), adapters.verl(partial(compute_score, scale=1))):
+        sample = Sample("a", {"prompt": "q", "answer": "1"}, 0)
+        with pytest.raises(RewardError, match=r"function test_adapters\.py:.*<locals>\.(reward|compute_score) failed"):
+            await run_reward(function, [sample], timeout_s=60)
+
+
+async def custom_rm(args, sample):
+    return float(sample.response == sample.label)
+
+
+GOLD = ["answer", "ground_truth", "solution", "label", "gt_answer"]
+ASKING = {
+    "verl": adapters.verl(lambda solution_str, ground_truth: float(solution_str == ground_truth)),
+    "openrlhf": adapters.openrlhf(lambda queries, prompts, labels: [float(queries[0] == "q" + labels[0])]),
+    "messages": with_messages(lambda messages, answer: float(messages[-1]["content"] == answer)),
+    "slime": adapters.slime(custom_rm),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+async def test_the_gold_answer_is_found_under_every_column(name):
+    rows = [{"prompt": "q", column: "4"} for column in GOLD]
+    rows.append({"prompt": "q", "label": None, "reward_model": {"ground_truth": "4"}})
+    adapters.check_rows(ASKING[name], rows)
+    found = await run_reward(ASKING[name], [Sample("4", row, 0) for row in rows], timeout_s=60)
+    assert [r.reward for r in found] == [1.0] * len(rows)
+    if name == "slime":  # `Sample.label` is optional there
+        adapters.check_rows(ASKING[name], [{"prompt": "q"}])
+        return
+    with pytest.raises(ValueError, match=r"row 2: .*needs the column 'answer' or .*columns found: \['prompt'\]"):
+        adapters.check_rows(ASKING[name], [rows[0], {"prompt": "q"}])
+    with pytest.raises(RewardError, match=r"ValueError: the row has no gold answer .*columns found: \['prompt'\]"):
+        await run_reward(ASKING[name], [Sample("4", {"prompt": "q"}, 0)], timeout_s=60)
+
+
+def test_the_columns_that_a_trl_function_names_must_be_there():
+    function = adapters.adapted(lambda prompts, completions, solution, level=3, **columns: None)
+    adapters.check_rows(function, [{"prompt": "q", "solution": None}])
+    with pytest.raises(ValueError, match=r"row 2: .*needs the column 'solution'; columns found: \['level', 'prompt'\]"):
+        adapters.check_rows(function, [{"prompt": "q", "solution": 1}, {"prompt": "q", "level": 1}])
+    adapters.check_rows(lambda completion, row: 0.0, [{}])
+
+
+def test_verls_own_column_comes_first():
+    row = {"answer": "long #### 4", "reward_model": {"ground_truth": "4"}}
+    assert ASKING["verl"]("4", row) == 1.0
+    assert ASKING["openrlhf"]("4", {**row, "prompt": "q", "label": "4"}) == {"reward": 1.0}

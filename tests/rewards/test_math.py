@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -146,7 +147,28 @@ async def test_a_gold_answer_that_hangs_or_is_empty_is_an_error():
     with pytest.raises(RewardError, match="cannot parse the gold answer '': it contains no mathematics"):
         await run_reward(boxed, [Sample("\\boxed{1}", {"answer": ""}, 3)], timeout_s=60)
     with pytest.raises(RewardError, match=r"the row has no 'answer'; columns found: \['solution'\]"):
-        await run_reward(boxed, [Sample("\\boxed{1}", {"solution": "1"}, 3)], timeout_s=60)
+        await run_reward(partial(boxed, column="answer"), [Sample("\\boxed{1}", {"solution": "1"}, 3)], timeout_s=60)
+    with pytest.raises(
+        RewardError, match=r"no gold answer \(answer, .*reward_model\.ground_truth\); columns .*\['text'\]"
+    ):
+        await run_reward(boxed, [Sample("\\boxed{1}", {"text": "1"}, 3)], timeout_s=60)
+
+
+LIBRARIES = [  # rows as the libraries' data files have them
+    {"question": "48 + 24?", "answer": "48+24 = <<48+24=72>>72\n#### 72"},  # openai/gsm8k
+    {"data_source": "openai/gsm8k", "prompt": [], "reward_model": {"style": "rule", "ground_truth": "72"}},  # verl
+    {"prompt": [], "solution": "$72$"},  # trl-lib/DeepMath-103K
+    {"problem": "48 + 24?", "solution": "It is $\\boxed{72}$."},  # MATH
+    {"prompt": "48 + 24?", "label": 72},  # slime, OpenRLHF
+    {"messages": [], "gt_answer": "72.0"},  # ColossalAI
+]
+
+
+@pytest.mark.parametrize("row", LIBRARIES, ids=range(len(LIBRARIES)))
+@pytest.mark.parametrize("reward", [boxed, anywhere])
+async def test_the_gold_answer_of_every_librarys_rows(row, reward):
+    items = [Sample(text, row, 0) for text in ("so \\boxed{72}", "so \\boxed{27}")]
+    assert [r.reward for r in await run_reward(reward, items, timeout_s=120)] == [1.0, 0.0]
 
 
 async def boxed_quickly(completion, row):

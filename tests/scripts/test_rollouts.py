@@ -34,7 +34,7 @@ def weather(city: str) -> str:
     return f"rain in {city}"
 
 
-def score(completion, row, num_calls, num_failed_calls):
+def score(completion, row, num_calls=None, num_failed_calls=None):
     return {"reward": float(row["answer"] in completion), "calls": num_calls, "failed_calls": num_failed_calls}
 '''
 

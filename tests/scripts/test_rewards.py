@@ -1,0 +1,238 @@
+"""Reward functions from the command line: several in one run, and what is refused before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from rlkit.data.tiny import tiny_tokenizer
+from rlkit.rewards import scorer
+from rlkit.rollout.rollout import Prompt, sample_group
+from rlkit.scripts import grpo
+from rlkit.scripts.cli import run
+from rlkit.scripts.rollouts import ONE_TURN, Episodes
+from rlkit.types import Completion
+
+ROOT = Path(__file__).parents[2]
+REWARDS = """
+def ascii_of(text):
+    return [char for char in text if char.isascii()]
+
+
+def length(prompts, completions, completion_ids, solution, log_metric, **columns):  # TRL
+    log_metric("longest", max(map(len, completion_ids)))
+    sizes = [len(ascii_of(text)) for text in completions]
+    return [None if n % 2 else n / 4 + s for n, s in zip(sizes, solution, strict=True)]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):  # verl
+    return {"score": len(ascii_of(solution_str)) - ground_truth, "acc": 0.25}
+
+
+async def custom_rm(args, sample):  # slime
+    return len(set(ascii_of(sample.response))) + sample.label
+
+
+def score(completion, row, completion_ids, truncated):
+    return {"reward": len(completion_ids) / 8, "cut": truncated}
+
+
+def mean(completion, row):
+    return 0.0
+
+
+def needs_level(completions, level):
+    return [0.0] * len(completions)
+
+
+def needs_state(completions, trainer_state):
+    return [0.0] * len(completions)
+
+
+def needs_more(completion, row, state_of_game):
+    return 0.0
+
+
+def five(data_source, solution_str, ground_truth, extra_info, url):
+    return 0.0
+
+
+async def openrlhf(queries, prompts, labels):
+    return [0.0]
+"""
+
+
+@pytest.fixture(scope="module")
+def task(make_task):
+    rows = [{"prompt": f"{i}+1=", "solution": i % 3} for i in range(8)]
+    folder = make_task(rows=rows, bare=[{"prompt": "1+1="}], reward=REWARDS)
+    (folder / "other.py").write_text("def score(completion, row):\n    return 1.0\n")
+    return folder
+
+
+def flags_of(task, output, *rewards, data="rows"):
+    return [
+        "--model", str(task / "model"), "--data", str(task / f"{data}.jsonl"), "--output", str(output), "--reward",
+        *rewards, "--steps", "3", "--save-steps", "0", "--prompts-per-step", "3", "--group-size", "4",
+        "--max-new-tokens", "6", "--device", "cpu",
+    ]  # fmt: skip
+
+
+def train(task, output, *rewards):
+    run(grpo.main, grpo.Args, None, argv=flags_of(task, output, *rewards))
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    dumped = {
+        line["step"]: [json.loads(text) for text in (output / f"trajectories/train_{line['step']:06d}.jsonl").open()]
+        for line in lines
+        if line["step"]
+    }
+    return lines, dumped
+
+
+@pytest.fixture(scope="module")
+def lines(task, tmp_path_factory):
+    """The metrics of each step of one run with four functions, with the samples of the step."""
+    file, output = task / "reward.py", tmp_path_factory.mktemp("several") / "run"
+    given = [f"{file}:length=0.5", f"{file}:compute_score=0", f"{file}:custom_rm", f"{file}:score=-2"]
+    run(grpo.main, grpo.Args, None, argv=flags_of(task, output, *given))
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    dumps = [output / f"trajectories/train_{row['step']:06d}.jsonl" for row in rows if row["step"]]
+    return rows[-3:], [[json.loads(line) for line in dump.read_text().splitlines()] for dump in dumps]
+
+
+def test_each_of_several_functions_is_a_metric_and_their_sum_trains(lines, task):
+    added = AutoTokenizer.from_pretrained(task / "model").added_tokens_decoder.values()
+    special = [token.content for token in added if token.special]
+    absent = 0
+    for line, samples in zip(*lines, strict=True):
+        assert len(samples) == 12
+        totals, parts = [], {name: [] for name in ("length", "compute_score", "custom_rm", "score")}
+        for sample in samples:
+            text, gold = sample["completion"], sample["group"] % 3
+            for token in special:
+                text = text.replace(token, "")
+            seen = [char for char in text if ord(char) < 128]
+            parts["length"].append(math.nan if len(seen) % 2 else len(seen) / 4 + gold)
+            parts["compute_score"].append(len(seen) - gold)
+            parts["custom_rm"].append(len(set(seen)) + gold)
+            parts["score"].append(sample["length"] / 8)
+            totals.append(np.nansum([0.5 * parts["length"][-1], parts["custom_rm"][-1], -2 * parts["score"][-1]]))
+            assert sample["reward"] == pytest.approx(totals[-1])
+        absent += sum(map(math.isnan, parts["length"]))
+        for name, values in parts.items():
+            assert line[f"reward/{name}"] == pytest.approx(np.nanmean(values), rel=1e-5)
+        assert line["reward/mean"] == pytest.approx(np.mean(totals), rel=1e-5)
+        assert line["reward/compute_score/acc"] == 0.25
+        assert "score/mean" not in line
+        longest = [max(s["length"] for s in samples[i : i + 4]) for i in (0, 4, 8)]
+        assert line["reward/length/longest"] == pytest.approx(np.mean(longest))
+        assert line["reward/score/cut"] == line["truncated"]
+    assert 0 < absent < 36
+
+
+def test_one_function_without_a_weight_is_as_ever(task, tmp_path):
+    keys = []
+    for name, given in (("one", "score"), ("weight", "score=1")):
+        run(grpo.main, grpo.Args, None, argv=flags_of(task, tmp_path / name, f"{task / 'reward.py'}:{given}"))
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        keys.append([{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows])
+    one, weighted = keys
+    assert json.loads((tmp_path / "one" / "args.json").read_text())["reward"] == f"{task / 'reward.py'}:score"
+    assert "reward/cut" in one[-1]
+    for a, b in zip(one, weighted, strict=True):
+        assert {k: v for k, v in b.items() if not k.startswith("reward/score")} == {
+            k: v for k, v in a.items() if k != "reward/cut"
+        }
+
+
+WRONG = [
+    (
+        ["reward.py:score", "other.py:score"],
+        "names two functions score, reward.py:score and other.py:score, and each is logged as reward/score: "
+        "rename one, or import it under another name in a file of your own",
+    ),
+    (["reward.py:score=much"], "reward.py:score=much: the weight must be a finite number, as in reward.py:score=0.5"),
+    (["reward.py:score="], "reward.py:score=: the weight must be a finite number"),
+    (["reward.py:score=inf"], "reward.py:score=inf: the weight must be a finite number"),
+    (["reward.py:score=0", "other.py:one=0"], "has only weights of 0, so nothing would train"),
+    (["reward.py:score", "reward.py:mean"], "reward.py:mean: reward/mean is a metric of every run; rename the func"),
+    (["reward.py:none=2", "reward.py:score"], "reward.py:none: reward.py has no 'none'; it has ['ascii_of', 'compute"),
+    (["reward.py:score", "rlkit.rewards.none:f"], "no module 'rlkit.rewards.none'"),
+    (["reward.py:score", "rlkit.rewards.text:none"], "rlkit.rewards.text has no 'none'; it has ["),
+    (
+        ["reward.py:needs_level=2"],
+        "reward.py:needs_level: rows.jsonl, line 1: reward.py:needs_level needs the column 'level'; columns found: "
+        "['prompt', 'solution']; rename one with --rename",
+    ),
+    (["reward.py:needs_state"], "reward.py:needs_state requires ['trainer_state'], which only its own library has"),
+    (
+        ["reward.py:needs_more"],
+        "reward.py:needs_more asks for ['state_of_game'], which the samples do not have; after (completion, row) it "
+        "may ask for ['completion_ids', 'finish_reason', 'index', 'prompt_ids', 'truncated']",
+    ),
+    (
+        ["reward.py:five"],
+        "reward.py:five requires ['url'], which only its own library has: give the parameter a default",
+    ),
+    (["reward.py:openrlhf"], "reward.py:openrlhf with these parameters must be a plain `def`, not `async def`"),
+    (
+        ["reward.py:compute_score", "--data", "bare.jsonl"],
+        "bare.jsonl, line 1: reward.py:compute_score needs the column 'answer' or 'ground_truth' or 'solution' or "
+        "'label' or 'gt_answer' or 'reward_model'; columns found: ['prompt']",
+    ),
+    (
+        ["reward.py:length", "--eval-data", "bare.jsonl"],
+        "bare.jsonl, line 1: reward.py:length needs the column 'solution'; columns found: ['prompt']",
+    ),
+]
+REFUSED = """
+import json, sys
+from rlkit.scripts import grpo
+from rlkit.scripts.cli import run
+for given in json.loads(sys.argv[1]):
+    try:
+        run(grpo.main, grpo.Args, None, argv=["--model", "none", "--data", "rows.jsonl", "--reward", *given])
+    except SystemExit as end:
+        assert end.code == 2
+    assert "torch" not in sys.modules
+"""
+
+
+def test_what_is_wrong_with_a_reward_is_one_line_before_torch_is_imported(task):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", REFUSED, json.dumps([given for given, _ in WRONG])]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False, cwd=task)
+    assert done.returncode == 0, done.stderr
+    for line, (given, message) in zip(done.stderr.splitlines(), WRONG, strict=True):
+        assert line.startswith("error: "), line
+        assert message in line, given
+    assert not (task / "runs").exists()
+
+
+async def test_what_a_sample_of_one_turn_has_is_what_a_reward_may_ask_for():
+    async def answer(ids, **how):
+        return Completion([5], [0.0], [0], "stop")
+
+    seen = {}
+
+    def everything(completion, row, *, index, **extra):
+        seen.update(extra, index=index)
+        return 0.0
+
+    (prompt,) = [Prompt([1], {}, 0)]
+    await sample_group(prompt, [answer], score=scorer(everything, tokenizer=tiny_tokenizer(), timeout_s=60))
+    assert sorted(seen) == sorted(ONE_TURN)
+
+
+def test_the_weights_of_the_flag():
+    assert Episodes(reward="a=b/c.py:f").rewards() == {"f": ("a=b/c.py:f", None)}
+    assert Episodes(reward=("a=b/c.py:f=1e-1", "m.n:g")).rewards() == {"f": ("a=b/c.py:f", 0.1), "g": ("m.n:g", None)}
+    assert Episodes(reward="a.py:mean").rewards() == {"mean": ("a.py:mean", None)}
