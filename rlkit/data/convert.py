@@ -11,7 +11,8 @@ from typing import Any
 from rlkit.data.load import Row, as_messages, column_error
 
 _MESSAGES = ("messages", "prompt", "completion", "response", "chosen", "rejected")
-_UNTRAINED = ("trainable", "step_loss_mask", "weight")  # of verl, of slime, and of OpenAI's fine-tuning files
+_ROLES = ("user", "assistant")
+_UNTRAINED = ("step_loss_mask", "weight")  # of slime, and of OpenAI's fine-tuning files
 
 
 class Converted(dict[str, Any]):
@@ -34,16 +35,14 @@ def alpaca(row: Row) -> Row:
     With `history`, pairs of an instruction and a response, the row is a conversation whose turns all train.
     """
     prompt = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
-    turns = _system(row)
-    for question, answer in row.get("history") or ():
-        turns += [_message("user", question), _message("assistant", answer)]
-    answered = {"completion": row["output"]} if row.get("output") is not None else {}
-    if not turns:
-        return {"prompt": prompt, **answered, **_label(row)}
-    turns.append(_message("user", prompt))
-    if row.get("history") and answered:
+    history = [
+        _message(role, text) for pair in row.get("history") or () for role, text in zip(_ROLES, pair, strict=True)
+    ]
+    turns = [*_system(row), *history, _message("user", prompt)]
+    if history and row.get("output") is not None:
         return {"messages": [*turns, _message("assistant", row["output"])], **_label(row)}
-    return {"messages": turns, **answered, **_label(row)}
+    context = {"messages": turns} if len(turns) > 1 else {"prompt": prompt}
+    return {**context, **_completion(row, "output"), **_label(row)}
 
 
 def question(row: Row) -> Row:
@@ -53,13 +52,13 @@ def question(row: Row) -> Row:
 
 def problem(row: Row) -> Row:
     """`{problem, solution}`; a row with only the final `answer` is a prompt."""
-    return {"prompt": row["problem"], **({"completion": row["solution"]} if "solution" in row else {})}
+    return {"prompt": row["problem"], **_completion(row, "solution")}
 
 
 def openrlhf(row: Row) -> Row:
     """`{input, output}`, or a whole conversation in `input`."""
     name = "prompt" if isinstance(row["input"], str) else "messages"
-    return {name: row["input"], **({"completion": row["output"]} if row.get("output") is not None else {})}
+    return {name: row["input"], **_completion(row, "output")}
 
 
 def one_message(row: Row) -> Row:
@@ -72,7 +71,7 @@ def common_prompt(row: Row) -> Row:
 
     Differs: TRL's `extract_prompt` cuts in the middle of a word where the first different word begins alike.
     """
-    texts = [row.get(name) for name in ("chosen", "rejected")]
+    texts: list[Any] = [row.get(name) for name in ("chosen", "rejected")]
     if "prompt" in row or "messages" in row or not all(isinstance(text, str) for text in texts):
         return {}
     found = re.match(r"(.*\S)\s", commonprefix(texts), re.DOTALL)  # noqa: RUF071, texts and not paths
@@ -82,16 +81,20 @@ def common_prompt(row: Row) -> Row:
 
 def row_tools(row: Row, place: str) -> Sequence[Any] | None:
     """The JSON schemas in the column `tools`, a list or its JSON text; None where there are none."""
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            tools = [tools]
+    tools = row.get("tools") or None
+    try:
+        tools = json.loads(tools or "[]") if isinstance(tools, str) else tools
+    except ValueError:
+        tools = [tools]
     if tools and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
         found = f"column 'tools' must be a list of JSON schemas or its JSON text, got {repr(row['tools'])[:80]}"
         raise column_error(place, found, row, "; rename a column of other content with --rename tools OTHER")
     return tools or None
+
+
+def mappings(value: Any) -> list[Mapping[str, Any]]:
+    """The objects in a list; of anything else, none."""
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
@@ -105,6 +108,10 @@ def _message(role: str, content: Any) -> dict[str, Any]:
 
 def _system(row: Row) -> list[dict[str, Any]]:
     return [_message("system", row["system"])] if row.get("system") else []
+
+
+def _completion(row: Row, name: str) -> Row:
+    return {"completion": row[name]} if row.get(name) is not None else {}
 
 
 def _label(row: Row) -> Row:

@@ -51,9 +51,8 @@ def sft_examples(
     the reasoning of past turns), the turn becomes a separate example, in the context that it really has.
     The mask of a template with `{% generation %}` blocks is used unchanged, plus an end of turn right after a block.
     Where generation prompt and content would share a token, the content is tokenised separately, as in generation.
-    An example ends with its last trained token. An assistant message with `trainable` false (verl), `step_loss_mask` 0
-    (slime) or `weight` 0 (OpenAI) is context: it is not trained. A row's `tools` go to the template unless `tools` is
-    given.
+    An example ends with its last trained token. An assistant message with slime's `step_loss_mask` of 0, or `weight` 0
+    (OpenAI), is context and not trained. A row's `tools` go to the template unless `tools` is given.
 
     `{text}`: language modelling. Every token is trained, and `eos_token` after them; the chat template has no part.
 

@@ -176,9 +176,7 @@ def check_columns(rows: Sequence[Row], *forms: Form, apply_chat_template: bool =
         place = place_of(rows, index)
         if index == 0:
             source, start = source_of(row, place), place
-        row = _in_our_columns(row, source, place, start)
-        if plain:
-            row = _as_text(row, forms, place)
+        row = _in_our_columns(row, source, forms, place, start, plain)
         if index == 0:
             forms = _of_one_file(forms, row, plain)
         form = next((form for form in forms if not form.missing(row)), forms[-1])
@@ -217,25 +215,24 @@ def is_text(row: Row) -> bool:
     return not TEXT.missing(row) and not any(row.get(name) is not None for name in _PROMPT)
 
 
-def _in_our_columns(row: Row, source: Form | None, place: str, first: str) -> Row:
-    """The row with rlkit's columns beside its own, where they differ."""
+def _in_our_columns(row: Row, source: Form | None, forms: Sequence[Form], place: str, start: str, plain: bool) -> Row:
+    """The row with rlkit's columns beside its own, where they differ.
+
+    In a `plain` row the prompt is the contents of its messages, joined, or the common beginning of a pair.
+    """
     new = convert.one_message(row)
     if source:
         if source.missing(row) or any(row.get(name) is not None for name in _PROMPT):
-            raise column_error(place, f"is not {source.title}, as {first} is", row, "; write all rows in one form")
+            raise column_error(place, f"is not {source.title}, as {start} is", row, "; write all rows in one form")
         try:
             new |= source.convert(row)
         except (TypeError, ValueError) as error:
             raise column_error(place, f"cannot be read as {source.title}: {error}", row) from None
-    return Converted(row, new) if new else row
-
-
-def _as_text(row: Row, forms: Sequence[Form], place: str) -> Row:
-    """Without a chat template: the contents of a prompt's messages, joined; the common beginning of a pair."""
-    messages = row.get("prompt") or row.get("messages")
-    new = convert.common_prompt(row) if PAIR in forms else {}
-    if PROMPT in forms and messages and isinstance(messages, list | tuple):
-        new = {"prompt": "".join(m["content"] for m in prompt_messages({"messages": messages}, place=place))}
+    messages = new.get("messages") or row.get("prompt") or row.get("messages")
+    if plain and PROMPT in forms and messages and isinstance(messages, list | tuple):
+        new["prompt"] = "".join(m["content"] for m in prompt_messages({"messages": messages}, place=place))
+    if plain and PAIR in forms:
+        new |= convert.common_prompt(row)
     return Converted(row, new) if new else row
 
 
@@ -251,21 +248,17 @@ def _of_one_file(forms: Sequence[Form], row: Row, plain: bool) -> tuple[Form, ..
 
 def _without_conflict(row: Row, form: Form, forms: Sequence[Form], place: str) -> Form:
     """The form, or `CONVERSATION` where that holds the response too; ValueError for two forms of different content."""
-    prompt, messages = row.get("prompt"), row.get("messages")
-    if not isinstance(messages, list | tuple) or not all(isinstance(m, Mapping) for m in messages):
-        return form
-    said = [str(m.get("content")) for m in messages]
-    asked = [prompt] if isinstance(prompt, str) else [str(dict(m).get("content")) for m in prompt or ()]
+    prompt, messages = row.get("prompt"), convert.mappings(row.get("messages"))
+    said = [str(message.get("content")) for message in messages]
+    asked = [prompt] if isinstance(prompt, str) else [str(m.get("content")) for m in convert.mappings(prompt)]
     name = "prompt"
-    if all(text.strip() in "".join(said) for text in asked):
+    if not said or all(text.strip() in "".join(said) for text in asked):
         if form is not RESPONSE or CONVERSATION not in forms or not said or messages[-1].get("role") != "assistant":
             return form
         name, response = cell(row, _RESPONSE, place, form=RESPONSE)
         if response in (said[-1], [messages[-1]]):
             return CONVERSATION
-    found = (
-        f"columns 'messages' and {name!r} are two forms with different texts ({CONVERSATION.title} and {form.title})"
-    )
+    found = f"columns 'messages' and {name!r} hold different texts ({CONVERSATION.title} and {form.title})"
     raise column_error(place, found, row, f"; rename the one that is not meant, e.g. --rename {name} OTHER")
 
 
@@ -429,7 +422,7 @@ def _no_answer(row: Row, place: str, roles: Sequence[Any]) -> ValueError:
 
 def _check_conversation(row: Row, place: str, _plain: bool) -> None:
     _, value = cell(row, _PROMPT, place, form=CONVERSATION)
-    roles = ["user"] if isinstance(value, str) else [m.get("role") for m in value if isinstance(m, Mapping)]
+    roles = ["user"] if isinstance(value, str) else [m.get("role") for m in convert.mappings(value)]
     if roles and "assistant" not in roles:
         raise _no_answer(row, place, roles)
 
@@ -454,9 +447,8 @@ def _conversation(row: Row, place: str, template: Template) -> list[Turn]:
 
 def _check_response(row: Row, place: str, _plain: bool) -> None:
     if "response" not in row and _label(row.get("label")) is not None:
-        fix = "; rlkit kto reads it, and with --rename label OTHER every completion is trained"
         found = "needs an assistant message or the column 'response', got a labelled response"
-        raise column_error(place, found, row, fix)
+        raise column_error(place, found, row, "; rlkit kto reads it, or --rename label OTHER trains every completion")
 
 
 def _response(
@@ -513,31 +505,32 @@ def _text(row: Row, place: str, template: Template) -> list[Turn]:
     return [Turn(place, "", text, empty=not text.strip())]
 
 
-_BY_SFT, _BY_RL_SFT = "rlkit sft reads it", "rlkit grpo, ppo and sft read it"
-_NO_SCRIPT = "no rlkit script trains on labels of steps, and reward_model learns one reward per response"
-PROMPT = Form("prompt", (_PROMPT,), _prompt, hint="rlkit grpo and ppo read it")
-CONVERSATION = Form("conversation", (_PROMPT,), _conversation, (), _BY_SFT, _check_conversation)
-RESPONSE = Form("prompt with a response", (_PROMPT, _RESPONSE), _response, (), _BY_SFT, _check_response)
-_BY_PAIRS = "rlkit dpo, kto and reward_model read it"
-PAIR = Form("preference pair", (("chosen",), ("rejected",)), _pair, _PROMPT, _BY_PAIRS, _check_pair)
+_SFT, _RL_SFT, _PAIRS = (
+    "rlkit sft reads it",
+    "rlkit grpo, ppo and sft read it",
+    "rlkit dpo, kto and reward_model read it",
+)
+_NONE = "no rlkit script trains on labels of steps, and reward_model learns one reward per response"
+PROMPT = Form("prompt", (_PROMPT,), _prompt, (), "rlkit grpo and ppo read it")
+CONVERSATION = Form("conversation", (_PROMPT,), _conversation, (), _SFT, _check_conversation)
+RESPONSE = Form("prompt with a response", (_PROMPT, _RESPONSE), _response, (), _SFT, _check_response)
+PAIR = Form("preference pair", (("chosen",), ("rejected",)), _pair, _PROMPT, _PAIRS, _check_pair)
 LABELLED = Form("labelled response", (_LABELLED, ("label",)), _labelled, _PROMPT, "rlkit kto reads it")
-TEXT = Form("text", (("text",),), _text, (), _BY_SFT)
-STEPWISE = Form("row of stepwise supervision", (_PROMPT, ("completions",), ("labels",)), _prompt, (), _NO_SCRIPT)
+TEXT = Form("text", (("text",),), _text, (), _SFT)
 SFT = (RESPONSE, CONVERSATION, TEXT)
-_ALPACA = (("instruction",), ("output", "chosen"))
-THEIRS = tuple(
-    Form(name, columns, read, optional, hint, convert=to)
-    for name, columns, read, optional, hint, to in (
-        # LLaMA-Factory data/README.md; TRL trl/data_utils.py, maybe_convert_to_chatml
-        ("ShareGPT conversation", (("conversations",),), _conversation, ("system", "kto_tag"), _BY_SFT,
-         convert.sharegpt),
-        # LLaMA-Factory data/README.md
-        ("Alpaca row", _ALPACA, _response, ("input", "system", "history", "kto_tag"), _BY_SFT, convert.alpaca),
-        # hub data sets openai/gsm8k and HuggingFaceH4/MATH-500
-        ("question with an answer", (("question",), ("answer",)), _response, (), _BY_RL_SFT, convert.question),
-        ("problem with a solution", (("problem",), ("solution", "answer")), _response, (), _BY_RL_SFT, convert.problem),
-        # OpenRLHF openrlhf/cli/train_*.py, --data.input_key; slime slime/utils/arguments.py, --input-key
-        ("row of OpenRLHF or slime", (("input",),), _response, ("output", "label"), _BY_RL_SFT, convert.openrlhf),
-    )
-)  # fmt: skip
-FORMS = (PROMPT, CONVERSATION, RESPONSE, PAIR, LABELLED, TEXT, STEPWISE, *THEIRS)
+_SHAREGPT, _ALPACA = (("conversations",),), (("instruction",), ("output", "chosen"))
+_MORE = ("system", "kto_tag", "input", "history")
+_QUESTION, _PROBLEM = (("question",), ("answer",)), (("problem",), ("solution", "answer"))
+THEIRS = (
+    # LLaMA-Factory data/README.md; TRL trl/data_utils.py, maybe_convert_to_chatml
+    Form("ShareGPT conversation", _SHAREGPT, _conversation, _MORE[:2], _SFT, None, convert.sharegpt),
+    # LLaMA-Factory data/README.md
+    Form("Alpaca row", _ALPACA, _response, _MORE, _SFT, None, convert.alpaca),
+    # hub data sets openai/gsm8k and HuggingFaceH4/MATH-500
+    Form("question with an answer", _QUESTION, _response, (), _RL_SFT, None, convert.question),
+    Form("problem with a solution", _PROBLEM, _response, (), _RL_SFT, None, convert.problem),
+    # OpenRLHF openrlhf/cli/train_*.py, --data.input_key; slime slime/utils/arguments.py, --input-key
+    Form("row of OpenRLHF or slime", (("input",),), _response, ("output", "label"), _RL_SFT, None, convert.openrlhf),
+)
+_STEPWISE = Form("row of stepwise supervision", (_PROMPT, ("completions",), ("labels",)), _prompt, (), _NONE)
+FORMS = (PROMPT, CONVERSATION, RESPONSE, PAIR, LABELLED, TEXT, _STEPWISE, *THEIRS)

@@ -259,11 +259,7 @@ def as_messages(value: Any) -> Any:
     turns = value if isinstance(value, list | tuple) else []
     if not turns or not all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns):
         return value
-    return [
-        {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
-        | {key: value for key, value in turn.items() if key not in ("from", "value")}
-        for turn in turns
-    ]
+    return [{"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
 
 
 def _kind(value: Any) -> str:

@@ -84,9 +84,8 @@ CASES = [
      ONCE, ()),
     ("conversation", "turns", ("sft",), {"messages": [user("a"), answer("b"), user("hi"), answer("yo")]},
      [(BOTH[0], f"b{END}{YO}")], ()),
-    ("conversation", "verl, trainable", ("sft",),
-     {"messages": [user("a"), answer("b", trainable=False), user("hi"), answer("yo", trainable=True)]},
-     [(BOTH[0], YO)], ()),
+    ("conversation", "OpenAI, weight", ("sft",),
+     {"messages": [user("a"), answer("b", weight=0), user("hi"), answer("yo", weight=1)]}, [(BOTH[0], YO)], ()),
     ("conversation", "slime, step_loss_mask", ("sft",),
      {"messages": [user("a"), answer("b", step_loss_mask=0), user("hi"), answer("yo", step_loss_mask=1)]},
      [(BOTH[0], YO)], ()),
@@ -303,10 +302,10 @@ STEPS = {"prompt": "hi", "completions": ["a", "b"], "labels": [True, False]}
 REFUSED = [  # script, rows, flags, the line of the row, the message
     ("sft", [{"prompt": "hi", "completion": "yo", "label": True}], (), 1,
      "needs an assistant message or the column 'response', got a labelled response; columns found: ['completion', "
-     "'label', 'prompt']; rlkit kto reads it, and with --rename label OTHER every completion is trained"),
+     "'label', 'prompt']; rlkit kto reads it, or --rename label OTHER trains every completion"),
     ("sft", [{"input": "hi", "output": "yo", "label": 1}], (), 1,
      "needs an assistant message or the column 'response', got a labelled response; columns found: ['input', 'label', "
-     "'output']; rlkit kto reads it, and with --rename label OTHER every completion is trained"),
+     "'output']; rlkit kto reads it, or --rename label OTHER trains every completion"),
     ("sft", [VERL], (), 1,
      "needs an assistant message with a message before it, got roles ['user']; columns found: ['ability', "
      "'data_source', 'extra_info', 'prompt', 'reward_model']; rows of {prompt, response} need the column 'response'"),
@@ -346,10 +345,10 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
      "completion}, and the row looks most like a prompt; rlkit grpo and ppo read it; a column under another name is "
      "renamed with --rename"),
     ("grpo", [{"prompt": "what", "messages": [user("hi")]}], (), 1,
-     "columns 'messages' and 'prompt' are two forms with different texts (a conversation and a prompt); columns found: "
+     "columns 'messages' and 'prompt' hold different texts (a conversation and a prompt); columns found: "
      "['messages', 'prompt']; rename the one that is not meant, e.g. --rename prompt OTHER"),
     ("sft", [{"messages": [user("hi"), answer("yo")], "completion": "no"}], (), 1,
-     "columns 'messages' and 'completion' are two forms with different texts (a conversation and a prompt with a "
+     "columns 'messages' and 'completion' hold different texts (a conversation and a prompt with a "
      "response); columns found: ['completion', 'messages']; rename the one that is not meant, e.g. --rename completion "
      "OTHER"),
     ("grpo", [{"question": "hi", "answer": "4", "problem": "what", "solution": "yo"}], (), 1,
