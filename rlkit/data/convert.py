@@ -26,7 +26,8 @@ class Converted(dict[str, Any]):
 
 def sharegpt(row: Row) -> Row:
     """`{conversations}`, with an optional system message in `system` and KTO label in `kto_tag` (LLaMA-Factory)."""
-    return {"messages": [*_system(row), *as_messages(row["conversations"])], **_label(row)}
+    turns = as_messages(row["conversations"])
+    return {"messages": [*_system(row), *turns] if isinstance(turns, list) else turns, **_label(row)}
 
 
 def alpaca(row: Row) -> Row:

@@ -376,6 +376,8 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
     ("sft", [{"question": "hi", "answer": 4}], (), 1,
      "column 'completion' must be a string or a list of at least one message, got 4; columns found: ['answer', "
      "'question']"),
+    ("sft", [{"conversations": "hi"}], (), 1,
+     "column 'messages' must be a list of at least one message, got 'hi'; columns found: ['conversations']"),
     ("sft", [{"instruction": 3, "output": "yo", "input": "hi"}], (), 1,
      "cannot be read as an Alpaca row: sequence item 0: expected str instance, int found; columns found: ['input', "
      "'instruction', 'output']"),
