@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import encode, encode_all, end_of_turn_id
-from rlkit.data.forms import CONVERSATION, LABELLED, PAIR, RESPONSE, Template, Turn, drop, drop_long, read_rows
+from rlkit.data.forms import LABELLED, PAIR, SFT, Template, Turn, drop, drop_long, is_text, read_rows, with_prompt
+from rlkit.data.load import place_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +35,8 @@ def sft_examples(
 ) -> tuple[list[Example], int]:
     """`(examples, num_dropped)` from rows of `{prompt, response}` or `{messages}`; only assistant tokens are trained.
 
+    docs/data.md has the forms of other libraries. A `completion` is a response.
+
     `{prompt, response}` (or `{messages, response}`): the prompt as `rl_prompts` renders it, the response verbatim, the
     end of turn. So the trained tokens are those that a rollout would sample after that prompt; the template never sees
     the response. With `apply_chat_template=False` both are plain text, and `eos_token` is the end. A response may also
@@ -48,7 +51,10 @@ def sft_examples(
     the reasoning of past turns), the turn becomes a separate example, in the context that it really has.
     The mask of a template with `{% generation %}` blocks is used unchanged, plus an end of turn right after a block.
     Where generation prompt and content would share a token, the content is tokenised separately, as in generation.
-    An example ends with its last trained token.
+    An example ends with its last trained token. An assistant message with slime's `step_loss_mask` of 0, or `weight` 0
+    (OpenAI), is context and not trained. A row's `tools` go to the template unless `tools` is given.
+
+    `{text}`: language modelling. Every token is trained, and `eos_token` after them; the chat template has no part.
 
     An example of more than `max_example_tokens` is dropped, never cut, and so is a row in which every assistant turn is
     empty (neither text nor a tool call); rows with some empty turns are kept. Each is counted and logged, and the
@@ -60,17 +66,14 @@ def sft_examples(
     renders message by message. Neither splits a conversation whose history is rewritten.
     """
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args)
-    forms = (RESPONSE, CONVERSATION) if apply_chat_template else (RESPONSE,)
-    turns = list(enumerate(read_rows(rows, template, *forms, max_example_tokens=max_example_tokens)))
-    left = drop(rows, turns, lambda ts: all(t.empty for t in ts), what="rows", why="have an empty response")
-    drop(
-        rows,
-        turns,
-        lambda ts: 0 < sum(t.empty for t in ts) < len(ts),
-        what="rows",
-        why="have an empty assistant turn",
-        keep=True,
-    )
+    text = len(rows) > 0 and is_text(with_prompt(rows[0], place_of(rows, 0)))
+    if text:
+        template = replace(template, apply=False)
+    turns = list(enumerate(read_rows(rows, template, *SFT, max_example_tokens=max_example_tokens)))
+    why = "have no text" if text else "have an empty response"
+    left = drop(rows, turns, lambda ts: all(t.empty for t in ts), what="rows", why=why)
+    why = "have an empty assistant turn"
+    drop(rows, turns, lambda ts: 0 < sum(t.empty for t in ts) < len(ts), what="rows", why=why, keep=True)
     tokens = _tokenized([of_row for _, of_row in left], template)
     found = [(i, example) for (i, _), of_row in zip(left, tokens, strict=True) for example in of_row]
     kept = drop_long(rows, found, lambda e: len(e.ids), what="examples", max_example_tokens=max_example_tokens)
@@ -105,10 +108,12 @@ def preference_pairs(
         {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
         {"messages": [...], "chosen": [{"role": "assistant", ...}], "rejected": [{"role": "assistant", ...}]}
         {"chosen": [{"role": "user", ...}, {"role": "assistant", ...}], "rejected": [...]}     whole conversations
+        {"chosen": "The sky is blue.", "rejected": "The sky is green."}     apply_chat_template=False: whole texts
 
     The prompt is rendered as by `rl_prompts`, then come the response verbatim and the end of turn: what a rollout would
     sample. In a list of messages the last one is the response; the earlier ones belong to the prompt, which must be the
-    same on both sides. A whole conversation (it begins with a system or user message) replaces the prompt.
+    same on both sides. A whole conversation (it begins with a system or user message) replaces the prompt. The prompt
+    of two whole texts is their common beginning, up to white space.
 
     A pair is dropped as a whole, never cut, where prompt and one response exceed `max_example_tokens`, where the chosen
     response is empty (which would teach the model to say nothing), and where the two responses are the same tokens,

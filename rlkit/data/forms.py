@@ -2,6 +2,7 @@
 
 A form is a row of `FORMS`: its name, its columns, and how it is rendered as text. Every reader of rows
 (`rl_prompts`, `sft_examples`, `preference_pairs`, `labelled_examples`) checks and renders its rows with `read_rows`.
+A row of another library's form is read as `rlkit.data.convert` makes it. docs/data.md has the table for users.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from rlkit.data import convert
 from rlkit.data.chat import TURN_TEXTS, Message, render_text
+from rlkit.data.convert import Converted
 from rlkit.data.load import Row, Rows, column_error, place_of
 
 if TYPE_CHECKING:
@@ -29,7 +32,11 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     _LABEL: lambda value: _label(value) is not None,
 }
 _COLUMNS = {"messages": (_MESSAGES,), "label": (_LABEL,)}  # what a column may hold; other columns: a string or messages
-_PROMPT, _RESPONSES = ("messages", "prompt"), ("completion", "response", "messages")
+_PROMPT, _RESPONSE, _LABELLED = (
+    ("messages", "prompt"),
+    ("response", "completion"),
+    ("completion", "response", "messages"),
+)
 _LABELS = {"true": True, "1": True, "false": False, "0": False}  # a cell of a CSV file is text
 _COLUMN_FIX = "check which columns hold the texts: one under another name is renamed with --rename"
 
@@ -53,26 +60,39 @@ class Turn(NamedTuple):
 class Form(NamedTuple):
     """A form of row. An entry of `columns` holds the names that one required column may have; `read` renders a row.
 
-    `optional` names a column that `read` may need too.
+    `optional` names a column that `read` may need too. `hint` says which script reads the form. `check` raises for a
+    row whose columns are there and do not fit. `convert` returns the columns of another library's form under rlkit's
+    names.
     """
 
     name: str
     columns: tuple[tuple[str, ...], ...]
     read: Callable[[Row, str, Template], list[Turn]]
     optional: tuple[str, ...] = ()
+    hint: str = ""
+    check: Callable[[Row, str, bool], None] | None = None
+    convert: Callable[[Row], Row] = dict
+
+    @property
+    def title(self) -> str:
+        """The name with its article."""
+        return f"{'an' if self.name[0] in 'aeiouA' else 'a'} {self.name}"
 
     def __str__(self) -> str:
         columns = ", ".join(" or ".join(names) for names in (self.optional, *self.columns) if names)
-        return f"{'an' if self.name[0] in 'aeiou' else 'a'} {self.name} has {{{columns}}}"
+        return f"{self.title} has {{{columns}}}"
 
     def missing(self, row: Row) -> list[tuple[str, ...]]:
         """The columns that a row lacks."""
         return [names for names in self.columns if not any(name in row for name in names)]
 
+    def known(self, row: Row) -> set[str]:
+        """The columns of the row that are the form's."""
+        return {name for names in (self.optional, *self.columns) for name in names} & {*row}
+
     def likeness(self, row: Row) -> tuple[int, int]:
         """How many columns of the row are the form's, and, among equals, how few of the form's are missing."""
-        names = {name for names in (self.optional, *self.columns) for name in names}
-        return len(names & {*row}), -len(self.missing(row))
+        return len(self.known(row)), -len(self.missing(row))
 
 
 @dataclass(frozen=True)
@@ -133,39 +153,130 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         raise ValueError("rows is empty: there is nothing to train on")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
+    turns = []
     found = check_columns(rows, *forms, apply_chat_template=template.apply)
-    return [form.read(row, place_of(rows, index), template) for index, (row, form) in enumerate(zip(rows, found))]
+    for index, (form, row) in enumerate(found):
+        place, its = place_of(rows, index), template
+        if template.apply and template.tools is None and "tools" in row:
+            its = replace(template, tools=convert.row_tools(row, place))
+        turns.append(form.read(row, place, its))
+    return turns
 
 
-def check_columns(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True) -> list[Form]:
-    """The form of each row: the first of `forms` whose columns it has. Needs no tokenizer.
+def check_columns(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True) -> list[tuple[Form, Row]]:
+    """The form of each row, the first of `forms` whose columns it has, and the row in rlkit's columns.
 
-    Raises ValueError, with the row (see `place_of`), for a row that lacks a column of the last form, or holds a value
-    of the wrong type in one.
+    The first row decides which library's columns are read. Needs no tokenizer. Raises ValueError, with the row (see
+    `place_of`), for a row in another form than the first, for one that lacks a column of the last form, or holds a
+    value of the wrong type in one, and for one that is in two forms with different content.
     """
-    found = []
+    found: list[tuple[Form, Row]] = []
+    plain = not apply_chat_template
     for index, row in enumerate(rows):
+        place = place_of(rows, index)
+        if index == 0:
+            source, start = source_of(row, place), place
+        row = _in_our_columns(row, source, forms, place, start, plain)
+        if index == 0:
+            forms = _of_one_file(forms, row, plain)
         form = next((form for form in forms if not form.missing(row)), forms[-1])
+        form = _without_conflict(row, form, forms, place)
+        first = f"{start} is {(source or found[0][0]).title}" if index else ""
         for names in form.columns:
-            cell(row, names, place_of(rows, index), form=form, plain=not apply_chat_template)
-        found.append(form)
+            cell(row, names, place, form=form, plain=plain, first=first)
+        if form.check:
+            form.check(row, place, plain)
+        found.append((form, row))
     return found
 
 
-def cell(row: Row, names: Sequence[str], place: str, *, form: Form, plain: bool = False) -> tuple[str, Any]:
+def source_of(row: Row, place: str) -> Form | None:
+    """The form of another library that a row is in; None for a row with a prompt in rlkit's columns."""
+    there = {name: value for name, value in row.items() if value is not None}
+    if there.keys() & {*_PROMPT}:
+        return None
+    fits = [form for form in THEIRS if not form.missing(there)]
+    fits = [form for form in fits if not any(form.known(there) < other.known(there) for other in fits)]
+    if len({repr(row[form.columns[0][0]]) for form in fits}) > 1:
+        names = " and ".join(f"{form.title} ({', '.join(sorted(form.known(there)))})" for form in fits)
+        raise column_error(place, f"is both {names}", row, "; name the prompt with --rename COLUMN prompt")
+    return fits[0] if fits else None
+
+
+def with_prompt(row: Row, place: str = "the row") -> Row:
+    """The row unchanged, with its prompt as `prompt` or `messages` where it has neither."""
+    source = source_of(row, place)
+    new = source.convert(row) if source else {}
+    return {**row, **{name: new[name] for name in _PROMPT if name in new}} if new else row
+
+
+def is_text(row: Row) -> bool:
+    """Whether a row of `with_prompt` is a text without a prompt."""
+    return not TEXT.missing(row) and not any(row.get(name) is not None for name in _PROMPT)
+
+
+def _in_our_columns(row: Row, source: Form | None, forms: Sequence[Form], place: str, start: str, plain: bool) -> Row:
+    """The row with rlkit's columns beside its own, where they differ.
+
+    In a `plain` row the prompt is the contents of its messages, joined, or the common beginning of a pair.
+    """
+    new = convert.one_message(row)
+    if source:
+        if source.missing(row) or any(row.get(name) is not None for name in _PROMPT):
+            raise column_error(place, f"is not {source.title}, as {start} is", row, "; write all rows in one form")
+        try:
+            new |= source.convert(row)
+        except (TypeError, ValueError) as error:
+            raise column_error(place, f"cannot be read as {source.title}: {error}", row) from None
+    messages = new.get("messages") or row.get("prompt") or row.get("messages")
+    if plain and PROMPT in forms and messages and isinstance(messages, list | tuple):
+        new["prompt"] = "".join(m["content"] for m in prompt_messages({"messages": messages}, place=place))
+    if plain and PAIR in forms:
+        new |= convert.common_prompt(row)
+    return Converted(row, new) if new else row
+
+
+def _of_one_file(forms: Sequence[Form], row: Row, plain: bool) -> tuple[Form, ...]:
+    """Those of `forms` that the rows of a file may have whose first row is `row`."""
+    if TEXT in forms and is_text(row):
+        return (TEXT,)
+    if PAIR in forms and not PAIR.missing(row):
+        return (PAIR,)
+    others = (TEXT, PAIR, CONVERSATION) if plain else (TEXT, PAIR)
+    return tuple(form for form in forms if form not in others) or tuple(forms)
+
+
+def _without_conflict(row: Row, form: Form, forms: Sequence[Form], place: str) -> Form:
+    """The form, or `CONVERSATION` where that holds the response too; ValueError for two forms of different content."""
+    prompt, messages = row.get("prompt"), convert.mappings(row.get("messages"))
+    said = [str(message.get("content")) for message in messages]
+    asked = [prompt] if isinstance(prompt, str) else [str(m.get("content")) for m in convert.mappings(prompt)]
+    name = "prompt"
+    if not said or all(text.strip() in "".join(said) for text in asked):
+        if form is not RESPONSE or CONVERSATION not in forms or not said or messages[-1].get("role") != "assistant":
+            return form
+        name, response = cell(row, _RESPONSE, place, form=RESPONSE)
+        if response in (said[-1], [messages[-1]]):
+            return CONVERSATION
+    found = f"columns 'messages' and {name!r} hold different texts ({CONVERSATION.title} and {form.title})"
+    raise column_error(place, found, row, f"; rename the one that is not meant, e.g. --rename {name} OTHER")
+
+
+def cell(
+    row: Row, names: Sequence[str], place: str, *, form: Form, plain: bool = False, first: str = ""
+) -> tuple[str, Any]:
     """(name, value) of the first column of `names` that a row has, null last.
 
     A column holds a string or messages, `messages` only messages, `label` true or false; in a `plain` row (without a
     chat template) all but the label are strings. ValueError, with the columns of the row and the form that it looks
-    most like, for a row without any of `names`, or with a value of another type.
+    most like, for a row without any of `names`, or with a value of another type. `first` says what the first row is.
     """
     names = [name for name in names if not (plain and name == "messages")]
     there = [name for name in names if name in row]
     if not there:
-        near = max(FORMS, key=lambda known: known.likeness(row))
-        looks = "" if near.columns == form.columns else f", and the row looks most like a {near.name}"
         lacks = f"no column {names[0]!r}" if len(names) == 1 else f"neither {' nor '.join(map(repr, names))} is there"
-        raise column_error(place, lacks, row, f"; {form}{looks}; a column under another name is renamed with --rename")
+        fix = f"; {form}{_looks(row, form, first)}; a column under another name is renamed with --rename"
+        raise column_error(place, lacks, row, fix)
     name = next((name for name in there if row[name] is not None), there[0])
     value = row[name]
     kinds = [kind for kind in _COLUMNS.get(name, (_STRING, _MESSAGES)) if not (plain and kind == _MESSAGES)]
@@ -176,8 +287,20 @@ def cell(row: Row, names: Sequence[str], place: str, *, form: Form, plain: bool 
     return name, value
 
 
+def _looks(row: Row, form: Form, first: str = "") -> str:
+    """What a row looks like that is not in the `form`, and what reads it."""
+    near = max(FORMS, key=lambda known: known.likeness(getattr(row, "own", row)))
+    if near.columns == form.columns:
+        return ""
+    other = first and not near.missing(row)
+    hint = f"{first}, and all rows must be in one form" if other else near.hint
+    return f", and the row looks most like {near.title}" + (f"; {hint}" if hint else "")
+
+
 def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = "the row") -> list[dict[str, Any]]:
     """The conversation of a row: its `messages`, or its `prompt` (a string is one user message), after `system_prompt`.
+
+    A row of another library's form is read as `rlkit.data.convert` makes it.
 
     A conversation that begins with a system message keeps that one. The content of a message is text: parts
     `{"type": "text", "text": ...}` are joined without a separator, as chat templates join them, and an assistant
@@ -186,6 +309,7 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
     Raises ValueError for a row without `messages` and `prompt`, for a malformed message, and for any other content:
     null, a number, or a part that is not text, such as an image.
     """
+    row = with_prompt(Converted(row, convert.one_message(row)))
     column, value = cell(row, _PROMPT, place, form=PROMPT)
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     for number, message in enumerate(messages):
@@ -291,23 +415,44 @@ def _prompt(row: Row, place: str, template: Template) -> list[Turn]:
     return [Turn(place, text, empty=all(map(_is_empty, messages)) if messages else not text.strip())]
 
 
+def _no_answer(row: Row, place: str, roles: Sequence[Any]) -> ValueError:
+    fix = f"; rows of {{prompt, response}} need the column 'response'{_looks(row, CONVERSATION)}"
+    return column_error(place, f"needs an assistant message with a message before it, got roles {roles}", row, fix)
+
+
+def _check_conversation(row: Row, place: str, _plain: bool) -> None:
+    _, value = cell(row, _PROMPT, place, form=CONVERSATION)
+    roles = ["user"] if isinstance(value, str) else [m.get("role") for m in convert.mappings(value)]
+    if roles and "assistant" not in roles:
+        raise _no_answer(row, place, roles)
+
+
 def _conversation(row: Row, place: str, template: Template) -> list[Turn]:
-    """One turn per assistant message."""
+    """One turn per assistant message, but for those that the row excludes from the loss."""
     messages = prompt_messages(row, system_prompt=template.system_prompt, place=place)
     ends = [end for end, message in enumerate(messages) if message["role"] == "assistant"]
     if not ends or ends[0] == 0:
-        found = f"needs an assistant message with a message before it, got roles {[m['role'] for m in messages]}"
-        raise column_error(place, found, row, "; rows of {prompt, response} need the column 'response'")
+        raise _no_answer(row, place, [m["role"] for m in messages])
     turns = []
     for end in ends:
+        if not convert.is_trained(messages[end]):
+            continue
         prompt = template.text(messages[:end], place, opened=True)
         whole, blocks = template.text(messages[: end + 1], place, opened=False), template.blocks(messages[: end + 1])
         turns.append(Turn(place, prompt, whole, empty=_is_empty(messages[end]), literal=False, blocks=blocks))
+    if not turns:
+        raise ValueError(f"{place}: every assistant message is excluded from the loss: drop the row")
     return turns
 
 
+def _check_response(row: Row, place: str, _plain: bool) -> None:
+    if "response" not in row and _label(row.get("label")) is not None:
+        found = "needs an assistant message or the column 'response', got a labelled response"
+        raise column_error(place, found, row, "; rlkit kto reads it, or --rename label OTHER trains every completion")
+
+
 def _response(
-    row: Row, place: str, template: Template, *, names: Sequence[str] = ("response",), label: bool | None = None
+    row: Row, place: str, template: Template, *, names: Sequence[str] = _RESPONSE, label: bool | None = None
 ) -> list[Turn]:
     """A response (a string, or the last of a list of messages) after the row's prompt or its own earlier messages."""
     column, response = cell(row, names, place, form=RESPONSE, plain=not template.apply)
@@ -340,13 +485,52 @@ def _pair(row: Row, place: str, template: Template) -> list[Turn]:
     return [chosen, rejected]
 
 
+def _check_pair(row: Row, place: str, plain: bool) -> None:
+    if isinstance(row["chosen"], str) and not any(name in row for name in _PROMPT):
+        lacks = "no column 'prompt'" if plain else "neither 'messages' nor 'prompt' is there"
+        fix = "with --no-chat-template, the common beginning of chosen and rejected is the prompt"
+        raise column_error(place, lacks, row, f"; {'they share no beginning: ' if plain else ''}{fix}")
+
+
 def _labelled(row: Row, place: str, template: Template) -> list[Turn]:
-    return _response(row, place, template, names=_RESPONSES, label=_label(row["label"]))
+    return _response(row, place, template, names=_LABELLED, label=_label(row["label"]))
 
 
-PROMPT = Form("prompt", (_PROMPT,), _prompt)
-CONVERSATION = Form("conversation", (_PROMPT,), _conversation)
-RESPONSE = Form("prompt with a response", (_PROMPT, ("response",)), _response)
-PAIR = Form("preference pair", (("chosen",), ("rejected",)), _pair, optional=_PROMPT)
-LABELLED = Form("labelled response", (_RESPONSES, ("label",)), _labelled, optional=_PROMPT)
-FORMS = (PROMPT, CONVERSATION, RESPONSE, PAIR, LABELLED)
+def _text(row: Row, place: str, template: Template) -> list[Turn]:
+    """A text whose tokens all train. A bos that the tokenizer would add again is dropped."""
+    tokenizer, text = template.tokenizer, row["text"]
+    bos = tokenizer.bos_token
+    if bos and text.startswith(bos) and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]:
+        text = text.removeprefix(bos)
+    return [Turn(place, "", text, empty=not text.strip())]
+
+
+_SFT, _RL_SFT, _PAIRS = (
+    "rlkit sft reads it",
+    "rlkit grpo, ppo and sft read it",
+    "rlkit dpo, kto and reward_model read it",
+)
+_NONE = "no rlkit script trains on labels of steps, and reward_model learns one reward per response"
+PROMPT = Form("prompt", (_PROMPT,), _prompt, (), "rlkit grpo and ppo read it")
+CONVERSATION = Form("conversation", (_PROMPT,), _conversation, (), _SFT, _check_conversation)
+RESPONSE = Form("prompt with a response", (_PROMPT, _RESPONSE), _response, (), _SFT, _check_response)
+PAIR = Form("preference pair", (("chosen",), ("rejected",)), _pair, _PROMPT, _PAIRS, _check_pair)
+LABELLED = Form("labelled response", (_LABELLED, ("label",)), _labelled, _PROMPT, "rlkit kto reads it")
+TEXT = Form("text", (("text",),), _text, (), _SFT)
+SFT = (RESPONSE, CONVERSATION, TEXT)
+_SHAREGPT, _ALPACA = (("conversations",),), (("instruction",), ("output", "chosen"))
+_MORE = ("system", "kto_tag", "input", "history")
+_QUESTION, _PROBLEM = (("question",), ("answer",)), (("problem",), ("solution", "answer"))
+THEIRS = (
+    # LLaMA-Factory data/README.md; TRL trl/data_utils.py, maybe_convert_to_chatml
+    Form("ShareGPT conversation", _SHAREGPT, _conversation, _MORE[:2], _SFT, None, convert.sharegpt),
+    # LLaMA-Factory data/README.md
+    Form("Alpaca row", _ALPACA, _response, _MORE, _SFT, None, convert.alpaca),
+    # hub data sets openai/gsm8k and HuggingFaceH4/MATH-500
+    Form("question with an answer", _QUESTION, _response, (), _RL_SFT, None, convert.question),
+    Form("problem with a solution", _PROBLEM, _response, (), _RL_SFT, None, convert.problem),
+    # OpenRLHF openrlhf/cli/train_*.py, --data.input_key; slime slime/utils/arguments.py, --input-key
+    Form("row of OpenRLHF or slime", (("input",),), _response, ("output", "label"), _RL_SFT, None, convert.openrlhf),
+)
+_STEPWISE = Form("row of stepwise supervision", (_PROMPT, ("completions",), ("labels",)), _prompt, (), _NONE)
+FORMS = (PROMPT, CONVERSATION, RESPONSE, PAIR, LABELLED, TEXT, _STEPWISE, *THEIRS)

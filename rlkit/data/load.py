@@ -64,8 +64,8 @@ def load_rows(
     rename:  from the column names of the data to the names that rlkit reads.
     limit:   keep the first `limit` rows.
 
-    A column of ShareGPT turns (`from`, `value`) becomes a column of messages (`role`, `content`). It is often called
-    "conversations": rename={"conversations": "messages"}.
+    A column of ShareGPT turns (`from`, `value`) becomes a column of messages (`role`, `content`). The readers of rows
+    find it under the name "conversations".
 
     Raises FileNotFoundError (nothing there; what was tried), ImportError (`datasets` is needed and missing), ValueError
     (an empty file, a malformed line, a row that is not an object, a missing column, a column of several types; all
@@ -97,7 +97,7 @@ def load_rows(
 
 def column_error(where: str, problem: str, row: Row, fix: str = "") -> ValueError:
     """The error for a row with wrong columns: `where` it is, what is wrong, and the columns that it has."""
-    return ValueError(f"{where}: {problem}; columns found: {sorted(row)}{fix}")
+    return ValueError(f"{where}: {problem}; columns found: {sorted(getattr(row, 'own', row))}{fix}")
 
 
 def _checked(
@@ -117,7 +117,7 @@ def _checked(
             raise column_error(where, f"no column {old!r} to rename", row)
         if new in row and new not in rename:
             raise column_error(where, f"column {new!r} is there already", row)
-    row = {rename.get(column, column): _as_messages(value) for column, value in row.items()}
+    row = {rename.get(column, column): as_messages(value) for column, value in row.items()}
     for column in columns:
         if column not in row:
             raise column_error(where, f"no column {column!r}", row)
@@ -254,9 +254,9 @@ def _missing(path: Path) -> str:
     return f"{message}. A hub data set is given as owner/name, without a suffix"
 
 
-def _as_messages(value: Any) -> Any:
+def as_messages(value: Any) -> Any:
     """A conversation of {"from": "human", "value": ...} as messages; anything else as it is."""
-    turns = value if isinstance(value, list) else []
+    turns = value if isinstance(value, list | tuple) else []
     if not turns or not all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns):
         return value
     return [{"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]

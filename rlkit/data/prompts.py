@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import encode_all
-from rlkit.data.forms import PROMPT, Template, drop, drop_long, joined_parts, prompt_messages, read_rows
+from rlkit.data.forms import PROMPT, Template, drop, drop_long, joined_parts, prompt_messages, read_rows, with_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,10 +36,12 @@ def rl_prompts(
 ) -> tuple[list[Prompt], int]:
     """`(prompts, num_dropped)` from rows that have `messages` or `prompt`; all columns stay in `row`.
 
+    A row of another library's form (docs/data.md) stays as it is too, with its prompt as `prompt` or `messages` beside.
     A string `prompt` is one user message. The chat template writes the conversation and the generation prompt.
     `system_prompt` is put before each conversation that has no system message of its own. With
     `apply_chat_template=False` (base models) `prompt` is tokenised as it is, with the tokenizer's own special tokens
-    such as a leading bos.
+    such as a leading bos; of messages, the contents are joined without a separator. A row's `tools` (JSON schemas) go
+    to the template unless `tools` is given.
 
     A prompt of more than `max_prompt_tokens` is dropped, never cut, and so is one without any text. Both are logged
     with the first rows, and counted together. Raises ValueError, with the row (see `place_of`), for a row without
@@ -54,6 +56,6 @@ def rl_prompts(
         rows, [(i, turn) for i, (turn,) in enumerate(turns)], lambda t: t.empty, what="prompts", why="have no text"
     )
     encoded = encode_all(tokenizer, [turn.prompt for _, turn in left], add_special_tokens=not apply_chat_template)
-    prompts = [(i, Prompt(ids, rows[i], i)) for (i, _), ids in zip(left, encoded, strict=True)]
+    prompts = [(i, Prompt(ids, with_prompt(rows[i]), i)) for (i, _), ids in zip(left, encoded, strict=True)]
     prompts = drop_long(rows, prompts, lambda p: len(p.ids), what="prompts", max_prompt_tokens=max_prompt_tokens)
     return [prompt for _, prompt in prompts], len(rows) - len(prompts)

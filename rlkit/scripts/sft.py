@@ -3,7 +3,8 @@
     rlkit sft --model MODEL --data train.jsonl
     torchrun --nproc-per-node 8 -m rlkit.scripts.sft ... --parallel.tp 2
 
-Every row has `prompt` and `response` (strings), or `messages`; only assistant turns are trained on.
+Every row has `prompt` and `response` or `completion`, or `messages`; only assistant turns are trained on.
+Or it has `text`, which is trained on whole. Files of other libraries are read as they are: docs/data.md.
 """
 
 from __future__ import annotations
@@ -31,10 +32,9 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     from rlkit.data.examples import sft_examples
-    from rlkit.data.forms import CONVERSATION, RESPONSE
+    from rlkit.data.forms import SFT
 
-    forms = (RESPONSE, CONVERSATION) if args.data.chat_template else (RESPONSE,)
-    args, tokenizer, examples, held_out = offline(args, sft_examples, *forms)
+    args, tokenizer, examples, held_out = offline(args, sft_examples, *SFT)
     from rlkit.loops.sft import sft
 
     model, _ = load_policies(args, has_reference=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
-from rlkit.data.forms import FORMS, Form, Template, Turn, read_rows
+from rlkit.data.forms import FORMS, TEXT, Form, Template, Turn, read_rows
 from rlkit.data.load import Rows
 from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_tokenizer
@@ -18,16 +18,27 @@ ROWS = {
     "prompt with a response": {"prompt": "hi", "response": "yo"},
     "preference pair": {"prompt": "hi", "chosen": "yo", "rejected": "no"},
     "labelled response": {"prompt": "hi", "completion": "yo", "label": True},
+    "row of stepwise supervision": {"prompt": "hi", "completions": ["y", "o"], "labels": [True, False]},
+    "ShareGPT conversation": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+    "Alpaca row": {"instruction": "hi", "input": "", "output": "yo"},
+    "question with an answer": {"question": "hi", "answer": "yo"},
+    "problem with a solution": {"problem": "hi", "solution": "yo"},
+    "row of OpenRLHF or slime": {"input": "hi", "output": "yo"},
 }
 TEMPLATE = Template(TOKENIZER, None, True, None, None)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [form for form in FORMS if form is not TEXT], ids=lambda form: form.name)
 def test_every_form_reads_its_row_and_has_a_row_here(form):
     ((turn, *_),) = read_rows([ROWS[form.name]], TEMPLATE, form, max_tokens=1)
     assert turn.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert turn.whole.removeprefix(turn.prompt) in ("", "yo", "yo<|im_end|>\n")
     assert not turn.empty
+
+
+def test_a_text_is_read_without_a_prompt():
+    ((turn,),) = read_rows([{"text": "hi"}], TEMPLATE, TEXT, max_tokens=1)
+    assert (turn.prompt, turn.whole, turn.empty) == ("", "hi", False)
 
 
 @pytest.mark.parametrize(
