@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import bounded_exp, carry_nan, check_float, check_mask, cumsum, masked, upcast
-from rlkit.losses._inputs import check_alone, check_at_least, check_positive, prepared
+from rlkit.losses._inputs import check_alone, check_at_least, check_one_number, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio
 from rlkit.segments import broadcast_to_tokens, sum_per_seq
 
@@ -205,6 +205,7 @@ def batch_normalized(
         check_alone("mean")
         count = torch.ones_like(weights).sum() if mask is None else mask.sum()
         mean = weights.sum() / count.clamp(min=1)
+    check_one_number(mean=mean)
     mean = torch.as_tensor(mean, dtype=weights.dtype, device=weights.device)
     return torch.where(mean == 0, 0, weights / torch.where(mean == 0, 1, mean))
 
