@@ -1,6 +1,5 @@
 """rlkit's losses and fused log-probs in transformers.Trainer: SFT with an exact token mean, and DPO.
 
-    pip install rlkit-lm "accelerate>=1.1"
     python examples/in_transformers.py sft [MODEL]          a folder or hub id; default: a tiny model made here
     python examples/in_transformers.py dpo [MODEL]
 

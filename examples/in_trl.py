@@ -1,11 +1,9 @@
-"""rlkit's losses, group baselines and fused log-probs in TRL's GRPOTrainer: a tiny model learns to write digits.
+"""rlkit's losses, group baselines and fused log-probs in TRL: a tiny model learns to write digits.
 
-    pip install rlkit-lm trl==1.16.0
     python examples/in_trl.py [SURROGATE [MODEL]]           a function of rlkit.losses, a folder or hub id
 
-Copy `Trainer` into your own script. It replaces the log-probs, the loss and the advantages of TRL 1.16.0
-(trl/trainer/grpo_trainer.py); generation, rewards, logging and saving stay TRL's. For one process or DDP: under FSDP
-and DeepSpeed ZeRO-3 the head's weight is sharded outside the forward.
+`Trainer` takes `surrogate(log_ratio, advantages, *, mask)` and `baseline(rewards, *, group_ids)`. It replaces log-probs,
+loss and advantages of TRL 1.16.0 (trl/trainer/grpo_trainer.py). For one process or DDP: FSDP and ZeRO-3 shard the head.
 """
 
 import sys
@@ -14,8 +12,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from rlkit import losses
-from rlkit.advantages import group_centered
+from rlkit import advantages, losses
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.kernels.linear_logp import linear_logp
 from rlkit.model.families import logit_scale
@@ -26,9 +23,7 @@ REPLACED = ("loss_type", "epsilon", "epsilon_high", "delta", "scale_rewards", "i
 
 
 class Trainer(GRPOTrainer):
-    """GRPOTrainer with `surrogate(log_ratio, advantages, *, mask)` and `baseline(rewards, *, group_ids)` of rlkit."""
-
-    def __init__(self, *args, surrogate=losses.ppo_clip, baseline=group_centered, **kwargs):
+    def __init__(self, *args, surrogate=losses.ppo_clip, baseline=advantages.group_centered, **kwargs):
         super().__init__(*args, **kwargs)
         self.surrogate, self.baseline = surrogate, baseline
         for name in REPLACED:
@@ -52,8 +47,7 @@ class Trainer(GRPOTrainer):
                 softcap=getattr(config, "final_logit_softcapping", None),
             )  # fmt: skip
             outputs.append([x.view_as(targets) for x in fused])
-        logp, entropy = map(torch.cat, zip(*outputs, strict=True))
-        return logp, entropy, None
+        return *map(torch.cat, zip(*outputs, strict=True)), None
 
     def _compute_loss(self, model, inputs):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -61,12 +55,12 @@ class Trainer(GRPOTrainer):
         mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
         logp, entropy, _ = self._get_per_token_logps_and_entropies(model, ids, attended, mask.shape[1])
         old_logp = inputs.get("old_per_token_logps", logp.detach())
-        advantages = inputs["advantages"].unsqueeze(1).expand_as(logp)  # [B] to [B, L]
-        loss = self.surrogate(logp - old_logp, advantages, mask=mask) * inputs.get("importance_sampling_ratio", 1)
+        per_token = inputs["advantages"][:, None].expand_as(logp)  # [B] to [B, L]
+        loss = self.surrogate(logp - old_logp, per_token, mask=mask) * inputs.get("importance_sampling_ratio", 1)
         if self.beta:
             loss = loss + self.beta * losses.unbiased_kl(logp, inputs["ref_per_token_logps"], old_logp, mask=mask)
         num_tokens = inputs["num_items_in_batch"] / self.accelerator.num_processes  # of all tokens generated at once
-        if self.model.training:  # they train several optimizer steps, or are one of several batches of a step
+        if self.model.training:  # they may be trained on in several optimizer steps
             num_tokens = num_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         self._metrics["train" if self.model.training else "eval"]["entropy"].append(entropy[mask].mean().item())
         return (losses.token_mean(mask, num_tokens=num_tokens) * loss).sum()
@@ -81,8 +75,8 @@ class Trainer(GRPOTrainer):
             raise ValueError("a completion has no reward: every reward function returned None")
         rewards = (self.rewards * self.reward_weights.to(self.rewards.device)).nansum(1)
         size = self.num_generations if self.model.training else self.num_generations_eval
-        advantages = self.baseline(rewards, group_ids=torch.arange(len(rewards), device=rewards.device) // size)
-        batch["advantages"] = advantages.split(len(inputs))[self.accelerator.process_index]
+        of_all_ranks = self.baseline(rewards, group_ids=torch.arange(len(rewards), device=rewards.device) // size)
+        batch["advantages"] = of_all_ranks.split(len(inputs))[self.accelerator.process_index]
         return batch
 
 
@@ -94,8 +88,8 @@ def main(surrogate="ppo_clip", model=None, *, steps=30, output="runs/in_trl", **
     tokenizer = None if model else tiny_tokenizer()
     settings = {"max_steps": steps, "max_completion_length": 8, "per_device_train_batch_size": 32, "bf16": bool(model),
                 "learning_rate": 1e-6 if model else 3e-3, "logging_steps": 5, "report_to": "none"}  # fmt: skip
-    rows = Dataset.from_list([{"prompt": f"{i}: "} for i in range(64)])
-    trainer = Trainer(model or tiny_model(tokenizer), digits, GRPOConfig(output, **(settings | options)), rows,
+    trainer = Trainer(model or tiny_model(tokenizer), digits, GRPOConfig(output, **(settings | options)),
+                      Dataset.from_list([{"prompt": f"{i}: "} for i in range(64)]),
                       processing_class=tokenizer, surrogate=getattr(losses, surrogate))  # fmt: skip
     trainer.train()
     return trainer

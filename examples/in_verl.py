@@ -1,12 +1,11 @@
 """rlkit's surrogates and group baselines in verl's registries.
 
-    pip install rlkit-lm verl==0.9.1                            and put this file on PYTHONPATH, on every node
     VERL_USE_EXTERNAL_MODULES=in_verl python3 -m verl.trainer.main_ppo \
         actor_rollout_ref.actor.policy_loss.loss_mode=rlkit_cispo algorithm.adv_estimator=rlkit_leave_one_out ...
 
 verl 0.9.1 imports the modules of VERL_USE_EXTERNAL_MODULES in every process (verl/__init__.py), and looks both names up in
-the registries of verl/trainer/ppo/core_algos.py. Start Ray's nodes with the same variable. The rest stays verl's:
-aggregation (`loss_agg_mode`) over the step's batch, KL, entropy and rollout correction.
+the registries of verl/trainer/ppo/core_algos.py. Every Ray node needs the variable, and this file on PYTHONPATH. The
+rest stays verl's: aggregation over the step's batch, KL, entropy and rollout correction.
 
     python examples/in_verl.py                                  the registered losses on a small batch, beside verl's own
 """

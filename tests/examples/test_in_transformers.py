@@ -1,6 +1,9 @@
 """examples/in_transformers.py: the losses equal those from full logits, for any split of a step into batches."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,17 +12,21 @@ import torch
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("accelerate", reason="pip install accelerate")
+ROOT = Path(__file__).parents[2]
 TOKENIZER = tiny_tokenizer()
 SMALL = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 48}
 
 
-@pytest.fixture(scope="module")
-def example():
-    path = Path(__file__).parents[2] / "examples" / "in_transformers.py"
-    spec = importlib.util.spec_from_file_location("in_transformers", path)
+def load():
+    spec = importlib.util.spec_from_file_location("in_transformers", ROOT / "examples" / "in_transformers.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def example():
+    return load()
 
 
 def arguments(folder, **settings):
@@ -46,11 +53,11 @@ def full_logits_mean(model, examples):
     return torch.stack(terms).mean()
 
 
-def trained(example, folder, *, kind="SFT", **settings):
-    """The parameters after one SGD step of `kind` on the eight rows, and the loss it logged."""
+def trained(example, folder, *, kind=None, **settings):
+    """The parameters after one SGD step of `kind` (default: the SFT trainer) on the eight rows, and the logged loss."""
     model = tiny_model(TOKENIZER, **SMALL)
     pad = example.DataCollatorForSeq2Seq(TOKENIZER)
-    trainer = getattr(example, kind)(model, arguments(folder, logging_steps=1, **settings), pad, rows(example))
+    trainer = (kind or example.SFT)(model, arguments(folder, logging_steps=1, **settings), pad, rows(example))
     trainer.train()
     return [p.detach() for p in model.parameters()], trainer.state.log_history[0]["loss"]
 
@@ -74,13 +81,39 @@ def test_sft_equals_the_trainers_own_loss(example, tmp_path):
     """transformers' Trainer with the model's loss, from full logits, on the same uneven split."""
     from transformers import Trainer
 
-    example.Stock = Trainer
+    assert Trainer.loss_is_scaled_for_ga is None, "the attribute that the example sets"
     split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     ours, our_loss = trained(example, tmp_path, **split)
-    theirs, their_loss = trained(example, tmp_path, kind="Stock", **split)
+    theirs, their_loss = trained(example, tmp_path, kind=Trainer, **split)
     difference = max((p - q).abs().max().item() for p, q in zip(ours, theirs, strict=True))
     print(f"loss {our_loss}, Trainer {their_loss}; largest difference of the parameters {difference:.1e}")
     assert our_loss == pytest.approx(their_loss, rel=1e-4)
+    assert difference < 1e-6
+
+
+ON_TWO_RANKS = """
+import importlib.util, sys, torch
+spec = importlib.util.spec_from_file_location("test", sys.argv[1])
+test = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(test)
+settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "ddp_backend": "gloo"}
+after, loss = test.trained(test.load(), sys.argv[2], **settings)
+if torch.distributed.get_rank() == 0:
+    torch.save((after, loss), sys.argv[2] + "/after.pt")
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_sft_on_two_ranks_is_the_mean_over_all_tokens_of_the_step(example, tmp_path):
+    (tmp_path / "run.py").write_text(ON_TWO_RANKS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    subprocess.run([*launch, tmp_path / "run.py", __file__, tmp_path], check=True, env=environment, timeout=250)
+    after, _ = torch.load(tmp_path / "after.pt")
+    expected, _ = trained(example, tmp_path, per_device_train_batch_size=8)
+    difference = max((p - q).abs().max().item() for p, q in zip(after, expected, strict=True))
+    print(f"two ranks: largest difference of the parameters {difference:.1e}")
     assert difference < 1e-6
 
 
@@ -113,6 +146,7 @@ def test_evaluation_is_the_mean_over_its_tokens(example, tmp_path):
     model = tiny_model(TOKENIZER, **SMALL)
     pad = example.DataCollatorForSeq2Seq(TOKENIZER)
     trainer = example.SFT(model, arguments(tmp_path), pad, rows(example), rows(example))
+    assert trainer.model_accepts_loss_kwargs, "evaluation counts labels too"
     assert trainer.evaluate()["eval_loss"] == pytest.approx(full_logits_mean(model, rows(example)).item(), rel=1e-5)
 
 
