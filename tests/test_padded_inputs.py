@@ -3,6 +3,7 @@
 Every tensor is `[B, L]` with B = L, so that a wrong broadcast of `[B]` would raise nothing.
 """
 
+import inspect
 import math
 from dataclasses import replace
 
@@ -151,6 +152,37 @@ def test_the_error_gives_the_conversion_and_it_gives_the_truth(name):
         converted[argument] = result.streams[0] if hasattr(result, "streams") else result
     out = function(**(arguments | converted))
     torch.testing.assert_close(out, truth.to(out.dtype), rtol=1e-6, atol=1e-6)
+
+
+WITH_BOUNDS = [
+    f for module in (L, A) for name in module.__all__
+    if inspect.isfunction(f := getattr(module, name)) and "cu_seqlens" in inspect.signature(f).parameters
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", WITH_BOUNDS, ids=lambda f: f.__name__)
+def test_every_function_of_packed_streams_refuses_padded_ones(function):
+    """All per-token arguments `[B, L]`, cu_seqlens of B rows: the error names one of them and `from_padded`."""
+    arguments = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        annotation = str(parameter.annotation)
+        if name == "cu_seqlens":
+            arguments[name] = CU
+        elif name == "mask":
+            arguments[name] = REAL
+        elif parameter.default is not inspect.Parameter.empty:
+            continue
+        elif name in ("group_ids", "source_ids"):
+            arguments[name] = torch.arange(B)
+        elif '"T"' in annotation or "Tensor, 'T'" in annotation:
+            arguments[name] = VALUES
+        elif "Bool" in annotation:
+            arguments[name] = torch.ones(B, dtype=torch.bool)
+        else:
+            arguments[name] = PER_ROW if "Float" in annotation else 1
+    tokens = "|".join(name for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.ndim == 2)
+    with pytest.raises(ValueError, match=rf"^({tokens}) must be packed, of shape \[T\], got \[4, 4\]; use from_padded"):
+        function(**arguments)
 
 
 @pytest.mark.parametrize(
