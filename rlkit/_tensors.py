@@ -57,7 +57,8 @@ def check_float(**tensors: Tensor | None) -> None:
     """Each tensor is floating point."""
     for name, x in tensors.items():
         if x is not None and not (isinstance(x, Tensor) and torch.is_floating_point(x)):
-            raise TypeError(f"{name} must be a floating-point tensor, got {_describe(x)}")
+            fix = _as_tensor(name, x, "float")
+            raise TypeError(f"{name} must be a floating-point tensor, got {_describe(x)}; use {fix}")
 
 
 def check_same_shape(**tensors: Tensor | None) -> None:
@@ -65,9 +66,8 @@ def check_same_shape(**tensors: Tensor | None) -> None:
     given = [(name, x) for name, x in tensors.items() if x is not None]
     for name, x in given[1:]:
         if x.shape != given[0][1].shape:
-            raise ValueError(
-                f"{name} must have the shape of {given[0][0]}, {list(given[0][1].shape)}, got {list(x.shape)}"
-            )
+            (like, first), fix = given[0], _shape_fix(given[0], (name, x))
+            raise ValueError(f"{name} must have the shape of {like}, {list(first.shape)}, got {list(x.shape)}" + fix)
     check_same_device(**tensors)
 
 
@@ -84,16 +84,32 @@ def check_mask(mask: Tensor | None, **like: Tensor) -> None:
     """`mask` is bool and has the shape of the one tensor given by keyword."""
     if mask is None:
         return
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise TypeError(f"mask must be bool (True = trainable), got {_describe(mask)}; use mask.bool()")
+    check_bool("mask", mask, "trainable")
     check_same_shape(**like, mask=mask)
+
+
+def check_bool(name: str, mask: object, true: str) -> None:
+    """A bool tensor. The error gives the conversion of a 0/1 mask, or of labels, where -100 means False."""
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        return
+    fix = _as_tensor(name, mask, "bool")
+    if isinstance(mask, Tensor) and not readable(mask):
+        fix += " for 0 and 1, or labels != -100 for labels"
+    elif isinstance(mask, Tensor) and (mask == -100).any():
+        fix = "labels != -100"
+    elif isinstance(mask, Tensor) and not ((mask == 0) | (mask == 1)).all():
+        fix = f"a comparison: {name} has values other than 0 and 1"
+    raise TypeError(f"{name} must be bool (True = {true}), got {_describe(mask)}; use {fix}")
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, **packed: Tensor) -> None:
     """`cu_seqlens` are the sequence bounds of the one tensor given by keyword, which is `[T]` on the same device."""
     ((name, x),) = packed.items()
     if x.ndim != 1:
-        raise ValueError(f"{name} must be packed, of shape [T], got {list(x.shape)}; see rlkit.packing.from_padded")
+        raise ValueError(
+            f"{name} must be packed, of shape [T], got {list(x.shape)}; "
+            f"use from_padded({name}, padding_mask=padding_mask), which also gives cu_seqlens"
+        )
     check_bounds(cu_seqlens, x.shape[0])
     check_same_device(cu_seqlens=cu_seqlens, **packed)
 
@@ -110,9 +126,8 @@ def check_bounds(cu_seqlens: Tensor, num_tokens: int | None) -> None:
     if not readable(cu_seqlens):
         return
     if cu_seqlens[0] != 0:
-        raise ValueError(
-            f"cu_seqlens must start at 0, got {cu_seqlens[0].item()}; prepend a 0 to the cumulative lengths"
-        )
+        lens = "cu_seqlens" if cu_seqlens.sum() == num_tokens else "lens"
+        raise ValueError(f"cu_seqlens must start at 0, got {cu_seqlens[0].item()}; use cumulative({lens})")
     if num_tokens is not None and cu_seqlens[-1] != num_tokens:
         raise ValueError(f"cu_seqlens must end at the number of tokens, {num_tokens}, got {cu_seqlens[-1].item()}")
     if (cu_seqlens.diff() < 0).any():
@@ -123,10 +138,14 @@ def check_ids(like: Tensor | None = None, **ids: Tensor) -> None:
     """Each is a 1-D integer tensor of non-negative ids, one per entry of `like` (if given) and on its device."""
     for name, x in ids.items():
         if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.ndim != 1:
-            raise TypeError(f"{name} must be int32 or int64 of shape [N], got {_describe(x)}")
+            fix = _as_ids(name, x, like)
+            raise TypeError(f"{name} must be int32 or int64 of shape [N], got {_describe(x)}; use {fix}")
         if like is not None and x.shape != like.shape:
+            per = like.numel() // max(1, x.numel())
+            whole = like.ndim == 1 and per > 1 and like.numel() == per * x.numel()
             raise ValueError(
                 f"{name} must have one entry for each value, both [N]; got {x.numel()} and values {list(like.shape)}"
+                + f"; if it has one id per {per} consecutive values, use {name}.repeat_interleave({per})" * whole
             )
         check_same_device(values=like, **{name: x})
         if readable(x) and x.numel() and x.min() < 0:
@@ -149,6 +168,36 @@ def _describe(x: object) -> str:
     if not isinstance(x, Tensor):
         return f"a {type(x).__name__}"
     return f"{str(x.dtype).removeprefix('torch.')} of shape {list(x.shape)}"
+
+
+def _as_tensor(name: str, x: object, dtype: str) -> str:
+    """The call that makes `x` a tensor of this dtype."""
+    return f"{name}.{dtype}()" if isinstance(x, Tensor) else f"torch.as_tensor({name}).{dtype}()"
+
+
+def _as_ids(name: str, x: object, like: Tensor | None) -> str:
+    """The call that makes ids `[N]` of `x`: a group size, a column of ids, strings (uids)."""
+    if isinstance(x, int):
+        return f"torch.arange({'N' if like is None else like.numel()}) // {x} for consecutive groups of {x}"
+    if isinstance(x, Tensor):
+        return name + ".flatten()" * (x.ndim != 1) + ".long()" * (x.dtype not in (torch.int32, torch.int64))
+    return f"torch.as_tensor(np.unique({name}, return_inverse=True)[1])"
+
+
+def _shape_fix(a: tuple[str, Tensor], b: tuple[str, Tensor]) -> str:
+    """For the error about two unequal shapes: the call that converts one of them, if it follows from the shapes."""
+    (small, x), (large, y) = sorted((a, b), key=lambda named: (named[1].ndim, named[1].numel()))
+    if x.ndim == y.ndim == 1:
+        return f"; if {small} has one value per sequence, use broadcast_to_tokens({small}, cu_seqlens=cu_seqlens)"
+    if x.ndim == 1 and x.shape == y.shape[:1]:
+        return f"; if {small} has one value per row, use {small}[:, None].expand_as({large})"
+    if x.ndim == 1 and y.ndim == 2:
+        return f"; if {large} is padded, use from_padded({large}, padding_mask=padding_mask)"
+    if x.shape[:-1] == y.shape[:-1] and y.shape[-1] == x.shape[-1] + 1 > 2:
+        return f"; use {large}[:, 1:] if its entry t speaks of token t, {large}[:, :-1] if of the next token"
+    if x.ndim == y.ndim and all(m in (1, n) for m, n in zip(x.shape, y.shape)):
+        return f"; use {small}.expand_as({large})"
+    return ""
 
 
 def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:

@@ -11,7 +11,7 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_mask, masked
+from rlkit._tensors import check_bool, check_same_device, check_same_shape, masked
 from rlkit.balancing import plan_microbatches
 from rlkit.segments import broadcast_to_tokens, cumulative, episode_advantages, seq_lens
 from rlkit.types import Batch, Trajectory
@@ -44,6 +44,11 @@ def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) 
     log-prob or reward at a trained token, a trajectory without tokens that is not truncated, and a piece that follows
     no other piece or whose reward differs from the one before it.
     """
+    if isinstance(groups, Tensor | Mapping):
+        raise TypeError(
+            f"groups must be lists of Trajectory, one list per prompt, got a {type(groups).__name__}; padded tensors "
+            "need no Batch: use streams, cu_seqlens = from_padded(*tensors, padding_mask=padding_mask)"
+        )
     for g, group in enumerate(groups):
         if isinstance(group, Trajectory):
             raise TypeError(f"groups[{g}] must be a list of trajectories, one list per prompt, got a Trajectory")
@@ -143,13 +148,21 @@ def from_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"]) -> Packed:
 
     `to_padded(*packed.streams, padding_mask=padding_mask)` is the exact inverse.
     """
+    _check_padding_mask(padding_mask)
     for i, x in enumerate(streams):
-        check_mask(padding_mask, **{f"streams[{i}][:, :]": x[..., 0] if x.ndim > 2 else x})
+        if x.shape[:2] != padding_mask.shape:
+            per_row = "; one value per row needs no packing" * (x.shape[:1] == padding_mask.shape[:1] and x.ndim == 1)
+            raise ValueError(
+                f"streams[{i}] must be [B, L, ...] like padding_mask, {list(padding_mask.shape)}, "
+                f"got {list(x.shape)}{per_row}"
+            )
+        check_same_device(padding_mask=padding_mask, **{f"streams[{i}]": x})
     return Packed(tuple(x[padding_mask] for x in streams), cumulative(padding_mask.sum(1)))
 
 
 def to_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"], fill: float = 0) -> tuple[Tensor, ...]:
     """Packed `[T, ...]` streams as padded `[B, L, ...]` tensors, `fill` at padding. Inverse of `from_padded`."""
+    _check_padding_mask(padding_mask)
     num_real = int(padding_mask.sum())
     out = []
     for i, x in enumerate(streams):
@@ -158,6 +171,12 @@ def to_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"], fill: float =
         padded = x.new_full((*padding_mask.shape, *x.shape[1:]), fill)
         out.append(padded.masked_scatter(padding_mask.view(*padding_mask.shape, *[1] * (x.ndim - 1)), x))
     return tuple(out)
+
+
+def _check_padding_mask(padding_mask: Tensor) -> None:
+    check_bool("padding_mask", padding_mask, "a real token")
+    if padding_mask.ndim != 2:
+        raise ValueError(f"padding_mask must have shape [B, L], got {list(padding_mask.shape)}")
 
 
 def select(batch: Batch, index: Int[Tensor, "M"] | Sequence[int]) -> Batch:
@@ -245,7 +264,7 @@ def with_streams(batch: Batch, **streams: Tensor) -> Batch:
     for name, x in streams.items():
         if name not in _FLOATS:
             raise ValueError(f"{name} is not a per-token float stream of Batch; choose from {list(_FLOATS)}")
-        check_mask(batch.mask, **{name: x})
+        check_same_shape(mask=batch.mask, **{name: x})
     return replace(batch, **{k: masked(x, batch.mask) for k, x in streams.items()})
 
 
@@ -293,6 +312,11 @@ def _last_true(mask: list[bool]) -> int:
 
 
 def _check(t: Trajectory, where: str) -> None:
+    for name in ("prompt_ids", "ids", "mask", "logp", "versions", "token_rewards"):
+        if isinstance(x := getattr(t, name), Tensor):
+            raise TypeError(
+                f"{where}: {name} must be a list, got a tensor of shape {list(x.shape)}; use {name}.tolist()"
+            )
     if not t.prompt_ids:
         raise ValueError(f"{where}: prompt_ids is empty; a sequence starts with at least one token (e.g. the BOS id)")
     if not t.ids and not t.truncated:
@@ -301,6 +325,8 @@ def _check(t: Trajectory, where: str) -> None:
         x = getattr(t, name)
         if x is not None and len(x) != len(t.ids):
             raise ValueError(f"{where}: {name} has {len(x)} entries for {len(t.ids)} ids")
+    if not set(t.mask) <= {False, True}:
+        raise ValueError(f"{where}: mask must hold bools; use [label != -100 for label in labels]")
     if not math.isfinite(t.reward):
         raise ValueError(f"{where}: reward is {t.reward}; it must be finite")
     for j, (trained, logp) in enumerate(zip(t.mask, t.logp, strict=True)):

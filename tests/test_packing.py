@@ -198,7 +198,7 @@ def test_padded_round_trip(mask):
 
 def test_padded_errors_name_the_stream():
     mask = torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"mask must have the shape of streams\[0\]"):
+    with pytest.raises(ValueError, match=r"streams\[0\] must be \[B, L, ...\] like padding_mask"):
         from_padded(torch.zeros(2, 4), padding_mask=mask)
     with pytest.raises(ValueError, match=r"streams\[0\] must hold one row per True in padding_mask, 6, got 5"):
         to_padded(torch.zeros(5), padding_mask=mask)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_below, check_float, check_ids, check_mask, masked, upcast
+from rlkit._tensors import check_below, check_cu_seqlens, check_float, check_ids, check_mask, masked, upcast
 from rlkit.advantages.groups import group_centered, group_zscore
 from rlkit.advantages.traces import discounted_returns
 from rlkit.segments import broadcast_to_tokens
@@ -91,6 +91,7 @@ def reinforce_pp_baseline(
     """
     centered = group_centered(rewards, group_ids=group_ids)
     check_mask(mask, values=mask)
+    check_cu_seqlens(cu_seqlens, mask=mask)
     return whiten(broadcast_to_tokens(centered, cu_seqlens=cu_seqlens, num_tokens=mask.shape[0]), mask=mask, eps=eps)
 
 

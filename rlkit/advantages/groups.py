@@ -52,8 +52,7 @@ def group_centered(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) 
     Differs:  from verl (`norm_adv_by_std_in_grpo=False`): there a singleton keeps its raw reward.
     Reference: Liu et al. 2025, https://arxiv.org/abs/2503.20783
     """
-    check_float(rewards=rewards)
-    check_ids(rewards, group_ids=group_ids)
+    _check_rewards(rewards, group_ids)
     rewards = upcast(rewards)
     shifted = rewards - rewards[first_of_group(group_ids)]  # equal rewards become exact zeros before any rounding
     return shifted - group_mean(shifted, group_ids=group_ids)
@@ -84,8 +83,8 @@ def leave_one_out(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -
     Differs:  from verl `rloo`: there a singleton keeps its raw reward; verl `rloo_vectorized` gives 0, as here.
     Reference: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740
     """
-    count = group_count(group_ids)
-    return group_centered(rewards, group_ids=group_ids) * count / (count - 1).clamp(min=1)
+    centered, count = group_centered(rewards, group_ids=group_ids), group_count(group_ids)
+    return centered * count / (count - 1).clamp(min=1)
 
 
 def max_rl(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], eps: float = 1e-6) -> Float[Tensor, "N"]:
@@ -161,6 +160,18 @@ def gpg(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Te
     centered = group_centered(rewards, group_ids=group_ids)
     varies = group_sum(centered.abs(), group_ids=group_ids) != 0
     return centered * centered.numel() / varies.sum().clamp(min=1)
+
+
+def _check_rewards(rewards: Tensor, group_ids: Tensor) -> None:
+    """One floating-point reward per sequence, and the id of its group."""
+    check_float(rewards=rewards)
+    if rewards.ndim != 1:
+        fix = "rewards.flatten()"
+        if rewards.ndim == 2 and rewards.shape[1] != 1:
+            by_row = f"rewards.flatten() and group_ids=torch.arange({rewards.numel()}) // {rewards.shape[1]}"
+            fix = f"{by_row} if a row is a group, rewards.sum(1) if it holds a sequence's token rewards"
+        raise ValueError(f"rewards must have one entry per sequence, [N], got {list(rewards.shape)}; use {fix}")
+    check_ids(rewards, group_ids=group_ids)
 
 
 def _over_std(centered: Tensor, sum_squares: Tensor, count: Tensor, eps: float) -> Tensor:
@@ -245,8 +256,7 @@ class _Sorted(NamedTuple):
 
 
 def _sorted_groups(rewards: Tensor, group_ids: Tensor) -> _Sorted:
-    check_float(rewards=rewards)
-    check_ids(rewards, group_ids=group_ids)
+    _check_rewards(rewards, group_ids)
     by_reward = torch.argsort(rewards, stable=True)
     order = by_reward[torch.argsort(group_ids[by_reward], stable=True)]
     ids = group_ids[order]

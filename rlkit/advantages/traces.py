@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import (
+    check_bool,
     check_cu_seqlens,
     check_float,
     check_mask,
@@ -85,7 +86,8 @@ def end_values(bootstrap: Tensor | None, cu_seqlens: Tensor, like: Tensor) -> Te
     check_float(bootstrap=bootstrap)
     check_same_device(cu_seqlens=cu_seqlens, bootstrap=bootstrap)
     if bootstrap.shape != (num_seqs,):
-        raise ValueError(f"bootstrap must have one value per sequence, [{num_seqs}], got {list(bootstrap.shape)}")
+        fix = "; use bootstrap.flatten()" * (bootstrap.numel() == num_seqs)
+        raise ValueError(f"bootstrap must have one value per sequence, [{num_seqs}], got {list(bootstrap.shape)}{fix}")
     return bootstrap.to(like.dtype)
 
 
@@ -134,8 +136,9 @@ def bootstrap_values(
     check_float(values=values)
     check_cu_seqlens(cu_seqlens, values=values)
     num_seqs = cu_seqlens.numel() - 1
-    if truncated.dtype != torch.bool or truncated.shape != (num_seqs,):
-        raise TypeError(f"truncated must be bool of shape [{num_seqs}], got {truncated.dtype} {list(truncated.shape)}")
+    check_bool("truncated", truncated, "cut by a limit")
+    if truncated.shape != (num_seqs,):
+        raise ValueError(f"truncated must have one entry per sequence, [{num_seqs}], got {list(truncated.shape)}")
     if values.shape[0] == 0:
         return upcast(values).new_zeros(num_seqs)
     last = upcast(values)[(cu_seqlens[1:] - 1).clamp(min=0)]

@@ -38,6 +38,13 @@ def check_between(low: float, high: float, **values: float) -> None:
             raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {x}")
 
 
+def check_one_number(**values: object) -> None:
+    """Each is a Python number or a tensor of one entry: a tensor of several would be broadcast over the tokens."""
+    for name, x in values.items():
+        if isinstance(x, Tensor) and x.numel() != 1:
+            raise ValueError(f"{name} must be one number for the whole batch, got a tensor of shape {list(x.shape)}")
+
+
 def check_alone(name: str) -> None:
     """Raise if a statistic of the whole batch is missing while several ranks train, each on its share."""
     distributed = torch.distributed

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp, carry_nan, check_float, check_mask, cumsum, masked, upcast
-from rlkit.losses._inputs import check_alone, check_at_least, check_positive, prepared
+from rlkit._tensors import bounded_exp, carry_nan, check_cu_seqlens, check_float, check_mask, cumsum, masked, upcast
+from rlkit.losses._inputs import check_alone, check_at_least, check_one_number, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio
 from rlkit.segments import broadcast_to_tokens, sum_per_seq
 
@@ -122,6 +122,7 @@ def keep_whole_sequences(
     verl `seq_max_k2` and AReaL `agg=max` are `keep_divergence` followed by this.
     """
     (keep,) = prepared(mask, keep=keep.detach())
+    check_cu_seqlens(cu_seqlens, keep=keep)
     rejected = sum_per_seq(carry_nan((keep == 0).to(keep.dtype), keep), cu_seqlens=cu_seqlens, mask=mask)
     whole = carry_nan((rejected == 0).to(keep.dtype), rejected)
     kept = broadcast_to_tokens(whole, cu_seqlens=cu_seqlens, num_tokens=keep.shape[0])
@@ -141,6 +142,7 @@ def veto(
 
     Reference: slime examples/train_infer_mismatch_helper/mis.py, `calculate_veto_mask`.
     """
+    check_cu_seqlens(cu_seqlens, log_ratio=log_ratio)
     keep = keep_ratio(log_ratio, low=min_ratio, high=float("inf"), mask=mask)
     return keep_whole_sequences(keep, mask=mask, cu_seqlens=cu_seqlens)
 
@@ -205,6 +207,7 @@ def batch_normalized(
         check_alone("mean")
         count = torch.ones_like(weights).sum() if mask is None else mask.sum()
         mean = weights.sum() / count.clamp(min=1)
+    check_one_number(mean=mean)
     mean = torch.as_tensor(mean, dtype=weights.dtype, device=weights.device)
     return torch.where(mean == 0, 0, weights / torch.where(mean == 0, 1, mean))
 

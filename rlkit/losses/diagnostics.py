@@ -7,7 +7,7 @@ from math import inf
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp, carry_nan
+from rlkit._tensors import bounded_exp, carry_nan, check_cu_seqlens
 from rlkit.losses._inputs import check_at_least, prepared
 from rlkit.losses.kl import k3
 from rlkit.metrics import Metrics, largest, mean, smallest
@@ -121,6 +121,7 @@ def kl_stats(
 
 def seq_kl_stats(log_ratio: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"], cu_seqlens: Int[Tensor, "N1"]) -> Metrics:
     """Mean, largest and smallest summed log-ratio over sequences with a trainable token."""
+    check_cu_seqlens(cu_seqlens, log_ratio=log_ratio)
     total = sum_per_seq(log_ratio.detach(), cu_seqlens=cu_seqlens, mask=mask)
     some = seq_count(mask, cu_seqlens=cu_seqlens) > 0
     return {

@@ -44,7 +44,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlkit._tensors import check_float, check_mask, check_same_shape, masked, upcast
+from rlkit._tensors import check_cu_seqlens, check_float, check_mask, check_same_shape, masked, upcast
 from rlkit.advantages.traces import discounted_returns
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.losses._inputs import check_at_least, check_between, check_positive, prepared
@@ -451,6 +451,7 @@ def iw_opd_weights(
     check_at_least(0, gamma=gamma)
     check_float(advantages=advantages)
     check_mask(mask, advantages=advantages)
+    check_cu_seqlens(cu_seqlens, advantages=advantages)
     advantages = masked(upcast(advantages.detach()), mask)
     gap = advantages.abs().double()
     total = sum_per_seq(gap, cu_seqlens=cu_seqlens)
@@ -479,6 +480,7 @@ def minillm_advantages(
     Reference: arXiv:2306.08543; LMOps minillm/losses.py.
     """
     gap = opd_advantages(logp, teacher_logp, mask=mask)
+    check_cu_seqlens(cu_seqlens, logp=logp)
     total = discounted_returns(gap, mask=mask, cu_seqlens=cu_seqlens, gamma=gamma)
     weight = discounted_returns(torch.ones_like(gap), mask=mask, cu_seqlens=cu_seqlens, gamma=gamma)
     return total / weight.clamp(min=1)

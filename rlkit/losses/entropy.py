@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlkit._tensors import carry_nan, check_float, check_mask, check_no_nan, masked, upcast
-from rlkit.losses._inputs import check_alone, check_between, prepared
+from rlkit.losses._inputs import check_alone, check_between, check_one_number, prepared
 
 __all__ = ["entropy_from_logits", "entropy_quantile", "top_entropy_mask"]
 
@@ -69,6 +69,7 @@ def top_entropy_mask(
     if threshold is None:
         check_alone("threshold")
         threshold = entropy_quantile(entropy, top=top, mask=mask)
+    check_one_number(threshold=threshold)
     (entropy,) = prepared(mask, entropy=entropy.detach())
     check_no_nan(mask, entropy=entropy)
     high = entropy >= threshold

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlkit._tensors import MAX_LOG_RATIO, bounded_exp, check_float, check_mask, check_same_shape, masked, upcast
-from rlkit.losses._inputs import prepared
+from rlkit.losses._inputs import check_one_number, prepared
 from rlkit.losses.ratios import token_gradient
 
 __all__ = [
@@ -120,6 +120,7 @@ def kl_in_reward(
     Differs: masked tokens (tool output) contribute 0 (they leaked in slime issue 1372 and miles issue 1383).
     Reference: arXiv:2203.02155, equation 2.
     """
+    check_one_number(kl_coef=kl_coef)
     rewards, logp, ref_logp = prepared(mask, rewards=rewards, logp=logp, ref_logp=ref_logp)
     return (rewards - kl_coef * estimator(logp, ref_logp, mask=mask)).detach()
 

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import MAX_LOG_RATIO, bounded_exp, carry_nan
+from rlkit._tensors import MAX_LOG_RATIO, bounded_exp, carry_nan, check_same_shape
 from rlkit.losses._inputs import check_at_least, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio, seq_log_ratio_sum
 from rlkit.segments import broadcast_to_tokens, seq_count, seq_lens
@@ -146,6 +146,9 @@ def unbounded_positive(
 
 
 def _clipped(ratio: Tensor, clip_low: float | Tensor, clip_high: float | Tensor) -> Tensor:
+    for name, x in (("clip_low", clip_low), ("clip_high", clip_high)):
+        if isinstance(x, Tensor) and x.numel() != 1:
+            check_same_shape(log_ratio=ratio, **{name: x})
     if isinstance(clip_low, Tensor) or isinstance(clip_high, Tensor):
         low, high = (torch.as_tensor(x, dtype=ratio.dtype, device=ratio.device) for x in (1 - clip_low, 1 + clip_high))
         return ratio.clamp(low, high)

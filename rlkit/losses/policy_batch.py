@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlkit._tensors import bounded_exp, carry_nan, check_no_nan, check_same_shape, cumsum, masked
-from rlkit.losses._inputs import check_alone, check_at_least, check_between, prepared
+from rlkit.losses._inputs import check_alone, check_at_least, check_between, check_one_number, prepared
 from rlkit.losses.policy import importance_sampling, ppo_clip
 
 __all__ = [
@@ -80,6 +80,7 @@ def m2po(
     Differs: the authors' code turns the cutoff into a clip range of at least [0.7, 1.5].
     Reference: arXiv:2510.01161, equation 5.
     """
+    check_one_number(cutoff=cutoff)
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
     fixed = log_ratio.detach()
     dropped = _moves_further(fixed, advantages) & (fixed.square() > cutoff)
@@ -153,6 +154,7 @@ def token_covariance(
     if mean_advantage is None:
         check_alone("mean_advantage")
         mean_advantage = advantages.sum() / count
+    check_one_number(mean_logp=mean_logp, mean_advantage=mean_advantage)
     (cov,) = prepared(mask, cov=(advantages - mean_advantage) * (logp - mean_logp))
     return cov
 

@@ -482,6 +482,7 @@ def wpo_weights(
     check_float(logp=logp, log_collision=log_collision)
     check_same_shape(logp=logp, log_collision=log_collision)
     check_mask(mask, logp=logp)
+    check_cu_seqlens(cu_seqlens, logp=logp)
     aligned = masked(upcast(logp), mask) - masked(upcast(log_collision), mask)
     return mean_per_seq(aligned.detach(), cu_seqlens=cu_seqlens, mask=mask).exp()
 

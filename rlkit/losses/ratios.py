@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_float, check_mask
+from rlkit._tensors import check_cu_seqlens, check_float, check_mask
 from rlkit.losses._inputs import prepared
 from rlkit.segments import broadcast_to_tokens, mean_per_seq, sum_per_seq
 
@@ -26,6 +26,7 @@ def seq_log_ratio(
     """
     check_float(log_ratio=log_ratio)
     check_mask(mask, log_ratio=log_ratio)
+    check_cu_seqlens(cu_seqlens, log_ratio=log_ratio)
     mean = mean_per_seq(log_ratio, cu_seqlens=cu_seqlens, mask=mask)
     return broadcast_to_tokens(mean, cu_seqlens=cu_seqlens, num_tokens=log_ratio.shape[0])
 
@@ -43,6 +44,7 @@ def seq_log_ratio_sum(
     """
     check_float(log_ratio=log_ratio)
     check_mask(mask, log_ratio=log_ratio)
+    check_cu_seqlens(cu_seqlens, log_ratio=log_ratio)
     total = sum_per_seq(log_ratio, cu_seqlens=cu_seqlens, mask=mask)
     return broadcast_to_tokens(total, cu_seqlens=cu_seqlens, num_tokens=log_ratio.shape[0])
 

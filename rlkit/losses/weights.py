@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import check_below, check_float, check_ids, check_mask, check_same_shape
-from rlkit.losses._inputs import check_alone, check_positive
+from rlkit.losses._inputs import check_alone, check_one_number, check_positive
 from rlkit.segments import broadcast_to_tokens, group_sum, seq_count
 
 __all__ = ["constant_length", "per_source_mean", "prompt_mean", "seq_mean", "seq_mean_token_sum", "token_mean"]
@@ -153,6 +153,7 @@ def _count(name: str, given: Count | None, counted: Tensor) -> Count | Tensor:
 
 
 def _at_least_one(name: str, count: Count | Tensor) -> Count | Tensor:
+    check_one_number(**{name: count})
     if isinstance(count, Tensor):
         return count.clamp(min=1)
     if count < 0:
