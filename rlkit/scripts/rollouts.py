@@ -28,8 +28,8 @@ class Episodes:
     """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion; None: the environment's own reward.
     Several are summed with weights and logged as reward/FUNCTION, e.g. a.py:right b.py:form=0.1 (0: only logged)"""
     env: str | None = None
-    """FILE.py:FUNCTION of an environment, `async def env(prompt, sample)`, or of a function tokenizer -> environment.
-    None: one question, one answer"""
+    """FILE.py:NAME of an environment, `async def env(prompt, sample)`, of a function tokenizer -> environment, or of
+    one for RL2, verifiers, Gymnasium, GEM or TextArena (docs/environments.md). None: one question, one answer"""
     tools: tuple[str, ...] = ()
     """FILE.py:FUNCTION of each function that the model may call; the first turn without a call is its answer"""
     tool_calls: Literal["hermes", "json", "pythonic"] = "hermes"
@@ -245,6 +245,7 @@ def environment(args: Any, tokenizer: Any, rewards: dict[str, Any] | None = None
     from rlkit.rewards.adapters import env_rewards, scorer
     from rlkit.rollout.calling import is_async
     from rlkit.rollout.envs import tools
+    from rlkit.rollout.envs.adapters import adapted
     from rlkit.rollout.limits import limited
     from rlkit.rollout.rollout import single_turn
 
@@ -252,7 +253,7 @@ def environment(args: Any, tokenizer: Any, rewards: dict[str, Any] | None = None
     env: Any = single_turn
     if how.env is not None:
         env = function_of("env", how.env)
-        env = env if is_async(env) else _make_env(env, tokenizer, spec=how.env)
+        env = adapted(env, tokenizer) or (env if is_async(env) else _make_env(env, tokenizer, spec=how.env))
     elif how.tools:
         chat: Any = {"system_prompt": args.data.system_prompt, "template_args": args.data.template() or None}
         parse = getattr(tools, f"{how.tool_calls}_calls")

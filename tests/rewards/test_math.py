@@ -101,6 +101,10 @@ async def test_repetition_around_an_answer_takes_linear_time(piece):
     assert time.process_time() - began < 2.0
 
 
+def test_dollar_signs_around_an_answer_are_removed_in_pairs():
+    assert [math._bare(text) for text in ("$5$", "$$ 5 $$", "$", "5$")] == ["5", "5", "$", "5$"]
+
+
 async def test_the_last_box_is_the_answer():
     row = {"answer": "\\frac{1}{2}"}
     assert (await boxed("\\boxed{3}, no: \\boxed{\\frac{2}{4}}. And 3.", row))["reward"] == 1.0
