@@ -8,7 +8,7 @@ TRL lives in an environment of its own (torch first, so that it is not replaced;
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install torch==2.13.0
     /tmp/trl/bin/pip install trl==1.16.0 jaxtyping einops
-    TRL_EXPERIMENTAL_SILENCE=1 PYTHONPATH=. /tmp/trl/bin/python benchmarks/parity/preference_trl.py
+    TRL_EXPERIMENTAL_SILENCE=1 PYTHONPATH=. /tmp/trl/bin/python tests/parity/preference_trl.py
 
 Exit status 1 if a difference exceeds its tolerance (1e-9 in fp64; 1e-5 where TRL only runs in fp32).
 """

@@ -12,7 +12,7 @@ install the rest, so that torch is not replaced. CPU is enough:
     python -m venv /tmp/verl && /tmp/verl/bin/pip install torch==2.13.0 numpy
     /tmp/verl/bin/pip install omegaconf tensordict transformers codetiming orjson jaxtyping einops
     /tmp/verl/bin/pip install --no-deps verl==0.9.1
-    PYTHONPATH=. /tmp/verl/bin/python benchmarks/parity/policy_verl.py
+    PYTHONPATH=. /tmp/verl/bin/python tests/parity/policy_verl.py
 
 verl's import also asks for ray, of which nothing here runs: where ray is not installed, `verl_standins` puts an empty
 stand-in in its place. verl pins older tensordict and transformers; it only imports them here.
