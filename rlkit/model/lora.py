@@ -50,6 +50,8 @@ def add_lora(
     any layout. `targets`: module names as in peft, such as ["q_proj", "v_proj"]; "all-linear" is all but the head.
     """
     peft = optional("peft", "lora", "LoRA needs")
+    import torch.distributed.tensor  # peft reads it as an attribute
+
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(config, model)

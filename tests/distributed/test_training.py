@@ -194,7 +194,7 @@ def test_an_engine_that_fails_fails_on_all_ranks(ranks):
 class Stream:
     """Counts on."""
 
-    num_dropped, progress = 7, "3 running"
+    num_dropped, progress, prompts = 7, "3 running", ["why?"]
 
     async def __aenter__(self):
         self.version, self.state = None, {"next": 5}
@@ -221,15 +221,15 @@ def stream_on_rank(rank, world):
                     taken.append(await stream.take())
                 except Exception as error:
                     taken.append(type(error).__name__)
-            return taken, stream.num_dropped, stream.progress, stream.state
+            return taken, stream.num_dropped, stream.progress, stream.prompts, stream.state
 
     return asyncio.run(run())
 
 
 def test_every_rank_takes_what_rank_0_sampled(ranks):
     first, *others = ranks.run(stream_on_rank)
-    assert first == ([[0], [1], "ValueError"], 7, "3 running", {"next": 5})
-    assert all(found == ([[0], [1], "RuntimeError"], 7, "3 running", {}) for found in others)
+    assert first == ([[0], [1], "ValueError"], 7, "3 running", ["why?"], {"next": 5})
+    assert all(found == ([[0], [1], "RuntimeError"], 7, "3 running", [], {}) for found in others)
 
 
 def bf16_on_rank(rank, world, sizes):

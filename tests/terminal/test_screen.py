@@ -98,7 +98,7 @@ def test_ctrl_c_in_a_terminal_leaves_whole_lines(tmp_path, script):
 
 STUCK = """
 import asyncio, time
-from rlkit.run.console import Progress
+from rlkit.run.console import RunDisplay
 from rlkit.run.signals import stop_on_interrupt
 from rlkit.loops.rl import run_in_thread
 def work():
@@ -107,7 +107,7 @@ def work():
 async def main():
     with stop_on_interrupt():
         await run_in_thread(work)
-progress = Progress(steps=9)
+progress = RunDisplay(steps=9)
 asyncio.run(main())
 """
 

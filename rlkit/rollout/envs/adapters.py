@@ -70,7 +70,7 @@ def rl2(
     step: Callable[..., Any], tokenizer: PreTrainedTokenizerBase, *, reset: Callable[[Any], Any] | None = None,
     token_rewards: bool = False,
 ) -> Env:  # fmt: skip
-    """RL2's environments, in plain text. Both forms of `step` return a dict:
+    """RL2's environments, in plain text. Both forms of its step return a dict:
 
         async step(state, action, extra_info)    next_state, reward, score, done, extra_info
         async env_step(sample)                   next_state, reward, done
