@@ -40,10 +40,9 @@ _NO_PARTS = ("reward/mean", "reward/std")
 _DROPPED_FIRST = ("mismatch", "entropy", "clip%", "kl", "length", "grad", "loss")  # on a narrow terminal
 
 
-def header(columns: Sequence[Column] = COLUMNS, *, fixed_data: bool = False) -> str:
-    """The titles above the step lines; evaluations are shown as loss/accuracy for fixed data, else sampled/greedy."""
-    evals = "loss/accuracy" if fixed_data else "sampled/greedy"
-    return "  step" + "".join(f" {c.title:>{c.width}}" for c in columns) + f"  eval: {evals}"
+def header(columns: Sequence[Column] = COLUMNS, *, evals: str = "sampled/greedy") -> str:
+    """The titles above the step lines; `evals` names the two numbers of an evaluation ("" without evaluations)."""
+    return "  step" + "".join(f" {c.title:>{c.width}}" for c in columns) + (f"  eval: {evals}" if evals else "")
 
 
 def step_line(step: int, metrics: Mapping[str, Any], columns: Sequence[Column] = COLUMNS) -> str:
@@ -116,7 +115,7 @@ class RunDisplay:
         self._lines = 0
         self._parts: list[str] = []
         self._seen: list[Column] = []
-        self._shown: list[Column] = []
+        self._shown = self._evals = ""
         self._bar: Any = None
         if sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
             with _unless_lost():
@@ -161,10 +160,12 @@ class RunDisplay:
         self._seen = [c for c in known if c in self._seen or any(key in metrics for key in c.keys)]
         evaluated = any(key.startswith("eval/") for key in metrics)
         if evaluated or step % self._print_steps == 0 or step == self._steps:
+            fixed_data = "loss" in metrics or "eval/loss" in metrics
+            self._evals = ("loss/accuracy" if fixed_data else "sampled/greedy") if evaluated else self._evals
             columns = fitting(self._seen, line_width())
-            if columns != self._shown or self._lines % 25 == 0:
-                self._shown, self._lines = columns, 0
-                self.say(header(columns, fixed_data="loss" in metrics or "eval/loss" in metrics))
+            if (titles := header(columns, evals=self._evals)) != self._shown or self._lines % 25 == 0:
+                self._shown, self._lines = titles, 0
+                self.say(titles)
             self._lines += 1
             self.say(step_line(step, metrics, columns))
         self.status("")

@@ -136,7 +136,7 @@ def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resum
                 raise ValueError(f"{folder} is a run of {old['script']}: resume it with that, or give another `output`")
             names = [n for n in sorted(new.keys() | old.keys()) if n != "resume" and new.get(n) != old.get(n)]
             for name in names:
-                say(f"resumed with another {name}: {new.get(name)!r}, it was {old.get(name)!r}")
+                say(f"resumed with {name} {new.get(name)!r} (it was {old.get(name)!r})")
             changed = bool(names)
         if changed:
             replace_file(path, text.encode())

@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.prompts import Prompt, prompt_messages
@@ -159,11 +160,17 @@ def table(rows: Sequence[Mapping[str, Any]], *, question: str, width: int) -> li
 def _quoted(text: Any, width: int) -> str:
     """The text in at most `width` characters (at least 20); of a longer one the start and the end."""
     width = max(20, width)
-    whole = json.dumps(text if isinstance(text, str) else str(text), ensure_ascii=False)
-    if len(whole) <= width:
-        return whole
-    head = (width - 5) // 2
-    return f"{whole[:head]} ... {whole[head + 5 - width :]}"
+    quoted = [json.dumps(c, ensure_ascii=False)[1:-1] for c in str(text)]  # an escape is cut as a whole
+    if len("".join(quoted)) + 2 <= width:
+        return f'"{"".join(quoted)}"'
+    head, end = _fitting(quoted, (width - 7) // 2), _fitting(quoted[::-1], width - 7 - (width - 7) // 2)
+    return f'"{"".join(head)} ... {"".join(end[::-1])}"'
+
+
+def _fitting(pieces: Sequence[str], width: int) -> Sequence[str]:
+    """The first pieces that fit into `width` characters."""
+    ends = accumulate(map(len, pieces))
+    return pieces[: sum(1 for _ in takewhile(lambda end: end <= width, ends))]
 
 
 def _spread(rows: Sequence[Mapping[str, Any]]) -> float:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -168,4 +169,7 @@ def resume_command(*flags: str) -> str:
     """
     if hasattr(sys, "ps1"):
         return "the same call with resume=True"
-    return shlex.join([*sys.orig_argv, *(flag for flag in flags if flag not in sys.orig_argv)])
+    typed = sys.orig_argv
+    if len(typed) > 1 and typed[1] == shutil.which(name := os.path.basename(typed[1])):  # a command: rlkit grpo ...
+        typed = [name, *typed[2:]]
+    return shlex.join([*typed, *(flag for flag in flags if flag not in typed)])

@@ -11,17 +11,22 @@ This module does not import torch, so that `--help` and errors in flags are fast
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from rlkit.run.console import TRAINING
+from rlkit.scripts import foreign
 from rlkit.settings import collected
 
 try:
@@ -46,38 +51,6 @@ COMMANDS = {
     "track": "send a run's metrics to Weights & Biases, MLflow or TensorBoard",
     "copy": "copy a script to a file of your own",
 }
-FOREIGN = {  # flags of TRL and transformers, and the flag here that does it: the first of several that the script has
-    "beta": "kl_coef", "bf16": "dtype bf16", "center_rewards_coefficient": "center_coef",
-    "chat_template_kwargs": "template_args", "cliprange": "clip_low and --clip-high", "cliprange_value": "value_clip",
-    "dataset_config": "data OWNER/NAME:CONFIG:SPLIT", "dataset_name": "data",
-    "dataset_test_split": "eval_data OWNER/NAME:CONFIG:SPLIT", "dataset_train_split": "data OWNER/NAME:CONFIG:SPLIT",
-    "epsilon": "clip_low", "epsilon_high": "clip_high", "eval_strategy": "eval_steps",
-    "gradient_accumulation_steps": "max_tokens (it bounds a micro-batch)",
-    "gradient_checkpointing": "parallel.activation_checkpointing", "lam": "lam_policy", "learning_rate": "lr",
-    "logging_steps": "print_steps", "lora_r": "lora_rank", "loss_type": "loss", "lr_scheduler_type": "lr_schedule",
-    "max_completion_length": "max_new_tokens", "max_grad_norm": "max_norm",
-    "max_length": "max_example_tokens | max_total_tokens", "max_prompt_length": "max_prompt_tokens",
-    "max_steps": "steps", "model_name_or_path": "model", "num_generations": "group_size", "num_iterations": "epochs",
-    "num_mini_batches": "minibatches", "num_ppo_epochs": "epochs",
-    "num_train_epochs": "steps (epochs * rows / rows of a step)", "output_dir": "output",
-    "per_device_train_batch_size": "batch_size (of all devices) | prompts_per_step (of all devices)",
-    "precompute_ref_log_probs": "precompute_reference", "ref_model_sync_steps": "ref_sync_steps",
-    "response_length": "max_new_tokens", "resume_from_checkpoint": "resume", "reward_funcs": "reward",
-    "reward_weights": "reward FILE.py:FUNCTION=WEIGHT",
-    "reward_model_path": "reward FILE.py:FUNCTION, with rlkit.rewards.judge.remote_reward_model",
-    "save_total_limit": "keep", "scale_rewards": "baseline", "sft_model_path": "model",
-    "total_episodes": "steps (episodes / prompts of a step)", "use_peft": "lora_rank", "use_vllm": "engine sglang",
-}  # fmt: skip
-NO_FLAG = {  # flags of TRL that need none here
-    "assistant_only_loss": "only assistant turns are trained on, always",
-    "completion_only_loss": "only responses are trained on, always",
-    "eos_token": "the chat template's end of turn and the tokenizer's eos_token end a response",
-    "lora_alpha": "alpha is twice --lora-rank",
-    "missing_eos_penalty": "subtract it in your reward, which may take `truncated`",
-    "packing": "examples are packed without padding, always, and do not see each other",
-    "padding_free": "examples are packed without padding, always",
-    "vf_coef": "the critic has its own optimizer: --critic-lr",
-}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -89,7 +62,8 @@ def main(argv: list[str] | None = None) -> None:
         return _print("\n".join(["usage: rlkit COMMAND ...", "", *lines, "", "rlkit COMMAND --help lists its flags."]))
     name, rest = argv[0].replace("-", "_"), argv[1:]
     if name not in COMMANDS:
-        _fail(f"no command {argv[0]!r}: choose one of {', '.join(COMMANDS)}")
+        known = f" ({foreign.COMMANDS[name]} is that here)" if name in foreign.COMMANDS else ""
+        _fail(f"no command {argv[0]!r}{known}: choose one of {', '.join(COMMANDS)}")
     if name == "copy":
         return _copy(rest)
     sys.argv = [f"rlkit {argv[0]}", *rest]
@@ -102,43 +76,70 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     import tyro
 
     argv = sys.argv[1:] if argv is None else argv
-    names = {name for name, _ in flags_of(kind)}
-    own = argv[: argv.index("--")] if "--" in argv else argv  # what follows is another command's
-    for given in (word.split("=")[0] for word in own if word.startswith("--")):
-        name = given[2:].replace("-", "_")
-        if name not in names and "lr" in names and (answer := _equivalent(name, names)):
-            _fail(f"{given} {answer}; docs/migrating.md has all options")
+    _refuse_unknown(argv[: argv.index("--")] if "--" in argv else argv, kind)  # what follows is another command's
+    printed = io.StringIO()
     try:
-        with collected() as wrong:
+        with collected() as wrong, redirect_stderr(printed):
             flags: Any = tyro.cli(kind, args=argv, description=description, config=(tyro.conf.SuppressFixed,))
-        if wrong:
-            _fail(spelled(wrong[0], kind))
     except BrokenPipeError:  # rlkit grpo --help | head
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         raise SystemExit(1) from None
+    except SystemExit as stopped:
+        if stopped.code in (None, 0):
+            raise
+        _fail(_one_line(printed.getvalue()))
+    if wrong:
+        _fail(spelled(wrong[0], kind))
     result = on_ranks(script, flags)
     if isinstance(result, Path) and os.environ.get("RANK", "0") == "0":
         _print(f"exported {result}")
     return result
 
 
-def _equivalent(foreign: str, names: set[str]) -> str | None:
-    """What stands here for another system's flag, in a script with the flags `names`; None for an unknown one."""
-    if foreign in NO_FLAG:
-        return f"has no flag here: {NO_FLAG[foreign]}"
-    for choice in FOREIGN.get(foreign, "").split(" | "):
-        flag, *rest = choice.split(" ", 1)
-        if flag in names:
-            return " ".join([f"is --{flag.replace('_', '-')}", *rest, "here"])
-    return None
+def _refuse_unknown(argv: Sequence[str], kind: type) -> None:
+    """Refuse flags that the script does not have, all at once, and values that are other systems' names."""
+    names = {name for name, _ in flags_of(kind)}
+    wrong = {}
+    for word, value in zip(argv, [*argv[1:], ""]):
+        given = word.split("=")[0].lstrip("+")
+        name = given.lstrip("-").replace("-", "_")
+        known = {*names, "help"} & {name, name.removeprefix("no_"), name.replace(".no_", ".")}
+        hydra = "=" in word and given.partition(".")[0] in foreign.PREFIXES
+        if hydra or (word.startswith("--") and not known):
+            wrong[given] = foreign.answer(name, names) or _nearest(name, names)
+        elif word.startswith("--") and (ours := foreign.VALUES.get(name, {}).get(value)):
+            wrong[f"{given} {value}"] = f"is {ours} here"
+    if len(wrong) == 1:
+        _fail("{} {}; docs/migrating.md has all options".format(*wrong.popitem()))
+    if wrong:
+        width = max(map(len, wrong))
+        lines = [f"  {given:{width}}  {what}" for given, what in wrong.items()]
+        _fail("\n".join([f"{len(wrong)} flags are not known here; docs/migrating.md has all options", *lines]))
+
+
+def _nearest(name: str, names: set[str]) -> str:
+    near = [f"--{known.replace('_', '-')}" for known in get_close_matches(name, names, n=2, cutoff=0.75)]
+    return f"is no flag: perhaps {' or '.join(near)}" if near else "is no flag"
+
+
+def _one_line(box: str) -> str:
+    """The text of an error that tyro prints in a box."""
+    lines = [line.strip("│ ") for line in box.splitlines() if line[:1] == "│"]
+    first = list(takewhile(lambda line: set(line) != {"─"}, lines))
+    text = " ".join(first)
+    if text.startswith("Missing from"):
+        text = "missing " + " and ".join(found[0] for line in first if (found := re.match(r"--[\w.-]+|[A-Z]+$", line)))
+    text = text.removeprefix("Error parsing ")
+    return f"{text[:1].lower()}{text[1:].rstrip('.')}; --help lists the flags"
 
 
 def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
     """Call `script(*args)`, as the last line of a script: ranks leave together, or a failed one ends the job.
 
     ValueError, OSError and ImportError (in flags, data or files) before training starts are printed to stderr as one
-    line, `error: ...`, with exit code 2; so is, at any time, an OSError of the run folder. `--debug` shows their
-    traceback. Any other error has one.
+    line, `error: ...`, with exit code 2; so is, at any time, an OSError of the run folder. A reward function that fails
+    in one process ends the run with its message and exit code 1. `--debug` shows the traceback; any other error has
+    one.
 
     A rank that raises leaves at once; the others may be waiting for it in a collective. torchrun then ends them, and
     reports the first rank that failed, with its traceback, as the cause. After a stop request and the save, a plain
@@ -188,6 +189,12 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
         if isinstance(error, OSError) and error.strerror and path is not None:
             text = f"{path}: {error.strerror}"
         _fail(spelled(text or type(error).__name__, args[0] if args else None))
+    except RuntimeError as error:
+        rewards = sys.modules.get("rlkit.rewards.call")
+        if rewards is None or not isinstance(error, rewards.RewardError) or given.get("debug") or "RANK" in os.environ:
+            raise
+        notes = getattr(error, "__notes__", ())
+        _fail("\n  ".join([str(error), *notes, "--debug shows the traceback"]), code=1)
 
 
 def _given(args: Sequence[Any]) -> dict[str, Any]:
@@ -242,6 +249,6 @@ def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
-def _fail(text: str) -> NoReturn:
+def _fail(text: str, *, code: int = 2) -> NoReturn:
     sys.stderr.write(f"error: {text}\n")
-    raise SystemExit(2) from None
+    raise SystemExit(code) from None

@@ -5,8 +5,8 @@
     rlkit grpo ... --overlap               asynchronous: sample while training
     torchrun --nproc-per-node 8 -m rlkit.scripts.grpo ... --engine sglang
 
-Every row of the data has `prompt` (a string) or `messages`, and what the reward needs, e.g. `answer`.
-The reward is a Python function, `def score(completion: str, row: dict) -> float`.
+Rows have `prompt` or `messages`, or the columns of another library (docs/data.md).
+The reward is a function, `def score(completion, row) -> float`, or one written for TRL, verl, OpenRLHF, slime or RL2.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(task, tmp_path, script):
     assert said[0] == f"skipped a checkpoint: {newest}: __0_0.distcp changed after it was written"
     assert said[1] == "going on from the checkpoint of step 4"
     assert [line["step"] for line in numbers(output)] == [line["step"] for line in whole]
-    if script != "async_grpo":  # its steps depend on timing
+    if "--overlap" not in script:  # its steps depend on timing
         assert numbers(output) == whole
     if script == "sft":
         before = (output / "metrics.jsonl").read_bytes()
@@ -108,7 +108,7 @@ def test_a_run_that_is_open_keeps_its_args(task, tmp_path):
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"error: {output}: another process writes to this run folder")
-    assert "resumed with another" not in done.stdout
+    assert "resumed with " not in done.stdout
     assert json.loads((output / "args.json").read_text())["lr"] == 1e-3
 
 
@@ -155,6 +155,6 @@ def test_a_full_disk_on_resume_is_one_line_and_loses_nothing(task, tmp_path):
     assert last.startswith("error: ")
     assert "the disk is full: it needs" in last
     assert str(output) in last
-    assert "resumed with another keep: 3, it was 2" in (tmp_path / "said").read_text()
+    assert "resumed with keep 3 (it was 2)" in (tmp_path / "said").read_text()
     strip = [{k: v for k, v in json.loads(x).items() if k[:5] != "time/"} for x in (tmp_path / "after").open()]
     assert strip == numbers(other)

@@ -96,7 +96,7 @@ def test_lines_leave_a_pipe_as_they_are_printed():
         child.stdin.flush()
         lines += [child.stdout.readline().rstrip("\n") for _ in range(count)]
     assert child.wait() == 0
-    titles = f"  step{'reward':>8}{'tok/s':>9}  eval: sampled/greedy"
+    titles = f"  step{'reward':>8}{'tok/s':>9}"
     expected = [
         titles,
         "     4   0.400     6004",

@@ -266,7 +266,7 @@ def test_a_run_resumed_with_other_arguments_names_them(tmp_path, capsys):
     keep(resume=True)
     assert capsys.readouterr().out == ""
     keep(lr=0.5, resume=True)
-    assert capsys.readouterr().out == "resumed with another lr: 0.5, it was 1e-06\n"
+    assert capsys.readouterr().out == "resumed with lr 0.5 (it was 1e-06)\n"
     assert json.loads((tmp_path / "args.json").read_text())["lr"] == 0.5
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(FileExistsError, match="--resume"):
@@ -315,7 +315,7 @@ def test_args_are_not_written_into_a_run_that_another_process_has_open(tmp_path,
     assert child.wait() == 0
     assert capsys.readouterr().out == ""
     keep_args(tmp_path / "run", {"lr": 0.9}, script="a.py", resume=True)
-    assert capsys.readouterr().out == "resumed with another lr: 0.9, it was 1e-06\n"
+    assert capsys.readouterr().out == "resumed with lr 0.9 (it was 1e-06)\n"
     assert json.loads((tmp_path / "run/args.json").read_text())["lr"] == 0.9
 
 

@@ -204,11 +204,21 @@ def test_wrong_flags_and_files_end_in_one_line(task, tmp_path, capsys):
         assert done.stderr.startswith(f"error: {message}")
 
 
-def test_a_run_folder_in_use_ends_in_one_line_and_a_failing_step_in_a_traceback(task, tmp_path, capsys):
+def test_a_run_folder_in_use_ends_in_one_line_and_a_failing_reward_in_its_message(task, tmp_path, capsys):
     flags = flags_of(task, "grpo", tmp_path / "run")
     (task / "breaks.py").write_text("def score(completion, row):\n    raise ValueError('mine')\n")
-    with pytest.raises(Exception, match="mine") as caught:
-        call("grpo", [*flags, "--reward", f"{task / 'breaks.py'}:score"])
+    broken = [*flags, "--reward", f"{task / 'breaks.py'}:score"]
+    with pytest.raises(SystemExit) as ended:
+        call("grpo", broken)
+    said = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert said.startswith("error: reward function breaks.py:score failed on row ")
+    assert "ValueError: mine (breaks.py, line 2)" in said
+    assert f"the run folder is {tmp_path / 'run'}\n  --debug shows the traceback\n" in said
+    assert "Traceback" not in said
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(RuntimeError, match="mine") as caught:
+        call("grpo", [*broken, "--debug"])
     assert any(str(tmp_path / "run") in note for note in caught.value.__notes__)
     assert "error:" not in capsys.readouterr().err
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")

@@ -196,6 +196,33 @@ assert "torch" not in sys.modules
 """
 
 
+def test_all_wrong_flags_are_answered_at_once(capsys):
+    argv = [
+        "--model_name_or_path",
+        "m",
+        "--dataset_name",
+        "d",
+        "--learning_rate",
+        "1e-6",
+        "--loss",
+        "sigmoid",
+        "--foo",
+        "3",
+        "--no-debug",
+    ]
+    with pytest.raises(SystemExit):
+        cli.run(None, importlib.import_module("rlkit.scripts.dpo").Args, None, argv=argv)
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "error: 5 flags are not known here; docs/migrating.md has all options"
+    assert [line.split(maxsplit=1) for line in lines if "sigmoid" not in line] == [
+        ["--model_name_or_path", "is --model here"],
+        ["--dataset_name", "is --data here"],
+        ["--learning_rate", "is --lr here"],
+        ["--foo", "is no flag"],
+    ]
+    assert "  --loss sigmoid        is dpo here" in lines
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -203,7 +230,18 @@ assert "torch" not in sys.modules
         ("grpo --model m --data no.jsonl --reward a:b --kl-target 0.1", "--kl-target moves --kl-coef"),
         ("grpo --model m --data no.jsonl --reward a:b --group-size 1", "--group-size must be at least 2"),
         ("grpo --model m --data no.jsonl --reward a:b --max-dropped 3", "--max-dropped is a limit on --success-range"),
-        ("grpo --model m --data no.jsonl --reward a:b --loss grpo", "--loss grpo: choose one of ppo_clip, dual_clip"),
+        ("grpo --model m --data no.jsonl --reward a:b --loss grpo2", "--loss grpo2: choose one of ppo_clip, dual_clip"),
+        ("grpo --model m --data no.jsonl --reward a:b --loss grpo", "--loss grpo is ppo_clip with --aggregate episode"),
+        ("grpo --model m --reward a:b", "missing --data; --help"),
+        ("dpo", "missing --model and --data; --help"),
+        ("chat", "missing RUN; --help"),
+        ("grpo --model m --data d --steps x", "--steps: invalid literal for int() with base 10: 'x'"),
+        ("grpo --model m --data d --aggregate x", "invalid choice 'x' for argument '--aggregate'. Expected one of"),
+        ("grpo --model m --data d --group-sizes 4", "--group-sizes is no flag: perhaps --group-size"),
+        ("grpo --rollout.n 8", "--rollout.n is --group-size here"),
+        ("grpo actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n is --group-size here"),
+        ("grpo --report_to wandb", "--report_to has no flag here: rlkit track RUN --to wandb"),
+        ("reward", "no command 'reward' (reward_model is that here)"),
         ("ppo --model m --data no.jsonl --reward a:b", "no.jsonl: no such file"),
         ("sft --model m --data no.jsonl", "no.jsonl: no such file"),
         ("sft --model m --data no.jsonl --parallel.tp 0", "--parallel.tp must be at least 1, got 0"),

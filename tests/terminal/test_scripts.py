@@ -103,7 +103,7 @@ def test_ctrl_c_saves_and_the_printed_command_resumes(task, tmp_path, script):
     terminal = Terminal(again)
     assert terminal.wait() == 0, terminal.text
     assert logged(output) == [*steps, steps[-1] + 1]
-    assert f"resumed with another steps: {steps[-1] + 1}, it was 900" in terminal.text
+    assert f"resumed with steps {steps[-1] + 1} (it was 900)" in terminal.text
 
 
 def test_the_second_ctrl_c_aborts(task, tmp_path):

@@ -1,0 +1,127 @@
+"""Flags and values of TRL, transformers, verl, OpenRLHF and slime, and what stands here for them.
+
+Names are without dashes and prefixes: `actor_rollout_ref.rollout.n` and `--rollout.n` are `n`. docs/migrating.md
+compares defaults and meanings.
+"""
+
+from __future__ import annotations
+
+FLAGS = {  # the flag here: the first of several ("a | b") that the script has, and what to give it
+    # TRL and transformers
+    "beta": "beta | kl_coef", "bf16": "dtype bf16", "center_rewards_coefficient": "center_coef",
+    "chat_template_kwargs": "template_args", "cliprange": "clip_low and --clip-high", "cliprange_value": "value_clip",
+    "dataset_config": "data OWNER/NAME:CONFIG:SPLIT", "dataset_name": "data",
+    "dataset_test_split": "eval_data OWNER/NAME:CONFIG:SPLIT", "dataset_train_split": "data OWNER/NAME:CONFIG:SPLIT",
+    "epsilon": "clip_low", "epsilon_high": "clip_high", "eval_strategy": "eval_steps",
+    "gradient_accumulation_steps": "max_tokens (it bounds a micro-batch)",
+    "gradient_checkpointing": "parallel.activation_checkpointing", "lam": "lam_policy", "learning_rate": "lr",
+    "logging_dir": "output", "logging_steps": "print_steps", "lora_r": "lora_rank", "loss_type": "loss",
+    "lr_scheduler_type": "lr_schedule", "max_completion_length": "max_new_tokens", "max_grad_norm": "max_norm",
+    "max_length": "max_example_tokens | max_total_tokens", "max_prompt_length": "max_prompt_tokens",
+    "max_seq_length": "max_example_tokens | max_total_tokens", "max_steps": "steps", "model_name_or_path": "model",
+    "num_generations": "group_size", "num_iterations": "epochs", "num_mini_batches": "minibatches",
+    "num_ppo_epochs": "epochs", "num_train_epochs": "steps (epochs * rows / rows of a step)", "output_dir": "output",
+    "per_device_eval_batch_size": "max_tokens (it bounds a micro-batch)",
+    "per_device_train_batch_size": "batch_size (of all devices) | prompts_per_step (of all devices)",
+    "precompute_ref_log_probs": "precompute_reference", "ref_model": "reference",
+    "ref_model_sync_steps": "ref_sync_steps", "response_length": "max_new_tokens", "resume_from_checkpoint": "resume",
+    "reward_funcs": "reward", "reward_weights": "reward FILE.py:FUNCTION=WEIGHT",
+    "reward_model_path": "reward FILE.py:FUNCTION, with rlkit.rewards.judge.remote_reward_model", "run_name": "output",
+    "save_strategy": "save_steps", "save_total_limit": "keep", "scale_rewards": "baseline", "sft_model_path": "model",
+    "torch_dtype": "dtype", "total_episodes": "steps (episodes / prompts of a step)", "use_peft": "lora_rank",
+    "use_vllm": "engine sglang", "vllm_mode": "engine sglang", "vllm_server_base_url": "engine_urls",
+    "warmup_ratio": "warmup_steps (ratio * steps)",
+    # verl
+    "adv_estimator": "baseline", "clip_ratio": "clip_low and --clip-high", "clip_ratio_c": "loss dual_clip",
+    "clip_ratio_high": "clip_high", "clip_ratio_low": "clip_low", "default_local_dir": "output",
+    "enable_gradient_checkpointing": "parallel.activation_checkpointing", "entropy_coeff": "entropy_coef",
+    "experiment_name": "output", "kl_loss_coef": "kl_coef", "loss_agg_mode": "aggregate", "loss_mode": "loss",
+    "lr_warmup_steps": "warmup_steps", "max_response_length": "max_new_tokens", "n": "group_size",
+    "param_offload": "parallel.offload", "path": "model | data", "ppo_epochs": "epochs",
+    "ppo_max_token_len_per_gpu": "max_tokens", "ppo_micro_batch_size": "max_tokens (it bounds a micro-batch)",
+    "ppo_micro_batch_size_per_gpu": "max_tokens (it bounds a micro-batch)",
+    "ppo_mini_batch_size": "minibatches (train_batch_size / ppo_mini_batch_size)", "resume_mode": "resume",
+    "rollout_is": "correction", "rollout_is_threshold": "tis_max_weight", "save_freq": "save_steps",
+    "tensor_model_parallel_size": "parallel.tp", "test_freq": "eval_steps",
+    "total_epochs": "steps (epochs * rows / prompts of a step)", "total_training_steps": "steps",
+    "train_batch_size": "batch_size | prompts_per_step", "train_files": "data",
+    "ulysses_sequence_parallel_size": "parallel.cp, with --parallel.ulysses", "use_kl_loss": "kl_coef",
+    "val_files": "eval_data", "critic_warmup": "critic_steps",
+    # OpenRLHF
+    "actor_learning_rate": "lr", "adam_offload": "parallel.offload", "advantage_estimator": "baseline",
+    "apply_chat_template": "chat_template", "critic_learning_rate": "critic_lr", "critic_pretrain": "critic",
+    "dataset": "data", "eps_clip": "clip_low", "eps_clip_low_high": "clip_low and --clip-high",
+    "eval_dataset": "eval_data", "generate_max_len": "max_new_tokens", "init_kl_coef": "kl_coef",
+    "l2": "weight_decay", "load_checkpoint": "resume", "lr_warmup_ratio": "warmup_steps (ratio * steps)",
+    "max_epochs": "epochs | steps (epochs * rows / rows of a step)", "max_len": "max_example_tokens | max_total_tokens",
+    "micro_train_batch_size": "max_tokens (it bounds a micro-batch)", "n_samples_per_prompt": "group_size",
+    "num_episodes": "steps (episodes * rows / prompts of a step)", "pretrain": "model", "prompt_data": "data",
+    "prompt_max_len": "max_prompt_tokens", "remote_rm_url": "reward", "rollout_batch_size": "prompts_per_step",
+    "save_path": "output", "ckpt_path": "output",
+    # slime
+    "context_parallel_size": "parallel.cp", "custom_rm_path": "reward", "eps_clip_high": "clip_high",
+    "eval_interval": "eval_steps", "eval_prompt_data": "eval_data",
+    "global_batch_size": "batch_size | minibatches (samples of a step / global batch)", "hf_checkpoint": "model",
+    "max_tokens_per_gpu": "max_tokens", "n_samples_per_eval_prompt": "eval_samples", "num_rollout": "steps",
+    "num_steps_per_rollout": "minibatches", "rm_type": "reward rlkit.rewards.math:boxed or another",
+    "rollout_max_response_len": "max_new_tokens", "rollout_temperature": "temperature", "save_interval": "save_steps",
+    "tis_clip": "tis_max_weight", "use_tis": "correction tis",
+}  # fmt: skip
+_MESSAGES = "rows have their usual columns (docs/data.md); others are renamed with --rename"
+_PACKED = "examples are packed without padding, always"
+_RANKS = "the ranks are those of torchrun"
+_TRACK = "rlkit track RUN --to wandb sends the run to a tracker, also while it trains"
+NO_FLAG = {  # what needs no flag here, or has none
+    "assistant_only_loss": "only assistant turns are trained on, always",
+    "attn_implementation": "attention over packed sequences is chosen by the device",
+    "completion_only_loss": "only responses are trained on, always",
+    "config": "flags are given on the command line, and kept in args.json of the run",
+    "deepspeed": "several ranks are FSDP2 (--parallel)", "zero_stage": "several ranks are FSDP2 (--parallel)",
+    "eos_token": "the chat template's end of turn and the tokenizer's eos_token end a response",
+    "eval_on_start": "--eval-data is measured before the first step, always",
+    "filter_overlong_prompts": "prompts that are too long are dropped and counted, always",
+    "input_key": _MESSAGES, "input_template": "the chat template renders prompts; --no-chat-template takes raw text",
+    "label_key": _MESSAGES, "prompt_key": _MESSAGES,
+    "load_in_4bit": "quantized weights are not supported", "load_in_8bit": "quantized weights are not supported",
+    "log_completions": "trajectories/ has every sample; --print-samples-steps shows some", "logger": _TRACK,
+    "lora_alpha": "alpha is twice --lora-rank", "lora_target_modules": "adapters are on all linear layers",
+    "missing_eos_penalty": "subtract it in your reward, which may take `truncated`",
+    "n_gpus_per_node": _RANKS, "nnodes": _RANKS, "num_gpus_per_node": _RANKS,
+    "packing": f"{_PACKED}, and do not see each other", "packing_samples": _PACKED, "padding_free": _PACKED,
+    "project_name": _TRACK, "push_to_hub": "`hf upload` sends model/ to the hub", "report_to": _TRACK,
+    "use_dynamic_bsz": f"{_PACKED}: --max-tokens bounds a micro-batch", "use_wandb": _TRACK,
+    "val_before_train": "--eval-data is measured before the first step, always",
+    "vf_coef": "the critic has its own optimizer: --critic-lr",
+}  # fmt: skip
+VALUES = {  # of a flag here
+    "loss": {
+        "bnpo": "ppo_clip", "dapo": "ppo_clip", "dr_grpo": "ppo_clip with --aggregate length", "gpg": "ppo_clip",
+        "grpo": "ppo_clip with --aggregate episode", "sigmoid": "dpo", "vanilla": "dual_clip", "robust": "robust_dpo",
+    },
+    "aggregate": {
+        "dr_grpo": "length", "seq-mean-token-mean": "episode", "seq-mean-token-sum-norm": "length",
+        "token-mean": "token",
+    },
+    "baseline": {
+        "dr_grpo": "group_centered", "gae": "rlkit ppo", "group": "group_zscore", "group_norm": "group_zscore",
+        "grpo": "group_zscore", "rloo": "leave_one_out",
+    },
+    "lr_schedule": {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant, with --warmup-steps"},
+    "dtype": {"bfloat16": "bf16", "float32": "fp32", "auto": "the default: leave it out"},
+    "engine": {"hf": "local", "vllm": "sglang"},
+}  # fmt: skip
+COMMANDS = {"reward": "reward_model", "rm": "reward_model", "train": "sft or grpo", "eval": "grpo --steps 0"}
+PREFIXES = ("actor", "actor_rollout_ref", "adv", "algorithm", "critic", "data", "rollout", "train_data", "trainer")
+
+
+def answer(name: str, flags: set[str]) -> str | None:
+    """What stands for a flag of another system in a script with the `flags`; None for an unknown name."""
+    last = name.rpartition(".")[2]
+    if last in NO_FLAG and last not in flags:
+        return f"has no flag here: {NO_FLAG[last]}"
+    choices = [last] if "." in name and last in flags else FLAGS.get(last, "").split(" | ")
+    for choice in choices:
+        flag, *rest = choice.split(" ", 1)
+        if flag in flags:
+            return " ".join([f"is --{flag.replace('_', '-')}", *rest, "here"])
+    return None
