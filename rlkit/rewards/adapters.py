@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from numbers import Real
 from statistics import fmean
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rlkit._numbers import show
@@ -193,14 +193,20 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     foreign = [name for name in asked if name in ("trainer_state", "environments")]
     reward = _as(reward_func, call, foreign, [name for name in asked if name not in given])
     reward.hint = _trl_hint
-    read = getattr(inspect.unwrap(reward_func), "__code__", None)
-    if "trainer_state" in (*inspect.signature(reward_func).parameters, *(read.co_consts if read else ())):
+    constants = _constants(getattr(inspect.unwrap(reward_func), "__code__", None))
+    if "trainer_state" in (*inspect.signature(reward_func).parameters, *constants):
         _log.warning(
             "%s reads trainer_state, which rlkit does not give: it keeps its default, and what depends on its step "
             "does not change during training",
             name_of(reward_func),
         )
     return reward
+
+
+def _constants(code: Any) -> list[Any]:
+    """The constants of a function's code and of the comprehensions and functions within; none without code."""
+    found = [*getattr(code, "co_consts", ())]
+    return found + [value for constant in found if isinstance(constant, CodeType) for value in _constants(constant)]
 
 
 def _trl_hint(error: BaseException) -> str:
