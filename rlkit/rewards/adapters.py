@@ -7,13 +7,27 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from numbers import Real
 from statistics import fmean
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from rlkit._numbers import show
 from rlkit.data.load import column_error, place_of
 from rlkit.data.prompts import prompt_messages
-from rlkit.rewards.call import Reward, RewardError, Sample, check_signature, name_of, run_reward, run_reward_each
+from rlkit.rewards.call import (
+    Need,
+    Reward,
+    RewardError,
+    Sample,
+    WrongResult,
+    check_signature,
+    name_of,
+    needs_of,
+    run_reward,
+    run_reward_each,
+)
 from rlkit.rewards.text import GOLD_COLUMNS, gold_answer
 from rlkit.rollout.calling import is_async
 
@@ -26,6 +40,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("rlkit.rewards")
 _GOLD = (*GOLD_COLUMNS, "reward_model")
 _RECENT = 100  # samples that `max_failed` is a share of
+_NOTE = 500  # characters of a list or dict in the notes
+_Call = tuple[Any, Callable[[Any], Any]]  # the result of a function, or its coroutine, and how to read it
 
 
 def scorer(
@@ -128,9 +144,9 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     | parameters                                             | adapter         |
     |--------------------------------------------------------|-----------------|
     | `completions`, without `rows`; `completion_ids` first  | `trl`           |
-    | `solution_str`, `ground_truth`                         | `verl`          |
+    | `solution_str`, `ground_truth`; or both in the plural  | `verl`          |
     | `queries`, `prompts`, `labels`                         | `openrlhf`      |
-    | `args`, `sample`                                       | `slime`         |
+    | `args`, `sample`; `args`, `samples`                    | `slime`         |
     | `state`, `action`, `extra_info`                        | `rl2`           |
     | `messages`, `answer`                                   | `with_messages` |
 
@@ -159,10 +175,11 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     `log_metric(name, value)` the metric `reward/name`. None is an error, except in a sum of several functions
     (`rlkit.rewards.combine.weighted`). docs/migrating.md has the versions.
 
-    Errors: TypeError for a function that requires `trainer_state` or `environments`, which only TRL has.
+    Errors: TypeError for a function that requires `trainer_state` or `environments`, which only TRL has. A function
+    that reads `trainer_state` and can do without it is logged as a warning.
     """
 
-    def call(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any) -> tuple[Callable[..., Any], Any]:
+    def call(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any = None) -> _Call:
         logs, added = _trl_logs(len(rows))
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
@@ -170,20 +187,39 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         chat = not isinstance(prompts[0], str)
         texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else completions
         given = {**columns, "prompts": prompts, "completions": texts, "completion_ids": completion_ids, **logs}
-        return added, reward_func(**_accepted(reward_func, given))
-
-    def sync_reward(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any = None) -> Any:
-        added, result = call(completions, rows, completion_ids)
-        return added(result)
-
-    async def async_reward(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any = None) -> Any:
-        added, result = call(completions, rows, completion_ids)
-        return added(await result)
+        return reward_func(**_accepted(reward_func, given)), added
 
     given, asked = {"prompts", "completions", "completion_ids", "log_extra", "log_metric"}, _required(reward_func)
     foreign = [name for name in asked if name in ("trainer_state", "environments")]
-    columns = [(name,) for name in asked if name not in given]
-    return _as(reward_func, async_reward if is_async(reward_func) else sync_reward, foreign, columns)
+    reward = _as(reward_func, call, foreign, [name for name in asked if name not in given])
+    reward.hint = _trl_hint
+    constants = _constants(getattr(inspect.unwrap(reward_func), "__code__", None))
+    if "trainer_state" in (*inspect.signature(reward_func).parameters, *constants):
+        _log.warning(
+            "%s reads trainer_state, which rlkit does not give: it keeps its default, and what depends on its step "
+            "does not change during training",
+            name_of(reward_func),
+        )
+    return reward
+
+
+def _constants(code: Any) -> list[Any]:
+    """The constants of a function's code and of the comprehensions and functions within; none without code."""
+    found = [*getattr(code, "co_consts", ())]
+    return found + [value for constant in found if isinstance(constant, CodeType) for value in _constants(constant)]
+
+
+def _trl_hint(error: BaseException) -> str:
+    """The fix of errors that come from what TRL gives a function and we do not, or from the form of a completion."""
+    text = str(error)
+    if isinstance(error, KeyError) and "trainer_state" in text:
+        return "rlkit gives no trainer_state: read it by kwargs.get('trainer_state'), and do without its step"
+    if isinstance(error, TypeError | AttributeError) and ("string indices must be" in text or "'list'" in text):
+        return (
+            "as in TRL, a completion is a string where the row's prompt is a string, and a list with one message where "
+            "the prompt is a list of messages: read completion[0]['content'] only in the second case"
+        )
+    return ""
 
 
 def _trl_logs(num: int) -> tuple[dict[str, Callable[..., Any]], Callable[[Any], Any]]:
@@ -208,61 +244,118 @@ def _trl_logs(num: int) -> tuple[dict[str, Callable[..., Any]], Callable[[Any], 
 
 
 def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function as verl calls it, on rows of its Parquet files:
+    """A reward function as verl calls it, on rows of its Parquet files; or, if the names are plural, on a group:
 
         compute_score(data_source, solution_str, ground_truth, extra_info)
+        compute_score_batched(data_sources, solution_strs, ground_truths, extra_infos)
 
-    The `score` of a dict is the reward; its other numbers are logged. A row without `reward_model` gives its
-    `gold_answer`.
+    It may be async. The `score` of a dict is the reward. Its other numbers are logged, None is left out, and anything
+    else is a note. A row without `reward_model.ground_truth` gives its `gold_answer`.
+
+    Differs: a further parameter without a default gets the column of its name. In verl it is one of `reward_kwargs`.
     """
+    batched = "solution_strs" in inspect.signature(compute_score).parameters
+    known = ("data_source", "solution_str", "ground_truth", "extra_info")
+    names = {f"{name}s" if batched else name: name for name in known}
+    columns = [name for name in _required(compute_score) if name not in names]
 
-    def reward(completion: str, row: dict[str, Any]) -> Any:
-        given = {
+    def given(completion: str, row: dict[str, Any]) -> dict[str, Any]:
+        return {
             "data_source": row.get("data_source"), "solution_str": completion,
-            "ground_truth": _gold(row, "reward_model"), "extra_info": row.get("extra_info"),
+            "ground_truth": _gold(row, "reward_model"), "extra_info": row.get("extra_info") or {},
+            **{name: _column(row, name) for name in columns},
         }  # fmt: skip
-        result = compute_score(**_accepted(compute_score, given))
-        return {**result, "reward": result["score"]} if isinstance(result, dict) else result
 
-    given = {"data_source", "solution_str", "ground_truth", "extra_info"}
-    return _as(compute_score, reward, [name for name in _required(compute_score) if name not in given], [_GOLD])
+    def call(completion: str, row: dict[str, Any]) -> _Call:
+        return compute_score(**_accepted(compute_score, given(completion, row))), scored
+
+    def call_batched(completions: list[str], rows: list[dict[str, Any]]) -> _Call:
+        each = [given(completion, row) for completion, row in zip(completions, rows, strict=True)]
+        lists = {name: [one[names.get(name, name)] for one in each] for name in (*names, *columns)}
+        return compute_score(**_accepted(compute_score, lists)), partial(_each, scored)
+
+    def scored(result: Any) -> Any:
+        has_score = isinstance(result, dict) and "score" in result
+        return _logged({**result, "reward": result["score"]} if has_score else result)
+
+    foreign = [name for name in columns if name in ("reward_router_address", "reward_model_tokenizer")]
+    return _as(compute_score, call_batched if batched else call, foreign, [_GOLD, *columns])
 
 
 def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function as OpenRLHF calls it, with lists of one. The label is the row's `label` or its `gold_answer`:
+    """A reward function as OpenRLHF 0.11 calls it, with lists of one. The label is the row's `label` or `gold_answer`:
 
         reward_func(queries, prompts, labels)
+
+    It returns a list, or a dict with `rewards` and optionally `scores` and `extra_logs`, which are logged.
 
     Differs: there the queries have special tokens and a rendered prompt; here a query is the two texts, joined.
     """
 
-    def reward(completion: str, row: dict[str, Any]) -> dict[str, Any]:
+    def call(completion: str, row: dict[str, Any]) -> _Call:
         prompt = row["prompt"] if isinstance(row.get("prompt"), str) else prompt_messages(row)[-1]["content"]
-        result = reward_func([prompt + completion], [prompt], [_gold(row, "label")])
-        if not isinstance(result, dict):
-            return {"reward": result[0]}
-        rewards, scores = result["rewards"], result.get("scores")
-        return {"reward": rewards[0], "score": (rewards if scores is None else scores)[0]}
+        return reward_func([prompt + completion], [prompt], [_gold(row, "label")]), read
 
-    return _as(reward_func, reward, _required(reward_func)[3:], [_GOLD])
+    def read(result: Any) -> dict[str, Any]:
+        if not isinstance(result, dict):
+            return {"reward": _only(result)}
+        if "rewards" not in result:
+            cause = f"returned a dict without 'rewards' (keys: {sorted(map(str, result))})"
+            raise WrongResult(cause, "put a list with one number per query under 'rewards'")
+        reward, scores = _only(result["rewards"]), result.get("scores")
+        logs = {name: _only(values) for name, values in (result.get("extra_logs") or {}).items()}
+        return {**_logged(logs), "reward": reward, "score": reward if scores is None else _only(scores)}
+
+    return _as(reward_func, call, _required(reward_func)[3:], [_GOLD])
+
+
+def _only(values: Any) -> Any:
+    """The value of a list or tensor of one; a number is returned unchanged."""
+    if not hasattr(values, "__len__") or getattr(values, "shape", None) == ():
+        return values
+    if len(values) != 1 or isinstance(values, str | dict):
+        found = f"{len(values)} values" if not isinstance(values, str | dict) else show(values)
+        raise WrongResult(f"returned {found} for 1 query", "return one number per query, as a list or a tensor")
+    return values[0]
+
+
+class _Slime(SimpleNamespace):
+    """slime's `args` or `sample`, with the fields that there are."""
+
+    def __getattr__(self, name: str) -> Any:
+        what = f"slime's {vars(self).get('called')}.{name} is not here"
+        raise AttributeError(f"{what}: set the value in the function, or by functools.partial")
 
 
 def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function as slime calls it:
+    """A reward function as slime calls it, or with `--group-rm`:
 
         async custom_rm(args, sample)
+        async custom_rm(args, samples)
 
-    The first argument is None; the second has prompt, response, label and metadata. The label is the row's `label` or
-    its `gold_answer`; it is None, as in slime, in a row without one.
+    `args` has no attributes, and reading one is an error that names it. A sample has prompt, response, label and
+    metadata. The label is the row's `label` or its `gold_answer`; it is None, as in slime, in a row without one. The
+    `reward` of a dict is the reward, or else its `score` (`--reward-key score`). Its other numbers are logged, None is
+    left out, and anything else is a note.
     """
 
-    async def reward(completion: str, row: dict[str, Any]) -> Any:
+    def sample(completion: str, row: dict[str, Any]) -> _Slime:
+        label, metadata = _first(row, "label", *_GOLD), row.get("metadata") or {}
         prompt = row.get("prompt", row.get("messages"))
-        sample = SimpleNamespace(prompt=prompt, response=completion, metadata=row.get("metadata"))
-        sample.label = _gold(row, "label", required=False)
-        return await custom_rm(None, sample)
+        return _Slime(called="sample", prompt=prompt, response=completion, label=label, metadata=metadata)
 
-    return _as(custom_rm, reward, _required(custom_rm)[2:])
+    def call(completion: str, row: dict[str, Any]) -> _Call:
+        return custom_rm(_Slime(called="args"), sample(completion, row)), scored
+
+    def call_batched(completions: list[str], rows: list[dict[str, Any]]) -> _Call:
+        return custom_rm(_Slime(called="args"), [*map(sample, completions, rows)]), partial(_each, scored)
+
+    def scored(result: Any) -> Any:
+        has_score = isinstance(result, dict) and "score" in result
+        return _logged({"reward": result["score"], **result} if has_score else result)
+
+    batched = "samples" in inspect.signature(custom_rm).parameters
+    return _as(custom_rm, call_batched if batched else call, _required(custom_rm)[2:], always_async=True)
 
 
 def rl2(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,54 +365,98 @@ def rl2(step: Callable[..., Any]) -> Callable[..., Any]:
 
     """
 
-    async def reward(completion: str, row: dict[str, Any]) -> dict[str, Any]:
-        result = await step(row.get("prompt", ""), completion, row.get("extra_info", row))
-        return {"reward": result["reward"], "score": result["score"]}
+    def call(completion: str, row: dict[str, Any]) -> _Call:
+        return step(row.get("prompt", ""), completion, row.get("extra_info", row)), read
 
-    return _as(step, reward, _required(step)[3:])
+    def read(result: Any) -> Any:
+        return {k: v for k, v in result.items() if k in ("reward", "score")} if isinstance(result, dict) else result
+
+    return _as(step, call, _required(step)[3:], always_async=True)
 
 
 def with_messages(reward_fn: Callable[[list[dict[str, Any]], Any], Any]) -> Callable[..., Any]:
-    """A sync `reward_fn(messages, answer)`, as in RL2, as a reward function.
+    """A `reward_fn(messages, answer)`, as in RL2, as a reward function.
 
     `messages` are the environment's, or else the row's conversation and the completion; `answer` is the row's
     `gold_answer`.
     """
 
-    def reward(completion: str, row: dict[str, Any], messages: list[dict[str, Any]] | None = None) -> Any:
+    def call(completion: str, row: dict[str, Any], messages: list[dict[str, Any]] | None = None) -> _Call:
         conversation = messages or [*prompt_messages(row), {"role": "assistant", "content": completion}]
-        return reward_fn(conversation, _gold(row))
+        return reward_fn(conversation, _gold(row)), _unchanged
 
-    return _as(reward_fn, reward, _required(reward_fn)[2:], [_GOLD])
+    return _as(reward_fn, call, _required(reward_fn)[2:], [_GOLD])
 
 
 _ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "solution_str ground_truth": verl,
+    "solution_strs ground_truths": verl,
     "queries prompts labels": openrlhf,
     "args sample": slime,
+    "args samples": slime,
     "state action extra_info": rl2,
     "messages answer": with_messages,
 }
 
 
 def check_rows(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Check that the rows have the columns that an `adapted` function needs.
+    """Check that the rows have the columns that an `adapted` function, or one of this package, needs.
+
+    A gold answer or tests must not be null, under one of their names. A column that a function names must be there, and
+    may be null.
 
     Raises ValueError for the first row that lacks one, with its place (`rlkit.data.load.place_of`) and its columns.
     """
+    needs = needs_of(function)
     for index, row in enumerate(rows):
-        for names in getattr(function, "needs", ()):
-            if not any(name in row for name in names):
-                problem = f"{name_of(function)} needs the column {' or '.join(map(repr, names))}"
-                raise column_error(place_of(rows, index), problem, row, "; rename one with --rename")
+        for need in needs:
+            if need in row if isinstance(need, str) else _first(row, *need) is not None:
+                continue
+            names = (need,) if isinstance(need, str) else need
+            problem = f"{name_of(function)} needs the column {' or '.join(map(repr, names))}"
+            if null := [f"{name}.ground_truth" if name == "reward_model" else name for name in names if name in row]:
+                problem += f" with a value ({' and '.join(null)} {'is' if len(null) == 1 else 'are'} null)"
+            raise column_error(place_of(rows, index), problem, row, "; rename one with --rename")
 
 
-def _gold(row: dict[str, Any], *first: str, required: bool = True) -> Any:
+def _first(row: dict[str, Any], *names: str) -> Any | None:
+    """The first value of these columns that is not null; that of `reward_model` is its `ground_truth`."""
+    values = (gold_answer({name: row.get(name)}) if name == "reward_model" else row.get(name) for name in names)
+    return next((value for value in values if value is not None), None)
+
+
+def _gold(row: dict[str, Any], *first: str) -> Any:
     """The first column that is not null of `first` and of `gold_answer`; ValueError for a row with none of them."""
-    if required and not any(name in row for name in _GOLD):
+    found = _first(row, *first, *_GOLD)
+    if found is None:
         raise ValueError(f"the row has no gold answer ({', '.join(_GOLD)}); columns found: {sorted(row)}")
-    found = gold_answer({name: row.get(name) for name in first})
-    return gold_answer(row) if found is None else found
+    return found
+
+
+def _column(row: dict[str, Any], name: str) -> Any:
+    if name not in row:
+        raise ValueError(f"the row has no column {name!r}; columns found: {sorted(row)}")
+    return row[name]
+
+
+def _logged(result: Any) -> Any:
+    """The dict of another library's function as one of ours: None is left out, and lists and dicts become notes."""
+    if not isinstance(result, dict):
+        return result
+    kept = {k: v for k, v in result.items() if v is not None or k == "reward"}
+    return {k: v if k in ("reward", "score") or _is_plain(v) else repr(v)[:_NOTE] for k, v in kept.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | Real) or getattr(value, "shape", None) == ()
+
+
+def _each(read: Callable[[Any], Any], results: Any) -> Any:
+    return [*map(read, results)] if isinstance(results, list | tuple) else results
+
+
+def _unchanged(result: Any) -> Any:
+    return result
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
@@ -330,19 +467,34 @@ def _required(function: Callable[..., Any]) -> list[str]:
 
 
 def _as(
-    function: Callable[..., Any], reward: Any, foreign: Sequence[str], needs: Sequence[tuple[str, ...]] = ()
-) -> Callable[..., Any]:
-    """`reward`, which calls the user's `function`, with its name in errors and the columns that it `needs`.
+    function: Callable[..., Any],
+    call: Callable[..., _Call],
+    foreign: Sequence[str],
+    needs: Sequence[Need] = (),
+    *,
+    always_async: bool = False,
+) -> Any:
+    """A reward function that calls the user's `function`, with its name in errors and the columns that it `needs`.
 
-    TypeError for a function that requires parameters that only its own library has, or that is async where `reward`
-    does not await it.
+    `call` gives the function's result, a coroutine if it is async, and a function that reads that result. A function
+    that is `always_async` in its library may be a plain `def` that returns a coroutine.
+
+    TypeError for a function that requires parameters that only its own library has.
     """
     if foreign:
         fix = "give the parameter a default, or write (completion, row)"
         raise TypeError(f"{name_of(function)} requires {foreign}, which only its own library has: {fix}")
-    if is_async(function) and not is_async(reward):
-        raise TypeError(f"{name_of(function)} with these parameters must be a plain `def`, not `async def`")
-    reward.__wrapped__, reward.__signature__, reward.needs = function, inspect.signature(reward), needs
+
+    def sync_reward(*args: Any, **extra: Any) -> Any:
+        result, read = call(*args, **extra)
+        return read(result)
+
+    async def async_reward(*args: Any, **extra: Any) -> Any:
+        result, read = call(*args, **extra)
+        return read(await result if inspect.isawaitable(result) else result)
+
+    reward: Any = async_reward if always_async or is_async(function) else sync_reward
+    reward.__wrapped__, reward.__signature__, reward.needs = function, inspect.signature(call), needs
     return reward
 
 

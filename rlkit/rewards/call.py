@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlkit._numbers import show as _show
 from rlkit._numbers import to_number
@@ -17,8 +17,10 @@ from rlkit.rollout.calling import is_async
 
 _COMPLETIONS, _ROWS = {"completion", "completions"}, {"row", "rows"}
 _FOREIGN = _COMPLETIONS | _ROWS | {  # names that cannot be meant as a completion or a row
-    "prompt", "prompts", "query", "queries", "answer", "answers", "label", "labels", "ground_truth", "data_source",
+    "prompt", "prompts", "query", "queries", "answer", "answers", "label", "labels", "ground_truth", "ground_truths",
+    "data_source", "data_sources", "args", "samples", "state", "action", "responses", "solutions", "solution_strs",
 }  # fmt: skip
+_NO_ROW = _FOREIGN | {"solution", "solution_str", "response", "target", "reference", "gold"}
 
 RESERVED = ("mean", "std", "failed")  # of `reward/NAME` in metrics.jsonl: no name for one of several functions
 
@@ -50,6 +52,30 @@ class RewardError(RuntimeError):
         super().__init__(message)
         self.index = index
         self.cause = cause
+
+
+class WrongResult(Exception):
+    """A result that cannot be read; the arguments are the cause and the fix of the `RewardError`."""
+
+
+Need = str | tuple[str, ...]  # a column that must be there, or names of columns of which one must not be null
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def needing(columns: Callable[[Any], tuple[str, ...]]) -> Callable[[F], F]:
+    """Mark a reward function: one of `columns(column)` must not be null in a row; `column` is the function's option."""
+
+    def mark(function: F) -> F:
+        vars(function)["needs"] = columns
+        return function
+
+    return mark
+
+
+def needs_of(function: Callable[..., Any]) -> Sequence[Need]:
+    """The columns that an adapted or marked function needs, also of a partial that sets its option `column`."""
+    needs = getattr(function.func if isinstance(function, partial) else function, "needs", ())
+    return [needs(inspect.signature(function).parameters["column"].default)] if callable(needs) else needs
 
 
 async def run_reward(function: Callable[..., Any], samples: Sequence[Sample], *, timeout_s: float) -> list[Reward]:
@@ -137,8 +163,8 @@ def check_signature(function: Callable[..., Any], available: set[str] | None = N
         raise TypeError(
             f"{name_of(function)} must take (completion, row) or (completions, rows), got {inspect.signature(function)}"
         )
-    for p, allowed in zip(leading, (_COMPLETIONS, _ROWS)):
-        if p.name in _FOREIGN - allowed:
+    for p, refused in zip(leading, (_FOREIGN - _COMPLETIONS, _NO_ROW - _ROWS)):
+        if p.name in refused:
             raise TypeError(
                 f"{name_of(function)} would get a completion and its row, and names them {[p.name for p in leading]}: "
                 "write (completion, row), where the row has all columns, or wrap it (rlkit.rewards.adapters)"
@@ -175,7 +201,7 @@ def _failed(function: Callable[..., Any], error: BaseException, sample: Sample |
     """The `RewardError` of a call that raised `error` or timed out."""
     if isinstance(error, RewardError):
         return error
-    if isinstance(error, TimedOut):
+    if isinstance(error, TimedOut | WrongResult):
         cause, fix = error.args
     else:
         cause = f"{type(error).__name__}: {error}"
@@ -187,6 +213,8 @@ def _failed(function: Callable[..., Any], error: BaseException, sample: Sample |
         )
         if "signal only works in main thread" in str(error):
             fix = "turn its own alarm off (math_verify: timeout_seconds=None, parsing_timeout=None) and use timeout_s"
+        hint = getattr(function, "hint", None)  # of an adapter
+        fix = (hint and hint(error)) or fix
     failed = _error(function, cause, fix, sample)
     failed.__cause__ = error
     return failed
@@ -206,7 +234,7 @@ def _reward(function: Callable[..., Any], value: Any, sample: Sample, missing: f
         if not isinstance(value, dict):
             return Reward(_number(function, value, sample, ""))
         if "reward" not in value:
-            fix = "put the number that trains under 'reward'"
+            fix = "put the number that trains under 'reward' (in a function of verl or slime: 'score')"
             cause = f"returned a dict without 'reward' (keys: {sorted(map(str, value))})"
             raise _error(function, cause, fix, sample)
         notes = {str(k): v for k, v in value.items() if isinstance(v, str) and k not in ("reward", "score")}
@@ -226,7 +254,10 @@ def _number(function: Callable[..., Any], value: Any, sample: Sample, key: str) 
         cause = f"returned {_show(value)}{key}"
         fix = "return a finite number, or a dict of finite numbers with the key 'reward'"
         if value is None:
-            fix += "; None often comes from a path without `return`"
+            fix += (
+                "; None often comes from a path without `return`. A function that cannot judge every sample needs a "
+                "second one that does (--reward takes several), or --reward-max-failed, which leaves samples out"
+            )
         if inspect.iscoroutine(value):
             value.close()
             fix = "declare the function itself with `async def`"

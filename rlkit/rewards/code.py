@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlkit.rewards import sandbox
+from rlkit.rewards.call import needing
 from rlkit.rewards.sandbox import Limits
 from rlkit.rewards.text import gold_answer, last_code_block
 from rlkit.rewards.timeouts import off_the_clock, time_left_s
@@ -47,6 +48,7 @@ _USUAL = {**_MODULES, **{name: f"{module}:{name}" for module, names in _TAKEN_FR
 _ENTRY_POINT = "_entry_point"  # the name of it in the tests; its own may be a built-in function's
 
 
+@needing(lambda column: (column, "ground_truth", "reward_model"))
 async def stdin_tests(
     completion: str,
     row: dict[str, Any],
@@ -94,6 +96,7 @@ async def stdin_tests(
     return _verdict(reasons, len(inputs), all_or_nothing)
 
 
+@needing(lambda column: (column, "ground_truth", "reward_model"))
 async def assert_tests(
     completion: str,
     row: dict[str, Any],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
 import zlib
@@ -25,7 +26,9 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     place, colon, name = spec.rpartition(":")
     if not (colon and place and name.isidentifier()):
-        raise ValueError(f"a function is named 'file.py:function' or 'package.module:function', got {spec!r}")
+        raise ValueError(
+            f"a function is named 'file.py:function' or 'package.module:function', got {spec!r}{_hint(spec)}"
+        )
     module = _from_file(Path(place).expanduser()) if place.endswith(".py") else _from_module(place)
     if not hasattr(module, name):
         there = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
@@ -34,6 +37,25 @@ def load_function(spec: str) -> Callable[..., Any]:
     if not callable(function):
         raise TypeError(f"{spec} is not a function but {type(function).__name__} {repr(function)[:80]}")
     return function
+
+
+def _hint(spec: str) -> str:
+    """What a file without a function has, or the modules that have a function of this name. Imports nothing."""
+    if (path := Path(spec.partition(":")[0]).expanduser()).is_file():
+        names = [name for name in _functions(path) if not name.startswith("_")]
+        return f"; {path} has {names}"
+    trl = importlib.util.find_spec("trl")
+    rewards = [("rlkit.rewards.{}", file) for file in Path(__file__).parent.glob("*.py")]
+    if trl and trl.origin:
+        rewards += [("trl.rewards", file) for file in (Path(trl.origin).parent / "rewards").glob("*.py")]
+    near = [f"{module.format(file.stem)}:{spec}" for module, file in rewards if spec in _functions(file)]
+    return f"; did you mean {' or '.join(sorted(near))}?" if near else ""
+
+
+def _functions(path: Path) -> list[str]:
+    """The functions that a file defines at its top level, or assigns as the result of a call."""
+    found = re.findall(r"^(?:(?:async )?def (\w+)\(|(\w+) = [\w.]+\()", path.read_text(errors="replace"), re.MULTILINE)
+    return [defined or assigned for defined, assigned in found]
 
 
 def _from_file(path: Path) -> ModuleType:

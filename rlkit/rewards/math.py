@@ -26,6 +26,7 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, NamedTuple
 
 from rlkit._extras import missing, optional
+from rlkit.rewards.call import needing
 from rlkit.rewards.text import GOLD_COLUMNS, gold_answer, last_boxed, last_tag
 from rlkit.rewards.timeouts import num_cores, off_the_clock, time_left_s, turn
 
@@ -42,6 +43,10 @@ _COLOR = re.compile(r"\\(?:text)?color\{\w+\}")
 _BLANKS = re.compile(r"(?:[ ,;:!]?\\|~|\s)*")  # TeX's, matched backwards: that takes linear time
 
 
+def _columns(column: str | None) -> tuple[str, ...]:
+    return (column,) if column else (*GOLD_COLUMNS, "reward_model")
+
+
 class Verdict(NamedTuple):
     """Whether an answer is right; `decided` is False where it took too long or broke the worker; `reason` if not."""
 
@@ -50,6 +55,7 @@ class Verdict(NamedTuple):
     reason: str
 
 
+@needing(_columns)
 async def boxed(
     completion: str, row: dict[str, Any], *, column: str | None = None, timeout_s: float = 10.0
 ) -> dict[str, Any]:
@@ -63,6 +69,7 @@ async def boxed(
     return await _judged(last_boxed(completion), row, column, timeout_s, r"no closed \boxed{}")
 
 
+@needing(_columns)
 async def answer_tag(
     completion: str, row: dict[str, Any], *, column: str | None = None, timeout_s: float = 10.0
 ) -> dict[str, Any]:
@@ -76,6 +83,7 @@ async def answer_tag(
     return await _judged(answer, row, column, timeout_s, "no <answer></answer>")
 
 
+@needing(_columns)
 async def anywhere(
     completion: str, row: dict[str, Any], *, column: str | None = None, timeout_s: float = 10.0
 ) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rlkit.rewards.call import needing
+
 _BOX = re.compile(r"\\f?boxed\s*")
 _UNBRACED = re.compile(r"\\[A-Za-z]+|[^\s{}\\$]")
 _FENCE = re.compile(r"^[ \t]*(`{3,}(?=[^`\n]*$)|~{3,})([^\n]*)$", re.MULTILINE)  # one of Markdown, and its info
@@ -318,6 +320,7 @@ def squad_normalize(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
+@needing(lambda column: (column,))
 def exact_match(completion: str, row: dict[str, Any], *, column: str = "answer") -> float:
     """1 if the completion is one of the references `row[column]` (a text or a list of texts) after `squad_normalize`.
 
@@ -327,6 +330,7 @@ def exact_match(completion: str, row: dict[str, Any], *, column: str = "answer")
     return max(float(squad_normalize(completion) == squad_normalize(text)) for text in _references(row, column))
 
 
+@needing(lambda column: (column,))
 def f1(completion: str, row: dict[str, Any], *, column: str = "answer") -> float:
     """Overlap of words with the nearest reference, after `squad_normalize`; the words are counted as multisets.
 
@@ -346,6 +350,7 @@ def _f1(completion: str, reference: str) -> float:
     return 2 * common / (len(words) + len(wanted))
 
 
+@needing(lambda column: (column,))
 def contains(completion: str, row: dict[str, Any], *, column: str = "answer") -> float:
     """1 if a reference's normalised words occur consecutively in the completion, else 0 (Search-R1's subEM)."""
     text = f" {squad_normalize(completion)} "

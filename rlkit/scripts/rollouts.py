@@ -69,15 +69,19 @@ class Episodes:
         )
 
     def rewards(self) -> dict[str, tuple[str, float | None]]:
-        """(FILE.py:FUNCTION, weight or None) of each reward function, by the name of the function."""
+        """(FILE.py:FUNCTION, weight or None) of each reward function, by its name: FUNCTION, or FILE.FUNCTION where
+        several functions are named FUNCTION.
+        """
         from rlkit.rewards.call import RESERVED
 
-        given = (self.reward,) if isinstance(self.reward, str) else self.reward or ()
+        given = [_parsed(text) for text in ((self.reward,) if isinstance(self.reward, str) else self.reward or ())]
+        names = [spec.rpartition(":")[2] for spec, *_ in given]
         found: dict[str, tuple[str, float | None]] = {}
-        for text in given:
-            name, equals, number = text.rpartition(":")[2].partition("=")
-            spec, weight = text.removesuffix(equals + number), _weight(number) if equals else None
-            finite, taken = math.isfinite(weight or 0.0), name in RESERVED and (len(given) > 1 or equals)
+        for name, (spec, weight, text) in zip(names, given):
+            place = spec.rpartition(":")[0]
+            stem = os.path.basename(place)[:-3] if place.endswith(".py") else place.rpartition(".")[2]
+            name = f"{stem}.{name}" if names.count(name) > 1 else name
+            finite, taken = math.isfinite(weight or 0.0), name in RESERVED and (len(given) > 1 or weight is not None)
             refuse_if(not finite, f"`reward` {text}: the weight must be a finite number, as in {spec}=0.5")
             refuse_if(taken, f"`reward` {text}: reward/{name} is a metric of every run; rename the function")
             both = f"two functions {name}, {found.get(name, [''])[0]} and {spec}, and each is logged as reward/{name}"
@@ -273,6 +277,12 @@ def environment(args: Any, tokenizer: Any, rewards: dict[str, Any] | None = None
         reward = weighted(functions, weights=weights, timeout_s=how.reward_timeout)
     limits = {"timeout_s": how.reward_timeout, "max_failed": how.reward_max_failed}
     return env, scorer(reward, tokenizer=tokenizer, **limits)
+
+
+def _parsed(text: str) -> tuple[str, float | None, str]:
+    """FILE.py:FUNCTION and the weight (None without one) of FILE.py:FUNCTION=WEIGHT, and the text itself."""
+    _, equals, number = text.rpartition(":")[2].partition("=")
+    return text.removesuffix(equals + number), _weight(number) if equals else None, text
 
 
 def _weight(text: str) -> float:

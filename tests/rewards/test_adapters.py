@@ -4,13 +4,18 @@ import math
 from fractions import Fraction
 from functools import partial
 
+import datasets
 import pytest
 import torch
 
 from rlkit.data import Prompt
+from rlkit.data.load import load_rows
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.packing import pack
-from rlkit.rewards import RewardError, Sample, adapters, env_rewards, run_reward, scorer, with_messages
+from rlkit.rewards import RewardError, Sample, adapters, code, env_rewards, run_reward, scorer, with_messages
+from rlkit.rewards import math as math_rewards
+from rlkit.rewards import text as text_rewards
+from rlkit.rewards.call import check_signature
 from rlkit.rewards.combine import weighted
 from rlkit.rollout.envs.gym import Step, Turns, gym_env
 from rlkit.rollout.rollout import sample_group
@@ -244,6 +249,8 @@ async def test_no_segment_of_a_failed_episode_trains():
         ("solution_str, ground_truth", "verl"),
         ("queries, prompts, labels", "openrlhf"),
         ("args, sample, **kwargs", "slime"),
+        ("args, samples", "slime"),
+        ("data_sources, solution_strs, ground_truths, extra_infos", "verl"),
         ("state, action, extra_info", "rl2"),
         ("messages, answer", "with_messages"),
         ("completion, row", None),
@@ -388,3 +395,183 @@ def test_verls_own_column_comes_first():
     row = {"answer": "long #### 4", "reward_model": {"ground_truth": "4"}}
     assert ASKING["verl"]("4", row) == 1.0
     assert ASKING["openrlhf"]("4", {**row, "prompt": "q", "label": "4"}) == {"reward": 1.0}
+
+
+@pytest.mark.parametrize("name", ["verl", "openrlhf", "messages"])
+@pytest.mark.parametrize("null", [{"label": None}, {"reward_model": {"style": "rule"}}, {"reward_model": None}])
+def test_a_null_gold_answer_is_missing(name, null, tmp_path):
+    rows = [{"prompt": "q", **dict.fromkeys(null, "4")}, {"prompt": "q", **null}]
+    if "reward_model" in null:
+        rows[0]["reward_model"] = {"style": "rule", "ground_truth": "4"}
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
+    empty = "label" if "label" in null else "reward_model.ground_truth"
+    with pytest.raises(ValueError, match=rf"data\.parquet, row 2: .*with a value \({empty} is null\); columns found"):
+        adapters.check_rows(ASKING[name], load_rows(tmp_path / "data.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("function", "row", "needed"),
+    [
+        (math_rewards.boxed, {"answer": None}, "'answer' or 'ground_truth'.*answer is null"),
+        (partial(math_rewards.answer_tag, column="gold"), {"answer": "4"}, "'gold'; columns"),
+        (partial(math_rewards.anywhere, timeout_s=3.0), {"reward_model": {"ground_truth": None}}, "'answer' or"),
+        (
+            code.stdin_tests,
+            {"test_cases": None},
+            "'test_cases' or 'ground_truth' or 'reward_model'.*cases is null",
+        ),
+        (partial(code.assert_tests, column="asserts"), {"tests": "assert f(1) == 1"}, "'asserts' or 'ground_truth'"),
+        (text_rewards.exact_match, {"solution": "4"}, "'answer'; columns"),
+        (partial(text_rewards.f1, column="a"), {"answer": "4"}, "'a'; columns"),
+        (text_rewards.contains, {"answer": None}, "'answer' with a value"),
+    ],
+)
+def test_rewards_of_this_package_need_their_columns_before_training(function, row, needed):
+    with pytest.raises(ValueError, match=f"row 1: .* needs the column {needed}"):
+        adapters.check_rows(adapters.adapted(function), [row])
+    good = [{"answer": "4", "gold": "4", "a": "4"}, {"answer": "4", "gold": "4", "a": "4"}]
+    code_rows = [{"reward_model": {"ground_truth": "4"}}]
+    adapters.check_rows(function, code_rows if function in (code.stdin_tests,) or "asserts" in needed else good)
+
+
+async def results(function, *texts, row=None):
+    samples = [Sample(text, {"prompt": "q", "answer": "4"} if row is None else row, 3) for text in texts]
+    found = await run_reward(adapters.adapted(function), samples, timeout_s=60)
+    return [(r.reward, r.score, r.metrics, r.notes) for r in found]
+
+
+VERDICT = {"score": True, "acc": 0.5, "pred": None, "format": "box", "steps": [1, 2], "parts": {"a": 1}, "at": (0, 1)}
+NOTES = {"format": "box", "steps": "[1, 2]", "parts": "{'a': 1}", "at": "(0, 1)"}
+
+
+async def test_a_dict_of_verl_or_slime_may_hold_anything():
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        assert (data_source, extra_info) == (None, {})
+        return VERDICT | {"long": ["x" * 9] * 900} if solution_str == "long" else VERDICT
+
+    async def rm(args, sample):
+        assert sample.metadata == {}
+        return {**VERDICT, "reward": 2} if sample.response == "own" else VERDICT
+
+    expected = (1.0, 1.0, {"acc": 0.5}, NOTES)
+    assert await results(compute_score, "4") == [expected]
+    assert len((await results(compute_score, "long"))[0][3]["long"]) == 500
+    assert await results(rm, "4", "own") == [expected, (2.0, *expected[1:])]
+    for function in (lambda solution_str, ground_truth: {"acc": 1}, lambda args, sample: {"acc": 1}):
+        with pytest.raises(RewardError, match=r"returned a dict without 'reward' \(keys: \['acc'\]\)(.|\n)*'score'\)"):
+            await results(function, "4")
+    for score in (None, [1.0], math.nan):
+        with pytest.raises(RewardError, match=r"returned .* under '(reward|score)'"):
+            await results(lambda solution_str, ground_truth, score=score: {"score": score}, "4")
+
+
+async def test_verls_async_and_batched_forms():
+    async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": float(solution_str == ground_truth and (data_source, extra_info) == (None, {}))}
+
+    def compute_score_batched(data_sources, solution_strs, ground_truths, extra_infos, level):
+        assert (data_sources, ground_truths, extra_infos, level) == (["d"] * 2, ["4"] * 2, [{"i": 1}] * 2, [7] * 2)
+        return [{"score": len(solution_strs), "pred": text} for text in solution_strs]
+
+    async def batched_async(solution_strs, ground_truths, **kwargs):
+        return [float(text == gold) for text, gold in zip(solution_strs, ground_truths, strict=True)]
+
+    row = {"data_source": "d", "reward_model": {"ground_truth": "4"}, "extra_info": {"i": 1}, "level": 7}
+    assert [r[:2] for r in await results(compute_score, "4", "5")] == [(1.0, 1.0), (0.0, 0.0)]
+    assert await results(compute_score_batched, "4", "5", row=row) == [
+        (2.0, 2.0, {}, {"pred": "4"}), (2.0, 2.0, {}, {"pred": "5"}),
+    ]  # fmt: skip
+    assert [r[0] for r in await results(batched_async, "4", "5")] == [1.0, 0.0]
+    with pytest.raises(RewardError, match="returned 1 results for 2 completions"):
+        await results(lambda solution_strs, ground_truths: [1.0], "4", "5")
+    with pytest.raises(ValueError, match=r"row 1: .*needs the column 'level'; columns found: \['answer'\]"):
+        adapters.check_rows(adapters.adapted(compute_score_batched), [{"answer": "4"}])
+    with pytest.raises(RewardError, match=r"the row has no column 'level'; columns found: \['answer', 'prompt'\]"):
+        await results(compute_score_batched, "4")
+
+
+async def test_slimes_group_form_and_what_args_lacks():
+    async def batch_rm(args, samples, **kwargs):
+        assert getattr(args, "rm_type", "none") == "none"
+        return [{"score": len(samples), "right": s.response == s.label} for s in samples]
+
+    async def needs_url(args, sample):
+        return args.rm_url
+
+    async def needs_tokens(args, sample):
+        return len(sample.tokens)
+
+    assert await results(batch_rm, "4", "5") == [(2.0, 2.0, {"right": 1.0}, {}), (2.0, 2.0, {"right": 0.0}, {})]
+    for function, name in ((needs_url, r"args\.rm_url"), (needs_tokens, r"sample\.tokens")):
+        with pytest.raises(RewardError, match=rf"AttributeError: slime's {name} is not here: set the val"):
+            await results(function, "4")
+
+
+async def test_openrlhfs_logs_and_wrong_results():
+    def reward_func(queries, prompts, labels):
+        return {"rewards": torch.tensor([2.0]), "extra_logs": {"len": torch.tensor([3.0]), "at": [5], "text": ["x"]}}
+
+    async def judged(queries, prompts, labels):
+        return [float(queries == ["q4"] and labels == ["4"])]
+
+    assert await results(reward_func, "4") == [(2.0, 2.0, {"len": 3.0, "at": 5.0}, {"text": "x"})]
+    assert [r[0] for r in await results(judged, "4", "5")] == [1.0, 0.0]
+    wrong = {
+        "returned 0 values for 1 query": ([], {"rewards": []}, {"rewards": [1.0], "scores": []}),
+        "returned 2 values for 1 query": ([1.0, 2.0], torch.ones(2)),
+        r"returned a dict without 'rewards' \(keys: \['reward'\]\)": ({"reward": 1.0},),
+        "returned NoneType None": (None,),
+    }
+    for cause, values in wrong.items():
+        for value in values:
+            with pytest.raises(RewardError, match=rf"lambda> failed on row 4: {cause}"):
+                await results(lambda queries, prompts, labels, value=value: value, "4")
+
+
+def test_a_trl_function_that_reads_the_trainers_state_is_logged_once(caplog):
+    def with_default(completions, trainer_state=None, **kwargs):
+        return [0.0 if trainer_state is None else 1.0 for _ in completions]
+
+    def by_keyword(completions, **kwargs):
+        return [float(kwargs["trainer_state"].global_step) for _ in completions]
+
+    for function in (with_default, by_keyword):
+        caplog.clear()
+        adapters.adapted(adapters.adapted(function))
+        (line,) = caplog.messages
+        assert f"{function.__name__} reads trainer_state, which rlkit does not give" in line
+    caplog.clear()
+    adapters.adapted(lambda completions, **kwargs: [0.0])
+    assert not caplog.messages
+
+
+async def test_errors_of_what_trl_gives_have_a_fix_of_their_own():
+    def state(completions, **kwargs):
+        return [kwargs["trainer_state"] for _ in completions]
+
+    def chat(completions, **kwargs):
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    def plain(completions, **kwargs):
+        return [float(len(completion.split())) for completion in completions]
+
+    messages = {"prompt": [{"role": "user", "content": "q"}]}
+    assert (await results(chat, "ab", row=messages))[0][0] == 2.0
+    with pytest.raises(RewardError, match=r"KeyError(.|\n)*fix: rlkit gives no trainer_state"):
+        await results(state, "4")
+    for function, row in ((chat, {"prompt": "q"}), (plain, messages)):
+        with pytest.raises(RewardError, match=r"fix: as in TRL, a completion is a string where the row's prompt is"):
+            await results(function, "4", row=row)
+    with pytest.raises(RewardError, match=r"returned NoneType None\n.*\n.*a second one that does \(--reward takes sev"):
+        await results(lambda completions: [None], "4")
+
+
+@pytest.mark.parametrize("parameters", ["args, batch", "response, answer", "text, solution", "x, samples"])
+def test_two_parameters_of_another_library_are_refused(parameters):
+    with pytest.raises(TypeError, match="would get a completion and its row, and names them"):
+        check_signature(adapters.adapted(eval(f"lambda {parameters}: 0.0")))
+
+
+@pytest.mark.parametrize("parameters", ["a, b", "text, item", "response, row", "solution_str, item"])
+def test_other_names_are_a_completion_and_a_row(parameters):
+    assert check_signature(adapters.adapted(eval(f"lambda {parameters}: 0.0")))[1] == []

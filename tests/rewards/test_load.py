@@ -51,6 +51,23 @@ def test_the_form_of_the_name_is_checked(spec):
         load_function(spec)
 
 
+def test_a_file_without_a_function_and_a_bare_name_have_a_hint(folder):
+    source = "import os\nLIMIT = 3\ndef score(c, r):\n    def inner(): ...\nasync def other(c, r): ...\n"
+    write(folder / "mine.py", source + "mixed = partial(score)\ndef _own(): ...\nraise SystemExit")
+    with pytest.raises(ValueError, match=r"got 'mine\.py'; mine\.py has \['score', 'other', 'mixed'\]$"):
+        load_function("mine.py")
+    with pytest.raises(ValueError, match=r"got 'exact_match'; did you mean rlkit\.rewards\.text:exact_match\?$"):
+        load_function("exact_match")
+    with pytest.raises(ValueError, match=r"got 'no_such_reward'$"):
+        load_function("no_such_reward")
+
+
+def test_trls_functions_are_known_by_name():
+    pytest.importorskip("trl.rewards", reason="TRL is not installed: pip install --no-deps trl")
+    with pytest.raises(ValueError, match=r"got 'accuracy_reward'; did you mean trl\.rewards:accuracy_reward\?$"):
+        load_function("accuracy_reward")
+
+
 def test_what_is_missing_is_named_with_what_is_there(folder):
     write(folder / "mine.py", "import os\nLIMIT = 3\ndef score(c, r): ...\ndef other(c, r): ...")
     with pytest.raises(ModuleNotFoundError, match=r"no module 'mine'; the file is here: use 'mine\.py:\.\.\.'"):

@@ -65,16 +65,39 @@ def five(data_source, solution_str, ground_truth, extra_info, url):
     return 0.0
 
 
+def routed(solution_str, ground_truth, reward_router_address):
+    return 0.0
+
+
 async def openrlhf(queries, prompts, labels):
     return [0.0]
+
+
+def three_places(completion, row):
+    return 0.0
+
+
+def responses(response, answer):
+    return 0.0
+
+
+from functools import partial
+from rlkit.rewards import math as mathematics
+
+gold_level = partial(mathematics.boxed, column="level")
 """
+
+
+NULL = [{"prompt": "1+1=", "label": gold, "reward_model": {"style": "rule"}} for gold in ("2", None)]
 
 
 @pytest.fixture(scope="module")
 def task(make_task):
     rows = [{"prompt": f"{i}+1=", "solution": i % 3} for i in range(8)]
-    folder = make_task(rows=rows, bare=[{"prompt": "1+1="}], reward=REWARDS)
-    (folder / "other.py").write_text("def score(completion, row):\n    return 1.0\n")
+    folder = make_task(rows=rows, bare=[{"prompt": "1+1="}], null=NULL, reward=REWARDS)
+    for other in (folder / "other.py", folder / "sub" / "other.py"):
+        other.parent.mkdir(exist_ok=True)
+        other.write_text("def score(completion, row):\n    return 1.0\n")
     return folder
 
 
@@ -155,8 +178,9 @@ def test_one_function_without_a_weight_is_as_ever(task, tmp_path):
 
 WRONG = [
     (
-        ["reward.py:score", "other.py:score"],
-        "names two functions score, reward.py:score and other.py:score, and each is logged as reward/score: "
+        ["reward.py:score", "other.py:score", "sub/other.py:score=0.5"],
+        "names two functions other.score, other.py:score and sub/other.py:score, and each is logged as "
+        "reward/other.score: "
         "rename one, or import it under another name in a file of your own",
     ),
     (["reward.py:score=much"], "reward.py:score=much: the weight must be a finite number, as in reward.py:score=0.5"),
@@ -180,9 +204,29 @@ WRONG = [
     ),
     (
         ["reward.py:five"],
-        "reward.py:five requires ['url'], which only its own library has: give the parameter a default",
+        "rows.jsonl, line 1: reward.py:five needs the column 'url'; columns found: ['prompt', 'solution']",
     ),
-    (["reward.py:openrlhf"], "reward.py:openrlhf with these parameters must be a plain `def`, not `async def`"),
+    (
+        ["reward.py:routed"],
+        "reward.py:routed requires ['reward_router_address'], which only its own library has: give the parameter a",
+    ),
+    (
+        ["reward.py:openrlhf", "--data", "null.jsonl"],
+        "null.jsonl, line 2: reward.py:openrlhf needs the column 'answer' or 'ground_truth' or 'solution' or 'label' "
+        "or 'gt_answer' or 'reward_model' with a value (label and reward_model.ground_truth are null); columns found: "
+        "['label', 'prompt', 'reward_model']",
+    ),
+    (
+        ["reward.py:three_places", "rlkit.rewards.math:boxed=0.5", "--data", "bare.jsonl"],
+        "--reward rlkit.rewards.math:boxed: bare.jsonl, line 1: math.py:boxed needs the column 'answer' or ",
+    ),
+    (
+        ["reward.py:gold_level"],
+        "rows.jsonl, line 1: math.py:boxed needs the column 'level'; columns found: ['prompt', 'solution']",
+    ),
+    (["reward.py:responses"], "would get a completion and its row, and names them ['response', 'answer']: write (comp"),
+    (["reward.py"], "got 'reward.py'; reward.py has ['ascii_of', 'length', 'compute_score', 'custom_rm', 'score', "),
+    (["boxed"], "got 'boxed'; did you mean rlkit.rewards.math:boxed?"),
     (
         ["reward.py:compute_score", "--data", "bare.jsonl"],
         "bare.jsonl, line 1: reward.py:compute_score needs the column 'answer' or 'ground_truth' or 'solution' or "
@@ -236,3 +280,7 @@ def test_the_weights_of_the_flag():
     assert Episodes(reward="a=b/c.py:f").rewards() == {"f": ("a=b/c.py:f", None)}
     assert Episodes(reward=("a=b/c.py:f=1e-1", "m.n:g")).rewards() == {"f": ("a=b/c.py:f", 0.1), "g": ("m.n:g", None)}
     assert Episodes(reward="a.py:mean").rewards() == {"mean": ("a.py:mean", None)}
+    assert Episodes(reward=("x/math.py:f", "code.py:f=0.5", "a.py:math", "p.code:g", "rl.text:f=0")).rewards() == {
+        "math.f": ("x/math.py:f", None), "code.f": ("code.py:f", 0.5), "math": ("a.py:math", None),
+        "g": ("p.code:g", None), "text.f": ("rl.text:f", 0.0),
+    }  # fmt: skip
