@@ -226,7 +226,7 @@ def function_of(flag: str, spec: str) -> Any:
 
     try:
         return load_function(spec)
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"`{flag}` {spec}: {error}") from None
 
 
