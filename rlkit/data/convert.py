@@ -101,7 +101,8 @@ def row_template_args(row: Row, place: str) -> Row:
     `chat_template_kwargs` is an object or its JSON text and wins over `enable_thinking`, which is true or false. Null
     is absent, also inside the object: Arrow tables fill absent keys with null.
     """
-    own, thinking = row.get("chat_template_kwargs"), row.get("enable_thinking")
+    own: Any = row.get("chat_template_kwargs")
+    thinking = row.get("enable_thinking")
     if isinstance(own, str):
         with suppress(ValueError):
             own = json.loads(own or "{}")

@@ -128,8 +128,8 @@ class Template:
         if not self.source:
             raise ValueError(
                 f"{place}: a chat template is needed, and the tokenizer has none: set tokenizer.chat_template and save "
-                "it with the model, or use an instruction-tuned model; with --no-chat-template, strings are plain text, "
-                "and in RL so are the joined contents of messages"
+                "it with the model, or use an instruction-tuned model; with --no-chat-template, strings are plain text "
+                "and, in RL, so are the joined contents of messages"
             )
         for role in {message["role"] for message in messages}.difference(ROLES):
             if f"'{role}'" not in self.source and f'"{role}"' not in self.source:
