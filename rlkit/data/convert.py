@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from os.path import commonprefix
 from typing import Any
 
 from rlkit.data.load import Row, as_messages, column_error
 
+LABELS = {"true": True, "1": True, "false": False, "0": False}  # a cell of a CSV file is text
 _MESSAGES = ("messages", "prompt", "completion", "response", "chosen", "rejected")
 _ROLES = ("user", "assistant")
 _UNTRAINED = ("step_loss_mask", "weight")  # of slime, and of OpenAI's fine-tuning files
@@ -91,6 +93,29 @@ def row_tools(row: Row, place: str) -> Sequence[Any] | None:
         found = f"column 'tools' must be a list of JSON schemas or its JSON text, got {repr(row['tools'])[:80]}"
         raise column_error(place, found, row, "; rename a column of other content with --rename tools OTHER")
     return tools or None
+
+
+def row_template_args(row: Row, place: str) -> Row:
+    """The row's own arguments of the chat template: its `chat_template_kwargs` (TRL) and `enable_thinking` (verl).
+
+    `chat_template_kwargs` is an object or its JSON text and wins over `enable_thinking`, which is true or false. Null
+    is absent, also inside the object: Arrow tables fill absent keys with null.
+    """
+    own: Any = row.get("chat_template_kwargs")
+    thinking = row.get("enable_thinking")
+    if isinstance(own, str):
+        with suppress(ValueError):
+            own = json.loads(own or "{}")
+    thinking = LABELS.get(str(thinking).strip().lower(), thinking)
+    for name, value, kind, must in (
+        ("chat_template_kwargs", own, Mapping, "an object like {'enable_thinking': False}"),
+        ("enable_thinking", thinking, bool, "true or false"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            found = f"column {name!r} must be {must}, got {repr(value)[:80]}"
+            raise column_error(place, found, row, "; rename a column of other content with --rename")
+    given = {"enable_thinking": thinking, **(own or {})}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def mappings(value: Any) -> list[Mapping[str, Any]]:

@@ -37,7 +37,6 @@ _PROMPT, _RESPONSE, _LABELLED = (
     ("response", "completion"),
     ("completion", "response", "messages"),
 )
-_LABELS = {"true": True, "1": True, "false": False, "0": False}  # a cell of a CSV file is text
 _COLUMN_FIX = "check which columns hold the texts: one under another name is renamed with --rename"
 
 
@@ -119,8 +118,19 @@ class Template:
         tokenizer: Any = self.tokenizer
         return tokenizer.get_chat_template(tools=self.tools) if tokenizer.chat_template else ""
 
+    def of_row(self, row: Row, place: str) -> Template:
+        """The template with the row's own arguments, which win, and its tools where none are given."""
+        tools = convert.row_tools(row, place) if self.tools is None else self.tools
+        return replace(self, tools=tools, args={**(self.args or {}), **convert.row_template_args(row, place)})
+
     def text(self, messages: Sequence[Message], place: str, *, opened: bool) -> str:
         """The conversation as text, with the generation prompt if `opened`. Errors name the row."""
+        if not self.source:
+            raise ValueError(
+                f"{place}: a chat template is needed, and the tokenizer has none: set tokenizer.chat_template and save "
+                "it with the model, or use an instruction-tuned model; with --no-chat-template, strings are plain text "
+                "and, in RL, so are the joined contents of messages"
+            )
         for role in {message["role"] for message in messages}.difference(ROLES):
             if f"'{role}'" not in self.source and f'"{role}"' not in self.source:
                 raise ValueError(
@@ -156,10 +166,8 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
     turns = []
     found = check_columns(rows, *forms, apply_chat_template=template.apply)
     for index, (form, row) in enumerate(found):
-        place, its = place_of(rows, index), template
-        if template.apply and template.tools is None and "tools" in row:
-            its = replace(template, tools=convert.row_tools(row, place))
-        turns.append(form.read(row, place, its))
+        place = place_of(rows, index)
+        turns.append(form.read(row, place, template.of_row(row, place) if template.apply else template))
     return turns
 
 
@@ -276,6 +284,8 @@ def cell(
     if not there:
         lacks = f"no column {names[0]!r}" if len(names) == 1 else f"neither {' nor '.join(map(repr, names))} is there"
         fix = f"; {form}{_looks(row, form, first)}; a column under another name is renamed with --rename"
+        if plain and row.get("messages") is not None:
+            fix = "; messages need a chat template: drop --no-chat-template (and set tokenizer.chat_template)"
         raise column_error(place, lacks, row, fix)
     name = next((name for name in there if row[name] is not None), there[0])
     value = row[name]
@@ -289,7 +299,9 @@ def cell(
 
 def _looks(row: Row, form: Form, first: str = "") -> str:
     """What a row looks like that is not in the `form`, and what reads it."""
-    near = max(FORMS, key=lambda known: known.likeness(getattr(row, "own", row)))
+    own = getattr(row, "own", row)
+    known = [known for known in FORMS if known.columns[0] not in known.missing(own)]  # not by a `label` alone
+    near = max(known, key=lambda known: known.likeness(own), default=form)
     if near.columns == form.columns:
         return ""
     other = first and not near.missing(row)
@@ -377,7 +389,7 @@ def drop_long(
 
 
 def _label(value: Any) -> bool | None:
-    return _LABELS.get(str(value).strip().lower())
+    return convert.LABELS.get(str(value).strip().lower())
 
 
 def _with_text(message: Message, place: str) -> dict[str, Any]:
@@ -416,8 +428,10 @@ def _prompt(row: Row, place: str, template: Template) -> list[Turn]:
 
 
 def _no_answer(row: Row, place: str, roles: Sequence[Any]) -> ValueError:
-    fix = f"; rows of {{prompt, response}} need the column 'response'{_looks(row, CONVERSATION)}"
-    return column_error(place, f"needs an assistant message with a message before it, got roles {roles}", row, fix)
+    if "assistant" in roles:
+        return column_error(place, f"needs an assistant message with a message before it, got roles {roles}", row)
+    lacks = "no response to train on: needs the column 'completion' or 'response', or an assistant message"
+    return column_error(place, lacks, row, _looks(row, CONVERSATION))
 
 
 def _check_conversation(row: Row, place: str, _plain: bool) -> None:

@@ -161,10 +161,10 @@ async def _episode(env: Env, prompt: Prompt, sample: Sampler) -> Group:
     try:
         out = await env(prompt, sample)
     except Exception as error:
-        error.add_note(f"in an episode of prompt {prompt.index}")
+        error.add_note(f"in an episode of row {prompt.index + 1}")
         raise
     if isinstance(out, Trajectory):
         return [out]
     if not out:
-        raise ValueError(f"the environment returned no trajectory for prompt {prompt.index}: return at least one piece")
+        raise ValueError(f"row {prompt.index + 1}: the environment returned no trajectory; return at least one piece")
     return [t if t.continues == bool(i) else replace(t, continues=bool(i)) for i, t in enumerate(out)]

@@ -170,6 +170,17 @@ def warn_of_repeats(flag: str, num: int, num_rows: int) -> None:
         log.warning("%s %d is more than the %d rows of the data: rows repeat within a step", flag, num, num_rows)
 
 
+def note_strings(data: Data, rows: list[dict[str, Any]]) -> None:
+    """Log that a string prompt becomes a user message, if a row has one: TRL takes the raw text."""
+    from rlkit.data.forms import with_prompt
+
+    prompts = (row.get("prompt") for row in map(with_prompt, rows) if row.get("messages") is None)
+    if data.chat_template and any(isinstance(prompt, str) for prompt in prompts):
+        logging.getLogger("rlkit.data").warning(
+            "string prompts are one user message for the chat template; --no-chat-template takes them as raw text"
+        )
+
+
 def where(args: Any) -> dict[str, Any]:
     """Arguments of `rlkit.model.launch.load_policy`, `load_critic` and `load_judge` from the flags."""
     return {"args": args.model.parallel, "device": args.model.device, "dtype": args.optim.dtype}
@@ -216,6 +227,7 @@ def offline(
         "template_args": args.data.template() or None,
     }
     examples = read(rows, **render)[0]
+    note_strings(args.data, rows)
     warn_of_repeats("--batch-size", args.examples.batch_size, len(examples))
     return args, tokenizer, examples, read(held_out, **render)[0] if held_out else []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from collections.abc import AsyncIterator
@@ -13,7 +12,15 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from rlkit._extras import lacks
-from rlkit.scripts.common import begin, function_of, load_policies, load_tokenizer, warn_of_repeats, warn_of_warmup
+from rlkit.scripts.common import (
+    begin,
+    function_of,
+    load_policies,
+    load_tokenizer,
+    note_strings,
+    warn_of_repeats,
+    warn_of_warmup,
+)
 from rlkit.settings import Count, Limit, Positive, Rollouts, Share, check, is_default, refuse_if
 
 # what a reward may ask for by name without `env` and `tools`
@@ -28,8 +35,9 @@ class Episodes:
     """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion; None: the environment's own reward.
     Several are summed with weights and logged as reward/FUNCTION, e.g. a.py:right b.py:form=0.1 (0: only logged)"""
     env: str | None = None
-    """FILE.py:NAME of an environment, `async def env(prompt, sample)`, of a function tokenizer -> environment, or of
-    one for RL2, verifiers, Gymnasium, GEM or TextArena (docs/environments.md). None: one question, one answer"""
+    """FILE.py:NAME of an environment: `async def env(prompt, sample)`, a function of the tokenizer that returns one, a
+    class with reset and step, or one for RL2, OpenRLHF, verifiers, Gymnasium, GEM or TextArena
+    (docs/environments.md). None: one question, one answer"""
     tools: tuple[str, ...] = ()
     """FILE.py:FUNCTION of each function that the model may call; the first turn without a call is its answer"""
     tool_calls: Literal["hermes", "json", "pythonic"] = "hermes"
@@ -188,15 +196,16 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     from rlkit.data.forms import PROMPT
 
     rows = args.data.rows(PROMPT, limit=args.episodes.eval_limit)  # before torch is loaded
-    rewards = reward_functions(args.episodes, *rows)
+    rewards, foreign = reward_functions(args.episodes, *rows), load_env(args.episodes)
     args = begin(args)
     from transformers import AutoConfig
 
     from rlkit.loops.rl import Task
 
     tokenizer = load_tokenizer(args.model.model, args.reference, getattr(args, "critic", None))
-    env, score = environment(args, tokenizer, rewards)
+    env, score = environment(args, tokenizer, rewards, foreign)
     prompts, held_out = (render(args, tokenizer, part) for part in rows)
+    note_strings(args.data, rows[0])
     warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
     check_lengths(args, prompts + held_out, AutoConfig.from_pretrained(args.model.model).get_text_config())
     return args, tokenizer, Task(prompts, score, env=env, eval_prompts=held_out, **options)
@@ -244,10 +253,28 @@ def reward_functions(episodes: Episodes, *parts: Any) -> dict[str, Any]:
     return found
 
 
-def environment(args: Any, tokenizer: Any, rewards: dict[str, Any] | None = None) -> tuple[Any, Any]:
-    """The `env` and the `score` of `rlkit.rollout.rollout`; `rewards` are the `reward_functions`, if loaded already."""
+def load_env(episodes: Episodes) -> Any:
+    """The object that `env` names, or None; ValueError for one that is no environment. Does not import torch."""
+    from rlkit.rollout.envs.recognise import kind_of
+
+    if episodes.env is None:
+        return None
+    foreign = function_of("env", episodes.env)
+    try:
+        kind_of(foreign)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`env` {episodes.env}: {error}") from None
+    return foreign
+
+
+def environment(
+    args: Any, tokenizer: Any, rewards: dict[str, Any] | None = None, foreign: Any = None
+) -> tuple[Any, Any]:
+    """The `env` and the `score` of `rlkit.rollout.rollout`.
+
+    `rewards` are the `reward_functions` and `foreign` is the object of `load_env`, if loaded already.
+    """
     from rlkit.rewards.adapters import env_rewards, scorer
-    from rlkit.rollout.calling import is_async
     from rlkit.rollout.envs import tools
     from rlkit.rollout.envs.adapters import adapted
     from rlkit.rollout.limits import limited
@@ -256,8 +283,8 @@ def environment(args: Any, tokenizer: Any, rewards: dict[str, Any] | None = None
     how = args.episodes
     env: Any = single_turn
     if how.env is not None:
-        env = function_of("env", how.env)
-        env = adapted(env, tokenizer) or (env if is_async(env) else _make_env(env, tokenizer, spec=how.env))
+        foreign = foreign or load_env(how)
+        env = adapted(foreign, tokenizer) or _make_env(foreign, tokenizer, spec=how.env)
     elif how.tools:
         chat: Any = {"system_prompt": args.data.system_prompt, "template_args": args.data.template() or None}
         parse = getattr(tools, f"{how.tool_calls}_calls")
@@ -294,13 +321,19 @@ def _weight(text: str) -> float:
 
 
 def _make_env(function: Any, tokenizer: Any, *, spec: str) -> Any:
-    """The environment that a function of the tokenizer returns."""
-    try:
-        inspect.signature(function).bind(tokenizer)
-    except TypeError as error:
-        what = "must be `async def env(prompt, sample)`, or a function of the tokenizer that returns one"
-        raise ValueError(f"`env` {spec}: {what} ({error})") from None
-    return function(tokenizer)
+    """An async function as it is, and of a function of the tokenizer the environment that it returns."""
+    from rlkit.rollout.calling import is_async
+    from rlkit.rollout.envs.recognise import takes
+
+    if is_async(function):
+        return function
+    env = function(tokenizer)
+    if not callable(env) or not takes(env, "prompt", "sample"):
+        game = hasattr(env, "reset") and hasattr(env, "step")
+        fix = "; a function that makes such objects has one argument with the name prompt" if game else ""
+        what = f"a function of the tokenizer must return `async def env(prompt, sample)`, got {type(env).__name__}"
+        raise ValueError(f"`env` {spec}: {what}{fix}")
+    return env
 
 
 def check_lengths(args: Any, prompts: list[Any], config: Any) -> None:

@@ -103,6 +103,52 @@ def test_a_new_form_is_one_row_of_the_table():
         read_rows([{"instruction": "hi"}], TEMPLATE, form, max_tokens=1)
 
 
+def thinking_tokenizer():
+    """A template that writes its argument `enable_thinking` before the assistant's turns, and `note` before all."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{{ note }}{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+        "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, "run<user>hi<assistant>True"),
+        ({"enable_thinking": False}, "run<user>hi<assistant>False"),
+        ({"enable_thinking": "false"}, "run<user>hi<assistant>False"),  # a cell of a CSV file
+        ({"chat_template_kwargs": {"note": "own", "enable_thinking": None}}, "own<user>hi<assistant>True"),
+        ({"chat_template_kwargs": '{"note": "own"}'}, "own<user>hi<assistant>True"),
+        ({"chat_template_kwargs": {"enable_thinking": False}, "enable_thinking": True}, "run<user>hi<assistant>False"),
+        ({"chat_template_kwargs": None, "enable_thinking": None}, "run<user>hi<assistant>True"),
+    ],
+)
+def test_the_template_arguments_of_a_row_win_over_those_of_the_run(own, expected):
+    tokenizer = thinking_tokenizer()
+    run = {"tokenizer": tokenizer, "template_args": {"enable_thinking": True, "note": "run"}}
+    ((prompt, after), _) = rl_prompts([{"prompt": "hi", **own}, {"prompt": "hi"}], max_prompt_tokens=99, **run)
+    ((example, _), _) = sft_examples(
+        [{"prompt": "hi", "response": "yo", **own}, ROWS["prompt with a response"]], max_example_tokens=99, **run
+    )
+    ((pair,), _) = preference_pairs([{**ROWS["preference pair"], **own}], max_example_tokens=99, **run)
+    assert tokenizer.decode(prompt.ids) == tokenizer.decode(pair.prompt) == expected
+    assert tokenizer.decode(example.ids).startswith(expected + "yo")
+    assert tokenizer.decode(after.ids) == "run<user>hi<assistant>True", "the next row has the run's own"
+
+
+def test_without_a_chat_template_in_the_tokenizer_the_error_says_what_helps():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    for read, row, limit in [
+        (sft_examples, "conversation", "max_example_tokens"), (rl_prompts, "prompt", "max_prompt_tokens"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=r"^row 1: a chat template is needed, and the tokenizer has none: set "):
+            read([ROWS[row]], tokenizer=tokenizer, **{limit: 99})
+
+
 def test_a_conversation_that_the_assistant_opens_is_read_once():
     opened = [{"role": "assistant", "content": "ask"}, *CONVERSATION]
     ((example,), _) = labelled_examples([{"messages": opened, "label": 1}], tokenizer=TOKENIZER, max_example_tokens=99)

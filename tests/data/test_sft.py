@@ -194,7 +194,7 @@ def test_too_long_examples_are_dropped_counted_and_logged(caplog):
     [
         (
             {"prompt": "a", "answer": "b"},
-            r"row 2: needs an assistant message .* got roles \['user'\].*the column 'response'",
+            r"row 2: no response to train on: needs the column 'completion' or 'response', or an assistant message;",
         ),
         (convo("a:hello"), r"row 2: needs an assistant message with a message before it, got roles \['assistant'\]"),
         (
@@ -267,7 +267,7 @@ def test_a_file_and_its_lines_are_named(tmp_path, caplog):
         f"{path}: dropped 1 of 2 rows that have an empty response: line 3"
     ]
     path.write_text('{"prompt": "a", "response": "b"}\n\n{"prompt": "a", "answer": "b"}\n')
-    with pytest.raises(ValueError, match=f"^{path}, line 3: needs an assistant message"):
+    with pytest.raises(ValueError, match=f"^{path}, line 3: no response to train on"):
         examples(load_rows(path))
     path.write_text('{"prompt": "a", "response": ""}\n')
     with pytest.raises(ValueError, match=f"^{path}: all 1 rows have an empty response"):

@@ -84,7 +84,7 @@ async def test_rl2_rewards_of_turns_a_reset_and_a_missing_state():
 
     with pytest.raises(TypeError, match="next_state must be text where done is false, got None") as raised:
         await sample_group(prompt, [Script(tokenizer, "a")], env=adapters.rl2(no_state, tokenizer))
-    assert raised.value.__notes__ == ["in an episode of prompt 0"]
+    assert raised.value.__notes__ == ["in an episode of row 1"]
 
 
 async def test_rl2_interact_and_reward_fn():

@@ -76,7 +76,7 @@ async def test_gymnasium(real):
     ):
         with pytest.raises(error, match=message) as raised:
             await sample_group(prompt, [Script(tokenizer, said)], env=env)
-        assert raised.value.__notes__ == ["in an episode of prompt 5"]
+        assert raised.value.__notes__ == ["in an episode of row 6"]
     env = adapters.gymnasium(lambda _: game(), tokenizer, token_rewards=True)
     (piece,) = await env(prompt, Script(tokenizer, "3", "5"))
     assert (piece.reward, piece.score, piece.token_rewards[-1]) == (0.0, 1.0, 1.0)

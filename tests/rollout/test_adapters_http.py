@@ -157,7 +157,7 @@ async def test_verifiers(real, monkeypatch):
     assert (piece.truncated, piece.info["num_turns"]) == (True, 2)
     with pytest.raises(vf.Error, match="boom") as raised:
         await sample_group(prompt, [Script(tokenizer, "boom")], env=env)
-    assert raised.value.__notes__ == ["in an episode of prompt 0"]
+    assert raised.value.__notes__ == ["in an episode of row 1"]
 
 
 @pytest.mark.slow
@@ -265,4 +265,4 @@ async def test_verifiers_tasks(real, monkeypatch):
         assert group[0].info["metrics"] == {"turns": 2.0}
     with pytest.raises(RuntimeError, match="no task") as raised:
         await sample_group(with_row(tokenizer, {"prompt": "q"}, index=1), [Script(tokenizer)], env=env)
-    assert raised.value.__notes__ == ["in an episode of prompt 1"]
+    assert raised.value.__notes__ == ["in an episode of row 2"]

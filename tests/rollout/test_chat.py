@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scripted import END, Script, check_exact, prompt_of, tokenizer_with
 
 from rlkit.data.chat import render
+from rlkit.data.prompts import rl_prompts
 from rlkit.rollout.envs.chat import Chat, refuse_vision
 from rlkit.types import Completion
 
@@ -48,6 +49,19 @@ async def test_a_template_that_keeps_history_gives_one_piece_equal_to_its_render
     assert rendered[: len(joined)] == joined
     sampled = [i for i, m in zip(piece.ids, piece.mask, strict=True) if m]
     assert tokenizer.decode(sampled) == END[name].join([*turns, ""])
+
+
+async def test_the_template_arguments_of_a_row_reach_all_turns():
+    tokenizer = tokenizer_with("qwen3")
+    row = {"prompt": "question", "chat_template_kwargs": {"enable_thinking": False}}
+    ((prompt,), _) = rl_prompts([row], tokenizer=tokenizer, max_prompt_tokens=99)
+    script = Script(tokenizer, "a", "b")
+    chat = Chat(prompt, script, tokenizer=tokenizer, template_args={"enable_thinking": True})
+    await chat.turn()
+    chat.add("more")
+    await chat.turn()
+    for context, _ in script.calls:
+        assert tokenizer.decode(context).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 async def test_reasoning_that_a_template_drops_starts_a_new_piece():
@@ -178,7 +192,9 @@ async def test_misuse_raises():
     await chat.turn()
     with pytest.raises(ValueError, match=r"no message was added since the last turn: call chat\.add"):
         await chat.turn()
-    with pytest.raises(ValueError, match=r"prompt 0 has \d+ tokens, but its row renders to \d+ others.*same tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"row 1: the prompt has \d+ tokens, but the row renders to \d+ others.*same tokenizer"
+    ):
         Chat(prompt, Script(tokenizer), tokenizer=tokenizer, system_prompt="be brief")
     with pytest.raises(ValueError, match="turn_rewards must have one entry per turn, 1, got 2"):
         chat.end(turn_rewards=[0.0, 1.0])

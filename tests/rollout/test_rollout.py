@@ -112,7 +112,7 @@ def test_errors_of_environments_and_scores_name_the_prompt():
     async def fine(prompt, sample):
         return piece()
 
-    with pytest.raises(ValueError, match="no trajectory for prompt 3"):
+    with pytest.raises(ValueError, match="row 4: the environment returned no trajectory"):
         asyncio.run(sample_group(prompt_at(3), [None], env=nothing))
     with pytest.raises(ValueError, match="returned 1 trajectories for 2"):
         asyncio.run(sample_group(prompt_at(3), [None, None], env=fine, score=one_too_few))
@@ -132,7 +132,7 @@ def test_an_error_cancels_the_rest_and_leaves_no_task():
             await rollout(
                 [prompt_at(i) for i in range(4)], generate=engine.generate, params=PARAMS, group_size=2, seed=0, env=env
             )
-        assert caught.value.__notes__ == ["in an episode of prompt 2"]
+        assert caught.value.__notes__ == ["in an episode of row 3"]
         assert engine.running == 0
         assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -307,13 +307,12 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
      "needs an assistant message or the column 'response', got a labelled response; columns found: ['input', 'label', "
      "'output']; rlkit kto reads it, or --rename label OTHER trains every completion"),
     ("sft", [VERL], (), 1,
-     "needs an assistant message with a message before it, got roles ['user']; columns found: ['ability', "
-     "'data_source', 'extra_info', 'prompt', 'reward_model']; rows of {prompt, response} need the column 'response'"),
+     "no response to train on: needs the column 'completion' or 'response', or an assistant message; columns found: "
+     "['ability', 'data_source', 'extra_info', 'prompt', 'reward_model']"),
     ("sft", [STEPS], (), 1,
-     "needs an assistant message with a message before it, got roles ['user']; columns found: ['completions', "
-     "'labels', 'prompt']; rows of {prompt, response} need the column 'response', and the row looks most like a row "
-     "of stepwise supervision; no rlkit script trains on labels of steps, and reward_model learns one reward per "
-     "response"),
+     "no response to train on: needs the column 'completion' or 'response', or an assistant message; columns found: "
+     "['completions', 'labels', 'prompt'], and the row looks most like a row of stepwise supervision; no rlkit script "
+     "trains on labels of steps, and reward_model learns one reward per response"),
     ("reward_model", [STEPS], (), 1,
      "no column 'chosen'; columns found: ['completions', 'labels', 'prompt']; a preference pair has {messages or "
      "prompt, chosen, rejected}, and the row looks most like a row of stepwise supervision; no rlkit script trains on "
@@ -341,9 +340,20 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
      "no column 'prompt'; columns found: ['chosen', 'rejected']; they share no beginning: with --no-chat-template, the "
      "common beginning of chosen and rejected is the prompt"),
     ("sft", [{"messages": [user("hi"), answer("yo")]}], PLAIN, 1,
-     "no column 'prompt'; columns found: ['messages']; a prompt with a response has {messages or prompt, response or "
-     "completion}, and the row looks most like a prompt; rlkit grpo and ppo read it; a column under another name is "
-     "renamed with --rename"),
+     "no column 'prompt'; columns found: ['messages']; messages need a chat template: drop --no-chat-template (and set "
+     "tokenizer.chat_template)"),
+    ("grpo", [{"context_messages": [user("hi")], "label": "4"}], (), 1,
+     "neither 'messages' nor 'prompt' is there; columns found: ['context_messages', 'label']; a prompt has {messages "
+     "or prompt}; a column under another name is renamed with --rename"),
+    ("dpo", [{"query": "hi"}], (), 1,
+     "no column 'chosen'; columns found: ['query']; a preference pair has {messages or prompt, chosen, rejected}; a "
+     "column under another name is renamed with --rename"),
+    ("grpo", [{"prompt": "hi", "chat_template_kwargs": [1]}], (), 1,
+     "column 'chat_template_kwargs' must be an object like {'enable_thinking': False}, got [1]; columns found: "
+     "['chat_template_kwargs', 'prompt']; rename a column of other content with --rename"),
+    ("sft", [{**GOOD, "enable_thinking": "no"}], (), 1,
+     "column 'enable_thinking' must be true or false, got 'no'; columns found: ['enable_thinking', 'prompt', "
+     "'response']; rename a column of other content with --rename"),
     ("grpo", [{"prompt": "what", "messages": [user("hi")]}], (), 1,
      "columns 'messages' and 'prompt' hold different texts (a conversation and a prompt); columns found: "
      "['messages', 'prompt']; rename the one that is not meant, e.g. --rename prompt OTHER"),

@@ -1,5 +1,8 @@
 """What the scripts of reinforcement learning share: tasks, environments and losses from flags."""
 
+import json
+import re
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -137,6 +140,55 @@ async def test_tools_of_the_command_line_are_shown_called_and_may_fail(files):
     (end,) = await score(prompt, pieces[-1:])
     assert end.reward == 1.0
     assert end.info["metrics"] == {"calls": 2.0, "failed_calls": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("async def env(args, sample, sampling_params): pass", "an async function must take (prompt, sample)"),
+        ("def env(tokenizer): return None", "must return `async def env(prompt, sample)`, got NoneType"),
+        (
+            "def env(task):\n    class Game:\n        reset = step = print\n    return Game()",
+            "got Game; a function that makes such objects has one argument with the name prompt",
+        ),
+    ],
+)
+def test_what_is_no_environment_is_refused(files, code, message):
+    (files / "game.py").write_text(code)
+    with pytest.raises(ValueError, match=f"^`env` .*game.py:env: .*{re.escape(message)}"):
+        environment(args_of(files, env=f"{files / 'game.py'}:env"), tiny_tokenizer())
+
+
+def test_a_wrong_environment_is_refused_before_torch_is_loaded(files):
+    (files / "game.py").write_text("class Interaction: pass\n")
+    flags = ["--model", "none", "--data", files / "data.jsonl", "--env", f"{files / 'game.py'}:Interaction"]
+    code = (
+        "import sys\nfrom rlkit.scripts import cli, grpo\ntry:\n    cli.run(grpo.main, grpo.Args, None)\n"
+        "except SystemExit:\n    assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, flags)], check=True, capture_output=True, text=True
+    )  # fmt: skip
+    assert re.fullmatch(r"error: --env .*game.py:Interaction: the class Interaction has no reset .*\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "num"),
+    [
+        ({"prompt": "hi", "answer": "x"}, {}, 1),
+        ({"question": "hi", "answer": "x"}, {}, 1),
+        ({"prompt": [{"role": "user", "content": "hi"}], "answer": "x"}, {}, 0),
+        ({"prompt": "hi", "answer": "x"}, {"chat_template": False}, 0),
+    ],
+)
+def test_string_prompts_are_reported_once(files, caplog, row, flags, num):
+    (files / "data.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(files / "model")
+    tiny_model(tokenizer).config.save_pretrained(files / "model")
+    args = args_of(files, eval_data=str(files / "data.jsonl"), device="cpu", **flags)
+    open_task(args)
+    assert sum("string prompts are one user message" in line for line in caplog.messages) == num
 
 
 def test_lengths_fit_the_model_and_a_micro_batch(files):

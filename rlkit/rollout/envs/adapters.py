@@ -6,7 +6,7 @@
 
 Every adapter takes the foreign object and then the tokenizer. What the policy samples is trained on, as everywhere: it
 is never tokenised again, and a context that does not continue the previous one starts a further piece of the episode.
-An exception of the foreign code ends the run, with a note that names the prompt. `adapted` chooses an adapter by the
+An exception of the foreign code ends the run, with a note that names the row. `adapted` chooses an adapter by the
 parameters of a function or the base of a class.
 """
 
@@ -28,6 +28,7 @@ from rlkit.rollout.calling import call
 from rlkit.rollout.envs.chat import Chat, Turn
 from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.envs.gym import Step, gym_env
+from rlkit.rollout.envs.recognise import kind_of, takes_prompt
 from rlkit.rollout.rollout import Env, Prompt, Sampler
 from rlkit.rollout.text import Text
 from rlkit.types import Trajectory
@@ -39,31 +40,24 @@ Make = Callable[[Prompt], Any]
 _SEEDING = threading.Lock()  # GEM and TextArena seed, and draw from, Python's global generator
 
 
-def adapted(foreign: Any, tokenizer: PreTrainedTokenizerBase) -> Env | None:
-    """The environment of a foreign function or class, recognised without its library; None: not recognised.
+def adapted(foreign: Callable[..., Any], tokenizer: PreTrainedTokenizerBase) -> Env | None:
+    """The environment of a foreign function or class, by its `kind_of`; None for an `env` or a `factory`.
 
-    | foreign object                                             | adapter               |
-    |------------------------------------------------------------|-----------------------|
-    | a function of `state`, `action`, `extra_info`              | `rl2`                 |
-    | a function of `sample` alone                               | `rl2`                 |
-    | a function of `messages` alone                             | `interact`            |
-    | a function with the name `load_environment`                | `verifiers`           |
-    | a subclass of gymnasium's, GEM's or TextArena's `Env`      | the adapter so named  |
-    | any other class with `reset` and `step`                    | `gym_env`             |
-
-    `load_environment` and the constructors of libraries' classes are called without arguments; `gym_env` calls
-    the class with the prompt.
+    `load_environment` and the constructors of libraries' classes are called without arguments. Any other class is
+    called with the prompt if its first argument is required or named `prompt`, else without arguments (see `gym_env`).
+    Errors: ValueError for an object that is no environment.
     """
-    if isinstance(foreign, type) and hasattr(foreign, "reset") and hasattr(foreign, "step"):
-        bases = {base.__module__.partition(".")[0] for base in foreign.__mro__}
-        adapter = next((known for known in (gymnasium, gem, textarena) if known.__name__ in bases), None)
-        return adapter(lambda _: foreign(), tokenizer) if adapter else gym_env(foreign, tokenizer=tokenizer)
-    names = {*inspect.signature(foreign).parameters}
-    if names >= {"state", "action", "extra_info"} or names == {"sample"}:
-        return rl2(foreign, tokenizer)
-    if names == {"messages"}:
-        return interact(foreign, tokenizer)
-    return verifiers(foreign(), tokenizer) if getattr(foreign, "__name__", "") == "load_environment" else None
+    kind = kind_of(foreign)
+    if kind == "object":
+        made_alone = isinstance(foreign, type) and not takes_prompt(foreign)
+        return gym_env((lambda _: foreign()) if made_alone else foreign, tokenizer=tokenizer)
+    if kind == "verifiers":
+        return verifiers(foreign(), tokenizer)
+    games: dict[str, Callable[..., Env]] = {"gymnasium": gymnasium, "gem": gem, "textarena": textarena}
+    others: dict[str, Callable[..., Env]] = {"rl2": rl2, "interact": interact, "openrlhf": openrlhf}
+    if kind in games:
+        return games[kind](lambda _: foreign(), tokenizer)
+    return others[kind](foreign, tokenizer) if kind in others else None
 
 
 def rl2(
@@ -126,6 +120,37 @@ def interact(interact: Callable[[list[dict[str, Any]]], Any], tokenizer: PreTrai
                 break
             chat.add(*answers)
         return chat.end()
+
+    return env
+
+
+def openrlhf(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase) -> Env:
+    """OpenRLHF's `AgentInstance`, in plain text: `make()` (the class itself) returns a new one for each episode.
+
+        async reset(states) -> observation                             states: observation, label
+        async step(states)  -> rewards, environment_feedback, done     states: observation_text, action_text, label
+
+    All four are dicts. The first observation is the prompt with its template, and `label` the row's column of that
+    name. An action ends with its end-of-turn token, and the feedback follows it as it is. The reward is the sum of the
+    `rewards`, the score the last `scores` (without one, the sum so far), and the last `extra_logs` are logged. Returned
+    `sampling_params` are ignored: the rollout sets them. Follows openrlhf/utils/agent.py at commit 04655bc.
+    """
+
+    async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
+        agent, text = make(), Text(prompt, sample, tokenizer=tokenizer)
+        label, total, score, logs = prompt.row.get("label"), 0.0, 0.0, dict[str, Any]()
+        observation = (await call(agent.reset, {"observation": text.start, "label": label}))["observation"]
+        while (turn := await text.reply(observation)) is not None:
+            action = tokenizer.decode(turn.ids, skip_special_tokens=False)
+            states = {"observation_text": observation, "action_text": action, "label": label, "sampling_params": None}
+            answer = await call(agent.step, states)
+            total += float(answer["rewards"])
+            score, logs = float(answer.get("scores", total)), answer.get("extra_logs") or {}
+            if answer["done"]:
+                break
+            observation += f"{action}{answer['environment_feedback']}"
+        metrics = {name: float(value) for name, value in logs.items()}
+        return text.end(reward=total, score=score, info={"metrics": metrics})
 
     return env
 

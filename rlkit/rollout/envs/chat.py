@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.data.chat import Message, render, turn_tokens
+from rlkit.data.convert import row_template_args
 from rlkit.data.prompts import joined_parts, prompt_messages
 from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.rollout import Prompt, Sampler
@@ -27,7 +28,8 @@ class Chat:
     """One episode in messages. `async for turn in chat` samples turn after turn, with `chat.add(...)` between them.
 
     The conversation starts from the prompt's row (its tokens must then equal what this template, `tools` and
-    `system_prompt` render) or from `messages`. After a turn, `turn_tokens` joins the new messages to the sampled
+    `system_prompt` render) or from `messages`. The row's own template arguments (docs/data.md) win over
+    `template_args`. After a turn, `turn_tokens` joins the new messages to the sampled
     tokens; if the template rewrites history, the conversation is rendered again and the episode gets a further piece.
     Within a piece every token was either sampled in exactly that context or written by the template.
 
@@ -50,14 +52,15 @@ class Chat:
         template_args: Mapping[str, Any] | None = None,
     ) -> None:
         refuse_vision(tokenizer)
-        self._tokenizer, self._tools, self._template_args = tokenizer, tools, template_args
-        start = {"messages": list(messages)} if messages is not None else prompt.row
         place = f"row {prompt.index + 1}"
+        self._tokenizer, self._tools = tokenizer, tools
+        self._template_args = {**(template_args or {}), **row_template_args(prompt.row, place)}
+        start = {"messages": list(messages)} if messages is not None else prompt.row
         self.messages: list[dict[str, Any]] = prompt_messages(start, system_prompt=system_prompt, place=place)
         ids = self._render()
         if messages is None and ids != list(prompt.ids):
             raise ValueError(
-                f"prompt {prompt.index} has {len(prompt.ids)} tokens, but its row renders to {len(ids)} others here: "
+                f"{place}: the prompt has {len(prompt.ids)} tokens, but the row renders to {len(ids)} others here; "
                 "give rl_prompts and the environment the same tokenizer, tools, system_prompt and template_args"
             )
         self.turns = Turns(ids, sample)

@@ -27,12 +27,14 @@ fail. Here such an episode becomes several trajectories (see `rlkit.segments`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit._numbers import is_number, to_number
 from rlkit.data.chat import Message
 from rlkit.rollout.calling import call
 from rlkit.rollout.envs.chat import Chat, Turn, next_turn
+from rlkit.rollout.envs.recognise import gym_arguments
 from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.rollout import Env, Prompt, Sampler
 from rlkit.types import Trajectory
@@ -66,6 +68,10 @@ def gym_env(
     `reset()` returns the opening: a string, messages or token ids, or None for the prompt itself. `step(turn) -> Step`
     answers a `Turn` of the policy. Both may be async; `close()`, if there is one, is called at the end.
 
+    An object in Gymnasium's form, whose `reset` returns (observation, info), gets the text of a turn, and its `step`
+    returns (observation, reward, terminated, truncated, info). A `reset` with arguments `seed` and `options`, in either
+    form, gets the prompt's index and the row. Errors: TypeError for other results, with the class.
+
     `make(prompt)` is called for every sample of a group, so state that the samples share (a secret, a seed) must come
     from the prompt: `make=lambda prompt: Guessing(random.Random(prompt.index))`. Sync methods run in a thread, so that
     a slow one does not block other episodes; the calls of one episode never overlap.
@@ -73,13 +79,18 @@ def gym_env(
     The reward is the sum of the steps' rewards, which are listed in `info["turn_rewards"]`. With `token_rewards`, for
     returns and GAE, each is placed at the end of its turn, the terminal reward is 0, and the sum is the score.
 
-    Differs from Gymnasium: no seed (see above), no info, and `step` gets the turn with its tokens.
+    Differs from Gymnasium: info is ignored, and in rlkit's own form `step` gets the turn with its tokens.
     """
 
     async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
         game = make(prompt)
+        if not (hasattr(game, "reset") and hasattr(game, "step")):
+            raise TypeError(f"make(prompt) must return an object with reset and step, got {game!r:.200}")
         try:
-            opening = await call(game.reset)
+            given = {"seed": prompt.index, "options": dict(prompt.row)}
+            opening = await call(partial(game.reset, **{name: given[name] for name in gym_arguments(game.reset)}))
+            gymnasium = isinstance(opening, tuple) and len(opening) == 2 and isinstance(opening[1], Mapping)
+            opening = opening[0] if gymnasium else opening
             if _is_tokens(opening):
                 talk: Chat | _TokenTalk = _TokenTalk(opening, sample, tokenizer)
             else:
@@ -88,7 +99,7 @@ def gym_env(
                     prompt, sample, tokenizer=tokenizer, messages=messages, system_prompt=system_prompt,
                     template_args=template_args,
                 )  # fmt: skip
-            return await _play(game, talk, token_rewards)
+            return await _play(game, talk, token_rewards, gymnasium=gymnasium)
         finally:
             if hasattr(game, "close"):
                 await call(game.close)
@@ -96,15 +107,13 @@ def gym_env(
     return env
 
 
-async def _play(game: Any, talk: Chat | _TokenTalk, token_rewards: bool) -> list[Trajectory]:
+async def _play(
+    game: Any, talk: Chat | _TokenTalk, token_rewards: bool, *, gymnasium: bool = False
+) -> list[Trajectory]:
     rewards: list[float] = []
     cut = None
     while (turn := await talk.turn()) is not None:
-        returned = await call(game.step, turn)
-        if not isinstance(returned, tuple) or not 0 < len(returned) <= len(Step._fields):
-            form = f"Step({', '.join(Step._fields)})"
-            raise TypeError(f"{type(game).__name__}.step must return {form}, got {returned!r:.200}")
-        answer = Step(*returned)
+        answer = _step(game, await call(game.step, turn.text if gymnasium else turn), gymnasium)
         rewards.append(to_number(answer.reward) if is_number(answer.reward) else answer.reward)
         if answer.done or answer.truncated:
             cut = answer.truncated or None
@@ -115,6 +124,20 @@ async def _play(game: Any, talk: Chat | _TokenTalk, token_rewards: bool) -> list
     if token_rewards:
         return talk.end(turn_rewards=rewards, score=total, truncated=cut, info=info)
     return talk.end(reward=total, truncated=cut, info=info)
+
+
+def _step(game: Any, returned: Any, gymnasium: bool) -> Step:
+    """What `step` returned, as a `Step`; TypeError for anything else."""
+    num = len(returned) if isinstance(returned, tuple) else 0
+    if gymnasium and num == 5:
+        observation, reward, terminated, truncated, _ = returned
+        return Step(observation, reward, bool(terminated), bool(truncated and not terminated))
+    form = "(observation, reward, terminated, truncated, info), as reset returns (observation, info)"
+    if not gymnasium:
+        form = f"Step({', '.join(Step._fields)})"
+        if 0 < num <= len(Step._fields) and not isinstance(returned[-1], Mapping):
+            return Step(*returned)
+    raise TypeError(f"{type(game).__name__}.step must return {form}, got {returned!r:.200}")
 
 
 class _TokenTalk:

@@ -1,0 +1,98 @@
+"""What kind of environment a function or class is, by its signature and its bases. Imports no torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from rlkit.rollout.calling import is_async
+
+GYM_ARGUMENTS = ("seed", "options")  # that Gymnasium's `reset` takes by name
+_LIBRARIES = ("gymnasium", "gem", "textarena", "openrlhf")
+_EXPECTED = (
+    "an environment is `async def env(prompt, sample)`, a function of the tokenizer that returns one, a class with "
+    "reset and step, or one of another system (docs/environments.md)"
+)
+
+
+def kind_of(foreign: Callable[..., Any]) -> str:
+    """The kind of environment, without its library; ValueError, with what is expected, for anything else.
+
+    | object                                                              | kind         |
+    |---------------------------------------------------------------------|--------------|
+    | an async function of `prompt` and `sample`                          | "env"        |
+    | a function of `state`, `action`, `extra_info`, or of `sample` alone | "rl2"        |
+    | a function of `messages` alone                                      | "interact"   |
+    | a function with the name `load_environment`                         | "verifiers"  |
+    | a subclass of gymnasium's, GEM's or TextArena's `Env`               | the library  |
+    | OpenRLHF's `AgentInstance`: `step`, and `reset` of `states`         | "openrlhf"   |
+    | any other class with `reset` and `step`                             | "object"     |
+    | a function of `prompt` alone, which returns such an object          | "object"     |
+    | a function of the tokenizer (any other single argument)             | "factory"    |
+    """
+    name = getattr(foreign, "__name__", type(foreign).__name__)
+    if isinstance(foreign, type):
+        if hasattr(foreign, "reset") and hasattr(foreign, "step"):
+            return _kind_of_class(foreign)
+        if not isinstance(inspect.getattr_static(foreign, "__call__", None), FunctionType):
+            raise ValueError(f"the class {name} has no reset and step; {_EXPECTED}")
+    names = {*inspect.signature(foreign).parameters}
+    if names >= {"state", "action", "extra_info"} or names == {"sample"}:
+        return "rl2"
+    if names == {"messages"}:
+        return "interact"
+    if name == "load_environment":
+        return "verifiers"
+    needs: tuple[str, ...] = ("prompt", "sample") if is_async(foreign) else ("tokenizer",)
+    if not takes(foreign, *needs):
+        who = "an async function" if is_async(foreign) else "a function"
+        found = f"{name}{inspect.signature(foreign)}"
+        raise ValueError(f"{who} must take ({', '.join(needs)}), got {found:.120}; {_EXPECTED}")
+    if is_async(foreign):
+        return "env"
+    return "object" if names == {"prompt"} else "factory"
+
+
+def takes_prompt(kind: type) -> bool:
+    """Whether a class is made with the prompt: its first argument is required, or has the name `prompt`."""
+    found = inspect.signature(kind).parameters.values()
+    first = next((p for p in found if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)), None)
+    return first is not None and (first.default is first.empty or first.name == "prompt")
+
+
+def takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether a call with these arguments fits the signature."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def gym_arguments(reset: Callable[..., Any]) -> tuple[str, ...]:
+    """Those of Gymnasium's arguments that a `reset` takes by name."""
+    return tuple(name for name in GYM_ARGUMENTS if name in inspect.signature(reset).parameters)
+
+
+def _kind_of_class(kind: type) -> str:
+    bases = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    reset, step = (inspect.getattr_static(kind, name) for name in ("reset", "step"))
+    library = next((name for name in _LIBRARIES if name in bases), None)
+    if isinstance(reset, FunctionType) and "states" in inspect.signature(reset).parameters:
+        library = library or "openrlhf"
+    wrong: tuple[str, Any] | None = None
+    if not takes(kind, *["prompt"] * (library is None and takes_prompt(kind))):
+        wrong = "it must be made with the prompt or without arguments", kind
+    elif (
+        library is None
+        and isinstance(reset, FunctionType)
+        and not takes(reset, kind, **dict.fromkeys(gym_arguments(reset)))
+    ):
+        wrong = "reset must take no arguments, or `seed` and `options`", reset
+    elif library is None and isinstance(step, FunctionType) and not takes(step, kind, "turn"):
+        wrong = "step must take one argument, the turn", step
+    if wrong:
+        raise ValueError(f"the class {kind.__name__}: {wrong[0]}, got {inspect.signature(wrong[1])!s:.120}")
+    return library or "object"
