@@ -252,7 +252,7 @@ def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
     It may be async. The `score` of a dict is the reward. Its other numbers are logged, None is left out, and anything
     else is a note. A row without `reward_model.ground_truth` gives its `gold_answer`.
 
-    Differs: a further parameter without a default gets the column of its name. In verl it is one of `reward_kwargs`.
+    Differs: a further parameter without a default gets the column of its name. In verl it comes from the configuration.
     """
     batched = "solution_strs" in inspect.signature(compute_score).parameters
     known = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -320,7 +320,7 @@ def _only(values: Any) -> Any:
 
 
 class _Slime(SimpleNamespace):
-    """slime's `args` or `sample`, with the fields that there are."""
+    """The two arguments of a reward function of slime, with the fields that there are."""
 
     def __getattr__(self, name: str) -> Any:
         what = f"slime's {vars(self).get('called')}.{name} is not here"
@@ -328,7 +328,7 @@ class _Slime(SimpleNamespace):
 
 
 def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function as slime calls it, or with `--group-rm`:
+    """A reward function as slime calls it, or for a group:
 
         async custom_rm(args, sample)
         async custom_rm(args, samples)

@@ -161,7 +161,7 @@ async def of_one(tokenizer):
 class Interaction:
     """verl's, without reset and step."""
 
-    async def generate_response(self, instance_id, messages, **kwargs):
+    async def calculate_score(self, **kwargs):
         pass
 
 

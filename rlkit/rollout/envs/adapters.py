@@ -125,7 +125,7 @@ def interact(interact: Callable[[list[dict[str, Any]]], Any], tokenizer: PreTrai
 
 
 def openrlhf(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase) -> Env:
-    """OpenRLHF's `AgentInstance`, in plain text: `make()` (the class itself) returns a new one for each episode.
+    """OpenRLHF's agent classes, in plain text: `make()` (the class itself) returns a new one for each episode.
 
         async reset(states) -> observation                             states: observation, label
         async step(states)  -> rewards, environment_feedback, done     states: observation_text, action_text, label

@@ -27,7 +27,7 @@ def kind_of(foreign: Callable[..., Any]) -> str:
     | a function of `messages` alone                                      | "interact"   |
     | a function with the name `load_environment`                         | "verifiers"  |
     | a subclass of gymnasium's, GEM's or TextArena's `Env`               | the library  |
-    | OpenRLHF's `AgentInstance`: `step`, and `reset` of `states`         | "openrlhf"   |
+    | OpenRLHF's agents: a class with `step`, and `reset` of `states`     | "openrlhf"   |
     | any other class with `reset` and `step`                             | "object"     |
     | a function of `prompt` alone, which returns such an object          | "object"     |
     | a function of the tokenizer (any other single argument)             | "factory"    |
