@@ -161,8 +161,7 @@ async def of_one(tokenizer):
 class Interaction:
     """verl's, without reset and step."""
 
-    async def calculate_score(self, **kwargs):
-        pass
+    turns = 0
 
 
 class TwoArguments(Game):
