@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """Processes that tests start get Ctrl-C, also if a script runs pytest in the background, where it is ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
