@@ -89,6 +89,7 @@ async def test_the_end_of_an_episode_in_gymnasiums_form(ends, truncated):
     ("opening", "answer", "message"),
     [
         ("go", ("no", 0.0, False, {}), r"Wrong.step must return Step\(observation, reward, done, truncated\), got"),
+        ("go", ("no", 0.0, False, {}), "in Gymnasium's form reset returns"),
         ("go", ("no", 0.0, False, False, {}), r"Wrong.step must return Step\("),
         (("go", {}), ("no", 0.0, False, {}), r"\(observation, reward, terminated, truncated, info\), as reset returns"),
     ],
