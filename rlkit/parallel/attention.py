@@ -128,50 +128,69 @@ def _as_slice(index: Tensor) -> Rows:
 
 
 def _bucket_plan(spans: Sequence[Segment]) -> AttentionPlan:
+    """Segments of similar size share a bucket; the arrays below have a row per segment, in the order of the buckets."""
+    order = sorted((len(s.keys), s.length > FEW_QUERIES, s.num_keys, s.length, i) for i, s in enumerate(spans))
+    spans = [spans[i] for *_, i in order]
+    q_lens, k_lens = np.array([x[3] for x in order]), np.array([x[2] for x in order])
+    keys = np.array([[*s.keys, *[(0, 0)] * (order[-1][0] - len(s.keys))] for s in spans])
+    queries = np.array([s[:2] for s in spans])[:, None]
     q_rows, k_rows, is_real = [], [], []
     buckets: list[Bucket] = []
-    for members in _bucketed(sorted(spans, key=lambda s: (s.length > FEW_QUERIES, s.num_keys, s.length))):
-        q_lens, k_lens = torch.tensor([s.length for s in members]), torch.tensor([s.num_keys for s in members])
-        a, b = int(q_lens.max()), int(k_lens.max())
-        q_rows.append(_left_padded([[s[:2]] for s in members], a))
-        k_rows.append(_left_padded([s.keys for s in members], b))
-        is_real.append(torch.arange(a) >= a - q_lens[:, None])
-        plain = int(q_lens.min()) == b  # every segment has b queries and b keys
-        buckets.append(Bucket(len(members), a, b, None if plain else _mask(q_lens, k_lens, a, b)))
-    q, k, real = (torch.cat([x.flatten() for x in parts]) for parts in (q_rows, k_rows, is_real))
-    out_index = torch.empty(sum(s.length for s in spans), dtype=torch.long)
-    out_index[q[real]] = real.nonzero()[:, 0]
-    return AttentionPlan(q, k, out_index, tuple(buckets))
+    for part in _bucketed(order):
+        a, b = int(q_lens[part].max()), int(k_lens[part].max())
+        q_rows.append(_left_padded(queries[part], a))
+        k_rows.append(_left_padded(keys[part], b))
+        is_real.append(np.arange(a) >= a - q_lens[part, None])
+        plain = int(q_lens[part].min()) == b  # every segment has b queries and b keys
+        mask = None if plain else _mask(torch.from_numpy(q_lens[part]), torch.from_numpy(k_lens[part]), a, b)
+        buckets.append(Bucket(part.stop - part.start, a, b, mask))
+    q, k, real = (np.concatenate([x.ravel() for x in parts]) for parts in (q_rows, k_rows, is_real))
+    out_index = np.empty(int(q_lens.sum()), np.int64)
+    out_index[q[real]] = real.nonzero()[0]
+    return AttentionPlan(torch.from_numpy(q), torch.from_numpy(k), torch.from_numpy(out_index), tuple(buckets))
 
 
-def _bucketed(spans: Sequence[Segment]) -> list[list[Segment]]:
-    """Cut the sorted segments into runs with bounded padding; segments with few queries get runs of their own."""
-    runs: list[list[Segment]] = []
+def _bucketed(order: Sequence[tuple[int, bool, int, int, int]]) -> list[slice]:
+    """Cut the sorted segments into runs with bounded padding and one kind: as many ranges of keys (so that prompts are
+    apart from the samples that share them), and few queries or many."""
+    starts: list[int] = []
     pairs = widest = 0
-    for s in spans:
-        run = runs[-1] if runs else []
-        pairs, widest = pairs + s.length * s.num_keys, max(widest, s.length)
-        padded = (len(run) + 1) * widest * s.num_keys
-        same_kind = bool(run) and (run[0].length <= FEW_QUERIES) == (s.length <= FEW_QUERIES)
-        if same_kind and padded <= max(_SLACK * pairs, pairs + _FREE_PAIRS):
-            run.append(s)
-        else:
-            runs.append([s])
-            pairs, widest = s.length * s.num_keys, s.length
-    return runs
+    for i, (_, _, num_keys, length, _) in enumerate(order):
+        pairs, widest = pairs + length * num_keys, max(widest, length)
+        padded = (i + 1 - starts[-1]) * widest * num_keys if starts else 0
+        same_kind = bool(starts) and order[starts[-1]][:2] == order[i][:2]
+        if not (same_kind and padded <= max(_SLACK * pairs, pairs + _FREE_PAIRS)):
+            starts.append(i)
+            pairs, widest = length * num_keys, length
+    return [slice(*bounds) for bounds in zip(starts, [*starts[1:], len(order)])]
+
+
+def tail(plan: AttentionPlan, start: int) -> AttentionPlan:
+    """Of a plan in buckets, the queries from row `start` of the stream on, where the prompts end, and their outputs."""
+    if start == 0:
+        return plan
+    assert not isinstance(plan.out_index, slice)
+    first = int(plan.out_index[start:].min())
+    q = k = skipped = 0
+    for bucket in plan.buckets:
+        if q + bucket.size * bucket.q_len > first:
+            break
+        q, k, skipped = q + bucket.size * bucket.q_len, k + bucket.size * bucket.k_len, skipped + 1
+    queries, keys = (index[first:] for index, first in ((plan.q_index, q), (plan.k_index, k)))  # type: ignore[index]
+    return AttentionPlan(queries, keys, plan.out_index[start:] - q, plan.buckets[skipped:])
 
 
 def _rows(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
     return np.concatenate([np.arange(s, s + n) for s, n in ranges])
 
 
-def _left_padded(ranges: list[list[tuple[int, int]]], width: int) -> Tensor:
-    """Row indices `[B, width]`; padding repeats the segment's first row, so that no other document is read."""
-    rows = []
-    for parts in ranges:
-        row = _rows(parts)
-        rows.append(np.concatenate([row[:1].repeat(width - row.size), row]))
-    return torch.from_numpy(np.stack(rows))
+def _left_padded(ranges: Int[np.ndarray, "B R 2"], width: int) -> Int[np.ndarray, "B {width}"]:
+    """Rows of each segment's ranges (start, length), padded by its first row, so that no other document is read."""
+    starts, lens = ranges[..., 0], ranges[..., 1]
+    ends = lens.cumsum(1)
+    place = np.maximum(np.arange(width) - width + ends[:, -1:], 0)
+    which = (place[:, :, None] >= ends[:, None, :-1]).sum(2) if ends.shape[1] > 1 else np.zeros_like(place)
+    return place + np.take_along_axis(starts - (ends - lens), which, 1)
 
 
 def _mask(q_lens: Tensor, k_lens: Tensor, a: int, b: int) -> Tensor:
