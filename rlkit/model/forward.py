@@ -14,11 +14,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlkit.kernels.linear_logp import linear_log_kept_mass, linear_logp
+from rlkit.model import dense
 from rlkit.model.families import check_architecture, check_causal_lm, check_loaded, logit_scale, longest_sequence
 from rlkit.model.lora import adapters, without_adapter
 from rlkit.model.parallelize import device_of, dtype_of, inside, mesh_of
 from rlkit.packing import join, pack, with_streams
-from rlkit.parallel.attention import IMPLEMENTATION, has_flash, register
+from rlkit.parallel.attention import IMPLEMENTATION, has_flash, register, tail
 from rlkit.parallel.context import plan_layout
 from rlkit.parallel.data import rank_microbatches, summed
 from rlkit.parallel.mesh import Mesh
@@ -168,10 +169,14 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
         layout = plan_layout(some, mesh_of(model), device=device, flash=_flash(model, device, dtype))
         joined = join(some)
         _check_length(model.config, joined[1])
-        tokens, positions = (layout.local(move(x))[None] for x in joined)
-        out = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, attention_plan=layout.plan)
-    layout = layout if batch.num_tokens else layout.empty()
-    hidden = layout.head_rows(out.last_hidden_state[0])
+        if mesh_of(model) is None and dense.covers(model):
+            last = tail(layout.plan, layout.start)
+            hidden = dense.hidden_states(model.base_model, *joined, layout.plan, last, dtype=dtype)[: batch.num_tokens]
+        else:
+            ids, positions = (layout.local(move(x))[None] for x in joined)
+            out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, attention_plan=layout.plan)
+            layout = layout if batch.num_tokens else layout.empty()
+            hidden = layout.head_rows(out.last_hidden_state[0])
     rows = head(hidden, lambda x: layout.spread(move(x)))
     return tuple(layout.collect(x).to(model.device, copy=True) for x in rows)  # FSDP2 warns about views
 
