@@ -437,6 +437,24 @@ def test_autocast_changes_nothing(mode: str) -> None:
         assert torch.equal(got[name], x), name
 
 
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+def test_a_mask_on_the_cpu_for_tensors_that_are_elsewhere(impl: str) -> None:
+    """On a device without values; `test_gpu_kernels.py` compares those."""
+    elsewhere = torch.device("meta")
+    hidden, weight = (torch.empty(n, 4, device=elsewhere, requires_grad=True) for n in (6, 9))
+    targets, mask = torch.empty(6, dtype=torch.long, device=elsewhere), torch.arange(6) % 2 == 0
+    out = linear_logp(hidden, weight, targets, mask=mask, impl=impl)
+    (out.logp + out.entropy).sum().backward()
+    assert hidden.grad is not None
+    assert out.logp.device == hidden.grad.device == elsewhere
+    assert out.logp.shape == (6,)
+    with pytest.raises(ValueError, match=r"mask must have the shape of rows_of_hidden, \[6\], got \[5\]"):
+        linear_logp(hidden, weight, targets, mask=mask[:5], impl=impl)
+    here = [torch.empty(x.shape, dtype=x.dtype) for x in (hidden, weight, targets)]
+    with pytest.raises(ValueError, match="mask must be on the device of rows_of_hidden, cpu, got meta"):
+        linear_logp(*here, mask=mask.to(elsewhere), impl=impl)
+
+
 def test_operators_that_ask_the_device_stay_out_of_cuda_graphs() -> None:
     """`mode="reduce-overhead"` records CUDA graphs; a device sync inside one is an error."""
     for name in ("linear_logp", "linear_logp_partials", "linear_logp_backward", "linear_logp_backward_"):
