@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -435,6 +436,24 @@ def test_autocast_changes_nothing(mode: str) -> None:
     for name, x in want.items():
         assert got[name].dtype == x.dtype
         assert torch.equal(got[name], x), name
+
+
+@pytest.mark.parametrize("pair", [(True, True), (False, True), (False, False)])
+def test_full_sums_leave_torchs_settings_as_they_were(pair: tuple[bool, bool]) -> None:
+    """Each is (16-bit sums, split-K): only the first is switched off, also after an error."""
+    names = [f"allow_{x}_reduced_precision_reduction" for x in ("bf16", "fp16")]
+    read = lambda: [tuple(getattr(torch.backends.cuda.matmul, n + end) for end in ("", "_split_k")) for n in names]
+    try:
+        setattr(torch.backends.cuda.matmul, names[0], pair)
+        before = read()
+        with chunked.full_sums():
+            assert read() == [(False, pair[1]), (False, True)]
+        assert read() == before == [pair, (True, True)]
+        with contextlib.suppress(KeyError), chunked.full_sums():
+            raise KeyError
+        assert read() == before
+    finally:
+        setattr(torch.backends.cuda.matmul, names[0], True)
 
 
 @pytest.mark.parametrize("impl", ["chunked", "reference"])
