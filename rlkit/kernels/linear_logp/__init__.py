@@ -49,9 +49,10 @@ def linear_logp(
         entropy_t = - sum_v softmax(z_t)[v] log softmax(z_t)[v]
 
     Differentiable in `hidden`, `weight` and `bias`, through both outputs. The `[T, V]` logits are never stored: each
-    pass computes them block by block (4 MB on a CPU, 32 MB on a GPU), and the backward recomputes them (four matrix
-    products in total). Exception: on a CPU, if the log-probabilities and probabilities together take at most 16 MB,
-    they are kept for the backward (measured: 20% faster).
+    pass computes them block by block (4 MB on a CPU, 32 MB on a GPU, there up to 128 MB where D <= 1024), and the
+    backward recomputes them (four matrix products in total), with at most 512 MB of their gradient at a time on a GPU,
+    or 4096 columns. Exception: on a CPU, if the log-probabilities and probabilities together take at most 16 MB, they
+    are kept for the backward (measured: 20% faster).
 
     Rows where `mask` is False are skipped: logp = entropy = 0, gradient 0; they may hold NaN. The backward also skips
     rows whose upstream gradients are both 0 (clipped, no advantage). Both are exact, and time is proportional to the

@@ -85,6 +85,26 @@ def test_32003_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_three_way(run, targets, tensors, size.slopes())
 
 
+@pytest.mark.parametrize("name", [name for name in ROW_CASES if name.startswith("fused_loss_equals")])
+def test_fused_loss_in_one_chunk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Its product is written to the gradient of the weight, in the weight's dtype."""
+    monkeypatch.setattr(triton, "ROWS_STEP", 64)
+    ROW_CASES[name](SIZE)
+
+
+@pytest.mark.parametrize("last", [0, 5, 12])
+def test_fused_loss_where_the_first_chunks_have_no_gradient(last: int) -> None:
+    """Of three chunks of ten rows; with `last` 0 none has."""
+    (h, w, _), targets = SIZE.problem(torch.float16)
+    weights = (torch.arange(27) >= 27 - last).float()
+    leaves = h.requires_grad_(), w.requires_grad_()
+    loss = fused_loss(*leaves, targets, loss_fn=lambda out, w: w * out.logp, row_data=(weights,), impl="triton").loss
+    got = torch.autograd.grad(loss, leaves)
+    want = torch.autograd.grad((weights * linear_logp(*leaves, targets, impl="chunked").logp).sum(), leaves)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=5e-3, atol=5e-3)
+
+
 @pytest.mark.parametrize("vocab", [33, 127, 128])
 def test_rows_begin_at_multiples_of_16(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
     """Those of the logits and of their gradient, in every block, in the generic and the fused path."""
