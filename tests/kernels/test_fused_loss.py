@@ -96,6 +96,15 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "CPU_TILE_BYTES", 5 * 16 * 8)
 
 
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fresh memory holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("loss_fn", [clipped, no_entropy, only_entropy, constant])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "temperature": 0.7}])
 @pytest.mark.parametrize("masked", [False, True])
@@ -143,6 +152,16 @@ def test_sequence_losses_with_whole_sequences(masked: bool) -> None:
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("cu", [[0, 0], [0, 0, 9], [0, 9, 9], [0, 0, 9, 9, 17], [0, 4, 4, 13]])
+@pytest.mark.usefixtures("small_chunks", "poisoned")
+def test_empty_sequences_beside_one_longer_than_a_chunk(cu: list[int]) -> None:
+    """A chunk of empty sequences alone has no gradient to write."""
+    tensors, data, targets = problem(cu[-1], 37)
+    got, want = both(tensors, data, targets, sequence_ratio, None, torch.tensor(cu))
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("small_chunks")
 def test_low_precision_sums_once(dtype: torch.dtype) -> None:
@@ -181,15 +200,6 @@ def test_one_chunk_makes_the_weights_gradient_in_its_dtype(rows: int) -> None:
     with Sized(leaves[1].shape) as sized:
         fused_loss(*leaves, targets, loss_fn=clipped, row_data=data).loss.backward()
     assert sized.dtypes == ({torch.bfloat16} if rows == 5 else {torch.bfloat16, torch.float32})
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Fresh memory holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

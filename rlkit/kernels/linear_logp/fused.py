@@ -263,6 +263,7 @@ def _chunks(h: Tensor, size: int, cu_seqlens: list[int] | None) -> list[tuple[sl
     for i in range(1, len(cu_seqlens)):
         if i + 1 == len(cu_seqlens) or cu_seqlens[i + 1] - cu_seqlens[begin] > size:
             bounds = torch.tensor(cu_seqlens[begin : i + 1], device=h.device) - cu_seqlens[begin]
-            out.append((slice(cu_seqlens[begin], cu_seqlens[i]), bounds))
+            if cu_seqlens[begin] < cu_seqlens[i]:  # not only empty sequences
+                out.append((slice(cu_seqlens[begin], cu_seqlens[i]), bounds))
             begin = i
     return out

@@ -105,6 +105,18 @@ def test_fused_loss_where_the_first_chunks_have_no_gradient(last: int) -> None:
         torch.testing.assert_close(x, y, rtol=5e-3, atol=5e-3)
 
 
+@pytest.mark.parametrize("cu", [[0, 0, 27], [0, 27, 27], [0, 3, 3, 27]])
+def test_fused_loss_of_empty_sequences(cu: list[int]) -> None:
+    """Beside one that is longer than a chunk."""
+    (h, w, _), targets = SIZE.problem()
+    leaves, bounds = (h.requires_grad_(), w.requires_grad_()), torch.tensor(cu)
+    loss_fn = lambda out, cu_seqlens: out.logp
+    loss = fused_loss(*leaves, targets, loss_fn=loss_fn, cu_seqlens=bounds, impl="triton").loss
+    want = torch.autograd.grad(linear_logp(*leaves, targets, impl="chunked").logp.sum(), leaves)
+    for x, y in zip(torch.autograd.grad(loss, leaves), want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("vocab", [33, 127, 128])
 def test_rows_begin_at_multiples_of_16(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
     """Those of the logits and of their gradient, in every block, in the generic and the fused path."""
