@@ -26,7 +26,9 @@ def check_head(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must have shape [{weight.shape[0]}], got {list(bias.shape)}")
     if mask is not None:
-        check_mask(mask, rows_of_hidden=hidden[:, 0])
+        rows = hidden[:, 0]
+        on_cpu = isinstance(mask, Tensor) and mask.device.type == "cpu"
+        check_mask(mask, rows_of_hidden=rows.new_empty(rows.shape, device="cpu") if on_cpu else rows)
     check_scaling(temperature, softcap)
 
 

@@ -203,7 +203,10 @@ def _log_probs(
 ) -> LogProbs:
     hidden, weight, options = _logits(model, hidden, temperature=temperature, dtype=dtype)
     compute = sharded_linear_logp if is_sharded(weight) else linear_logp
-    return compute(hidden, weight, spread(batch.targets), mask=spread(batch.mask), **options)
+    mesh, mask = mesh_of(model), batch.mask
+    if mask.device.type != "cpu" or (mesh is not None and mesh.sizes.cp > 1):
+        mask = spread(mask)  # otherwise it stays on the CPU, which saves a wait for the device
+    return compute(hidden, weight, spread(batch.targets), mask=mask, **options)
 
 
 def _log_kept_mass(

@@ -27,9 +27,10 @@ def sharded_linear_logp(
 ) -> LogProbs:
     """`linear_logp` where `weight` (and `bias`) is a DTensor sharded along the vocabulary.
 
-    `hidden` and `targets` are the same on every rank of its mesh. The statistics of all shards are merged in rank
-    order, so results are bit-identical on all ranks. The gradient of `hidden` is complete on every rank, that of
-    `weight` covers the rank's rows; both require that all ranks compute the same loss.
+    `hidden` and `targets` are the same on every rank of its mesh; `mask` may be on the CPU, as in `linear_logp`. The
+    statistics of all shards are merged in rank order, so results are bit-identical on all ranks. The gradient of
+    `hidden` is complete on every rank, that of `weight` covers the rank's rows; both require that all ranks compute the
+    same loss.
 
     Differs: from the vocabulary-parallel cross entropies of Megatron-style systems (verl, slime, NeMo), which store
     `[T, V / tp]` logits and all-reduce three times; here there is one all-gather of four numbers per token.

@@ -3,8 +3,8 @@
     python tests/kernels/compile_kernels.py 90          # a table; the exit status is the number of failures
 
 A configuration fails if registers spill (a stack frame, or local memory), if it needs more shared memory than a block
-can have, if products are fused with sums where that is switched off, or if a kernel with a matrix product has lost the
-architecture's own instruction for it (HGMMA on sm_90).
+can have, if products are fused with sums where that is switched off, if a kernel on padded rows does not write
+vectors, or if a kernel with a matrix product has lost the architecture's own instruction for it (HGMMA on sm_90).
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ ALIGNED = ("num_columns", "x_stride", "stats_stride", "out_stride", "terms_strid
 def configurations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """(name, kernel, types of the run-time arguments, constants, options) of all that the package launches.
 
-    A name that ends in "odd" is of rows whose length no power of two divides.
+    A name that ends in "odd" is of rows whose length no power of two divides; "padded" ones begin at multiples of 16.
     """
     rows = [*statistics(), *gradients()]
     odd = [(f"{name} odd", *rest) for name, *rest in rows if name in ("stats bf16 False", "gradient fp32 bf16 False")]
-    return [*rows, *odd, *scans()]
+    ours = [row for row in rows if row[0].startswith("gradient fp32")]
+    vectors = [(f"{name} padded", k, t, constants | {"VECTOR": 16}, o) for name, k, t, constants, o in ours]
+    return [*rows, *odd, *vectors, *scans()]
 
 
 def statistics() -> list[Any]:
@@ -75,7 +77,7 @@ def gradients() -> list[Any]:
             "softcap": "fp32",
         }
         flags = ("HAS_BIAS", "HAS_ALIVE", "HAS_ROWS", "HAS_SOFTCAP", "HAS_ENTROPY")
-        constants = dict.fromkeys(flags, full) | {"ROWS": row_kernels.ROWS}
+        constants = dict.fromkeys(flags, full) | {"ROWS": row_kernels.ROWS, "VECTOR": 1}
         constants |= {} if full else {"bias_ptr": None, "alive_ptr": None, "rows_ptr": None}
         name = f"gradient {source} {target} {full}"
         out.append(_with_options(name, row_kernels.gradient_kernel, types, constants, row_kernels.GRADIENT))
@@ -105,12 +107,15 @@ def _with_options(name: str, kernel: Any, types: Any, constants: dict[str, Any],
 
 
 def compiled(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int], arch: int, *, odd: bool
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int], arch: int, *, name: str
 ) -> Any:
-    """The kernel as it is launched on tensors that start at, and unless `odd` have rows of, multiples of 16."""
+    """The kernel as launched on tensors that start at multiples of 16; the name says which sizes are none."""
+    unaligned = ALIGNED if name.endswith(" odd") else ("num_columns",) if name.endswith(" padded") else ()
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    aligned = [n not in constants and (signature[n].startswith("*") or (n in ALIGNED and not odd)) for n in names]
+    aligned = [
+        n not in constants and (signature[n].startswith("*") or (n in ALIGNED and n not in unaligned)) for n in names
+    ]
     source = ASTSource(
         kernel,
         signature,
@@ -141,8 +146,10 @@ def main() -> None:
     failures = 0
     for arch in (int(x) for x in sys.argv[1:]):
         for name, kernel, types, constants, options in configurations():
-            binary = compiled(kernel, types, constants, options, arch, odd=name.endswith(" odd"))
+            binary = compiled(kernel, types, constants, options, arch, name=name)
             wrong, resources = faults(binary, arch)
+            if name.endswith(" padded") and not re.search(r"st\.global\.v4\.b32", binary.asm["ptx"]):
+                wrong.append("no vectors")
             failures += bool(wrong)
             print(f"sm_{arch:<4}{name:28}{resources}  {'; '.join(wrong) or 'ok'}", flush=True)
     print(f"{failures} failures")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -96,6 +96,15 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "CPU_TILE_BYTES", 5 * 16 * 8)
 
 
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fresh memory holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("loss_fn", [clipped, no_entropy, only_entropy, constant])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "temperature": 0.7}])
 @pytest.mark.parametrize("masked", [False, True])
@@ -143,6 +152,16 @@ def test_sequence_losses_with_whole_sequences(masked: bool) -> None:
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("cu", [[0, 0], [0, 0, 9], [0, 9, 9], [0, 0, 9, 9, 17], [0, 4, 4, 13]])
+@pytest.mark.usefixtures("small_chunks", "poisoned")
+def test_empty_sequences_beside_one_longer_than_a_chunk(cu: list[int]) -> None:
+    """A chunk of empty sequences alone has no gradient to write."""
+    tensors, data, targets = problem(cu[-1], 37)
+    got, want = both(tensors, data, targets, sequence_ratio, None, torch.tensor(cu))
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("small_chunks")
 def test_low_precision_sums_once(dtype: torch.dtype) -> None:
@@ -155,6 +174,89 @@ def test_low_precision_sums_once(dtype: torch.dtype) -> None:
         bound = (eps if x.dtype == dtype else 1e-6) * y.abs() + 3e-6 * y.abs().max() + 1e-6
         assert ((x.double() - y).abs() <= bound).all()
     assert [x.dtype for x in got] == [torch.float32] * 3 + [dtype] * 3
+
+
+class Sized(TorchDispatchMode):
+    """Dtypes of the tensors with this shape that any operation made."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.dtypes = shape, set[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, Tensor) and x.shape == self.shape:
+                self.dtypes.add(x.dtype)
+        return out
+
+
+@pytest.mark.parametrize("rows", [5, 11])
+@pytest.mark.usefixtures("small_chunks")
+def test_one_chunk_makes_the_weights_gradient_in_its_dtype(rows: int) -> None:
+    """Several sum it in fp32."""
+    tensors, data, targets = problem(rows, 40, dtype=torch.bfloat16)
+    leaves = [x.requires_grad_() for x in tensors[:2]]
+    with Sized(leaves[1].shape) as sized:
+        fused_loss(*leaves, targets, loss_fn=clipped, row_data=data).loss.backward()
+    assert sized.dtypes == ({torch.bfloat16} if rows == 5 else {torch.bfloat16, torch.float32})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [0, 5, 17])
+@pytest.mark.parametrize("alive", ["all", "none", "the last", "the first"])
+@pytest.mark.usefixtures("small_chunks", "poisoned")
+def test_the_first_chunk_with_a_gradient_writes_and_the_others_add(dtype: torch.dtype, rows: int, alive: str) -> None:
+    """Whichever chunk that is, or none: old content of the memory never reaches a gradient."""
+    tensors, data, targets = problem(rows, 37, dtype=dtype)
+    kept = {"all": range(rows), "none": (), "the last": range(rows)[-1:], "the first": range(rows)[:1]}[alive]
+    data[2][[i for i in range(rows) if i not in kept]] = 0.0
+    got, want = both(tensors, data, targets, clipped)
+    eps = max(torch.finfo(dtype).eps, 1e-10)
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x, y, rtol=4 * eps, atol=4 * eps * max(1.0, float(y.abs().max()) if rows else 0.0))
+    assert alive == "none" or not rows or got[4].abs().max() > 0
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+@pytest.mark.usefixtures("small_chunks", "poisoned")
+def test_one_frozen_tensor(frozen: int) -> None:
+    tensors, data, targets = problem(17, 37)
+    leaves = [x.requires_grad_(i != frozen) for i, x in enumerate(tensors)]
+    loss = fused_loss(*leaves[:2], targets, bias=leaves[2], loss_fn=clipped, row_data=data).loss
+    (2.5 * loss).backward()
+    _, want = both([x.detach() for x in tensors], data, targets, clipped)
+    for i, (x, y) in enumerate(zip(leaves, want[3:])):
+        if i == frozen:
+            assert x.grad is None
+        else:
+            torch.testing.assert_close(x.grad, y, rtol=1e-11, atol=1e-11)
+
+
+def test_a_weight_of_less_precision_than_the_sums() -> None:
+    """fp64 hidden states and an fp32 weight: its gradient is the fp64 sum, rounded once."""
+    (hidden, weight, _), data, targets = problem(9, 12)
+    single = weight.float().requires_grad_()
+    fused_loss(hidden, single, targets, loss_fn=clipped, row_data=data).loss.backward()
+    exact = single.detach().double().requires_grad_()
+    fused_loss(hidden, exact, targets, loss_fn=clipped, row_data=data).loss.backward()
+    assert single.grad is not None
+    assert exact.grad is not None
+    assert torch.equal(single.grad, exact.grad.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_upstream_gradient_is_not_rounded_itself(dtype: torch.dtype) -> None:
+    """1 / 3 in bf16 is off by 0.2%; the product of the stored gradient and 1 / 3 is rounded once."""
+    (hidden, weight, bias), data, targets = problem(9, 12, dtype=dtype)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    grads = []
+    for upstream in (1.0, 1 / 3):
+        loss = fused_loss(hidden, weight, targets, bias=bias, loss_fn=clipped, row_data=data).loss
+        grads.append(torch.autograd.grad(upstream * loss, leaves))
+    for one, third in zip(*grads):
+        torch.testing.assert_close(third.double(), one.double() / 3, rtol=1.01 * torch.finfo(dtype).eps, atol=1e-7)
+        assert dtype == torch.float16 or torch.equal(third, (one.double() / 3).to(dtype))
 
 
 class Products(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -435,6 +436,42 @@ def test_autocast_changes_nothing(mode: str) -> None:
     for name, x in want.items():
         assert got[name].dtype == x.dtype
         assert torch.equal(got[name], x), name
+
+
+@pytest.mark.parametrize("pair", [(True, True), (False, True), (False, False)])
+def test_full_sums_leave_torchs_settings_as_they_were(pair: tuple[bool, bool]) -> None:
+    """Each is (16-bit sums, split-K): only the first is switched off, also after an error."""
+    names = [f"allow_{x}_reduced_precision_reduction" for x in ("bf16", "fp16")]
+    read = lambda: [tuple(getattr(torch.backends.cuda.matmul, n + end) for end in ("", "_split_k")) for n in names]
+    try:
+        setattr(torch.backends.cuda.matmul, names[0], pair)
+        before = read()
+        with chunked.full_sums():
+            assert read() == [(False, pair[1]), (False, True)]
+        assert read() == before == [pair, (True, True)]
+        with contextlib.suppress(KeyError), chunked.full_sums():
+            raise KeyError
+        assert read() == before
+    finally:
+        setattr(torch.backends.cuda.matmul, names[0], True)
+
+
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+def test_a_mask_on_the_cpu_for_tensors_that_are_elsewhere(impl: str) -> None:
+    """On a device without values; `test_gpu_kernels.py` compares those."""
+    elsewhere = torch.device("meta")
+    hidden, weight = (torch.empty(n, 4, device=elsewhere, requires_grad=True) for n in (6, 9))
+    targets, mask = torch.empty(6, dtype=torch.long, device=elsewhere), torch.arange(6) % 2 == 0
+    out = linear_logp(hidden, weight, targets, mask=mask, impl=impl)
+    (out.logp + out.entropy).sum().backward()
+    assert hidden.grad is not None
+    assert out.logp.device == hidden.grad.device == elsewhere
+    assert out.logp.shape == (6,)
+    with pytest.raises(ValueError, match=r"mask must have the shape of rows_of_hidden, \[6\], got \[5\]"):
+        linear_logp(hidden, weight, targets, mask=mask[:5], impl=impl)
+    here = [torch.empty(x.shape, dtype=x.dtype) for x in (hidden, weight, targets)]
+    with pytest.raises(ValueError, match="mask must be on the device of rows_of_hidden, cpu, got meta"):
+        linear_logp(*here, mask=mask.to(elsewhere), impl=impl)
 
 
 def test_operators_that_ask_the_device_stay_out_of_cuda_graphs() -> None:

@@ -49,21 +49,27 @@ def linear_logp(
         entropy_t = - sum_v softmax(z_t)[v] log softmax(z_t)[v]
 
     Differentiable in `hidden`, `weight` and `bias`, through both outputs. The `[T, V]` logits are never stored: each
-    pass computes them block by block (4 MB on a CPU, 32 MB on a GPU), and the backward recomputes them (four matrix
-    products in total). Exception: on a CPU, if the log-probabilities and probabilities together take at most 16 MB,
-    they are kept for the backward (measured: 20% faster).
+    pass computes them block by block (4 MB on a CPU, 32 MB on a GPU, there up to 128 MB where D <= 1024), and the
+    backward recomputes them (four matrix products in total), with at most 512 MB of their gradient at a time on a GPU,
+    or 4096 columns. Exception: on a CPU, if the log-probabilities and probabilities together take at most 16 MB, they
+    are kept for the backward (measured: 20% faster).
 
     Rows where `mask` is False are skipped: logp = entropy = 0, gradient 0; they may hold NaN. The backward also skips
     rows whose upstream gradients are both 0 (clipped, no advantage). Both are exact, and time is proportional to the
-    remaining rows. Gradients of tensors that do not require one (a frozen head) are not computed.
+    remaining rows. Gradients of tensors that do not require one (a frozen head) are not computed. On CUDA the backward
+    waits for the device once, to count the remaining rows, and so does the forward if the mask is there: the mask may
+    be on the CPU instead, and no wait is then needed.
 
     Limits:     softcap None is softcap -> inf, z = (hidden W^T + bias) / temperature; V = 1 gives logp = entropy = 0.
     Precision:  logits, statistics and sums are fp32 for all inputs (fp64 for fp64); each gradient is rounded once to
                 its tensor's dtype. Statistics are relative to the row's maximum (see `finish`). On a GPU the gradient
                 of the logits is rounded to the inputs' 16 bits before its two products. Runs are bit-identical; with
                 "triton" a row's values do not depend on the other rows. A bias of -inf bans a vocabulary entry; the
-                logp of that entry is about -1e30, not -inf.
+                logp of that entry is about -1e30, not -inf. Products of fp32 inputs follow torch's global setting: on
+                CUDA `torch.set_float32_matmul_precision("high")` makes them TF32, which rounds hidden states, weights
+                and the logits' gradient to 10 bits after the point (relative error up to 5e-4 each).
     Args:       targets: ids in [0, V) where the mask is True, anything elsewhere.  temperature: > 0, as sampled.
+                mask: on the device of `hidden`, or on the CPU.
                 into_grad: the backward adds the weight's gradient to `weight.grad` directly, which saves a tensor of
                 the weight's size. For a parameter without gradient hooks: single-process, or under FSDP2 inside the
                 forward of the module that owns it (not DDP, not a DTensor). Ignored under torch.compile.
@@ -188,7 +194,8 @@ def linear_log_kept_mass(
     if top_p == 1 and not 0 < top_k < vocab:
         return out
     head = chunked.Head(weight, ops.finite(bias, dtype), temperature, softcap)
-    rows = torch.arange(hidden.shape[0], device=hidden.device) if mask is None else mask.nonzero().squeeze(1)
+    rows = ops.present(mask, hidden.device)
+    rows = torch.arange(hidden.shape[0], device=hidden.device) if rows is None else rows
     chunk_bytes = CPU_LOGITS_BYTES if hidden.device.type == "cpu" else LOGITS_BYTES
     for chunk in rows.split(max(1, chunk_bytes // (vocab * dtype.itemsize))):
         p = chunked.logits(hidden[chunk], head, dtype).softmax(1)

@@ -191,8 +191,10 @@ def backward_chunk(
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
     d_bias: Tensor | None,
+    *,
+    add: bool,
 ) -> None:
-    """Write `d_hidden` of the rows of `h`, and add to `d_weight` and `d_bias`.
+    """Write `d_hidden` of the rows of `h`, add to `d_bias`, and write `d_weight`, or with `add` add to it.
 
     `h` and `rows` hold the chunk's rows with indices `alive` (None: all); `tiles` hold all rows of the chunk.
     """
@@ -210,7 +212,7 @@ def backward_chunk(
         if d_hidden is not None:
             sums.addmm_(d, _columns(head, first, last, h.dtype)[0])
         if d_weight is not None:
-            d_weight[first:last].addmm_(d.t(), scaled)
+            product_into(d_weight[first:last], d.t(), scaled, add=add)
         if d_bias is not None:
             d_bias[first:last].addmv_(d.t(), scale.squeeze(1))
     if d_hidden is not None:
@@ -384,12 +386,23 @@ def blocks(size: int, block: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + block, size)) for first in range(0, size, block))
 
 
+def padded(size: int) -> int:
+    """`size` rounded up to 16: elements from one row of logits to the next.
+
+    Rows that begin at multiples of 32 bytes let the library use its fastest kernels, and row kernels load vectors.
+    """
+    return -(-size // 16) * 16
+
+
 def product_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, factor: float = 1.0) -> None:
-    """out <- factor a b (+ out) by the library, accumulated in fp32. 16-bit `a` and `b` may have an fp32 `out`."""
+    """out <- factor a b (+ out) by the library, accumulated in fp32 (fp64 for fp64) and rounded once to `out`.
+
+    `out` is not read without `add`. 16-bit `a` and `b` may have an fp32 `out`.
+    """
     beta = 1 if add else 0
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=factor, out=out)
-    elif out.dtype != torch.float32:
+    elif a.dtype.itemsize > out.dtype.itemsize:
         product = torch.mm(a, b, out=a.new_empty(out.shape)).mul_(factor)  # with `out`, autocast does not apply
         out.copy_(out + product if add else product)
     elif a.is_cuda and not add and factor == 1:
@@ -407,14 +420,18 @@ def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 @contextmanager
 def full_sums() -> Iterator[None]:
-    """Accumulate split-K products of 16-bit matrices in fp32 instead of 16 bits (torch's default)."""
-    flags, names = torch.backends.cuda.matmul, ("bf16", "fp16")
-    attributes = [f"allow_{name}_reduced_precision_reduction" for name in names]
-    before = [getattr(flags, a) for a in attributes]
+    """Accumulate split-K products of 16-bit matrices in fp32 instead of 16 bits (torch's default).
+
+    Each of torch's two settings is a pair: 16-bit sums, and split-K itself. Assigning a bool to it would allow split-K,
+    so the caller's choice is assigned with it. Without split-K, cuBLAS (unlike cuBLASLt) makes torch raise.
+    """
+    flags = torch.backends.cuda.matmul
+    names = [f"allow_{name}_reduced_precision_reduction" for name in ("bf16", "fp16")]
+    before = [(getattr(flags, name), getattr(flags, f"{name}_split_k")) for name in names]
     try:
-        for a in attributes:
-            setattr(flags, a, False)
+        for name, (_, split_k) in zip(names, before, strict=True):
+            setattr(flags, name, (False, split_k))
         yield
     finally:
-        for a, value in zip(attributes, before, strict=True):
-            setattr(flags, a, value)
+        for name, pair in zip(names, before, strict=True):
+            setattr(flags, name, pair)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rlkit._tensors import check_cu_seqlens, readable, uncompiled
 from rlkit.kernels._checks import check_head, check_targets
-from rlkit.kernels.linear_logp.chunked import Head, blocks, row_terms
-from rlkit.kernels.linear_logp.ops import check_impl, finite, module, present
+from rlkit.kernels.linear_logp.chunked import Grads, Head, Rows, blocks, padded, row_terms
+from rlkit.kernels.linear_logp.ops import check_impl, finite, module, not_zero, on_device, present, unless_zero
 from rlkit.kernels.linear_logp.reference import compute_dtype, finish
 from rlkit.types import LogProbs
 
@@ -23,9 +23,6 @@ class FusedLoss(NamedTuple):
     loss: Float[Tensor, ""]
     logp: Float[Tensor, "T"]
     entropy: Float[Tensor, "T"]
-
-
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias
 
 
 class _Task(NamedTuple):
@@ -64,13 +61,14 @@ def fused_loss(
     `loss_fn(out, *row_data)` gets `LogProbs` of R rows and the same R rows of each tensor in `row_data` (first axis T),
     and returns R weighted losses. It is called once per chunk under autograd, on `[R]` tensors. Any loss (clipped
     surrogate, KL, entropy bonus) takes three matrix products, because a chunk's logits are kept until their gradient is
-    computed. Memory: an fp32 gradient of the weight and one chunk of logits (on a CPU 32 MB, or 256 rows if they take
-    more; with Triton up to 4 GB). The backward only scales by the upstream gradient, and can run once. Gradients flow
-    to `hidden`, `weight` and `bias`, not to `row_data` or to tensors that `loss_fn` closes over. `impl` is "chunked" or
-    "triton"; default: see `which_impl`.
+    computed. Memory: one chunk of fp32 logits (on a CPU 32 MB, or 256 rows if they take more; with Triton up to 4 GB,
+    or 1024 rows), a part of their gradient (up to 512 MB), and the gradient of the weight: in fp32 if the rows take
+    several chunks or the weight is fp16, otherwise in the weight's dtype. The backward only scales by the upstream
+    gradient, unless that is 1, and can run once. Gradients flow to `hidden`, `weight` and `bias`, not to `row_data` or
+    to tensors that `loss_fn` closes over. `impl` is "chunked" or "triton"; default: see `which_impl`.
 
-    `mask`: rows where it is False are skipped and not passed to `loss_fn`. Rows of a chunk whose gradient is 0 are left
-    out of the gradient's products.
+    `mask`: rows where it is False are skipped and not passed to `loss_fn`. It may be on the CPU, as in `linear_logp`.
+    Rows of a chunk whose gradient is 0 are left out of the gradient's products.
 
     `cu_seqlens`: chunks then hold whole sequences, and `loss_fn(out, *row_data, cu_seqlens=...)` gets their bounds
     among the unmasked rows; a chunk is at least as long as its longest sequence. Without it the loss of a row must not
@@ -83,6 +81,8 @@ def fused_loss(
         fused_loss(hidden, weight, targets, loss_fn=loss_fn, row_data=(old_logp, advantages, w)).loss.backward()
 
     Limits:     equals `(loss_fn(linear_logp(hidden, weight, targets), *row_data)).sum()` and its gradients.
+    Precision:  that of `linear_logp`: each gradient is a sum in fp32, rounded once. An upstream gradient other than 1
+                rounds a bf16 gradient once more; fp16 gradients are kept in fp32 until then.
     Differs:    from Liger's fused GRPO and DPO losses and TRL's: any loss, not one kernel per algorithm.
     Reference:  gradients in the forward: Liger kernel, arXiv:2410.10989, fused linear cross entropy.
     """
@@ -94,11 +94,12 @@ def fused_loss(
     bounds = None
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, targets=targets)
-        bounds = cu_seqlens if mask is None else torch.nn.functional.pad(mask.cumsum(0), (1, 0))[cu_seqlens.long()]
+        ends = None if mask is None else torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+        bounds = cu_seqlens if ends is None else on_device(ends, cu_seqlens.device)[cu_seqlens.long()]
     needs = torch.is_grad_enabled()
     task = _Task(
         targets,
-        present(mask),
+        present(mask, hidden.device),
         tuple(x.detach() for x in row_data),
         loss_fn,
         None if bounds is None else bounds.tolist(),
@@ -130,48 +131,79 @@ class _Fused(torch.autograd.Function):
             )
         grads, ctx.grads = ctx.grads, None
         g = upstream[0]
-        if not (readable(g) and g == 1):
+        if torch.compiler.is_compiling() or g != 1:  # a wait for the device costs less than a pass over a [V, D]
+            g = g.reshape(1)  # with a 0-dim tensor, CUDA would round g to the 16 bits of x first
             grads = [None if x is None else x.mul_(g) for x in grads]
         return *(None if x is None else x.to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)), None
 
 
-def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tuple[Tensor, Tensor, Tensor, _Gradients]:
+def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tuple[Tensor, Tensor, Tensor, Grads]:
     dtype, rows, backend = compute_dtype(hidden, weight, bias), task.rows, module(task.impl)
-    head = Head(weight, finite(bias, dtype), task.temperature, task.softcap)
+    head, vocab, need = Head(weight, finite(bias, dtype), task.temperature, task.softcap), weight.shape[0], task.need
     h, targets, *data = (x if rows is None else x[rows] for x in (hidden, task.targets.long(), *task.row_data))
-    chunks = _chunks(h, backend.chunk_rows(h.device, max(1, weight.shape[0])), task.cu_seqlens)
-    d_hidden = torch.zeros_like(h, dtype=_grad_dtype(h)) if task.need[0] else None
-    d_weight = torch.zeros_like(weight, dtype=dtype) if task.need[1] else None
-    d_bias = h.new_zeros(weight.shape[0], dtype=dtype) if task.need[2] else None
+    chunks = _chunks(h, backend.chunk_rows(h.device, max(1, vocab)), task.cu_seqlens)
+    sum_dtype = dtype if len(chunks) > 1 else _grad_dtype(weight)  # one chunk's product is the gradient itself
+    grads = Grads(
+        torch.zeros_like(h, dtype=_grad_dtype(h)) if need[0] else None,
+        torch.empty_like(weight, dtype=sum_dtype) if need[1] else None,
+        h.new_zeros(vocab, dtype=dtype) if need[2] else None,
+    )
     total, out = h.new_zeros((), dtype=dtype), h.new_zeros(2, h.shape[0], dtype=dtype)
-    buffer = h.new_empty(max((c.stop - c.start for c, _ in chunks), default=0) * weight.shape[0], dtype=dtype)
+    buffer = h.new_empty(max((c.stop - c.start for c, _ in chunks), default=0) * padded(vocab), dtype=dtype)
+    written = False
     for chunk, bounds in chunks:
-        hc, part = h[chunk], [x[chunk] for x in data]
-        kept, stats = backend.forward_chunk(hc, targets[chunk], head, buffer)
-        values = finish(stats)
+        kept, stats = backend.forward_chunk(h[chunk], targets[chunk], head, buffer)
+        values, part = finish(stats), [x[chunk] for x in data]
         if chunk.start == 0 and readable(h):
             _check_rows(task.loss_fn, values, part, bounds)
         out[:, chunk] = torch.stack(values)
-        if not any(task.need):
+        if not any(need):
             total += _call(task.loss_fn, values, part, bounds).sum()
-        else:
-            losses, g_logp, g_entropy = _loss_and_slopes(task.loss_fn, values, part, bounds)
-            total += losses.sum()
+            continue
+        losses, g_logp, g_entropy = _loss_and_slopes(task.loss_fn, values, part, bounds)
+        total += losses.sum()
+        alive = present(not_zero(g_logp, g_entropy))
+        if alive is None or alive.numel():
             terms = row_terms(targets[chunk], stats.max, stats.sum, *values, g_logp, g_entropy)
-            alive = present(g_logp != 0 if g_entropy is None else (g_logp != 0) | (g_entropy != 0))
-            if alive is not None:
-                hc, terms = hc[alive], terms.take(alive)
-            d_hc = None if d_hidden is None else d_hidden[chunk]
-            d_out = d_hc if d_hc is None or alive is None else torch.empty_like(hc, dtype=d_hc.dtype)
-            backend.backward_chunk(hc, head, terms, kept, alive, d_out, d_weight, d_bias)
-            if d_hc is not None and d_out is not None and alive is not None:
-                d_hc.index_copy_(0, alive, d_out)
+            _add_gradients(grads, chunk, alive, terms, h, head, kept, backend, add=written)
+            written = True
+    if grads.weight is not None and not written:
+        grads.weight.zero_()
     if rows is not None:
         out = out.new_zeros(2, hidden.shape[0]).index_copy_(1, rows, out)
-        d_hidden = None if d_hidden is None else d_hidden.new_zeros(hidden.shape).index_copy_(0, rows, d_hidden)
+    return total, out[0], out[1], _stored(grads, rows, hidden, weight, bias)
+
+
+def _add_gradients(
+    grads: Grads,
+    chunk: slice,
+    alive: Tensor | None,
+    terms: Rows,
+    h: Tensor,
+    head: Head,
+    kept: Any,
+    backend: Any,
+    *,
+    add: bool,
+) -> None:
+    """Add the gradients of a chunk's rows with indices `alive` (None: all); write the weight's if not `add`."""
+    h, d_hidden = h[chunk], None if grads.hidden is None else grads.hidden[chunk]
+    if alive is not None:
+        h, terms = h[alive], terms.take(alive)
+    out = d_hidden if d_hidden is None or alive is None else torch.empty_like(h, dtype=d_hidden.dtype)
+    backend.backward_chunk(h, head, terms, kept, alive, out, grads.weight, grads.bias, add=add)
+    if d_hidden is not None and out is not None and alive is not None:
+        d_hidden.index_copy_(0, alive, out)
+
+
+def _stored(grads: Grads, rows: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Grads:
+    """The gradients of all rows, in the dtypes that they have until the backward."""
+    d_hidden, d_weight, d_bias = grads
+    if d_hidden is not None and rows is not None:
+        d_hidden = d_hidden.new_zeros(hidden.shape).index_copy_(0, rows, d_hidden)
     d_weight = None if d_weight is None else d_weight.to(_grad_dtype(weight))
     d_bias = None if d_bias is None or bias is None else d_bias.to(_grad_dtype(bias))
-    return total, out[0], out[1], (d_hidden, d_weight, d_bias)
+    return Grads(d_hidden, d_weight, d_bias)
 
 
 def _grad_dtype(x: Tensor) -> torch.dtype:
@@ -190,8 +222,7 @@ def _loss_and_slopes(
             return losses, torch.zeros_like(values.logp), None
         slopes: list[Tensor | None] = list(torch.autograd.grad(losses.sum(), leaves, allow_unused=True))
     g_logp, g_entropy = slopes
-    used = g_entropy is not None and bool(g_entropy.any())
-    return losses.detach(), torch.zeros_like(values.logp) if g_logp is None else g_logp, g_entropy if used else None
+    return losses.detach(), torch.zeros_like(values.logp) if g_logp is None else g_logp, unless_zero(g_entropy)
 
 
 def _call(loss_fn: Callable[..., Tensor], out: LogProbs, data: list[Tensor], bounds: Tensor | None) -> Tensor:
@@ -232,6 +263,7 @@ def _chunks(h: Tensor, size: int, cu_seqlens: list[int] | None) -> list[tuple[sl
     for i in range(1, len(cu_seqlens)):
         if i + 1 == len(cu_seqlens) or cu_seqlens[i + 1] - cu_seqlens[begin] > size:
             bounds = torch.tensor(cu_seqlens[begin : i + 1], device=h.device) - cu_seqlens[begin]
-            out.append((slice(cu_seqlens[begin], cu_seqlens[i]), bounds))
+            if cu_seqlens[begin] < cu_seqlens[i]:  # not only empty sequences
+                out.append((slice(cu_seqlens[begin], cu_seqlens[i]), bounds))
             begin = i
     return out

@@ -2,6 +2,10 @@
 
 The forward drops masked rows; the backward also drops rows whose upstream gradients are all zero (clipped, no
 advantage). This happens inside the operators, so that torch.compile sees no data-dependent shapes.
+
+On CUDA the host waits once in the forward, unless the mask is on the CPU, and once in the backward, for the number of
+remaining rows. The backward's wait stays: it delays no more than the launch of its first kernels, after which long
+products give the host time to run ahead again, and each row that leaves saves its part of three products.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlkit._tensors import readable
 from rlkit.kernels import _triton
 from rlkit.kernels.linear_logp import chunked
 from rlkit.kernels.linear_logp.chunked import Head, KeptRows, row_terms
@@ -38,7 +43,7 @@ def partials_op(
     """Statistics `[4, T]` over this shard of the vocabulary, without a gradient."""
     dtype = compute_dtype(hidden, weight, bias)
     head = Head(weight, finite(bias, dtype), temperature, softcap, start)
-    rows = present(mask)
+    rows = present(mask, hidden.device)
     if rows is None:
         return module(impl).partials(hidden, targets.long(), head)
     stats = module(impl).partials(hidden[rows], targets[rows].long(), head)
@@ -68,7 +73,7 @@ def logp_op(
         stats = partials_op(hidden, weight, targets, bias, mask, temperature, softcap, 0, impl)
         return *finish(Partials(*stats)), stats[0].clone(), stats[1].clone(), stats.new_empty(0)
     head = Head(weight, finite(bias, compute_dtype(hidden, weight, bias)), temperature, softcap)
-    rows, num_rows = present(mask), hidden.shape[0]
+    rows, num_rows = present(mask, hidden.device), hidden.shape[0]
     if rows is None:
         logp, entropy, offset, kept = chunked.forward_kept(hidden, targets.long(), head)
     else:
@@ -123,9 +128,10 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias (`[0]` if not needed), over the rows with a non-zero upstream gradient."""
     head = Head(weight, finite(bias, saved[0].dtype), temperature, softcap, start)
-    g_entropy = None if g_entropy is None or not g_entropy.any() else g_entropy
+    g_entropy = unless_zero(g_entropy)
     g_logp = torch.zeros_like(saved[0]) if g_logp is None else g_logp
-    alive = g_logp != 0 if g_entropy is None else (g_logp != 0) | (g_entropy != 0)
+    mask = None if mask is None else on_device(mask, hidden.device)
+    alive = not_zero(g_logp, g_entropy)
     rows = present(alive if mask is None else alive & mask)
     h, t, g_l, g_h, logp, entropy, offset = (
         _take(x, rows) for x in (hidden, targets.long(), g_logp, g_entropy, *saved[:3])
@@ -257,9 +263,32 @@ def module(impl: str) -> Any:
     return triton
 
 
-def present(mask: Tensor | None) -> Tensor | None:
-    """Indices of the True rows, or None if all are True."""
-    return None if mask is None or bool(mask.all()) else mask.nonzero().squeeze(1)
+def present(mask: Tensor | None, device: torch.device | None = None) -> Tensor | None:
+    """Indices of the True rows, on `device` (None: the mask's), or None if all are True.
+
+    The host waits for the device of the mask. With a mask on the CPU it waits for no device.
+    """
+    if mask is None:
+        return None
+    rows = mask.nonzero().squeeze(1)
+    return None if rows.shape == mask.shape else on_device(rows, device or mask.device)
+
+
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """`x` on this device. The host does not wait for a CUDA device: it copies from pinned memory."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
+def unless_zero(grad: Tensor | None) -> Tensor | None:
+    """The upstream gradient, or None if all of it is 0. Read on the CPU only: elsewhere the host would wait."""
+    return None if grad is None or (readable(grad) and not grad.any()) else grad
+
+
+def not_zero(g_logp: Tensor, g_entropy: Tensor | None) -> Tensor:
+    """Whether each row has an upstream gradient."""
+    return g_logp != 0 if g_entropy is None else (g_logp != 0) | (g_entropy != 0)
 
 
 def _take(x: Any, rows: Tensor | None) -> Any:

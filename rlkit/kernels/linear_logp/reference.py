@@ -32,7 +32,8 @@ def linear_logp(
 ) -> LogProbs:
     """Log-softmax of the logits in chunks of rows, each recomputed in the backward; memory is one chunk."""
     dtype = compute_dtype(hidden, weight, bias)
-    rows = torch.arange(hidden.shape[0], device=hidden.device) if mask is None else mask.nonzero().squeeze(1)
+    rows = torch.arange(hidden.shape[0]) if mask is None else mask.nonzero().squeeze(1)
+    rows = rows.to(hidden.device)
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def rows_logp(h: Tensor, targets: Tensor) -> LogProbs:

@@ -2,10 +2,11 @@
 """Triton backend for CUDA: library products into blocks that stay in the cache, one Triton pass over each block.
 
 The library (cuBLAS) writes fp32 logits of 16-bit inputs; the row kernels read each block once, from the L2 cache if it
-fits. The forward's blocks have one fixed shape, the last rows padded with zeros, so that the library selects the same
-kernel for every row: a row's log-probability does not depend on the number or content of other rows. The backward
-iterates over blocks of columns: the gradient of the logits of *all* rows, then one product for the weight's gradient
-(final when written, rounded once) and one that is added to the fp32 gradient of the hidden states.
+fits. The forward's blocks have one fixed shape per hidden size, the last rows padded with zeros, so that the library
+selects the same kernel for every row: a row's log-probability does not depend on the number or content of other rows.
+The backward iterates over blocks of columns: the gradient of the logits of *all* rows, then one product for the
+weight's gradient (final when written, rounded once) and one that is added to the fp32 gradient of the hidden states.
+Rows of logits and of their gradient begin at multiples of 16 elements, whatever the vocabulary (see `padded`).
 
 The row kernels also serve `logits_logp`. They compute z = softcap * tanh((x + bias) / softcap) / temperature in fp32
 from x, a model's logits or the output of a library product. A program handles whole rows (statistics) or blocks of rows
@@ -23,7 +24,7 @@ from torch.nn.functional import pad
 
 from rlkit._extras import MissingExtra
 from rlkit.kernels._triton import NEEDED
-from rlkit.kernels.linear_logp.chunked import Grads, Head, Rows, blocks, full_sums, product_dtype, product_into
+from rlkit.kernels.linear_logp.chunked import Grads, Head, Rows, blocks, full_sums, padded, product_dtype, product_into
 from rlkit.kernels.linear_logp.reference import Partials, no_partials
 
 try:
@@ -34,9 +35,11 @@ except ImportError:
 
 HEIGHT, WIDTH = 1024, 8192  # of a block of logits in the forward: 32 MB in fp32, for an L2 cache of 50 MB
 BLOCK_BYTES, MIN_HEIGHT = 32 << 20, 256  # of a block of logits in the backward
-GRADIENT_BYTES = 128 << 20  # of the logits' gradient: all rows, and at least MIN_WIDTH columns
-MIN_WIDTH, MAX_WIDTH = 4096, 16_384
-CHUNK_BYTES, ROWS_STEP = 4 << 30, 1024  # of a chunk's fp32 logits and 16-bit gradient: 4096 rows of 152k entries
+NARROW, MAX_GROWTH = 2048, 4  # below this hidden size both blocks are larger: see `growth`
+GRADIENT_BYTES = 512 << 20  # of the logits' gradient: all rows, and at least MIN_WIDTH columns
+GRADIENT_SHARE = 128  # at most this part of the device's memory: below 64 GB of it, less than GRADIENT_BYTES
+MIN_WIDTH, MAX_WIDTH = 4096, 16_384  # multiples of 16
+CHUNK_BYTES, ROWS_STEP = 4 << 30, 1024  # of a chunk's fp32 logits: 6144 rows of 152k entries
 LOWEST = tl.constexpr(-1e30)  # `reference.LOWEST`
 LOG2_E = tl.constexpr(1.4426950408889634)
 ROWS = 1  # per program; more only in the interpreter, where a program costs milliseconds
@@ -48,16 +51,17 @@ GRADIENT = {"BLOCK": 4096, "num_warps": 8, "enable_fp_fusion": False}
 
 def partials(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
     """Statistics of every row over the head's shard of the vocabulary, stacked: `[4, T]`, fp32."""
-    (num_rows, _), vocab = hidden.shape, head.weight.shape[0]
+    (num_rows, dim), vocab = hidden.shape, head.weight.shape[0]
     out = no_partials(num_rows, dtype=torch.float32, device=hidden.device)
     if num_rows == 0 or vocab == 0:
         return out
     dtype = product_dtype(hidden, head.weight)
-    z = hidden.new_empty(HEIGHT, min(WIDTH, vocab), dtype=torch.float32)
+    width = min(WIDTH * growth(dim), vocab)
+    z = hidden.new_empty(HEIGHT, padded(width), dtype=torch.float32)
     with torch.cuda.device_of(hidden), full_sums():
         for top, end in blocks(num_rows, HEIGHT):
             h = pad(hidden[top:end].to(dtype), (0, 0, 0, HEIGHT - (end - top)))
-            for first, last in blocks(vocab, WIDTH):
+            for first, last in blocks(vocab, width):
                 x = z[:, : last - first]
                 product_into(x, h, head.weight[first:last].to(dtype).t())
                 update_stats(out[:, top:end], x[: end - top], targets[top:end], head, first=first)
@@ -76,24 +80,51 @@ def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool], d_weig
     if num_rows == 0 or vocab == 0:
         return Grads(None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias)
     terms, unscale = pack_terms(rows, dtype, head.temperature)
-    width = min(vocab, max(MIN_WIDTH, min(MAX_WIDTH, GRADIENT_BYTES // (dtype.itemsize * num_rows) // 256 * 256)))
-    buffer = h.new_empty(num_rows, width)
-    z = h.new_empty(max(MIN_HEIGHT, BLOCK_BYTES // (4 * width)), width, dtype=torch.float32)
+    width = gradient_width(h, vocab)
+    buffer = h.new_empty(num_rows, padded(width))
+    height = max(MIN_HEIGHT, BLOCK_BYTES * growth(dim) // (4 * width))
+    z = h.new_empty(height, padded(width), dtype=torch.float32)
+    sums = Grads(d_hidden, d_weight if need[1] else None, d_bias)
     with torch.cuda.device_of(hidden), full_sums():
         for first, last in blocks(vocab, width):
             w, d = weight[first:last].to(dtype), buffer[:, : last - first]
-            for top, end in blocks(num_rows, z.shape[0]):
+            for top, end in blocks(num_rows, height):
                 x = z[: end - top, : last - first]
                 product_into(x, h[top:end], w.t())
-                write_gradient(d[top:end], x, rows.targets[top:end], terms[:, top:end], head, first=first)
-            if d_hidden is not None:
-                product_into(d_hidden, d, w, add=True, factor=unscale)
-            if d_weight is not None and need[1]:
-                product_into(d_weight[first:last], d.t(), h, add=add, factor=unscale)
-            if d_bias is not None:
-                torch.sum(d, 0, dtype=torch.float32, out=d_bias[first:last])
-    d_bias = None if d_bias is None else d_bias.mul_(unscale)
+                part = rows.targets[top:end], terms[:, top:end]
+                write_gradient(d[top:end], x, *part, head, first=first, padded_rows=True)
+            add_products(sums, d, h, w, first=first, add=add, factor=unscale)
     return Grads(None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias)
+
+
+def growth(dim: int) -> int:
+    """Factor on the size of a block of logits: 2 at a hidden size of 1024, 4 at 512.
+
+    There a device needs less time for a small block than the host needs to launch its product and its pass.
+    """
+    return max(1, min(MAX_GROWTH, NARROW // max(1, dim)))
+
+
+def gradient_width(h: Tensor, vocab: int) -> int:
+    """Columns of the logits' gradient in memory at a time, for all rows of `h` and in its dtype."""
+    size = GRADIENT_BYTES
+    if h.is_cuda:
+        size = min(size, torch.cuda.get_device_properties(h.device).total_memory // GRADIENT_SHARE)
+    return min(vocab, max(MIN_WIDTH, min(MAX_WIDTH, size // (h.element_size() * h.shape[0]) // 256 * 256)))
+
+
+def add_products(sums: Grads, d: Tensor, h: Tensor, w: Tensor, *, first: int, add: bool, factor: float) -> None:
+    """Add to `sums` the gradients that follow from `d`, that of the logits from column `first` on, times `factor`.
+
+    These rows of the weight's gradient are written, or with `add` added to.
+    """
+    entries = slice(first, first + d.shape[1])
+    if sums.hidden is not None:
+        product_into(sums.hidden, d, w, add=True, factor=factor)
+    if sums.weight is not None:
+        product_into(sums.weight[entries], d.t(), h, add=add, factor=factor)
+    if sums.bias is not None:
+        sums.bias[entries].add_(d.sum(0, dtype=torch.float32), alpha=factor)
 
 
 def pack_terms(rows: Rows, dtype: torch.dtype, temperature: float) -> tuple[Tensor, float]:
@@ -114,16 +145,16 @@ def pack_terms(rows: Rows, dtype: torch.dtype, temperature: float) -> tuple[Tens
 
 
 def chunk_rows(device: torch.device, vocab: int) -> int:  # noqa: ARG001
-    """Number of rows per chunk of `forward_chunk`: thousands, because each chunk reads and writes all of d_weight."""
-    return max(1, CHUNK_BYTES // (6 * vocab * ROWS_STEP)) * ROWS_STEP
+    """Number of rows per chunk of `forward_chunk`: thousands, because each further chunk reads and writes d_weight."""
+    return max(1, CHUNK_BYTES // (4 * padded(vocab) * ROWS_STEP)) * ROWS_STEP
 
 
 def forward_chunk(h: Tensor, targets: Tensor, head: Head, buffer: Tensor) -> tuple[Tensor, Partials]:
     """The chunk's raw logits in the flat `buffer`, and the statistics of its rows."""
     h = h.to(product_dtype(h, head.weight))
-    shape = (h.shape[0], head.weight.shape[0])
-    z = buffer[: math.prod(shape)].view(shape)
-    stats = no_partials(h.shape[0], dtype=torch.float32, device=h.device)
+    num_rows, vocab = h.shape[0], head.weight.shape[0]
+    z = buffer[: num_rows * padded(vocab)].view(num_rows, padded(vocab))[:, :vocab]
+    stats = no_partials(num_rows, dtype=torch.float32, device=h.device)
     with torch.cuda.device_of(h), full_sums():
         product_into(z, h, head.weight.to(h.dtype).t())
         update_stats(stats, z, targets, head)
@@ -139,24 +170,26 @@ def backward_chunk(
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
     d_bias: Tensor | None,
+    *,
+    add: bool,
 ) -> None:
-    """Write `d_hidden` of the rows of `h`, and add to `d_weight` and `d_bias`.
+    """Write `d_hidden` of the rows of `h`, add to `d_bias`, and write `d_weight`, or with `add` add to it.
 
-    `h` and `rows` hold the chunk's rows with indices `alive` (None: all); `z` holds all rows, and may be overwritten.
+    `h` and `rows` hold the chunk's rows with indices `alive` (None: all), at least one; `z` holds all of its rows.
     """
     h = h.to(product_dtype(h, head.weight))
-    if h.shape[0] == 0:
-        return
     terms, unscale = pack_terms(rows, h.dtype, head.temperature)
-    d = z if z.dtype == h.dtype and alive is None else h.new_empty(h.shape[0], z.shape[1])
+    vocab, width = z.shape[1], gradient_width(h, z.shape[1])
+    buffer = h.new_empty(h.shape[0], padded(width))
+    sums = Grads(None if d_hidden is None else torch.zeros_like(h, dtype=torch.float32), d_weight, d_bias)
     with torch.cuda.device_of(h), full_sums():
-        write_gradient(d, z, rows.targets, terms, head, rows=alive)
-        if d_hidden is not None:
-            product_into(d_hidden, d, head.weight.to(h.dtype), factor=unscale)
-        if d_weight is not None:
-            product_into(d_weight, d.t(), h, add=True, factor=unscale)
-        if d_bias is not None:
-            d_bias.add_(d.sum(0, dtype=torch.float32), alpha=unscale)
+        for first, last in blocks(vocab, width):
+            d, w = buffer[:, : last - first], head.weight[first:last].to(h.dtype)
+            x = z[:, first:last]
+            write_gradient(d, x, rows.targets, terms, head, first=first, rows=alive, padded_rows=True)
+            add_products(sums, d, h, w, first=first, add=add, factor=unscale)
+    if d_hidden is not None and sums.hidden is not None:
+        d_hidden.copy_(sums.hidden)
 
 
 def update_stats(
@@ -191,11 +224,13 @@ def write_gradient(
     first: int = 0,
     alive: Tensor | None = None,
     rows: Tensor | None = None,
+    padded_rows: bool = False,
 ) -> None:
     """out <- gradient of the columns `x` `[R, C]` from the `terms` of their rows; `out` may be `x`.
 
     `terms` `[3, R]` or `[5, R]` holds scale, offset, at_target(, base, slope) of `chunked.Rows`. Where `alive` is False
-    the gradient is 0 and nothing is read. `rows` `[R]`: the row of `x` for each row of `out`.
+    the gradient is 0 and nothing is read. `rows` `[R]`: the row of `x` for each row of `out`. `padded_rows`: the rows
+    of `x` and `out` go on to a multiple of 16 columns, which may be read, and are set to 0.
     """
     num_rows, num_columns = out.shape
     bias = None if head.bias is None else head.bias[first : first + num_columns]
@@ -209,6 +244,7 @@ def write_gradient(
         HAS_ROWS=rows is not None,
         HAS_SOFTCAP=head.softcap is not None,
         HAS_ENTROPY=terms.shape[0] == 5,
+        VECTOR=16 if padded_rows else 1,
         ROWS=ROWS,
         **GRADIENT,
     )
@@ -313,6 +349,7 @@ def gradient_kernel(
     HAS_ROWS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
+    VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -327,7 +364,9 @@ def gradient_kernel(
     if HAS_ROWS:
         source = tl.load(rows_ptr + row, mask=valid, other=0)
     inside = alive[:, None] & (column < num_columns)[None, :]
-    x = tl.load(x_ptr + (source * x_stride)[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    whole = (column // VECTOR * VECTOR < num_columns)[None, :]  # the same throughout a vector: one memory access
+    read = alive[:, None] & whole
+    x = tl.load(x_ptr + (source * x_stride)[:, None] + column[None, :], mask=read, other=0.0).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0)[None, :]
     z = to_logits(x, scale, softcap, HAS_SOFTCAP)
@@ -346,5 +385,5 @@ def gradient_kernel(
         t = z / (scale * softcap)
         d *= 1 - t * t
     d = tl.where(inside, d * factor[:, None], 0.0)
-    here = valid[:, None] & (column < num_columns)[None, :]
+    here = valid[:, None] & whole
     tl.store(out_ptr + (row * out_stride)[:, None] + column[None, :], d.to(out_ptr.dtype.element_ty), mask=here)

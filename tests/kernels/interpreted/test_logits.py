@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +13,8 @@ from hypothesis import strategies as st
 from oracles import Size, assert_three_way, truth, with_grads
 from row_cases import ROW_CASES
 
-from rlkit.kernels.linear_logp import linear_logp, triton
+from rlkit.kernels.linear_logp import fused_loss, linear_logp, triton
+from rlkit.kernels.linear_logp.chunked import Head
 from rlkit.kernels.logits_logp import logits_logp
 
 SIZE = Size("cpu", rows=27, vocab=127, dim=24)  # two row blocks, three column blocks, three chunks; none is whole
@@ -27,7 +32,8 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         "BLOCK_BYTES": 0,
         "MIN_HEIGHT": 12,
         "GRADIENT_BYTES": 0,
-        "MIN_WIDTH": 56,
+        "MIN_WIDTH": 48,
+        "NARROW": 0,
     }.items():
         monkeypatch.setattr(triton, name, value)
     monkeypatch.setattr(triton, "CHUNK_BYTES", 0)
@@ -77,6 +83,109 @@ def test_32003_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "MIN_WIDTH", 16_384)
     run = lambda h, w, b: linear_logp(h, w, targets, bias=b, impl="triton")
     assert_three_way(run, targets, tensors, size.slopes())
+
+
+@pytest.mark.parametrize("name", [name for name in ROW_CASES if name.startswith("fused_loss_equals")])
+def test_fused_loss_in_one_chunk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Its product is written to the gradient of the weight, in the weight's dtype."""
+    monkeypatch.setattr(triton, "ROWS_STEP", 64)
+    ROW_CASES[name](SIZE)
+
+
+@pytest.mark.parametrize("last", [0, 5, 12])
+def test_fused_loss_where_the_first_chunks_have_no_gradient(last: int) -> None:
+    """Of three chunks of ten rows; with `last` 0 none has."""
+    (h, w, _), targets = SIZE.problem(torch.float16)
+    weights = (torch.arange(27) >= 27 - last).float()
+    leaves = h.requires_grad_(), w.requires_grad_()
+    loss = fused_loss(*leaves, targets, loss_fn=lambda out, w: w * out.logp, row_data=(weights,), impl="triton").loss
+    got = torch.autograd.grad(loss, leaves)
+    want = torch.autograd.grad((weights * linear_logp(*leaves, targets, impl="chunked").logp).sum(), leaves)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("cu", [[0, 0, 27], [0, 27, 27], [0, 3, 3, 27]])
+def test_fused_loss_of_empty_sequences(cu: list[int]) -> None:
+    """Beside one that is longer than a chunk."""
+    (h, w, _), targets = SIZE.problem()
+    leaves, bounds = (h.requires_grad_(), w.requires_grad_()), torch.tensor(cu)
+    loss_fn = lambda out, cu_seqlens: out.logp
+    loss = fused_loss(*leaves, targets, loss_fn=loss_fn, cu_seqlens=bounds, impl="triton").loss
+    want = torch.autograd.grad(linear_logp(*leaves, targets, impl="chunked").logp.sum(), leaves)
+    for x, y in zip(torch.autograd.grad(loss, leaves), want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("vocab", [33, 127, 128])
+def test_rows_begin_at_multiples_of_16(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
+    """Those of the logits and of their gradient, in every block, in the generic and the fused path."""
+    steps: list[int] = []
+
+    def seen(name: str, *tensors: int) -> None:
+        launch = getattr(triton, name)
+
+        def spy(*args: Any, **options: Any) -> None:
+            steps.extend(args[i].stride(0) for i in tensors)
+            launch(*args, **options)
+
+        monkeypatch.setattr(triton, name, spy)
+
+    seen("update_stats", 1)
+    seen("write_gradient", 0, 1)
+    (h, w, _), targets = Size("cpu", 27, vocab, 24).problem(torch.float16)
+    h, w = h.requires_grad_(), w.requires_grad_()
+    linear_logp(h, w, targets, impl="triton").logp.sum().backward()
+    generic = len(steps)
+    fused_loss(h, w, targets, loss_fn=lambda out: out.logp, impl="triton").loss.backward()
+    assert 0 < generic < len(steps)
+    assert [step for step in steps if step % 16] == []
+
+
+def test_a_gradient_of_padded_rows_stays_in_its_padding() -> None:
+    """Up to 15 columns after the last, which hold anything, become 0; what is behind them is not touched."""
+    rows, vocab = 5, 35
+    x, out = torch.randn(rows, 64), torch.full((rows, 64), 7.0)
+    x[:, vocab:] = math.nan
+    targets, terms = torch.tensor([0, 34, 33, 1, 2]), torch.rand(3, rows)
+    head = Head(torch.empty(vocab, 1), torch.randn(vocab), 0.7, None)
+    triton.write_gradient(out[:, :vocab], x[:, :vocab], targets, terms, head, padded_rows=True)
+    exact = torch.empty(rows, vocab)
+    triton.write_gradient(exact, x[:, :vocab], targets, terms, head)
+    assert exact.isfinite().all()
+    assert exact.count_nonzero() == exact.numel()
+    assert torch.equal(out[:, :vocab], exact)
+    assert (out[:, vocab:48] == 0).all()
+    assert (out[:, 48:] == 7).all()
+
+
+def test_narrow_hidden_states_have_larger_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "NARROW", 2048)
+    assert [triton.growth(dim) for dim in (64, 512, 896, 1024, 1536, 2048, 4096)] == [4, 4, 2, 2, 1, 1, 1]
+    (h, w, b), targets = SIZE.problem()
+    run = lambda *x: linear_logp(*x[:2], targets, bias=x[2], impl="triton")
+    assert_three_way(run, targets, [h, w, b], SIZE.slopes())
+
+
+@pytest.mark.parametrize(("gib", "columns"), [(16, 4096), (24, 6144), (40, 10_240), (80, 16_384), (140, 16_384)])
+def test_the_gradients_block_is_part_of_the_devices_memory(
+    monkeypatch: pytest.MonkeyPatch, gib: int, columns: int
+) -> None:
+    """1 / 128 of it, at most 512 MB: for 16,384 rows of 2 bytes."""
+    for name, value in {"GRADIENT_BYTES": 512 << 20, "MIN_WIDTH": 4096}.items():
+        monkeypatch.setattr(triton, name, value)
+    device = SimpleNamespace(total_memory=gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    h: Any = SimpleNamespace(is_cuda=True, device="cuda", shape=(16_384, 4096), element_size=lambda: 2)
+    assert triton.gradient_width(h, 151_936) == columns
+    assert triton.gradient_width(h, 3000) == 3000
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(256_000, 4096), (151_936, 6144), (128_257, 8192), (10**9, 1024)])
+def test_a_chunk_is_of_4_gb_of_logits(monkeypatch: pytest.MonkeyPatch, vocab: int, rows: int) -> None:
+    monkeypatch.setattr(triton, "CHUNK_BYTES", 4 << 30)
+    monkeypatch.setattr(triton, "ROWS_STEP", 1024)
+    assert triton.chunk_rows(torch.device("cuda"), vocab) == rows
 
 
 def test_one_compiled_graph() -> None:
