@@ -5,7 +5,7 @@ RUN    := $(VENV)/bin/python
 DEMO   ?= runs/demo
 RESULTS ?= benchmarks/results
 GPU_TESTS := tests/kernels/test_gpu_kernels.py tests/test_gpu.py tests/sglang/test_ipc_gpu.py
-REHEARSE ?=  # --rehearse: tiny shapes on a CPU
+FLAGS ?=  # of the benchmarks: --rehearse for tiny shapes on a CPU, --rest, --only ...
 
 .PHONY: demo test sglang-cpu test-sglang lint bench bench-trl gpu-test gpu-tune gpu-bench gpu-train nightly clean
 
@@ -48,18 +48,18 @@ bench-trl: $(VENV)/.ready-dev
 gpu-test:  # tests of kernels and training, then the main shape with the shipped constants; 6 minutes
 	export PYTHONPATH=.:$$PYTHONPATH; timeout -k 10 -s INT 230 $(PYTHON) -m pytest -n 4 -m gpu $(GPU_TESTS); tests=$$?; \
 	timeout -k 10 110 $(PYTHON) benchmarks/gpu_kernels.py --only "qwen3-8b 16k" --seconds 100 --out $(RESULTS)/shipped \
-		$(REHEARSE) && exit $$tests
+		$(FLAGS) && exit $$tests
 
 gpu-tune:  # the kernels' constants, the best ones for this device into $(RESULTS)/tuning.json; 5 minutes
 	PYTHONPATH=.:$$PYTHONPATH timeout -k 10 290 $(PYTHON) benchmarks/gpu_tune.py --groups statistics backward fused \
-		--seconds 265 --out $(RESULTS) $(REHEARSE)
+		--seconds 265 --out $(RESULTS) $(FLAGS)
 
 gpu-bench:  # every shape with the tuned constants, beside the other libraries; 9 minutes
-	PYTHONPATH=.:$$PYTHONPATH timeout -k 10 530 $(PYTHON) benchmarks/gpu_tuned.py --seconds 500 --out $(RESULTS) $(REHEARSE)
+	PYTHONPATH=.:$$PYTHONPATH timeout -k 10 530 $(PYTHON) benchmarks/gpu_tuned.py --seconds 500 --out $(RESULTS) $(FLAGS)
 
 gpu-train:  # training steps and decoding beside transformers, and a learning curve; 7 minutes
 	PYTHONPATH=.:$$PYTHONPATH timeout -k 10 410 $(PYTHON) benchmarks/gpu_training.py --seconds 395 --out $(RESULTS) \
-		$(REHEARSE)
+		$(FLAGS)
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)

@@ -82,7 +82,7 @@ def run(target: str, python: Path, results: Path) -> int:
     print(f"make {target}, results in {results}", flush=True)
     env = os.environ | {"RLKIT_GPU_TESTS_ON": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     env |= {"TRITON_INTERPRET": "1"} if target == "gpu-tune" else {}
-    command = ["make", "-s", target, f"PYTHON={python}", "REHEARSE=--rehearse", f"RESULTS={results}"]
+    command = ["make", "-s", target, f"PYTHON={python}", "FLAGS=--rehearse", f"RESULTS={results}"]
     code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
     print(f"make {target}: exit code {code}", flush=True)
     return code
