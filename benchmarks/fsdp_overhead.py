@@ -85,7 +85,9 @@ def our_step(args: argparse.Namespace, ids: torch.Tensor, mesh: Any) -> Callable
     model = parallelize(build(args), mesh, dtype=DTYPES[args.dtype])
     optimizer = adamw(model, lr=1e-4, weight_decay=0.01)
     n = ids.numel() - 1
-    batch = pack([[Trajectory(ids[:1].tolist(), ids[1:].tolist(), [True] * n, [0.0] * n, [0] * n)]]).to(args.device)
+    batch = pack(
+        [[Trajectory(ids[:1].tolist(), ids[1:].tolist(), [True] * n, [0.0] * n, [0] * n)]]
+    )  # on the host, as in the loops
 
     def step() -> float:
         loss = -forward(model, batch, dtype=args.dtype).logp.sum() / n
