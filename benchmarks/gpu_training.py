@@ -168,7 +168,7 @@ def run(todo: list[Case], args: argparse.Namespace) -> None:
         if case.task == "curve":
             row |= curve(Path(case.side))
         save(path, "rows", case.name if case.task != "curve" else "curve", with_rates(row, ceilings))
-        show(case if case.task != "curve" else Case("", "curve", "100M"), row)
+        show(case if case.task != "curve" else Case("", "curve", "107M"), row)
     if worker is not None:
         worker.stop()
 
