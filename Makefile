@@ -4,9 +4,10 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 DEMO   ?= runs/demo
 RESULTS ?= benchmarks/results
-GPU_TESTS := tests/kernels/test_gpu_kernels.py tests/sglang/test_ipc_gpu.py
+GPU_TESTS := tests/kernels/test_gpu_kernels.py tests/test_gpu.py tests/sglang/test_ipc_gpu.py
+FLAGS ?=  # of the benchmarks: --rehearse for tiny shapes on a CPU, --rest, --only ...
 
-.PHONY: demo test sglang-cpu test-sglang lint bench bench-trl gpu gpu-rest gpu-train gpu-tune nightly clean
+.PHONY: demo test sglang-cpu test-sglang lint bench bench-trl gpu-test gpu-tune gpu-bench gpu-train nightly clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/demo.py --output $(DEMO)
@@ -43,18 +44,22 @@ bench: $(VENV)/.ready-dev
 bench-trl: $(VENV)/.ready-dev
 	$(RUN) benchmarks/peers/compare_trl.py
 
-gpu:  # on the machine with the device: its own Python, nothing is installed; under 9 minutes
-	export PYTHONPATH=.:$$PYTHONPATH; timeout -s INT 240 $(PYTHON) -m pytest -n 4 -m gpu $(GPU_TESTS); \
-	tests=$$?; $(PYTHON) benchmarks/gpu_kernels.py --seconds 260 --out $(RESULTS) && exit $$tests
+# On a machine with a CUDA device, in this order, with its own Python; nothing is installed. See docs/gpu.md.
+gpu-test:  # tests of kernels and training, then the main shape with the shipped constants; 6 minutes
+	export PYTHONPATH=.:$$PYTHONPATH; timeout -k 10 -s INT 230 $(PYTHON) -m pytest -n 4 -m gpu $(GPU_TESTS); tests=$$?; \
+	timeout -k 10 110 $(PYTHON) benchmarks/gpu_kernels.py --only "qwen3-8b 16k" --seconds 100 --out $(RESULTS)/shipped \
+		$(FLAGS) && exit $$tests
 
-gpu-rest:  # the shapes that `make gpu` had no time for
-	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) benchmarks/gpu_kernels.py --seconds 500 --rest --out $(RESULTS)
+gpu-tune:  # the kernels' constants, the best ones for this device into $(RESULTS)/tuning.json; 5 minutes
+	PYTHONPATH=.:$$PYTHONPATH timeout -k 10 290 $(PYTHON) benchmarks/gpu_tune.py --groups statistics backward fused \
+		--seconds 265 --out $(RESULTS) $(FLAGS)
 
-gpu-train:  # a model on the device: attention, bf16, FSDP2, checkpoints, a GRPO run; under 5 minutes
-	PYTHONPATH=.:$$PYTHONPATH timeout -s INT 300 $(PYTHON) -m pytest -m gpu tests/test_gpu.py
+gpu-bench:  # every shape with the tuned constants, beside the other libraries; 9 minutes
+	PYTHONPATH=.:$$PYTHONPATH timeout -k 10 530 $(PYTHON) benchmarks/gpu_tuned.py --seconds 500 --out $(RESULTS) $(FLAGS)
 
-gpu-tune:  # the kernels' constants, and the best ones for this device; under 8 minutes
-	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) benchmarks/gpu_tune.py --seconds 420 --out $(RESULTS)
+gpu-train:  # training steps and decoding beside transformers, and a learning curve; 7 minutes
+	PYTHONPATH=.:$$PYTHONPATH timeout -k 10 410 $(PYTHON) benchmarks/gpu_training.py --seconds 395 --out $(RESULTS) \
+		$(FLAGS)
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)

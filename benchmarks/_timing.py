@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import platform
+import re
 import resource
 import statistics
 import subprocess
@@ -75,23 +76,33 @@ def _peak_kilobytes(*, reset: bool = False) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if platform.system() == "Darwin" else 1)
 
 
+def file_name(device: str) -> str:
+    """A device's name as part of a file's: `NVIDIA H200` is nvidia_h200."""
+    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+
+
 def machine() -> dict[str, Any]:
-    """Processor, versions and commit, for the record."""
+    """Processor and GPU, versions and commit, for the record."""
     info = Path("/proc/cpuinfo")
     names = (
         [x.split(":")[1].strip() for x in info.read_text().splitlines() if x.startswith("model name")]
         if info.exists()
         else []
     )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        commit = found.stdout.strip()
+    except OSError:  # no git
+        commit = ""
+    gpu = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return gpu | {
         "cpu": names[0] if names else platform.processor(),
         "cores": torch.multiprocessing.cpu_count(),
         "threads": torch.get_num_threads(),
         "time": "processor" if torch.get_num_threads() == 1 else "wall",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
+        "commit": commit or "unknown",
     }
 
 

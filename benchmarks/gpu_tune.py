@@ -1,18 +1,23 @@
 """Measures the constants of the Triton kernels on this device, and prints the best as lines to paste.
 
     PYTHONPATH=. python benchmarks/gpu_tune.py --seconds 420
+    PYTHONPATH=. python benchmarks/gpu_tune.py --seconds 270 --groups statistics backward fused
     TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/gpu_tune.py --rehearse --out /tmp/x   # without a device
 
 Each group of constants has workloads; a configuration's score is its time over that of the shipped constants,
-averaged over them (below 1 is better). Groups share the time equally. A configuration that fails is reported and costs
-nothing else.
+averaged over them (below 1 is better). The time that is left is shared equally by the groups that are left. A
+configuration that fails is reported and costs nothing else. `--out`/tuning.json has all of them, and as `best` the
+fastest, or the shipped ones where those are at most 2% slower. The best are set for the next groups, and used by
+`gpu_tuned.py` and `gpu_training.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +36,7 @@ from rlkit.kernels.logits_logp import logits_logp
 ROWS, DIM, VOCAB, TOKENS = (8192, 4096, 151_936, 1 << 23) if CUDA else (2, 8, 40, 512)
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter is slow in bf16
 MB = 1 << 20
+GAIN = 0.98  # a score above it is noise
 Choices = dict[tuple[Any, str], list[Any]]  # (module, constant): values
 Workloads = dict[str, Callable[[], Any]]
 
@@ -116,26 +122,62 @@ def tried(choices: Choices, make: Callable[[], Workloads], *, seconds: float) ->
         setattr(*key, value)
 
 
+def best_of(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fastest constants, or the shipped ones, which come first, where the gain is no more than noise."""
+    good = [row for row in found if "score" in row]
+    fastest = min(good, key=lambda row: row["score"], default=None)
+    if fastest is None:
+        return {}
+    return fastest["set"] if fastest["score"] <= GAIN else good[0]["set"]
+
+
+def use(folder: Path) -> dict[str, Any]:
+    """Set the best constants that `folder`/tuning.json has for this device, and return them.
+
+    Those that this version of the kernels lacks, or has in another form, stay as shipped, and are named.
+    """
+    path = folder / "tuning.json"
+    found = json.loads(path.read_text()).values() if path.exists() else []
+    ours = [group["results"] for group in found if group["results"]["machine"]["device"] == machine()["device"]]
+    return {k: v for result in ours for k, v in result.get("best", {}).items() if was_set(k, v)}
+
+
+def was_set(name: str, value: Any) -> bool:
+    """Set the constant `package.module.NAME`; False if there is none of this kind."""
+    home, _, constant = name.rpartition(".")
+    module = importlib.import_module(home)
+    now = getattr(module, constant, None)
+    fits = type(now) is type(value) and (not isinstance(now, dict) or now.keys() == value.keys())
+    if fits:
+        setattr(module, constant, value)
+    else:
+        print(f"{name} = {value} is left out: it was tuned for another version of the kernels", flush=True)
+    return fits
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=420.0, help="for all groups together")
+    parser.add_argument("--groups", nargs="*", choices=list(groups()), default=list(groups()), help="which, in order")
     parser.add_argument("--rehearse", action="store_true", help="without a device: tiny shapes, few configurations")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of tuning.json")
     args = parser.parse_args()
     if not CUDA and not args.rehearse:
         parser.error("no CUDA device; see --rehearse above")
-    best = []
-    for name, (choices, make) in groups().items():
+    best, end = [], time.monotonic() + args.seconds
+    for i, name in enumerate(args.groups):
+        choices, make = groups()[name]
         found: list[dict[str, Any]] = []
         try:
-            found.extend(tried(choices, make, seconds=args.seconds / len(groups())))
+            found.extend(tried(choices, make, seconds=(end - time.monotonic()) / (len(args.groups) - i)))
         except Exception as error:
             found.append({"error": reason(error)})
-        save(args.out / "tuning.json", name, "results", {"machine": machine(), "rows": found})
+        result = {"machine": machine(), "best": best_of(found), "rows": found}
+        save(args.out / "tuning.json", name, "results", result)
+        best += [f"{key} = {value}" for key, value in result["best"].items() if was_set(key, value)]
         good = sorted((row for row in found if "score" in row), key=lambda row: row["score"])
         bad = [row for row in found if "error" in row]
         print(f"{name}: {len(good)} ran, {len(bad)} failed", *good[:3], *bad[:2], sep="\n  ", flush=True)
-        best += [f"{key} = {value}  # {good[0]['score']}" for key, value in (good[0]["set"] if good else {}).items()]
         gc.collect()
         if lost():
             print("the device is lost; what is left: start again")

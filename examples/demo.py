@@ -23,7 +23,7 @@ from rlkit.scripts import grpo, sft
 from rlkit.scripts.cli import run
 from rlkit.scripts.common import Data, Examples, Model
 from rlkit.scripts.rollouts import Engine, Episodes
-from rlkit.settings import Count, CountOr0, Optim, ParallelArgs, Rollouts, Schedule, Seed, check
+from rlkit.settings import Count, CountOr0, Optim, ParallelArgs, Rollouts, Schedule, Seed, check, refuse_if
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,14 @@ class Args:
     """held-out prompts"""
     seed: Seed = 0
     """of the data, the weights and the sampling"""
+    digits: Count = 6
+    """of a question, at least 5"""
+    hidden: Count = 128
+    """width of the model, in heads of 32, two for each key-value head; the learning rates are inverse to it"""
+    layers: Count = 4
+    """of the model; `hidden` 768 and 12 layers are 107 M parameters, for a GPU"""
+    device: str = "cpu"
+    """cpu or cuda"""
     parallel: ParallelArgs = field(default_factory=ParallelArgs)
     """how the model is cut over the ranks of torchrun"""
     resume: bool = False
@@ -45,21 +53,25 @@ class Args:
 
     def __post_init__(self) -> None:
         check(self)
+        refuse_if(self.digits < 5, f"`digits` must be at least 5, or there are too few questions, got {self.digits}")
+        refuse_if(self.hidden % 64, f"`hidden` must be a multiple of 64, got {self.hidden}")
 
 
-def make_data(folder: Path, *, seed: int, num_sft: int = 9600, num_train: int = 4096, num_eval: int = 256) -> None:
+def make_data(
+    folder: Path, *, seed: int, digits: int = 6, num_sft: int = 9600, num_train: int = 4096, num_eval: int = 256
+) -> None:
     """Write sft.jsonl {prompt, response} of the teacher, train.jsonl and eval.jsonl {prompt, answer}; prompts are unique."""
     rng = random.Random(seed)
-    questions = [f"{x:06d}" for x in rng.sample(range(10**6), num_sft + num_train + num_eval)]
+    questions = [f"{x:0{digits}d}" for x in rng.sample(range(10**digits), num_sft + num_train + num_eval)]
 
     def teacher(question: str) -> str:
-        digits, luck = sorted(question), rng.random()
+        answer, luck = sorted(question), rng.random()
         if luck < 0.65:
-            digits.reverse()
+            answer.reverse()
         elif luck < 0.75:
-            i = rng.randrange(5)
-            digits[i], digits[i + 1] = digits[i + 1], digits[i]
-        return "".join(digits)
+            i = rng.randrange(digits - 1)
+            answer[i], answer[i + 1] = answer[i + 1], answer[i]
+        return "".join(answer)
 
     rows = {
         "sft": [{"prompt": q, "response": teacher(q)} for q in questions[:num_sft]],
@@ -77,35 +89,39 @@ def main(args: Args) -> None:
     from rlkit.ranks import on_rank0
 
     started = time.perf_counter()
-    open_mesh(args.parallel, device="cpu")
+    open_mesh(args.parallel, device=args.device)
     if not args.resume:
         on_rank0(lambda: make_folder(args))
         tokenizer = tiny_tokenizer()
-        export_hf(tiny_model(tokenizer, seed=args.seed), tokenizer, args.output / "random")
+        heads, size = args.hidden // 32, {"hidden": args.hidden, "layers": args.layers, "intermediate": 4 * args.hidden}
+        model = tiny_model(tokenizer, heads=heads, kv_heads=heads // 2, seed=args.seed, **size)
+        export_hf(model, tokenizer, args.output / "random")
 
     on_rank0(lambda: print("SFT: imitate a teacher that sorts 65% of its answers downwards (28% are right)"))
     common = {"seed": args.seed, "resume": args.resume}
     warm = sft.main(
         sft.Args(
-            model=Model(str(args.output / "random"), device="cpu", parallel=args.parallel),
+            model=Model(str(args.output / "random"), device=args.device, parallel=args.parallel),
             data=Data(str(args.output / "sft.jsonl")),
             examples=Examples(batch_size=64),
             schedule=Schedule(args.output / "sft", steps=args.sft_steps, print_steps=50, save_steps=100, **common),
-            optim=Optim(lr=1e-3, lr_schedule="linear", warmup_steps=20),
+            optim=Optim(lr=1e-3 * 128 / args.hidden, lr_schedule="linear", warmup_steps=20),
         )
     )
     on_rank0(lambda: print("GRPO: learn what is right from the reward alone"))
     reward = str(Path(__file__).with_name("sorting_reward.py")) + ":score"
     trained = grpo.main(
         grpo.Args(
-            model=Model(str(warm), device="cpu", parallel=args.parallel),
+            model=Model(str(warm), device=args.device, parallel=args.parallel),
             data=Data(str(args.output / "train.jsonl"), eval_data=str(args.output / "eval.jsonl")),
-            episodes=Episodes(reward=reward, max_prompt_tokens=32, eval_limit=args.eval_limit, eval_kl=True),
-            rollouts=Rollouts(prompts_per_step=16, minibatches=2, max_new_tokens=8),
+            episodes=Episodes(
+                reward=reward, max_prompt_tokens=args.digits + 26, eval_limit=args.eval_limit, eval_kl=True
+            ),
+            rollouts=Rollouts(prompts_per_step=16, minibatches=2, max_new_tokens=args.digits + 2),
             schedule=Schedule(
                 args.output / "grpo", steps=args.grpo_steps, eval_steps=25, print_steps=10, save_steps=50, **common
             ),
-            optim=Optim(lr=1.5e-4, lr_schedule="linear"),
+            optim=Optim(lr=1.5e-4 * 128 / args.hidden, lr_schedule="linear"),
             engine=Engine(max_batch=128),
         )
     )
@@ -119,7 +135,7 @@ def make_folder(args: Args) -> None:
             raise FileExistsError(f"--output {args.output} holds other things than a demo: give a folder of its own")
         shutil.rmtree(args.output)
     args.output.mkdir(parents=True, exist_ok=True)
-    make_data(args.output, seed=args.seed)
+    make_data(args.output, seed=args.seed, digits=args.digits)
 
 
 def report(args: Args, trained: Path, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What training must do on a CUDA device; `make gpu-train` runs it.
+"""What training must do on a CUDA device; `make gpu-test` runs it.
 
 RLKIT_GPU_TESTS_ON=cpu rehearses every line on the CPU: `tests/test_gpu_rehearsal.py` does so.
 """
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         DEVICE == "cuda" and not torch.cuda.is_available(),
-        reason="no CUDA device: run `make gpu-train` on a machine that has one",
+        reason="no CUDA device: run `make gpu-test` on a machine that has one",
     ),
 ]
 

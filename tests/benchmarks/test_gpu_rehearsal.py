@@ -85,3 +85,31 @@ def test_the_tuning(tmp_path: Path) -> None:
     assert printed.count("2 ran, 0 failed") == 6
     assert "rlkit.kernels.linear_scan.triton.BLOCK = " in printed.split("best:")[1]
     assert len(json.loads((tmp_path / "tuning.json").read_text())) == 6
+
+
+def test_what_was_tuned_is_used_where_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tune = importlib.import_module("gpu_tune")
+    home, shipped = tune.triton.__name__, dict(tune.triton.STATS)
+    for name in ("STATS", "HEIGHT", "WIDTH"):
+        monkeypatch.setattr(tune.triton, name, getattr(tune.triton, name))
+    best = {f"{home}.STATS": shipped | {"BLOCK": 77}, f"{home}.HEIGHT": {"not": "an int"}, f"{home}.GONE": 3}
+    of = lambda device, constants: {"results": {"machine": {"device": device}, "best": constants}}
+    tuned = {"a": of(tune.machine()["device"], best), "b": of("another device", {f"{home}.WIDTH": 99})}
+    (tmp_path / "tuning.json").write_text(json.dumps(tuned))
+    assert tune.use(tmp_path) == {f"{home}.STATS": shipped | {"BLOCK": 77}}
+    assert tune.triton.STATS["BLOCK"] == 77
+    assert tune.triton.WIDTH != 99
+    assert capsys.readouterr().out.count("is left out") == 2
+    assert tune.use(tmp_path / "nothing here") == {}
+
+
+def test_a_gain_within_the_noise_changes_no_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    best_of = importlib.import_module("gpu_tune").best_of
+    shipped, failed = {"set": {"X": 1}, "score": 1.0}, {"set": {"X": 4}, "error": "spilled"}
+    assert best_of([shipped, {"set": {"X": 2}, "score": 0.99}, failed]) == {"X": 1}
+    assert best_of([shipped, failed, {"set": {"X": 3}, "score": 0.9}, {"set": {"X": 2}, "score": 0.95}]) == {"X": 3}
+    assert best_of([failed]) == {}

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,6 +55,30 @@ def test_the_teacher_is_usually_wrong_and_held_out_prompts_are_not_trained_on(tm
         assert 0.23 < right / 9600 < 0.30, "a swap of two equal digits is right, too"
         assert 0.63 < down / 9600 < 0.67
         assert all(sorted(row["response"]) == sorted(row["prompt"]) for row in sft)
+
+
+def test_questions_of_another_length_and_a_model_of_another_size(tmp_path, monkeypatch):
+    demo = importlib.import_module("demo")
+    demo.make_data(tmp_path, seed=0, digits=10)
+    sft, train = (rows_of(tmp_path / f"{name}.jsonl") for name in ("sft", "train"))
+    assert {len(row["prompt"]) for row in sft + train} == {10}
+    assert all(sorted(row["response"]) == sorted(row["prompt"]) for row in sft)
+    right = sum(row["response"] == "".join(sorted(row["prompt"])) for row in sft)
+    assert 0.23 < right / 9600 < 0.30
+    for wrong, name in [({"digits": 4}, "digits"), ({"hidden": 100}, "hidden")]:
+        with pytest.raises(ValueError, match=f"`{name}` must be"):
+            demo.Args(**wrong)
+    calls = {}
+    for name in ("sft", "grpo"):
+        monkeypatch.setattr(demo, name, replaced := SimpleNamespace(**vars(getattr(demo, name))))
+        replaced.main = lambda args, name=name: calls.setdefault(name, args).schedule.output
+    monkeypatch.setattr(demo, "report", lambda *_: None)
+    demo.main(demo.Args(tmp_path / "demo", digits=7, hidden=64, layers=1))
+    config = json.loads((tmp_path / "demo/random/config.json").read_text())
+    assert (config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]) == (64, 2, 1)
+    assert (calls["sft"].optim.lr, calls["grpo"].optim.lr) == (2e-3, 3e-4)
+    assert calls["grpo"].rollouts.max_new_tokens == 9
+    assert {len(row["prompt"]) for row in rows_of(tmp_path / "demo/train.jsonl")} == {7}
 
 
 def test_a_short_demo_is_resumed_and_reports_what_it_measured(tmp_path):

@@ -1,4 +1,4 @@
-"""Every kernel on a CUDA device, in every dtype, against fp64; `make gpu` runs it."""
+"""Every kernel on a CUDA device, in every dtype, against fp64; `make gpu-test` runs it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlkit.kernels.logits_logp import which_impl as which_logits
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no CUDA device: run `make gpu` on a machine that has one"
+        not torch.cuda.is_available(), reason="no CUDA device: run `make gpu-test` on a machine that has one"
     ),
 ]
 SIZES = {  # blocks of 1024 rows and 8192 columns that are not whole; odd rows; a vocabulary that no tile divides
