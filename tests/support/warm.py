@@ -2,9 +2,10 @@
 
 A server imports torch, transformers and rlkit once per pytest process and forks a child for each command. The child has
 the arguments, folder, environment, descriptors, session and terminal that the test gives, and it ends as an interpreter
-ends: with its own status or signal. What depends on the import itself (its time, its environment variables, signals
-meanwhile, a missing extra, a hash seed of its own) is tested with `subprocess`. Where forking after the import is not
-safe (macOS), and for commands other than `python FILE`, `python -m MODULE` and `python -c CODE`, this is `subprocess`.
+ends: after its threads and exit functions, with its own status or signal. What depends on the import itself (its time,
+its environment variables, signals meanwhile, a missing extra, a hash seed of its own) and on the modules' end is tested
+with `subprocess`. Where forking after the import is not safe (macOS), and for commands other than `python FILE`,
+`python -m MODULE` and `python -c CODE`, this is `subprocess`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import gc
 import importlib
@@ -82,6 +83,14 @@ def become(job: dict[str, Any]) -> None:
     sys.path[:1] = filter(None, job["env"].get("PYTHONPATH", "").split(os.pathsep))
 
 
+def leave() -> None:
+    """The last of the exit functions: a command that returned has nothing left but to take down its modules."""
+    if returned:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 def execute(argv: list[str]) -> None:
     """What `python` does with these arguments."""
     if argv[0] == "-m":
@@ -102,6 +111,8 @@ def execute(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    returned = False
+    atexit.register(leave)  # before the imports register theirs, which run first
     from rlkit.scripts.imports import defer_compiler
 
     defer_compiler()
@@ -113,3 +124,4 @@ if __name__ == "__main__":
     if job is not None:
         become(job)
         execute(job["argv"][1:])
+        returned = True
