@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parent / "support"))  # tests import `warm`; pytest's importlib mode does not find it
 
 
 def pytest_configure() -> None:

@@ -8,27 +8,26 @@ import types
 from pathlib import Path
 
 import pytest
+import warm
 
 import rlkit
 
 ROOT = Path(__file__).parents[1]
 
 
-def run_loop(page: Path, folder: Path) -> list[str]:
+def run_loop(page: Path, folder: Path, start=warm.run) -> list[str]:
     """The lines that the page's loop prints."""
     code = next(c for c in re.findall(r"```python\n(.*?)```", page.read_text(), re.S) if "asyncio.run" in c)
     assert len(code.strip().splitlines()) < 60
     assert len(re.findall("^(?:import|from) ", code, re.M)) <= (6 if page.name == "README.md" else 20)
     (folder / "loop.py").write_text(code)
-    out = subprocess.run(
-        [sys.executable, "loop.py"], cwd=folder, capture_output=True, text=True, timeout=200, check=False
-    )
+    out = start([sys.executable, "loop.py"], cwd=folder, capture_output=True, text=True, timeout=200, check=False)
     assert out.returncode == 0, out.stderr
     return out.stdout.splitlines()
 
 
 def test_the_loop_of_the_readme_raises_its_reward(tmp_path):
-    rewards = [float(line.split()[1]) for line in run_loop(ROOT / "README.md", tmp_path)]
+    rewards = [float(line.split()[1]) for line in run_loop(ROOT / "README.md", tmp_path, subprocess.run)]
     assert len(rewards) == 20
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
 

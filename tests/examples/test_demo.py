@@ -6,12 +6,12 @@ import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -25,7 +25,7 @@ def run_demo(output: Path, *flags: str) -> list[str]:
     """The lines that the script prints on stdout; what it leaves is in `output`."""
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--output", str(output), *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = warm.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert len(done.stdout.splitlines()) <= 60
     return done.stdout.splitlines()

@@ -3,13 +3,13 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import warm
 
 from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
@@ -217,7 +217,7 @@ def test_the_script_from_nothing_to_a_trained_model(tmp_path):
         "--max-turns", "3", "--max-total-tokens", "160", "--max-new-tokens", "70",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    out = warm.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert out.returncode == 0, out.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "grpo" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import warm
+
 from rlkit.run.folder import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +23,7 @@ def start(folder: Path, *flags: str) -> subprocess.Popen:
     (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, re.S) if "asyncio.run" in c)
     folder.mkdir(exist_ok=True)
     (folder / "own.py").write_text(code)
-    return subprocess.Popen(
+    return warm.Popen(
         [sys.executable, "own.py", *flags],
         cwd=folder,
         env=ENV,

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -38,7 +39,7 @@ def command(task, script, output, *flags):
 
 def run(task, script, output, *flags, prefix=()):
     line = [*prefix, *command(task, script, output, *flags)]
-    return subprocess.run(line, env=ENV, capture_output=True, text=True, timeout=280, check=False)
+    return warm.run(line, env=ENV, capture_output=True, text=True, timeout=280, check=False)
 
 
 def numbers(output):
@@ -97,7 +98,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(task, tmp_path, script):
 
 def test_a_run_that_is_open_keeps_its_args(task, tmp_path):
     output = tmp_path / "run"
-    with subprocess.Popen(
+    with warm.Popen(
         command(task, "sft", output, "--steps", "100000"), env=ENV, stdout=subprocess.PIPE, text=True
     ) as process:
         try:

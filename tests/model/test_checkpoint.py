@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+import warm
 from torch import nn
 
 import rlkit
@@ -350,7 +351,7 @@ def test_wrong_model_or_optimizer_is_named_and_nothing_is_changed(tmp_path):
 def run_script(script: str, *args: object, prefix: tuple[str, ...] = ()) -> list:
     """Run `script` in a new process; its last line of output, read as JSON."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = warm.run(
         [*prefix, sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
         capture_output=True, text=True, timeout=240, env=env, cwd=Path(__file__).parents[2],
     )  # fmt: skip

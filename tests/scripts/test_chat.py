@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
@@ -78,7 +79,7 @@ def refused(capsys, monkeypatch, *flags):
 
 
 def test_a_pipe_gets_answers_only_one_for_each_line(model):
-    done = subprocess.run(
+    done = warm.run(
         [*CHAT, model, "--temperature", "0", "--max-new-tokens", "12"], input="one\n\ntwo\n", text=True,
         capture_output=True, check=True,
     )  # fmt: skip

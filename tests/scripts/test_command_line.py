@@ -8,12 +8,12 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.scripts.cli import run
@@ -88,7 +88,7 @@ def steps_of(folder):
 def test_a_base_model_trains_from_the_command_line(task, tmp_path, script):
     command = [sys.executable, "-m", f"rlkit.scripts.{script}"]
     command += flags_of(task, script, tmp_path, "--no-chat-template", model="base")
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False)
+    done = warm.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert steps_of(tmp_path) == [0, 1, 2]
     size = 24_032 if script == "reward_model" else 32_416
@@ -199,7 +199,7 @@ def test_wrong_flags_and_files_end_in_one_line(task, tmp_path, capsys):
         (["-m", "rlkit.scripts.sweep"], [], "nothing to search over"),
     ]:
         command = [sys.executable, *script, "--output", str(tmp_path / "other"), *flags]
-        done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
+        done = warm.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert done.stderr.startswith(f"error: {message}")
 

@@ -4,13 +4,14 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import psutil
 import pytest
+import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,9 +33,7 @@ def start(task, output, *more):
         "--device", "cpu", *more,
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    return warm.Popen(command, env=env, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
 
 
 def lines_of(output):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from rlkit.run.folder import read_metrics
 from rlkit.scripts import dpo
@@ -34,7 +34,7 @@ def run(task, script, output, *flags, prefix=()):
     command = [sys.executable, *prefix, "-m", f"rlkit.scripts.{script}", "--model", str(task / "model")]
     command += ["--data", data, "--eval-data", data, "--steps", "4", "--eval-steps", "2", "--batch-size", "8"]
     command += ["--lr", "1e-3", "--max-tokens", "100", "--output", str(output), "--device", "cpu", *flags]
-    return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False)
+    return warm.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False)
 
 
 def numbers(output):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlkit.run.folder import read_metrics
@@ -32,7 +32,7 @@ def run(task, output, *flags, ranks=1):
     command += ["--prompts-per-step", "8", "--max-new-tokens", "8", "--minibatches", "2", "--kl-coef", "0.05"]
     command += ["--lr", "1e-3", "--critic-lr", "1e-3", "--critic-steps", "1", "--output", str(output)]
     command += ["--device", "cpu", *flags]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False)
+    done = warm.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in read_metrics(output)]
 

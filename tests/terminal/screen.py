@@ -7,7 +7,6 @@ import os
 import re
 import select
 import struct
-import subprocess
 import termios
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pyte
+import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,9 +49,8 @@ class Terminal:
         kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR", "RANK")}
         go, self._go = os.pipe()
         env = {**kept, "GO": str(go), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
-        self.process = subprocess.Popen(
-            [*map(str, command)], env=env | environment, preexec_fn=lambda: os.login_tty(side), pass_fds=[go], cwd=ROOT
-        )
+        streams = {"stdin": side, "stdout": side, "stderr": side}
+        self.process = warm.Popen(command, terminal=True, env=env | environment, pass_fds=[go], cwd=ROOT, **streams)
         os.close(side)
         os.close(go)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import warm
 from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpec
 from nbclient import NotebookClient
@@ -27,6 +28,7 @@ class Kernel(AsyncKernelManager):
 
 
 def notebook(folder: Path, monkeypatch: pytest.MonkeyPatch, *cells: str) -> NotebookClient:
+    monkeypatch.setattr("jupyter_client.launcher.Popen", warm.Popen)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))

@@ -1,0 +1,127 @@
+"""The server of `warm.py`: imports what rlkit's commands import, then forks a child for each command."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import struct
+import sys
+import threading
+import types
+from typing import Any
+
+sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "../.."))
+PRELOAD = (
+    "torch.optim", "tyro", "matplotlib.backends.backend_agg", "matplotlib.figure",
+    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3", "rlkit.model.forward", "rlkit.model.checkpoint", "rlkit.model.optim",
+    "rlkit.loops.grpo", "rlkit.loops.ppo", "rlkit.loops.sft", "rlkit.loops.preference", "rlkit.loops.reward_model",
+    "rlkit.rollout.engines.local", "rlkit.run.plot", "rlkit.rollout.envs.chat", "rlkit.rollout.text",
+    "rlkit.scripts.cli", "rlkit.scripts.rollouts", "rlkit.scripts.foreign", "rlkit.model.launch",
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.nn",
+    "torch.distributed.tensor.parallel",
+)  # fmt: skip
+
+
+def serve(requests: socket.socket) -> dict[str, Any] | None:
+    """Returns in each child, with its job; in the server at the end, with None."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that wait for the children
+    while True:
+        data, fds, *_ = socket.recv_fds(requests, 1 << 20, 16)
+        if not data:
+            return None
+        if os.fork() == 0:
+            requests.close()
+            return forked(json.loads(data), fds)
+        for fd in fds:
+            os.close(fd)
+
+
+def forked(job: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+    """Forks the child and returns in it; its parent reports its status, and ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    child = os.fork()
+    if child == 0:
+        return job | {"fds": fds}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    status, *others = fds
+    for fd in others:
+        os.close(fd)
+    os.write(status, struct.pack("i", os.waitpid(child, 0)[1]))
+    os._exit(0)
+
+
+def become(job: dict[str, Any]) -> None:
+    """Takes over the job's descriptors, session, folder, environment and arguments."""
+    status, *high = (fcntl.fcntl(fd, fcntl.F_DUPFD, 200) for fd in job["fds"])  # above every number that is wanted
+    for fd in job["fds"]:
+        os.close(fd)
+    for fd, number in zip(high, job["numbers"], strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    if job["terminal"]:
+        os.login_tty(0)
+    elif job["session"]:
+        os.setsid()
+    os.write(status, struct.pack("i", os.getpid()))  # only now: a test may signal the session's processes
+    os.close(status)
+    standard = open(0), open(1, "w", buffering=1 if os.isatty(1) else -1), open(2, "w", buffering=1)  # noqa: SIM115
+    for name, stream in zip(("stdin", "stdout", "stderr"), standard, strict=True):
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["env"])
+    sys.orig_argv, sys.argv = job["argv"], job["argv"][1:]
+    sys.path[:1] = filter(None, job["env"].get("PYTHONPATH", "").split(os.pathsep))
+
+
+def leave() -> None:
+    """The last of the exit functions: a command that returned has nothing left but to take down its modules."""
+    if returned:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def execute(argv: list[str]) -> None:
+    """What `python` does with these arguments."""
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if argv[0] == "-c":
+        sys.argv, name, code = ["-c", *argv[2:]], "<string>", argv[1]
+        sys.path.insert(0, "")
+    else:
+        main.__file__ = name = argv[0]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(name)))
+        with open(name, encoding="utf-8") as file:
+            code = file.read()
+    exec(compile(code, name, "exec", dont_inherit=True), main.__dict__)
+
+
+if __name__ == "__main__":
+    returned = False
+    atexit.register(leave)  # before the imports register theirs, which run first
+    from rlkit.scripts.imports import defer_compiler
+
+    defer_compiler()
+    for module in PRELOAD:
+        importlib.import_module(module)
+    assert threading.active_count() == 1, "a forked child would lack the threads"
+    gc.freeze()  # the children's collections leave these pages shared
+    job = serve(socket.socket(fileno=int(sys.argv[1])))
+    if job is not None:
+        become(job)
+        execute(job["argv"][1:])
+        returned = True
