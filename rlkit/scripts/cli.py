@@ -75,6 +75,8 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     """Parse the flags of the dataclass `kind` and call `script(flags)`, as `on_ranks` does: a script's last line."""
     import tyro
 
+    if "OMP_WAIT_POLICY" not in os.environ:  # beside busy cores, threads of torch that spin keep each other waiting
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     argv = sys.argv[1:] if argv is None else argv
     _refuse_unknown(argv[: argv.index("--")] if "--" in argv else argv, kind)  # what follows is another command's
     printed = io.StringIO()

@@ -78,3 +78,39 @@ print(isinstance(torch.compile(model), torch._dynamo.eval_frame.OptimizedModule)
 ])  # fmt: skip
 def test_nothing_is_deferred_after_the_import_or_on_a_rank(code):
     assert python(f"{code}\nimport torch._dynamo\nprint(type(torch._dynamo).__name__)") == "module\n"
+
+
+@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
+def test_waiting_threads_spin_shortly_unless_the_user_says_otherwise(given):
+    code = """
+import os, sys
+from dataclasses import dataclass
+from rlkit.scripts.cli import run
+@dataclass
+class Args:
+    pass
+run(lambda _: print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules), Args, None, argv=[])
+"""
+    names = ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"]
+    start = f"import os; [os.environ.pop(name, None) for name in {names}]; os.environ.update({given})"
+    spins = given.get("GOMP_SPINCOUNT", "None" if given else "1000")
+    assert python(f"{start}\n{code}") == f"{spins} False\n"
+
+
+def test_the_spin_count_is_set_before_torch_is_imported(task, tmp_path):
+    flags = ["--model", str(task / "model"), "--data", str(task / "train.jsonl"), "--output", str(tmp_path / "run")]
+    flags += ["--reward", f"{task / 'reward.py'}:score"]
+    code = f"""
+import builtins, os, sys
+real = builtins.__import__
+def spy(name, *args, **kwargs):
+    if name == "torch" and "torch" not in sys.modules:
+        print(os.environ.get("GOMP_SPINCOUNT"))
+        os._exit(0)
+    return real(name, *args, **kwargs)
+builtins.__import__ = spy
+os.environ.pop("OMP_WAIT_POLICY", None); os.environ.pop("GOMP_SPINCOUNT", None)
+from rlkit.scripts.grpo import *
+run(main, Args, None, argv={flags!r})
+"""
+    assert python(code) == "1000\n"
