@@ -31,6 +31,7 @@ nightly: $(VENV)/.ready-dev
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not gpu and not sglang"
 
 bench: $(VENV)/.ready-dev
+	$(RUN) benchmarks/training_step.py
 	$(RUN) benchmarks/generation.py
 	$(RUN) benchmarks/linear_logp_cpu.py
 	$(RUN) benchmarks/linear_scan_cpu.py
