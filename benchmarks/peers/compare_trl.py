@@ -5,7 +5,9 @@
 The task is the demo's: sort six digits, from an SFT warm start on a noisy teacher. TRL lives in its own environment,
 made on first use with the project's version of torch. Both train in fp32 with TRL's default algorithm: rewards centred
 and divided by their group's standard deviation, token mean, no KL, AdamW, gradient norm clipped to 1. Neither
-evaluates or saves during the run; both save the model at its end. trl_grpo.py says how TRL is set up; rlkit_grpo.py is
+evaluates or saves during the run; both save the model at its end. With `--defaults` TRL keeps its own defaults, bf16 and
+activation checkpointing, and rlkit takes bf16. `--prefix 256` puts 256 tokens before each prompt and rewards each digit
+in its place, since the model is not used to such prompts. trl_grpo.py says how TRL is set up; rlkit_grpo.py is
 rlkit grpo with one more timer. What is measured, each in a fresh process:
 
     first update   seconds from starting the command until the first step's line is logged
@@ -42,6 +44,7 @@ from trl_setup import ROOT, TRL_ENV, make_task, make_trl_environment
 from trl_table import Run, common_level, measure, show, tabulate
 
 PROMPTS, GROUP = 8, 8
+DIGITS = f"{Path(__file__).with_name('digits_reward.py')}:score"
 
 
 @dataclass
@@ -58,6 +61,10 @@ class Args:
     """constant learning rate"""
     sft_steps: int = 300
     """of the warm start"""
+    prefix: int = 0
+    """tokens before each prompt, as instructions and examples are"""
+    defaults: bool = False
+    """bf16 on both sides, and TRL's activation checkpointing"""
     trl: str = "1.16.0"
     """version of TRL"""
     work: Path = ROOT / "runs" / "bench-trl"
@@ -70,13 +77,27 @@ def command(side: str, args: Args, task: dict[str, Any], *, steps: int, seed: in
     """The command line of one run."""
     script = [TRL_ENV / "bin" / "python"] if side == "trl" else [sys.executable]
     common = [
-        *("--model", task["model"], "--data", task["data"], "--output", output, "--steps", steps, "--lr", args.lr),
-        *("--reward", f"{ROOT / 'examples' / 'sorting_reward.py'}:score"),
+        *("--model", task["model"], "--data", data(args, task), "--output", output, "--steps", steps, "--lr", args.lr),
+        *("--reward", f"{ROOT / 'examples' / 'sorting_reward.py'}:score" if not args.prefix else DIGITS),
         *("--prompts-per-step", PROMPTS, "--group-size", GROUP, "--max-new-tokens", 8, "--seed", seed),
     ]
-    own = ["--max-prompt-tokens", 32, "--baseline", "group_zscore", "--eval-steps", 0, "--save-steps", 0]
+    own = ["--max-prompt-tokens", 32 + args.prefix, "--baseline", "group_zscore", "--eval-steps", 0, "--save-steps", 0]
+    if args.defaults:
+        own += ["--dtype", "bf16"]
+        common += ["--defaults"] if side == "trl" else []
     parts = [*script, Path(__file__).with_name(f"{side}_grpo.py"), *common, *(own if side == "rlkit" else [])]
     return [str(part) for part in parts]
+
+
+def data(args: Args, task: dict[str, Any]) -> Path:
+    """The prompts, with a prefix of that many tokens (the tokenizer is byte-level)."""
+    if not args.prefix:
+        return Path(task["data"])
+    path = args.work.absolute() / f"prefix-{args.prefix}.jsonl"
+    text = ("Sort the digits: 394215 becomes 123459. " * args.prefix)[: args.prefix]
+    rows = [json.loads(line) for line in Path(task["data"]).read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "prompt": text + row["prompt"]}) + "\n" for row in rows))
+    return path
 
 
 def train(line: list[str], output: Path, *, threads: int) -> Run:
@@ -133,15 +154,16 @@ def main(args: Args) -> None:
     task = make_task(args.work.absolute() / "task", args.sft_steps)
     runs = in_turns(args, task)
     level = common_level([*runs["trl"], *runs["rlkit"]], args.reward)
-    fixed = {"level": level, "prompt_tokens": task["prompt_tokens"], "samples": PROMPTS * GROUP}
+    fixed = {"level": level, "prompt_tokens": task["prompt_tokens"] + args.prefix, "samples": PROMPTS * GROUP}
     figures = {side: [measure(run, **fixed) for run in done] for side, done in runs.items()}
     rows = tabulate(figures)
     show(rows)
     settings = {key: value for key, value in asdict(args).items() if not isinstance(value, Path)}
     result = {"args": settings, "machine": machine(), "versions": versions, "table": rows, "rounds": figures}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{args.out}")
+    out = args.out.with_stem(args.out.stem + ("_defaults" if args.defaults else "") + "_prefix" * bool(args.prefix))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{out}")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from rlkit.parallel.attention import AttentionPlan, attend
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+BF16_ROWS = 128  # oneDNN compiles and keeps a kernel of a few hundred KB for each shape of a bf16 product
 _LEAVES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 
 
@@ -90,8 +91,11 @@ def hidden_states(
     `last` is the plan of the last layer: its queries, and the result, may be the end of the stream, T of S rows.
     dtype: of the products; bf16 products round their inputs and outputs, while norms and residuals stay as they are.
     """
-    x = base.embed_tokens(tokens)
+    x, num_tokens = base.embed_tokens(tokens), len(last.out_index)  # type: ignore[arg-type]
     dtype = x.dtype if dtype == torch.float32 else dtype
+    if dtype != x.dtype:
+        x, positions = _padded(x), _padded(positions[:, None])[:, 0]
+        plan, last = (p._replace(out_index=_padded(p.out_index[:, None])[:, 0]) for p in (plan, last))  # type: ignore
     with torch.no_grad():
         cos, sin = (t[0, :, None] for t in base.rotary_emb(x[None], positions[None]))
         half = cos.shape[-1] // 2
@@ -103,12 +107,18 @@ def hidden_states(
         projections = (a.q_proj, a.k_proj, a.v_proj)
         weights, biases = [p.weight for p in projections], [p.bias for p in projections]
         q, k, v = _Project.apply(x, layer.input_layernorm.weight, *weights, *biases, *norms, cos, sin, eps, dtype)
-        plan = last if layer is base.layers[-1] else plan
+        if layer is base.layers[-1]:
+            plan, x = last, x[len(tokens) - num_tokens : len(tokens)]
+            x = x if dtype == x.dtype else _padded(x)
         out = attend(q, k, v, plan, scale=a.scaling).flatten(1)
-        weights = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
-        x, norm = x[x.shape[0] - out.shape[0] :], layer.post_attention_layernorm.weight
-        x = _Finish.apply(x, out, a.o_proj.weight, a.o_proj.bias, norm, *weights, eps)
-    return base.norm(x)
+        weights, norm = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight], layer.post_attention_layernorm
+        x = _Finish.apply(x, out, a.o_proj.weight, a.o_proj.bias, norm.weight, *weights, eps)
+    return base.norm(x[:num_tokens])
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Zeros after the last row, up to a multiple of `BF16_ROWS`: such rows are computed, and read by no other row."""
+    return F.pad(x, (0, 0, 0, -len(x) % BF16_ROWS))
 
 
 class _Project(torch.autograd.Function):
