@@ -5,7 +5,7 @@
 The task is the demo's: sort six digits, from an SFT warm start on a noisy teacher. TRL lives in its own environment,
 made on first use with the project's version of torch. Both train in fp32 with TRL's default algorithm: rewards centred
 and divided by their group's standard deviation, token mean, no KL, AdamW, gradient norm clipped to 1. Neither
-evaluates or saves during the run; both save the model at its end. With `--defaults` TRL keeps its own defaults, bf16 and
+evaluates or saves during the run; both save the model at its end. With `--defaults` TRL keeps its own, bf16 and
 activation checkpointing, and rlkit takes bf16. `--prefix 256` puts 256 tokens before each prompt and rewards each digit
 in its place, since the model is not used to such prompts. trl_grpo.py says how TRL is set up; rlkit_grpo.py is
 rlkit grpo with one more timer. What is measured, each in a fresh process:
