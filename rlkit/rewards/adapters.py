@@ -28,7 +28,7 @@ from rlkit.rewards.call import (
     run_reward,
     run_reward_each,
 )
-from rlkit.rewards.text import GOLD_COLUMNS, gold_answer
+from rlkit.rewards.text import GOLD_COLUMNS, first_value, no_gold_answer
 from rlkit.rollout.calling import is_async
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from rlkit.types import Trajectory
 
 _log = logging.getLogger("rlkit.rewards")
-_GOLD = (*GOLD_COLUMNS, "reward_model")
 _RECENT = 100  # samples that `max_failed` is a share of
 _NOTE = 500  # characters of a list or dict in the notes
 _Call = tuple[Any, Callable[[Any], Any]]  # the result of a function, or its coroutine, and how to read it
@@ -279,7 +278,7 @@ def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
         return _logged({**result, "reward": result["score"]} if has_score else result)
 
     foreign = [name for name in columns if name in ("reward_router_address", "reward_model_tokenizer")]
-    return _as(compute_score, call_batched if batched else call, foreign, [_GOLD, *columns])
+    return _as(compute_score, call_batched if batched else call, foreign, [GOLD_COLUMNS, *columns])
 
 
 def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
@@ -306,7 +305,7 @@ def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         logs = {name: _only(values) for name, values in (result.get("extra_logs") or {}).items()}
         return {**_logged(logs), "reward": reward, "score": reward if scores is None else _only(scores)}
 
-    return _as(reward_func, call, _required(reward_func)[3:], [_GOLD])
+    return _as(reward_func, call, _required(reward_func)[3:], [GOLD_COLUMNS])
 
 
 def _only(values: Any) -> Any:
@@ -340,7 +339,7 @@ def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def sample(completion: str, row: dict[str, Any]) -> _Slime:
-        label, metadata = _first(row, "label", *_GOLD), row.get("metadata") or {}
+        label, metadata = first_value(row, "label", *GOLD_COLUMNS), row.get("metadata") or {}
         prompt = row.get("prompt", row.get("messages"))
         return _Slime(called="sample", prompt=prompt, response=completion, label=label, metadata=metadata)
 
@@ -385,7 +384,7 @@ def with_messages(reward_fn: Callable[[list[dict[str, Any]], Any], Any]) -> Call
         conversation = messages or [*prompt_messages(row), {"role": "assistant", "content": completion}]
         return reward_fn(conversation, _gold(row)), _unchanged
 
-    return _as(reward_fn, call, _required(reward_fn)[2:], [_GOLD])
+    return _as(reward_fn, call, _required(reward_fn)[2:], [GOLD_COLUMNS])
 
 
 _ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
@@ -410,7 +409,7 @@ def check_rows(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> 
     needs = needs_of(function)
     for index, row in enumerate(rows):
         for need in needs:
-            if need in row if isinstance(need, str) else _first(row, *need) is not None:
+            if need in row if isinstance(need, str) else first_value(row, *need) is not None:
                 continue
             names = (need,) if isinstance(need, str) else need
             problem = f"{name_of(function)} needs the column {' or '.join(map(repr, names))}"
@@ -419,17 +418,11 @@ def check_rows(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> 
             raise column_error(place_of(rows, index), problem, row, "; rename one with --rename")
 
 
-def _first(row: dict[str, Any], *names: str) -> Any | None:
-    """The first value of these columns that is not null; that of `reward_model` is its `ground_truth`."""
-    values = (gold_answer({name: row.get(name)}) if name == "reward_model" else row.get(name) for name in names)
-    return next((value for value in values if value is not None), None)
-
-
 def _gold(row: dict[str, Any], *first: str) -> Any:
     """The first column that is not null of `first` and of `gold_answer`; ValueError for a row with none of them."""
-    found = _first(row, *first, *_GOLD)
+    found = first_value(row, *first, *GOLD_COLUMNS)
     if found is None:
-        raise ValueError(f"the row has no gold answer ({', '.join(_GOLD)}); columns found: {sorted(row)}")
+        raise no_gold_answer(row)
     return found
 
 
