@@ -178,6 +178,8 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     that reads `trainer_state` and can do without it is logged as a warning.
     """
 
+    accepted = _acceptor(reward_func)
+
     def call(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any = None) -> _Call:
         logs, added = _trl_logs(len(rows))
         names = dict.fromkeys(name for row in rows for name in row)
@@ -186,7 +188,7 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         chat = not isinstance(prompts[0], str)
         texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else completions
         given = {**columns, "prompts": prompts, "completions": texts, "completion_ids": completion_ids, **logs}
-        return reward_func(**_accepted(reward_func, given)), added
+        return reward_func(**accepted(given)), added
 
     given, asked = {"prompts", "completions", "completion_ids", "log_extra", "log_metric"}, _required(reward_func)
     foreign = [name for name in asked if name in ("trainer_state", "environments")]
@@ -256,7 +258,7 @@ def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
     batched = "solution_strs" in inspect.signature(compute_score).parameters
     known = ("data_source", "solution_str", "ground_truth", "extra_info")
     names = {f"{name}s" if batched else name: name for name in known}
-    columns = [name for name in _required(compute_score) if name not in names]
+    columns, accepted = [name for name in _required(compute_score) if name not in names], _acceptor(compute_score)
 
     def given(completion: str, row: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -266,12 +268,12 @@ def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
         }  # fmt: skip
 
     def call(completion: str, row: dict[str, Any]) -> _Call:
-        return compute_score(**_accepted(compute_score, given(completion, row))), scored
+        return compute_score(**accepted(given(completion, row))), scored
 
     def call_batched(completions: list[str], rows: list[dict[str, Any]]) -> _Call:
         each = [given(completion, row) for completion, row in zip(completions, rows, strict=True)]
         lists = {name: [one[names.get(name, name)] for one in each] for name in (*names, *columns)}
-        return compute_score(**_accepted(compute_score, lists)), partial(_each, scored)
+        return compute_score(**accepted(lists)), partial(_each, scored)
 
     def scored(result: Any) -> Any:
         has_score = isinstance(result, dict) and "score" in result
@@ -491,11 +493,11 @@ def _as(
     return reward
 
 
-def _accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The keywords that the function takes."""
+def _acceptor(function: Callable[..., Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A function that keeps the keywords that `function` takes."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
-    return given if takes_all else {name: value for name, value in given.items() if name in parameters}
+    return lambda given: given if takes_all else {name: value for name, value in given.items() if name in parameters}
 
 
 def _sample(tokenizer: Any, prompt: Prompt, trajectory: Trajectory) -> Sample:
