@@ -72,7 +72,7 @@ def one_message(row: Row) -> Row:
 def common_prompt(row: Row) -> Row:
     """The common beginning of two texts `chosen` and `rejected` as `prompt`, up to white space; {} without one.
 
-    Differs: TRL's `extract_prompt` cuts in the middle of a word where the first different word begins alike.
+    Differs: TRL's `extract_prompt` cuts inside a word if the first words that differ have the same first letters.
     """
     texts: list[Any] = [row.get(name) for name in ("chosen", "rejected")]
     if "prompt" in row or "messages" in row or not all(isinstance(text, str) for text in texts):

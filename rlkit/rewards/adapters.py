@@ -28,7 +28,7 @@ from rlkit.rewards.call import (
     run_reward,
     run_reward_each,
 )
-from rlkit.rewards.text import GOLD_COLUMNS, gold_answer
+from rlkit.rewards.text import GOLD_COLUMNS, first_value, no_gold_answer
 from rlkit.rollout.calling import is_async
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from rlkit.types import Trajectory
 
 _log = logging.getLogger("rlkit.rewards")
-_GOLD = (*GOLD_COLUMNS, "reward_model")
 _RECENT = 100  # samples that `max_failed` is a share of
 _NOTE = 500  # characters of a list or dict in the notes
 _Call = tuple[Any, Callable[[Any], Any]]  # the result of a function, or its coroutine, and how to read it
@@ -179,6 +178,8 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     that reads `trainer_state` and can do without it is logged as a warning.
     """
 
+    accepted = _acceptor(reward_func)
+
     def call(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any = None) -> _Call:
         logs, added = _trl_logs(len(rows))
         names = dict.fromkeys(name for row in rows for name in row)
@@ -187,7 +188,7 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         chat = not isinstance(prompts[0], str)
         texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else completions
         given = {**columns, "prompts": prompts, "completions": texts, "completion_ids": completion_ids, **logs}
-        return reward_func(**_accepted(reward_func, given)), added
+        return reward_func(**accepted(given)), added
 
     given, asked = {"prompts", "completions", "completion_ids", "log_extra", "log_metric"}, _required(reward_func)
     foreign = [name for name in asked if name in ("trainer_state", "environments")]
@@ -257,7 +258,7 @@ def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
     batched = "solution_strs" in inspect.signature(compute_score).parameters
     known = ("data_source", "solution_str", "ground_truth", "extra_info")
     names = {f"{name}s" if batched else name: name for name in known}
-    columns = [name for name in _required(compute_score) if name not in names]
+    columns, accepted = [name for name in _required(compute_score) if name not in names], _acceptor(compute_score)
 
     def given(completion: str, row: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -267,19 +268,19 @@ def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
         }  # fmt: skip
 
     def call(completion: str, row: dict[str, Any]) -> _Call:
-        return compute_score(**_accepted(compute_score, given(completion, row))), scored
+        return compute_score(**accepted(given(completion, row))), scored
 
     def call_batched(completions: list[str], rows: list[dict[str, Any]]) -> _Call:
         each = [given(completion, row) for completion, row in zip(completions, rows, strict=True)]
         lists = {name: [one[names.get(name, name)] for one in each] for name in (*names, *columns)}
-        return compute_score(**_accepted(compute_score, lists)), partial(_each, scored)
+        return compute_score(**accepted(lists)), partial(_each, scored)
 
     def scored(result: Any) -> Any:
         has_score = isinstance(result, dict) and "score" in result
         return _logged({**result, "reward": result["score"]} if has_score else result)
 
     foreign = [name for name in columns if name in ("reward_router_address", "reward_model_tokenizer")]
-    return _as(compute_score, call_batched if batched else call, foreign, [_GOLD, *columns])
+    return _as(compute_score, call_batched if batched else call, foreign, [GOLD_COLUMNS, *columns])
 
 
 def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
@@ -306,7 +307,7 @@ def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         logs = {name: _only(values) for name, values in (result.get("extra_logs") or {}).items()}
         return {**_logged(logs), "reward": reward, "score": reward if scores is None else _only(scores)}
 
-    return _as(reward_func, call, _required(reward_func)[3:], [_GOLD])
+    return _as(reward_func, call, _required(reward_func)[3:], [GOLD_COLUMNS])
 
 
 def _only(values: Any) -> Any:
@@ -340,7 +341,7 @@ def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def sample(completion: str, row: dict[str, Any]) -> _Slime:
-        label, metadata = _first(row, "label", *_GOLD), row.get("metadata") or {}
+        label, metadata = first_value(row, "label", *GOLD_COLUMNS), row.get("metadata") or {}
         prompt = row.get("prompt", row.get("messages"))
         return _Slime(called="sample", prompt=prompt, response=completion, label=label, metadata=metadata)
 
@@ -385,7 +386,7 @@ def with_messages(reward_fn: Callable[[list[dict[str, Any]], Any], Any]) -> Call
         conversation = messages or [*prompt_messages(row), {"role": "assistant", "content": completion}]
         return reward_fn(conversation, _gold(row)), _unchanged
 
-    return _as(reward_fn, call, _required(reward_fn)[2:], [_GOLD])
+    return _as(reward_fn, call, _required(reward_fn)[2:], [GOLD_COLUMNS])
 
 
 _ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
@@ -410,7 +411,7 @@ def check_rows(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> 
     needs = needs_of(function)
     for index, row in enumerate(rows):
         for need in needs:
-            if need in row if isinstance(need, str) else _first(row, *need) is not None:
+            if need in row if isinstance(need, str) else first_value(row, *need) is not None:
                 continue
             names = (need,) if isinstance(need, str) else need
             problem = f"{name_of(function)} needs the column {' or '.join(map(repr, names))}"
@@ -419,17 +420,11 @@ def check_rows(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> 
             raise column_error(place_of(rows, index), problem, row, "; rename one with --rename")
 
 
-def _first(row: dict[str, Any], *names: str) -> Any | None:
-    """The first value of these columns that is not null; that of `reward_model` is its `ground_truth`."""
-    values = (gold_answer({name: row.get(name)}) if name == "reward_model" else row.get(name) for name in names)
-    return next((value for value in values if value is not None), None)
-
-
 def _gold(row: dict[str, Any], *first: str) -> Any:
     """The first column that is not null of `first` and of `gold_answer`; ValueError for a row with none of them."""
-    found = _first(row, *first, *_GOLD)
+    found = first_value(row, *first, *GOLD_COLUMNS)
     if found is None:
-        raise ValueError(f"the row has no gold answer ({', '.join(_GOLD)}); columns found: {sorted(row)}")
+        raise no_gold_answer(row)
     return found
 
 
@@ -498,11 +493,11 @@ def _as(
     return reward
 
 
-def _accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The keywords that the function takes."""
+def _acceptor(function: Callable[..., Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A function that keeps the keywords that `function` takes."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
-    return given if takes_all else {name: value for name, value in given.items() if name in parameters}
+    return lambda given: given if takes_all else {name: value for name, value in given.items() if name in parameters}
 
 
 def _sample(tokenizer: Any, prompt: Prompt, trajectory: Trajectory) -> Sample:

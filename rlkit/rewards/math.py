@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from rlkit._extras import missing, optional
 from rlkit.rewards.call import needing
-from rlkit.rewards.text import GOLD_COLUMNS, gold_answer, last_boxed, last_tag
+from rlkit.rewards.text import GOLD_COLUMNS, gold_answer, last_boxed, last_tag, no_gold_answer
 from rlkit.rewards.timeouts import num_cores, off_the_clock, time_left_s, turn
 
 _WHY = "rewards for mathematics need"
@@ -44,7 +44,7 @@ _BLANKS = re.compile(r"(?:[ ,;:!]?\\|~|\s)*")  # TeX's, matched backwards: that 
 
 
 def _columns(column: str | None) -> tuple[str, ...]:
-    return (column,) if column else (*GOLD_COLUMNS, "reward_model")
+    return (column,) if column else GOLD_COLUMNS
 
 
 class Verdict(NamedTuple):
@@ -134,8 +134,7 @@ async def _judged(
 ) -> dict[str, Any]:
     gold = gold_answer(row) if column is None else row.get(column)
     if gold is None:
-        what = f"{column!r}" if column else f"gold answer ({', '.join(GOLD_COLUMNS)} or reward_model.ground_truth)"
-        raise ValueError(f"the row has no {what}; columns found: {sorted(row)}")
+        raise no_gold_answer(row, column)
     if not answer:
         return {"reward": 0.0, "answered": 0.0, "undecided": 0.0, "reason": missing}
     verdict = await equal(str(gold), answer, search=search, timeout_s=timeout_s)

@@ -288,7 +288,7 @@ def _positive(**numbers: float) -> None:
             raise ValueError(f"{name} must be positive, got {value}")
 
 
-GOLD_COLUMNS = ("answer", "ground_truth", "solution", "label", "gt_answer")
+GOLD_COLUMNS = ("answer", "ground_truth", "solution", "label", "gt_answer", "reward_model")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -301,10 +301,23 @@ def gold_answer(row: Mapping[str, Any]) -> Any | None:
     >>> gold_answer({"answer": None, "reward_model": {"ground_truth": "72"}})
     '72'
     """
-    nested = row.get("reward_model")
-    columns = [row.get(name) for name in GOLD_COLUMNS]
-    columns += [nested.get("ground_truth")] if isinstance(nested, Mapping) else []
-    return next((value for value in columns if value is not None), None)
+    return first_value(row, *GOLD_COLUMNS)
+
+
+def first_value(row: Mapping[str, Any], *names: str) -> Any | None:
+    """The first value of these columns that is not null; that of `reward_model` is its `ground_truth`."""
+    values = (_ground_truth(row.get(name)) if name == "reward_model" else row.get(name) for name in names)
+    return next((value for value in values if value is not None), None)
+
+
+def no_gold_answer(row: Mapping[str, Any], column: str | None = None) -> ValueError:
+    """The error for a row without a value in `column`, or without a gold answer."""
+    what = repr(column) if column else f"gold answer ({', '.join(GOLD_COLUMNS)}.ground_truth)"
+    return ValueError(f"the row has no {what}; columns found: {sorted(row)}")
+
+
+def _ground_truth(reward_model: Any) -> Any | None:
+    return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
 
 
 def squad_normalize(text: str) -> str:

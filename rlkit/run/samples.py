@@ -94,7 +94,12 @@ class Samples:
         self, prompt: Prompt, group: Sequence[Trajectory], *, step: int, advantages: Mapping[int, float] | None = None
     ) -> list[dict[str, Any]]:
         known = {"step": step, "group": prompt.index, "gold": gold_answer(prompt.row)}
-        rows = [known | trajectory_row(t, decode=self._decode) for t in group]
+        text = self._decode(prompt.ids)  # once: most samples of a group have the same prompt
+
+        def decode(ids: list[int]) -> str:
+            return text if ids == prompt.ids else self._decode(ids)
+
+        rows = [known | trajectory_row(t, decode=decode) for t in group]
         if advantages is not None:
             rows = [row | {"advantage": advantages.get(id(t))} for row, t in zip(rows, group, strict=True)]
         return rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 FLAGS = {  # the flag here: the first of several ("a | b") that the script has, and what to give it
     # TRL and transformers
-    "beta": "beta | kl_coef", "bf16": "dtype bf16", "center_rewards_coefficient": "center_coef",
+    "beta": "kl_coef", "bf16": "dtype bf16", "center_rewards_coefficient": "center_coef",
     "chat_template_kwargs": "template_args", "cliprange": "clip_low and --clip-high", "cliprange_value": "value_clip",
     "dataset_config": "data OWNER/NAME:CONFIG:SPLIT", "dataset_name": "data",
     "dataset_test_split": "eval_data OWNER/NAME:CONFIG:SPLIT", "dataset_train_split": "data OWNER/NAME:CONFIG:SPLIT",
@@ -37,7 +37,7 @@ FLAGS = {  # the flag here: the first of several ("a | b") that the script has, 
     "enable_gradient_checkpointing": "parallel.activation_checkpointing", "entropy_coeff": "entropy_coef",
     "experiment_name": "output", "kl_loss_coef": "kl_coef", "loss_agg_mode": "aggregate", "loss_mode": "loss",
     "lr_warmup_steps": "warmup_steps", "max_response_length": "max_new_tokens", "n": "group_size",
-    "param_offload": "parallel.offload", "path": "model | data", "ppo_epochs": "epochs",
+    "param_offload": "parallel.offload", "path": "model", "ppo_epochs": "epochs",
     "ppo_max_token_len_per_gpu": "max_tokens", "ppo_micro_batch_size": "max_tokens (it bounds a micro-batch)",
     "ppo_micro_batch_size_per_gpu": "max_tokens (it bounds a micro-batch)",
     "ppo_mini_batch_size": "minibatches (train_batch_size / ppo_mini_batch_size)", "resume_mode": "resume",
@@ -45,7 +45,7 @@ FLAGS = {  # the flag here: the first of several ("a | b") that the script has, 
     "tensor_model_parallel_size": "parallel.tp", "test_freq": "eval_steps",
     "total_epochs": "steps (epochs * rows / prompts of a step)", "total_training_steps": "steps",
     "train_batch_size": "batch_size | prompts_per_step", "train_files": "data",
-    "ulysses_sequence_parallel_size": "parallel.cp, with --parallel.ulysses", "use_kl_loss": "kl_coef",
+    "ulysses_sequence_parallel_size": "parallel.cp and --parallel.ulysses", "use_kl_loss": "kl_coef",
     "val_files": "eval_data", "critic_warmup": "critic_steps",
     # OpenRLHF
     "actor_learning_rate": "lr", "adam_offload": "parallel.offload", "advantage_estimator": "baseline",

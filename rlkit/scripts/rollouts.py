@@ -275,6 +275,7 @@ def environment(
     `rewards` are the `reward_functions` and `foreign` is the object of `load_env`, if loaded already.
     """
     from rlkit.rewards.adapters import env_rewards, scorer
+    from rlkit.rewards.combine import weighted
     from rlkit.rollout.envs import tools
     from rlkit.rollout.envs.adapters import adapted
     from rlkit.rollout.limits import limited
@@ -298,26 +299,19 @@ def environment(
     weights = {name: weight for name, (_, weight) in how.rewards().items()}
     reward, *_ = functions.values()
     if [*weights.values()] != [None]:
-        from rlkit.rewards.combine import weighted
-
         weights = {name: 1.0 if weight is None else weight for name, weight in weights.items()}
         reward = weighted(functions, weights=weights, timeout_s=how.reward_timeout)
-    limits = {"timeout_s": how.reward_timeout, "max_failed": how.reward_max_failed}
-    return env, scorer(reward, tokenizer=tokenizer, **limits)
+    return env, scorer(reward, tokenizer=tokenizer, timeout_s=how.reward_timeout, max_failed=how.reward_max_failed)
 
 
 def _parsed(text: str) -> tuple[str, float | None, str]:
-    """FILE.py:FUNCTION and the weight (None without one) of FILE.py:FUNCTION=WEIGHT, and the text itself."""
+    """FILE.py:FUNCTION, the weight after `=` (None without one, NaN for what is no number), and the text itself."""
     _, equals, number = text.rpartition(":")[2].partition("=")
-    return text.removesuffix(equals + number), _weight(number) if equals else None, text
-
-
-def _weight(text: str) -> float:
-    """The number after `=`; NaN if it is none."""
     try:
-        return float(text)
+        weight = float(number) if equals else None
     except ValueError:
-        return math.nan
+        weight = math.nan
+    return text.removesuffix(equals + number), weight, text
 
 
 def _make_env(function: Any, tokenizer: Any, *, spec: str) -> Any:

@@ -1,10 +1,6 @@
 """examples/in_transformers.py: the losses equal those from full logits, for any split of a step into batches."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
+import importlib
 
 import pytest
 import torch
@@ -12,21 +8,13 @@ import torch
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("accelerate", reason="pip install accelerate")
-ROOT = Path(__file__).parents[2]
 TOKENIZER = tiny_tokenizer()
 SMALL = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 48}
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("in_transformers", ROOT / "examples" / "in_transformers.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def example():
-    return load()
+    return importlib.import_module("in_transformers")
 
 
 def arguments(folder, **settings):
@@ -92,12 +80,12 @@ def test_sft_equals_the_trainers_own_loss(example, tmp_path):
 
 
 ON_TWO_RANKS = """
-import importlib.util, sys, torch
+import importlib.util, sys, torch, in_transformers
 spec = importlib.util.spec_from_file_location("test", sys.argv[1])
 test = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(test)
 settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "ddp_backend": "gloo"}
-after, loss = test.trained(test.load(), sys.argv[2], **settings)
+after, loss = test.trained(in_transformers, sys.argv[2], **settings)
 if torch.distributed.get_rank() == 0:
     torch.save((after, loss), sys.argv[2] + "/after.pt")
 torch.distributed.destroy_process_group()
@@ -105,11 +93,8 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_sft_on_two_ranks_is_the_mean_over_all_tokens_of_the_step(example, tmp_path):
-    (tmp_path / "run.py").write_text(ON_TWO_RANKS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    subprocess.run([*launch, tmp_path / "run.py", __file__, tmp_path], check=True, env=environment, timeout=250)
+def test_sft_on_two_ranks_is_the_mean_over_all_tokens_of_the_step(example, tmp_path, on_two_ranks):
+    on_two_ranks(ON_TWO_RANKS, __file__, tmp_path)
     after, _ = torch.load(tmp_path / "after.pt")
     expected, _ = trained(example, tmp_path, per_device_train_batch_size=8)
     difference = max((p - q).abs().max().item() for p, q in zip(after, expected, strict=True))

@@ -1,11 +1,7 @@
 """examples/in_trl.py in TRL: loss, gradient and advantages equal TRL's own where both are defined."""
 
-import importlib.util
-import os
-import subprocess
-import sys
+import importlib
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,21 +11,13 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("trl", reason="pip install trl==1.16.0")
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 TOKENIZER = tiny_tokenizer()
 SMALL = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 48}
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("in_trl", ROOT / "examples" / "in_trl.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def example():
-    return load()
+    return importlib.import_module("in_trl")
 
 
 @pytest.fixture
@@ -153,33 +141,28 @@ def test_settings_without_effect_and_missing_rewards_are_refused(make):
 
 
 ON_TWO_RANKS = """
-import importlib.util, sys, torch
+import sys, torch
+import in_trl as example
 from trl import GRPOTrainer
-spec = importlib.util.spec_from_file_location("test", sys.argv[1])
-test = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(test)
-example, settings = test.load(), {"max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0,
+settings = {"max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0,
     "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8, "ddp_backend": "gloo", "use_cpu": True}
 
 class Stock(GRPOTrainer):
     def __init__(self, *args, surrogate, **kwargs):
         super().__init__(*args, **kwargs)
 
-ours = example.main(output=sys.argv[2] + "/ours", **settings)
+ours = example.main(output=sys.argv[1] + "/ours", **settings)
 example.Trainer = Stock
-theirs = example.main(output=sys.argv[2] + "/theirs", scale_rewards="none", **settings)
+theirs = example.main(output=sys.argv[1] + "/theirs", scale_rewards="none", **settings)
 if torch.distributed.get_rank() == 0:
-    torch.save([[p.detach() for p in trainer.model.parameters()] for trainer in (ours, theirs)], sys.argv[2] + "/after")
+    torch.save([[p.detach() for p in trainer.model.parameters()] for trainer in (ours, theirs)], sys.argv[1] + "/after")
 torch.distributed.destroy_process_group()
 """
 
 
-def test_training_on_two_ranks_is_that_of_trl(example, tmp_path):
+def test_training_on_two_ranks_is_that_of_trl(tmp_path, on_two_ranks):
     """Two SGD steps of two micro-batches on each rank, with generation: the same parameters as TRL's."""
-    (tmp_path / "run.py").write_text(ON_TWO_RANKS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    subprocess.run([*launch, tmp_path / "run.py", __file__, tmp_path], check=True, env=environment, timeout=280)
+    on_two_ranks(ON_TWO_RANKS, tmp_path)
     ours, theirs = torch.load(tmp_path / "after")
     start = tiny_model(TOKENIZER)
     moved = max((p - q.detach()).abs().max().item() for p, q in zip(theirs, start.parameters(), strict=True))

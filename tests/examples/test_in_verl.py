@@ -1,8 +1,6 @@
 """examples/in_verl.py as verl loads and calls it: its registries, its actor's loss, its DataProto."""
 
 import importlib
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ import torch
 
 pytest.importorskip("verl", reason="see docs/own-trainer.md for the packages that its core_algos needs")
 pytestmark = pytest.mark.slow
-EXAMPLES = str(Path(__file__).parents[2] / "examples")
 LENS = torch.tensor([6, 2, 5, 3])
 
 
@@ -19,10 +16,8 @@ def example():
     """The module, imported once by verl's own loader, as for VERL_USE_EXTERNAL_MODULES=in_verl."""
     from verl.utils.import_utils import import_external_libs
 
-    sys.path.insert(0, EXAMPLES)
     import_external_libs(["in_verl"])
-    yield importlib.import_module("in_verl")
-    sys.path.remove(EXAMPLES)
+    return importlib.import_module("in_verl")
 
 
 def actor(**settings):
