@@ -41,16 +41,16 @@ Choices = dict[tuple[Any, str], list[Any]]  # (module, constant): values
 Workloads = dict[str, Callable[[], Any]]
 
 
-def rows(now: dict[str, Any], stages: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-    """Values of STATS (with `stages`) or GRADIENT, which are `now`."""
+def rows(now: dict[str, Any], registers: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+    """Values of STATS (with limits on `registers`) or GRADIENT, which are `now`."""
     out = [now | {"BLOCK": b, "num_warps": w} for b in (2048, 4096, 8192) for w in (4, 8, 16)]
-    return [row | {"STAGES": s} for row in out for s in stages] if stages else out
+    return [row | {"maxnreg": n} for row in out for n in registers] if registers else out
 
 
 def groups() -> dict[str, tuple[Choices, Callable[[], Workloads]]]:
     heights, widths = [512, 1024, 2048, 4096], [4096, 8192, 16_384, 32_768]
     sizes = [64 * MB, 128 * MB, 256 * MB, 512 * MB]
-    stats, gradient = rows(triton.STATS, (1, 2, 3)), rows(triton.GRADIENT)
+    stats, gradient = rows(triton.STATS, (64, 80, 128)), rows(triton.GRADIENT)
     scanning: Choices = {(scan, "BLOCK"): [512, 1024, 2048, 4096], (scan, "NUM_WARPS"): [2, 4, 8]}
     return {
         "statistics": ({(triton, "STATS"): stats}, lambda: from_logits(False) | from_hidden(False)),
