@@ -80,7 +80,7 @@ def gpu_tables(found: list[Path]) -> str:
     if not found:
         aims = {
             "log-prob and entropy, no gradient": "1.33 x one product",
-            "any loss afterwards": "1.20 x four products, 0.5 GB",
+            "any loss afterwards": "1.20 x four products, 0.84 GB",
             "any loss afterwards, half of the rows left out": "0.60 x the time with all",
             "loss known in advance": "1.24 x three products",
             "from logits": "80% of the speed of a copy",
