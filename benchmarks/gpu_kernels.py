@@ -9,9 +9,9 @@ temperature affect all equally, and nothing is in the L2 cache when a run begins
 Floors are the bare products with the operands of the real ones: 1 for scoring, 4 where any loss may follow, 3 where the
 loss is known in advance; written in bf16, and in fp32 as rlkit's logits are. "peaked" inputs are as in a trained model,
 where most of the softmax is below 2^-12: apple CCE leaves such gradients out. `extra_mb` is the peak over the inputs,
-less the gradients that are handed out. The results, with the device's name, versions and commit, are written after
-every shape to `--out`/<device>.json. A first run (which may compile) is broken off after 40 s, or at the end of
-`--seconds`.
+less the gradients that are handed out. The constants that `gpu_tune.py` found best and left in `--out` are used. The
+results, with the device's name, versions, commit and these constants, are written after every shape to
+`--out`/<device>.json. A first run (which may compile) is broken off after 40 s, or at the end of `--seconds`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any
 import gpu_peers as peers
 import torch
 from _gpu import CUDA, DEVICE, WITHOUT, Budget, DeviceLost, Row, lost, machine, median_ms, reason, save, time_all
+from gpu_tune import use
 from torch import Tensor
 
 from rlkit.kernels.linear_logp import fused_loss, linear_logp
@@ -327,8 +328,10 @@ def main() -> None:
     args = parser.parse_args()
     if not CUDA and not args.rehearse:
         parser.error("no CUDA device; --rehearse --out SOMEWHERE runs every line on the CPU")
-    end, about = time.monotonic() + args.seconds, {"machine": machine() | peers.about()}
-    Budget.end = end
+    Budget.end = end = time.monotonic() + args.seconds
+    constants = use(args.out)
+    print(*(f"{key} = {value}" for key, value in constants.items()), sep="\n", flush=True)
+    about = {"machine": machine() | peers.about() | {"constants": constants}}
     WITHOUT.update(args.without)
     path = args.out / (re.sub(r"[^a-z0-9]+", "_", about["machine"]["device"].lower()).strip("_") + ".json")
     done = json.loads(path.read_text()) if args.rest and path.exists() else {}

@@ -8,7 +8,7 @@ Each group of constants has workloads; a configuration's score is its time over 
 averaged over them (below 1 is better). The time that is left is shared equally by the groups that are left. A
 configuration that fails is reported and costs nothing else. `--out`/tuning.json has all of them, and as `best` the
 fastest, or the shipped ones where those are at most 2% slower. The best are set for the next groups, and used by
-`gpu_tuned.py` and `gpu_training.py`.
+`gpu_kernels.py` and `gpu_training.py`.
 """
 
 from __future__ import annotations

@@ -26,9 +26,12 @@ def rehearse(script: str, out: Path, **env: str) -> str:
 
 @pytest.mark.timeout(600)
 def test_the_kernel_benchmark_and_its_tables(tmp_path: Path) -> None:
+    device, best = {"device": "rehearsal on a CPU"}, {"rlkit.kernels.linear_logp.triton.HEIGHT": 77}
+    (tmp_path / "tuning.json").write_text(json.dumps({"forward": {"results": {"machine": device, "best": best}}}))
     assert "failed" not in rehearse("gpu_kernels.py", tmp_path)
-    (path,) = tmp_path.glob("*.json")
+    path = tmp_path / "rehearsal_on_a_cpu.json"
     found = json.loads(path.read_text())
+    assert found["linear_scan"]["tiny"]["machine"]["constants"] == best
     assert set(found) == {"ceilings", "linear_logp", "logits_logp", "linear_scan"}
     (ceilings,) = found["ceilings"].values()
     assert [row.get("gb_per_s", row.get("tflops")) is None for row in ceilings["results"]] == [False] * 3
