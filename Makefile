@@ -56,7 +56,7 @@ gpu-tune:  # the kernels' constants, the best ones for this device into $(RESULT
 		--seconds 265 --out $(RESULTS) $(FLAGS)
 
 gpu-bench:  # every shape with the tuned constants, beside the other libraries; 9 minutes
-	PYTHONPATH=.:$$PYTHONPATH timeout -k 10 530 $(PYTHON) benchmarks/gpu_tuned.py --seconds 500 --out $(RESULTS) $(FLAGS)
+	PYTHONPATH=.:$$PYTHONPATH timeout -k 10 530 $(PYTHON) benchmarks/gpu_kernels.py --seconds 500 --out $(RESULTS) $(FLAGS)
 
 gpu-train:  # training steps and decoding beside transformers, and a learning curve; 7 minutes
 	PYTHONPATH=.:$$PYTHONPATH timeout -k 10 410 $(PYTHON) benchmarks/gpu_training.py --seconds 395 --out $(RESULTS) \

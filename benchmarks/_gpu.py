@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import platform
+import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,32 @@ import torch
 Row = dict[str, Any]
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-FIRST_RUNS_SECONDS = 90.0  # for compiling at one shape; runs that are not done by then are left out
+FIRST_RUN_SECONDS = 40.0  # of one run, which may compile or tune itself; it is broken off after that
+FIRST_RUNS_SECONDS = 90.0  # of all runs at one shape; those that have not begun by then are left out
 FLUSH_BYTES = 256 << 20  # several times the largest L2 cache
 WITHOUT: set[str] = set()  # runs to skip
+
+
+class Budget:
+    """When this process has to be done; runs that have not begun by then are left out."""
+
+    end = math.inf
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in a block that takes longer; at the next Python instruction, not inside a library's call."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"broken off: its first run took more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class DeviceLost(Exception):
@@ -80,20 +106,28 @@ def reason(error: Exception) -> str:
 
 
 def time_all(runs: dict[str, Callable[[], Any]], *, seconds: float, rounds: int = 15) -> dict[str, Row]:
-    """Milliseconds of each, after one untimed run that also gives its peak memory; failures are reported as such."""
+    """Milliseconds of each, after one untimed run that also gives its peak memory.
+
+    Failures, and first runs for which there is no time, are rows with an `error`.
+    """
     rows: dict[str, Row] = {name: {"name": name, "error": "left out"} for name in runs if name in WITHOUT}
-    end = time.monotonic() + FIRST_RUNS_SECONDS
+    end = min(time.monotonic() + FIRST_RUNS_SECONDS, Budget.end - seconds)
     for name, run in runs.items():
-        if name in WITHOUT or time.monotonic() > end:
+        left = min(FIRST_RUN_SECONDS, end - time.monotonic())
+        if name in WITHOUT:
+            continue
+        if left <= 0:
+            rows[name] = {"name": name, "error": "left out: no time for its first run"}
             continue
         try:
-            rows[name] = {"name": name, "peak_mb": round(peak_mb(run), 1), "ms": []}
+            with at_most(left):
+                rows[name] = {"name": name, "peak_mb": round(peak_mb(run), 1), "ms": []}
         except Exception as error:
             rows[name] = failed(name, error)
     end = time.monotonic() + seconds
     for number in range(rounds):
         for name in [n for n, row in rows.items() if "ms" in row]:
-            if number >= 3 and time.monotonic() > end:
+            if time.monotonic() > (end if number >= 3 else Budget.end):
                 return rows
             try:
                 rows[name]["ms"].append(milliseconds(runs[name]))

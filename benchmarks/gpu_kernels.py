@@ -7,8 +7,11 @@ Everything of one shape, the bare products too, runs in turn, round by round, in
 temperature affect all equally, and nothing is in the L2 cache when a run begins. A run that leaves the device unusable
 (an illegal access in some library) is left out, and a fresh process continues.
 Floors are the bare products with the operands of the real ones: 1 for scoring, 4 where any loss may follow, 3 where the
-loss is known in advance. `extra_mb` is the peak over the inputs, less the gradients that are handed out. The results,
-with device, versions and commit, are written after every shape to `--out`/<device>.json.
+loss is known in advance; written in bf16, and in fp32 as rlkit's logits are. "peaked" inputs are as in a trained model,
+where most of the softmax is below 2^-12: apple CCE leaves such gradients out. `extra_mb` is the peak over the inputs,
+less the gradients that are handed out. The constants that `gpu_tune.py` found best and left in `--out` are used. The
+results, with the device's name, versions, commit and these constants, are written after every shape to
+`--out`/<device>.json. A first run (which may compile) is broken off after 40 s, or at the end of `--seconds`.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ from typing import Any
 
 import gpu_peers as peers
 import torch
-from _gpu import CUDA, DEVICE, WITHOUT, DeviceLost, Row, lost, machine, median_ms, reason, save, time_all
+from _gpu import CUDA, DEVICE, WITHOUT, Budget, DeviceLost, Row, lost, machine, median_ms, reason, save, time_all
+from gpu_tune import use
 from torch import Tensor
 
 from rlkit.kernels.linear_logp import fused_loss, linear_logp
+from rlkit.kernels.linear_logp.chunked import product_into
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.kernels.logits_logp import logits_logp
 
@@ -55,28 +60,35 @@ PRODUCT_ROWS = 8192  # of a bare product: its result is written over and over
 REHEARSAL = {MAIN: (70, 24, 300), "odd vocabulary 8k": (70, 24, 127)}
 
 
-def summarised(rows: dict[str, Row], floors: dict[str, float]) -> list[Row]:
-    """Median, spread, and the ratio to the floor whose name begins the row's."""
+def summarised(rows: dict[str, Row], floors: dict[str, float], fp32: dict[str, float] | None = None) -> list[Row]:
+    """Median, spread, and the ratios to the floors (with bf16 and `fp32` products) whose names begin the row's."""
     out = []
     for row in rows.values():
         if times := row.pop("ms", None):
             row |= {"median_ms": round(statistics.median(times), 4), "runs": len(times)}
             row |= {"fastest_ms": round(min(times), 4), "slowest_ms": round(max(times), 4)}
-            floor = next((v for k, v in floors.items() if row["name"].startswith(k)), None)
-            if floor:
-                row["ratio_to_floor"] = round(row["median_ms"] / floor, 3)
+            for key, of in (("ratio_to_floor", floors), ("ratio_to_fp32_floor", fp32 or {})):
+                if floor := next((v for k, v in of.items() if row["name"].startswith(k)), None):
+                    row[key] = round(row["median_ms"] / floor, 3)
         out.append(row)
         cells = [f"{row.get(k, '-'):>12}" for k in ("median_ms", "slowest_ms", "ratio_to_floor", "extra_mb")]
         print(f"  {row['name']:52}{''.join(cells)}  {row.get('error', '')}", flush=True)
     return out
 
 
-def linear(name: str, *, seconds: float) -> dict[str, Any]:
-    """All heads at one shape, in bf16."""
+def linear(name: str, *, seconds: float, peaked: bool = False) -> dict[str, Any]:
+    """All heads at one shape, in bf16.
+
+    Logits are standard normal, or `peaked`: the target's is 6 to 26, the others have a standard deviation of 1.5.
+    """
     num_rows, dim, vocab = SHAPES[name] if CUDA else REHEARSAL[name]
-    hidden = torch.randn(num_rows, dim, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    hidden = torch.randn(num_rows, dim, device=DEVICE, dtype=torch.bfloat16)
     weight = (torch.randn(vocab, dim, device=DEVICE, dtype=torch.bfloat16) / dim**0.5).requires_grad_()
     targets = torch.randint(vocab, (num_rows,), device=DEVICE)
+    if peaked:
+        height = torch.rand(num_rows, 1, device=DEVICE, dtype=torch.bfloat16) * 20 + 6
+        hidden = 1.5 * hidden + height * weight.detach()[targets]
+    hidden.requires_grad_()
     runs = {
         **products(hidden, weight),
         **scoring(hidden, weight, targets),
@@ -86,7 +98,7 @@ def linear(name: str, *, seconds: float) -> dict[str, Any]:
     if name not in COMPILED or not CUDA:
         runs.pop("any loss, materialised, torch.compile")
     rows = time_all(dict(sorted(runs.items(), key=lambda run: urgency(run[0]))), seconds=seconds)
-    floors = sums_of_products(rows)
+    floors, fp32 = sums_of_products(rows, "bf16"), sums_of_products(rows, "fp32")
     gradients = {
         "product": 0,
         "score": 0,
@@ -98,7 +110,15 @@ def linear(name: str, *, seconds: float) -> dict[str, Any]:
         handed_out -= weight.nbytes if "in place" in run else 0
         if "peak_mb" in row:
             row["extra_mb"] = round(row.pop("peak_mb") - handed_out / 2**20, 1)
-    return {"rows": num_rows, "dim": dim, "vocab": vocab, "floors_ms": floors, "results": summarised(rows, floors)}
+    about = {
+        "rows": num_rows,
+        "dim": dim,
+        "vocab": vocab,
+        "peaked": peaked,
+        "floors_ms": floors,
+        "fp32_floors_ms": fp32,
+    }
+    return about | {"results": summarised(rows, floors, fp32)}
 
 
 def urgency(run: str) -> int:
@@ -107,29 +127,36 @@ def urgency(run: str) -> int:
 
 
 def products(hidden: Tensor, weight: Tensor) -> dict[str, Callable[[], Any]]:
-    """The bare matrix products, over chunks of rows."""
+    """The bare matrix products of 16-bit operands, over chunks of rows, written in bf16 and in fp32."""
     h, w = hidden.detach(), weight.detach()
     z = torch.empty(min(PRODUCT_ROWS, h.shape[0]), w.shape[0], device=DEVICE, dtype=h.dtype).normal_()
-    d_h, d_w = torch.empty_like(h), torch.empty_like(w)
 
-    def each(product: Callable[[Tensor, Tensor], Any]) -> None:
+    def each(product: Callable[[Tensor, Tensor, Tensor], Any], like: Tensor, dtype: torch.dtype) -> None:
+        out = torch.empty_like(like, dtype=dtype)
         for top in range(0, h.shape[0], z.shape[0]):
             part = h[top : top + z.shape[0]]
-            product(part, z[: part.shape[0]])
+            product(part, z[: part.shape[0]], out)
 
-    return {
-        "product, logits": partial(each, lambda part, z: torch.mm(part, w.T, out=z)),
-        "product, d_hidden": partial(each, lambda part, z: torch.mm(z, w, out=d_h[: part.shape[0]])),
-        "product, d_weight": partial(each, lambda part, z: torch.mm(z.T, part, out=d_w)),
-    }
+    runs: dict[str, Callable[[], Any]] = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        runs |= {
+            f"product, logits, {name}": partial(
+                each, lambda part, _, out: product_into(out[: len(part)], part, w.T), z, dtype
+            ),
+            f"product, d_hidden, {name}": partial(
+                each, lambda part, z, out: product_into(out[: len(part)], z, w), h, dtype
+            ),
+            f"product, d_weight, {name}": partial(each, lambda part, z, out: product_into(out, z.T, part), w, dtype),
+        }
+    return runs
 
 
-def sums_of_products(rows: dict[str, Row]) -> dict[str, float]:
-    """Milliseconds that the products of each kind of run take; empty where one of them failed."""
-    ms = {name: row["ms"] for name, row in rows.items() if name.startswith("product") and row.get("ms")}
-    if len(ms) < 3:
+def sums_of_products(rows: dict[str, Row], out: str) -> dict[str, float]:
+    """Milliseconds of the products of each kind of run, written as `out`; empty where one of them failed."""
+    kinds = [rows.get(f"product, {kind}, {out}", {}).get("ms") for kind in ("logits", "d_hidden", "d_weight")]
+    if not all(kinds):
         return {}
-    z, d_h, d_w = (statistics.median(x) for x in ms.values())
+    z, d_h, d_w = (statistics.median(ms) for ms in kinds if ms)
     return {"score": z, "any loss": 2 * z + d_h + d_w, "known loss": z + d_h + d_w}
 
 
@@ -198,6 +225,26 @@ def materialised(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tenso
 def usable(found: dict[str, Any]) -> dict[str, Any]:
     """Those that are there."""
     return {k: v for k, v in found.items() if callable(v)}
+
+
+def ceilings(side: int, *, seconds: float) -> dict[str, Any]:
+    """What this device reaches: a copy of `side`^2 fp32 numbers 4 times over, and a product of `side`^3 in bf16."""
+    a, b = torch.randn(2, side, side, device=DEVICE, dtype=torch.bfloat16)
+    source = torch.zeros(4, side, side, device=DEVICE)
+    copied, fp32 = torch.empty_like(source), torch.empty_like(source[0])
+    product = f"product of {side}^3"
+    runs: dict[str, Callable[[], Any]] = {
+        "copy": lambda: copied.copy_(source),
+        f"{product}, bf16": partial(product_into, torch.empty_like(a), a, b),
+        f"{product}, fp32": partial(product_into, fp32, a, b),
+    }
+    results = summarised(time_all(runs, seconds=seconds), {})
+    for row in results:
+        if "median_ms" in row:
+            amount, unit = (2 * source.nbytes, "gb_per_s") if row["name"] == "copy" else (2 * side**3 / 1e3, "tflops")
+            row[unit] = round(amount / row["median_ms"] / 1e6, 1)
+            print(f"  {row['name']}: {row[unit]} {unit}", flush=True)
+    return {"side": side, "results": results}
 
 
 def logits(num_rows: int, vocab: int, *, seconds: float) -> dict[str, Any]:
@@ -281,7 +328,10 @@ def main() -> None:
     args = parser.parse_args()
     if not CUDA and not args.rehearse:
         parser.error("no CUDA device; --rehearse --out SOMEWHERE runs every line on the CPU")
-    end, about = time.monotonic() + args.seconds, {"machine": machine() | peers.about()}
+    Budget.end = end = time.monotonic() + args.seconds
+    constants = use(args.out)
+    print(*(f"{key} = {value}" for key, value in constants.items()), sep="\n", flush=True)
+    about = {"machine": machine() | peers.about() | {"constants": constants}}
     WITHOUT.update(args.without)
     path = args.out / (re.sub(r"[^a-z0-9]+", "_", about["machine"]["device"].lower()).strip("_") + ".json")
     done = json.loads(path.read_text()) if args.rest and path.exists() else {}
@@ -316,14 +366,18 @@ def jobs(cap: float) -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
     """(section, name, measurement), the most wanted first."""
     if not CUDA:
         return [
+            ("ceilings", "tiny", partial(ceilings, 64, seconds=0.1)),
             *(("linear_logp", k, partial(linear, k, seconds=0.1)) for k in REHEARSAL),
+            ("linear_logp", f"{MAIN}, peaked", partial(linear, MAIN, seconds=0.1, peaked=True)),
             ("logits_logp", "tiny", partial(logits, 40, 300, seconds=0.1)),
             ("linear_scan", "tiny", partial(scan, 20_000, seconds=0.1)),
         ]
     return [
+        ("ceilings", "8192", partial(ceilings, 8192, seconds=2.0)),
         ("linear_logp", MAIN, partial(linear, MAIN, seconds=cap)),
         ("logits_logp", "8192 x 151936", partial(logits, 8192, 151_936, seconds=5.0)),
         ("linear_scan", "8.4M tokens", partial(scan, 1 << 23, seconds=3.0)),
+        ("linear_logp", f"{MAIN}, peaked", partial(linear, MAIN, seconds=cap, peaked=True)),
         *(("linear_logp", k, partial(linear, k, seconds=cap)) for k in SHAPES if k != MAIN),
         ("logits_logp", "16384 x 32003", partial(logits, 16_384, 32_003, seconds=5.0)),
         ("linear_scan", "1M tokens", partial(scan, 1 << 20, seconds=3.0)),

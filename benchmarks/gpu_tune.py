@@ -8,7 +8,7 @@ Each group of constants has workloads; a configuration's score is its time over 
 averaged over them (below 1 is better). The time that is left is shared equally by the groups that are left. A
 configuration that fails is reported and costs nothing else. `--out`/tuning.json has all of them, and as `best` the
 fastest, or the shipped ones where those are at most 2% slower. The best are set for the next groups, and used by
-`gpu_tuned.py` and `gpu_training.py`.
+`gpu_kernels.py` and `gpu_training.py`.
 """
 
 from __future__ import annotations
@@ -41,23 +41,29 @@ Choices = dict[tuple[Any, str], list[Any]]  # (module, constant): values
 Workloads = dict[str, Callable[[], Any]]
 
 
-def rows(now: dict[str, Any], stages: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-    """Values of STATS (with `stages`) or GRADIENT, which are `now`."""
-    out = [now | {"BLOCK": b, "num_warps": w} for b in (2048, 4096, 8192) for w in (4, 8, 16)]
-    return [row | {"STAGES": s} for row in out for s in stages] if stages else out
+def rows(now: dict[str, Any], registers: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+    """Values of STATS (with limits on `registers`, and whole lanes in each thread) or GRADIENT, which are `now`."""
+    sizes = [(b, w) for b in (2048, 4096, 8192) for w in (4, 8, 16)]
+    if not registers:
+        return [now | {"BLOCK": b, "num_warps": w} for b, w in sizes]
+    whole = [(b, w) for b, w in sizes if b >= 32 * w * triton.PER_LANE.value]
+    return [now | {"BLOCK": b, "num_warps": w, "maxnreg": n} for b, w in whole for n in registers]
 
 
 def groups() -> dict[str, tuple[Choices, Callable[[], Workloads]]]:
     heights, widths = [512, 1024, 2048, 4096], [4096, 8192, 16_384, 32_768]
-    sizes = [64 * MB, 128 * MB, 256 * MB, 512 * MB]
-    stats, gradient = rows(triton.STATS, (1, 2, 3)), rows(triton.GRADIENT)
+    backward: Choices = {
+        (triton, "BLOCK_BYTES"): [16 * MB, 32 * MB, 64 * MB, 256 * MB],
+        (triton, "GRADIENT_BYTES"): [64 * MB, 128 * MB, 512 * MB],  # at 256 MB there are MAX_WIDTH columns already
+        (triton, "NARROW"): [1024, 2048, 4096],  # of the forward too
+    }
+    stats, gradient = rows(triton.STATS, (64, 80, 128)), rows(triton.GRADIENT)
     scanning: Choices = {(scan, "BLOCK"): [512, 1024, 2048, 4096], (scan, "NUM_WARPS"): [2, 4, 8]}
     return {
         "statistics": ({(triton, "STATS"): stats}, lambda: from_logits(False) | from_hidden(False)),
         "gradient": ({(triton, "GRADIENT"): gradient}, lambda: from_logits(True) | from_hidden(True)),
         "forward": ({(triton, "HEIGHT"): heights, (triton, "WIDTH"): widths}, partial(from_hidden, False)),
-        "backward": ({(triton, "BLOCK_BYTES"): [16 * MB, 32 * MB, 64 * MB, 256 * MB],
-                      (triton, "GRADIENT_BYTES"): sizes}, partial(from_hidden, True)),
+        "backward": (backward, partial(from_hidden, True)),
         "fused": ({(triton, "CHUNK_BYTES"): [n << 10 for n in (MB, 2 * MB, 4 * MB, 8 * MB)]}, fused),
         "scan": (scanning, scans),
     }  # fmt: skip

@@ -27,6 +27,7 @@ HEADS = [
     "linear_logp, reference",
 ]
 NOT_MEASURED = "not measured yet"
+RATES = {"gb_per_s": "GB/s", "tflops": "TFLOP/s"}
 
 
 def load(name: str) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def gpu_tables(found: list[Path]) -> str:
     if not found:
         aims = {
             "log-prob and entropy, no gradient": "1.33 x one product",
-            "any loss afterwards": "1.20 x four products, 0.5 GB",
+            "any loss afterwards": "1.20 x four products, 0.84 GB",
             "any loss afterwards, half of the rows left out": "0.60 x the time with all",
             "loss known in advance": "1.24 x three products",
             "from logits": "80% of the speed of a copy",
@@ -87,7 +88,7 @@ def gpu_tables(found: list[Path]) -> str:
         }
         lines = [f"| {name} | {aim} | {NOT_MEASURED} |" for name, aim in aims.items()]
         return "\n".join(
-            ["| H100, 16,384 rows, 4096 wide, 151,936 entries, bf16 | aim | measured |", "|---|---|---|", *lines]
+            ["| 16,384 rows, 4096 wide, 151,936 entries, bf16 | aim on an H100 | measured |", "|---|---|---|", *lines]
         )
     return "\n\n".join(gpu_table(shape, result) for path in found for shape, result in shapes(path))
 
@@ -106,7 +107,8 @@ def gpu_table(shape: str, result: dict[str, Any]) -> str:
         f"{shape}: {machine['device']}, torch {machine['torch']}, triton {machine['triton']}, {machine['commit']}",
         "",
     ]
-    lines += ["| | median ms | fastest - slowest | of the floor | extra MB |", "|---|---|---|---|---|"]
+    lines += ["| | median ms | fastest - slowest | of the floor | of the fp32 floor | extra MB | rate |"]
+    lines += ["|---|---|---|---|---|---|---|"]
     for row in result["results"]:
         if "median_ms" in row:
             spread = f"{row['fastest_ms']:,} - {row['slowest_ms']:,}"
@@ -114,10 +116,12 @@ def gpu_table(shape: str, result: dict[str, Any]) -> str:
                 row["median_ms"],
                 spread,
                 row.get("ratio_to_floor", ""),
+                row.get("ratio_to_fp32_floor", ""),
                 row.get("extra_mb", row.get("peak_mb", "")),
+                next((f"{row[k]:,} {unit}" for k, unit in RATES.items() if k in row), ""),
             ]
         else:
-            cells = [row.get("error", ""), "", "", ""]
+            cells = [row.get("error", ""), *[""] * 5]
         lines.append(f"| {row['name']} | {' | '.join(str(c) for c in cells)} |")
     return "\n".join(lines)
 

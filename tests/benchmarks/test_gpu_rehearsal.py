@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,21 @@ def rehearse(script: str, out: Path, **env: str) -> str:
 
 @pytest.mark.timeout(600)
 def test_the_kernel_benchmark_and_its_tables(tmp_path: Path) -> None:
+    device, best = {"device": "rehearsal on a CPU"}, {"rlkit.kernels.linear_logp.triton.HEIGHT": 77}
+    (tmp_path / "tuning.json").write_text(json.dumps({"forward": {"results": {"machine": device, "best": best}}}))
     assert "failed" not in rehearse("gpu_kernels.py", tmp_path)
-    (path,) = tmp_path.glob("*.json")
+    path = tmp_path / "rehearsal_on_a_cpu.json"
     found = json.loads(path.read_text())
-    assert set(found) == {"linear_logp", "logits_logp", "linear_scan"}
+    assert found["linear_scan"]["tiny"]["machine"]["constants"] == best
+    assert set(found) == {"ceilings", "linear_logp", "logits_logp", "linear_scan"}
+    (ceilings,) = found["ceilings"].values()
+    assert [row.get("gb_per_s", row.get("tflops")) is None for row in ceilings["results"]] == [False] * 3
+    assert found["linear_logp"]["qwen3-8b 16k, peaked"]["peaked"]
     rows = found["linear_logp"]["qwen3-8b 16k"]["results"]
     assert [row["name"] for row in rows if "error" in row] == []
     assert all(row["median_ms"] > 0 for row in rows)
-    assert all(row["ratio_to_floor"] > 0 for row in rows if not row["name"].startswith("product"))
+    for key in ("ratio_to_floor", "ratio_to_fp32_floor"):
+        assert all(row[key] > 0 for row in rows if not row["name"].startswith("product"))
     spec = importlib.util.spec_from_file_location("plot_kernels", ROOT / "docs/plot_kernels.py")
     plots = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plots)
@@ -76,6 +84,20 @@ def test_a_run_that_breaks_the_device_is_left_out_and_the_rest_continues(
         rows = {row["name"]: row for row in found[name]["results"]}
         assert rows["theirs"]["error"] == "left out"
         assert rows["ours"]["ms"]
+
+
+def test_a_slow_first_run_is_broken_off_and_later_ones_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    gpu = importlib.import_module("_gpu")
+    monkeypatch.setattr(gpu, "FIRST_RUN_SECONDS", 2.0)  # a collection of garbage counts too
+    monkeypatch.setattr(gpu.Budget, "end", time.monotonic() + 60)
+    runs = {"slow": lambda: time.sleep(30), "quick": lambda: None}
+    rows = gpu.time_all(runs, seconds=0.1)
+    assert "broken off" in rows["slow"]["error"]
+    assert rows["quick"]["ms"]
+    monkeypatch.setattr(gpu.Budget, "end", time.monotonic())
+    assert {row["error"] for row in gpu.time_all(runs, seconds=0.1).values()} == {"left out: no time for its first run"}
 
 
 @pytest.mark.slow

@@ -3,8 +3,10 @@
     python tests/kernels/compile_kernels.py 90          # a table; the exit status is the number of failures
 
 A configuration fails if registers spill (a stack frame, or local memory), if it needs more shared memory than a block
-can have, if products are fused with sums where that is switched off, if a kernel on padded rows does not write
-vectors, or if a kernel with a matrix product has lost the architecture's own instruction for it (HGMMA on sm_90).
+can have, if products are fused with sums where that is switched off, if anywhere the difference that an exp2 takes is
+fused with a product (z - max must be 0 at the maximum), if the loop of the statistics waits for other threads, if a
+kernel on padded rows does not access vectors, or if a kernel with a matrix product has lost the architecture's own
+instruction for it (HGMMA on sm_90). One pass of the statistics' loop is 16 elements per thread.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ def configurations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dic
     A name that ends in "odd" is of rows whose length no power of two divides; "padded" ones begin at multiples of 16.
     """
     rows = [*statistics(), *gradients()]
-    odd = [(f"{name} odd", *rest) for name, *rest in rows if name in ("stats bf16 False", "gradient fp32 bf16 False")]
-    ours = [row for row in rows if row[0].startswith("gradient fp32")]
-    vectors = [(f"{name} padded", k, t, constants | {"VECTOR": 16}, o) for name, k, t, constants, o in ours]
+    chosen = ("stats bf16 False", "gradient fp32 bf16 False")
+    odd = [(f"{name} odd", k, t, constants | {"VECTOR": 1}, o) for name, k, t, constants, o in rows if name in chosen]
+    vectors = [(f"{name} padded", *rest) for name, *rest in statistics() if name.startswith("stats fp32")]
+    vectors += [(f"{name} padded", k, t, constants | {"VECTOR": 16}, o)
+                for name, k, t, constants, o in gradients() if name.startswith("gradient fp32")]  # fmt: skip
     return [*rows, *odd, *vectors, *scans()]
 
 
@@ -54,6 +58,7 @@ def statistics() -> list[Any]:
             "softcap": "fp32",
         }
         constants = {"HAS_BIAS": full, "HAS_MASK": full, "HAS_SOFTCAP": full, "ROWS": row_kernels.ROWS}
+        constants["VECTOR"] = 4 if dtype == "fp32" else 8
         constants |= {} if full else {"bias_ptr": None, "mask_ptr": None}
         out.append(
             _with_options(f"stats {dtype} {full}", row_kernels.stats_kernel, types, constants, row_kernels.STATS)
@@ -137,9 +142,54 @@ def faults(binary: Any, arch: int) -> tuple[list[str], str]:
     wrong += [f"shared memory {shared} > {SHARED_BYTES[arch]}"] if shared > SHARED_BYTES[arch] else []
     if not binary.metadata.enable_fp_fusion and "fma.rn" in binary.asm["ptx"]:
         wrong.append("fused multiply-add")
+    wrong += ["an exponent's difference is fused"] if fused_differences(binary.asm["ptx"]) else []
     if "tt.dot" in binary.asm["ttir"] and arch == 90 and "wgmma" not in binary.asm["ptx"]:
         wrong.append("no HGMMA")
     return wrong, f"{found['REG']:4} registers, {shared:7} bytes shared"
+
+
+def fused_differences(ptx: str) -> bool:
+    """Whether an exp2 takes a difference that is fused with the product before it, or could be by the assembler."""
+    written: dict[str, list[tuple[str, list[str]]]] = {}
+    for op, line in re.findall(r"^\s*(?:@\S+\s+)?([a-z][\w.]*)\s+([^;]*%[^;]*);", ptx, re.MULTILINE):
+        names, num = re.findall(r"%\w+", line), 2 if line.startswith("{") else 1
+        for name in names[:num]:
+            written.setdefault(name, []).append((op.split(".")[0], names[num:]))
+
+    def sources(name: str, seen: frozenset[str] = frozenset()) -> list[tuple[str, list[str]]]:
+        """What wrote a register, seen through copies."""
+        out = []
+        for op, args in [] if name in seen else written.get(name, []):
+            out += [x for arg in args for x in sources(arg, seen | {name})] if op == "mov" else [(op, args)]
+        return out
+
+    exponents = [args[0] for defs in written.values() for op, args in defs if op == "ex2"]
+    scaled = [
+        x for name in exponents for op, args in sources(name) if op == "mul" for arg in args for x in sources(arg)
+    ]
+    direct = [x for name in exponents for x in sources(name)]
+    terms = [x for op, args in scaled if op in ("sub", "add") for arg in args for x in sources(arg)]
+    return any(op == "fma" for op, _ in direct + scaled) or any(op == "mul" for op, _ in terms)
+
+
+def loop(binary: Any) -> tuple[int, int]:
+    """Machine instructions and block barriers of the longest loop."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        text = subprocess.run([TOOL.with_name("nvdisasm"), "-c", file.name], capture_output=True, text=True, check=True)
+    ops: list[str] = []
+    labels: dict[str, int] = {}
+    longest: list[str] = []
+    for line in text.stdout.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = len(ops)
+        elif code := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", line):
+            ops.append(code[1])
+            back = re.search(r"BRA.*`\((\.L_\w+)\)", code[1])
+            if back and back[1] in labels:
+                longest = max(longest, ops[labels[back[1]] :], key=len)
+    return len(longest), sum("BAR." in op for op in longest)
 
 
 def main() -> None:
@@ -148,9 +198,13 @@ def main() -> None:
         for name, kernel, types, constants, options in configurations():
             binary = compiled(kernel, types, constants, options, arch, name=name)
             wrong, resources = faults(binary, arch)
-            if name.endswith(" padded") and not re.search(r"st\.global\.v4\.b32", binary.asm["ptx"]):
+            vector = r"ld\.global\S*\.v4" if name.startswith("stats") else r"st\.global\.v4\.b32"
+            if name.endswith(" padded") and not re.search(vector, binary.asm["ptx"]):
                 wrong.append("no vectors")
+            length, barriers = loop(binary)
+            wrong += ["a barrier in the loop"] if barriers and name.startswith("stats") else []
             failures += bool(wrong)
+            resources += f", {length:4} instructions in the loop" if length > 1 else ""  # the padding jumps to itself
             print(f"sm_{arch:<4}{name:28}{resources}  {'; '.join(wrong) or 'ok'}", flush=True)
     print(f"{failures} failures")
     sys.exit(min(failures, 100))

@@ -95,6 +95,33 @@ def banned_and_very_negative_logits(size: Size) -> None:
     torch.testing.assert_close(reduce(combine, halves), partials(logits, targets, impl="triton"))
 
 
+def statistics_of_unusual_rows(size: Size, *, dtype: torch.dtype, temperature: float) -> None:
+    """A maximum in the first or last column, huge logits, only -inf, NaN: against the sums of `Partials` in fp64."""
+    x = torch.randn(10, size.vocab, generator=torch.Generator().manual_seed(0)).to(size.device) * 3
+    x[0, 0] = x[1, -1] = x[2, -2] = 60.0
+    x[3] *= 20
+    x[4] = torch.linspace(-40, 40, size.vocab)
+    x[5], x[6, :-1], x[7, 1:] = -math.inf, -math.inf, -math.inf
+    x[8], x[9, size.vocab // 2] = math.nan, math.nan
+    x = x.to(dtype)
+    targets = torch.full((10,), size.vocab - 1, device=size.device)
+    z = (x.double() / temperature).clamp(min=-1e30)
+    top = z.max(1).values
+    e = (z - top[:, None]).exp()
+    want = [top, e.sum(1), (e * (z - top[:, None])).sum(1), z[:, -1]]
+    got = [y.double() for y in partials(x, targets, temperature=temperature, impl="triton")]
+    for y, w in zip(got, want, strict=True):
+        torch.testing.assert_close(y[:8], w[:8], rtol=3e-6, atol=3e-6)
+    assert torch.equal(got[0][:8] == got[3][:8], want[0][:8] == want[3][:8])
+    assert got[1][8:].isnan().all()
+    assert got[2][8:].isnan().all()
+    first = 1 if size.vocab > 1 else 0
+    parts = [partials(y, targets, vocab_start=i, temperature=temperature, impl="triton")
+             for i, y in ((0, x[:, :first]), (first, x[:, first:first]), (first, x[:, first:]))]  # fmt: skip
+    for y, w in zip(reduce(combine, parts), want, strict=True):
+        torch.testing.assert_close(y[:8].double(), w[:8], rtol=3e-6, atol=3e-6)
+
+
 def masked_rows_do_no_harm_and_sick_ones_show(size: Size, *, dtype: torch.dtype) -> None:
     """NaN and foreign targets where the mask is False; the same bits as without. A NaN in a live row is that row's."""
     tensors, targets = size.problem(dtype)
@@ -291,6 +318,7 @@ def _table() -> dict[str, Callable[[Size], None]]:
     add(fp16_gradients_of_any_size, scale=[1e-8, 1e4])
     add(large_common_offset_and_peaked_rows, offset=[1000.0, -1000.0], scale=[1.0, 20.0])
     add(banned_and_very_negative_logits)
+    add(statistics_of_unusual_rows, dtype=DTYPES, temperature=[1.0, 0.7])
     add(masked_rows_do_no_harm_and_sick_ones_show, dtype=DTYPES)
     add(rows_without_upstream_gradient_leave)
     add(the_same_bits_whatever_surrounds_a_row, dtype=DTYPES)

@@ -42,10 +42,10 @@ MIN_WIDTH, MAX_WIDTH = 4096, 16_384  # multiples of 16
 CHUNK_BYTES, ROWS_STEP = 4 << 30, 1024  # of a chunk's fp32 logits: 6144 rows of 152k entries
 LOWEST = tl.constexpr(-1e30)  # `reference.LOWEST`
 LOG2_E = tl.constexpr(1.4426950408889634)
+PER_LANE = tl.constexpr(16)  # columns of a block that share their statistics: as many as a thread reads
 ROWS = 1  # per program; more only in the interpreter, where a program costs milliseconds
-# enable_fp_fusion=False: fusing the product with the subtraction makes u = z - max nonzero at the maximum.
-# maxnreg: on sm_100 ptxas would otherwise stop at 64 registers and spill.
-STATS = {"BLOCK": 4096, "STAGES": 2, "num_warps": 8, "maxnreg": 128, "enable_fp_fusion": False}
+# maxnreg: 4 blocks per multiprocessor, and without a limit the assembler delays the loads of the next block of columns.
+STATS = {"BLOCK": 4096, "num_warps": 8, "maxnreg": 64}
 GRADIENT = {"BLOCK": 4096, "num_warps": 8, "enable_fp_fusion": False}
 
 
@@ -202,14 +202,16 @@ def update_stats(
     num_rows, num_columns = x.shape
     bias = None if head.bias is None else head.bias[first : first + num_columns]
     mask = None if mask is None else mask.contiguous()
+    aligned = x.data_ptr() % 16 == x.stride(0) % 16 == 0
     stats_kernel[(triton.cdiv(num_rows, ROWS),)](
         *(x, bias, targets.contiguous(), mask, stats),
         *(num_rows, num_columns, x.stride(0), stats.stride(0), head.start + first),
-        *(1 / head.temperature, float(head.softcap or 1.0)),
+        *((head.softcap or 1.0) / head.temperature, float(head.softcap or 1.0)),
         HAS_BIAS=bias is not None,
         HAS_MASK=mask is not None,
         HAS_SOFTCAP=head.softcap is not None,
         ROWS=ROWS,
+        VECTOR=16 // x.itemsize if aligned else 1,
         **STATS,
     )
 
@@ -238,7 +240,7 @@ def write_gradient(
     gradient_kernel[grid](
         *(x, bias, targets.contiguous(), alive, rows, terms, out),
         *(num_rows, num_columns, x.stride(0), out.stride(0), terms.stride(0), head.start + first),
-        *(1 / head.temperature, float(head.softcap or 1.0)),
+        *((head.softcap or 1.0) / head.temperature, float(head.softcap or 1.0)),
         HAS_BIAS=bias is not None,
         HAS_ALIVE=alive is not None,
         HAS_ROWS=rows is not None,
@@ -261,12 +263,61 @@ def tanh(x):
 
 
 @triton.jit
-def to_logits(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scale, cap, and clamp to at least -1e30; NaN stays NaN."""
+def capped(x, bias_ptr, column, mask, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """x + bias in fp32; with a softcap tanh((x + bias) / softcap), where `scale` has the softcap as a factor."""
+    x = x.to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + column, mask=mask)
     if HAS_SOFTCAP:
-        x = softcap * tanh(x / softcap)
+        x = tanh(x / softcap)
+    return x
+
+
+@triton.jit
+def to_logits(x, scale):
+    """Scale, and clamp to at least -1e30; NaN stays NaN.
+
+    The clamp also keeps compilers from fusing the product with the subtraction of a maximum, where z - max must be 0.
+    """
     z = x * scale
     return tl.where(z < LOWEST, LOWEST, z)
+
+
+@triton.jit
+def merge_block(z, inside, peak, total, dot, VECTOR: tl.constexpr):
+    """Merge logits `[R, BLOCK]` into the statistics `[R, BLOCK / PER_LANE]` of their lanes.
+
+    A lane has `VECTOR` adjacent columns, several times: those of one thread, so that no thread waits for another.
+    """
+    LANES: tl.constexpr = z.shape[1] // PER_LANE
+    z = tl.reshape(z, [z.shape[0], PER_LANE // VECTOR, LANES, VECTOR])
+    if inside is not None:
+        inside = tl.reshape(inside, [1, PER_LANE // VECTOR, LANES, VECTOR])
+        z = tl.where(inside, z, LOWEST)
+    top = tl.maximum(peak, tl.max(tl.max(z, 3), 1))
+    u = z - top[:, None, :, None]
+    e = tl.exp2(u * LOG2_E)
+    if inside is not None:
+        e = tl.where(inside, e, 0.0)
+    shift = peak - top
+    shrink = tl.exp2(shift * LOG2_E)
+    dot = (dot + total * shift) * shrink + tl.sum(tl.sum(e * u, 3), 1)
+    return top, total * shrink + tl.sum(tl.sum(e, 3), 1), dot
+
+
+@triton.jit
+def merge_rows(stats_ptrs, stride, alive, peak, total, dot):
+    """`reference.combine` with max, sum and dot of the rows that are stored."""
+    old_peak = tl.load(stats_ptrs, mask=alive, other=LOWEST)
+    old_total = tl.load(stats_ptrs + stride, mask=alive, other=0.0)
+    old_dot = tl.load(stats_ptrs + 2 * stride, mask=alive, other=0.0)
+    top = tl.maximum(peak, old_peak)
+    shift, old_shift = peak - top, old_peak - top
+    shrink, old_shrink = tl.exp2(shift * LOG2_E), tl.exp2(old_shift * LOG2_E)
+    dot = (dot + total * shift) * shrink + (old_dot + old_total * old_shift) * old_shrink
+    tl.store(stats_ptrs, top, mask=alive)
+    tl.store(stats_ptrs + stride, total * shrink + old_total * old_shrink, mask=alive)
+    tl.store(stats_ptrs + 2 * stride, dot, mask=alive)
 
 
 @triton.jit(do_not_specialize=["num_rows", "first"])
@@ -287,44 +338,41 @@ def stats_kernel(
     HAS_MASK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Merge these columns into max, sum, dot and target of their rows (see `Partials`)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     alive = row < num_rows
     if HAS_MASK:
         alive = alive & (tl.load(mask_ptr + row, mask=alive, other=0) != 0)
-    start = row * x_stride
-    peak = tl.load(stats_ptr + row, mask=alive, other=LOWEST)
-    total = tl.load(stats_ptr + stats_stride + row, mask=alive, other=0.0)
-    dot = tl.load(stats_ptr + 2 * stats_stride + row, mask=alive, other=0.0)
     end = tl.where(tl.max(alive.to(tl.int32), 0) > 0, num_columns, 0)
-    for left in tl.range(0, end, BLOCK, num_stages=STAGES):
-        column = left + tl.arange(0, BLOCK)
-        inside = alive[:, None] & (column < num_columns)[None, :]
-        x = tl.load(x_ptr + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            x += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0)[None, :]
-        z = to_logits(x, scale, softcap, HAS_SOFTCAP)
-        top = tl.maximum(peak, tl.max(tl.where(inside, z, LOWEST), 1))
-        u = z - top[:, None]
-        e = tl.where(inside, tl.exp2(u * LOG2_E), 0.0)
-        shift = peak - top
-        shrink = tl.exp2(shift * LOG2_E)
-        dot = (dot + total * shift) * shrink + tl.sum(e * u, 1)
-        total = total * shrink + tl.sum(e, 1)
-        peak = top
+    whole = end // BLOCK * BLOCK
+    start = x_ptr + tl.minimum(row, num_rows - 1) * x_stride
+    column = tl.arange(0, BLOCK)[None, :]
+    peak = tl.full([ROWS, BLOCK // PER_LANE], LOWEST, tl.float32)
+    total = tl.zeros_like(peak)
+    dot = tl.zeros_like(peak)
+    ahead = tl.load(start[:, None] + column, mask=whole > 0)
+    for left in range(0, whole, BLOCK):
+        x = capped(ahead, bias_ptr, left + column, None, softcap, HAS_BIAS, HAS_SOFTCAP)
+        ahead = tl.load(start[:, None] + (left + BLOCK + column), mask=left + BLOCK < whole)
+        peak, total, dot = merge_block(to_logits(x, scale), None, peak, total, dot, VECTOR)
+    if whole < end:
+        column += whole
+        inside = column < end
+        x = tl.load(start[:, None] + column, mask=inside)
+        x = capped(x, bias_ptr, column, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
+        peak, total, dot = merge_block(to_logits(x, scale), inside, peak, total, dot, VECTOR)
+    top = tl.max(peak, 1)
+    shift = peak - top[:, None]
+    dot = tl.sum((dot + total * shift) * tl.exp2(shift * LOG2_E), 1)
+    total = tl.sum(total * tl.exp2(shift * LOG2_E), 1)
+    merge_rows(stats_ptr + row, stats_stride, alive, top, total, dot)
     local = tl.load(targets_ptr + row, mask=alive, other=-1).to(tl.int32) - first
     here = alive & (local >= 0) & (local < num_columns)
-    x = tl.load(x_ptr + start + local, mask=here, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        x += tl.load(bias_ptr + local, mask=here, other=0.0)
-    z = to_logits(x, scale, softcap, HAS_SOFTCAP)
-    tl.store(stats_ptr + row, peak, mask=alive)
-    tl.store(stats_ptr + stats_stride + row, total, mask=alive)
-    tl.store(stats_ptr + 2 * stats_stride + row, dot, mask=alive)
-    tl.store(stats_ptr + 3 * stats_stride + row, z, mask=here)
+    x = capped(tl.load(start + local, mask=here), bias_ptr, local, here, softcap, HAS_BIAS, HAS_SOFTCAP)
+    tl.store(stats_ptr + 3 * stats_stride + row, to_logits(x, scale), mask=here)
 
 
 @triton.jit(do_not_specialize=["num_rows", "first"])
@@ -363,17 +411,15 @@ def gradient_kernel(
     source = row
     if HAS_ROWS:
         source = tl.load(rows_ptr + row, mask=valid, other=0)
-    inside = alive[:, None] & (column < num_columns)[None, :]
+    within = (column < num_columns)[None, :]
+    inside = alive[:, None] & within
     whole = (column // VECTOR * VECTOR < num_columns)[None, :]  # the same throughout a vector: one memory access
-    read = alive[:, None] & whole
-    x = tl.load(x_ptr + (source * x_stride)[:, None] + column[None, :], mask=read, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        x += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0)[None, :]
-    z = to_logits(x, scale, softcap, HAS_SOFTCAP)
+    x = tl.load(x_ptr + (source * x_stride)[:, None] + column[None, :], mask=alive[:, None] & whole)
+    x = capped(x, bias_ptr, column[None, :], within, softcap, HAS_BIAS, HAS_SOFTCAP)
     factor = tl.load(terms_ptr + row, mask=alive, other=0.0)
     offset = tl.load(terms_ptr + terms_stride + row, mask=alive, other=0.0)
     at_target = tl.load(terms_ptr + 2 * terms_stride + row, mask=alive, other=0.0)
-    u = z - offset[:, None]
+    u = to_logits(x, scale) - offset[:, None]
     d = tl.exp2(u * LOG2_E)
     if HAS_ENTROPY:
         base = tl.load(terms_ptr + 3 * terms_stride + row, mask=alive, other=0.0)
@@ -381,9 +427,8 @@ def gradient_kernel(
         d *= base[:, None] + slope[:, None] * u
     local = tl.load(targets_ptr + row, mask=alive, other=-1).to(tl.int32) - first
     d = tl.where(local[:, None] == column[None, :], at_target[:, None], d)
-    if HAS_SOFTCAP:  # d softcap * tanh(x / softcap) / dx = 1 - tanh^2
-        t = z / (scale * softcap)
-        d *= 1 - t * t
+    if HAS_SOFTCAP:  # x is tanh; d softcap * tanh(y / softcap) / dy = 1 - tanh^2
+        d *= 1 - x * x
     d = tl.where(inside, d * factor[:, None], 0.0)
     here = valid[:, None] & whole
     tl.store(out_ptr + (row * out_stride)[:, None] + column[None, :], d.to(out_ptr.dtype.element_ty), mask=here)

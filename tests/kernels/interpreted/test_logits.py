@@ -72,6 +72,15 @@ def test_any_shape_and_mask(rows: int, vocab: int, seed: int, present: float | N
     torch.testing.assert_close(from_logits[2].double(), reference[2], rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("vocab", [4096, 8192, 9000, 16_400])
+def test_unusual_rows_in_the_tiles_that_are_shipped(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole blocks, blocks and a tail, lanes of 16 bytes; a maximum of the last column."""
+    monkeypatch.setattr(triton, "STATS", triton.STATS | {"BLOCK": 4096})
+    for name, case in ROW_CASES.items():
+        if name.startswith("statistics_of_unusual_rows"):
+            case(SIZE._replace(vocab=vocab))
+
+
 def test_32003_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiles that are shipped."""
     size = Size("cpu", 3, 32_003, 4)
