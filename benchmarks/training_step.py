@@ -119,14 +119,14 @@ def measure(name: str, prompt: int, dtype: str, args: Args) -> dict[str, Any]:
     ids = torch.tensor([[*t.prompt_ids, *t.ids] for group in groups for t in group])
     advantages = batch.advantages[batch.cu_seqlens[:-1]]
     plain, model = build(name), prepare(build(name))
-    optimizers = adamw(plain, lr=1e-5), adamw(model, lr=1e-5)
+    optimizers = adamw(plain, lr=0.0), adamw(model, lr=0.0)  # every step has the same gradient
     policy, optim = make_policy(model, dtype=dtype), Optim(lr=1e-5, max_tokens=16384)
     loss = PolicyLoss(correction=torch.ones_like)  # the log-probs of the engine are made up
 
     def packed() -> float:
         metrics = grpo_update(
             batch, policy=policy, optimizer=optimizers[1], loss=loss, rollouts=Rollouts(), optim=optim,
-            lr=1e-5, kl_coef=0.0, entropy_coef=0.0, seed=0,
+            lr=0.0, kl_coef=0.0, entropy_coef=0.0, seed=0,
         )  # fmt: skip
         return finalize(metrics)["grad_norm"]
 
