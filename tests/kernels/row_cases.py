@@ -250,7 +250,7 @@ def operators_pass_opcheck(size: Size) -> None:
     h, w, b = [x.requires_grad_() for x in tensors]
     mask = torch.tensor([1, 0, 1, 1, 0, 1], device=size.device).bool()
     args = (targets, b, mask, 0.9, 2.0)
-    torch.library.opcheck(linear_ops.logp_op, (h, w, *args, False, "triton", False))
+    torch.library.opcheck(linear_ops.logp_op, (h, w, *args, False, "triton"))
     detached = (h.detach(), w.detach(), targets, b.detach(), mask, 0.9, 2.0)
     torch.library.opcheck(linear_ops.partials_op, (*detached, 0, "triton"))
     stats = linear_ops.partials_op(*detached, 0, "triton")
