@@ -107,7 +107,6 @@ def linear(name: str, *, seconds: float, peaked: bool = False) -> dict[str, Any]
     }
     for run, row in rows.items():
         handed_out = next(v for k, v in gradients.items() if run.startswith(k))
-        handed_out -= weight.nbytes if "in place" in run else 0
         if "peak_mb" in row:
             row["extra_mb"] = round(row.pop("peak_mb") - handed_out / 2**20, 1)
     about = {
@@ -176,20 +175,13 @@ def any_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Calla
         loss = (weights[0] * logp).sum() + ((weights[1] * ent).sum() if entropy else 0)
         torch.autograd.grad(loss, (hidden, weight))
 
-    def in_place() -> None:
-        out = linear_logp(hidden, weight, targets, into_grad=True)
-        ((g[0] * out.logp).sum() + (g[1] * out.entropy).sum()).backward()
-        hidden.grad = None
-
     compiled = torch.compile(materialised, dynamic=False)
     named = {f"any loss, {k}": partial(train, head) for k, head in usable(peers.heads()).items()}
-    weight.grad = torch.zeros_like(weight)
     return {
         "any loss, rlkit linear_logp": partial(train, linear_logp),
         "any loss, rlkit linear_logp, no entropy": partial(train, linear_logp, entropy=False),
         "any loss, rlkit linear_logp, half of the rows masked": partial(train, partial(linear_logp, mask=half)),
         "any loss, rlkit linear_logp, half without gradient": partial(train, linear_logp, g * half),
-        "any loss, rlkit linear_logp, in place": in_place,
         **named,
         "any loss, materialised": partial(train, materialised),
         "any loss, materialised, torch.compile": partial(train, compiled),

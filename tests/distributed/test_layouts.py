@@ -14,7 +14,7 @@ import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.metrics import finalize, largest, mean, merge
-from rlkit.model.forward import forward, prepare, score
+from rlkit.model.forward import Policy, forward, prepare, score
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.model.parallelize import mesh_of, parallelize, sync_gradients
 from rlkit.packing import microbatches, pack
@@ -36,6 +36,7 @@ class Case:
     tied: bool = False
     max_tokens: int = 4096
     late_sync: bool = False
+    fused: bool = False
 
 
 CASES = {
@@ -69,6 +70,12 @@ CASES = {
     "shard checkpointing": Case({"shard": 4}, {"activation_checkpointing": True}),
     "cp2 x tp2 checkpointing": Case({"cp": 2, "tp": 2}, {"activation_checkpointing": True}, max_tokens=60),
     "shard offload": Case({"shard": 4}, {"offload": True}, tied=True),
+    "shard fused": Case({"shard": 4}, fused=True),
+    "replicate x shard offload tied accumulate fused": Case(
+        {"replicate": 2, "shard": 2}, {"offload": True}, tied=True, max_tokens=30, fused=True
+    ),
+    "cp2 x tp2 fused": Case({"cp": 2, "tp": 2}, max_tokens=60, fused=True),
+    "pp2 x shard2 accumulate fused": Case({"pp": 2}, max_tokens=30, fused=True),
     "tp2 x shard2 offload checkpointing accumulate late": Case(
         {"tp": 2}, {"offload": True, "activation_checkpointing": True}, max_tokens=40, late_sync=True
     ),
@@ -101,7 +108,11 @@ def data():
     return batch, weights
 
 
-def train(trained, cut, reduce, *, late_sync: bool = False) -> dict:
+def weighted(out, w):
+    return w * (out.logp - 0.1 * out.entropy)
+
+
+def train(trained, cut, reduce, *, late_sync: bool = False, fused: bool = False) -> dict:
     """Losses, gradients, norms and metrics of STEPS steps, and the parameters after them."""
     optimizer = adamw(trained, lr=1e-2, weight_decay=0.1, eps=1e-4)  # 1e-8 would blow up rounding where g is near 0
     out = {"loss": [], "norm": [], "grads": {}, "metrics": []}
@@ -111,8 +122,12 @@ def train(trained, cut, reduce, *, late_sync: bool = False) -> dict:
         with pipelined(mesh_of(trained)) as backward:
             for i, (micro, w) in enumerate(parts):
                 sync_gradients(trained, not late_sync or i == len(parts) - 1)
-                found = forward(trained, micro, temperature=0.7)
-                loss = (w * (found.logp - 0.1 * found.entropy)).sum()
+                if fused:
+                    found = Policy(trained, 0.7).fused_loss(micro, weighted, row_data=(w,))
+                    loss = found.loss
+                else:
+                    found = forward(trained, micro, temperature=0.7)
+                    loss = weighted(found, w).sum()
                 backward(loss)
                 total += loss.detach()
                 new = {"logp": mean(found.logp, mask=micro.mask), "entropy": largest(found.entropy, mask=micro.mask)}
@@ -166,7 +181,7 @@ def on_rank(rank, world, case, truth):
         leaks(cut_up)
     cut = partial(rank_microbatches, mesh=mesh, max_tokens=case.max_tokens)
     reduce = lambda total, metrics: (summed(total, mesh=mesh), reduce_metrics(metrics, mesh=mesh))
-    found = train(cut_up, cut, reduce, late_sync=case.late_sync)
+    found = train(cut_up, cut, reduce, late_sync=case.late_sync, fused=case.fused)
     if case.tied and mesh.sizes.pp > 1:  # the first stage and the last have a part of the gradient each, until the step
         first, last = ([x[kind][EMBEDDING] for kind in ("grads", "params")] for x in each_stage(found, mesh=mesh))
         assert torch.equal(first[1], last[1])

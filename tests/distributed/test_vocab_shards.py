@@ -1,4 +1,4 @@
-"""The log-prob kernels with the vocabulary cut unevenly over two and three ranks; gradients written in place."""
+"""The log-prob kernels with the vocabulary cut unevenly over two and three ranks."""
 
 from __future__ import annotations
 
@@ -77,49 +77,3 @@ def test_ranks_equal_one_process(pool, world: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(torch.cat([r["weight"] for r in got]), d_weight, **rounded)
     torch.testing.assert_close(torch.cat([r["bias"] for r in got]), d_bias, **rounded)
     torch.testing.assert_close(torch.cat([r["logits"] for r in got], 1), d_logits, **rounded)
-
-
-class Scorer(torch.nn.Module):
-    """An embedding tied to the head, so that autograd adds to the same gradient as the kernel."""
-
-    def __init__(self, into_grad: bool) -> None:
-        super().__init__()
-        self.embed, self.into_grad = torch.nn.Embedding(37, 6), into_grad
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return linear_logp(self.embed(tokens).tanh(), self.embed.weight, targets, into_grad=self.into_grad).logp
-
-
-def sharded_steps(rank: int, world: int, into_grad: bool) -> Tensor:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    model = Scorer(into_grad)
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    g = torch.Generator().manual_seed(rank)
-    for _ in range(2):
-        tokens, targets = torch.randint(37, (2, 9), generator=g)
-        model(tokens, targets).sum().backward()
-    return model.embed.weight.grad.full_tensor()
-
-
-def test_gradients_written_in_place_under_fsdp2(pool) -> None:
-    """Two micro-batches, tied embeddings, two ranks: what autograd alone accumulates."""
-    plain, ours = pool(2).run(sharded_steps, False), pool(2).run(sharded_steps, True)
-    torch.testing.assert_close(ours[0], plain[0], rtol=1e-5, atol=1e-6)
-    assert plain[0].abs().max() > 0.1
-
-
-def refused(rank: int, world: int) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    weight = distribute_tensor(torch.randn(36, 6), init_device_mesh("cpu", (world,)), [Shard(0)]).requires_grad_()
-    with pytest.raises(TypeError, match="inside the FSDP module's forward") as error:
-        linear_logp(torch.randn(3, 6), weight, torch.zeros(3, dtype=torch.long), into_grad=True)
-    return str(error.value)
-
-
-def test_a_dtensor_is_refused(pool) -> None:
-    assert all("DTensor" in x for x in pool(2).run(refused))

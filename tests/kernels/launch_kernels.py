@@ -48,7 +48,7 @@ def heads(dtype: torch.dtype, rows: int, vocab: int, **options: Any) -> None:
     h, w, b = (torch.randn(s).to(dtype).requires_grad_() for s in ((rows, 8), (vocab, 8), (vocab,)))
     targets, mask = torch.randint(vocab, (rows,)), torch.arange(rows) % 3 != 1
     linear_logp(h, w, targets, bias=b, mask=mask, **options).logp.sum().backward()
-    out = linear_logp(h, w, targets, into_grad=True, **options)
+    out = linear_logp(h, w, targets, **options)
     (out.logp + out.entropy).sum().backward()
     logits = torch.randn(rows, vocab).to(dtype).requires_grad_()
     logits_logp(logits * 1, targets.int(), mask=mask, inplace_backward=True, **options).logp.sum().backward()

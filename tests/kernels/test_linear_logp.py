@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from oracles import Size, assert_three_way, truth
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from rlkit.kernels.linear_logp import chunked, linear_logp, ops, which_impl
 
@@ -271,48 +270,6 @@ def test_frozen_tensors_get_no_gradient(mode: str) -> None:
                 assert torch.equal(x.grad, both[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_into_the_weights_own_gradient(mode: str, dtype: torch.dtype) -> None:
-    """Two backwards add up there, together with other gradients from autograd (tied embeddings)."""
-    tensors, targets = problem(9, 33, 4, dtype=dtype)
-    g_logp, g_entropy = torch.randn(2, 9)
-    plain = with_grads(ours(targets), tensors, dtype, g_logp, g_entropy)
-    hidden, weight = (x.clone().requires_grad_() for x in tensors)
-    for _ in range(2):
-        out = linear_logp(hidden, weight, targets, into_grad=True)
-        ((g_logp * out.logp).sum() + (g_entropy * out.entropy).sum() + weight.sum()).backward()
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(hidden.grad, 2 * plain["hidden"])
-    torch.testing.assert_close(weight.grad, 2 * plain["weight"] + 2, rtol=4 * eps, atol=8 * eps)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_into_the_weights_own_gradient_from_a_checkpoint(mode: str, reentrant: bool) -> None:
-    """What autograd saved of the weight comes back as another tensor there."""
-    (hidden, weight), targets = problem(7, 11, 4)
-    grads = []
-    for into_grad in (True, False):
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        run = lambda h, w, i=into_grad: linear_logp(h * 1, w, targets, into_grad=i).logp.sum()
-        checkpoint(run, h, w, use_reentrant=reentrant).backward()
-        grads.append((h.grad, w.grad))
-    for got, want in zip(*grads):
-        torch.testing.assert_close(got, want)
-
-
-def test_into_grad_is_refused_where_it_would_go_wrong() -> None:
-    (hidden, weight), targets = problem(3, 7, 4)
-    linear_logp(hidden, weight, targets, into_grad=True)  # frozen: nothing to write
-    leaf = weight.requires_grad_()
-    with pytest.raises(ValueError, match="needs a leaf"):
-        linear_logp(hidden, leaf * 1, targets, into_grad=True)
-    leaf.register_hook(lambda g: g)
-    with pytest.raises(ValueError, match="bypass the hooks"):
-        linear_logp(hidden, leaf, targets, into_grad=True)
-
-
 class Largest(TorchDispatchMode):
     """Number of elements of the largest new tensor that any operation made, inside our operators too."""
 
@@ -363,7 +320,7 @@ def test_operators_pass_opcheck(mode: str) -> None:
         mask = torch.tensor([1, 0, 1, 1, 0, 1]).bool() if options else None
         softcap = 2.0 if options else None
         args = (*leaves[:2], targets, bias, mask, 0.9, softcap)
-        torch.library.opcheck(ops.logp_op, (*args, mode == "kept", "chunked", False))
+        torch.library.opcheck(ops.logp_op, (*args, mode == "kept", "chunked"))
         detached = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
         torch.library.opcheck(ops.partials_op, (*detached, 0, "chunked"))
         stats = ops.partials_op(*detached, 0, "chunked")
@@ -476,5 +433,5 @@ def test_a_mask_on_the_cpu_for_tensors_that_are_elsewhere(impl: str) -> None:
 
 def test_operators_that_ask_the_device_stay_out_of_cuda_graphs() -> None:
     """`mode="reduce-overhead"` records CUDA graphs; a device sync inside one is an error."""
-    for name in ("linear_logp", "linear_logp_partials", "linear_logp_backward", "linear_logp_backward_"):
+    for name in ("linear_logp", "linear_logp_partials", "linear_logp_backward"):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.rlkit, name).default.tags

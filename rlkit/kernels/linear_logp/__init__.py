@@ -39,7 +39,6 @@ def linear_logp(
     temperature: float = 1.0,
     softcap: float | None = None,
     mask: Bool[Tensor, "T"] | None = None,
-    into_grad: bool = False,
     impl: str | None = None,
 ) -> LogProbs:
     """Log-probability of each target and entropy of its distribution, in nats, from the last hidden states.
@@ -70,9 +69,6 @@ def linear_logp(
                 and the logits' gradient to 10 bits after the point (relative error up to 5e-4 each).
     Args:       targets: ids in [0, V) where the mask is True, anything elsewhere.  temperature: > 0, as sampled.
                 mask: on the device of `hidden`, or on the CPU.
-                into_grad: the backward adds the weight's gradient to `weight.grad` directly, which saves a tensor of
-                the weight's size. For a parameter without gradient hooks: single-process, or under FSDP2 inside the
-                forward of the module that owns it (not DDP, not a DTensor). Ignored under torch.compile.
                 impl: "reference" (checkpointed log-softmax over chunks of rows), "chunked" (torch, tile by tile) or
                 "triton" (library products and Triton passes over their blocks); default: see `which_impl`.
     Differs:    from Liger and QuACK: the entropy has a gradient, and any loss may follow (theirs is known in advance,
@@ -87,11 +83,8 @@ def linear_logp(
         return _reference.linear_logp(
             hidden, weight, targets, bias=bias, temperature=temperature, softcap=softcap, mask=mask
         )
-    if into_grad:
-        ops.check_into_grad(weight)
-    into_grad = into_grad and not torch.compiler.is_compiling()
     keep = chosen == "chunked" and chunked.can_keep(hidden.shape[0], weight.shape[0], dtype)
-    out = ops.logp_op(hidden, weight, targets, bias, mask, temperature, softcap, keep, chosen, into_grad)
+    out = ops.logp_op(hidden, weight, targets, bias, mask, temperature, softcap, keep, chosen)
     return LogProbs(out[0], out[1])
 
 

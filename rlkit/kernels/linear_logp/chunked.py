@@ -127,13 +127,13 @@ def partials(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
     return out
 
 
-def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool], d_weight: Tensor | None = None) -> Grads:
-    """Gradients where `need` is True. If `d_weight` is given, the gradient is added to it, in its dtype."""
+def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool]) -> Grads:
+    """Gradients where `need` is True."""
     weight, dtype = head.weight, compute_dtype(hidden, head.weight, head.bias)
     h, vocab = hidden.to(dtype), head.weight.shape[0]
     scale = (rows.scale / head.temperature).unsqueeze(1)
     d_hidden = torch.zeros_like(h) if need[0] else None
-    d_weight = torch.zeros_like(weight) if need[1] and d_weight is None else d_weight
+    d_weight = torch.zeros_like(weight) if need[1] else None
     d_bias = torch.zeros(vocab, dtype=dtype, device=h.device) if need[2] else None
     scaled = h * scale if need[1] else h
     height, width = _tile_shape(h, vocab)
@@ -141,7 +141,7 @@ def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool], d_weig
     for first, last in blocks(vocab, width):
         w, bias = _columns(head, first, last, dtype)
         d_w = None
-        if d_weight is not None and need[1]:
+        if d_weight is not None:
             d_w = d_weight[first:last]
             d_w = d_w if d_w.dtype == dtype else torch.zeros_like(d_w, dtype=dtype)
         for top, end in blocks(h.shape[0], height):
@@ -241,9 +241,7 @@ def forward_kept(hidden: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, T
     return logp, entropy, lse, kept
 
 
-def backward_kept(
-    hidden: Tensor, head: Head, kept: Tensor, rows: KeptRows, *, need: list[bool], d_weight: Tensor | None = None
-) -> Grads:
+def backward_kept(hidden: Tensor, head: Head, kept: Tensor, rows: KeptRows, *, need: list[bool]) -> Grads:
     """`backward` from the outputs of `forward_kept`: dz_j = g_l [j = target] - p_j (g_l + g_h (entropy + log_p_j))."""
     targets, logp, entropy, lse, g_logp, g_entropy = rows
     scale = (g_logp / -head.temperature).unsqueeze(1)
@@ -259,9 +257,7 @@ def backward_kept(
     d.scatter_(1, targets.unsqueeze(1), at_target)
     if head.softcap is not None:  # d softcap * tanh(x / softcap) / dx = 1 - (z temperature / softcap)^2
         d.addcmul_(d, (log_p + lse.unsqueeze(1)).mul_(head.temperature / head.softcap).square_(), value=-1)
-    if need[1]:
-        product = _product(d.t(), hidden)
-        d_weight = product.to(head.weight.dtype) if d_weight is None else d_weight.add_(product)
+    d_weight = _product(d.t(), hidden).to(head.weight.dtype) if need[1] else None
     d_hidden = _product(d, head.weight).to(hidden.dtype) if need[0] else None
     return Grads(d_hidden, d_weight, d.sum(0) if need[2] else None)
 

@@ -66,7 +66,6 @@ def logp_op(
     softcap: float | None,
     keep: bool,
     impl: str,
-    into_grad: bool,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """logp, entropy, and for the backward: offset, sum, and the tensors that `forward_kept` keeps (unmasked rows)."""
     if not keep:
@@ -85,7 +84,7 @@ def logp_op(
 
 @logp_op.register_fake
 def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _, bias, *_, keep, _, _ = rest
+    _, bias, *_, keep, _ = rest
     num_rows, dtype = hidden.shape[0], compute_dtype(hidden, weight, bias)
     shapes = [(num_rows,)] * 3 + ([(0,), (2, num_rows, weight.shape[0])] if keep else [(num_rows,), (0,)])
     return tuple(hidden.new_empty(shape, dtype=dtype) for shape in shapes)
@@ -124,7 +123,6 @@ def _gradients(
     start: int,
     impl: str,
     need: list[bool],
-    d_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias (`[0]` if not needed), over the rows with a non-zero upstream gradient."""
     head = Head(weight, finite(bias, saved[0].dtype), temperature, softcap, start)
@@ -138,12 +136,12 @@ def _gradients(
     )
     if kept is None:
         terms = row_terms(t, offset, _take(saved[3], rows), logp, entropy, g_l, g_h)
-        grads = module(impl).backward(h, head, terms, need=need, d_weight=d_weight)
+        grads = module(impl).backward(h, head, terms, need=need)
     else:  # `kept` starts with the unmasked rows, in order
         entered = rows if rows is None or mask is None else (mask.cumsum(0) - 1)[rows]
         kept_rows = KeptRows(t, logp, entropy, offset, g_l, g_h)
         kept = kept if entered is None else kept[:, entered]
-        grads = chunked.backward_kept(h, head, kept, kept_rows, need=need, d_weight=d_weight)
+        grads = chunked.backward_kept(h, head, kept, kept_rows, need=need)
     d_hidden, d_weight, d_bias = grads
     if d_hidden is not None and rows is not None:
         d_hidden = torch.zeros_like(hidden).index_copy_(0, rows, d_hidden)
@@ -153,15 +151,13 @@ def _gradients(
     return tuple(found)  # type: ignore[return-value]
 
 
-_BACKWARD_ARGS = (
-    "Tensor? g_logp, Tensor? g_entropy, Tensor hidden, Tensor weight, Tensor targets, Tensor? bias, Tensor? mask, "
-    "Tensor[] saved, Tensor? kept, float temperature, float? softcap, SymInt start, str impl, bool[] need"
-)
 backward_op = torch.library.custom_op(
     "rlkit::linear_logp_backward",
     _gradients,
     mutates_args=(),
-    schema=f"({_BACKWARD_ARGS}) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor? g_logp, Tensor? g_entropy, Tensor hidden, Tensor weight, Tensor targets, Tensor? bias, "
+    "Tensor? mask, Tensor[] saved, Tensor? kept, float temperature, float? softcap, SymInt start, str impl, "
+    "bool[] need) -> (Tensor, Tensor, Tensor)",
     tags=SYNCS,
 )
 
@@ -173,35 +169,22 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x) if needed else x.new_empty(0) for x, needed in wanted)
 
 
-@torch.library.custom_op(
-    "rlkit::linear_logp_backward_",
-    mutates_args=("d_weight",),
-    schema=f"({_BACKWARD_ARGS}, Tensor(a!) d_weight) -> (Tensor, Tensor)",
-    tags=SYNCS,
-)
-def backward_op_(*args: Any) -> tuple[Tensor, Tensor]:
-    """`backward_op`, adding the weight's gradient to `d_weight` in place."""
-    d_hidden, _, d_bias = _gradients(*args)
-    return d_hidden, d_bias
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, temperature, softcap, _, impl, into_grad = inputs
+    *tensors, temperature, softcap, _, impl = inputs
     *saved, kept = output
     ctx.mark_non_differentiable(*output[2:])
-    _save(ctx, tensors, saved, kept if kept.numel() else None, (temperature, softcap, 0, impl), into_grad)
+    _save(ctx, tensors, saved, kept if kept.numel() else None, (temperature, softcap, 0, impl))
 
 
 def _shard_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, temperature, softcap, start, stats, impl = inputs
-    _save(ctx, tensors, (*output, *stats[:2]), None, (temperature, softcap, start, impl), False)
+    _save(ctx, tensors, (*output, *stats[:2]), None, (temperature, softcap, start, impl))
 
 
-def _save(ctx: Any, tensors: Any, saved: Any, kept: Tensor | None, constants: tuple[Any, ...], into_grad: bool) -> None:
+def _save(ctx: Any, tensors: Any, saved: Any, kept: Tensor | None, constants: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *saved, kept)
     ctx.constants = constants
-    ctx.leaf = tensors[1] if into_grad else None  # a saved tensor may come back as a copy (checkpoints, offloading)
 
 
 def _backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -211,11 +194,6 @@ def _backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: Non
     saved = [logp, entropy, offset, total]
     rest = [None] * (len(wanted) - 4)
     args = (g_logp, g_entropy, *inputs, saved, kept, *ctx.constants, need)
-    if ctx.leaf is not None and need[1]:
-        if ctx.leaf.grad is None:
-            ctx.leaf.grad = torch.zeros_like(ctx.leaf)
-        d_hidden, d_bias = backward_op_(*args, ctx.leaf.grad)
-        return d_hidden if need[0] else None, None, None, d_bias if need[2] else None, *rest
     d_hidden, d_weight, d_bias = (g if needed else None for g, needed in zip(backward_op(*args), need, strict=True))
     return d_hidden, d_weight, None, d_bias, *rest
 
@@ -237,21 +215,6 @@ def check_impl(
 ) -> str:
     """`impl`, checked, or the default of `which_impl`."""
     return _triton.choose(impl, names, which_impl(hidden, weight, bias), hidden, weight, bias)
-
-
-def check_into_grad(weight: Tensor) -> None:
-    """Raise if the backward cannot write into `weight.grad` as autograd would."""
-    if not weight.requires_grad:
-        return
-    if type(weight) not in (Tensor, torch.nn.Parameter):
-        raise TypeError(
-            f"into_grad needs a plain tensor as weight, got {type(weight).__name__}; call linear_logp inside the FSDP "
-            "module's forward, where the parameter is unsharded, or set into_grad=False"
-        )
-    if not weight.is_leaf:
-        raise ValueError("into_grad needs a leaf as weight (a parameter), got the result of an operation; turn it off")
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        raise ValueError("into_grad would bypass the hooks on weight's gradient; remove them, or turn it off")
 
 
 def module(impl: str) -> Any:
