@@ -5,6 +5,8 @@ RUN    := $(VENV)/bin/python
 DEMO   ?= runs/demo
 RESULTS ?= benchmarks/results
 GPU_TESTS := tests/kernels/test_gpu_kernels.py tests/test_gpu.py tests/sglang/test_ipc_gpu.py
+# Bytecode is kept, also where the environment says otherwise: each process of the tests would compile its modules anew.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist worksteal
 FLAGS ?=  # of the benchmarks: --rehearse for tiny shapes on a CPU, --rest, --only ...
 
 .PHONY: demo test sglang-cpu test-sglang lint bench bench-trl gpu-test gpu-tune gpu-bench gpu-train nightly clean
@@ -13,7 +15,7 @@ demo: $(VENV)/.ready
 	$(RUN) examples/demo.py --output $(DEMO)
 
 test: $(VENV)/.ready-dev lint
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not slow and not gpu and not sglang"
+	$(PYTEST) -m "not slow and not gpu and not sglang"
 
 sglang-cpu: $(VENV)/.ready-dev  # a CPU-only SGLang in a cache folder outside the clone; prints its Python
 	@$(RUN) tools/sglang_cpu/install.py
@@ -28,7 +30,7 @@ lint: $(VENV)/.ready-dev
 	$(VENV)/bin/vulture
 
 nightly: $(VENV)/.ready-dev
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not gpu and not sglang"
+	$(PYTEST) -m "not gpu and not sglang"
 
 bench: $(VENV)/.ready-dev
 	$(RUN) benchmarks/training_step.py

@@ -13,7 +13,6 @@ server that has imported torch and transformers once.
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import multiprocessing.connection
 import runpy
 import socket
@@ -24,9 +23,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
-           "transformers.models.qwen3.modeling_qwen3", "rlkit.model.forward"]  # fmt: skip
 
 
 class Ranks:
@@ -69,8 +65,9 @@ class Ranks:
         self._pipes, self._processes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        import forked  # here: the ranks run this file without tests/support on their path
+
+        context = forked.context()
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]

@@ -21,6 +21,7 @@ from rlkit.rollout.shared import SharedEngine
 from rlkit.testing import FakeEngine
 from rlkit.types import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
 ENGINES = ["fake", "local", "process", "shared", "docs"]
 
 

@@ -23,6 +23,7 @@ from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.engines.process import _portable, launch
 from rlkit.types import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
 ROOT = Path(__file__).parents[2]
 PARAMS = SamplingParams(max_new_tokens=12, seed=3)
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12]]

@@ -44,11 +44,11 @@ def assert_a_line_a_step(terminal: Terminal, steps: list[int]) -> None:
     assert "Traceback" not in terminal.text
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_runs_in_a_terminal(task, tmp_path, script, columns, request):
-    if columns == 120 and script not in ("sft", "grpo") and not request.config.getoption("-m"):
-        pytest.skip("80 columns are the harder case")
+WIDE = [pytest.param(script, 120, marks=[] if script in ("sft", "grpo") else pytest.mark.slow) for script in SCRIPTS]
+
+
+@pytest.mark.parametrize(("script", "columns"), [*((script, 80) for script in SCRIPTS), *WIDE])  # 80: the harder case
+def test_every_script_runs_in_a_terminal(task, tmp_path, script, columns):
     terminal = Terminal(command(task, script, tmp_path / "run"), columns=columns)
     terminal.wait_for(r"^step \d/3 ━.* 0:\d\d:\d\d eta ")
     if script == "grpo":
