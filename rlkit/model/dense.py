@@ -42,11 +42,10 @@ def covers(model: Any) -> bool:
     for layer in base.layers:
         modules += layer, *layer._modules.values(), *layer.self_attn._modules.values(), *layer.mlp._modules.values()
     weights = [p for m in modules for p in m._parameters.values() if p is not None]
-    dtype, trains = weights[0].dtype, torch.is_grad_enabled()
+    dtype, trains = weights[0].dtype, weights[0].requires_grad  # whatever the mode, so that scoring takes the same path
     return (
         dtype in (torch.float32, torch.float64)
-        and all(type(p) is nn.Parameter and p.dtype == dtype for p in weights)
-        and (not trains or all(p.requires_grad for p in weights))
+        and all(type(p) is nn.Parameter and p.dtype == dtype and p.requires_grad == trains for p in weights)
         and all(_is_plain(m, own) for m in modules)
     )
 

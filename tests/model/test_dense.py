@@ -161,8 +161,19 @@ def test_other_architectures_run_their_own_forward(settings):
     assert not dense.covers(AutoModelForCausalLM.from_config(Qwen3Config(**{**SIZE, **settings})))
 
 
-def test_frozen_parameters_do_not_matter_without_gradients():
-    model = make()
-    model.requires_grad_(False)
+def test_a_frozen_model_and_scoring_take_the_same_forward_as_training():
+    model, batch = make(), make_batch()
+    trained = forward(model, batch).logp
     with torch.no_grad():
-        assert dense.covers(model)
+        assert torch.equal(forward(model, batch).logp, trained)
+    model.requires_grad_(False)
+    assert dense.covers(model)
+    assert torch.equal(forward(model, batch).logp, trained)
+
+
+def test_a_partly_frozen_model_takes_its_own_forward_for_scoring_too():
+    model, batch = make(), make_batch()
+    model.model.layers[0].requires_grad_(False)
+    trained = forward(model, batch).logp
+    with torch.no_grad():
+        assert torch.equal(forward(model, batch).logp, trained)

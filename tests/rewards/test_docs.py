@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "rewards.md").read_text()
 HELPERS = {
     "text": {
+        "first_value",
         "gold_answer",
+        "no_gold_answer",
         "squad_normalize",
         "repeated_share",
         "last_boxed",

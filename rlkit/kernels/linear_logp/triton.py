@@ -68,13 +68,11 @@ def partials(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
     return out
 
 
-def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool], d_weight: Tensor | None = None) -> Grads:
-    """Gradients where `need` is True. If `d_weight` is given, the gradient is added to it, in its dtype."""
+def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool]) -> Grads:
+    """Gradients where `need` is True."""
     weight, dtype = head.weight, product_dtype(hidden, head.weight)
     h, (vocab, dim), num_rows = hidden.to(dtype), weight.shape, hidden.shape[0]
-    add = d_weight is not None
-    if need[1] and d_weight is None:
-        d_weight = torch.empty_like(weight) if num_rows else torch.zeros_like(weight)
+    d_weight = (torch.empty_like(weight) if num_rows else torch.zeros_like(weight)) if need[1] else None
     d_hidden = h.new_zeros(num_rows, dim, dtype=torch.float32) if need[0] else None
     d_bias = h.new_zeros(vocab, dtype=torch.float32) if need[2] else None
     if num_rows == 0 or vocab == 0:
@@ -84,7 +82,7 @@ def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool], d_weig
     buffer = h.new_empty(num_rows, padded(width))
     height = max(MIN_HEIGHT, BLOCK_BYTES * growth(dim) // (4 * width))
     z = h.new_empty(height, padded(width), dtype=torch.float32)
-    sums = Grads(d_hidden, d_weight if need[1] else None, d_bias)
+    sums = Grads(d_hidden, d_weight, d_bias)
     with torch.cuda.device_of(hidden), full_sums():
         for first, last in blocks(vocab, width):
             w, d = weight[first:last].to(dtype), buffer[:, : last - first]
@@ -93,7 +91,7 @@ def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool], d_weig
                 product_into(x, h[top:end], w.t())
                 part = rows.targets[top:end], terms[:, top:end]
                 write_gradient(d[top:end], x, *part, head, first=first, padded_rows=True)
-            add_products(sums, d, h, w, first=first, add=add, factor=unscale)
+            add_products(sums, d, h, w, first=first, add=False, factor=unscale)
     return Grads(None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias)
 
 
