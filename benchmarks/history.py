@@ -95,15 +95,19 @@ def _megabytes(usage: resource.struct_rusage) -> float:
 def ratios() -> dict[str, float]:
     """Medians of the comparison with TRL and of the training step, if they were run on this kind of CPU."""
     found: dict[str, float] = {}
-    cpu = machine()["cpu"]
-    trl, step = (json.loads(p.read_text()) for p in (RESULTS / "trl_cpu.json", RESULTS / "training_step_cpu.json"))
-    if trl["machine"]["cpu"] == cpu:
-        rows = (row for row in trl["table"] if row["better by"])
-        found |= {f"trl: {row['figure'].strip()}": round(row["better by"][0], 3) for row in rows}
-    if step["machine"]["cpu"] == cpu:
-        names = ((row, "training: {model}, prompt {prompt}, {dtype}".format(**row)) for row in step["rows"])
-        found |= {name: round(row["dense"]["ratio"][0], 3) for row, name in names}
+    for name in ("trl_cpu", "trl_cpu_defaults", "trl_cpu_prefix"):
+        rows = (row for row in _result(name).get("table", []) if row.get("better by"))
+        found |= {f"{name}: {row['figure'].strip()}": round(row["better by"][0], 3) for row in rows}
+    for row in _result("training_step_cpu").get("rows", []):
+        name = "training: {model}, prompt {prompt}, {dtype}".format(**row)
+        found[name] = round(row["dense"]["ratio"][0], 3)
     return found
+
+
+def _result(name: str) -> dict[str, Any]:
+    path = RESULTS / f"{name}.json"
+    result = json.loads(path.read_text()) if path.exists() else {"machine": {"cpu": ""}}
+    return result if result["machine"]["cpu"] == machine()["cpu"] else {}
 
 
 def main(args: Args) -> None:
