@@ -117,7 +117,9 @@ def main(args: Args) -> None:
             episodes=Episodes(
                 reward=reward, max_prompt_tokens=args.digits + 26, eval_limit=args.eval_limit, eval_kl=True
             ),
-            rollouts=Rollouts(prompts_per_step=16, minibatches=2, max_new_tokens=args.digits + 2),
+            rollouts=Rollouts(
+                prompts_per_step=16, minibatches=2, max_new_tokens=args.digits + 2, print_samples_steps=100
+            ),
             schedule=Schedule(
                 args.output / "grpo", steps=args.grpo_steps, eval_steps=25, print_steps=10, save_steps=50, **common
             ),
