@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from rlkit.parallel.attention import AttentionPlan, attend
 
@@ -31,7 +32,7 @@ _LEAVES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 def covers(model: Any) -> bool:
     """Whether `hidden_states` may stand in for `model.base_model`: all of it is as transformers made it, on the CPU."""
     base, config = model.base_model, model.base_model.config
-    if model.device.type != "cpu" or config.model_type not in SUPPORTED or why_not_dense(config) is not None:
+    if torch.compiler.is_compiling() or model.device.type != "cpu" or why_not_dense(config) is not None:
         return False
     if getattr(config, "sliding_window", None) is not None or getattr(config, "mlp_bias", False):
         return False
@@ -151,6 +152,7 @@ class _Project(torch.autograd.Function):
         return out[:, :heads], out[:, heads:], v
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         h, scale, norm, q_w, k_w, v_w, q_norm, k_norm, normed, qk_scale, cos, sin = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
@@ -188,6 +190,7 @@ class _Finish(torch.autograd.Function):
         return z
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         attended, o, h, scale, norm, gate, up, down, gate_up = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):

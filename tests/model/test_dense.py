@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from rlkit.model import dense
-from rlkit.model.forward import forward, prepare
+from rlkit.model.forward import forward, prepare, token_outputs
 from rlkit.model.heads import values
 from rlkit.packing import pack, select
 from rlkit.types import Trajectory
@@ -85,6 +85,15 @@ def test_bf16_products_are_as_exact_as_those_of_transformers(monkeypatch):
     truth = outputs(model, batch)
     theirs = distance(own(monkeypatch, outputs, model, batch, "bf16"), truth)
     assert 1e-4 < distance(outputs(model, batch, "bf16"), truth) <= 1.5 * theirs
+
+
+def test_a_second_derivative_is_refused():
+    model, batch = make(), make_batch()
+    parameters = list(model.parameters())
+    hidden = token_outputs(model, batch, lambda hidden, _: (hidden.float().square().sum(-1),))[0]
+    first = torch.autograd.grad(hidden.sum(), parameters[1], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
 
 
 def test_a_head_of_values_reads_the_same_hidden_states(monkeypatch):

@@ -18,13 +18,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rlkit._tensors import upcast
+from rlkit.model.dense import why_not_dense
 from rlkit.model.lora import adapter_of, is_low_rank, merged
 from rlkit.parallel.attention import causal_sdpa
 from rlkit.ranks import reshard
 
 KEEP_BYTES = 64 << 20
 TALL = range(16, 257)
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class Linear(NamedTuple):
@@ -255,19 +255,11 @@ def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
 def why_unsupported(model: Any, max_len: int) -> str | None:
     """Why `Decoder` cannot run this model, in words, or None if it can."""
     config = model.config
-    if config.model_type not in SUPPORTED:
-        return f"model type {config.model_type!r} is not one of {', '.join(SUPPORTED)}"
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if (reason := why_not_dense(config)) is not None:
+        return reason
     window = getattr(config, "sliding_window", None)
     if config.model_type == "mistral" and window is not None and window < max_len:
         return f"its sliding window {window} is shorter than max_len {max_len}"
-    if layer_types != {"full_attention"}:
-        return f"its layer types are {sorted(layer_types)}"
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if "dynamic" in rope or rope == "longrope":
-        return f"its rotary frequencies depend on the length ({rope})"
-    if config.hidden_act not in ("silu", "swish"):
-        return f"its activation is {config.hidden_act!r}"
     projections = [(n, m) for n, m in model.model.layers.named_modules() if n.endswith("_proj")]
     linear = all(type(m) is nn.Linear or is_low_rank(m) for _, m in projections)
     if not linear or any(".mlp." in n and m.bias is not None for n, m in projections):
