@@ -124,7 +124,7 @@ def main(args: Args) -> None:
     last = next((old for old in reversed(lines) if old["cpu"] == line["cpu"]), None)
     print(f"{'':16}{'now':>10}{'recorded':>10}   {line['cpu']}")
     for name, value in figures.items():
-        spread = "({:.2f}-{:.2f})".format(*sorted(r[name] for r in rounds)[:: max(1, len(rounds) - 1)])
+        spread = f"({min(r[name] for r in rounds):.2f}-{max(r[name] for r in rounds):.2f})"
         print(f"{name:16}{value:10.2f}" + ("" if last is None else f"{last[name]:10.2f}") + f"   {spread}")
     if args.record:
         with HISTORY.open("a") as file:
