@@ -20,15 +20,11 @@ from typing import Any
 
 import torch
 import tyro
+from _models import build
 from _timing import machine
 
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.types import SamplingParams
-
-SHAPES = {  # hidden size, layers, heads, head size, MLP size
-    "nano": (128, 4, 4, 32, 512),
-    "micro": (384, 6, 6, 64, 1024),
-}
 
 
 @dataclass
@@ -43,25 +39,6 @@ class Args:
     """of torch"""
     out: Path = Path("benchmarks/results/generation_cpu.json")
     """where the figures go"""
-
-
-def build(name: str) -> Any:
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    hidden, layers, heads, head_dim, mlp = SHAPES[name]
-    config = Qwen3Config(
-        vocab_size=263,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        intermediate_size=mlp,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def lengths(kind: str) -> list[int]:

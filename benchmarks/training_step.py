@@ -30,6 +30,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 import tyro
+from _models import build
 from _timing import machine
 from torch import Tensor
 
@@ -41,11 +42,6 @@ from rlkit.model.forward import make_policy, prepare
 from rlkit.model.optim import adamw
 from rlkit.settings import Optim, Rollouts
 
-SHAPES = {  # hidden size, layers, heads, head size, MLP size
-    "nano": (128, 4, 4, 32, 512),
-    "micro": (384, 6, 6, 64, 1024),
-    "mid": (640, 10, 10, 64, 1792),
-}
 LONGEST = {"mid": 256}  # prompt; with 1,024 tokens one padded step takes a minute
 GROUPS, GROUP = 8, 8
 
@@ -68,19 +64,6 @@ class Args:
     """of torch"""
     out: Path = Path("benchmarks/results/training_step_cpu.json")
     """where the figures go"""
-
-
-def build(name: str) -> Any:
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    hidden, layers, heads, head_dim, mlp = SHAPES[name]
-    config = Qwen3Config(
-        vocab_size=4096 if name == "mid" else 263, hidden_size=hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=2, head_dim=head_dim, intermediate_size=mlp,
-        max_position_embeddings=2048, tie_word_embeddings=True,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def make_groups(prompt: int, answer: int, vocab: int) -> list[list[Trajectory]]:

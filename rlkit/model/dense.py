@@ -97,9 +97,7 @@ def hidden_states(
         x, positions = _padded(x), _padded(positions[:, None])[:, 0]
         plan, last = (p._replace(out_index=_padded(p.out_index[:, None])[:, 0]) for p in (plan, last))  # type: ignore
     with torch.no_grad():
-        cos, sin = (t[0, :, None] for t in base.rotary_emb(x[None], positions[None]))
-        half = cos.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        cos, sin = rotary_table(base, x, positions)
     eps = torch.tensor(base.config.rms_norm_eps, dtype=x.dtype)
     for layer in base.layers:
         a, mlp = layer.self_attn, layer.mlp
@@ -134,7 +132,7 @@ class _Project(torch.autograd.Function):
         q_w, k_w, v_w, q_b, k_b, v_b, q_norm, k_norm, cos, sin, eps, dtype = weights_and_more
         with torch.autocast("cpu", enabled=False):
             head_dim = cos.shape[-1]
-            scale = _inverse_rms(x, eps)
+            scale = inverse_rms(x, eps)
             h = (x * scale).to(dtype)
             weight = _scaled((q_w, k_w, v_w), norm, dtype)
             bias = None if q_b is None else torch.cat((q_b, k_b, v_b)).to(dtype)
@@ -143,10 +141,10 @@ class _Project(torch.autograd.Function):
             qk, v = y[:, :both].to(x.dtype), y[:, both:]
             normed = qk_scale = None
             if q_norm is not None:
-                qk_scale = _inverse_rms(qk, eps)
+                qk_scale = inverse_rms(qk, eps)
                 normed = qk * qk_scale
                 qk = normed * _per_head(q_norm, k_norm, heads, both)
-            out = _rotate(qk, cos, sin).to(dtype)
+            out = rotate(qk, cos, sin).to(dtype)
         ctx.save_for_backward(h, scale, norm, q_w, k_w, v_w, q_norm, k_norm, normed, qk_scale, cos, sin)
         ctx.has_bias = q_b is not None
         return out[:, :heads], out[:, heads:], v
@@ -180,7 +178,7 @@ class _Finish(torch.autograd.Function):
             dtype = attended.dtype
             y = _add_product(x, attended, o)
             y = y if o_bias is None else y.add_(o_bias)
-            scale = _inverse_rms(y, eps)
+            scale = inverse_rms(y, eps)
             h = (y * scale).to(dtype)
             gate_up = torch.mm(h, _scaled((gate, up), norm, dtype).t())
             g, u = gate_up.tensor_split(2, 1)
@@ -210,7 +208,7 @@ class _Finish(torch.autograd.Function):
         return dy, d_attended, d_o, d_o_bias, d_norm, *d_weights, d_down, None
 
 
-def _inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
+def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) of each row; with eps as a tensor in fewer operators than F.rms_norm has on the CPU."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
@@ -239,7 +237,14 @@ def _per_head(q_norm: Tensor, k_norm: Tensor, heads: int, both: int) -> Tensor:
     return torch.cat((q_norm.expand(heads, -1), k_norm.expand(both - heads, -1)))
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary_table(base: Any, x: Tensor, positions: Int[Tensor, "T"]) -> tuple[Tensor, Tensor]:
+    """cos, and sin with the sign of its half, [T, 1, head_dim], on the device and in the dtype of `x`."""
+    cos, sin = (t[0, :, None] for t in base.rotary_emb(x[None], positions[None]))
+    half = cos.shape[-1] // 2
+    return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions; `sin` has the sign of its half."""
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 

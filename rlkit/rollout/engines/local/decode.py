@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rlkit._tensors import upcast
-from rlkit.model.dense import why_not_dense
+from rlkit.model.dense import inverse_rms, rotary_table, rotate, why_not_dense
 from rlkit.model.lora import adapter_of, is_low_rank, merged
 from rlkit.parallel.attention import causal_sdpa
 from rlkit.ranks import reshard
@@ -135,9 +135,8 @@ class Decoder:
             self._table = self._rotary(min(2 * capacity, self._max_len))
 
     def _rotary(self, length: int) -> Rotary:
-        embed, half = self._weights.embed, self._head_dim // 2
-        cos, sin = self._model.model.rotary_emb(embed[:1, None], torch.arange(length, device=embed.device)[None])
-        return Rotary(cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1))
+        embed = self._weights.embed
+        return Rotary(*rotary_table(self._model.model, embed[:1], torch.arange(length, device=embed.device)))
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
@@ -225,7 +224,7 @@ def _project(x: Tensor, layer: Layer, rotary: Rotary, eps: Tensor | float) -> tu
     v = F.linear(h, *layer.v).view(x.shape[0], -1, head_dim)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = _rms_norm(q, layer.q_norm, eps), _rms_norm(k, layer.k_norm, eps)
-    return _rotate(q, rotary), _rotate(k, rotary), v
+    return rotate(q, *rotary), rotate(k, *rotary), v
 
 
 def _finish(x: Tensor, attended: Tensor, layer: Layer, eps: Tensor | float) -> Tensor:
@@ -244,12 +243,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor | float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight; with eps as a tensor in fewer operators than F.rms_norm has on the CPU."""
     if not isinstance(eps, Tensor):
         return F.rms_norm(x, weight.shape, weight, eps)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (x * torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
-
-
-def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    return (x * rotary.cos).addcmul_(x.roll(x.shape[-1] // 2, -1), rotary.sin)
+    return (x * inverse_rms(x, eps)).mul_(weight)
 
 
 def why_unsupported(model: Any, max_len: int) -> str | None:
