@@ -65,10 +65,11 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Metr
     params = [p for group in optimizer.param_groups for p in group["params"]]
     norm = global_norm([p.grad for p in sum_copies(params) if p.grad is not None])
     grads = [p.grad for p in params if p.grad is not None]
-    finite = bool(norm.isfinite())
+    size = float(norm)
+    finite = math.isfinite(size)
     if finite and grads:
-        local = [_local(g) for g in grads]
-        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(local[0].device))
+        if size + 1e-6 > max_norm:  # a product with 1 would read and write all gradients for nothing
+            torch._foreach_mul_([_local(g) for g in grads], max_norm / (size + 1e-6))
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {"grad_norm": mean(norm), "skipped_step": mean(0.0 if finite else 1.0)}
