@@ -170,7 +170,7 @@ def sides_of(name: str, longest: int, args: Args, stack: ExitStack) -> dict[str,
 
 
 def measure(sides: dict[str, Side], load: Load, *, rounds: int) -> dict[str, Any]:
-    """Tokens/s of each side, and ratios of two sides in the same rounds: median, lowest, highest."""
+    """For two sides, of the same rounds: the tokens/s of both, the ratio, and its range."""
     rates: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(rounds + 1):
         for side, run in sides.items():
@@ -179,24 +179,25 @@ def measure(sides: dict[str, Side], load: Load, *, rounds: int) -> dict[str, Any
             run(now)
             if number:
                 rates[side].append(sum(now.limits) / (time.perf_counter() - start))
-    ratios = {}
+    pairs = {}
     for a, b in RATIOS:
         if a in sides and b in sides:
             each = sorted(x / y for x, y in zip(rates[a], rates[b], strict=True))
-            ratios[f"{a} / {b}"] = [statistics.median(each), each[0], each[-1]]
-    return {"tokens_per_s": {side: statistics.median(x) for side, x in rates.items()}, "ratios": ratios}
+            both = [round(statistics.median(rates[side])) for side in (a, b)]
+            numbers = (round(x, 3) for x in (statistics.median(each), each[0], each[-1]))
+            pairs[f"{a} / {b}"] = dict(zip(("tokens_per_s", "ratio", "low", "high"), (both, *numbers), strict=True))
+    return pairs
 
 
 def merge(out: Path, row: dict[str, Any]) -> None:
-    """Write a row, over the same sides of the same row if the file has it."""
+    """Write a row, over the same pairs of the same row if the file has it."""
     rows = json.loads(out.read_text())["rows"] if out.exists() else []
     key = ("model", "prompt_tokens", "lengths")
     same = next((r for r in rows if all(r[k] == row[k] for k in key)), None)
     if same is None:
         rows.append(row)
     else:
-        for part in ("tokens_per_s", "ratios"):
-            same[part] |= row[part]
+        same["pairs"] |= row["pairs"]
     rows.sort(key=lambda r: (list(ROUNDS).index(r["model"]), r["prompt_tokens"], r["lengths"]))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
@@ -205,7 +206,7 @@ def merge(out: Path, row: dict[str, Any]) -> None:
 def main(args: Args) -> None:
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of the server
-    print(f"{'model':7}{'prompt':>7} {'lengths':12}tokens/s; ratios (range over rounds)")
+    print(f"{'model':7}{'prompt':>7} {'lengths':12}{'sides':22}{'tokens/s of both':>19}{'ratio':>8}   range")
     for name in args.models:
         for tokens in args.prompts:
             with ExitStack() as stack:
@@ -214,12 +215,12 @@ def main(args: Args) -> None:
                 sides = sides_of(name, longest, args, stack)
                 for kind, requests in loads.items():
                     rounds = args.rounds or ROUNDS[name]
-                    found = measure(sides, requests, rounds=rounds)
-                    merge(args.out, {"model": name, "prompt_tokens": tokens, "lengths": kind, **found})
-                    rates = "  ".join(f"{side} {rate:.0f}" for side, rate in found["tokens_per_s"].items())
-                    print(f"{name:7}{tokens:7} {kind:12}{rates}", flush=True)
-                    for pair, (median, low, high) in found["ratios"].items():
-                        print(f"{'':27}{pair:22}{median:8.2f} ({low:.2f}-{high:.2f})", flush=True)
+                    pairs = measure(sides, requests, rounds=rounds)
+                    merge(args.out, {"model": name, "prompt_tokens": tokens, "lengths": kind, "pairs": pairs})
+                    for pair, x in pairs.items():
+                        rates = "{:9.0f} {:9.0f}".format(*x["tokens_per_s"])
+                        spread = f"{x['low']:.2f}-{x['high']:.2f}"
+                        print(f"{name:7}{tokens:7} {kind:12}{pair:22}{rates}{x['ratio']:8.2f}   {spread}", flush=True)
 
 
 if __name__ == "__main__":
