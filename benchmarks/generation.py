@@ -1,20 +1,34 @@
-"""Generation alone: the embedded engine against Hugging Face `generate`, in turns, in one process.
+"""Generation alone: the embedded engine against Hugging Face transformers and SGLang, in turns.
 
-    python benchmarks/generation.py
+    python benchmarks/generation.py                                        # all models, about ten minutes
+    python benchmarks/generation.py --models nano --prompts 16 --lengths equal
+    RLKIT_SGLANG_PYTHON=$(make -s sglang-cpu) python benchmarks/generation.py --sides engine sglang
 
-64 requests, 8 prompts of 24 tokens with 8 samples each, on two random Qwen3 models: nano (1.0 M parameters) and micro
-(9.5 M). Equal lengths (32 tokens each), and log-normal ones, where a static batch waits for its longest row. A ratio is
-the engine's tokens/s over those of `generate` in the same round, which samples with a dynamic cache and returns no
-log-probs.
+64 requests, 8 prompts with 8 samples each, on random Qwen3 models (`_models.py`) in fp32. Lengths are equal (32 tokens
+each), or log-normal with a median of 25, where a static batch waits for its longest row. The sides:
+
+    engine     `LocalEngine`, which returns log-probs as well
+    compiled   the same with compile=True
+    generate   `model.generate` with a dynamic cache; the rows of a batch have one length, the longest
+    batching   transformers' continuous batching: one manager for all rounds, as many cache blocks as the requests need
+    sglang     an SGLang server on the CPU behind `rlkit.rollout.engines.sglang`, where its Python is given
+
+Each round runs all sides one after another. A ratio is between two sides of one round; the table has its median and
+range. A call replaces the rows of its models, prompts, lengths and sides in the file, so a table can be made in parts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
+import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,82 +40,187 @@ from _timing import machine
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.types import SamplingParams
 
+VOCAB = 256  # of the prompts
+ROUNDS = {"nano": 7, "micro": 5, "mid": 3}
+RATIOS = [(a, b) for b in ("generate", "batching", "sglang") for a in ("engine", "compiled")]
+
 
 @dataclass
 class Args:
-    models: tuple[str, ...] = ("nano", "micro")
-    """which of nano, micro"""
-    rounds: int = 7
-    """counted rounds of each pair"""
-    compile: bool = True
-    """measure the compiled engine as well"""
+    models: tuple[str, ...] = ("nano", "micro", "mid")
+    """which of nano (1.0 M parameters), micro (9.5 M) and mid (44 M)"""
+    prompts: tuple[int, ...] = (16, 512)
+    """tokens of a prompt"""
+    lengths: tuple[str, ...] = ("equal", "log-normal")
+    """which of equal, log-normal"""
+    sides: tuple[str, ...] = ("engine", "compiled", "generate", "batching")
+    """which of engine, compiled, generate, batching, sglang"""
+    rounds: int | None = None
+    """counted rounds; None: 7 of nano, 5 of micro, 3 of mid"""
     threads: int = 2
-    """of torch"""
+    """of torch, on every side"""
     out: Path = Path("benchmarks/results/generation_cpu.json")
     """where the figures go"""
 
 
-def lengths(kind: str) -> list[int]:
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.empty(64).log_normal_(3.2, 0.8, generator=generator)
-    return [32] * 64 if kind == "equal" else [max(1, min(256, int(x))) for x in drawn]
+@dataclass(frozen=True)
+class Load:
+    """The requests: prompts, and the new tokens of each."""
+
+    prompts: torch.Tensor
+    limits: list[int]
+
+    def short(self) -> Load:
+        """The same prompts with at most 4 new tokens, to warm up."""
+        return Load(self.prompts, [min(n, 4) for n in self.limits])
 
 
-def measure(model: Any, kind: str, *, compiled: bool, rounds: int) -> dict[str, Any]:
-    """Tokens/s of both sides, round by round."""
-    limits = lengths(kind)
-    prompts = torch.randint(0, 263, (8, 24), generator=torch.Generator().manual_seed(1)).repeat_interleave(8, 0)
-    engine = LocalEngine(model, eos_token_ids=(), compile=compiled)
-    params = [SamplingParams(max_new_tokens=n, seed=i) for i, n in enumerate(limits)]
+def load(kind: str, prompt_tokens: int) -> Load:
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, VOCAB, (8, prompt_tokens), generator=generator).repeat_interleave(8, 0)
+    drawn = torch.empty(64).log_normal_(3.2, 0.8, generator=torch.Generator().manual_seed(0))
+    return Load(prompts, [32] * 64 if kind == "equal" else [max(1, min(256, int(x))) for x in drawn])
 
-    async def ours() -> None:
-        await asyncio.gather(*(engine.generate(p, params=s) for p, s in zip(prompts.tolist(), params, strict=True)))
 
-    def peer() -> None:
-        longest = max(limits)
+Side = Callable[[Load], None]
+
+
+def through(connect: Callable[[], Any]) -> Side:
+    """All requests of a load at once, in one event loop; `connect` makes an engine, an async context manager."""
+
+    async def run(load: Load) -> None:
+        params = [SamplingParams(max_new_tokens=n) for n in load.limits]
+        async with connect() as engine:
+            calls = (engine.generate(p, params=s) for p, s in zip(load.prompts.tolist(), params, strict=True))
+            out = await asyncio.gather(*calls)
+        assert [len(c.ids) for c in out] == load.limits
+
+    return lambda load: asyncio.run(run(load))
+
+
+def generate(model: Any) -> Side:
+    def run(load: Load) -> None:
+        longest = max(load.limits)
         model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, top_p=1.0,
+            load.prompts, attention_mask=torch.ones_like(load.prompts), do_sample=True, top_k=0, top_p=1.0,
             max_new_tokens=longest, min_new_tokens=longest, pad_token_id=0,
         )  # fmt: skip
 
-    def rate(run: Any) -> float:
-        start = time.perf_counter()
-        run()
-        return sum(limits) / (time.perf_counter() - start)
+    return run
 
-    sides = (lambda: asyncio.run(ours())), peer
-    for run in (*sides, *sides):
-        run()
-    figures = [tuple(rate(run) for run in sides) for _ in range(rounds)]
-    ratios = sorted(a / b for a, b in figures)
-    return {
-        "lengths": kind,
-        "compiled": compiled,
-        "engine": statistics.median(a for a, _ in figures),
-        "generate": statistics.median(b for _, b in figures),
-        "ratio": statistics.median(ratios),
-        "spread": [ratios[0], ratios[-1]],
+
+@contextmanager
+def batching(name: str, longest: int) -> Iterator[Side]:
+    """transformers' manager on a model of its own, whose attention it replaces."""
+    from transformers import GenerationConfig
+    from transformers.generation import ContinuousBatchingConfig
+
+    page = 32
+    manager = build(name).init_continuous_batching(
+        generation_config=GenerationConfig(do_sample=True, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=page, num_blocks=64 * -(-longest // page) + 8, max_batch_tokens=1024
+        ),
+    )
+    manager.start()
+
+    def run(load: Load) -> None:
+        for prompt, limit in zip(load.prompts.tolist(), load.limits, strict=True):
+            manager.add_request(prompt, max_new_tokens=limit)
+        done = 0
+        while done < len(load.limits):
+            result = manager.get_result(timeout=5)
+            assert result is not None or manager.is_running(), "the manager ended"
+            assert result is None or result.error is None, result.error
+            done += result is not None and result.is_finished()
+
+    try:
+        yield run
+    finally:
+        manager.stop(block=True)
+
+
+@contextmanager
+def sglang(model: Any, threads: int) -> Iterator[Side]:
+    """A server of the same weights."""
+    from rlkit.data.tiny import tiny_tokenizer
+    from rlkit.rollout.engines.sglang import SGLang, launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = tiny_tokenizer()
+        tokenizer.eos_token = None
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        env = {"OMP_NUM_THREADS": str(threads)}
+        with launch(folder, device="cpu", args=["--max-total-tokens", "65536"], env=env) as server:
+            yield through(lambda: SGLang(server.url))
+
+
+def sides_of(name: str, longest: int, args: Args, stack: ExitStack) -> dict[str, Side]:
+    """What is measured, by name."""
+    model = build(name)
+    make: dict[str, Callable[[], Side]] = {
+        "engine": lambda: through(partial(nullcontext, LocalEngine(model, eos_token_ids=()))),
+        "compiled": lambda: through(partial(nullcontext, LocalEngine(model, eos_token_ids=(), compile=True))),
+        "generate": lambda: generate(model),
+        "batching": lambda: stack.enter_context(batching(name, longest)),
+        "sglang": lambda: stack.enter_context(sglang(model, args.threads)),
     }
+    return {side: make[side]() for side in args.sides}
+
+
+def measure(sides: dict[str, Side], load: Load, *, rounds: int) -> dict[str, Any]:
+    """For two sides, of the same rounds: the tokens/s of both, the ratio, and its range."""
+    rates: dict[str, list[float]] = {side: [] for side in sides}
+    for number in range(rounds + 1):
+        for side, run in sides.items():
+            now = load if number else load.short()
+            start = time.perf_counter()
+            run(now)
+            if number:
+                rates[side].append(sum(now.limits) / (time.perf_counter() - start))
+    pairs = {}
+    for a, b in RATIOS:
+        if a in sides and b in sides:
+            each = sorted(x / y for x, y in zip(rates[a], rates[b], strict=True))
+            both = [round(statistics.median(rates[side])) for side in (a, b)]
+            numbers = (round(x, 3) for x in (statistics.median(each), each[0], each[-1]))
+            pairs[f"{a} / {b}"] = dict(zip(("tokens_per_s", "ratio", "low", "high"), (both, *numbers), strict=True))
+    return pairs
+
+
+def merge(out: Path, row: dict[str, Any]) -> None:
+    """Write a row, over the same pairs of the same row if the file has it."""
+    rows = json.loads(out.read_text())["rows"] if out.exists() else []
+    key = ("model", "prompt_tokens", "lengths")
+    same = next((r for r in rows if all(r[k] == row[k] for k in key)), None)
+    if same is None:
+        rows.append(row)
+    else:
+        same["pairs"] |= row["pairs"]
+    rows.sort(key=lambda r: (list(ROUNDS).index(r["model"]), r["prompt_tokens"], r["lengths"]))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
 def main(args: Args) -> None:
     torch.set_num_threads(args.threads)
-    rows = []
-    print(f"{'model':8}{'lengths':12}{'compiled':10}{'engine tok/s':>14}{'generate':>10}{'ratio':>8}   spread")
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of the server
+    print(f"{'model':7}{'prompt':>7} {'lengths':12}{'sides':22}{'tokens/s of both':>19}{'ratio':>8}   range")
     for name in args.models:
-        model = build(name)
-        for compiled in (False, True) if args.compile else (False,):
-            for kind in ("equal", "log-normal"):
-                row = {"model": name, **measure(model, kind, compiled=compiled, rounds=args.rounds)}
-                low, high = row["spread"]
-                print(
-                    f"{name:8}{kind:12}{compiled!s:10}{row['engine']:14.0f}{row['generate']:10.0f}{row['ratio']:8.2f}"
-                    f"   {low:.2f}-{high:.2f}",
-                    flush=True,
-                )
-                rows.append(row)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+        for tokens in args.prompts:
+            with ExitStack() as stack:
+                loads = {kind: load(kind, tokens) for kind in args.lengths}
+                longest = max(tokens + max(x.limits) for x in loads.values())
+                sides = sides_of(name, longest, args, stack)
+                for kind, requests in loads.items():
+                    rounds = args.rounds or ROUNDS[name]
+                    pairs = measure(sides, requests, rounds=rounds)
+                    merge(args.out, {"model": name, "prompt_tokens": tokens, "lengths": kind, "pairs": pairs})
+                    for pair, x in pairs.items():
+                        rates = "{:9.0f} {:9.0f}".format(*x["tokens_per_s"])
+                        spread = f"{x['low']:.2f}-{x['high']:.2f}"
+                        print(f"{name:7}{tokens:7} {kind:12}{pair:22}{rates}{x['ratio']:8.2f}   {spread}", flush=True)
 
 
 if __name__ == "__main__":

@@ -240,6 +240,15 @@ def test_equal_prompts_are_read_once_and_change_nothing(model):
         assert single.logp == pytest.approx(completion.logp, abs=1e-5)
 
 
+def test_the_first_token_of_a_group_takes_one_row_of_each_prompt(model):
+    engine = counting(model, max_batch=12)
+    sizes, decode = [], engine._decoder.decode
+    engine._decoder.decode = lambda tokens, positions: (sizes.append(len(tokens)), decode(tokens, positions))[1]
+    out = many(engine, [[3, 4], [7], [9, 2, 1]] * 4, max_new_tokens=3)
+    assert sizes == [3, 12, 12]
+    assert [c.ids for c in out] == [[5, 6, 7], [8, 9, 10], [2, 3, 4]] * 4
+
+
 def test_a_later_equal_prompt_shares_the_running_cache_but_not_across_an_update(model):
     async def go(engine, update):
         params = SamplingParams(max_new_tokens=20, temperature=0.0)

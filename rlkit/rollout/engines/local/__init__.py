@@ -213,12 +213,16 @@ class LocalEngine:
         return requests
 
     def _step(self) -> None:
-        self._admit()
+        sources = self._admit()
         rows, n = self._rows, len(self._rows)
-        batch = self._decoder.sizes[bisect_left(self._decoder.sizes, n)]
-        self._decoder.reserve(batch, int(rows.position[:n].max()) + 1, keep=n)
-        logits = self._decoder.decode(self._to(rows.token[:batch]), self._to(rows.position[:batch]))[:n]
+        read = n - len(sources)
+        batch = self._decoder.sizes[bisect_left(self._decoder.sizes, read)]
+        self._decoder.reserve(max(batch, n), int(rows.position[:n].max()) + 1, keep=n)
+        logits = self._decoder.decode(self._to(rows.token[:batch]), self._to(rows.position[:batch]))[:read]
         with torch.inference_mode():
+            if sources:
+                self._decoder.copy(sources, range(read, n), int(rows.position[read:n].max()) + 1)
+                logits = torch.cat((logits, logits[sources]))
             ids, logp = sample(
                 logits,
                 self._to(uniforms(rows.seed[:n], rows.position[:n] + 1)),
@@ -232,29 +236,39 @@ class LocalEngine:
         self._num_tokens += n
         self._retire(rows.push(ids.cpu().numpy(), logp_host, self.version))
 
-    def _admit(self) -> None:
-        free = self.max_batch - len(self._rows)
-        if not self._waiting or (len(self._rows) and free < min(len(self._waiting), -(-self.max_batch // 8))):
-            return
-        running = len(self._rows)
-        cached = {r.key: r for r in self._rows.requests if r.epoch == self._epoch}
+    def _admit(self) -> list[int]:
+        """Give free rows to waiting requests. Of several new requests with one prompt only the first is read.
+
+        The others have the last rows; they take logits, keys and values from the rows returned, one for each.
+        """
+        free, running = self.max_batch - len(self._rows), len(self._rows)
+        if not self._waiting or (running and free < min(len(self._waiting), -(-self.max_batch // 8))):
+            return []
+        known = {r.key: r for r in self._rows.requests if r.epoch == self._epoch}
         new: list[Request] = []
         copies: list[tuple[Request, Request]] = []
+        twins: list[tuple[Request, Request]] = []
         for _ in range(min(free, len(self._waiting))):
             request = self._waiting.popleft()
             request.epoch = self._epoch
+            source = known.setdefault(request.key, request)
+            if source.slot >= running:
+                twins.append((source, request))
+                continue
             self._rows.add(request)
-            source = cached.setdefault(request.key, request)
             if source is not request:
                 copies.append((source, request))
             elif len(request.prompt) > 1:
                 new.append(request)
+        for _, twin in twins:
+            self._rows.add(twin)
         self._decoder.reserve(len(self._rows), max(len(r.prompt) for r in self._rows.requests), keep=running)
         for chunk in runs(new):
             self._decoder.prefill([r.prompt[:-1] for r in chunk], [r.slot for r in chunk])
         if copies:
             length = max(len(r.prompt) for _, r in copies) - 1
             self._decoder.copy([s.slot for s, _ in copies], [r.slot for _, r in copies], length)
+        return [source.slot for source, _ in twins]
 
     def _retire(self, finished: Sequence[tuple[int, Any]]) -> None:
         if not finished:
