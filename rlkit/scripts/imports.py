@@ -172,5 +172,5 @@ def _remembered(define: Callable[..., Any], path: Any, prefix: str | None = None
 
 
 def _names(found: list[Any], start: str = "") -> dict[frozenset[str], dict[str, set[str]]]:
-    """What transformers reads from its files: {packages that are needed: {module: names}}; modules begin with `start`."""
+    """{packages that are needed: {module: names}}, as transformers finds them in its files; `start` begins a module."""
     return {frozenset(needs): {start + n: set(x) for n, x in modules.items()} for needs, modules in found}
