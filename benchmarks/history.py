@@ -2,6 +2,7 @@
 
     python benchmarks/history.py              # prints; CI calls it
     python benchmarks/history.py --record     # adds a line, once per release, with the ratios of results/*.json
+    python benchmarks/history.py --memory     # prints what the memory of a run holds, part by part (Linux)
 
 A run is `rlkit grpo` on a random model of 1 M parameters, two steps of 8 prompts with 8 answers, in a fresh process:
 
@@ -45,12 +46,48 @@ export_hf(tiny_model(tokenizer, seed=0), tokenizer, sys.argv[1])
 """
 IMPORTS = """
 import time
-from rlkit.scripts.imports import defer_compiler
+import gc
+from rlkit.scripts.imports import defer_compiler, remember_names
+gc.disable()
+remember_names()
 import torch
 defer_compiler()
 import rlkit.loops.grpo, rlkit.rollout.engines.local
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 print(time.process_time())
+"""
+
+PARTS = """
+import sys
+before = [0, 0]
+def part(name, step=None):
+    if step is not None:
+        step()
+    kinds = dict(line.split()[:2] for line in open("/proc/self/smaps_rollup") if line.endswith("kB\\n"))
+    own, files = (int(kinds[kind]) / 1024 for kind in ("Anonymous:", "Rss:"))
+    now = [own, files - own]
+    print(f"{name:28}{now[0] - before[0]:8.0f}{now[1] - before[1]:8.0f}{sum(now):8.0f}", file=sys.stderr)
+    before[:] = now
+def load(*names):
+    return lambda: [__import__(name) for name in names]
+part("Python")
+part("flags, data", load("rlkit.scripts.grpo", "tyro", "rlkit.data.load", "rlkit.rewards.adapters", "asyncio"))
+from rlkit.scripts.imports import defer_compiler, no_collections, remember_names
+with no_collections():
+    remember_names()
+    part("numpy", load("numpy"))
+    part("torch", load("torch"))
+    part("transformers", load("transformers.models.auto.tokenization_auto"))
+    defer_compiler()
+    part("rlkit", load("rlkit.loops.grpo", "rlkit.rollout.engines.local"))
+    part("the model's class", load("transformers.models.qwen3.modeling_qwen3"))
+from rlkit.run.folder import Run
+from rlkit.scripts import cli, grpo
+load_models, log = grpo.load_models, Run.log
+grpo.load_models = lambda *args: (load_models(*args), part("prompts, weights"))[0]
+Run.log = lambda run, step, line: (log(run, step, line), part(f"step {step}"))[0]
+cli.run(grpo.main, grpo.Args, None)
+part("plot, checkpoint, export")
 """
 
 
@@ -60,6 +97,25 @@ class Args:
     """runs; the median counts"""
     record: bool = False
     """add a line to history.jsonl"""
+    memory: bool = False
+    """print the memory of each part of a run"""
+
+
+def run_flags(task: Path) -> tuple[list[str], Path]:
+    """The flags of a run of two steps, and its folder."""
+    run = task / f"run-{time.time_ns()}"
+    flags = [
+        *("--model", task / "model", "--data", task / "data.jsonl", "--reward", f"{task / 'reward.py'}:score"),
+        *("--output", run, "--steps", 2, "--prompts-per-step", 8, "--group-size", 8, "--max-new-tokens", 8),
+        *("--max-prompt-tokens", 32, "--eval-steps", 0, "--save-steps", 0),
+    ]
+    return [*map(str, flags)], run
+
+
+def print_memory(task: Path) -> None:
+    """Print the megabytes that each part of a run adds to those of its process, and their sum so far."""
+    print(f"{'MB':28}{'own':>8}{'files':>8}{'sum':>8}", file=sys.stderr)
+    subprocess.run([sys.executable, "-c", PARTS, *run_flags(task)[0]], check=True, stdout=subprocess.DEVNULL)
 
 
 def one_round(task: Path) -> dict[str, float]:
@@ -68,14 +124,9 @@ def one_round(task: Path) -> dict[str, float]:
     subprocess.run([*RLKIT, "grpo", "--help"], check=True, capture_output=True)
     help_s = time.time() - start
     imports = subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True, text=True).stdout
-    run = task / f"run-{time.time_ns()}"
-    flags = [
-        *("--model", task / "model", "--data", task / "data.jsonl", "--reward", f"{task / 'reward.py'}:score"),
-        *("--output", run, "--steps", 2, "--prompts-per-step", 8, "--group-size", 8, "--max-new-tokens", 8),
-        *("--max-prompt-tokens", 32, "--eval-steps", 0, "--save-steps", 0),
-    ]
+    flags, run = run_flags(task)
     start = time.time()
-    child = subprocess.Popen([*RLKIT, "grpo", *map(str, flags)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    child = subprocess.Popen([*RLKIT, "grpo", *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     _, status, usage = os.wait4(child.pid, 0)
     if status:
         raise SystemExit((child.stderr.read() if child.stderr else b"").decode())
@@ -117,6 +168,8 @@ def main(args: Args) -> None:
         (task / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i:06}"}) + "\n" for i in range(64)))
         (task / "reward.py").write_text("def score(completion, row):\n    return len(completion) % 3\n")
         one_round(task)  # fills caches: the model check, .pyc files
+        if args.memory:
+            return print_memory(task)
         rounds = [one_round(task) for _ in range(args.rounds)]
     figures = {name: round(statistics.median(r[name] for r in rounds), 3) for name in rounds[0]}
     line: dict[str, Any] = {"date": str(date.today()), "rlkit": rlkit.__version__, **machine(), **figures}

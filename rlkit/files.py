@@ -1,4 +1,7 @@
-"""Atomic files and folders: written under a temporary name, synced to the disk, then renamed into place."""
+"""Atomic files and folders: written under a temporary name, synced to the disk, then renamed into place.
+
+Also where a model and the cache are, for modules that do not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,22 @@ _FULL = {
     errno.EFBIG: "a file would pass the file size limit (ulimit -f)",
 }
 _CHUNK = 1 << 22
+
+
+def check_model_path(path: str | os.PathLike[str]) -> None:
+    """FileNotFoundError for a path that looks like a folder and has no config.json; other names are hub ids.
+
+    transformers takes a missing folder for a hub id, and reports a connection error.
+    """
+    looks_local = os.path.isabs(path) or str(path).startswith((".", "~")) or Path(path).exists() or "/" not in str(path)
+    if looks_local and not (Path(path) / "config.json").is_file():
+        what = "a folder without config.json" if Path(path).is_dir() else "no folder"
+        raise FileNotFoundError(f"model {str(path)!r}: {what}; give a folder saved by save_pretrained, or a hub id a/b")
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/rlkit`, by default `~/.cache/rlkit`; it may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rlkit"
 
 
 def sync(path: Path) -> None:

@@ -11,14 +11,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rlkit.loops.evaluate import Clock
-from rlkit.model import forward as model
 from rlkit.scripts import grpo
 from rlkit.scripts.cli import run
 
 
 def add_forward_timer() -> None:
     """Time every call of the policy's forward, and report the sum with the other times of the step."""
+    from rlkit.loops.evaluate import Clock
+    from rlkit.model import forward as model
+
     forward, times = model.forward, Clock.times
     spent = 0.0
 
@@ -38,6 +39,12 @@ def add_forward_timer() -> None:
     model.forward, Clock.times = timed_forward, with_forward  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
+def load_models(*args: Any) -> Any:
+    """The script's own, when torch is imported as `rlkit grpo` imports it."""
     add_forward_timer()
+    return script_load_models(*args)
+
+
+if __name__ == "__main__":
+    script_load_models, grpo.load_models = grpo.load_models, load_models
     run(grpo.main, grpo.Args, grpo.__doc__)

@@ -194,9 +194,9 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """
     from transformers import AutoTokenizer
 
-    from rlkit.model.forward import check_path
+    from rlkit.files import check_model_path
 
-    check_path(path)
+    check_model_path(path)
     if Path(path).is_dir() and not (Path(path) / "tokenizer_config.json").is_file():
         return
     theirs = AutoTokenizer.from_pretrained(path).get_vocab()

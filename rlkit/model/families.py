@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import re
 import warnings
 import zlib
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 import rlkit
-from rlkit.files import replace_file
+from rlkit.files import cache_folder, replace_file
 from rlkit.packing import pack
 from rlkit.parallel.attention import IMPLEMENTATION, as_inference, register
 from rlkit.types import Trajectory
@@ -428,8 +427,7 @@ def _source() -> int:
 
 
 def _file(key: str) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "rlkit" / "checked" / f"{key}.json"
+    return cache_folder() / "checked" / f"{key}.json"
 
 
 def _remember(key: str, config: Any) -> None:

@@ -13,11 +13,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rlkit.files import check_model_path
 from rlkit.kernels.linear_logp import FusedLoss, fused_loss, linear_log_kept_mass, linear_logp
 from rlkit.model import dense
 from rlkit.model.families import check_architecture, check_causal_lm, check_loaded, logit_scale, longest_sequence
 from rlkit.model.lora import adapters, without_adapter
 from rlkit.model.parallelize import device_of, dtype_of, inside, mesh_of
+from rlkit.model.weights import read_small
 from rlkit.packing import join, pack, with_streams
 from rlkit.parallel.attention import IMPLEMENTATION, has_flash, register, tail
 from rlkit.parallel.context import plan_layout
@@ -99,11 +101,13 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrain
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    check_path(path)
+    check_model_path(path)
     config = AutoConfig.from_pretrained(str(path))
     check_causal_lm(config)
     check_architecture(config)
-    model, missing = read_pretrained(AutoModelForCausalLM, path)
+    model, missing = read_small(config, path), list[str]()
+    if model is None:
+        model, missing = read_pretrained(AutoModelForCausalLM, path)
     if missing:
         names = ", ".join(sorted(missing)[:5])
         raise ValueError(f"model {str(path)!r} has no weights for {names}: is it a causal language model?")
@@ -345,14 +349,3 @@ def score_tokens(
 
 def _dummy(device: torch.device) -> Batch:
     return pack([[Trajectory([0], [0], [False], [0.0], [-1])]]).to(device)
-
-
-def check_path(path: str | os.PathLike[str]) -> None:
-    """FileNotFoundError for a path that looks like a folder and has no config.json; other names are hub ids.
-
-    transformers takes a missing folder for a hub id, and reports a connection error.
-    """
-    looks_local = os.path.isabs(path) or str(path).startswith((".", "~")) or Path(path).exists() or "/" not in str(path)
-    if looks_local and not (Path(path) / "config.json").is_file():
-        what = "a folder without config.json" if Path(path).is_dir() else "no folder"
-        raise FileNotFoundError(f"model {str(path)!r}: {what}; give a folder saved by save_pretrained, or a hub id a/b")

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from rlkit.files import check_model_path
 from rlkit.model.families import check_architecture, check_causal_lm, probe, warn_full_size
-from rlkit.model.forward import DTYPES, check_path, read_pretrained, score_tokens, token_outputs
+from rlkit.model.forward import DTYPES, read_pretrained, score_tokens, token_outputs
 from rlkit.model.parallelize import mesh_of
 from rlkit.packing import pack
 from rlkit.parallel.attention import as_inference, register
@@ -97,7 +98,7 @@ def _one_number(model: Any) -> Callable[[Tensor, Any], tuple[Tensor, ...]]:
 def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
     from transformers import AutoConfig
 
-    check_path(path)
+    check_model_path(path)
     config = AutoConfig.from_pretrained(str(path))
     check_causal_lm(config)
     checked = check_architecture(config)

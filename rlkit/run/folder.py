@@ -18,11 +18,12 @@ import errno
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,6 +34,8 @@ FORMAT = 1  # of a run folder; increased when the files that a resume reads chan
 _RUN = ("metrics.jsonl", "checkpoints", "completions")  # a new run would mix with them
 _OPENED = ("args.json", ".lock", *_RUN)  # a run leaves one of them, however early it ended
 _FULL_FIX = "Free space there and resume: all up to the last checkpoint is safe."
+_DRAW = "import sys; from rlkit.run.plot import plot_run; plot_run(sys.argv[1])"
+_DRAW_S = 60.0  # seconds until `Run.plot` draws itself
 _held: dict[Path, IO[str]] = {}  # lock files of the run folders that this process holds
 
 
@@ -44,6 +47,7 @@ class Run:
         self.checkpoints = folder / "checkpoints"
         self._progress = progress
         self._unsynced: set[Path] = set()
+        self._drawing: subprocess.Popen[bytes] | None = None
 
     @property
     def active(self) -> bool:
@@ -83,14 +87,31 @@ class Run:
             sync(path)
         self._unsynced.clear()
 
+    def start_plot(self) -> None:
+        """Start to draw metrics.png in a process of its own, beside other work; `plot` waits for it.
+
+        No line may be logged in between. Matplotlib's import and 40 MB do not count for this process then.
+        """
+        if self._progress is not None and self._drawing is None:
+            with suppress(OSError):  # `plot` draws in this process
+                self._drawing = subprocess.Popen(
+                    [sys.executable, "-c", _DRAW, str(self.folder)], stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,  # not for Ctrl-C
+                )  # fmt: skip
+
     def plot(self) -> Path | None:
         """Draw metrics.png and return its path, or None if it cannot be drawn.
 
-        Matplotlib is imported here, after training (about 40 MB). Any error is reported in one line and does not
-        end the run, whose model is not exported yet.
+        The picture is drawn here, unless `start_plot` was called and its process succeeds. Any error is reported in one
+        line and does not end the run, whose model is not exported yet.
         """
         if self._progress is None or not (self.folder / "metrics.jsonl").exists():
             return None
+        if self._drawing is not None:
+            with suppress(subprocess.TimeoutExpired):
+                if self._drawing.wait(_DRAW_S) == 0:
+                    return self.folder / "metrics.png"
+            self.close()
         try:
             from rlkit.run.plot import plot_run
 
@@ -99,6 +120,13 @@ class Run:
             kind = "" if isinstance(error, ImportError | OSError | ValueError) else f"{type(error).__name__}: "
             self.say(f"no plot: {kind}{str(error).strip() or repr(error)}".splitlines()[0])
             return None
+
+    def close(self) -> None:
+        """End a process of `start_plot` that has not finished."""
+        if self._drawing is not None:
+            self._drawing.kill()
+            self._drawing.wait()
+            self._drawing = None
 
     def _append(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         data = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
@@ -226,9 +254,11 @@ def open_run(
         if resume:
             drop_after(folder, start)
     progress = RunDisplay(steps=steps, start=start, print_steps=print_steps)
+    run = Run(folder, progress)
     try:
-        yield Run(folder, progress)
+        yield run
     finally:
+        run.close()
         progress.close()
         if (lock := _held.pop(folder.resolve(), None)) is not None:
             lock.close()

@@ -81,6 +81,8 @@ def save_if_due(
     if stream is not None:
         state = {**state, "stream": stream.state}
         then = partial(stream.saved, state["stream"])
+    if must:
+        run.start_plot()
     if due:
         with _reported(run, fatal=must):
             on_all_ranks(run.sync)

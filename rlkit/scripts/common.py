@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rlkit._extras import lacks
+from rlkit.files import check_model_path
 from rlkit.scripts.cli import flags_of
+from rlkit.scripts.imports import defer_compiler, no_collections, remember_names
 from rlkit.settings import Count, CountOr0, Optim, ParallelArgs, Schedule, check, refuse_if
 
 log = logging.getLogger("rlkit.scripts")
@@ -110,13 +112,15 @@ def begin(args: Any) -> Any:
     Errors: ValueError for a device that torch does not have, FileNotFoundError for a model folder that does not exist,
     and the errors of `rlkit.run.folder.keep_args`.
     """
+    from rlkit.run.folder import check_folder, keep_args
+
     warn_of_steps(args.schedule, args.data)
+    check_model_path(args.model.model)  # and the folder: before torch is loaded
+    check_folder(args.schedule.output, resume=args.schedule.resume)
+    remember_names()
     import torch
 
-    from rlkit.model.forward import check_path
     from rlkit.model.launch import choose_device, make_deterministic
-    from rlkit.run.folder import keep_args
-    from rlkit.scripts.imports import defer_compiler
 
     if args.model.device:
         check_device(args.model.device)
@@ -126,7 +130,6 @@ def begin(args: Any) -> Any:
     if device == "cpu" and not getattr(getattr(args, "engine", None), "compile", False):
         defer_compiler()
     args = replace(args, model=replace(args.model, device=device), optim=replace(args.optim, dtype=dtype))
-    check_path(args.model.model)
     script = Path(getattr(sys.modules[type(args).__module__], "__file__", None) or "notebook").name
     keep_args(args.schedule.output, dict(flags_of(args)), script=script, resume=args.schedule.resume)
     torch.manual_seed(args.schedule.seed)
@@ -186,6 +189,7 @@ def where(args: Any) -> dict[str, Any]:
     return {"args": args.model.parallel, "device": args.model.device, "dtype": args.optim.dtype}
 
 
+@no_collections()
 def load_policies(args: Any, *, has_reference: bool) -> tuple[Any, Any]:
     """Load the model, print one line about it, and return it with the reference model or None."""
     from rlkit.model.launch import load_policy, reference_of, report_model
@@ -211,6 +215,7 @@ def load_tokenizer(path: str, *others: str | None) -> Any:
     return tokenizer
 
 
+@no_collections()
 def offline(
     args: Any, read: Callable[..., tuple[list[Any], int]], *forms: Any, reference: str | None = None
 ) -> tuple[Any, Any, Any, Any]:

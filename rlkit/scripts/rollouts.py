@@ -21,6 +21,7 @@ from rlkit.scripts.common import (
     warn_of_repeats,
     warn_of_warmup,
 )
+from rlkit.scripts.imports import no_collections
 from rlkit.settings import Count, Limit, Positive, Rollouts, Share, check, is_default, refuse_if
 
 # what a reward may ask for by name without `env` and `tools`
@@ -190,6 +191,7 @@ def needs_reference(args: Any) -> bool:
     return args.penalties.has_kl or args.episodes.eval_kl
 
 
+@no_collections()
 def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     """The flags (see `begin`), the tokenizer and the `Task`; `options` are further fields of the task."""
     check_rl(args)

@@ -160,6 +160,34 @@ def test_a_run_draws_in_its_own_process_and_leaves_pyplot_alone(tmp_path, monkey
     assert picture.exists()
 
 
+BESIDE = PLOT.replace("    print(run.plot())", "    run.start_plot()\n    print(run.plot())").replace(".pyplot", "")
+
+
+def test_a_plot_is_drawn_beside_other_work_where_a_process_can_start(tmp_path, monkeypatch):
+    command = [sys.executable, "-c", BESIDE, str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    picture = tmp_path / "run" / "metrics.png"
+    assert (done.stdout.splitlines()[2], done.stdout.splitlines()[-1]) == (str(picture), "False")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for code in ("raise SystemExit(1)", "import time; time.sleep(60)"):  # a process that fails, or takes too long
+        picture.unlink()
+        monkeypatch.setattr("rlkit.run.folder._DRAW", code)
+        monkeypatch.setattr("rlkit.run.folder._DRAW_S", 0.5)
+        with open_run(tmp_path / "run", steps=3, start=2, resume=True) as run:
+            run.start_plot()
+            assert run.plot() == picture
+        assert picture.exists()
+
+
+def test_a_run_that_ends_early_leaves_no_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlkit.run.folder._DRAW", "import time; time.sleep(60)")
+    with open_run(tmp_path / "run", steps=1, active=True) as run:
+        run.log(1, {"reward/mean": 1.0})
+        run.start_plot()
+        child = run._drawing
+    assert child.returncode < 0
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
