@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import Size, assert_three_way, truth, with_grads
 from row_cases import ROW_CASES
@@ -45,7 +45,6 @@ def test_row_case(name: str) -> None:
     ROW_CASES[name](SIZE)
 
 
-@settings(max_examples=15, deadline=None)
 @given(
     rows=st.integers(0, 20),
     vocab=st.sampled_from([1, 2, 31, 32, 33, 48, 57, 100, 127]),
