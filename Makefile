@@ -30,7 +30,7 @@ lint: $(VENV)/.ready-dev
 	$(VENV)/bin/vulture
 
 nightly: $(VENV)/.ready-dev
-	$(PYTEST) -m "not gpu and not sglang"
+	$(PYTEST) -m "not gpu and not sglang" --hypothesis-profile nightly
 
 bench: $(VENV)/.ready-dev
 	$(RUN) benchmarks/training_step.py

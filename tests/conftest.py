@@ -10,6 +10,16 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent / "support"))  # tests import `warm`; pytest's importlib mode does not find it
+EXAMPLES = {"ci": 25, "nightly": 200}  # of each test with hypothesis, by `--hypothesis-profile`
+
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:  # a GPU machine; no test there draws examples
+    pass
+else:
+    for name, number in EXAMPLES.items():
+        settings.register_profile(name, max_examples=number, deadline=None)
+    settings.load_profile("ci")
 
 
 def pytest_configure() -> None:

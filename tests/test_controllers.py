@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import controllers as C
@@ -33,7 +33,6 @@ def run(name, measured):
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=25, deadline=None)
 @given(measured=MEASURED)
 def test_pure_serialisable_and_never_negative(name, measured):
     """The same history gives the same state; a state sent through JSON half-way changes nothing; fields are floats."""

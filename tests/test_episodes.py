@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.advantages import group_centered, group_zscore, leave_one_out, opo
@@ -54,7 +54,6 @@ def numbers(groups):
     return [i for i, pieces in enumerate(episodes) for _ in pieces]
 
 
-@settings(max_examples=40, deadline=None)
 @given(group_lists())
 def test_pack_numbers_episodes_and_unpack_returns_the_pieces(groups):
     batch = pack(flat(groups))
@@ -64,7 +63,6 @@ def test_pack_numbers_episodes_and_unpack_returns_the_pieces(groups):
     assert batch.rewards[first].tolist() == [e[0].reward for group in groups for e in group]
 
 
-@settings(max_examples=40, deadline=None)
 @given(group_lists(), st.randoms(use_true_random=False))
 def test_selecting_sequences_keeps_episodes_together(groups, random):
     """Two selected sequences belong to one episode if and only if they did in the whole batch."""
@@ -88,7 +86,6 @@ def test_selecting_sequences_keeps_episodes_together(groups, random):
 BASELINES = (group_centered, group_zscore, leave_one_out)
 
 
-@settings(max_examples=40, deadline=None)
 @given(group_lists(max_pieces=1), st.sampled_from(BASELINES), st.randoms(use_true_random=False))
 def test_with_one_piece_per_episode_nothing_changes(groups, baseline, random):
     """Ids that are absent, dense or shuffled: the same bits as the baseline itself."""
@@ -102,7 +99,6 @@ def test_with_one_piece_per_episode_nothing_changes(groups, baseline, random):
     assert torch.equal(episode_advantages(baseline, mixed), again)
 
 
-@settings(max_examples=40, deadline=None)
 @given(group_lists(), st.sampled_from(BASELINES))
 def test_an_advantage_does_not_depend_on_the_number_of_pieces(groups, baseline):
     whole = pack([[episode[0] for episode in group] for group in groups])
@@ -111,7 +107,6 @@ def test_an_advantage_does_not_depend_on_the_number_of_pieces(groups, baseline):
     assert torch.equal(got, expected[numbers(groups)])
 
 
-@settings(max_examples=40, deadline=None)
 @given(group_lists())
 def test_each_trained_token_gets_the_advantage_of_its_episode(groups):
     """The README's two lines from groups to advantages, with episodes of several pieces."""
@@ -128,7 +123,6 @@ def test_each_trained_token_gets_the_advantage_of_its_episode(groups):
     torch.testing.assert_close(names["batch"].advantages.tolist(), want, rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
 @given(group_lists(), st.randoms(use_true_random=False))
 def test_advantages_of_shuffled_pieces_against_a_loop(groups, random):
     batch = pack(flat(groups))

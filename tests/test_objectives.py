@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import objectives as O
@@ -27,7 +27,6 @@ def better(a, b):
     return all(x >= y for x, y in zip(a, b)) and a != b
 
 
-@settings(max_examples=40, deadline=None)
 @given(points_of(3))
 def test_fronts_against_all_pairs(points):
     x = tensor(points)
@@ -45,7 +44,6 @@ def cells(points, reference):
 
 
 @pytest.mark.parametrize("num_objectives", [1, 2, 3, 4])
-@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_hypervolume_counts_cells(num_objectives, data):
     points = data.draw(points_of(num_objectives))
@@ -127,7 +125,6 @@ def test_normalize_then_sum_is_the_same_function():
     assert O.normalize_then_sum is normalize_then_sum
 
 
-@settings(max_examples=40, deadline=None)
 @given(points_of(2, max_size=12), st.randoms())
 def test_archive_is_the_front_of_all_inserted_points(points, random):
     archive = O.archive_init()

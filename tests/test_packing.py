@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.packing import (
@@ -54,7 +54,6 @@ def group_lists(draw, max_groups=4):
     ]
 
 
-@settings(deadline=None)
 @given(group_lists())
 def test_unpack_inverts_pack(groups):
     expected = [
@@ -64,7 +63,6 @@ def test_unpack_inverts_pack(groups):
     assert unpack(pack(groups)) == expected
 
 
-@settings(deadline=None)
 @given(group_lists(), st.booleans())
 def test_every_target_follows_its_token(groups, share):
     batch = pack(groups, share_prompts=share)
@@ -96,7 +94,6 @@ def test_a_group_stores_each_distinct_prompt_once():
     assert batch.group_ids.tolist() == [0, 0, 0, 1]
 
 
-@settings(deadline=None)
 @given(group_lists(), st.integers(16, 60), st.booleans())
 def test_microbatches_lose_nothing_and_keep_the_budget(groups, max_tokens, share):
     batch = pack(groups, share_prompts=share)
@@ -113,7 +110,6 @@ def test_microbatches_lose_nothing_and_keep_the_budget(groups, max_tokens, share
     assert sorted(i for b in plan.bins for i in b) == list(range(batch.num_seqs))
 
 
-@settings(deadline=None)
 @given(group_lists(), st.integers(16, 60), st.data())
 def test_flagged_sequences_never_share_a_microbatch_with_others(groups, max_tokens, data):
     batch = pack(groups)
@@ -145,7 +141,6 @@ def test_a_sequence_over_the_budget_raises():
         plan_microbatches(batch, max_tokens=10)
 
 
-@settings(deadline=None, max_examples=50)
 @given(group_lists(), st.integers(1, 3), st.integers(1, 2))
 def test_split_yields_whole_groups_once_per_epoch(groups, num_minibatches, epochs):
     batch = with_streams(pack(groups), advantages=torch.arange(pack(groups).num_tokens).float())
@@ -184,7 +179,6 @@ def test_with_streams_zeroes_masked_positions_and_checks_names():
         with_streams(batch, tokens=batch.tokens)
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=4))
 def test_padded_round_trip(mask):
     mask = torch.tensor(mask)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import segments
@@ -12,7 +12,6 @@ def cu_of(lens):
     return segments.cumulative(torch.tensor(lens))
 
 
-@settings(deadline=None)
 @given(lens_strategy, st.data())
 def test_sums_and_means_against_a_loop(lens, data):
     n = sum(lens)
@@ -35,7 +34,6 @@ def test_sums_and_means_against_a_loop(lens, data):
     ]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(-9, 9)), max_size=12))
 def test_groups_in_any_order(members):
     ids = torch.tensor([7 * g for g, _ in members], dtype=torch.long)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.advantages import max_at_k, pass_at_k
@@ -20,7 +20,6 @@ def subsets(n, k):
 VALUES = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(-3, 3, width=32))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(VALUES, min_size=1, max_size=8), st.integers(2, 8))
 def test_max_at_k_is_the_average_over_subsets(r, k):
     n, expected = len(r), [0.0] * len(r)
@@ -32,7 +31,6 @@ def test_max_at_k_is_the_average_over_subsets(r, k):
     torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(VALUES, min_size=2, max_size=8), st.integers(1, 8))
 def test_pass_at_k_is_grpo_on_subsets(r, k):
     n, expected = len(r), [0.0] * len(r)

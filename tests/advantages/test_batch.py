@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import advantages as A
@@ -17,7 +17,6 @@ def close(actual, expected, tol=1e-9):
     torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=tol, atol=tol)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(-5, 5, width=32), st.booleans()), min_size=1, max_size=12))
 def test_whiten(rows):
     kept = [x for x, m in rows if m]

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import advantages as A
@@ -56,7 +56,6 @@ def close(actual, expected, tol=1e-9):
     torch.testing.assert_close(actual, expected, rtol=tol, atol=tol)
 
 
-@settings(max_examples=60, deadline=None)
 @given(grouped())
 def test_against_loops(data):
     r, ids, lengths = data
@@ -84,7 +83,6 @@ def test_against_loops(data):
     close(A.gpg(r, group_ids=ids), by_group(r, ids, lambda x, _: [scale * (y - mean(x)) for y in x]))
 
 
-@settings(max_examples=40, deadline=None)
 @given(grouped(binary=True))
 def test_max_rl_weights_rare_successes_most(data):
     r, ids, _ = data

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.advantages import (
@@ -102,7 +102,6 @@ def close(actual, expected, tol=1e-9):
     torch.testing.assert_close(actual, expected, rtol=tol, atol=tol)
 
 
-@settings(max_examples=40, deadline=None)
 @given(BATCHES)
 def test_returns_and_on_policy_traces(b):
     r, v = b["rewards"], b["values"]
@@ -114,14 +113,12 @@ def test_returns_and_on_policy_traces(b):
     close(out.returns, per_sequence(b, lambda row, t: a_of(row, t) + row["values"][t]))
 
 
-@settings(max_examples=40, deadline=None)
 @given(BATCHES, st.integers(1, 12))
 def test_n_step(b, n):
     expected = per_sequence(b, lambda row, t: n_step_return(row, t, n))
     close(n_step(b["rewards"], b["values"], n=n, **kw(b)), expected)
 
 
-@settings(max_examples=40, deadline=None)
 @given(BATCHES, st.sampled_from([0.0, 0.5, 1.0, 2.0, math.inf]), st.sampled_from([0.3, 1.0, 2.0]), st.booleans())
 def test_vtrace(b, rho_max, c_max, own_pg_cap):
     def x(row, t):
@@ -139,7 +136,6 @@ def test_vtrace(b, rho_max, c_max, own_pg_cap):
     close(out.advantages, per_sequence(b, advantage))
 
 
-@settings(max_examples=40, deadline=None)
 @given(BATCHES, st.sampled_from([0.5, 1.0, 3.0]))
 def test_retrace_and_q_lambda(b, c_max):
     def target(c):
@@ -152,7 +148,6 @@ def test_retrace_and_q_lambda(b, c_max):
     close(q_lambda(*args, **kw(b, "lam")), per_sequence(b, target(lambda row, k: row["lam"][k])))
 
 
-@settings(max_examples=40, deadline=None)
 @given(BATCHES, st.sampled_from([0.5, 1.0, 3.0, math.inf]))
 def test_clipped_is_returns(b, rho_max):
     def definition(row, t):
@@ -166,7 +161,6 @@ def test_clipped_is_returns(b, rho_max):
     close(clipped_is_returns(b["rewards"], b["log_ratio"], rho_max=rho_max, **kw(b)), per_sequence(b, definition))
 
 
-@settings(max_examples=25, deadline=None)
 @given(BATCHES, st.floats(0, 1))
 def test_limits(b, lam):
     """A special case of one estimator is another one."""

@@ -15,28 +15,33 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def rehearse(script: str, out: Path, **env: str) -> str:
+def rehearse(script: str, out: Path, *flags: str, **env: str) -> str:
     pytest.importorskip("triton")
-    command = [sys.executable, str(ROOT / "benchmarks" / script), "--rehearse", "--out", str(out)]
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--rehearse", "--out", str(out), *flags]
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | env
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+PEAKED, EVERY = ["--only", "tiny", "qwen3-8b 16k, peaked"], pytest.param([], marks=pytest.mark.slow)
+
+
 @pytest.mark.timeout(600)
-def test_the_kernel_benchmark_and_its_tables(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [PEAKED, EVERY], ids=["one shape", "all shapes"])
+def test_the_kernel_benchmark_and_its_tables(tmp_path: Path, flags: list[str]) -> None:
     device, best = {"device": "rehearsal on a CPU"}, {"rlkit.kernels.linear_logp.triton.HEIGHT": 77}
     (tmp_path / "tuning.json").write_text(json.dumps({"forward": {"results": {"machine": device, "best": best}}}))
-    assert "failed" not in rehearse("gpu_kernels.py", tmp_path)
+    assert "failed" not in rehearse("gpu_kernels.py", tmp_path, *flags)
     path = tmp_path / "rehearsal_on_a_cpu.json"
     found = json.loads(path.read_text())
     assert found["linear_scan"]["tiny"]["machine"]["constants"] == best
     assert set(found) == {"ceilings", "linear_logp", "logits_logp", "linear_scan"}
     (ceilings,) = found["ceilings"].values()
     assert [row.get("gb_per_s", row.get("tflops")) is None for row in ceilings["results"]] == [False] * 3
+    assert len(found["linear_logp"]) == (1 if flags else 3)
     assert found["linear_logp"]["qwen3-8b 16k, peaked"]["peaked"]
-    rows = found["linear_logp"]["qwen3-8b 16k"]["results"]
+    rows = found["linear_logp"]["qwen3-8b 16k, peaked"]["results"]
     assert [row["name"] for row in rows if "error" in row] == []
     assert all(row["median_ms"] > 0 for row in rows)
     for key in ("ratio_to_floor", "ratio_to_fp32_floor"):

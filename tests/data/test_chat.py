@@ -3,7 +3,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.data.chat import check_same_tokens, end_of_turn_id, render, stop_token_ids, turn_tokens
@@ -83,7 +83,6 @@ def test_turn_tokens_close_and_open_with_and_without_a_sampled_end():
 contents = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda t: "<|" not in t)
 
 
-@settings(max_examples=40, deadline=None)
 @given(texts=st.lists(contents, min_size=2, max_size=5), cut=st.booleans())
 def test_joined_turns_are_the_rendered_conversation(texts, cut):
     messages, ids = [user("q")], render(TOKENIZER, [user("q")], add_generation_prompt=True)

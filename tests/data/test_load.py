@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.data.load import load_rows
@@ -181,7 +181,6 @@ def test_tables_and_saved_folders_read_as_the_same_rows(tmp_path, monkeypatch):
         load_rows(write(tmp_path / "bad.parquet", "not a table"))
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.text(CELL), st.text(CELL)), min_size=1, max_size=5))
 def test_csv_cells_are_the_written_texts(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("csv") / "a.csv"

@@ -1,11 +1,10 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.data.order import batch_indices, batches, epoch_order
 
 
-@settings(max_examples=25, deadline=None)
 @given(n=st.integers(1, 9), batch_size=st.integers(1, 20), seed=st.integers(0, 2**40), start=st.integers(0, 30))
 def test_batches_are_slices_of_the_stream_of_epochs(n, batch_size, seed, start):
     stop = (start + 3) * batch_size

@@ -81,7 +81,9 @@ CASES = {
     ),
 }
 NIGHTLY = {  # their parts, and other pairs of them, are in cases above
-    "tp2 x shard2", "tp4 tied", "pp2 x tp2 tied accumulate", "cp2 x tp2 checkpointing",
+    "tp2 x shard2", "tp4 tied", "pp2 x tp2 tied accumulate", "cp2 x tp2 checkpointing", "shard", "cp2 x tp2",
+    "cp2 ulysses x shard2", "cp2 x replicate2 tied", "pp2 x shard2 accumulate", "shard offload", "shard fused",
+    "pp2 x replicate2 tied offload late sync",
 }  # fmt: skip
 
 

@@ -40,7 +40,8 @@ CASES = {
     "pp2 x tp2": ({"pp": 2, "tp": 2}, {}, 40, False),
 }
 NIGHTLY = {  # their parts, and other pairs of them, are in cases above; tp4 of a dense model in test_layouts.py
-    "tp2 x shard2, checkpointing, late sync", "tp2 x ep2 x replicate2", "tp2 x cp2", "tp4",
+    "tp2 x shard2, checkpointing, late sync", "tp2 x ep2 x replicate2", "tp2 x cp2", "tp4", "tp2 x shard2",
+    "ep4 = cp2 x shard2, ulysses, late sync",
 }  # fmt: skip
 
 

@@ -64,21 +64,25 @@ def layouts(**options):
         yield name, model if layout is None else cut(model, layout)
 
 
-def stream_on_rank(rank, world, tied):
+HOW = [(None, 5_000), (torch.bfloat16, 1), (torch.bfloat16, 1 << 28)]  # dtype, bytes of a bucket
+REST = [(None, 1), (None, 1 << 28), (torch.bfloat16, 5_000)]
+
+
+def stream_on_rank(rank, world, tied, how=HOW):
     truth = {k: v.clone() for k, v in dense(tie_word_embeddings=tied).named_parameters()}
     for name, model in layouts(tie_word_embeddings=tied):
-        for dtype in (None, torch.bfloat16):
-            for bucket_bytes in (1, 5_000, 1 << 28):
-                seen = list(stream_weights(model, dtype=dtype, bucket_bytes=bucket_bytes))
-                assert [k for k, _ in seen] == list(truth), (name, tied)
-                for key, x in seen:
-                    assert type(x.detach()) is torch.Tensor, (name, type(x))
-                    assert torch.equal(x, truth[key].to(dtype or torch.float32)), (name, key, dtype)
+        for dtype, bucket_bytes in how:
+            seen = list(stream_weights(model, dtype=dtype, bucket_bytes=bucket_bytes))
+            assert [k for k, _ in seen] == list(truth), (name, tied)
+            for key, x in seen:
+                assert type(x.detach()) is torch.Tensor, (name, type(x))
+                assert torch.equal(x, truth[key].to(dtype or torch.float32)), (name, key, dtype)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_stream_is_exact_under_every_layout(ranks, tied):
-    ranks.run(stream_on_rank, tied)
+@pytest.mark.parametrize("how", [HOW, pytest.param(REST, marks=pytest.mark.slow)], ids=["three ways", "the others"])
+def test_stream_is_exact_under_every_layout(ranks, tied, how):
+    ranks.run(stream_on_rank, tied, how)
 
 
 def gathered_on_rank(rank, world):

@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,16 @@ def module_of(script: str) -> Any:
     return importlib.import_module(f"rlkit.scripts.{script}")
 
 
+@cache
+def defaults(script: str) -> Any:
+    """The flags as parsed from a command line with the required ones only."""
+    needed = ["--model", "m", "--data", "d", *(["--reward", "a:b"] if script in ("grpo", "ppo") else [])]
+    return tyro.cli(module_of(script).Args, args=needed)
+
+
 def value_of(script: str, flag: str) -> Any:
     """The default of a flag; KeyError where there is none. Where it goes with the loss, of the default loss."""
-    needed = ["--model", "m", "--data", "d", *(["--reward", "a:b"] if script in ("grpo", "ppo") else [])]
-    args: Any = tyro.cli(module_of(script).Args, args=needed)
+    args = defaults(script)
     name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
     value = dict(flags_of(args))[name]
     if value is None and name in ("clip_low", "clip_high", "aggregate"):

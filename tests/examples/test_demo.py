@@ -82,7 +82,7 @@ def test_questions_of_another_length_and_a_model_of_another_size(tmp_path, monke
 
 
 def test_a_short_demo_is_resumed_and_reports_what_it_measured(tmp_path):
-    flags = ["--sft-steps", "51", "--eval-limit", "8"]
+    flags = ["--sft-steps", "51", "--eval-limit", "8", "--hidden", "64", "--layers", "1"]
     lines = run_demo(tmp_path / "demo", *flags, "--grpo-steps", "1")
     assert [line.split()[0] for line in lines if re.match(" +\\d+ ", line)] == ["50", "51", "0", "1"]
     assert any(re.search("8 held-out prompts, 1 GRPO steps, \\d+ s$", line) for line in lines)

@@ -21,7 +21,7 @@ def run(script: str, *args: str) -> str:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100))])
 def test_every_configuration_compiles_without_spills(arch: int) -> None:
     table = run("compile_kernels.py", str(arch))
     assert table.count(" ok\n") >= 20

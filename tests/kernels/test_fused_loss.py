@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -121,7 +121,6 @@ def test_equals_the_generic_path(loss_fn: Callable[..., Tensor], options: dict[s
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     rows=st.integers(0, 20),
     vocab=st.integers(1, 40),

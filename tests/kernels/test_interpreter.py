@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
+FOLDER = Path(__file__).parent / "interpreted"
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_kernels_in_the_interpreter(path: Path) -> None:
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_in_the_interpreter(which: str) -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(path)]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", which, str(FOLDER)]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import Size, assert_three_way, truth
 from torch import Tensor
@@ -103,7 +103,6 @@ def test_a_common_offset_costs_no_digits(mode: str) -> None:
         assert (a - b).abs().max() < 2e-6
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     rows=st.integers(0, 19),
     vocab=st.integers(1, 70),

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -68,7 +68,6 @@ def test_shards_equal_the_whole(split: list[int], softcap: float | None, masked:
     torch.testing.assert_close(torch.cat([b.grad for _, b in shards]), whole[2].grad, **rounding)
 
 
-@settings(max_examples=40, deadline=None)
 @given(cuts=st.lists(st.integers(0, 33), min_size=2, max_size=2).map(sorted), scale=st.sampled_from([0.1, 1.0, 300.0]))
 def test_combine_is_associative_and_commutative(cuts: list[int], scale: float) -> None:
     hidden, weight, _, targets = problem()

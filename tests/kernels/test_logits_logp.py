@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import Size, assert_three_way, truth
 from torch import Tensor
@@ -70,7 +70,6 @@ def test_gradients_by_finite_differences(options: dict[str, Any], impl: str) -> 
     )
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     rows=st.integers(0, 9), vocab=st.integers(1, 60), seed=st.integers(0, 99), present=st.sampled_from([0.0, 0.5, 1.0])
 )

@@ -126,15 +126,16 @@ def small_disk(mount: Path, size: str) -> tuple[str, ...]:
 @pytest.mark.timeout(1000)
 def test_a_full_disk_on_resume_is_one_line_and_loses_nothing(task, tmp_path):
     """Filled while the run is away; freed again, the run goes on to the numbers of one that was left alone."""
-    mount, other = tmp_path / "mount", tmp_path / "other"
+    mount, left_alone = tmp_path / "mount", tmp_path / "left_alone"
     mount.mkdir()
-    assert run(task, "sft", other).returncode == 0
     output = mount / "run"
-    first, again, other_flags = (
-        shlex.join(command(task, "sft", output, *flags)) for flags in ([], ["--resume"], ["--resume", "--keep", "3"])
+    assert run(task, "sft", output).returncode == 0
+    output.rename(left_alone)
+    again, other_flags = (
+        shlex.join(command(task, "sft", output, *flags)) for flags in (["--resume"], ["--resume", "--keep", "3"])
     )
     steps = f"""
-        {first} > /dev/null || exit 1
+        cp -r {left_alone} {output} || exit 1
         rm -r {output}/model {output}/metrics.png {output}/checkpoints/step_00000006
         cp {output}/args.json {tmp_path}/args; head -4 {output}/metrics.jsonl > {tmp_path}/before
         dd if=/dev/zero of={mount}/filler bs=4096 2> /dev/null
@@ -158,4 +159,4 @@ def test_a_full_disk_on_resume_is_one_line_and_loses_nothing(task, tmp_path):
     assert str(output) in last
     assert "resumed with keep 3 (it was 2)" in (tmp_path / "said").read_text()
     strip = [{k: v for k, v in json.loads(x).items() if k[:5] != "time/"} for x in (tmp_path / "after").open()]
-    assert strip == numbers(other)
+    assert strip == numbers(left_alone)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.advantages import group_centered
@@ -34,7 +34,6 @@ def sampled(reward=0.0, *, ids=(65, 66), versions=(0, 0), **changes):
     return replace(t, **changes)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 9), st.integers(0, 5))
 def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own(n, seed):
     prompts = [Prompt([i], {}, i) for i in range(n)]

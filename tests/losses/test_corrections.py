@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import losses
@@ -129,7 +129,6 @@ def test_batch_normalized_has_mean_one() -> None:
     assert batch_normalized(w, mask=mask & False).tolist() == [0, 0, 0, 0]
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.lists(st.floats(0.01, 50), min_size=1, max_size=9))
 def test_effective_sample_size_is_kish(ws: list[float]) -> None:
     w = torch.tensor([*ws, float("nan")], dtype=torch.float64)
@@ -156,7 +155,6 @@ def kept_by_hand(probs: list[float], top_k: int, top_p: float) -> list[int]:
     return kept
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(1, 40), min_size=2, max_size=7, unique=True),
     st.integers(0, 8),

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import losses as L
@@ -60,7 +60,6 @@ def top(teacher: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @full
-@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 999), vocab=st.integers(1, 9), temperature=st.floats(0.3, 3), chunk=st.integers(1, 8))
 def test_equals_the_definition_at_any_temperature_and_chunk(
     name: str, seed: int, vocab: int, temperature: float, chunk: int
@@ -75,7 +74,6 @@ def test_equals_the_definition_at_any_temperature_and_chunk(
 
 
 @topk
-@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 999), k=st.integers(1, 6), chunk=st.integers(1, 8))
 def test_topk_is_the_divergence_of_k_tokens_and_the_tail(name: str, seed: int, k: int, chunk: int) -> None:
     student, teacher = logits(5, 7, seed=seed)

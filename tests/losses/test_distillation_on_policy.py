@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import losses as L
@@ -33,7 +33,6 @@ def test_expected_gradient_is_that_of_the_reverse_kl() -> None:
     torch.testing.assert_close(mean, -L.reverse_kl(student, teacher))
 
 
-@settings(max_examples=25, deadline=None)
 @given(lens=st.lists(st.integers(0, 6), min_size=1, max_size=4), seed=st.integers(0, 99), gamma=st.floats(0, 1))
 def test_loops_over_action_tokens(lens: list[int], seed: int, gamma: float) -> None:
     logp, teacher_logp, mask, cu = packed(lens, seed)

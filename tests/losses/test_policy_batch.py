@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.losses import (
@@ -48,7 +48,6 @@ def greedily_kept(batch: list[tuple[float, float, bool]], budget: float) -> set[
     return set(region) | others
 
 
-@settings(max_examples=60, deadline=None)
 @given(tokens, st.sampled_from([0.0, 0.0413, 0.3017, 1.0019]))
 def test_m2po_keeps_what_the_papers_loop_keeps(batch: list[tuple[float, float, bool]], budget: float) -> None:
     x, a, mask = columns(batch)
@@ -97,7 +96,6 @@ def schedule_of_the_paper(
     return low, high
 
 
-@settings(max_examples=40, deadline=None)
 @given(tokens, st.sampled_from([0.0, 0.3, 0.4, 0.6, 0.9]))
 def test_bapo_finds_the_range_of_the_papers_loop(batch: list[tuple[float, float, bool]], target: float) -> None:
     x, a, mask = columns(batch)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import losses as L
@@ -142,7 +142,6 @@ def inputs(name: str, n: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @everywhere
-@settings(max_examples=25, deadline=None)
 @given(c=numbers, r=numbers)
 def test_equals_the_papers_formula(name: str, c: float, r: float) -> None:
     f, formula, of_logp = PAIRS[name]

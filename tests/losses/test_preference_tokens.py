@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.losses import aot, dpo, ld_log_ratio, wpo_weights
@@ -21,7 +21,6 @@ def packed(lens: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor, torc
     return x, torch.rand(sum(lens), generator=generator) < 0.7, cu
 
 
-@settings(max_examples=25, deadline=None)
 @given(lens=st.lists(st.integers(0, 6), min_size=1, max_size=5), seed=st.integers(0, 99), alpha=st.floats(0, 1))
 def test_ld_log_ratio_equals_a_loop(lens: list[int], seed: int, alpha: float) -> None:
     x, mask, cu = packed(lens, seed)

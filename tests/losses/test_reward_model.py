@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.losses import bradley_terry, process_bce
@@ -18,7 +18,6 @@ def tensor(x: float) -> torch.Tensor:
     return torch.tensor(x, dtype=torch.float64)
 
 
-@settings(max_examples=50, deadline=None)
 @given(c=numbers, r=numbers, margin=st.floats(0, 3), coef=st.floats(0, 1))
 def test_pairwise_formulas(c: float, r: float, margin: float, coef: float) -> None:
     want = -math.log(1 / (1 + math.exp(-(c - r - margin)))) + coef * (c + r) ** 2
@@ -28,7 +27,6 @@ def test_pairwise_formulas(c: float, r: float, margin: float, coef: float) -> No
     assert per_pair.item() == got.item()
 
 
-@settings(max_examples=50, deadline=None)
 @given(pos=numbers, neg=numbers, y=st.floats(0, 1))
 def test_process_formulas(pos: float, neg: float, y: float) -> None:
     p = math.exp(pos) / (math.exp(pos) + math.exp(neg))

@@ -8,7 +8,7 @@ from statistics import NormalDist
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.losses import hl_gauss, hl_gauss_target, hl_gauss_value, value_clip, value_mse
@@ -21,7 +21,6 @@ def scalars(*xs: float) -> list[torch.Tensor]:
     return [torch.tensor(x, dtype=torch.float64) for x in xs]
 
 
-@settings(max_examples=50, deadline=None)
 @given(v=numbers, old=numbers, r=numbers, clip=st.floats(0, 3))
 def test_formulas(v: float, old: float, r: float, clip: float) -> None:
     assert value_mse(*scalars(v, r)).item() == pytest.approx((v - r) ** 2 / 2)
@@ -59,7 +58,6 @@ def test_no_clip_is_mse_and_targets_get_no_gradient() -> None:
     )
 
 
-@settings(max_examples=25, deadline=None)
 @given(r=st.floats(-3, 4), bins=st.integers(1, 40), sigma=st.floats(0.02, 3))
 def test_hl_gauss_target_is_the_binned_gaussian(r: float, bins: int, sigma: float) -> None:
     got = hl_gauss_target(scalars(r)[0], num_bins=bins, sigma=sigma, **RANGE)

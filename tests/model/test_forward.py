@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
@@ -52,7 +52,6 @@ shapes = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None)
 @given(shapes, st.booleans())
 def test_packed_forward_equals_each_sequence_alone(model, shape, share):
     groups = make_groups(0, shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.parallel import attention
@@ -69,7 +69,6 @@ def test_grouped_queries_reach_a_fused_kernel_on_a_device(monkeypatch):
     assert set(heads) == {(4, 4, 4, False)}
 
 
-@settings(max_examples=25, deadline=None)
 @given(layouts(), st.sampled_from([None, 1, 3, 50]), st.sampled_from([None, 0.7]))
 def test_windows_and_softcaps_against_loops(layout, window, softcap):
     spans, num_q, num_k = layout
@@ -79,7 +78,6 @@ def test_windows_and_softcaps_against_loops(layout, window, softcap):
     torch.testing.assert_close(out, loop(q, k, v, spans, scale=0.5, window=window, softcap=softcap))
 
 
-@settings(max_examples=25, deadline=None)
 @given(layouts(), st.sampled_from([None, 3]), st.booleans())
 def test_the_flash_plan_gives_a_varlen_kernel_the_same_segments(layout, window, in_order):
     spans, num_q, num_k = layout

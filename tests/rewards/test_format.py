@@ -4,7 +4,7 @@ import json
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.rewards import Sample, run_reward
@@ -58,7 +58,6 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=30, deadline=None)
 @given(values)
 def test_what_json_writes_is_json(value):
     assert valid_json(json.dumps(value, indent=1), {})["reward"] == 1.0

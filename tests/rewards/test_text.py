@@ -5,7 +5,7 @@ import time
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.rewards.text import (
@@ -72,7 +72,6 @@ def test_the_gold_answer_of_each_librarys_rows():
     ]  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from("xyz"), max_size=8), st.lists(st.sampled_from("xyz"), min_size=1, max_size=8))
 def test_f1_by_matching_words_one_by_one(words, wanted):
     left, common = list(wanted), 0
@@ -92,7 +91,6 @@ def test_normalisation_in_squads_order():
     assert squad_normalize("an.") == ""
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 4))
 def test_repetition_by_looking_back(items, n):
     grams = [tuple(items[i : i + n]) for i in range(len(items) - n + 1)]
@@ -149,7 +147,6 @@ def test_the_last_box(text, found):
     assert last_boxed(text) == found
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.recursive(st.sampled_from(["x", "1", ""]), lambda s: st.tuples(s, s).map(lambda p: f"{p[0]}{{{p[1]}}}")))
 def test_any_balanced_content_comes_back(content):
     assert last_boxed(f"so {{ \\boxed{{{content}}} }} done") == content

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted import END, Script, check_exact, prompt_of, tokenizer_with
 
@@ -128,7 +128,6 @@ spelt = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(["chatml", "qwen3", "llama3"]),
     turns=st.lists(st.tuples(spelt, words, st.booleans(), st.booleans()), min_size=1, max_size=4),

@@ -6,7 +6,7 @@ import asyncio
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ticking import Ticking
 
@@ -33,7 +33,6 @@ async def interrupted(pausable, calls, ticks, *, between=lambda: None):
     return await work
 
 
-@settings(max_examples=60, deadline=None)
 @given(ticks=st.lists(st.integers(0, 7), max_size=6), stop=STOPS, limit=st.integers(1, 18))
 def test_pauses_change_nothing(ticks, stop, limit):
     """Including a stop string that a pause cuts in two, which an engine alone would miss."""
@@ -47,7 +46,6 @@ def test_pauses_change_nothing(ticks, stop, limit):
     assert go(ticks) == go([])
 
 
-@settings(max_examples=30, deadline=None)
 @given(ticks=st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_versions_are_of_the_weights_that_sampled(ticks):
     async def go():
@@ -120,7 +118,6 @@ def test_a_pause_reaches_requests_in_transit():
     asyncio.run(asyncio.wait_for(go(), 240))
 
 
-@settings(max_examples=40, deadline=None)
 @given(ticks=st.integers(0, 40), stop=STOPS)
 def test_completions_from_before_a_crash_are_replayed(tmp_path_factory, ticks, stop):
     folder = tmp_path_factory.mktemp("journal")

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import warm
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.weights import stream_weights
@@ -169,8 +170,8 @@ PARENT = """
 def test_the_engine_ends_with_a_parent_that_was_killed(folder, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(textwrap.dedent(PARENT))
-    with subprocess.Popen(
-        [sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, text=True,
+    with warm.Popen(
+        [sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, text=True, spawns=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     ) as parent:  # fmt: skip
         pid = int(parent.stdout.readline())

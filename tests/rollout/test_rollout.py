@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 from ticking import Ticking, prompt_at, small_model
@@ -144,7 +144,6 @@ def test_an_error_cancels_the_rest_and_leaves_no_task():
 EPISODES = st.lists(st.lists(st.booleans(), min_size=1, max_size=3), min_size=1, max_size=4)
 
 
-@settings(max_examples=30, deadline=None)
 @given(EPISODES)
 def test_truncated_episodes_are_masked_and_keep_their_reward(episodes):
     """An episode is truncated if its last piece is; truncated earlier pieces do not matter."""
@@ -175,7 +174,6 @@ def test_success_is_of_episodes_and_of_the_score_where_there_is_one():
         success_between(0.9, 0.1)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 30), st.integers(1, 9), st.lists(st.integers(0, 4), min_size=6, max_size=6))
 def test_limits_bound_turns_and_context(max_turns, max_total, max_new, tool_lens):
     """Whatever the environment does, no turn starts after `max_turns`, and no context grows past `max_total`."""
@@ -209,7 +207,6 @@ def test_limits_bound_turns_and_context(max_turns, max_total, max_new, tool_lens
     assert len(contexts) <= max_turns
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=6), st.booleans())
 def test_a_budget_of_sampled_tokens_is_never_exceeded_and_loses_nothing(budget, max_new, lengths, at_once):
     """The policy would end its turns after `lengths` tokens; the episode is a prefix of those turns."""

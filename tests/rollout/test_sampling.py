@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.losses.corrections import kept_support
@@ -36,7 +36,6 @@ def test_splitmix_reference_is_splitmix():
 
 
 @given(st.lists(st.tuples(st.integers(0, MASK), st.integers(0, 2**31)), min_size=1, max_size=8))
-@settings(max_examples=50, deadline=None)
 def test_uniforms_are_the_documented_function_of_seed_and_position(pairs):
     seeds, positions = np.array([s for s, _ in pairs], np.uint64), np.array([p for _, p in pairs], np.int64)
     assert uniforms(seeds, positions).tolist() == [splitmix_uniform(s, p) for s, p in pairs]
@@ -80,7 +79,6 @@ def kept_by_hand(p: list[float], top_p: float, top_k: int) -> list[bool]:
     st.sampled_from([0.01, 0.3, 0.55, 0.9, 0.999, 1.0]),
     st.integers(0, 10),
 )
-@settings(max_examples=100, deadline=None)
 def test_support_is_the_documented_one(counts, top_p, top_k):
     p = torch.tensor([[c / sum(counts) for c in counts]], dtype=torch.float64)
     kept = kept_support(p, top_p=torch.tensor([top_p], dtype=torch.float64), top_k=torch.tensor([top_k]))

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ticking import Ticking, prompt_at, small_model
 
@@ -45,7 +45,6 @@ async def judged_by_place(prompt, group):
     return [replace(t, reward=float(r)) for t, r in zip(group, right, strict=True)]
 
 
-@settings(max_examples=30, deadline=None)
 @given(delays=DELAYS, need=st.integers(1, 4), steps=st.integers(1, 3))
 def test_kept_groups_are_the_first_that_pass_and_no_extra_prompt_is_sampled(delays, need, steps):
     """Sampled = kept + dropped, each written once, whatever order they complete in; and twice the same."""
@@ -75,7 +74,6 @@ def test_kept_groups_are_the_first_that_pass_and_no_extra_prompt_is_sampled(dela
     assert asyncio.run(run(lambda prompt: 0))[2] == taken
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     delays=DELAYS, staleness=st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 3.0]), need=st.integers(1, 4), data=st.data()
 )
@@ -223,7 +221,6 @@ def journal_tokens(folder):
     return [json.loads(line) for path in folder.iterdir() for line in path.read_text().splitlines()]
 
 
-@settings(max_examples=15, deadline=None)
 @given(ticks=st.integers(0, 60), staleness=st.sampled_from([0.0, 1.0]))
 def test_cancelled_at_any_await_leaves_no_task_and_nothing_unwritten(tmp_path_factory, ticks, staleness):
     folder, engine = tmp_path_factory.mktemp("journal"), shared_engine()
@@ -328,7 +325,6 @@ def test_a_dead_engine_does_not_block_exit():
         asyncio.run(asyncio.wait_for(run(), 240))
 
 
-@settings(max_examples=25, deadline=None)
 @given(delays=DELAYS, stop_at=st.integers(1, 5), staleness=st.sampled_from([0.0, 0.5, 2.0]))
 def test_a_stream_resumes_from_its_state(tmp_path_factory, delays, stop_at, staleness):
     """A checkpoint after every step, then killed: all groups are trained on once, and none is sampled twice."""

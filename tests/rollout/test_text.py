@@ -1,7 +1,7 @@
 """Episodes in plain text: which contexts are continued, also with a tokenizer that marks the start of a text."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
@@ -30,7 +30,6 @@ def bare(text):
     return "".join(text.replace("<|im_end|>", "").split())
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(words.filter(bool), words, st.sampled_from(["whole", "stripped", "new"])), min_size=1, max_size=4

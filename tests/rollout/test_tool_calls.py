@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlkit.rollout.envs.tools import (
@@ -24,7 +24,6 @@ arguments = st.dictionaries(st.from_regex(r"[a-z_]{1,6}", fullmatch=True), value
 name = st.from_regex(r"[a-z]\w{0,8}", fullmatch=True).filter(str.isascii)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(name, arguments), max_size=3), st.text(st.characters(exclude_characters="<"), max_size=5))
 def test_calls_are_found_between_words(calls, words):
     text = words + "".join(
@@ -33,7 +32,6 @@ def test_calls_are_found_between_words(calls, words):
     assert hermes_calls(text) == [Call(n, a) for n, a in calls if "</tool_call>" not in json.dumps(a)]
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(name, arguments), min_size=1, max_size=3), st.sampled_from(["", "<|python_tag|>"]))
 def test_a_turn_that_is_json(calls, mark):
     body = [json.dumps({"name": n, "parameters": a}) for n, a in calls]
@@ -42,7 +40,6 @@ def test_a_turn_that_is_json(calls, mark):
     assert json_calls(f"[TOOL_CALLS] [{', '.join(body)}]") == expected
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(name, arguments), min_size=1, max_size=3))
 def test_a_turn_that_is_python(calls):
     calls = [(n + "_", {k + "_": v for k, v in a.items()}) for n, a in calls]  # no keywords of the language
@@ -95,7 +92,6 @@ def test_a_malformed_call_gets_an_explanation(parse, text, error):
     assert len(bad.error) < 300
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.text(st.sampled_from('<tool_call>/{}[]"name:f,=(1) \n'), max_size=60))
 @example("<tool_call>{}</tool_call><tool_call>")
 def test_nothing_that_a_model_writes_raises(text):

@@ -11,7 +11,7 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.run.console import COLUMNS, RunDisplay, header, step_line
@@ -40,7 +40,6 @@ def test_each_number_is_printed_under_its_title():
     assert step_line(1, {"eval/loss": 0.25}).endswith("  0.250/-")
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from(KEYS), st.floats() | st.floats(-1e3, 1e3)), st.integers(0, 999_999))
 def test_columns_are_fixed_whatever_the_numbers(metrics, step):
     evals = metrics.pop("eval/sampled", None), metrics.pop("eval/greedy", None)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.run.folder import (
@@ -49,7 +49,6 @@ def test_a_line_is_in_the_file_when_log_returns(tmp_path):
         assert row == {"step": 1, "reward/mean": 0.10000000149011612, "count": 3, "time/step": 0.25}
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.lists(st.floats(), min_size=1, max_size=5))
 def test_floats_come_back_bit_for_bit(tmp_path_factory, values):
     folder = tmp_path_factory.mktemp("run") / "run"

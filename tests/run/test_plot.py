@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.run.folder import open_run, read_metrics
@@ -57,7 +57,6 @@ def panels(figure) -> dict[str, list[str]]:
     return {a.get_title(loc="left"): [t.get_text() for t in a.get_legend().get_texts()] for a in shown}
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(-1e3, 1e3) | st.just(math.nan), min_size=1, max_size=40), st.integers(0, 9))
 def test_smooth_is_the_mean_of_the_neighbours(values, window):
     got = smooth(np.array(values), window=window)

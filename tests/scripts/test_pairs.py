@@ -11,7 +11,7 @@ import torch
 import warm
 
 from rlkit.run.folder import read_metrics
-from rlkit.scripts import dpo
+from rlkit.scripts import cli, dpo
 from rlkit.segments import sum_per_seq
 
 ROOT = Path(__file__).parents[2]
@@ -29,12 +29,16 @@ def task(make_task):
     return make_task(pairs=pairs, labelled=labelled)
 
 
-def run(task, script, output, *flags, prefix=()):
+def command(task, script, output, *flags):
     data = str(task / ("labelled.jsonl" if script == "kto" else "pairs.jsonl"))
-    command = [sys.executable, *prefix, "-m", f"rlkit.scripts.{script}", "--model", str(task / "model")]
-    command += ["--data", data, "--eval-data", data, "--steps", "4", "--eval-steps", "2", "--batch-size", "8"]
-    command += ["--lr", "1e-3", "--max-tokens", "100", "--output", str(output), "--device", "cpu", *flags]
-    return warm.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False)
+    given = ["--model", str(task / "model"), "--data", data, "--eval-data", data, "--steps", "4", "--eval-steps", "2"]
+    given += ["--batch-size", "8", "--lr", "1e-3", "--max-tokens", "100", "--output", str(output), "--device", "cpu"]
+    return [*given, *flags]
+
+
+def run(task, script, output, *flags, prefix=()):
+    line = [sys.executable, *prefix, "-m", f"rlkit.scripts.{script}", *command(task, script, output, *flags)]
+    return warm.run(line, env=ENV, capture_output=True, text=True, timeout=280, check=False)
 
 
 def numbers(output):
@@ -84,7 +88,7 @@ def test_names_of_papers_are_losses(loss, formula, free):
     assert (reduce, loss in dpo.NO_REFERENCE) == (sum_per_seq, free)
 
 
-def test_conflicting_flags_are_refused(task, tmp_path):
+def test_conflicting_flags_are_refused(task, tmp_path, capsys):
     for flags, message in [
         (["--loss", "ipo", "--label-smoothing", "0.1"], "--label-smoothing is not part of ipo"),
         (["--loss", "orpo", "--reference", str(task / "model")], "drop --reference"),
@@ -95,9 +99,10 @@ def test_conflicting_flags_are_refused(task, tmp_path):
         (["--loss", "hinge", "--gamma", "2"], "--gamma is the margin of simpo, and not part of hinge: drop it"),
         (["--reference", str(task / "nothing")], "no folder; give a folder saved by save_pretrained"),
     ]:
-        done = run(task, "dpo", tmp_path / "run", *flags)
-        assert done.returncode != 0
-        assert message in done.stderr.strip().splitlines()[-1]
+        with pytest.raises(SystemExit) as ended:
+            cli.run(dpo.main, dpo.Args, None, argv=command(task, "dpo", tmp_path / "run", *flags))
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 @pytest.mark.slow

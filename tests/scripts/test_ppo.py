@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,14 +28,22 @@ def task(make_task):
 
 
 def run(task, output, *flags, ranks=1):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *torchrun, "-m", "rlkit.scripts.ppo", "--model", str(task / "model")]
+    """What rank 0 logs. Ranks are started with what torchrun tells them."""
+    command = [sys.executable, "-m", "rlkit.scripts.ppo", "--model", str(task / "model")]
     command += ["--data", str(task / "data.jsonl"), "--reward", f"{task / 'reward.py'}:score", "--steps", "3"]
     command += ["--prompts-per-step", "8", "--max-new-tokens", "8", "--minibatches", "2", "--kl-coef", "0.05"]
     command += ["--lr", "1e-3", "--critic-lr", "1e-3", "--critic-steps", "1", "--output", str(output)]
     command += ["--device", "cpu", *flags]
-    done = warm.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused.getsockname()[1])}
+    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **here} if ranks > 1 else {}
+    names = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if sizes else {} for rank in range(ranks)]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    started = [warm.Popen(command, env=ENV | sizes | name, **streams) for name in names]
+    for process in started:
+        _, err = process.communicate(timeout=280)
+        assert process.returncode == 0, err[-4000:]
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in read_metrics(output)]
 
 

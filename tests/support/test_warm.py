@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,23 @@ def test_a_terminal_controls_the_process_and_signals_reach_its_group():
     os.write(main, b"\x03")
     assert process.wait(timeout=100) == -signal.SIGINT == process.poll()
     os.close(main)
+
+
+SPAWNS = """
+import multiprocessing, os, sys
+context = multiprocessing.get_context("spawn")
+for target, given in ((sys.exit, 3), (print, "second"), (eval, "1 / 0")):
+    process = context.Process(target=target, args=(given,))
+    process.start()
+    assert os.getpid() == int(open(f"/proc/{process.pid}/stat").read().rpartition(")")[2].split()[1])
+    process.join()
+    print(process.exitcode, process.is_alive(), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_a_command_spawns_is_its_child_and_ends_as_spawned_ones_do(tmp_path):
+    command = [sys.executable, "-c", SPAWNS]
+    found = ended(partial(warm.run, spawns=True), command, tmp_path)
+    assert found == ended(subprocess.run, command, tmp_path)
+    assert found[1].split() == ["3", "False", "second", "0", "False", "1", "False"]

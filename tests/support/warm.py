@@ -47,13 +47,16 @@ def run(command, *, input=None, check=False, timeout: float | None = None, captu
 
 
 class Popen(subprocess.Popen):
-    """`subprocess.Popen`. With `terminal`, stdin is a terminal and becomes the one that controls the process."""
+    """`subprocess.Popen`. With `terminal`, stdin is a terminal and becomes the one that controls the process.
 
-    def __init__(self, command, *, terminal: bool = False, **options: Any) -> None:
+    With `spawns`, the first process that the command starts by `multiprocessing`'s "spawn" is forked, too.
+    """
+
+    def __init__(self, command, *, terminal: bool = False, spawns: bool = False, **options: Any) -> None:
         command = [*map(str, command)]
         forks = sys.platform == "linux" and command[0] == sys.executable
         self._forks = forks and (not command[1].startswith("-") or command[1] in ("-c", "-m"))
-        self._terminal = terminal
+        self._terminal, self._spawns = terminal, spawns
         if terminal and not self._forks:
             options["preexec_fn"] = _take_terminal
         super().__init__(command, **options)
@@ -68,6 +71,7 @@ class Popen(subprocess.Popen):
         job = {
             "argv": option["args"], "cwd": str(option["cwd"] or os.getcwd()), "env": dict(option["env"] or os.environ),
             "numbers": numbers, "session": option["start_new_session"], "terminal": self._terminal,
+            "spawns": self._spawns,
         }  # fmt: skip
         self._status, side = os.pipe()
         fds = [side, *(n if fd == -1 else fd for n, fd in enumerate(standard)), *option["pass_fds"]]

@@ -7,6 +7,8 @@ import fcntl
 import gc
 import importlib
 import json
+import multiprocessing.spawn
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -83,6 +85,46 @@ def become(job: dict[str, Any]) -> None:
     sys.path[:1] = filter(None, job["env"].get("PYTHONPATH", "").split(os.pathsep))
 
 
+def offer_spawned() -> None:
+    """Fork a process that waits to be the first one that the command spawns: a child of it, with the same imports."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        be_spawned(theirs)
+    theirs.close()
+    real = multiprocessing.util.spawnv_passfds
+
+    def spawn(path: bytes, args: list[str], numbers: tuple[int, ...]) -> int:
+        if "spawn_main" not in args[-2]:  # the tracker of shared memory
+            return real(path, args, numbers)
+        multiprocessing.util.spawnv_passfds = real
+        socket.send_fds(ours, [json.dumps([args[1:], numbers]).encode()], numbers)
+        ours.close()
+        return pid
+
+    multiprocessing.util.spawnv_passfds = spawn
+
+
+def be_spawned(requests: socket.socket) -> None:
+    """Wait for the command's `spawn`; end with the command if there is none."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    data, fds, *_ = socket.recv_fds(requests, 1 << 16, 16)
+    if not data:
+        os._exit(0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 200) for fd in fds]
+    requests.close()
+    for fd in fds:
+        os.close(fd)
+    args, numbers = json.loads(data)
+    for fd, number in zip(high, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.argv = ["-c", *args[args.index("-c") + 2 :]]
+    exec(args[args.index("-c") + 1], {"__name__": "__main__"})
+
+
 def leave() -> None:
     """The last of the exit functions: a command that returned has nothing left but to take down its modules."""
     if returned:
@@ -123,5 +165,7 @@ if __name__ == "__main__":
     job = serve(socket.socket(fileno=int(sys.argv[1])))
     if job is not None:
         become(job)
+        if job["spawns"]:
+            offer_spawned()
         execute(job["argv"][1:])
         returned = True

@@ -16,7 +16,7 @@ from typing import Any
 import pyte
 import warm
 
-ROOT = Path(__file__).parents[2]
+ROOT, ROWS = Path(__file__).parents[2], 200
 
 
 class Screen(pyte.Screen):
@@ -40,17 +40,17 @@ class Screen(pyte.Screen):
 class Terminal:
     """Runs `command` in a terminal of so many columns, tall enough that nothing scrolls off."""
 
-    def __init__(self, command: Sequence[Any], *, columns: int = 80, rows: int = 200, **environment: str) -> None:
+    def __init__(self, command: Sequence[Any], *, columns: int = 80, spawns: bool = False, **environment: str) -> None:
         self._main, side = os.openpty()
-        fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        self._screen = Screen(columns, rows)
+        fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
+        self._screen = Screen(columns, ROWS)
         self._stream = pyte.ByteStream(self._screen)
         self.raw = b""
         kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR", "RANK")}
         go, self._go = os.pipe()
         env = {**kept, "GO": str(go), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
-        streams = {"stdin": side, "stdout": side, "stderr": side}
-        self.process = warm.Popen(command, terminal=True, env=env | environment, pass_fds=[go], cwd=ROOT, **streams)
+        how = {"stdin": side, "stdout": side, "stderr": side, "terminal": True, "spawns": spawns}
+        self.process = warm.Popen(command, env=env | environment, pass_fds=[go], cwd=ROOT, **how)
         os.close(side)
         os.close(go)
 

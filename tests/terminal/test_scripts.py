@@ -49,7 +49,7 @@ WIDE = [pytest.param(script, 120, marks=[] if script in ("sft", "grpo") else pyt
 
 @pytest.mark.parametrize(("script", "columns"), [*((script, 80) for script in SCRIPTS), *WIDE])  # 80: the harder case
 def test_every_script_runs_in_a_terminal(task, tmp_path, script, columns):
-    terminal = Terminal(command(task, script, tmp_path / "run"), columns=columns)
+    terminal = Terminal(command(task, script, tmp_path / "run"), columns=columns, spawns="--overlap" in script)
     terminal.wait_for(r"^step \d/3 ━.* 0:\d\d:\d\d eta ")
     if script == "grpo":
         terminal.wait_for(r"^step \d/3 ━+ 0:\d\d:\d\d eta [-:\d]+ (train|eval_\w+): \d+ groups, reward \d")
@@ -59,14 +59,14 @@ def test_every_script_runs_in_a_terminal(task, tmp_path, script, columns):
 
 
 def test_the_demo_runs_in_a_terminal(tmp_path):
-    demo = [sys.executable, ROOT / "examples/demo.py", "--output", tmp_path / "demo"]
-    terminal = Terminal([*demo, "--sft-steps", "2", "--grpo-steps", "1"])
+    flags = "--sft-steps 2 --grpo-steps 1 --hidden 64 --layers 1 --eval-limit 8"
+    terminal = Terminal([sys.executable, ROOT / "examples/demo.py", "--output", tmp_path / "demo", *flags.split()])
     assert terminal.wait() == 0, terminal.text
     assert_clean(terminal)
     assert "Traceback" not in terminal.text
     assert logged(tmp_path / "demo/sft") == [1, 2]
     assert logged(tmp_path / "demo/grpo") == [0, 1]
-    assert re.search(r"^greedy [\d.]+% -> [\d.]+% on 256 held-out prompts, \d+ GRPO steps, \d+ s$", terminal.text, re.M)
+    assert re.search(r"^greedy [\d.]+% -> [\d.]+% on 8 held-out prompts, \d+ GRPO steps, \d+ s$", terminal.text, re.M)
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_the_tool_example_runs_in_a_terminal(tmp_path):
     assert logged(tmp_path / "run/grpo") == [0, 1]
 
 
-@pytest.mark.parametrize("script", ["sft", "grpo"])
+@pytest.mark.parametrize("script", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_ctrl_c_saves_and_the_printed_command_resumes(task, tmp_path, script):
     """It ends by the signal, so that a shell's loop over runs ends with it."""
     output = tmp_path / "run"

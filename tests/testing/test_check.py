@@ -150,18 +150,18 @@ def test_a_report_is_printed_and_returned() -> None:
 
 
 def test_a_skip_needs_a_law_and_keeps_its_reason() -> None:
-    report = check_loss(losses.cispo, skip={"gradcheck": "detached"}, out=quiet())
+    report = check_loss(losses.cispo, skip={"gradcheck": "detached"}, out=quiet(), max_examples=20)
     assert not failures(report)
     assert next(r.note for r in report if r.outcome == "skipped") == "detached"
     with pytest.raises(ValueError, match="skip must name laws of this check"):
-        check_loss(losses.cispo, skip={"gradchek": "a typo"}, out=quiet())
+        check_loss(losses.cispo, skip={"gradchek": "a typo"}, out=quiet(), max_examples=20)
 
 
 def test_a_loss_that_raises_fails_with_its_error() -> None:
     def broken(log_ratio, advantages):
         raise RuntimeError("no")
 
-    assert {r.outcome for r in check_loss(broken, out=quiet())} == {"fails", "does not apply"}
+    assert {r.outcome for r in check_loss(broken, out=quiet(), max_examples=20)} == {"fails", "does not apply"}
     (result,) = examine(subject(broken), [laws.shape])
     assert "raised RuntimeError: no" in result.note
 
@@ -176,13 +176,18 @@ def test_the_clip_and_the_coefficient_are_checked_where_they_are_given() -> None
         out=quiet(),
     )
     assert [r.law for r in failures(report)] == ["coefficient"]
-    assert outcomes(check_loss(losses.ppo_clip, clip_low=0.2, clip_high=0.3, out=quiet()))["clipped"] == "fails"
+    assert (
+        outcomes(check_loss(losses.ppo_clip, clip_low=0.2, clip_high=0.3, out=quiet(), max_examples=20))["clipped"]
+        == "fails"
+    )
 
 
 def test_pairs_are_checked_for_their_preference() -> None:
     swapped = lambda chosen_logp, rejected_logp: torch.relu(1 + chosen_logp.double() - rejected_logp.double())
-    assert outcomes(check_loss(swapped, out=quiet()))["prefers_chosen"] == "fails"
-    assert not failures(check_loss(losses.dpo, options={"beta": 0.1}, laws=[laws.margin_only], out=quiet()))
+    assert outcomes(check_loss(swapped, out=quiet(), max_examples=20))["prefers_chosen"] == "fails"
+    assert not failures(
+        check_loss(losses.dpo, options={"beta": 0.1}, laws=[laws.margin_only], out=quiet(), max_examples=20)
+    )
 
 
 def test_estimators_and_kls() -> None:

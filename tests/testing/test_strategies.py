@@ -11,7 +11,6 @@ from rlkit.testing import Stream, strategies
 from rlkit.testing.law import sample
 
 STREAMS = {"log_ratio": Stream(low=-3.0, high=3.0, focus=0.5), "logits": Stream(size=(4,)), "rewards": Stream(axis="N")}
-FEW = settings(max_examples=60, deadline=None)
 
 
 def smallest(strategy, holds=lambda x: True):
@@ -42,7 +41,6 @@ def test_a_case_shrinks_to_one_unmasked_token_of_zeros() -> None:
 
 
 @given(strategies.cases(STREAMS))
-@FEW
 def test_a_case_is_a_packed_batch(case) -> None:
     cu = case.cu_seqlens
     assert cu[0] == 0

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -48,7 +48,6 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=3e-6, atol=3e-6)
 
 
-@settings(max_examples=12, deadline=None)
 @given(
     lens=st.lists(st.integers(0, 40), min_size=1, max_size=6),
     seed=st.integers(0, 99),

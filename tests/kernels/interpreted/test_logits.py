@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import Size, assert_three_way, truth, with_grads
-from row_cases import ROW_CASES
+from row_cases import FEW, ROW_CASES
 
 from rlkit.kernels.linear_logp import fused_loss, linear_logp, triton
 from rlkit.kernels.linear_logp.chunked import Head
@@ -40,12 +40,11 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "ROWS_STEP", 10)
 
 
-@pytest.mark.parametrize("name", ROW_CASES)
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in ROW_CASES])
 def test_row_case(name: str) -> None:
     ROW_CASES[name](SIZE)
 
 
-@settings(max_examples=15, deadline=None)
 @given(
     rows=st.integers(0, 20),
     vocab=st.sampled_from([1, 2, 31, 32, 33, 48, 57, 100, 127]),
@@ -72,7 +71,7 @@ def test_any_shape_and_mask(rows: int, vocab: int, seed: int, present: float | N
     torch.testing.assert_close(from_logits[2].double(), reference[2], rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("vocab", [4096, 8192, 9000, 16_400])
+@pytest.mark.parametrize("vocab", [4096, 9000, *(pytest.param(n, marks=pytest.mark.slow) for n in (8192, 16_400))])
 def test_unusual_rows_in_the_tiles_that_are_shipped(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole blocks, blocks and a tail, lanes of 16 bytes; a maximum of the last column."""
     monkeypatch.setattr(triton, "STATS", triton.STATS | {"BLOCK": 4096})
