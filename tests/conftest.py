@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,13 @@ else:
 
 
 def pytest_configure() -> None:
-    """Processes that tests start get Ctrl-C, also if a script runs pytest in the background, where it is ignored."""
+    """Processes that tests start get Ctrl-C, also if a script runs pytest in the background, where it is ignored.
+
+    Runs inside a test draw in its process: each would start another one for its plot.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    with suppress(ModuleNotFoundError):
+        import matplotlib.figure  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -90,9 +90,10 @@ class Run:
     def start_plot(self) -> None:
         """Start to draw metrics.png in a process of its own, beside other work; `plot` waits for it.
 
-        No line may be logged in between. Matplotlib's import and 40 MB do not count for this process then.
+        No line may be logged in between. Matplotlib's import and 40 MB do not count for this process then. Where it is
+        imported already, as in a notebook, nothing is started.
         """
-        if self._progress is not None and self._drawing is None:
+        if self._progress is not None and self._drawing is None and "matplotlib.figure" not in sys.modules:
             with suppress(OSError):  # `plot` draws in this process
                 self._drawing = subprocess.Popen(
                     [sys.executable, "-c", _DRAW, str(self.folder)], stdin=subprocess.DEVNULL,

@@ -170,6 +170,7 @@ def test_a_plot_is_drawn_beside_other_work_where_a_process_can_start(tmp_path, m
     assert picture.read_bytes().startswith(b"\x89PNG")
     for code in ("raise SystemExit(1)", "import time; time.sleep(60)"):  # a process that fails, or takes too long
         picture.unlink()
+        monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
         monkeypatch.setattr("rlkit.run.folder._DRAW", code)
         monkeypatch.setattr("rlkit.run.folder._DRAW_S", 0.5)
         with open_run(tmp_path / "run", steps=3, start=2, resume=True) as run:
@@ -179,12 +180,23 @@ def test_a_plot_is_drawn_beside_other_work_where_a_process_can_start(tmp_path, m
 
 
 def test_a_run_that_ends_early_leaves_no_process(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
     monkeypatch.setattr("rlkit.run.folder._DRAW", "import time; time.sleep(60)")
     with open_run(tmp_path / "run", steps=1, active=True) as run:
         run.log(1, {"reward/mean": 1.0})
         run.start_plot()
         child = run._drawing
     assert child.returncode < 0
+
+
+def test_no_process_draws_where_matplotlib_is_imported(tmp_path):
+    import matplotlib.figure  # noqa: F401
+
+    with open_run(tmp_path / "run", steps=1, active=True) as run:
+        run.log(1, {"reward/mean": 1.0})
+        run.start_plot()
+        assert run._drawing is None
+        assert run.plot() == tmp_path / "run" / "metrics.png"
 
 
 @pytest.mark.parametrize(

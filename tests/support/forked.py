@@ -6,6 +6,7 @@ from multiprocessing.context import ForkServerContext
 PRELOAD = [
     "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
     "transformers.models.qwen3.modeling_qwen3", "rlkit.model.forward", "rlkit.rollout.engines.process",
+    "matplotlib.figure",
 ]  # fmt: skip
 
 
