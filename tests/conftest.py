@@ -52,12 +52,22 @@ def make_task(tmp_path_factory):
     return make
 
 
+REWARD = """
+import time
+def score(completion, row):
+    return len(set(completion)) / 8
+def slowly(completion, row):
+    time.sleep(0.06)
+    return score(completion, row)
+"""
+
+
 @pytest.fixture(scope="module")
 def task(make_task):
-    """A tiny model, rows that every script can read, and a reward."""
+    """A tiny model, rows that every script can read, and two rewards."""
     rows = [
         {"prompt": f"{i}+1", "response": f"{i + 1}", "chosen": f"{i + 1}", "rejected": "x", "completion": "y",
          "label": i % 2 == 0}
         for i in range(16)
     ]  # fmt: skip
-    return make_task(rows=rows, reward="def score(completion, row):\n    return len(set(completion)) / 8\n")
+    return make_task(rows=rows, reward=REWARD)

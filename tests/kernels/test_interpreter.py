@@ -12,9 +12,10 @@ FOLDER = Path(__file__).parent / "interpreted"
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_kernels_in_the_interpreter(which: str) -> None:
+def test_kernels_in_the_interpreter(which: str, pytestconfig: pytest.Config) -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", which, str(FOLDER)]
+    command += ["--hypothesis-profile", pytestconfig.getoption("--hypothesis-profile") or "ci"]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )

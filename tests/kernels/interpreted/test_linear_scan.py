@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -48,6 +48,7 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=3e-6, atol=3e-6)
 
 
+@settings(max_examples=settings.default.max_examples // 3)
 @given(
     lens=st.lists(st.integers(0, 40), min_size=1, max_size=6),
     seed=st.integers(0, 99),

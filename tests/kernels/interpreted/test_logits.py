@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import Size, assert_three_way, truth, with_grads
 from row_cases import FEW, ROW_CASES
@@ -45,6 +45,7 @@ def test_row_case(name: str) -> None:
     ROW_CASES[name](SIZE)
 
 
+@settings(max_examples=settings.default.max_examples // 3)  # an example takes half a second
 @given(
     rows=st.integers(0, 20),
     vocab=st.sampled_from([1, 2, 31, 32, 33, 48, 57, 100, 127]),
