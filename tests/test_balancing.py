@@ -3,10 +3,12 @@
 import heapq
 import itertools
 import statistics
+from collections import Counter
 
 import pytest
 import torch
 
+from rlkit import balancing
 from rlkit.balancing import plan_microbatches
 from rlkit.packing import pack, select
 from rlkit.types import Trajectory
@@ -133,3 +135,19 @@ def test_small_batches_are_close_to_the_best_of_all_partitions():
     assert min(ratios) >= 1
     assert max(ratios) < 1.15
     assert statistics.mean(ratios) < 1.02
+
+
+def test_the_loads_after_an_exchange_are_those_counted_anew():
+    lens = balancing._Lens([5, 7, 4, 6, 9, 0], [0, 0, 1, 1, 2, -1], [10, 20, 40, 0])
+
+    def bin_of(members):
+        prefixes = Counter(lens.prefix_ids[i] for i in members)
+        load = sum(lens.own[i] for i in members) + sum(lens.prefix[p] for p in prefixes)
+        return balancing._Bin(load, [], prefixes)
+
+    for size in range(1, 5):
+        for a in itertools.combinations(range(5), size):
+            b = tuple(set(range(5)) - set(a))
+            for i, j in itertools.product(a, (*b, -1)):  # -1: nothing comes back
+                after = {*a} - {i} | {j} - {-1}, {*b} - {j} | {i}
+                assert balancing._loads(bin_of(a), bin_of(b), i, j, lens) == tuple(bin_of(x).load for x in after)
