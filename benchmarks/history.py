@@ -46,14 +46,13 @@ export_hf(tiny_model(tokenizer, seed=0), tokenizer, sys.argv[1])
 """
 IMPORTS = """
 import time
-import gc
-from rlkit.scripts.imports import defer_compiler, remember_names
-gc.disable()
-remember_names()
-import torch
-defer_compiler()
-import rlkit.loops.grpo, rlkit.rollout.engines.local
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from rlkit.scripts.imports import defer_compiler, no_collections, remember_names
+with no_collections():
+    remember_names()
+    import torch
+    defer_compiler()
+    import rlkit.loops.grpo, rlkit.rollout.engines.local
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 print(time.process_time())
 """
 

@@ -164,11 +164,12 @@ def _remembered(define: Callable[..., Any], path: Any, prefix: str | None = None
             return _names(kept["found"], start)
     names = define(folder)
     found = [[sorted(needs), {n: sorted(x) for n, x in modules.items()}] for needs, modules in names.items()]
-    if _names(found) == names:
-        with suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(file, json.dumps({"key": key, "found": found}).encode())
-    return define(path, prefix=prefix)
+    if _names(found) != names:
+        return define(path, prefix=prefix)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, json.dumps({"key": key, "found": found}).encode())
+    return _names(found, start)
 
 
 def _names(found: list[Any], start: str = "") -> dict[frozenset[str], dict[str, set[str]]]:

@@ -30,6 +30,7 @@ PRELOAD = (
     "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.nn",
     "torch.distributed.tensor.parallel",
 )  # fmt: skip
+ABOVE = 200  # every number that a descriptor of a command has
 
 
 def serve(requests: socket.socket) -> dict[str, Any] | None:
@@ -60,14 +61,22 @@ def forked(job: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     os._exit(0)
 
 
-def become(job: dict[str, Any]) -> None:
-    """Takes over the job's descriptors, session, folder, environment and arguments."""
-    status, *high = (fcntl.fcntl(fd, fcntl.F_DUPFD, 200) for fd in job["fds"])  # above every number that is wanted
-    for fd in job["fds"]:
+def renumber(fds: list[int], numbers: list[int]) -> None:
+    """Give the descriptors these numbers, one for each; an old number may be one of the new ones."""
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, ABOVE) for fd in fds]
+    for fd in fds:
         os.close(fd)
-    for fd, number in zip(high, job["numbers"], strict=True):
+    for fd, number in zip(high, numbers, strict=True):
         os.dup2(fd, number)
         os.close(fd)
+
+
+def become(job: dict[str, Any]) -> None:
+    """Takes over the job's descriptors, session, folder, environment and arguments."""
+    first, *others = job["fds"]
+    status = fcntl.fcntl(first, fcntl.F_DUPFD, ABOVE)
+    os.close(first)
+    renumber(others, job["numbers"])
     if job["terminal"]:
         os.login_tty(0)
     elif job["session"]:
@@ -113,14 +122,9 @@ def be_spawned(requests: socket.socket) -> None:
     if not data:
         os._exit(0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 200) for fd in fds]
     requests.close()
-    for fd in fds:
-        os.close(fd)
     args, numbers = json.loads(data)
-    for fd, number in zip(high, numbers, strict=True):
-        os.dup2(fd, number)
-        os.close(fd)
+    renumber(fds, numbers)
     sys.argv = ["-c", *args[args.index("-c") + 2 :]]
     exec(args[args.index("-c") + 1], {"__name__": "__main__"})
 
