@@ -325,6 +325,7 @@ def main() -> None:
     print(*(f"{key} = {value}" for key, value in constants.items()), sep="\n", flush=True)
     about = {"machine": machine() | peers.about() | {"constants": constants}}
     WITHOUT.update(args.without)
+    gc.freeze()  # each run collects garbage first: not among what the imports left
     path = args.out / (re.sub(r"[^a-z0-9]+", "_", about["machine"]["device"].lower()).strip("_") + ".json")
     done = json.loads(path.read_text()) if args.rest and path.exists() else {}
     todo = [

@@ -4,13 +4,13 @@ import importlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +19,7 @@ def rehearse(script: str, out: Path, *flags: str, **env: str) -> str:
     pytest.importorskip("triton")
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--rehearse", "--out", str(out), *flags]
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | env
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = warm.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("triton")
@@ -149,7 +149,7 @@ def rehearse(out: Path, *names: str) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "benchmarks/gpu_training.py"), "--rehearse", "--out", str(out)]
     command += ["--seconds", "280", "--curve-seconds", "90", *(["--only", *names] if names else [])]
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = warm.run(command, env=env, capture_output=True, text=True, check=False, spawns=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((out / "training_rehearsal_on_a_cpu.json").read_text())["rows"]
     assert all(line in done.stdout for line in rows if line != "curve")
@@ -180,7 +180,7 @@ def test_the_wrapper_benchmark_runs_without_torchrun_in_bf16(tmp_path: Path) -> 
     command = [sys.executable, str(ROOT / "benchmarks/fsdp_overhead.py"), "--dtype", "bf16", "--repeats", "1"]
     command += ["--num-tokens", "32", "--hidden", "64", "--layers", "1", "--vocab", "100", "--out", str(tmp_path)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, env=env, check=True, capture_output=True)
+    warm.run(command, env=env, check=True, capture_output=True)
     result = json.loads((tmp_path / "fsdp_overhead_cpu.json").read_text())
     assert result["args"]["dtype"] == "bf16"
     assert len(result["ratios"]) == 1

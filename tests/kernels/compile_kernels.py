@@ -201,10 +201,11 @@ def main() -> None:
             vector = r"ld\.global\S*\.v4" if name.startswith("stats") else r"st\.global\.v4\.b32"
             if name.endswith(" padded") and not re.search(vector, binary.asm["ptx"]):
                 wrong.append("no vectors")
-            length, barriers = loop(binary)
-            wrong += ["a barrier in the loop"] if barriers and name.startswith("stats") else []
+            if name.startswith("stats"):  # the disassembler takes half a second to start
+                length, barriers = loop(binary)
+                wrong += ["a barrier in the loop"] if barriers else []
+                resources += f", {length:4} instructions in the loop"
             failures += bool(wrong)
-            resources += f", {length:4} instructions in the loop" if length > 1 else ""  # the padding jumps to itself
             print(f"sm_{arch:<4}{name:28}{resources}  {'; '.join(wrong) or 'ok'}", flush=True)
     print(f"{failures} failures")
     sys.exit(min(failures, 100))
