@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +42,12 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
-def imports() -> Iterator[Import]:
+@cache
+def imports() -> list[Import]:
+    return [*read_imports()]
+
+
+def read_imports() -> Iterator[Import]:
     for user, path in MODULES.items():
         tree = ast.parse(path.read_text())
         typing = {id(n) for x in ast.walk(tree) if is_for_types(x) for n in ast.walk(x)}
