@@ -157,10 +157,18 @@ def test_gradient_is_finite_and_right(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_empty_and_compiled(name):
-    torch._dynamo.reset()
+def test_an_empty_batch(name):
     no_ids = torch.zeros(0, dtype=torch.int64)
     assert apply(name, torch.zeros(0), no_ids, no_ids).shape == (0,)
+
+
+# The others nightly: sums over a group, as the first; the second sorts.
+COMPILED = [n if n in ("group_zscore", "max_at_k") else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles(name):
+    torch._dynamo.reset()
     r, ids, lengths = torch.tensor([1.0, 0, 0, 1, 2]), torch.tensor([0, 0, 1, 1, 1]), torch.arange(1, 6)
     compiled = torch.compile(lambda *a: apply(name, *a), fullgraph=True, backend="aot_eager")
     close(compiled(r, ids, lengths), apply(name, r, ids, lengths), 1e-6)

@@ -171,6 +171,11 @@ def test_gradients(name):
     assert torch.autograd.gradcheck(call, (boot().requires_grad_(), *tensors))
 
 
+# The others nightly: each is a scan as `gae`, which tests/laws compiles.
+COMPILED = [n if n in ("n_step", "vtrace") else pytest.param(n, marks=pytest.mark.slow) for n in TRACES]
+
+
+@pytest.mark.parametrize("name", COMPILED, indirect=True)
 def test_compiles(name):
     torch._dynamo.reset()
     s = streams()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 
 import pytest
+from batches import EXAMPLES, batch, on_batches
 from row import Row
 from table import NOT_COMPILED, ROWS, public
 
 from rlkit.testing import examine, failures, laws
+from rlkit.testing.law import own_cases
 from rlkit.testing.subject import Subject
 
-EXAMPLES = 10
 NAMES = [row.name for row in ROWS]
 COMPILED = ("losses.ppo_clip", "losses.gspo", "losses.k3", "losses.token_mean", "losses.dpo", "advantages.gae")
 COMPILABLE = [r for r in ROWS if isinstance(r.subject, Subject) and r.name not in NOT_COMPILED]
@@ -19,16 +20,23 @@ COMPILABLE = [r for r in ROWS if isinstance(r.subject, Subject) and r.name not i
 
 @pytest.mark.parametrize("row", ROWS, ids=NAMES)
 def test_the_laws_hold(row: Row) -> None:
-    broken = failures(examine(row.subject, row.laws, skip=row.skip, max_examples=EXAMPLES))
+    few = [on_batches(law) for law in row.laws]
+    broken = failures(examine(row.subject, few, skip=row.skip, max_examples=EXAMPLES))
     assert not broken, "\n".join(f"{row.name} breaks {r.law}: {r.statement}\n{r.note}" for r in broken)
 
 
 @pytest.mark.parametrize("row", [r for r in ROWS if r.skip], ids=[r.name for r in ROWS if r.skip])
 def test_an_exception_is_one(row: Row) -> None:
     """Each law that a row lists as not applying does not hold there, and its reason is a sentence."""
+
+    def holds(law: laws.Law) -> bool:
+        """On 60 batches and, where the law has cases of its own or needs ties, on many that Hypothesis draws."""
+        if law.draw is own_cases and any(law.broken_by(row.subject, batch(row.subject, i)) for i in range(60)):
+            return False
+        return law.search(row.subject, max_examples=400, shrink=False) is None
+
     skipped = [law for law in row.laws if law.name in row.skip]
-    held = [law.name for law in skipped if law.search(row.subject, max_examples=400, shrink=False) is None]
-    assert held == []
+    assert [law.name for law in skipped if holds(law)] == []
     assert {law.name for law in skipped} == set(row.skip)
     assert all(len(reason.split()) > 4 for reason in row.skip.values())
 

@@ -21,7 +21,6 @@ from rlkit.model.heads import load_value_model
 from rlkit.model.optim import adamw
 from rlkit.rewards.adapters import scorer
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.run.folder import Run
 from rlkit.scripts.cli import spelled
 from rlkit.scripts.grpo import Args
 from rlkit.settings import Penalties
@@ -76,12 +75,6 @@ def entropy_path(entropies):
     return out[:-1]
 
 
-@pytest.fixture(autouse=True)
-def without_plots(monkeypatch):
-    """Each would import matplotlib and draw, and nothing here looks at one."""
-    monkeypatch.setattr(Run, "plot", lambda run: None)
-
-
 def run(loop, folder, penalties, *, steps, resume=False):
     """The first `steps` steps, with the rules of a run of STEPS steps."""
     model = small_model()
@@ -111,9 +104,18 @@ def column(lines, name):
     return [line[name] for line in lines]
 
 
-@pytest.mark.parametrize("loop", [grpo, ppo, async_grpo])
-@pytest.mark.parametrize("rule", RULES)
-def test_a_controller_moves_its_coefficient_and_goes_on_after_a_resume(tmp_path, loop, rule):
+EACH_RULE_AND_LOOP = [
+    ("fixed", ppo), ("linear", grpo), ("exponential", ppo), ("pid", async_grpo), ("decay", async_grpo), ("cosine", grpo)
+]  # fmt: skip
+LOOPS = [
+    pytest.param(rule, loop, marks=[] if (rule, loop) in EACH_RULE_AND_LOOP else pytest.mark.slow)
+    for rule in RULES
+    for loop in (grpo, ppo, async_grpo)
+]
+
+
+@pytest.mark.parametrize(("rule", "loop"), LOOPS)
+def test_a_controller_moves_its_coefficient_and_goes_on_after_a_resume(tmp_path, rule, loop):
     """In two parts: so what a rule remembers (a sum, a count, a gate) is there again, or its equation breaks."""
     args = {"kl_coef": COEF, **RULES[rule], **LIMITS}
     run(loop, tmp_path / "run", args, steps=2)
@@ -135,7 +137,7 @@ def test_a_controller_moves_its_coefficient_and_goes_on_after_a_resume(tmp_path,
         assert len({*column(lines, "kl/coef")}) > 1
 
 
-@pytest.mark.parametrize("loop", [grpo, ppo])
+@pytest.mark.parametrize("loop", [pytest.param(grpo, marks=pytest.mark.slow), ppo])
 def test_a_resumed_run_has_the_same_bits_in_every_controller(tmp_path, loop):
     args = {"kl_coef": COEF, **RULES["pid"], **LIMITS}
     run(loop, tmp_path / "whole", args, steps=STEPS)

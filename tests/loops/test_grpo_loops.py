@@ -169,7 +169,7 @@ def test_masked_old_tokens_make_partial_rollout_on_policy(tmp_path):
     assert max(line["mismatch/abs_max"] for line in lines) < 1e-4
 
 
-@pytest.mark.parametrize("loop", [grpo, async_grpo])
+@pytest.mark.parametrize("loop", [grpo, pytest.param(async_grpo, marks=pytest.mark.slow)])
 def test_with_an_adapter_the_kl_is_to_the_model_without_it(tmp_path, monkeypatch, loop):
     """Of an adapter that is not 0 from the start, while the engine samples with it."""
     monkeypatch.setattr(dense, "covers", lambda _: False)  # models with and without an adapter compute the same bits
@@ -214,7 +214,7 @@ def test_truncated_answers_are_not_trained_on(tmp_path, capsys, loop):
     assert "all rewards are equal" not in said
 
 
-@pytest.mark.parametrize("staleness", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("staleness", [0.0, pytest.param(1.0, marks=pytest.mark.slow), 2.0])
 def test_the_asynchronous_loop_stays_inside_its_budget(tmp_path, staleness):
     model, engine = small_model(), CopyEngine()
     path = run(

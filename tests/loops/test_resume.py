@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,9 +35,10 @@ def command(task, script, output, *flags):
     ]  # fmt: skip
 
 
-def run(task, script, output, *flags, prefix=()):
-    line = [*prefix, *command(task, script, output, *flags)]
-    return warm.run(line, env=ENV, capture_output=True, text=True, timeout=280, check=False)
+def run(task, script, output, *flags):
+    return warm.run(
+        command(task, script, output, *flags), env=ENV, capture_output=True, text=True, timeout=280, check=False
+    )
 
 
 def numbers(output):
@@ -113,50 +112,81 @@ def test_a_run_that_is_open_keeps_its_args(task, tmp_path):
     assert json.loads((output / "args.json").read_text())["lr"] == 1e-3
 
 
-def small_disk(mount: Path, size: str) -> tuple[str, ...]:
-    """A command prefix: the rest runs with a filesystem of `size` at `mount`. Skips where that is not allowed."""
-    for unshare in (["unshare", "-m"], ["unshare", "-Urm"]):
-        prefix = (*unshare, "bash", "-c", f'mount -t tmpfs -o size={size} tmpfs {mount} && eval "$1"', "bash")
-        if shutil.which("unshare") and subprocess.run([*prefix, "true"], capture_output=True).returncode == 0:
-            return prefix
-    pytest.skip("this machine does not allow mounting a small filesystem")
-    raise AssertionError
+FULL_DISK = """
+import ctypes, json, os, runpy, shutil, sys
+from contextlib import suppress
+from pathlib import Path
+
+folder, other_flags, same_flags = json.loads(sys.argv[1])
+folder, mount, libc = Path(folder), Path(folder, "mount"), ctypes.CDLL(None)
+output, filler = mount / "run", mount / "filler"
+
+def small_disk():
+    "A file system of 3 MB at `mount`, for this process and those that it forks."
+    ids = {"uid_map": os.getuid(), "gid_map": os.getgid()}
+    if libc.unshare(0x20000):  # a namespace of mounts; who is not root also needs one of users
+        if libc.unshare(0x10020000):
+            sys.exit(77)
+        Path("/proc/self/setgroups").write_text("deny")
+        for name, number in ids.items():
+            Path("/proc/self", name).write_text(f"0 {number} 1")
+    private, size = 0x44000, b"size=3m"
+    if libc.mount(b"none", b"/", None, private, None) or libc.mount(b"tmpfs", bytes(mount), b"tmpfs", 0, size):
+        sys.exit(77)
+
+def run(command, name):
+    "The exit status of `python -m ...`, whose output goes into two files of this name."
+    sys.stdout.flush()
+    if (pid := os.fork()) == 0:
+        for fd, end in ((1, "out"), (2, "err")):
+            os.dup2(os.open(folder / f"{name}.{end}", os.O_WRONLY | os.O_CREAT), fd)
+        sys.argv = command[2:]
+        runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+        sys.exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def state():
+    return (output / "args.json").read_bytes(), (output / "metrics.jsonl").read_bytes().splitlines()[:4]
+
+small_disk()
+shutil.copytree(folder / "left_alone", output)
+shutil.rmtree(output / "model")
+shutil.rmtree(output / "checkpoints/step_00000006")
+(output / "metrics.png").unlink()
+before = state()
+with suppress(OSError), open(filler, "wb", buffering=0) as file:
+    while True:
+        file.write(bytes(4096))
+statuses = [run(other_flags, "other_flags"), run(same_flags, "same_flags")]
+kept = state() == before
+filler.unlink()
+statuses.append(run(other_flags, "freed"))
+shutil.copy(output / "metrics.jsonl", folder / "after")
+print(json.dumps([statuses, kept]))
+"""
 
 
 @pytest.mark.timeout(1000)
 def test_a_full_disk_on_resume_is_one_line_and_loses_nothing(task, tmp_path):
     """Filled while the run is away; freed again, the run goes on to the numbers of one that was left alone."""
-    mount, left_alone = tmp_path / "mount", tmp_path / "left_alone"
-    mount.mkdir()
-    output = mount / "run"
+    (tmp_path / "mount").mkdir()
+    output, left_alone = tmp_path / "mount/run", tmp_path / "left_alone"
     assert run(task, "sft", output).returncode == 0
     output.rename(left_alone)
-    again, other_flags = (
-        shlex.join(command(task, "sft", output, *flags)) for flags in (["--resume"], ["--resume", "--keep", "3"])
-    )
-    steps = f"""
-        cp -r {left_alone} {output} || exit 1
-        rm -r {output}/model {output}/metrics.png {output}/checkpoints/step_00000006
-        cp {output}/args.json {tmp_path}/args; head -4 {output}/metrics.jsonl > {tmp_path}/before
-        dd if=/dev/zero of={mount}/filler bs=4096 2> /dev/null
-        {other_flags} 2> {tmp_path}/other_flags; echo code $?
-        {again} 2> {tmp_path}/same_flags; echo code $?
-        cmp {output}/args.json {tmp_path}/args && head -4 {output}/metrics.jsonl | cmp - {tmp_path}/before && echo kept
-        rm {mount}/filler
-        {other_flags} > {tmp_path}/said; echo code $?
-        cp {output}/metrics.jsonl {tmp_path}/after
-    """
-    done = subprocess.run([*small_disk(mount, "3m"), steps], env=ENV, capture_output=True, text=True, timeout=900)
-    assert [line for line in done.stdout.splitlines() if line[:4] in ("code", "kept")] == [
-        "code 2", "code 2", "kept", "code 0",
-    ], done  # fmt: skip
-    last = (tmp_path / "other_flags").read_text().strip().splitlines()[-1]
+    commands = (command(task, "sft", output, *flags) for flags in (["--resume", "--keep", "3"], ["--resume"]))
+    job = json.dumps([str(tmp_path), *commands])
+    line = [sys.executable, "-c", FULL_DISK, job]
+    done = warm.run(line, env=ENV, capture_output=True, text=True, timeout=900, check=False)
+    if done.returncode == 77:
+        pytest.skip("this machine does not allow mounting a small filesystem")
+    assert json.loads(done.stdout) == [[2, 2, 0], True], done
+    last = (tmp_path / "other_flags.err").read_text().strip().splitlines()[-1]
     assert last.startswith(f"error: {output}: cannot save args.json, the disk is full: it needs ")
     assert re.search(r" needs [01]\.\d kB, 0\.0 kB are free\. Free space there and resume", last)
-    last = (tmp_path / "same_flags").read_text().strip().splitlines()[-1]
+    last = (tmp_path / "same_flags.err").read_text().strip().splitlines()[-1]
     assert last.startswith("error: ")
     assert "the disk is full: it needs" in last
     assert str(output) in last
-    assert "resumed with keep 3 (it was 2)" in (tmp_path / "said").read_text()
+    assert "resumed with keep 3 (it was 2)" in (tmp_path / "freed.out").read_text()
     strip = [{k: v for k, v in json.loads(x).items() if k[:5] != "time/"} for x in (tmp_path / "after").open()]
     assert strip == numbers(left_alone)

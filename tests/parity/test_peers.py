@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import warm
 
 FOLDER = Path(__file__).parent
 
@@ -19,7 +19,7 @@ def test_losses_equal_those_of(peer, script):
         pytest.skip(f"{peer} is not installed")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")])}
     env["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    ran = subprocess.run(
+    ran = warm.run(
         [sys.executable, str(FOLDER / script)], env=env, capture_output=True, text=True, timeout=900, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

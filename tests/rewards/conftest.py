@@ -5,6 +5,8 @@ import resource
 
 import pytest
 
+from rlkit.rewards import math
+
 
 @pytest.fixture
 def many_open_files():
@@ -16,3 +18,20 @@ def many_open_files():
     for fd in opened:
         os.close(fd)
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.fixture(scope="module")
+def new_math_pool():
+    """Replaces the pool for mathematics, by one with one worker: each that starts imports sympy."""
+
+    def replace():
+        old = math._pool
+        math._new_pool()
+        old.stop()
+        old.join()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(math, "_NUM_WORKERS", 1)
+        replace()
+        yield replace
+    replace()

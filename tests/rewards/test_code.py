@@ -14,7 +14,7 @@ from rlkit.rewards import RewardError, Sample, run_reward
 from rlkit.rewards.code import assert_tests, same_lines, same_tokens, stdin_tests
 from rlkit.rewards.sandbox import Limits
 
-SOON = Limits(wall_s=2.0, cpu_s=60)
+SOON = Limits(wall_s=1.0, cpu_s=60)
 DOUBLE = {"inputs": ["1\n", "2\n", "30"], "outputs": ["2\n", "4", "60\n\n"]}
 
 
@@ -44,8 +44,12 @@ async def test_the_reward_is_the_share_of_tests_passed():
 
 async def test_right_output_with_a_wrong_end_is_a_failure():
     row = {"test_cases": {"inputs": ["1"], "outputs": ["2"]}}
-    for end, reason in [("exit(1)", "exit code 1"), ("1/0", "exit code 1: Zero"), ("while 1: pass", "timeout: no end")]:
-        verdict = await stdin_tests(block(f"print(2, flush=True)\n{end}"), row, limits=SOON)
+    for end, reason in [
+        ("exit(1)", "exit code 1"),
+        ("1/0", "exit code 1: Zero"),
+        ("while 1: time.sleep(9)", "timeout: no end"),
+    ]:
+        verdict = await stdin_tests(block(f"import time\nprint(2, flush=True)\n{end}"), row, limits=SOON)
         assert verdict["reward"] == 0.0
         assert verdict["reason"].startswith(f"test 1 of 1: {reason}")
         assert verdict["timeout"] == ("while" in end)
@@ -247,7 +251,7 @@ TRICKS = {
     """,
     "silence": "import os, time\nos.close(4)\ndef f(x): time.sleep(1)",
     "flood": "def f(x): return 'a' * 10**8",
-    "huge": "def f(x): return [[]] * 10**5",
+    "huge": "def f(x): return [[]] * 2 * 10**4",
     "deep": "def f(x):\n    y = []\n    for _ in range(10**5): y = [y]\n    return y",
     "loop": "def f(x):\n    y = []\n    y.append(y)\n    return y",
     "hang": "def f(x):\n    while True: pass",
@@ -270,7 +274,7 @@ CHEATED = [
 
 @pytest.mark.parametrize("trick", TRICKS)
 async def test_no_trick_passes_a_test(trick):
-    limits = Limits(wall_s=2.0, cpu_s=2.0) if trick in ("hang", "silence") else Limits(wall_s=60, cpu_s=60)
+    limits = Limits(wall_s=1.5, cpu_s=1.0) if trick in ("hang", "silence") else Limits(wall_s=60, cpu_s=60)
     verdict = await check(TRICKS[trick], CHEATED, limits=limits)
     assert verdict["passed"] <= 1 / len(CHEATED)  # the first only sets up
     assert verdict["reason"].startswith("test "), verdict
@@ -288,10 +292,10 @@ async def test_the_tests_that_no_trick_passes_can_be_passed():
 
 
 async def test_a_hanging_solution_keeps_the_tests_passed_before_it_hung():
-    solution = "def f(x):\n    while x > 1: pass\n    return x"
+    solution = "import time\ndef f(x):\n    while x > 1: time.sleep(9)\n    return x"
     verdict = await check(solution, [f"assert f({i}) == {i}" for i in range(4)], limits=SOON)
     assert verdict["reward"] == 0.5
-    assert verdict["reason"] == "test 3 of 4: timeout: no end after 2 s"
+    assert verdict["reason"] == "test 3 of 4: timeout: no end after 1 s"
     assert verdict["timeout"] == 1.0
 
 
@@ -345,14 +349,14 @@ HOSTILE = {
     "program": ("import subprocess\nprint(subprocess.run(['/bin/echo', '2']))", "PermissionError"),
 }
 STAYS = "import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()"
-ENDLESS = {name: (source, "no end after 2 s") for name, source in {"loop": "while True: pass", "thread": STAYS}.items()}
+ENDLESS = {name: (source, "no end after 1 s") for name, source in {"loop": "while True: pass", "thread": STAYS}.items()}
 
 
 async def test_hostile_programs_get_nothing_and_the_reason_is_recorded():
     row = {"test_cases": {"inputs": [""], "outputs": ["2"]}}
     ask = partial(stdin_tests, limits=Limits(wall_s=60, cpu_s=60))
     rewards = await run_reward(ask, [Sample(block(source), row, 0) for source, _ in HOSTILE.values()], timeout_s=120)
-    ask = partial(stdin_tests, limits=Limits(wall_s=2.0, cpu_s=60))
+    ask = partial(stdin_tests, limits=SOON)
     rewards += await run_reward(ask, [Sample(block(source), row, 0) for source, _ in ENDLESS.values()], timeout_s=60)
     for reward, (name, (_, reason)) in zip(rewards, {**HOSTILE, **ENDLESS}.items(), strict=True):
         assert reward.reward == 0.0, name

@@ -9,7 +9,11 @@ import io
 import re
 from pathlib import Path
 
+import pytest
+
 from rlkit.rewards import Sample, load_function, run_reward
+
+pytestmark = pytest.mark.usefixtures("new_math_pool")
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "rewards.md").read_text()

@@ -114,7 +114,7 @@ async def test_transient_failures_are_retried():
         return failure
 
     async with serving(flaky) as (url, seen):
-        assert await post_json(url + "/x", [1], retries=5, backoff_s=0.01, timeout_s=2.0) == {"ok": [1]}
+        assert await post_json(url + "/x", [1], retries=5, backoff_s=0.01, timeout_s=0.5) == {"ok": [1]}
     assert len(seen) == 6
 
 
@@ -158,7 +158,7 @@ async def test_concurrency_is_limited_and_the_wait_is_off_the_clock():
         if under_way == 4:
             four.set()
         await four.wait()
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         under_way -= 1
         return {"n": body["n"]}
 
@@ -168,7 +168,7 @@ async def test_concurrency_is_limited_and_the_wait_is_off_the_clock():
             return (await post_json(url, row, concurrency=4))["n"]
 
         samples = [Sample("", {"n": i}, i) for i in range(16)]
-        rewards = await run_reward(ask, samples, timeout_s=1.8)  # all together take at least 2 s
+        rewards = await run_reward(ask, samples, timeout_s=0.7)  # all together take at least 0.8 s
     assert [r.reward for r in rewards] == list(range(16))
     assert most == 4
 

@@ -127,7 +127,10 @@ def test_logp_equals_the_models_own_forward(case):
     assert torch.cat([torch.tensor(c.logp) for _, c in out]).std() > 0.5  # not a uniform model
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2 with qkv bias", "gemma2", "gpt2"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2 with qkv bias", "gpt2")]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", *SLOW])
 def test_greedy_is_hf_greedy(name):
     model = build(CASES[name][0]).eval()
     engine = LocalEngine(model, max_batch=3, max_len=96, eos_token_ids=())

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import warm
 
 from rlkit.rollout.engines.sglang.weights import FromTensors
 
@@ -47,7 +48,7 @@ def test_close_frees_shared_memory_that_a_running_server_has_mapped():
     async def update(servers):
         async def post(path, body):
             command = [sys.executable, "-c", FORGETS, *body["serialized_named_tensors"]]
-            servers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            servers.append(warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
             assert servers[-1].stdout.readline() == b"loaded\n"
 
         transport = FromTensors()
@@ -69,9 +70,7 @@ def test_an_exiting_trainer_closes_its_pipes_while_a_server_maps_its_memory(tmp_
     """As in `... 2>&1 | tee log`: torch's shared-memory helper outlives the trainer and must not keep its stderr."""
     command = [sys.executable, "-c", TRAINER, SERVER, str(tmp_path / "said")]
     try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=True
-        )
+        done = warm.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=True)
     finally:
         pid = int((tmp_path / "said").read_text().split()[0])
         os.kill(pid, 9)  # an error where it has ended already

@@ -132,11 +132,11 @@ async def test_slow_and_exiting_tools_do_not_block_the_episode():
         raise TimeoutError("the server is slow")
 
     turns = [hermes("wait") + hermes("sleep") + hermes("leave") + hermes("own_timeout"), "done"]
-    (piece,), answers = await episode([wait, sleep, leave, own_timeout], *turns, timeout_s=1.5)
+    (piece,), answers = await episode([wait, sleep, leave, own_timeout], *turns, timeout_s=0.5)
     release.set()
     assert [m["content"] for m in answers] == [
-        "Error: no result after 1.5 s",
-        "Error: no result after 1.5 s",
+        "Error: no result after 0.5 s",
+        "Error: no result after 0.5 s",
         "Error: RuntimeError: SystemExit: 3",
         "Error: TimeoutError: the server is slow",
     ]

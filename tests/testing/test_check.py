@@ -91,7 +91,7 @@ def test_the_scale_of_a_normalised_baseline_is_found_by_default() -> None:
 
 def test_a_report_prints_as_the_check_did() -> None:
     out = quiet()
-    report = check_loss(lambda log_ratio, advantages: -log_ratio.exp() * advantages, out=out)
+    report = check_loss(lambda log_ratio, advantages: -log_ratio.exp() * advantages, out=out, max_examples=10)
     assert f"{report}\n" == out.getvalue()
     assert "Result(" not in str(report)
     assert repr(report) == str(report).splitlines()[-1]
@@ -137,7 +137,9 @@ def test_a_counterexample_has_only_the_token_that_breaks_the_law() -> None:
 
 def test_a_report_is_printed_and_returned() -> None:
     out = quiet()
-    report = check_loss(lambda log_ratio, advantages: log_ratio * advantages, name="upside_down", out=out)
+    report = check_loss(
+        lambda log_ratio, advantages: log_ratio * advantages, name="upside_down", out=out, max_examples=10
+    )
     assert outcomes(report)["on_policy"] == "fails"
     assert outcomes(report)["mask_isolation"] == "does not apply"
     assert [r.law for r in failures(report)] == ["dtypes", "on_policy", "descends"]
@@ -150,19 +152,19 @@ def test_a_report_is_printed_and_returned() -> None:
 
 
 def test_a_skip_needs_a_law_and_keeps_its_reason() -> None:
-    report = check_loss(losses.cispo, skip={"gradcheck": "detached"}, out=quiet(), max_examples=20)
+    report = check_loss(losses.cispo, skip={"gradcheck": "detached"}, out=quiet(), max_examples=10)
     assert not failures(report)
     assert next(r.note for r in report if r.outcome == "skipped") == "detached"
     with pytest.raises(ValueError, match="skip must name laws of this check"):
-        check_loss(losses.cispo, skip={"gradchek": "a typo"}, out=quiet(), max_examples=20)
+        check_loss(losses.cispo, skip={"gradchek": "a typo"}, out=quiet(), max_examples=10)
 
 
 def test_a_loss_that_raises_fails_with_its_error() -> None:
     def broken(log_ratio, advantages):
         raise RuntimeError("no")
 
-    assert {r.outcome for r in check_loss(broken, out=quiet(), max_examples=20)} == {"fails", "does not apply"}
-    (result,) = examine(subject(broken), [laws.shape])
+    assert {r.outcome for r in check_loss(broken, out=quiet(), max_examples=10)} == {"fails", "does not apply"}
+    (result,) = examine(subject(broken), [laws.shape], max_examples=10)
     assert "raised RuntimeError: no" in result.note
 
 
@@ -173,25 +175,26 @@ def test_the_clip_and_the_coefficient_are_checked_where_they_are_given() -> None
         clip_low=0.2,
         clip_high=0.3,
         coefficient=lambda c: c.ratio,
+        max_examples=10,
         out=quiet(),
     )
     assert [r.law for r in failures(report)] == ["coefficient"]
     assert (
-        outcomes(check_loss(losses.ppo_clip, clip_low=0.2, clip_high=0.3, out=quiet(), max_examples=20))["clipped"]
+        outcomes(check_loss(losses.ppo_clip, clip_low=0.2, clip_high=0.3, out=quiet(), max_examples=10))["clipped"]
         == "fails"
     )
 
 
 def test_pairs_are_checked_for_their_preference() -> None:
     swapped = lambda chosen_logp, rejected_logp: torch.relu(1 + chosen_logp.double() - rejected_logp.double())
-    assert outcomes(check_loss(swapped, out=quiet(), max_examples=20))["prefers_chosen"] == "fails"
+    assert outcomes(check_loss(swapped, out=quiet(), max_examples=10))["prefers_chosen"] == "fails"
     assert not failures(
-        check_loss(losses.dpo, options={"beta": 0.1}, laws=[laws.margin_only], out=quiet(), max_examples=20)
+        check_loss(losses.dpo, options={"beta": 0.1}, laws=[laws.margin_only], out=quiet(), max_examples=10)
     )
 
 
 def test_estimators_and_kls() -> None:
-    few = {"max_examples": 15, "out": quiet()}
+    few = {"max_examples": 10, "out": quiet()}
     assert not failures(check_estimator(advantages.gae, **few))
     assert not failures(check_estimator(advantages.group_centered, **few))
     loop = lambda rewards: [2 * r for r in rewards]
@@ -215,7 +218,7 @@ def test_weights_must_be_detached_and_depend_on_every_token() -> None:
         return torch.where(mask, weight if attached else weight.detach(), 0)
 
     def broken(**how) -> list[str]:
-        return [r.law for r in failures(check_weights(mine, options=how, max_examples=20, out=quiet()))]
+        return [r.law for r in failures(check_weights(mine, options=how, max_examples=10, out=quiet()))]
 
     assert broken() == []
     assert broken(attached=True) == ["detached"]
@@ -228,7 +231,7 @@ def test_a_function_that_writes_into_its_arguments_is_found_though_laws_share_th
         x[~mask] = 0
         return torch.where(mask, (x.float() if x.dtype.itemsize == 2 else x).clamp(max=20).exp(), 0)
 
-    assert [r.law for r in failures(check_weights(mine, max_examples=20, out=quiet()))] == ["pure"]
+    assert [r.law for r in failures(check_weights(mine, max_examples=10, out=quiet()))] == ["pure"]
 
 
 def test_an_estimator_of_the_wrong_sign_and_one_without_bootstrap_are_found() -> None:
@@ -239,7 +242,7 @@ def test_an_estimator_of_the_wrong_sign_and_one_without_bootstrap_are_found() ->
         return discounted_returns(rewards, mask=mask, cu_seqlens=cu_seqlens)
 
     def outcome(fn) -> list[str]:
-        return [r.law for r in failures(check_estimator(fn, max_examples=20, out=quiet()))]
+        return [r.law for r in failures(check_estimator(fn, max_examples=10, out=quiet()))]
 
     assert outcome(upside_down) == ["rewards_raise"]
     assert outcome(endless) == ["all_count"]
@@ -252,4 +255,4 @@ def test_rewards_of_sequences_may_become_advantages_of_tokens() -> None:
         )
 
     assert subject(mine).axis == "T"
-    assert not failures(check_estimator(mine, max_examples=20, out=quiet()))
+    assert not failures(check_estimator(mine, max_examples=10, out=quiet()))
