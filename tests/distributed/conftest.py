@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing.connection
-import runpy
 import socket
 import sys
 import time
@@ -22,6 +21,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import forked
 import pytest
 
 
@@ -65,8 +65,6 @@ class Ranks:
         self._pipes, self._processes = [], []
 
     def _start(self) -> None:
-        import forked  # here: the ranks run this file without tests/support on their path
-
         context = forked.context()
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -74,7 +72,7 @@ class Ranks:
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=runpy.run_path, args=(__file__, {"JOB": (rank, self.world, port, theirs)}), daemon=True
+                target=forked.run_file, args=(__file__, {"JOB": (rank, self.world, port, theirs)}), daemon=True
             )
             process.start()
             theirs.close()

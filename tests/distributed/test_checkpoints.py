@@ -68,18 +68,17 @@ def local(model, optimizer) -> list:
 
 
 def write_on_rank(rank, world, folder, sizes, options, background):
-    """Two steps, a checkpoint, then what must happen again after it was loaded."""
+    """A step, a checkpoint, then what must happen again after it was loaded."""
     mesh, model, optimizer = make(sizes, 0, **options)
     seed_all(rank)
-    for _ in range(2):
-        step(mesh, model, optimizer)
+    step(mesh, model, optimizer)
     if background:
         with BackgroundSaver(folder, keep=1) as saver:
             saver.save(step=2, model=model, optimizer=optimizer, state=STATE)
-            numbers, losses = draws(), [step(mesh, model, optimizer) for _ in range(3)]  # while it is written
+            numbers, losses = draws(), [step(mesh, model, optimizer) for _ in range(2)]  # while it is written
     else:
         save_checkpoint(folder, step=2, model=model, optimizer=optimizer, state=STATE, keep=1)
-        numbers, losses = draws(), [step(mesh, model, optimizer) for _ in range(3)]
+        numbers, losses = draws(), [step(mesh, model, optimizer) for _ in range(2)]
     return numbers, losses, local(model, optimizer)
 
 
@@ -91,7 +90,7 @@ def resume_on_rank(rank, world, folder, sizes, options):
     assert state.pop("step") == 2
     assert torch.equal(state.pop("seen"), STATE["seen"])
     assert state == {k: v for k, v in STATE.items() if k != "seen"}
-    return draws(), [step(mesh, model, optimizer) for _ in range(3)], local(model, optimizer)
+    return draws(), [step(mesh, model, optimizer) for _ in range(2)], local(model, optimizer)
 
 
 WRITERS = {
@@ -104,43 +103,31 @@ WRITERS = {
     "pp x tp, in the background": ({"pp": 2, "tp": 2}, {}, True),
     "pp x shard tied, in the background": ({"pp": 2}, {"tied": True}, True),
 }
-READERS = {
-    1: [{}],
-    2: [{"shard": 2}, {"tp": 2}, {"pp": 2}],
-    3: [{"shard": 3}],
-    4: [{"shard": 4}, {"replicate": 4, "shard": 1}, {"tp": 4}, {"cp": 2, "tp": 2}, {"pp": 2, "tp": 2}],
+READERS = {  # ranks and sizes; every writer has some in `make test`, and each size is read there
+    "shard x tp, in the background": [(1, {}), (3, {"shard": 3})],
+    "replicate x shard, offloaded": [(4, {"replicate": 4, "shard": 1})],
+    "pp x shard tied, in the background": [(2, {"pp": 2}), (4, {"cp": 2, "tp": 2})],
 }
+OTHERS = [(2, {"shard": 2}), (2, {"tp": 2}), (4, {"shard": 4}), (4, {"tp": 4}), (4, {"pp": 2, "tp": 2})]
+ALL_READERS = [reader for some in READERS.values() for reader in some] + OTHERS
+CASES = [pytest.param(w, READERS[w], id=f"{w}-some") for w in READERS]
+CASES += [pytest.param(w, ALL_READERS, id=f"{w}-all", marks=pytest.mark.slow) for w in WRITERS]
 
 
-IN_NIGHTLY = {"shard", "cp x tp", "pp x shard", "pp x shard tied, in the background"}  # the others have their parts
-
-
-@pytest.mark.parametrize("writer", [pytest.param(w, marks=[pytest.mark.slow] * (w in IN_NIGHTLY)) for w in WRITERS])
-def test_resume_is_bitwise_on_the_same_layout(ranks, tmp_path, writer):
+@pytest.mark.parametrize(("writer", "readers"), CASES)
+def test_resume_is_bitwise_on_the_same_layout_and_close_on_others(pool, tmp_path, writer, readers):
     sizes, options, background = WRITERS[writer]
-    wrote = ranks.run(write_on_rank, tmp_path, sizes, options, background)
-    found = ranks.run(resume_on_rank, tmp_path, sizes, options)
+    wrote = pool(4).run(write_on_rank, tmp_path, sizes, options, background)
+    found = pool(4).run(resume_on_rank, tmp_path, sizes, options)
     for (numbers, losses, tensors), (numbers_, losses_, tensors_) in zip(wrote, found, strict=True):
         assert numbers == numbers_
         assert losses == losses_
         assert len(tensors) == len(tensors_) > (30 if "pp" in sizes else 60)
         assert all(map(torch.equal, tensors, tensors_))
     assert len({tuple(numbers) for numbers, *_ in wrote}) == 4, "each rank has random states of its own"
-
-
-WIDELY_READ = [name for name, (_, _, background) in WRITERS.items() if background]
-
-
-@pytest.mark.parametrize("writer", WIDELY_READ)
-@pytest.mark.parametrize("some", [pytest.param(True, id="some"), pytest.param(False, id="all", marks=pytest.mark.slow)])
-def test_resume_on_other_ranks_and_layouts(pool, tmp_path, writer, some):
-    """With `some`, each layout reads what one of the writers wrote."""
-    readers = [(world, sizes) for world, layouts in READERS.items() for sizes in layouts]
-    readers = readers[WIDELY_READ.index(writer) :: len(WIDELY_READ)] if some else readers
-    sizes, options, background = WRITERS[writer]
-    _, truth, _ = pool(4).run(write_on_rank, tmp_path, sizes, options, background)[0]
-    tied = {key: x for key, x in options.items() if key == "tied"}
+    truth = wrote[0][1]
     assert truth[0] > truth[-1] > 0
+    tied = {key: x for key, x in options.items() if key == "tied"}
     for world, sizes in readers:
         for _, losses, _ in pool(world).run(resume_on_rank, tmp_path, sizes, tied):
             assert losses == pytest.approx(truth, rel=1e-5), (world, sizes)
@@ -171,6 +158,8 @@ def saver_on_rank(rank, world, folder):
     try:
         with pytest.raises(OSError, match="the checkpoint of step 5"), BackgroundSaver(folder, keep=2) as saver:
             saver.save(step=5, model=model, optimizer=optimizer, state={})
+        with pytest.raises(OSError, match="the checkpoint of step 5"):
+            save_checkpoint(folder, step=5, model=model, optimizer=optimizer, state={}, keep=2)
         with pytest.raises(KeyError, match="mine"):
             fail_while_saving(folder, model)
     finally:
@@ -203,7 +192,7 @@ def filled(model, optimizer, value: float) -> None:
 
 def killed_on_rank(rank, world, folder, victim, event, background):
     """Check the newest checkpoint, save the next two; `victim` dies before its `event`-th change of the file system."""
-    _, model, optimizer = make({"tp": 2}, 0)
+    _, model, optimizer = make({}, 0)
     for group in optimizer.param_groups:
         group["lr"] = group["weight_decay"] = 0.0
     path, done = latest_checkpoint(folder), 0
@@ -241,26 +230,27 @@ def die_before(folder: Path, event: int) -> None:
     sys.addaudithook(hook)
 
 
-SOME = [(2, 1), (0, 1), (0, 7), (0, 12)]
 ALL = [(1, 1), (2, 2), (3, 1), (0, 1), (0, 2), (0, 4), (0, 6), (0, 7), (0, 8), (0, 9), (0, 12)]
+KILLS = [  # ranks, whether the save is in the background, and victims with their events
+    pytest.param(2, True, [(1, 1), (0, 1), (0, 12)], id="some"),
+    pytest.param(4, False, ALL, id="all", marks=pytest.mark.slow),
+    pytest.param(4, True, ALL, id="all in the background", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize(
-    ("background", "kills"),
-    [pytest.param(True, SOME, id="some"), pytest.param(False, ALL, id="all", marks=pytest.mark.slow)],
-)
-def test_kill_of_any_rank_at_any_moment_of_a_save(ranks, tmp_path, background, kills):
+@pytest.mark.parametrize(("world", "background", "kills"), KILLS)
+def test_kill_of_any_rank_at_any_moment_of_a_save(pool, tmp_path, world, background, kills):
     """Rank 0 has the most to do: folder, metadata, side files, manifest, rename, deleting the old one."""
     done, later = 0, 0
     for victim, event in kills:
         with pytest.raises(pytest.fail.Exception):
-            ranks.run(killed_on_rank, tmp_path, victim, event, background)
+            pool(world).run(killed_on_rank, tmp_path, victim, event, background)
         path = latest_checkpoint(tmp_path)
         now = json.loads((path / "manifest.json").read_text())["step"]
         assert now in (done + 1, done + 2), (victim, event)
         later += now == done + 2
         done = now
-    assert ranks.run(killed_on_rank, tmp_path, -1, 0, background) == [done] * 4
+    assert pool(world).run(killed_on_rank, tmp_path, -1, 0, background) == [done] * world
     assert 0 < later < len(kills), "some kills came before the rename, and some after"
     assert [p.name for p in tmp_path.iterdir()] == [f"step_{done + 2:08d}"]
 

@@ -64,9 +64,11 @@ def volume_on_rank(rank, world, sizes, again):
     return counting.bytes / own - 2 * 4 * (mesh.sizes.cp - 1)
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
-@pytest.mark.parametrize("ulysses", [False, True], ids=["gather", "ulysses"])
-@pytest.mark.parametrize("cp", [2, 4])
+WAYS = [(2, False, True), (2, True, False), (4, False, False), (4, True, True)]  # every pair of cp, ulysses and again
+WAYS += [pytest.param(cp, ulysses, not again, marks=pytest.mark.slow) for cp, ulysses, again in WAYS]
+
+
+@pytest.mark.parametrize(("cp", "ulysses", "again"), WAYS)
 def test_bytes_are_those_on_paper(ranks, paper, cp, ulysses, again):
     shape = paper.Shape(3, 32, 8, 4, 44, 263, head_dim=8, qk_norm=True)
     expected = paper.moved(shape, cp, ulysses=ulysses, size=4, again=again)

@@ -42,8 +42,12 @@ def load_on_rank(rank, world, folder, sizes, options):
         return float((found - forward(true, batch()).logp).abs().max())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"tp": 2, "cp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}])
+LAYOUTS = [{"tp": 2}, {}, {"pp": 2}, {"tp": 2, "cp": 2}, {"pp": 2, "tp": 2}]
+CASES = [(sizes, i % 2 == 0) for i, sizes in enumerate(LAYOUTS)]
+CASES += [pytest.param(sizes, not tied, marks=pytest.mark.slow) for sizes, tied in CASES]
+
+
+@pytest.mark.parametrize(("sizes", "tied"), CASES)
 def test_each_rank_reads_its_shards(ranks, tmp_path, tied, sizes):
     save(tmp_path, tied=tied, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3

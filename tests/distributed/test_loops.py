@@ -25,7 +25,7 @@ from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.shared import SharedEngine
 from rlkit.settings import Critic, Optim, Penalties, Rollouts, Schedule
 
-STEPS = 3
+STEPS = 2
 PAIRS = [
     Pair([65 + i] * (1 + i % 5), [97 + i] * (1 + i % 7) + [258], [48 + i % 10] * (8 - i % 7) + [258]) for i in range(24)
 ]
@@ -111,7 +111,8 @@ def test_every_rank_gets_the_references_log_probs_of_all_pairs(ranks, path):
             assert a[1] == pytest.approx(b[1], abs=1e-5)
 
 
-LAYOUTS = [("dpo", {"pp": 2, "tp": 2}), ("kto", {"pp": 2}), ("reward model", {"pp": 2}), ("ppo", {"pp": 2})]
+LAYOUTS = [("dpo", {"pp": 2}), ("kto", {"pp": 2}), ("reward model", {"pp": 2}), ("ppo", {"pp": 2})]
+LAYOUTS += [pytest.param("dpo", {"pp": 2, "tp": 2}, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("name", "sizes"), LAYOUTS)

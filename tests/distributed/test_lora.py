@@ -140,7 +140,11 @@ def lora_on_rank(rank, world, sizes, options, folder):
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [({"shard": 4}, {}), ({"cp": 2, "shard": 2}, {"activation_checkpointing": True}), ({"replicate": 2}, {})],
+    [
+        ({"cp": 2, "shard": 2}, {"activation_checkpointing": True}),
+        pytest.param({"shard": 4}, {}, marks=pytest.mark.slow),
+        pytest.param({"replicate": 2}, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_four_ranks_train_the_same_adapter(ranks, trained, tmp_path, sizes, options):
     import peft
@@ -167,7 +171,9 @@ def from_files_on_rank(rank, world, folder, sizes):
     return said.getvalue(), before, {name: x.clone() for name, x in stream_weights(model)}
 
 
-@pytest.mark.parametrize("sizes", [{"shard": 4}, {"replicate": 2}, {"pp": 2, "offload": True}])
+@pytest.mark.parametrize(
+    "sizes", [{"replicate": 2}, {"pp": 2, "offload": True}, pytest.param({"shard": 4}, marks=pytest.mark.slow)]
+)
 def test_ranks_read_their_shards_and_start_with_the_adapter_of_one_process(ranks, tmp_path, sizes):
     import peft
     from transformers import AutoTokenizer

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import deepcopy
+from functools import cache
 
 import pytest
 import torch
@@ -85,7 +87,7 @@ class Order:
         self.said += "B"
 
 
-def stage_on_rank(rank, world, delayed, tied=False):
+def stage_on_rank(rank, world, delayed, tied):
     """Four stages, one layer or two each; `delayed`: the schedule of `pipelined`, or plain backwards."""
     mesh = make_mesh(Parallel(pp=4))
     stage = parallelize(model(tie_word_embeddings=tied), mesh)
@@ -106,9 +108,15 @@ def stage_on_rank(rank, world, delayed, tied=False):
     return out | {"params": {n: whole(p) for n, p in stage.named_parameters()}}
 
 
+@pytest.fixture(scope="module")
+def ran(ranks):
+    """What four stages found, of (delayed, tied)."""
+    return cache(lambda delayed, tied: ranks.run(stage_on_rank, delayed, tied))
+
+
 @pytest.mark.parametrize(("delayed", "tied"), [(True, False), (False, False), (True, True)])
-def test_four_stages_equal_one_process(ranks, truth, delayed, tied):
-    names, truth, stages = [], truth[tied], ranks.run(stage_on_rank, delayed, tied)
+def test_four_stages_equal_one_process(ran, truth, delayed, tied):
+    names, truth, stages = [], truth[tied], deepcopy(ran(delayed, tied))
     if tied:  # a copy each, which get their parts of the gradient, and took the same steps
         first, last = stages[0], stages[-1]
         first["grads"][EMBEDDING] += last["grads"].pop(EMBEDDING)
@@ -125,14 +133,14 @@ def test_four_stages_equal_one_process(ranks, truth, delayed, tied):
     assert names == list(truth["params"]), "each parameter is on one stage, and they come in the order of the model"
 
 
-def test_the_schedule_is_one_forward_one_backward(ranks):
+def test_the_schedule_is_one_forward_one_backward(ran):
     """As many micro-batches are in flight on a stage as there are stages from it to the end."""
     num = sum(1 for _ in microbatches(data(), max_tokens=40))
     assert num > 2
-    for stage, found in enumerate(ranks.run(stage_on_rank, True)):
+    for stage, found in enumerate(ran(True, False)):
         ahead = min(num, 3 - stage)
         assert found["order"] == "F" * ahead + "FB" * (num - ahead) + "B" * ahead
-    for found in ranks.run(stage_on_rank, False):
+    for found in ran(False, False):
         assert found["order"] == "FB" * num
 
 
@@ -152,10 +160,10 @@ def weights_on_rank(rank, world, sizes, lora, tied):
 @pytest.mark.parametrize(
     ("sizes", "lora", "tied"),
     [
-        ({"pp": 4}, False, False),
         ({"pp": 2, "tp": 2}, False, False),
-        ({"pp": 2}, True, False),
         ({"pp": 4}, False, True),
+        pytest.param({"pp": 4}, False, False, marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, True, False, marks=pytest.mark.slow),
         ({"pp": 2}, True, True),
     ],
 )

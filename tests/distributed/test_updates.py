@@ -39,20 +39,20 @@ def sampled():
     return [[trajectory(prompt, r) for r in group] for group in rewards for prompt in [draw(4)]]
 
 
-def logged(sizes, **options):
+def logged(sizes, max_tokens=60, **options):
     """What is logged of two passes over two mini-batches, in micro-batches of a few sequences."""
     mesh = None if sizes is None else make_mesh(Parallel(**sizes))
     made = [prepare(model(seed)) if mesh is None else parallelize(model(seed), mesh, **options) for seed in (0, 1)]
     policy, reference = map(Policy, made)
     batch = with_advantages(pack(sampled()), group_centered)
-    batch = with_ref_logp(reference, batch, max_tokens=60, mesh=mesh)
-    batch = with_old_logp(policy, batch, max_tokens=60, mesh=mesh)
+    batch = with_ref_logp(reference, batch, max_tokens=max_tokens, mesh=mesh)
+    batch = with_old_logp(policy, batch, max_tokens=max_tokens, mesh=mesh)
     params = SamplingParams(max_new_tokens=15, top_p=0.9)
-    batch = with_kept_mass(policy, batch, params=params, max_tokens=60, mesh=mesh)
+    batch = with_kept_mass(policy, batch, params=params, max_tokens=max_tokens, mesh=mesh)
     metrics = grpo_update(
         batch, policy=policy, optimizer=adamw(made[0], lr=1e-3, eps=1e-4), lr=1e-3,
         loss=PolicyLoss(partial(clipped, clip_low=0.01, clip_high=0.01)), rollouts=Rollouts(minibatches=2, epochs=2),
-        optim=Optim(max_norm=0.5, max_tokens=60), kl_coef=0.1, entropy_coef=0.01, seed=3,
+        optim=Optim(max_norm=0.5, max_tokens=max_tokens), kl_coef=0.1, entropy_coef=0.01, seed=3,
     )  # fmt: skip
     return finalize(metrics)
 
@@ -67,11 +67,12 @@ def alone():
 
 
 LAYOUTS = [
-    (2, {"shard": 2}, {}),
-    (2, {"tp": 2}, {}),
+    (2, {"tp": 2}, {"activation_checkpointing": True, "max_tokens": 400}),
     (4, {"shard": 4}, {}),
-    (4, {"tp": 2}, {"activation_checkpointing": True}),
     (4, {"replicate": 2, "cp": 2}, {"offload": True}),
+    pytest.param(2, {"shard": 2}, {}, marks=pytest.mark.slow),
+    pytest.param(2, {"tp": 2}, {}, marks=pytest.mark.slow),
+    pytest.param(4, {"tp": 2}, {"activation_checkpointing": True}, marks=pytest.mark.slow),
 ]
 
 

@@ -213,8 +213,8 @@ async def test_the_loop_takes_episodes_in_pieces(tmp_path):
 def test_the_script_from_nothing_to_a_trained_model(tmp_path):
     command = [
         sys.executable, str(ROOT / "examples" / "tool_use.py"), "--output", str(tmp_path / "run"),
-        "--sft-steps", "12", "--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--eval-limit", "4",
-        "--max-turns", "3", "--max-total-tokens", "160", "--max-new-tokens", "70",
+        "--sft-steps", "3", "--steps", "2", "--prompts-per-step", "2", "--group-size", "2", "--eval-limit", "2",
+        "--max-turns", "3", "--max-total-tokens", "160", "--max-new-tokens", "30",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     out = warm.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)

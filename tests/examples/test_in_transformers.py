@@ -50,7 +50,10 @@ def trained(example, folder, *, kind=None, **settings):
     return [p.detach() for p in model.parameters()], trainer.state.log_history[0]["loss"]
 
 
-@pytest.mark.parametrize(("batch", "accumulated"), [(8, 1), (4, 2), (2, 4), (1, 8)])
+@pytest.mark.parametrize(
+    ("batch", "accumulated"),
+    [(8, 1), (1, 8), pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(2, 4, marks=pytest.mark.slow)],
+)
 def test_sft_is_the_mean_over_all_tokens_of_the_step(example, tmp_path, batch, accumulated):
     model = tiny_model(TOKENIZER, **SMALL)
     loss = full_logits_mean(model, rows(example))
