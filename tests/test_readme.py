@@ -26,14 +26,15 @@ def run_loop(page: Path, folder: Path, start=warm.run, call: str = "main()") -> 
     return out.stdout.splitlines()
 
 
-def test_the_loop_of_the_readme_raises_its_reward(tmp_path):
-    rewards = [float(line.split()[1]) for line in run_loop(ROOT / "README.md", tmp_path, subprocess.run)]
+@pytest.mark.parametrize("start", [warm.run, pytest.param(subprocess.run, marks=pytest.mark.slow)])
+def test_the_loop_of_the_readme_raises_its_reward(tmp_path, start):
+    rewards = [float(line.split()[1]) for line in run_loop(ROOT / "README.md", tmp_path, start)]
     assert len(rewards) == 20
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
 
 
 @pytest.mark.parametrize(
-    ("call", "steps"), [("main(steps=15)", 15), pytest.param("main()", 30, marks=pytest.mark.slow)]
+    ("call", "steps"), [("main(steps=10)", 10), pytest.param("main()", 30, marks=pytest.mark.slow)]
 )
 def test_a_student_comes_close_to_its_teacher(tmp_path, call, steps):
     kl = [float(line.split()[-4]) for line in run_loop(ROOT / "docs/distillation.md", tmp_path, call=call)]

@@ -77,7 +77,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def call(command: list[str], *more: str, **replaced: str) -> None:
     module = importlib.import_module(f"rlkit.scripts.{command[0]}")
     words = [replaced.get(word, word) for word in command[1:]]
-    cli.run(module.main, module.Args, None, argv=[*words, *more])
+    with pytest.MonkeyPatch.context() as patch:
+        if command[0] != "plot":
+            patch.setitem(sys.modules, "matplotlib", None)  # a picture takes as long as a run
+        cli.run(module.main, module.Args, None, argv=[*words, *more])
 
 
 def test_the_commands_run_in_order(

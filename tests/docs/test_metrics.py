@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
 from pathlib import Path
+from subprocess import DEVNULL
 
 import pytest
 import torch
+import warm
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.losses import diagnostics
@@ -70,9 +73,15 @@ def keys(folder) -> dict[str, set[str]]:
         path = folder / f"{data}.jsonl"
         given = f"--model {folder}/model --data {path} --eval-data {path} --output {folder}/{name.replace(' ', '_')}"
         flags = flags.replace("reward.py", str(folder / "reward.py"))
-        module = importlib.import_module(f"rlkit.scripts.{script}")
         args = f"{given} --device cpu --steps 2 {flags}".split()
-        run(module.main, module.Args, None, argv=args)
+        if "--overlap" in flags:
+            command = [sys.executable, "-m", f"rlkit.scripts.{script}", *args]
+            warm.run(command, cwd=ROOT, spawns=True, plots=False, check=True, stdout=DEVNULL)
+        else:
+            module = importlib.import_module(f"rlkit.scripts.{script}")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(sys.modules, "matplotlib", None)  # a picture takes as long as a run
+                run(module.main, module.Args, None, argv=args)
         lines = (folder / name.replace(" ", "_") / "metrics.jsonl").read_text().splitlines()
         found[name] = {key for line in lines for key in json.loads(line)}
     return found

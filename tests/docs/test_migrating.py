@@ -185,6 +185,7 @@ HUB = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(("script", "flags"), COMMANDS, ids=[f"{i}-{c[0]}" for i, c in enumerate(COMMANDS)])
 def test_the_commands_run(script: str, flags: str, task: Path, tmp_path: Path) -> None:
     """Parsed as they stand; run with a tiny model, little data and one process."""

@@ -21,6 +21,7 @@ from rlkit.rollout.engines.sglang import launch as launch_sglang
 from rlkit.settings import Optim, Rollouts, Schedule
 from rlkit.types import SamplingParams
 
+sys.modules["matplotlib"] = sys.modules["matplotlib.figure"] = None  # type: ignore[assignment]  # no pictures
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(8)]
 TOKENIZER = tiny_tokenizer()
@@ -68,8 +69,8 @@ async def in_a_process(folder: Path) -> list[int]:
 async def main(folder: Path) -> None:
     out: dict = {"affinity": hasattr(os, "sched_getaffinity"), "proc": Path("/proc/self/stat").exists()}
     out["math"] = await grade(["0.5", "2/4", "3"])
-    await train(folder / "run", steps=2, resume=False)
-    await train(folder / "run", steps=3, resume=True)
+    await train(folder / "run", steps=1, resume=False)
+    await train(folder / "run", steps=2, resume=True)
     out["steps"] = [json.loads(line)["step"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     out["versions"] = await in_a_process(folder / "run" / "model")
     sample = Sample("```python\none = 1\n```", {"tests": ["assert one == 1"]}, 0)

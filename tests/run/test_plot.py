@@ -28,12 +28,15 @@ def write_run(folder: Path, rows: list[dict]) -> Path:
     return folder
 
 
-def grpo_rows(scale: float = 1.0) -> list[dict]:
+def grpo_rows() -> list[dict]:
     rows: list[dict] = [{"step": 0, "eval/sampled": 0.4, "eval/greedy": 0.6, "eval/kl": 0.0}]
     for step in range(1, 31):
-        row = {"step": step, "reward/mean": scale * step / 30, "entropy": 1 / step, "length/mean": 7, "length/max": 9}
+        row = {"step": step, "reward/mean": step / 30, "entropy": 1 / step, "length/mean": 7, "length/max": 9}
         rows.append(row | ({"eval/sampled": 0.5, "eval/greedy": 0.7, "eval/kl": 0.1} if step % 10 == 0 else {}))
     return rows
+
+
+SMALL = [{"step": 1, "reward/mean": 1.0}]  # one panel: drawn in a fifth of the time
 
 
 @pytest.fixture
@@ -85,8 +88,9 @@ def test_a_run_is_drawn_into_its_folder(tmp_path, figures):
         assert axis.get_xlabel() == "step"
         assert axis.get_ylabel()
     assert figures[0].get_suptitle() == "sort-6"
-    plot_run(folder, title="40% -> 70%")
-    cli.main(["plot", str(folder), "--title", "better"])
+    small = write_run(tmp_path / "small", SMALL)
+    plot_run(small, title="40% -> 70%")
+    cli.main(["plot", str(small), "--title", "better"])
     assert [figure.get_suptitle() for figure in figures[1:]] == ["40% -> 70%", "better"]
     bottom, top = figures[0].axes[2].get_ylim()
     assert bottom == 0
@@ -94,7 +98,8 @@ def test_a_run_is_drawn_into_its_folder(tmp_path, figures):
 
 
 def test_runs_are_compared_by_name(tmp_path, figures):
-    a, b = write_run(tmp_path / "x" / "run", grpo_rows()), write_run(tmp_path / "y" / "run", grpo_rows(0.5))
+    rows = [{"step": step, "reward/mean": 0.1 * step, "entropy": 1 / step} for step in range(1, 4)]
+    a, b = write_run(tmp_path / "x" / "run", rows), write_run(tmp_path / "y" / "run", rows)
     path = plot_run(a, b, out=tmp_path / "both.png")
     assert path == tmp_path / "both.png"
     assert not (a / "metrics.png").exists()
@@ -117,7 +122,7 @@ def test_nothing_to_draw_and_no_run_are_errors(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["plot", *map(str, arguments)])
         assert message in capsys.readouterr().err
-    run = write_run(tmp_path / "run", grpo_rows())
+    run = write_run(tmp_path / "run", SMALL)
     cli.main(["plot", str(run), "--out", str(tmp_path / "a.png")])
     assert capsys.readouterr().out.strip() == str(tmp_path / "a.png")
     for place in (tmp_path, tmp_path / "nowhere" / "a.png", tmp_path / "a.png" / "b.png"):
@@ -138,9 +143,9 @@ print("matplotlib.pyplot" in sys.modules)
 """
 
 
-def plot_in_a_run(folder: Path, **env: str) -> list[str]:
+def plot_in_a_run(code: str, folder: Path, **env: str) -> list[str]:
     """What a process prints that logs a step, draws the plot and logs another one."""
-    command = [sys.executable, "-c", PLOT, str(folder / "run")]
+    command = [sys.executable, "-c", code, str(folder / "run")]
     done = subprocess.run(command, env={**os.environ, **env}, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(read_metrics(folder / "run")) == 2
@@ -149,7 +154,7 @@ def plot_in_a_run(folder: Path, **env: str) -> list[str]:
 
 def test_a_run_draws_in_its_own_process_and_leaves_pyplot_alone(tmp_path, monkeypatch):
     picture = tmp_path / "run" / "metrics.png"
-    lines = plot_in_a_run(tmp_path, MPLBACKEND="module://no_such_back_end")
+    lines = plot_in_a_run(PLOT, tmp_path, MPLBACKEND="module://no_such_back_end")
     assert (lines[2], lines[-1]) == (str(picture), "False")
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
@@ -163,10 +168,9 @@ BESIDE = PLOT.replace("    print(run.plot())", "    run.start_plot()\n    print(
 
 
 def test_a_plot_is_drawn_beside_other_work_where_a_process_can_start(tmp_path, monkeypatch):
-    command = [sys.executable, "-c", BESIDE, str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = plot_in_a_run(BESIDE, tmp_path)
     picture = tmp_path / "run" / "metrics.png"
-    assert (done.stdout.splitlines()[2], done.stdout.splitlines()[-1]) == (str(picture), "False")
+    assert (lines[2], lines[-1]) == (str(picture), "False")
     assert picture.read_bytes().startswith(b"\x89PNG")
     for code in ("raise SystemExit(1)", "import time; time.sleep(60)"):  # a process that fails, or takes too long
         picture.unlink()
@@ -212,23 +216,30 @@ def test_no_process_draws_where_matplotlib_is_imported(tmp_path):
         ("raise AttributeError", "AttributeError: AttributeError()"),
     ],
 )
-def test_a_failed_plot_is_reported_in_one_line_and_the_run_continues(tmp_path, code, said):
+def test_a_failed_plot_is_reported_in_one_line_and_the_run_continues(tmp_path, monkeypatch, capsys, code, said):
     (tmp_path / "matplotlib.py").write_text(code)
-    lines = plot_in_a_run(tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    assert lines[2:4] == [f"no plot: {said}", "None"]
-    assert lines[4].split() == ["2", "1.000"]
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "matplotlib")
+    with open_run(tmp_path / "run", steps=2, active=True) as run:
+        run.log(1, {"reward/mean": 1.0})
+        assert run.plot() is None
+        run.log(2, {"reward/mean": 1.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == f"no plot: {said}"
+    assert lines[3].split() == ["2", "1.000"]
+    assert len(read_metrics(tmp_path / "run")) == 2
 
 
 def test_without_matplotlib_the_function_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"rlkit-lm\[plot\]"):
-        plot_run(write_run(tmp_path / "run", grpo_rows()))
+        plot_run(write_run(tmp_path / "run", SMALL))
 
 
 def test_the_suffix_selects_the_picture_format(tmp_path, capsys):
-    run = write_run(tmp_path / "run", grpo_rows())
-    for name, start in (("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a.png", b"\x89PNG"), ("a", b"\x89PNG")):
+    run = write_run(tmp_path / "run", SMALL)
+    for name, start in (("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a", b"\x89PNG")):
         assert plot_run(run, out=tmp_path / name).read_bytes().startswith(start)
     with pytest.raises(SystemExit, match="2"):
         cli.main(["plot", str(run), "-o", str(tmp_path / "a.xyz")])

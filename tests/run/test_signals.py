@@ -8,12 +8,12 @@ import shlex
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import warm
 
 from rlkit.run.folder import read_metrics
 from rlkit.run.signals import resume_command, stop_on_interrupt
@@ -23,8 +23,9 @@ ROOT = Path(__file__).parents[2]
 
 def python(script: str, *args: object) -> subprocess.Popen:
     """A child process running `script`, with pipes."""
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, args)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    command = [sys.executable, "-c", script, *map(str, args)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return warm.Popen(command, **pipes, text=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -115,14 +116,13 @@ def test_resume_command_of_this_process_has_its_own_arguments():
 
 
 THREAD = """
-import asyncio, sys, time
-from pathlib import Path
+import asyncio, os, time
 from rlkit.run.signals import stop_on_interrupt
 from rlkit.loops.rl import run_in_thread
 def work():
-    time.sleep(0.5)  # until the event loop waits for it
+    time.sleep(0.2)  # until the event loop waits for it
     print("begun", flush=True)
-    time.sleep(float(sys.argv[1]))
+    os.read(0, 1)
     print("worked", flush=True)
 async def main():
     with stop_on_interrupt():
@@ -135,18 +135,20 @@ asyncio.run(main())
 
 
 def test_the_second_ctrl_c_waits_for_a_threads_work_and_reports_it():
-    child = python(THREAD, 3)
+    child = python(THREAD)
     assert child.stdout.readline() == "begun\n"
     for words in ("then saving (Ctrl-C again: without saving)", "aborting, nothing more is saved (Ctrl-C again"):
         child.send_signal(signal.SIGINT)
         assert words in child.stderr.readline() + child.stderr.readline()
-    assert child.communicate(timeout=120)[0] == "worked\nclosed\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(timeout=0.2)
+    assert child.communicate("\n", timeout=120)[0] == "worked\nclosed\n"
     assert child.returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_third_ctrl_c_waits_for_nothing(number):
-    child = python(THREAD, 600)
+    child = python(THREAD)
     assert child.stdout.readline() == "begun\n"
     for _ in range(2):
         child.send_signal(number)

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
+import warm
 
-from rlkit.data.prompts import Prompt
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.grpo import grpo_sync
-from rlkit.loops.rl import Task
-from rlkit.model.forward import load_model
-from rlkit.rewards.adapters import scorer
-from rlkit.rollout.engines.process import launch
 from rlkit.run.folder import read_metrics
 from rlkit.run.sync import blocking, run_sync
-from rlkit.settings import Rollouts, Schedule
 
 ROOT = Path(__file__).parents[2]
 where: ContextVar[str] = ContextVar("where", default="nowhere")
@@ -125,9 +116,8 @@ asyncio.run(cell())
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_reaches_the_other_thread(kind, number):
     """SIGTERM that nothing catches ends the process, as it did."""
-    command = [sys.executable, "-c", textwrap.dedent(INTERRUPTED), kind]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    command = [sys.executable, "-c", INTERRUPTED, kind]
+    child = warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert child.stdout.readline() == "begun\n"
     child.send_signal(number)
     if kind == "caught":
@@ -140,21 +130,38 @@ def test_ctrl_c_reaches_the_other_thread(kind, number):
         assert (out, child.returncode) == ("closed\nended\n", -signal.SIGINT), err
 
 
+OVERLAPPED = """
+import asyncio, sys
+from pathlib import Path
+from rlkit.data.prompts import Prompt
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.loops.grpo import grpo_sync
+from rlkit.loops.rl import Task
+from rlkit.model.forward import prepare
+from rlkit.rewards.adapters import scorer
+from rlkit.rollout.engines.process import launch
+from rlkit.settings import Rollouts, Schedule
+folder = Path(sys.argv[1])
+tokenizer = tiny_tokenizer()
+model = tiny_model(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=32)
+model.save_pretrained(folder / "model")
+tokenizer.save_pretrained(folder / "model")
+prompts = [Prompt(ids=[1, 2, i], row={}, index=i) for i in range(8)]
+async def cell():
+    engine = launch(folder / "model", max_len=64)
+    rollouts = Rollouts(prompts_per_step=2, group_size=2, max_new_tokens=4, overlap=True)
+    score = scorer(lambda completion, row: len(set(completion)) / 8, tokenizer=tokenizer, timeout_s=30)
+    task, schedule = Task(prompts, score), Schedule(folder / "run", steps=3)
+    return grpo_sync(prepare(model), tokenizer, engine, task, rollouts, schedule)
+if __name__ == "__main__":
+    print(asyncio.run(cell()))
+"""
+
+
 def test_asynchronous_grpo_trains_inside_a_running_loop(tmp_path):
     """Its engine belongs to one event loop, and so is launched in the call."""
-    tokenizer = tiny_tokenizer()
-    tiny_model(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=32).save_pretrained(
-        tmp_path / "model"
-    )
-    tokenizer.save_pretrained(tmp_path / "model")
-    model = load_model(tmp_path / "model")
-    prompts = [Prompt(ids=[1, 2, i], row={}, index=i) for i in range(8)]
-
-    async def cell():
-        engine = launch(tmp_path / "model", max_len=64)
-        rollouts = Rollouts(prompts_per_step=2, group_size=2, max_new_tokens=4, overlap=True)
-        score = scorer(lambda completion, row: len(set(completion)) / 8, tokenizer=tokenizer, timeout_s=30)
-        return grpo_sync(model, tokenizer, engine, Task(prompts, score), rollouts, Schedule(tmp_path / "run", steps=3))
-
-    assert (asyncio.run(cell()) / "model.safetensors").exists()
+    command = [sys.executable, "-c", OVERLAPPED, str(tmp_path)]
+    done = warm.run(command, spawns=True, plots=False, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (Path(done.stdout.splitlines()[-1]) / "model.safetensors").exists()
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from rlkit.scripts import chat, cli, sft
 sys.path.append(str(Path(__file__).parents[1] / "terminal"))
 from screen import Terminal
 
+ROOT = Path(__file__).parents[2]
 CHAT = [sys.executable, "-m", "rlkit.scripts", "chat"]
 
 
@@ -165,12 +165,12 @@ def test_ctrl_c_ends_an_answer_in_a_pipe(tmp_path):
     script += (
         "main = chat.Chat.ask\n"
         "def ask(self, prompt):\n"
-        "    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "    main(self, prompt)\n"
         "chat.Chat.ask = ask\n"
         "cli.run(chat.main, chat.Args, None, argv=flags)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = warm.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == -signal.SIGINT
     assert done.stdout == ""
     assert "Traceback" not in done.stderr

@@ -39,7 +39,7 @@ def train(task, script, output, *flags):
         "--output", output, "--save-steps", "1", *flags,
     ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
-    warm.run([*map(str, command)], env=environment, check=True, timeout=400)
+    warm.run([*map(str, command)], env=environment, plots=False, check=True, timeout=400)
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
 

@@ -10,14 +10,17 @@ import importlib
 import json
 import re
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pyarrow
 import pytest
+import tyro
 from pyarrow import parquet
 
 from rlkit.data.tiny import tiny_tokenizer
-from rlkit.scripts.cli import run
+from rlkit.scripts.cli import on_ranks
 
 TOKENIZER = tiny_tokenizer()
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
@@ -184,17 +187,27 @@ def task(make_task):
     return make_task(reward="def score(completion, row):\n    return len(row.get('question', completion)) % 3\n")
 
 
-def call(task, script, path, output, *flags):
-    """A script's command line in this process; `flags` come last."""
-    module = importlib.import_module(f"rlkit.scripts.{script}")
-    given = ["--model", str(task / "model"), "--data", str(path), "--output", str(output), "--device", "cpu"]
-    given += ["--steps", "2", "--warmup-steps", "0"]
+@cache
+def parsed(script, *flags):
+    """The settings of a script's command line; `flags` come last. Its files are given later: parsing takes longest."""
+    given = ["--model", "m", "--data", "d", "--device", "cpu", "--steps", "2", "--warmup-steps", "0"]
     if script in RL:
-        given += ["--reward", f"{task / 'reward.py'}:score", "--prompts-per-step", "2", "--group-size", "2"]
-        given += ["--max-new-tokens", "4"]
+        given += ["--reward", "a:b", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4"]
     else:
         given += ["--batch-size", "2"]
-    return run(module.main, module.Args, None, argv=[*given, *flags])
+    return tyro.cli(importlib.import_module(f"rlkit.scripts.{script}").Args, args=[*given, *flags])
+
+
+def call(task, script, path, output, *flags):
+    """A script in this process."""
+    args = parsed(script, *flags)
+    files = {
+        "model": replace(args.model, model=str(task / "model")), "data": replace(args.data, data=str(path)),
+        "schedule": replace(args.schedule, output=output),
+    }  # fmt: skip
+    if script in RL:
+        files["episodes"] = replace(args.episodes, reward=f"{task / 'reward.py'}:score")
+    return on_ranks(importlib.import_module(f"rlkit.scripts.{script}").main, replace(args, **files))
 
 
 @asynccontextmanager

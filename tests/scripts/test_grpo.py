@@ -3,15 +3,19 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 import warm
+
+from rlkit.scripts import cli, grpo
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +42,7 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def run(*args, start=warm.run, **kwargs):
+def run(*args, start=partial(warm.run, plots=False), **kwargs):
     return start(command(*args, **kwargs), env=environment(), capture_output=True, text=True, timeout=180, check=False)
 
 
@@ -94,7 +98,7 @@ def test_a_run_writes_metrics_samples_plot_and_model(whole, task):
     assert any((a != b).any() for a, b in zip(model.parameters(), before.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("after", [0, 2, 6])
+@pytest.mark.parametrize("after", [0, pytest.param(2, marks=pytest.mark.slow), 6])
 def test_kill_and_resume_gives_the_same_lines_bit_for_bit(task, whole, tmp_path, after):
     output = tmp_path / "run"
     with warm.Popen(command(task, output), env=environment(), stdout=subprocess.DEVNULL) as process:
@@ -108,9 +112,8 @@ def test_kill_and_resume_gives_the_same_lines_bit_for_bit(task, whole, tmp_path,
 
 def test_ctrl_c_saves_and_prints_the_resume_command(task, whole, tmp_path):
     output = tmp_path / "run"
-    with warm.Popen(
-        command(task, output, "--steps", "9"), env=environment(), stdout=subprocess.PIPE, text=True
-    ) as process:
+    streams = {"stdout": subprocess.PIPE, "text": True}
+    with warm.Popen(command(task, output), env=environment(), plots=False, **streams) as process:
         wait_for(lambda: num_lines(output) >= 4, process)
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=120)[0]
@@ -142,8 +145,6 @@ REWARDS = {
 
 @pytest.mark.parametrize("kind", REWARDS)
 def test_a_bad_reward_function_ends_the_run_with_its_cause(task, tmp_path, kind):
-    import re
-
     body, cause = REWARDS[kind]
     (task / f"{kind}.py").write_text(f"def score(completion, row):\n    {body}\n")
     result = run(task, tmp_path / "run", "--reward-timeout", "0.5", "--eval-steps", "0", reward=f"{kind}.py:score")
@@ -153,14 +154,25 @@ def test_a_bad_reward_function_ends_the_run_with_its_cause(task, tmp_path, kind)
     assert "row" in "\n".join(last)
 
 
-def test_equal_rewards_are_reported_and_training_continues(task, tmp_path):
+def call(*args, **kwargs):
+    """The script in this process."""
+    return cli.run(grpo.main, grpo.Args, None, argv=command(*args, **kwargs)[3:])
+
+
+def refused(capsys, *args, **kwargs):
+    """The last line on stderr, in this process."""
+    with pytest.raises(SystemExit) as ended:
+        call(*args, **kwargs)
+    assert ended.value.code != 0
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_equal_rewards_are_reported_and_training_continues(task, tmp_path, capsys):
     (task / "equal.py").write_text("def score(completion, row):\n    return 0.5\n")
-    result = run(
-        task, tmp_path / "run", "--kl-coef", "0", "--ref-sync-steps", "0", "--eval-steps", "0", reward="equal.py:score"
-    )
-    assert result.returncode == 0, result.stderr
-    assert "all rewards are equal in every group (all 0.5)" in result.stdout
-    assert num_lines(tmp_path / "run") == 9
+    flags = ("--kl-coef", "0", "--ref-sync-steps", "0", "--eval-steps", "0", "--steps", "3")
+    call(task, tmp_path / "run", *flags, reward="equal.py:score")
+    assert "all rewards are equal in every group (all 0.5)" in capsys.readouterr().out
+    assert num_lines(tmp_path / "run") == 3
 
 
 BAD_DATA = {
@@ -172,24 +184,19 @@ BAD_DATA = {
 
 
 @pytest.mark.parametrize("name", BAD_DATA)
-def test_bad_data_is_named(task, tmp_path, name):
+def test_bad_data_is_named(task, tmp_path, name, capsys):
     content, message = BAD_DATA[name]
     if content is not None:
         (task / name).write_text(content)
-    result = run(task, tmp_path / "run", data=name)
-    assert result.returncode != 0
-    assert message in result.stderr.strip().splitlines()[-1]
+    assert message in refused(capsys, task, tmp_path / "run", data=name)
 
 
-def test_too_long_prompts_are_counted(task, tmp_path):
+def test_too_long_prompts_are_counted(task, tmp_path, capsys, caplog):
     rows = [{"prompt": "1" * n, "answer": ""} for n in (3, 50, 4, 60, 5, 6)]
     (task / "long.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    result = run(task, tmp_path / "run", "--steps", "1", data="long.jsonl")
-    assert result.returncode == 0, result.stderr
-    assert "dropped 2 of 6" in result.stderr + result.stdout
+    call(task, tmp_path / "run", "--steps", "1", data="long.jsonl")
+    assert "dropped 2 of 6" in caplog.text + capsys.readouterr().out
 
 
-def test_an_unknown_model_is_named(task, tmp_path):
-    result = run(task, tmp_path / "run", "--model", str(tmp_path / "nothing"))
-    assert result.returncode != 0
-    assert "nothing" in result.stderr.strip().splitlines()[-1]
+def test_an_unknown_model_is_named(task, tmp_path, capsys):
+    assert "nothing" in refused(capsys, task, tmp_path / "run", "--model", str(tmp_path / "nothing"))

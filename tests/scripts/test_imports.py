@@ -18,10 +18,11 @@ HEAVY = (
     "sympy",
 )  # fmt: skip
 REWARD = f"""
-import json, sys
+import gc, json, sys
 from pathlib import Path
 
 def score(completion, row):
+    assert gc.isenabled() and gc.get_freeze_count(), "a command collects garbage again when it trains"
     with open(Path(__file__).with_name("seen"), "a") as file:
         file.write(json.dumps([name for name in {HEAVY} if name in sys.modules]) + "\\n")
     return len(completion) % 3
@@ -42,7 +43,7 @@ def task(make_task):
     return make_task(train=[{"prompt": str(i)} for i in range(4)], reward=REWARD)
 
 
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
+@pytest.mark.parametrize("script", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_a_step_is_taken_without_the_compiler(task, tmp_path, script):
     load_model(task / "model")  # its architecture is checked
     (task / "seen").unlink(missing_ok=True)
@@ -79,17 +80,35 @@ print("torch._dynamo.convert_frame" in sys.modules)
 compiled = torch.compile(lambda x: x * 2 + 1, backend="eager", fullgraph=True)
 print(compiled(torch.ones(2)).tolist(), "torch._dynamo.convert_frame" in sys.modules)
 print(held.utils is torch._dynamo.utils, torch._dynamo.disable is not None, held.disable is torch._dynamo.disable)
-print(isinstance(torch.compile(model), torch._dynamo.eval_frame.OptimizedModule))
+print(isinstance(torch.compile(model, backend="eager"), torch._dynamo.eval_frame.OptimizedModule))
 """
     assert python(code).splitlines() == ["False", "[3.0, 3.0] True", "True True True", "True"]
 
 
-@pytest.mark.parametrize("code", [
-    "import torch._dynamo; from rlkit.scripts.imports import defer_compiler; defer_compiler()",
-    "from rlkit.scripts.imports import defer_compiler; import os; os.environ['RANK'] = '0'; defer_compiler()",
-])  # fmt: skip
-def test_nothing_is_deferred_after_the_import_or_on_a_rank(code):
-    assert python(f"{code}\nimport torch._dynamo\nprint(type(torch._dynamo).__name__)") == "module\n"
+UNCHANGED = """
+import os, sys, types
+from rlkit.scripts.imports import defer_compiler
+def unchanged():
+    before = {*sys.modules}, [*sys.meta_path]
+    defer_compiler()
+    return before == ({*sys.modules}, [*sys.meta_path])
+os.environ["RANK"] = "0"
+print(unchanged())
+del os.environ["RANK"]
+sys.modules["torch._dynamo"] = imported = types.ModuleType("torch._dynamo")
+print(unchanged(), sys.modules.pop("torch._dynamo") is imported)
+"""
+
+
+@pytest.mark.parametrize(("code", "said"), [
+    (UNCHANGED, "True\nTrue True\n"),
+    pytest.param(
+        f"{UNCHANGED}import torch._dynamo\nprint(unchanged(), type(torch._dynamo).__name__)",
+        "True\nTrue True\nTrue module\n", marks=pytest.mark.slow,
+    ),
+], ids=["the call alone", "with torch"])  # fmt: skip
+def test_nothing_is_deferred_after_the_import_or_on_a_rank(code, said):
+    assert python(code) == said
 
 
 NAMES = """
@@ -159,42 +178,40 @@ print(gc.collect() > 0)
     assert python(code) == "True\n"
 
 
-def test_a_command_collects_garbage_again_when_it_trains(task, tmp_path):
-    (task / "watch.py").write_text(
-        "import gc\ndef score(completion, row):\n    assert gc.isenabled() and gc.get_freeze_count()\n    return 1.0\n"
-    )
-    flags = ["--model", str(task / "model"), "--data", str(task / "train.jsonl"), "--reward", f"{task}/watch.py:score"]
-    flags += ["--output", str(tmp_path / "run"), "--steps", "1", "--prompts-per-step", "2", "--group-size", "2"]
-    python(f"from rlkit.scripts.grpo import *; run(main, Args, None, argv={[*flags, '--max-new-tokens', '2']!r})")
-
-
-@pytest.mark.parametrize(("flag", "value", "said"), [
+WRONG = [
     ("--model", "{task}/none", "no folder"),
     ("--output", "{task}", "holds a run"),
     ("--data", "{task}/none.jsonl", "no such file"),
     ("--data", "{task}/broken.jsonl", "broken.jsonl, line 2"),
     ("--rename", "answer prompt", "no column 'answer'"),
-])  # fmt: skip
-def test_a_mistake_is_answered_before_torch_is_loaded(task, tmp_path, flag, value, said):
+]
+
+
+def test_a_mistake_is_answered_before_torch_is_loaded(task, tmp_path):
     (task / "broken.jsonl").write_text('{"prompt": "1"}\n{"prompt": \n')
     (task / "metrics.jsonl").write_text("")
     given = {"--model": f"{task}/model", "--data": f"{task}/train.jsonl", "--output": f"{tmp_path}/run"}
-    given |= {"--reward": f"{task}/reward.py:score", flag: value.format(task=task)}
-    flags = [word for name, text in given.items() for word in (name, *text.split())]
+    given["--reward"] = f"{task}/reward.py:score"
+    argv = []
+    for flag, value, _ in WRONG:
+        flags = given | {flag: value.format(task=task)}
+        argv.append(["grpo", *(word for name, text in flags.items() for word in (name, *text.split()))])
     code = f"""
 import sys
 from rlkit.scripts import cli
-try:
-    cli.main({["grpo", *flags]!r})
-except SystemExit as ended:
-    print(ended.code, {{"torch", "numpy", "transformers"}} & sys.modules.keys(), len(sys.modules) < 500)
+for argv in {argv!r}:
+    try:
+        cli.main(argv)
+    except SystemExit as ended:
+        print(ended.code, {{"torch", "numpy", "transformers"}} & sys.modules.keys(), len(sys.modules) < 500)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False)
-    assert (done.stdout, said in done.stderr) == ("2 set() True\n", True), done.stderr
+    assert done.stdout == "2 set() True\n" * len(WRONG), done.stderr
+    for line, (flag, _, said) in zip(done.stderr.splitlines(), WRONG, strict=True):
+        assert said in line, flag
 
 
-@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
-def test_waiting_threads_spin_shortly_unless_the_user_says_otherwise(given):
+def test_waiting_threads_spin_shortly_unless_the_user_says_otherwise():
     code = """
 import os, sys
 from dataclasses import dataclass
@@ -202,12 +219,13 @@ from rlkit.scripts.cli import run
 @dataclass
 class Args:
     pass
-run(lambda _: print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules), Args, None, argv=[])
+for given in ({}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        os.environ.pop(name, None)
+    os.environ.update(given)
+    run(lambda _: print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules), Args, None, argv=[])
 """
-    names = ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"]
-    start = f"import os; [os.environ.pop(name, None) for name in {names}]; os.environ.update({given})"
-    spins = given.get("GOMP_SPINCOUNT", "None" if given else "1000")
-    assert python(f"{start}\n{code}") == f"{spins} False\n"
+    assert python(code).splitlines() == ["1000 False", "7 False", "None False"]
 
 
 def test_the_spin_count_is_set_before_torch_is_imported(task, tmp_path):

@@ -34,7 +34,7 @@ def start(task, output, *more):
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     streams = {"stdout": PIPE, "stderr": PIPE, "text": True}
-    return warm.Popen(command, env=env, start_new_session=True, spawns=True, **streams)
+    return warm.Popen(command, env=env, start_new_session=True, spawns=True, plots=False, **streams)
 
 
 def lines_of(output):

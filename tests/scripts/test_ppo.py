@@ -30,7 +30,7 @@ def task(make_task):
 def run(task, output, *flags, ranks=1):
     """What rank 0 logs. Ranks are started with what torchrun tells them."""
     command = [sys.executable, "-m", "rlkit.scripts.ppo", "--model", str(task / "model")]
-    command += ["--data", str(task / "data.jsonl"), "--reward", f"{task / 'reward.py'}:score", "--steps", "3"]
+    command += ["--data", str(task / "data.jsonl"), "--reward", f"{task / 'reward.py'}:score", "--steps", "2"]
     command += ["--prompts-per-step", "8", "--max-new-tokens", "8", "--minibatches", "2", "--kl-coef", "0.05"]
     command += ["--lr", "1e-3", "--critic-lr", "1e-3", "--critic-steps", "1", "--output", str(output)]
     command += ["--device", "cpu", *flags]
@@ -40,7 +40,7 @@ def run(task, output, *flags, ranks=1):
     sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **here} if ranks > 1 else {}
     names = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if sizes else {} for rank in range(ranks)]
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    started = [warm.Popen(command, env=ENV | sizes | name, **streams) for name in names]
+    started = [warm.Popen(command, env=ENV | sizes | name, plots=False, **streams) for name in names]
     for process in started:
         _, err = process.communicate(timeout=280)
         assert process.returncode == 0, err[-4000:]
@@ -49,7 +49,7 @@ def run(task, output, *flags, ranks=1):
 
 def test_it_exports_policy_and_critic_and_two_ranks_log_the_same(task, tmp_path):
     alone = run(task, tmp_path / "alone")
-    assert [line["step"] for line in alone] == [1, 2, 3]
+    assert [line["step"] for line in alone] == [1, 2]
     assert "entropy" not in alone[0], "the critic learns alone"
     assert alone[1]["entropy"] > 1
     AutoModelForCausalLM.from_pretrained(tmp_path / "alone/model")

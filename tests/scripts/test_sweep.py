@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import optuna
+import pytest
 
-ROOT = Path(__file__).parents[2]
+from rlkit.scripts.cli import run
+from rlkit.scripts.sweep import Args, main
+
 TRAIN = """
 import argparse, json, pathlib, time
 p = argparse.ArgumentParser()
@@ -26,12 +26,12 @@ assert args.bad != "fails"
 """
 
 
-def sweep(folder, *flags, train=(), trials=6):
+def sweep(folder, *flags, train=(), trials=2):
+    """In this process; the runs are processes."""
     (folder / "train.py").write_text(TRAIN)
-    command = [sys.executable, "-m", "rlkit.scripts.sweep", "--output", str(folder / "out"), "--metric", "score"]
-    command += ["--trials", str(trials), *flags, "--", sys.executable, str(folder / "train.py"), *train]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
+    given = ["--output", str(folder / "out"), "--metric", "score", "--trials", str(trials), *flags]
+    command = [sys.executable, str(folder / "train.py"), *train]
+    return run(main, Args, None, argv=[*given, "--", *command])
 
 
 def trials_of(folder):
@@ -41,38 +41,36 @@ def trials_of(folder):
 SPACE = ["--range", "x", "0", "10", "--choice", "kind", "a,b"]
 
 
-def test_the_best_values_are_found_and_a_second_call_continues(tmp_path):
-    done = sweep(tmp_path, *SPACE, "--startup-trials", "20")
-    assert done.returncode == 0, done.stderr
-    done = sweep(tmp_path, *SPACE, "--startup-trials", "4", trials=3)
-    assert done.returncode == 0, done.stderr
+def test_the_best_values_are_found_and_a_second_call_continues(tmp_path, capsys):
+    sweep(tmp_path, *SPACE, "--startup-trials", "20", trials=3)
+    sweep(tmp_path, *SPACE, "--startup-trials", "4", trials=2)  # the first one at random, too
     trials = trials_of(tmp_path)
-    assert len({t.params["x"] for t in trials}) == 9
+    assert len({t.params["x"] for t in trials}) == 5
     finished = [t for t in trials if t.state == optuna.trial.TrialState.COMPLETE]
     for t in finished:
         assert t.value == 4 - (t.params["x"] - 3) ** 2 - 5 * (t.params["kind"] == "b")
         assert (tmp_path / f"out/trial_{t.number:04d}/metrics.jsonl").exists()
     best = max(finished, key=lambda t: t.value)
-    assert f"best so far: trial {best.number}, {best.value:.4g}" in done.stdout.splitlines()[-1]
+    assert f"best so far: trial {best.number}, {best.value:.4g}" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_worse_run_is_ended_early(tmp_path):
-    one = sweep(tmp_path, "--range", "x", "3", "3", "--choice", "kind", "a", "--startup-trials", "1", trials=2)
-    assert one.returncode == 0, one.stderr
+def test_a_worse_run_is_ended_early(tmp_path, capsys):
+    sweep(tmp_path, "--range", "x", "3", "3", "--choice", "kind", "a", "--startup-trials", "1")
+    assert "(ended early)" not in capsys.readouterr().out
     flags = ["--range", "x", "3", "3", "--startup-trials", "1"]
-    done = sweep(tmp_path, *flags, train=["--kind", "b", "--bad", "hangs"], trials=1)
-    assert done.returncode == 0, done.stderr
-    assert "(ended early)" in done.stdout
+    sweep(tmp_path, *flags, train=["--kind", "b", "--bad", "hangs"], trials=1)
+    assert "(ended early)" in capsys.readouterr().out
     assert [t.state.name for t in trials_of(tmp_path)] == ["COMPLETE", "COMPLETE", "PRUNED"]
 
 
-def test_an_impossible_sweep_is_an_error(tmp_path):
+def test_an_impossible_sweep_is_an_error(tmp_path, capsys):
     for flags, train, message in [
         ([], [], "nothing to search over"),
         (SPACE, ["--bad", "fails"], "the command failed with exit code 1"),
         ([*SPACE, "--metric", "reward"], [], "has 'reward': is it one of ['score', 'step', 'x']"),
     ]:
-        done = sweep(tmp_path, *flags, train=train, trials=2)
-        assert done.returncode != 0
-        assert message in done.stderr
+        with pytest.raises((SystemExit, RuntimeError)) as ended:
+            sweep(tmp_path, *flags, train=train)
+        assert str(ended.value) != "0"
+        assert message in capsys.readouterr().err + str(ended.value)
     assert {t.state.name for t in trials_of(tmp_path)} == {"FAIL"}

@@ -26,7 +26,11 @@ CODE = {
     "a session": "import os; print(os.getsid(0) == os.getpid() == os.getpgid(0), os.isatty(1))",
     "SIGPIPE and SIGCHLD": "import signal; print(signal.getsignal(13), signal.getsignal(17))",
 }
-HOW = [(name, "-c") for name in CODE] + [(name, how) for how in ("-m", "file") for name in list(CODE)[:4]]
+HOW = [(name, "-c") for name in CODE] + [
+    pytest.param(name, how, marks=[] if name in ("arguments and folder", "the command as typed") else pytest.mark.slow)
+    for how in ("-m", "file")
+    for name in list(CODE)[:4]
+]
 
 
 def ended(run, command, folder: Path) -> tuple[int, str, str]:

@@ -49,14 +49,17 @@ def run(command, *, input=None, check=False, timeout: float | None = None, captu
 class Popen(subprocess.Popen):
     """`subprocess.Popen`. With `terminal`, stdin is a terminal and becomes the one that controls the process.
 
-    With `spawns`, the first process that the command starts by `multiprocessing`'s "spawn" is forked, too.
+    With `spawns`, the first process that the command starts by `multiprocessing`'s "spawn" is forked, too. Without
+    `plots`, a forked command runs as where matplotlib is not installed: its picture takes as long as a short run.
     """
 
-    def __init__(self, command, *, terminal: bool = False, spawns: bool = False, **options: Any) -> None:
+    def __init__(
+        self, command, *, terminal: bool = False, spawns: bool = False, plots: bool = True, **options: Any
+    ) -> None:
         command = [*map(str, command)]
         forks = sys.platform == "linux" and command[0] == sys.executable
         self._forks = forks and (not command[1].startswith("-") or command[1] in ("-c", "-m"))
-        self._terminal, self._spawns = terminal, spawns
+        self._terminal, self._spawns, self._plots = terminal, spawns, plots
         if terminal and not self._forks:
             options["preexec_fn"] = _take_terminal
         super().__init__(command, **options)
@@ -71,7 +74,7 @@ class Popen(subprocess.Popen):
         job = {
             "argv": option["args"], "cwd": str(option["cwd"] or os.getcwd()), "env": dict(option["env"] or os.environ),
             "numbers": numbers, "session": option["start_new_session"], "terminal": self._terminal,
-            "spawns": self._spawns,
+            "spawns": self._spawns, "plots": self._plots,
         }  # fmt: skip
         self._status, side = os.pipe()
         fds = [side, *(n if fd == -1 else fd for n, fd in enumerate(standard)), *option["pass_fds"]]

@@ -28,7 +28,10 @@ PRELOAD = (
     "rlkit.rollout.engines.local", "rlkit.run.plot", "rlkit.rollout.envs.chat", "rlkit.rollout.text",
     "rlkit.scripts.cli", "rlkit.scripts.rollouts", "rlkit.scripts.foreign", "rlkit.model.launch",
     "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.nn",
-    "torch.distributed.tensor.parallel",
+    "torch.distributed.tensor.parallel", "torch.utils.serialization.config", "torch.utils._device", "numpy.random",
+    "rlkit.objectives", "rlkit.rewards.combine", "rlkit.rollout.envs.adapters", "rlkit.rollout.envs.endpoint",
+    "rlkit.rollout.envs.gym", "rlkit.rollout.envs.recognise", "rlkit.rollout.envs.tools", "typeguard",
+    "tyro._backends._argparse_formatter", "tyro.constructors._struct_spec_dataclass",
 )  # fmt: skip
 ABOVE = 200  # every number that a descriptor of a command has
 
@@ -87,6 +90,8 @@ def become(job: dict[str, Any]) -> None:
     for name, stream in zip(("stdin", "stdout", "stderr"), standard, strict=True):
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    if not job["plots"]:
+        sys.modules["matplotlib"] = None  # type: ignore[assignment]
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"])
@@ -130,11 +135,11 @@ def be_spawned(requests: socket.socket) -> None:
 
 
 def leave() -> None:
-    """The last of the exit functions: a command that returned has nothing left but to take down its modules."""
-    if returned:
+    """The last of the exit functions: a command that has ended has nothing left but to take down its modules."""
+    if status is not None:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
 
 
 def execute(argv: list[str]) -> None:
@@ -157,13 +162,16 @@ def execute(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    returned = False
+    status: int | None = None  # of a command that has ended; Ctrl-C ends it by the signal, later
     atexit.register(leave)  # before the imports register theirs, which run first
     from rlkit.scripts.imports import defer_compiler
 
     defer_compiler()
     for module in PRELOAD:
         importlib.import_module(module)
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("qwen3")  # kept by transformers, and read at each export
     assert threading.active_count() == 1, "a forked child would lack the threads"
     gc.freeze()  # the children's collections leave these pages shared
     job = serve(socket.socket(fileno=int(sys.argv[1])))
@@ -171,5 +179,12 @@ if __name__ == "__main__":
         become(job)
         if job["spawns"]:
             offer_spawned()
-        execute(job["argv"][1:])
-        returned = True
+        try:
+            execute(job["argv"][1:])
+            status = 0
+        except SystemExit as end:
+            status = end.code & 0xFF if isinstance(end.code, int) else int(end.code is not None)
+            raise
+        except Exception:
+            status = 1
+            raise

@@ -49,7 +49,7 @@ class Terminal:
         kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR", "RANK")}
         go, self._go = os.pipe()
         env = {**kept, "GO": str(go), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
-        how = {"stdin": side, "stdout": side, "stderr": side, "terminal": True, "spawns": spawns}
+        how = {"stdin": side, "stdout": side, "stderr": side, "terminal": True, "spawns": spawns, "plots": False}
         self.process = warm.Popen(command, env=env | environment, pass_fds=[go], cwd=ROOT, **how)
         os.close(side)
         os.close(go)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -28,7 +29,7 @@ class Kernel(AsyncKernelManager):
 
 
 def notebook(folder: Path, monkeypatch: pytest.MonkeyPatch, *cells: str) -> NotebookClient:
-    monkeypatch.setattr("jupyter_client.launcher.Popen", warm.Popen)
+    monkeypatch.setattr("jupyter_client.launcher.Popen", partial(warm.Popen, plots=False))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
@@ -133,8 +134,12 @@ print("handler", signal.getsignal(signal.SIGINT) is before)
 """
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
-@pytest.mark.parametrize("form", ["grpo_sync", "await grpo"])
+@pytest.mark.parametrize(("form", "again"), [
+    pytest.param("grpo_sync", False, id="grpo_sync-once"),
+    pytest.param("await grpo", True, id="await grpo-twice"),
+    pytest.param("grpo_sync", True, id="grpo_sync-twice", marks=pytest.mark.slow),
+    pytest.param("await grpo", False, id="await grpo-once", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_one_interrupt_of_a_cell_saves_and_a_second_aborts(tmp_path, monkeypatch, form, again):
     how = 'Task(prompts, interrupting), rollouts, Schedule(Path("run"), steps=500), Optim(lr=1e-3)'
     code = INTERRUPTED.replace("NUM_SIGNALS", "2" if again else "1")

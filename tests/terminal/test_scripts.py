@@ -44,10 +44,13 @@ def assert_a_line_a_step(terminal: Terminal, steps: list[int]) -> None:
     assert "Traceback" not in terminal.text
 
 
-WIDE = [pytest.param(script, 120, marks=[] if script in ("sft", "grpo") else pytest.mark.slow) for script in SCRIPTS]
+SIZES = [(script, columns) for columns in (80, 120) for script in SCRIPTS]
+NOW = (("sft", 80), ("grpo", 80), ("grpo --overlap", 80))  # 80: the harder case
 
 
-@pytest.mark.parametrize(("script", "columns"), [*((script, 80) for script in SCRIPTS), *WIDE])  # 80: the harder case
+@pytest.mark.parametrize(
+    ("script", "columns"), [pytest.param(*size, marks=[] if size in NOW else pytest.mark.slow) for size in SIZES]
+)
 def test_every_script_runs_in_a_terminal(task, tmp_path, script, columns):
     line = command(task, script, tmp_path / "run")
     if script == "grpo":  # a group takes longer than the bar is still
@@ -61,6 +64,7 @@ def test_every_script_runs_in_a_terminal(task, tmp_path, script, columns):
     assert_a_line_a_step(terminal, [0, 1, 2, 3])
 
 
+@pytest.mark.slow
 def test_the_demo_runs_in_a_terminal(tmp_path):
     flags = "--sft-steps 2 --grpo-steps 1 --hidden 64 --layers 1 --eval-limit 8"
     terminal = Terminal([sys.executable, ROOT / "examples/demo.py", "--output", tmp_path / "demo", *flags.split()])
@@ -82,13 +86,17 @@ def test_the_tool_example_runs_in_a_terminal(tmp_path):
     assert logged(tmp_path / "run/grpo") == [0, 1]
 
 
-@pytest.mark.parametrize("script", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
-def test_ctrl_c_saves_and_the_printed_command_resumes(task, tmp_path, script):
+@pytest.mark.parametrize(("script", "shell"), [
+    ("sft", False),
+    pytest.param("sft", True, marks=pytest.mark.slow),
+    pytest.param("grpo", True, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_ctrl_c_saves_and_the_printed_command_resumes(task, tmp_path, script, shell):
     """It ends by the signal, so that a shell's loop over runs ends with it."""
     output = tmp_path / "run"
-    # the loop's second round would print "again"
-    loop = f"for i in 1 2; do echo round $i; {shlex.join(command(task, script, output, '--steps', '900'))}; done"
-    terminal = Terminal(["bash", "-c", loop])
+    line = command(task, script, output, "--steps", "900")
+    loop = f"for i in 1 2; do echo round $i; {shlex.join(line)}; done"
+    terminal = Terminal(["bash", "-c", loop] if shell else line)
     terminal.wait_for(r"^     2 ")
     terminal.press("\x03")
     terminal.wait_for(r"^stopping after this step, then saving \(Ctrl-C again: without saving\)$")
@@ -97,7 +105,7 @@ def test_ctrl_c_saves_and_the_printed_command_resumes(task, tmp_path, script):
     assert 2 < len(steps) < 900
     assert_a_line_a_step(terminal, steps)
     assert "round 2" not in terminal.text
-    said = terminal.text.partition(f"saved after step {steps[-1]}; go on with: ")[2]
+    said = terminal.text.partition(f"saved after step {steps[-1]}; go on with: ")[2].splitlines()[0]
     assert (output / f"checkpoints/step_{steps[-1]:08d}/manifest.json").exists()
     assert (output / "model/model.safetensors").exists()
     again = shlex.split(said)
