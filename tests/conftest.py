@@ -83,3 +83,9 @@ def task(make_task):
         for i in range(16)
     ]  # fmt: skip
     return make_task(rows=rows, reward=REWARD)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Runs draw none, as where matplotlib is not installed: a picture takes as long as a short run."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)

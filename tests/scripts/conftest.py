@@ -1,13 +1,8 @@
-"""Runs inside these tests draw no picture, as where matplotlib is not installed: it takes as long as a short run.
-
-Commands of test_grpo.py, test_imports.py and test_command_line.py draw theirs.
-"""
-
-import sys
+"""Runs inside these tests draw no picture; commands of test_grpo.py, test_imports.py and test_command_line.py do."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+def _no_pictures(no_pictures):
+    """For all tests here."""

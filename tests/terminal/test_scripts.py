@@ -64,7 +64,6 @@ def test_every_script_runs_in_a_terminal(task, tmp_path, script, columns):
     assert_a_line_a_step(terminal, [0, 1, 2, 3])
 
 
-@pytest.mark.slow
 def test_the_demo_runs_in_a_terminal(tmp_path):
     flags = "--sft-steps 2 --grpo-steps 1 --hidden 64 --layers 1 --eval-limit 8"
     terminal = Terminal([sys.executable, ROOT / "examples/demo.py", "--output", tmp_path / "demo", *flags.split()])
