@@ -132,7 +132,9 @@ def tests_for(root: Path, path: Path) -> list[str]:
     """The test files that mention the mutated module, its folder's own tests first."""
     module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
     package, own = module.rpartition(".")[0], root / "tests" / path.relative_to(root / "rlkit").parts[0]
-    mention = [f for f in sorted((root / "tests").rglob("test_*.py")) if "gpu" not in f.name and "sglang" not in str(f)]
+    others = ("gpu", "sglang", "interpreted")  # need a device, a server or an interpreter of their own
+    every = ((f, str(f.relative_to(root))) for f in sorted((root / "tests").rglob("test_*.py")))
+    mention = [f for f, name in every if not any(word in name for word in others)]
     texts = {f: f.read_text() for f in mention}
     direct = [f for f in mention if module in texts[f] or f"test_{path.stem}" in f.name]
     near = [f for f in mention if own in f.parents or f"from {package} import" in texts[f]]

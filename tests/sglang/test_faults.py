@@ -159,18 +159,24 @@ async def test_a_refused_request_is_not_repeated() -> None:
     assert calls.count("0/generate") == 1
 
 
-async def test_requests_move_from_a_hanging_server_to_another() -> None:
-    async with serving(hangs, good) as urls:
-        hanging = {"health": hangs, "model_info": hangs}
-        async with serving(hangs, **hanging) as stuck, SGLang([*stuck, urls[1]], stall=0.4) as engine:
+async def test_a_hanging_server_is_left_out_and_the_only_one_an_error() -> None:
+    hanging = {"health": hangs, "model_info": hangs}
+
+    async def beside_another() -> None:
+        async with (
+            serving(hangs, **hanging) as stuck,
+            serving(good) as fine,
+            SGLang([*stuck, *fine], stall=0.4) as engine,
+        ):
             outs = await asyncio.gather(*(engine.generate([1, i], params=PARAMS) for i in range(20)))
-            assert [out.ids for out in outs] == [[7, 8, 9]] * 20
+        assert [out.ids for out in outs] == [[7, 8, 9]] * 20
 
+    async def alone() -> None:
+        async with serving(hangs, **hanging) as urls, SGLang(urls, stall=0.4) as engine:
+            with pytest.raises(ReplicaError, match=r"no SGLang server is up(.|\n)*it hangs"):
+                await engine.generate([1], params=PARAMS)
 
-async def test_a_hanging_only_server_is_an_error() -> None:
-    async with serving(hangs, health=hangs, model_info=hangs) as urls, SGLang(urls, stall=0.4) as engine:
-        with pytest.raises(ReplicaError, match=r"no SGLang server is up(.|\n)*it hangs"):
-            await engine.generate([1], params=PARAMS)
+    await asyncio.gather(beside_another(), alone())
 
 
 async def test_a_slow_server_is_not_taken_for_a_hanging_one() -> None:
