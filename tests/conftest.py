@@ -6,6 +6,7 @@ import gc
 import json
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,15 +35,15 @@ def pytest_configure() -> None:
         import matplotlib.figure  # noqa: F401
 
 
-def pytest_collection() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
     """Imports leave a million objects: garbage is not searched for meanwhile, nor among them afterwards."""
     gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """What collecting made stays."""
-    gc.freeze()
-    gc.enable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -38,9 +38,17 @@ class Screen(pyte.Screen):
 
 
 class Terminal:
-    """Runs `command` in a terminal of so many columns, tall enough that nothing scrolls off."""
+    """Runs `command` in a terminal of so many columns, tall enough that nothing scrolls off; see `warm.Popen`."""
 
-    def __init__(self, command: Sequence[Any], *, columns: int = 80, spawns: bool = False, **environment: str) -> None:
+    def __init__(
+        self,
+        command: Sequence[Any],
+        *,
+        columns: int = 80,
+        spawns: bool = False,
+        plots: bool = False,
+        **environment: str,
+    ) -> None:
         self._main, side = os.openpty()
         fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
         self._screen = Screen(columns, ROWS)
@@ -49,7 +57,7 @@ class Terminal:
         kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR", "RANK")}
         go, self._go = os.pipe()
         env = {**kept, "GO": str(go), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
-        how = {"stdin": side, "stdout": side, "stderr": side, "terminal": True, "spawns": spawns, "plots": False}
+        how = {"stdin": side, "stdout": side, "stderr": side, "terminal": True, "spawns": spawns, "plots": plots}
         self.process = warm.Popen(command, env=env | environment, pass_fds=[go], cwd=ROOT, **how)
         os.close(side)
         os.close(go)

@@ -66,13 +66,15 @@ def test_every_script_runs_in_a_terminal(task, tmp_path, script, columns):
 
 def test_the_demo_runs_in_a_terminal(tmp_path):
     flags = "--sft-steps 2 --grpo-steps 1 --hidden 64 --layers 1 --eval-limit 8"
-    terminal = Terminal([sys.executable, ROOT / "examples/demo.py", "--output", tmp_path / "demo", *flags.split()])
+    line = [sys.executable, ROOT / "examples/demo.py", "--output", tmp_path / "demo", *flags.split()]
+    terminal = Terminal(line, plots=True)
     assert terminal.wait() == 0, terminal.text
     assert_clean(terminal)
     assert "Traceback" not in terminal.text
     assert logged(tmp_path / "demo/sft") == [1, 2]
     assert logged(tmp_path / "demo/grpo") == [0, 1]
     assert re.search(r"^greedy [\d.]+% -> [\d.]+% on 8 held-out prompts, \d+ GRPO steps, \d+ s$", terminal.text, re.M)
+    assert (tmp_path / "demo/grpo/metrics.png").exists()
 
 
 @pytest.mark.slow
