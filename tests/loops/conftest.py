@@ -9,5 +9,5 @@ sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)
-def _no_pictures(no_pictures):
-    """For all tests here."""
+def _for_all(request):
+    request.getfixturevalue("no_pictures")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -131,6 +132,21 @@ def test_the_cpu_limit_is_recognized_although_the_kernel_reports_less(cpu_s, rea
     child = object.__new__(sandbox.Child)
     child._limits = Limits(cpu_s=1)
     assert child._reason({"code": -9, "reason": "exit", "cpu_s": cpu_s}, "", False).startswith(reason)
+
+
+def test_a_process_that_ends_before_it_is_isolated_is_an_error_and_not_a_failed_program():
+    def waited(**said):
+        child = object.__new__(sandbox.Child)
+        child._limits, child._pipes = Limits(wall_s=3), []
+        child._control, server = socket.socketpair()
+        with server:
+            server.sendall(json.dumps({"wall_s": 0.1, "cpu_s": 0.1} | said).encode() + b"\n")
+        return child.wait()
+
+    with pytest.raises(SandboxError, match="ended before it was isolated"):
+        waited(reason="exit", code=1)
+    assert waited(reason="exit", code=1, began=True).reason == "exit code 1"
+    assert waited(reason="timeout", code=-9).reason == "timeout: no end after 3 s"
 
 
 async def test_endless_output_is_cut():

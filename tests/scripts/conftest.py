@@ -4,5 +4,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _no_pictures(no_pictures):
-    """For all tests here."""
+def _for_all(request):
+    request.getfixturevalue("no_pictures")
