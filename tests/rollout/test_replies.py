@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from aiohttp import web
 from fake_server import serving
 
+from rlkit.rollout.engines import http
 from rlkit.rollout.engines.http import Busy, ReplicaError
 from rlkit.rollout.engines.sglang import SGLang
 from rlkit.rollout.engines.vllm import VLLM
@@ -201,3 +203,25 @@ async def test_an_abort_ends_the_wait_for_a_busy_server() -> None:
         out, _ = await asyncio.wait_for(asyncio.gather(waiting, abort()), 60)
         await engine.close()
     assert (out.ids, out.finish_reason) == ([], "abort")
+
+
+@pytest.mark.parametrize(("soft", "hard", "set_to"), [
+    (1024, resource.RLIM_INFINITY, [65536]),
+    (1024, 4096, [4096]),
+    (256, resource.RLIM_INFINITY, [65536, 10240]),  # macOS, whose kernel refuses the first
+    (1 << 20, 1 << 20, []),
+    (resource.RLIM_INFINITY, resource.RLIM_INFINITY, []),
+])  # fmt: skip
+def test_the_limit_of_open_files_is_raised_and_never_lowered(monkeypatch, soft, hard, set_to):
+    """Other systems' limits: a process cannot give itself a higher hard one."""
+    asked = []
+
+    def set_limit(which, limits):
+        asked.append(limits)
+        if soft == 256 and limits[0] > 10240:
+            raise ValueError("not allowed")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    http._raise_open_files()
+    assert asked == [(limit, hard) for limit in set_to]
