@@ -215,3 +215,16 @@ def test_an_episode_in_pieces_is_dropped_as_a_whole():
     assert kept == [[groups[0][2]], groups[1]]
     assert num == 1
     assert "rollout_logp (made by the rollout engine) has nan in 1 of 3 samples" in note
+
+
+def test_a_skipped_update_names_the_other_metrics_that_are_not_finite():
+    from rlkit.loops.nans import check_update
+
+    line = {"reward/mean": 1.0, "entropy": math.inf, "skipped_step": 1.0, "grad_norm": math.nan, "value/loss": math.nan}
+    check_update(line, step=3, skip=True)
+    check_update(line | {"skipped_step": 0.0}, step=3, skip=False)
+    with pytest.raises(ValueError, match=r"of the policy is nan \(also not finite: entropy, value/loss\); every"):
+        check_update(line, step=3, skip=False)
+    only = {"loss": 1.0, "value/skipped_step": 0.5, "value/grad_norm": math.inf}
+    with pytest.raises(ValueError, match=r"^step 3: the gradient norm of the critic is inf; every"):
+        check_update(only, step=3, skip=False)
