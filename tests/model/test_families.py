@@ -15,7 +15,7 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlkit.model import families
-from rlkit.model.families import shrunk
+from rlkit.model.families import check_architecture, shrunk
 from rlkit.model.forward import forward, load_model, prepare
 from rlkit.model.heads import load_reward_model, load_value_model
 from rlkit.model.parallelize import load_parallel, parallelize
@@ -154,6 +154,14 @@ def test_a_refusal_says_why_in_one_line(model_type, why, tmp_path):
     config_of(model_type).save_pretrained(tmp_path)  # no weights
     with pytest.raises(ValueError, match=f"^model type '{model_type}' cannot be trained: [^\n]*{why}[^\n]*$"):
         load_model(tmp_path)
+
+
+def test_keys_and_values_of_different_sizes_are_refused_without_latent_attention_too():
+    config = hf.LlamaConfig(head_dim=16, v_head_dim=8)
+    with pytest.raises(ValueError, match="attention with values of 8 and keys of 16 dimensions per head"):
+        check_architecture(config)
+    config.v_head_dim = 16
+    check_architecture(config)
 
 
 class LeakyConfig(hf.LlamaConfig):

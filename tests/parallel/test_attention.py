@@ -98,6 +98,14 @@ def test_a_flash_plan_takes_rows_that_are_in_order_as_they_are():
     assert shared.k_index.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(("lens", "sizes"), [(range(400, 432, 4), [8]), ([400, 800], [1, 1]), ([1, 2, 9], [3])])
+def test_segments_of_like_size_share_a_bucket(lens, sizes):
+    """At most a quarter of its query-key pairs is padding, or as many pairs as cost one more call."""
+    starts = [sum(lens[:i]) for i in range(len(lens))]
+    found = plan([Segment(start, n, [(start, n)]) for start, n in zip(starts, lens, strict=True)])
+    assert [bucket.size for bucket in found.buckets] == sizes
+
+
 def test_gradients_of_a_windowed_bucket_are_finite_and_right():
     torch.manual_seed(0)
     spans = [Segment(0, 5, [(0, 5)]), Segment(5, 3, [(0, 2), (5, 3)]), Segment(8, 4, [(8, 4)])]
