@@ -369,7 +369,7 @@ def test_errors_name_the_argument() -> None:
         ("flatten batch dimensions", lambda: linear_logp(hidden[None], weight, targets)),
         (r"hidden must be \[T, D\] and weight \[V, D\]", lambda: linear_logp(hidden, weight[:, 1:], targets)),
         (r"targets must be integers of shape \[3\]", lambda: linear_logp(hidden, weight, targets[:2])),
-        (r"targets must be in \[0, 7\)", lambda: linear_logp(hidden, weight, targets + 7)),
+        (r"targets must be in \[0, 7\)", lambda: linear_logp(hidden, weight, targets * 0 + 7)),
         (r"bias must have shape \[7\]", lambda: linear_logp(hidden, weight, targets, bias=hidden[:, 0])),
         ("temperature must be > 0", lambda: linear_logp(hidden, weight, targets, temperature=0.0)),
         ("softcap must be > 0", lambda: linear_logp(hidden, weight, targets, softcap=0.0)),

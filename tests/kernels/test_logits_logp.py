@@ -184,7 +184,7 @@ def test_errors_name_the_argument() -> None:
     logits, targets = problem(3, 4)
     cases: list[tuple[str, Callable[[], Any]]] = [
         ("logits must be", lambda: logits_logp(logits[None], targets)),
-        (r"targets must be in \[0, 4\)", lambda: logits_logp(logits, targets + 4)),
+        (r"targets must be in \[0, 4\)", lambda: logits_logp(logits, targets * 0 + 4)),
         ("temperature must be > 0", lambda: logits_logp(logits, targets, temperature=-1.0)),
         ("impl must be", lambda: logits_logp(logits, targets, impl="fast")),
     ]
