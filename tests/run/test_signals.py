@@ -116,17 +116,17 @@ def test_resume_command_of_this_process_has_its_own_arguments():
 
 
 THREAD = """
-import asyncio, os, time
+import asyncio, os
+from functools import partial
 from rlkit.run.signals import stop_on_interrupt
 from rlkit.loops.rl import run_in_thread
 def work():
-    time.sleep(0.2)  # until the event loop waits for it
-    print("begun", flush=True)
     os.read(0, 1)
     print("worked", flush=True)
 async def main():
     with stop_on_interrupt():
         try:
+            asyncio.get_running_loop().call_soon(partial(print, "begun", flush=True))  # once the loop waits for it
             await run_in_thread(work)
         finally:
             print("closed", flush=True)

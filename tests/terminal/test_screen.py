@@ -101,12 +101,10 @@ import asyncio, time
 from rlkit.run.console import RunDisplay
 from rlkit.run.signals import stop_on_interrupt
 from rlkit.loops.rl import run_in_thread
-def work():
-    progress.say("working")
-    time.sleep(600)
 async def main():
     with stop_on_interrupt():
-        await run_in_thread(work)
+        asyncio.get_running_loop().call_soon(progress.say, "working")  # once the loop waits for the thread
+        await run_in_thread(time.sleep, 600)
 progress = RunDisplay(steps=9)
 asyncio.run(main())
 """
