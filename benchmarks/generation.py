@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import tempfile
@@ -176,16 +177,21 @@ def vllm(model: Any, longest: int) -> Iterator[Side]:
     with saved(model) as folder:
         command = [os.environ["RLKIT_VLLM_PYTHON"], str(script), folder, str(longest)]
         env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-        process: Any = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process: Any = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         assert process.stdout.readline() == "ready\n", "vLLM did not start, see above"
 
         def run(load: Load) -> None:
+            os.killpg(process.pid, signal.SIGCONT)
             job = {"prompts": load.prompts.tolist(), "limits": load.limits}
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
             assert json.loads(process.stdout.readline()) == load.limits
+            os.killpg(process.pid, signal.SIGSTOP)  # its processes wait with a busy loop
 
         yield run
+        os.killpg(process.pid, signal.SIGCONT)
         process.stdin.close()
         process.wait()
 
