@@ -13,7 +13,7 @@ each), or log-normal with a median of 25, where a static batch waits for its lon
     generate   `model.generate` with a dynamic cache; the rows of a batch have one length, the longest
     batching   transformers' continuous batching: one manager for all rounds, as many cache blocks as the requests need
     sglang     an SGLang server on the CPU behind `rlkit.rollout.engines.sglang`, where its Python is given
-    vllm       vLLM's `LLM.generate` with its defaults, in a process of the Python that is given
+    vllm       vLLM's `LLM.generate` with its defaults, by the Python that is given; stopped between its turns
 
 Each round runs all sides one after another. A ratio is between two sides of one round; the table has its median and
 range. A call replaces the rows of its models, prompts, lengths and sides in the file, so a table can be made in parts.
@@ -190,10 +190,11 @@ def vllm(model: Any, longest: int) -> Iterator[Side]:
             assert json.loads(process.stdout.readline()) == load.limits
             os.killpg(process.pid, signal.SIGSTOP)  # its processes wait with a busy loop
 
-        yield run
-        os.killpg(process.pid, signal.SIGCONT)
-        process.stdin.close()
-        process.wait()
+        try:
+            yield run
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def sides_of(name: str, longest: int, args: Args, stack: ExitStack) -> dict[str, Side]:
