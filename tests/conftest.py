@@ -87,6 +87,9 @@ def task(make_task):
 
 
 @pytest.fixture
-def no_pictures(monkeypatch):
-    """Runs draw none, as where matplotlib is not installed: a picture takes as long as a short run."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+def no_pictures():
+    """`pictures.no_pictures` for a whole test."""
+    import pictures
+
+    with pictures.no_pictures():
+        yield

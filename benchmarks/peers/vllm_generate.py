@@ -1,6 +1,5 @@
 """vLLM's side of generation.py, run by vLLM's own Python: a line of JSON in for each load, a line out when it is done.
-
-python vllm_generate.py MODEL LONGEST
+Its arguments are the folder of the model and the tokens of the longest sequence.
 """
 
 from __future__ import annotations

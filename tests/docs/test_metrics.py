@@ -12,6 +12,7 @@ from subprocess import DEVNULL
 import pytest
 import torch
 import warm
+from pictures import no_pictures
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.losses import diagnostics
@@ -79,8 +80,7 @@ def keys(folder) -> dict[str, set[str]]:
             warm.run(command, cwd=ROOT, spawns=True, plots=False, check=True, stdout=DEVNULL)
         else:
             module = importlib.import_module(f"rlkit.scripts.{script}")
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(sys.modules, "matplotlib", None)  # a picture takes as long as a run
+            with no_pictures():
                 run(module.main, module.Args, None, argv=args)
         lines = (folder / name.replace(" ", "_") / "metrics.jsonl").read_text().splitlines()
         found[name] = {key for line in lines for key in json.loads(line)}

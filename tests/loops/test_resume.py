@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from small_disk import NOT_ALLOWED
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -113,26 +114,14 @@ def test_a_run_that_is_open_keeps_its_args(task, tmp_path):
 
 
 FULL_DISK = """
-import ctypes, json, os, runpy, shutil, sys
+import json, os, runpy, shutil, sys
 from contextlib import suppress
 from pathlib import Path
+from small_disk import mount_small
 
 folder, other_flags, same_flags = json.loads(sys.argv[1])
-folder, mount, libc = Path(folder), Path(folder, "mount"), ctypes.CDLL(None)
+folder, mount = Path(folder), Path(folder, "mount")
 output, filler = mount / "run", mount / "filler"
-
-def small_disk():
-    "A file system of 3 MB at `mount`, for this process and those that it forks."
-    ids = {"uid_map": os.getuid(), "gid_map": os.getgid()}
-    if libc.unshare(0x20000):  # a namespace of mounts; who is not root also needs one of users
-        if libc.unshare(0x10020000):
-            sys.exit(77)
-        Path("/proc/self/setgroups").write_text("deny")
-        for name, number in ids.items():
-            Path("/proc/self", name).write_text(f"0 {number} 1")
-    private, size = 0x44000, b"size=3m"
-    if libc.mount(b"none", b"/", None, private, None) or libc.mount(b"tmpfs", bytes(mount), b"tmpfs", 0, size):
-        sys.exit(77)
 
 def run(command, name):
     "The exit status of `python -m ...`, whose output goes into two files of this name."
@@ -148,7 +137,7 @@ def run(command, name):
 def state():
     return (output / "args.json").read_bytes(), (output / "metrics.jsonl").read_bytes().splitlines()[:4]
 
-small_disk()
+mount_small(mount, "3m")
 shutil.copytree(folder / "left_alone", output)
 shutil.rmtree(output / "model")
 shutil.rmtree(output / "checkpoints/step_00000006")
@@ -176,8 +165,9 @@ def test_a_full_disk_on_resume_is_one_line_and_loses_nothing(task, tmp_path):
     commands = (command(task, "sft", output, *flags) for flags in (["--resume", "--keep", "3"], ["--resume"]))
     job = json.dumps([str(tmp_path), *commands])
     line = [sys.executable, "-c", FULL_DISK, job]
-    done = warm.run(line, env=ENV, capture_output=True, text=True, timeout=900, check=False)
-    if done.returncode == 77:
+    env = ENV | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/support'}"}
+    done = warm.run(line, env=env, capture_output=True, text=True, timeout=900, check=False)
+    if done.returncode == NOT_ALLOWED:
         pytest.skip("this machine does not allow mounting a small filesystem")
     assert json.loads(done.stdout) == [[2, 2, 0], True], done
     last = (tmp_path / "other_flags.err").read_text().strip().splitlines()[-1]

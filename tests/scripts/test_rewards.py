@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pictures import no_pictures
 from transformers import AutoTokenizer
 
 from rlkit.data.tiny import tiny_tokenizer
@@ -125,8 +126,7 @@ def lines(task, tmp_path_factory):
     """The metrics of each step of one run with four functions, with the samples of the step."""
     file, output = task / "reward.py", tmp_path_factory.mktemp("several") / "run"
     given = [f"{file}:length=0.5", f"{file}:compute_score=0", f"{file}:custom_rm", f"{file}:score=-2"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib", None)  # a picture takes as long as the run
+    with no_pictures():
         run(grpo.main, grpo.Args, None, argv=flags_of(task, output, *given))
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     dumps = [output / f"trajectories/train_{row['step']:06d}.jsonl" for row in rows if row["step"]]
