@@ -9,7 +9,6 @@
 each), or log-normal with a median of 25, where a static batch waits for its longest row. The sides:
 
     engine     `LocalEngine`, which returns log-probs as well
-    compiled   the same with compile=True
     generate   `model.generate` with a dynamic cache; the rows of a batch have one length, the longest
     batching   transformers' continuous batching: one manager for all rounds, as many cache blocks as the requests need
     sglang     an SGLang server on the CPU behind `rlkit.rollout.engines.sglang`, where its Python is given
@@ -46,7 +45,7 @@ from rlkit.types import SamplingParams
 
 VOCAB = 256  # of the prompts
 ROUNDS = {"nano": 7, "micro": 5, "mid": 3}
-RATIOS = [(a, b) for b in ("generate", "batching", "sglang", "vllm") for a in ("engine", "compiled")]
+RATIOS = [("engine", other) for other in ("generate", "batching", "sglang", "vllm")]
 
 
 @dataclass
@@ -57,8 +56,8 @@ class Args:
     """tokens of a prompt"""
     lengths: tuple[str, ...] = ("equal", "log-normal")
     """which of equal, log-normal"""
-    sides: tuple[str, ...] = ("engine", "compiled", "generate", "batching")
-    """which of engine, compiled, generate, batching, sglang, vllm"""
+    sides: tuple[str, ...] = ("engine", "generate", "batching")
+    """which of engine, generate, batching, sglang, vllm"""
     rounds: int | None = None
     """counted rounds; None: 7 of nano, 5 of micro, 3 of mid"""
     threads: int = 2
@@ -202,7 +201,6 @@ def sides_of(name: str, longest: int, args: Args, stack: ExitStack) -> dict[str,
     model = build(name)
     make: dict[str, Callable[[], Side]] = {
         "engine": lambda: through(partial(nullcontext, LocalEngine(model, eos_token_ids=()))),
-        "compiled": lambda: through(partial(nullcontext, LocalEngine(model, eos_token_ids=(), compile=True))),
         "generate": lambda: generate(model),
         "batching": lambda: stack.enter_context(batching(name, longest)),
         "sglang": lambda: stack.enter_context(sglang(model, args.threads)),

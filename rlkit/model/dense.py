@@ -6,14 +6,13 @@ the saved activations. A layer is two autograd functions with attention between 
     project   q, k, v = rotate(norm(W_qkv norm(x)))
     finish    y = x + W_o attention;  z = y + W_down (silu(W_gate norm(y)) * W_up norm(y))
 
-The weight of a norm before a product scales the product's columns instead of its rows, which are many more. Prompts
-that a group shares give only keys and values in the last layer. Everything else (GPUs, sharded models, adapters, hooks,
+What stands between the products is `rlkit.kernels.layer`. Prompts that a group shares give only keys and values in the
+last layer. Everything else (GPUs, sharded models, adapters, hooks,
 frozen parameters) runs the model's own forward; `covers` decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rlkit.kernels.layer import rms_norm, rms_norm_backward, rotary, rotary_backward, swiglu, swiglu_backward
 from rlkit.parallel.attention import AttentionPlan, attend
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -98,13 +98,13 @@ def hidden_states(
         plan, last = (p._replace(out_index=_padded(p.out_index[:, None])[:, 0]) for p in (plan, last))  # type: ignore
     with torch.no_grad():
         cos, sin = rotary_table(base, x, positions)
-    eps = torch.tensor(base.config.rms_norm_eps, dtype=x.dtype)
+    eps = base.config.rms_norm_eps
     for layer in base.layers:
         a, mlp = layer.self_attn, layer.mlp
         norms = [getattr(getattr(a, name, None), "weight", None) for name in ("q_norm", "k_norm")]
         projections = (a.q_proj, a.k_proj, a.v_proj)
         weights, biases = [p.weight for p in projections], [p.bias for p in projections]
-        q, k, v = _Project.apply(x, layer.input_layernorm.weight, *weights, *biases, *norms, cos, sin, eps, dtype)
+        q, k, v, x = _Project.apply(x, layer.input_layernorm.weight, *weights, *biases, *norms, cos, sin, eps, dtype)
         if layer is base.layers[-1]:
             plan, x = last, x[len(tokens) - num_tokens : len(tokens)]
             x = x if dtype == x.dtype else _padded(x)
@@ -120,7 +120,8 @@ def _padded(x: Tensor) -> Tensor:
 
 
 class _Project(torch.autograd.Function):
-    """Queries, keys and values [S, heads, head_dim] from the residual stream [S, D]."""
+    """Queries, keys and values [S, heads, head_dim] from the residual stream [S, D], and that stream itself, so that
+    its two gradients are added in one pass."""
 
     @staticmethod
     def forward(
@@ -128,113 +129,76 @@ class _Project(torch.autograd.Function):
         x: Tensor,
         norm: Tensor,
         *weights_and_more: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         q_w, k_w, v_w, q_b, k_b, v_b, q_norm, k_norm, cos, sin, eps, dtype = weights_and_more
         with torch.autocast("cpu", enabled=False):
-            head_dim = cos.shape[-1]
-            scale = inverse_rms(x, eps)
-            h = (x * scale).to(dtype)
-            weight = _scaled((q_w, k_w, v_w), norm, dtype)
+            h, scale = rms_norm(x, norm, eps)
             bias = None if q_b is None else torch.cat((q_b, k_b, v_b)).to(dtype)
-            y = F.linear(h, weight, bias).view(x.shape[0], -1, head_dim)
-            heads, both = q_w.shape[0] // head_dim, (q_w.shape[0] + k_w.shape[0]) // head_dim
-            qk, v = y[:, :both].to(x.dtype), y[:, both:]
-            normed = qk_scale = None
-            if q_norm is not None:
-                qk_scale = inverse_rms(qk, eps)
-                normed = qk * qk_scale
-                qk = normed * _per_head(q_norm, k_norm, heads, both)
-            out = rotate(qk, cos, sin).to(dtype)
-        ctx.save_for_backward(h, scale, norm, q_w, k_w, v_w, q_norm, k_norm, normed, qk_scale, cos, sin)
-        ctx.has_bias = q_b is not None
-        return out[:, :heads], out[:, heads:], v
+            y = F.linear(h.to(dtype), torch.cat((q_w, k_w, v_w)).to(dtype), bias)
+            q, k, v = _heads(y, q_w, k_w, v_w, cos)
+            q, k = (rotary(t, w, cos, sin, eps=eps).to(dtype) for t, w in ((q, q_norm), (k, k_norm)))
+        ctx.save_for_backward(x, scale, y, norm, q_w, k_w, v_w, q_norm, k_norm, cos, sin)
+        ctx.has_bias, ctx.eps = q_b is not None, eps
+        return q, k, v, x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        h, scale, norm, q_w, k_w, v_w, q_norm, k_norm, normed, qk_scale, cos, sin = ctx.saved_tensors
+        x, scale, y, norm, q_w, k_w, v_w, q_norm, k_norm, cos, sin = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
-            heads, both, dtype = grads[0].shape[1], grads[0].shape[1] + grads[1].shape[1], h.dtype
-            d_qk = _rotate_back(torch.cat(grads[:2], 1).to(cos.dtype), cos, sin)
-            d_q_norm = d_k_norm = None
-            if normed is not None:
-                d_norms = (d_qk * normed).sum(0)
-                d_q_norm, d_k_norm = d_norms[:heads].sum(0), d_norms[heads:].sum(0)
-                d_qk = _norm_backward(d_qk.mul_(_per_head(q_norm, k_norm, heads, both)), normed, qk_scale)
-            dy = torch.cat((d_qk.to(dtype), grads[2]), 1).flatten(1)
-            dx = _norm_backward(torch.mm(dy, _scaled((q_w, k_w, v_w), norm, dtype)), h, scale)
-            d_weights, d_norm = _scaled_backward(torch.mm(dy.t(), h), (q_w, k_w, v_w), norm)
-            d_biases = dy.sum(0, dtype=norm.dtype).split([len(w) for w in d_weights]) if ctx.has_bias else (None,) * 3
+            dy = torch.empty_like(y)
+            (q, k, _), (dq, dk, dv) = (_heads(t, q_w, k_w, v_w, cos) for t in (y, dy))
+            d_q_norm = rotary_backward(grads[0], q, q_norm, cos, sin, eps=ctx.eps, dx=dq)
+            d_k_norm = rotary_backward(grads[1], k, k_norm, cos, sin, eps=ctx.eps, dx=dk)
+            dv.copy_(grads[2])
+            dh = torch.mm(dy, torch.cat((q_w, k_w, v_w)).to(dy.dtype)).to(x.dtype)
+            dx, d_norm, h = rms_norm_backward(dh, x, norm, scale, grads[3])
+            sizes = [len(q_w), len(k_w), len(v_w)]
+            d_weights = torch.mm(dy.t(), h.to(dy.dtype)).to(norm.dtype).split(sizes)
+            d_biases = dy.sum(0, dtype=norm.dtype).split(sizes) if ctx.has_bias else (None,) * 3
         return dx, d_norm, *d_weights, *d_biases, d_q_norm, d_k_norm, None, None, None, None
+
+
+def _heads(y: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor) -> list[Tensor]:
+    """Queries, keys and values [S, heads, head_dim]: views of the stacked product with their weights."""
+    return [t.unflatten(1, (-1, cos.shape[-1])) for t in y.split([len(q), len(k), len(v)], 1)]
 
 
 class _Finish(torch.autograd.Function):
     """The rest of a layer: output projection, gated MLP, both residuals."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, attended: Tensor, o: Tensor, o_bias: Tensor | None, *others: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, attended: Tensor, o: Tensor, o_bias: Tensor | None, *others: Any) -> Tensor:
         norm, gate, up, down, eps = others
         with torch.autocast("cpu", enabled=False):
             dtype = attended.dtype
             y = _add_product(x, attended, o)
             y = y if o_bias is None else y.add_(o_bias)
-            scale = inverse_rms(y, eps)
-            h = (y * scale).to(dtype)
-            gate_up = torch.mm(h, _scaled((gate, up), norm, dtype).t())
-            g, u = gate_up.tensor_split(2, 1)
-            z = _add_product(y, F.silu(g).mul_(u), down)
-        ctx.save_for_backward(attended, o, h, scale, norm, gate, up, down, gate_up)
+            h, scale = rms_norm(y, norm, eps)
+            gate_up = torch.mm(h.to(dtype), torch.cat((gate, up)).to(dtype).t())
+            z = _add_product(y, swiglu(*gate_up.tensor_split(2, 1)), down)
+        ctx.save_for_backward(attended, o, y, scale, norm, gate, up, down, gate_up)
         ctx.has_bias = o_bias is not None
         return z
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        attended, o, h, scale, norm, gate, up, down, gate_up = ctx.saved_tensors
+        attended, o, y, scale, norm, gate, up, down, gate_up = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
-            (dz,), dtype = grads, h.dtype
-            low, (g, u) = dz.to(dtype), gate_up.tensor_split(2, 1)
-            activated, d_act = F.silu(g), torch.mm(low, down.to(dtype))
-            d_gate_up = torch.empty_like(gate_up)
+            dz, dtype = grads[0].contiguous(), gate_up.dtype
+            low = dz.to(dtype)
+            (g, u), d_gate_up = gate_up.tensor_split(2, 1), torch.empty_like(gate_up)
             d_g, d_u = d_gate_up.tensor_split(2, 1)
-            torch.mul(d_act, activated, out=d_u)
-            torch.ops.aten.silu_backward.grad_input(d_act.mul_(u), g, grad_input=d_g)
-            d_down = torch.mm(low.t(), activated.mul_(u)).to(down.dtype)
-            d_weights, d_norm = _scaled_backward(torch.mm(d_gate_up.t(), h), (gate, up), norm)
-            dy = _norm_backward(torch.mm(d_gate_up, _scaled((gate, up), norm, dtype)), h, scale).add_(dz)
+            activated = swiglu_backward(torch.mm(low, down.to(dtype)), g, u, d_gate=d_g, d_up=d_u)
+            d_down = torch.mm(low.t(), activated).to(down.dtype)
+            dh = torch.mm(d_gate_up, torch.cat((gate, up)).to(dtype)).to(y.dtype)
+            dy, d_norm, h = rms_norm_backward(dh, y, norm, scale, dz)
+            d_gate, d_up = torch.mm(d_gate_up.t(), h.to(dtype)).to(norm.dtype).tensor_split(2)
             low = dy.to(dtype)
             d_attended, d_o = torch.mm(low, o.to(dtype)), torch.mm(low.t(), attended).to(o.dtype)
             d_o_bias = dy.sum(0) if ctx.has_bias else None
-        return dy, d_attended, d_o, d_o_bias, d_norm, *d_weights, d_down, None
-
-
-def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) of each row; with eps as a tensor in fewer operators than F.rms_norm has on the CPU."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-
-
-def _norm_backward(grad: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
-    """The gradient of x, where normed = x * scale, from that of `normed`, which is overwritten if dtypes allow."""
-    grad, normed = grad.to(scale.dtype), normed.to(scale.dtype)
-    along = (grad * normed).mean(-1, keepdim=True)
-    return grad.addcmul_(normed, along, value=-1).mul_(scale)
-
-
-def _scaled(weights: Sequence[Tensor], norm: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights stacked, with columns scaled by `norm`, so that W (norm * h) = (W * norm) h."""
-    return torch.cat(list(weights)).mul_(norm).to(dtype)
-
-
-def _scaled_backward(grad: Tensor, weights: Sequence[Tensor], norm: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Gradients of the weights and of the norm from that of `_scaled`."""
-    parts = grad.to(norm.dtype).split([len(w) for w in weights])
-    d_norm = sum((part * w).sum(0) for part, w in zip(parts, weights, strict=True))
-    return tuple(part * norm for part in parts), d_norm
-
-
-def _per_head(q_norm: Tensor, k_norm: Tensor, heads: int, both: int) -> Tensor:
-    return torch.cat((q_norm.expand(heads, -1), k_norm.expand(both - heads, -1)))
+        return dy, d_attended, d_o, d_o_bias, d_norm, d_gate, d_up, d_down, None
 
 
 def rotary_table(base: Any, x: Tensor, positions: Int[Tensor, "T"]) -> tuple[Tensor, Tensor]:
@@ -242,15 +206,6 @@ def rotary_table(base: Any, x: Tensor, positions: Int[Tensor, "T"]) -> tuple[Ten
     cos, sin = (t[0, :, None] for t in base.rotary_emb(x[None], positions[None]))
     half = cos.shape[-1] // 2
     return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions; `sin` has the sign of its half."""
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
-
-
-def _rotate_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return (grad * cos).add_((grad * sin).roll(grad.shape[-1] // 2, -1))
 
 
 def _add_product(x: Tensor, h: Tensor, weight: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlkit.files import check_model_path
+from rlkit.kernels.layer import has_kernels
 from rlkit.kernels.linear_logp import FusedLoss, fused_loss, linear_log_kept_mass, linear_logp
 from rlkit.model import dense
 from rlkit.model.families import check_architecture, check_causal_lm, check_loaded, logit_scale, longest_sequence
@@ -201,10 +202,12 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
     move = partial(Tensor.to, device=device, non_blocking=device.type != "cpu")
     some = batch if batch.num_tokens else _dummy(batch.tokens.device)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        layout = plan_layout(some, mesh_of(model), device=device, flash=_flash(model, device, dtype))
+        mesh, is_dense = mesh_of(model), mesh_of(model) is None and dense.covers(model)
+        few = is_dense and dtype == torch.float32 and has_kernels(model.base_model.embed_tokens.weight)
+        layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype), few=few)
         joined = join(some)
         _check_length(model.config, joined[1])
-        if mesh_of(model) is None and dense.covers(model):
+        if is_dense:
             last = tail(layout.plan, layout.start)
             hidden = dense.hidden_states(model.base_model, *joined, layout.plan, last, dtype=dtype)[: batch.num_tokens]
         else:

@@ -142,7 +142,7 @@ class Engine:
     max_batch: Count = 64
     """sequences that the local engine decodes at once"""
     compile: bool = False
-    """compile the local engine's decoding: about ten seconds once, then up to 1.5x the tokens/s"""
+    """torch.compile the local engine's decoding where it has no kernels in C (in bf16, on CUDA): ten seconds or more"""
     engine_threads: Count = 1
     """CPU threads of the local engine (with --overlap)"""
     engine_cpus: tuple[int, ...] = ()

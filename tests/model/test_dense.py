@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from rlkit.kernels import layer
 from rlkit.model import dense
 from rlkit.model.forward import forward, prepare, token_outputs
 from rlkit.model.heads import values
@@ -78,6 +79,18 @@ def test_values_and_gradients_equal_those_of_transformers(monkeypatch, name, sha
     assert dense.covers(model)
     truth = own(monkeypatch, outputs, model, batch)
     assert distance(outputs(model, batch), truth) < 1e-5  # transformers' norms are fp32 for any dtype
+
+
+@pytest.mark.parametrize("prompts", [(5, 1, 20), (4, 2), (40, 30)])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "one key head"])
+def test_the_same_in_fp32_with_and_without_kernels(monkeypatch, name, prompts):
+    """With segments of few queries only, of many, and of both."""
+    model, batch = make(name), make_batch(prompts=prompts)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "library", lambda: None)
+        truth = own(monkeypatch, outputs, model, batch)
+        assert distance(outputs(model, batch), truth) < 2e-5
+    assert distance(outputs(model, batch), truth) < 2e-5
 
 
 def test_bf16_products_are_as_exact_as_those_of_transformers(monkeypatch):

@@ -18,7 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rlkit._tensors import upcast
-from rlkit.model.dense import inverse_rms, rotary_table, rotate, why_not_dense
+from rlkit.kernels.layer import LONGEST, decode_attention, has_kernels, rms_norm, rotary, swiglu
+from rlkit.model.dense import rotary_table, why_not_dense
 from rlkit.model.lora import adapter_of, is_low_rank, merged
 from rlkit.parallel.attention import causal_sdpa
 from rlkit.ranks import reshard
@@ -74,22 +75,23 @@ class Decoder:
     into further slots, and `decode` reads one token per row 0..B-1 (row = slot) and gives the logits of the next; B is
     one of `sizes`.
 
-    With `compile` a decoding step is one compiled graph for all lengths and batch sizes, made in ten to twenty seconds.
+    With `compile` a decoding step is one compiled graph for all lengths and batch sizes, except where
+    `rlkit.kernels.layer` has kernels, which are faster.
     """
 
     def __init__(self, model: Any, *, max_batch: int, max_len: int, compile: bool = False) -> None:
-        self._model, self._max_len, self._compiled = model, max_len, compile
+        self._model, self._max_len = model, max_len
         config, device = model.config, model.device
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
-        smallest = (2, 4) if compile else (1, 2, 4)  # a compiler takes 1 for a constant
+        self.refresh()
+        self._compiled = compile and not has_kernels(self._weights.embed)
+        smallest = (2, 4) if self._compiled else (1, 2, 4)  # a compiler takes 1 for a constant
         self.sizes = sorted({*(n for n in smallest if n < max_batch), *range(8, max_batch, 8), max_batch})
         # one call of C++ per step on the CPU, where the Python around short operators counts
-        self._step = torch.compile(step, options={"cpp_wrapper": device.type == "cpu"}) if compile else step
-        self.refresh()
+        options = {"cpp_wrapper": device.type == "cpu"}
+        self._step = torch.compile(step, options=options) if self._compiled else step
         self._eps = config.rms_norm_eps
-        if device.type == "cpu" and model.dtype == torch.float32:
-            self._eps = torch.tensor(config.rms_norm_eps)
         self._arenas = [self._weights.embed.new_zeros(0) for _ in range(2 * config.num_hidden_layers)]
         self._cache: list[tuple[Tensor, Tensor]] = []
         self._table = Rotary(self._arenas[0], self._arenas[0])
@@ -149,9 +151,10 @@ class Decoder:
         tokens = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=self._weights.embed.device)
         rows = torch.tensor(slots, device=tokens.device)
         x = F.embedding(tokens.flatten(), self._weights.embed)
-        rotary = Rotary(*(t[:longest].repeat(len(prompts), 1, 1) for t in self._table))
+        table = Rotary(*(t[:longest].repeat(len(prompts), 1, 1) for t in self._table))
         for layer, (keys, values) in zip(layers, self._cache, strict=True):
-            q, k, v = _project(x, layer, rotary, self._eps)
+            q, k, v = _project(x, layer, self._head_dim, self._eps)
+            q, k = _turned(q, k, layer, table, self._eps)
             q, k, v = (t.unflatten(0, (len(prompts), -1)).transpose(1, 2) for t in (q, k, v))
             keys[rows, :, :longest], values[rows, :, :longest] = k, v
             if layer is not layers[-1]:  # whose output is not needed: the last prompt token is decoded
@@ -185,20 +188,29 @@ def step(
     cache: list[tuple[Tensor, Tensor]],
     table: Rotary,
     places: Tensor,
-    eps: Tensor | float,
+    eps: float,
 ) -> Tensor:
     """One token of each row through the model: keys and values into the cache, logits out.
 
     A layer's cache is its keys and its values, [B * kv heads, length, head_dim]; `places` is arange(length).
     """
-    lane = torch.arange(len(cache[0][0]), device=tokens.device).view(len(tokens), -1)
-    place = positions[:, None].expand_as(lane)
-    bias = torch.where(places <= positions[:, None], 0.0, -torch.inf).to(weights.embed.dtype)[:, None]
-    x, rotary = F.embedding(tokens, weights.embed), Rotary(*(t.index_select(0, positions) for t in table))
+    x, head_dim = F.embedding(tokens, weights.embed), table.cos.shape[-1]
+    fused = places.shape[0] <= LONGEST and has_kernels(x)
+    if not fused:
+        lane = torch.arange(len(cache[0][0]), device=tokens.device).view(len(tokens), -1)
+        place = positions[:, None].expand_as(lane)
+        bias = torch.where(places <= positions[:, None], 0.0, -torch.inf).to(weights.embed.dtype)[:, None]
+        angles = Rotary(*(t.index_select(0, positions) for t in table))
     for layer, (keys, values) in zip(weights.layers, cache, strict=True):
-        q, k, v = _project(x, layer, rotary, eps)
-        keys[lane, place], values[lane, place] = k, v
-        x = _finish(x, _attend(q, keys, values, bias), layer, eps)
+        q, k, v = _project(x, layer, head_dim, eps)
+        if fused:
+            norms = layer.q_norm, layer.k_norm
+            out = decode_attention(q, k, v, *norms, *table, positions, keys, values, eps=eps)
+        else:
+            q, keys[lane, place] = _turned(q, k, layer, angles, eps)
+            values[lane, place] = v
+            out = _attend(q, keys, values, bias)
+        x = _finish(x, out, layer, eps)
     return upcast(F.linear(_rms_norm(x, weights.norm, eps), weights.head))
 
 
@@ -214,34 +226,29 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
     return torch.bmm(probs.view(lanes, -1, length), values).view(rows, -1)
 
 
-def _project(x: Tensor, layer: Layer, rotary: Rotary, eps: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [T, heads, head_dim] of one layer."""
-    h, head_dim = _rms_norm(x, layer.norm, eps), rotary.cos.shape[-1]
-    q = F.linear(h, *layer.q).view(x.shape[0], -1, head_dim)
-    k = F.linear(h, *layer.k).view(x.shape[0], -1, head_dim)
-    v = F.linear(h, *layer.v).view(x.shape[0], -1, head_dim)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = _rms_norm(q, layer.q_norm, eps), _rms_norm(k, layer.k_norm, eps)
-    return rotate(q, *rotary), rotate(k, *rotary), v
+def _project(x: Tensor, layer: Layer, head_dim: int, eps: float) -> tuple[Tensor, ...]:
+    """Queries, keys and values [T, heads, head_dim] of one layer, before norms and rotation."""
+    h = _rms_norm(x, layer.norm, eps)
+    return tuple(F.linear(h, *p).view(len(x), -1, head_dim) for p in (layer.q, layer.k, layer.v))
 
 
-def _finish(x: Tensor, attended: Tensor, layer: Layer, eps: Tensor | float) -> Tensor:
+def _turned(q: Tensor, k: Tensor, layer: Layer, angles: Rotary, eps: float) -> tuple[Tensor, Tensor]:
+    """Queries and keys, normed and turned to their positions."""
+    return rotary(q, layer.q_norm, *angles, eps=eps), rotary(k, layer.k_norm, *angles, eps=eps)
+
+
+def _finish(x: Tensor, attended: Tensor, layer: Layer, eps: float) -> Tensor:
     """The rest of a layer: output projection, gated MLP, residuals."""
     x = F.linear(attended, *layer.o).add_(x)
     h = _rms_norm(x, layer.mlp_norm, eps)
     if x.device.type == "cpu" and (torch.compiler.is_compiling() or x.shape[0] in TALL):
         h = h.t()  # weight @ h.T is up to 1.4x faster than h @ weight.T while there are few rows
-        h = F.silu(torch.mm(layer.gate, h), inplace=True).mul_(torch.mm(layer.up, h))
-        return torch.addmm(x, h.t(), layer.down.t())
-    h = F.silu(F.linear(h, layer.gate), inplace=True).mul_(F.linear(h, layer.up))
-    return F.linear(h, layer.down).add_(x)
+        return torch.addmm(x, swiglu(torch.mm(layer.gate, h), torch.mm(layer.up, h)).t(), layer.down.t())
+    return F.linear(swiglu(F.linear(h, layer.gate), F.linear(h, layer.up)), layer.down).add_(x)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor | float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight; with eps as a tensor in fewer operators than F.rms_norm has on the CPU."""
-    if not isinstance(eps, Tensor):
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return (x * inverse_rms(x, eps)).mul_(weight)
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm(x, weight, eps)[0] if has_kernels(x, weight) else F.rms_norm(x, weight.shape, weight, eps)
 
 
 def why_unsupported(model: Any, max_len: int) -> str | None:

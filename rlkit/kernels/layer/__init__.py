@@ -1,0 +1,230 @@
+"""What a dense decoder layer does between its matrix products: RMS norm, gated SiLU, rotary positions, and attention of
+one new token per row. Each with its gradient, none with autograd: `rlkit.model.dense` puts them into functions of its
+own, `rlkit.rollout.engines.local` decodes with them.
+
+On a CPU these operators take longer than the products where a model is small, and most of that is the start of dozens
+of operators on a few kilobytes each. In fp32 each is one call of C (layer.c, see `compiled`); everywhere else it is
+the torch code below, which is also what it is tested against.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlkit.kernels.layer.compiled import library
+
+_SERIAL = 1 << 15  # numbers up to which a second thread costs more than it takes over
+LONGEST = 1 << 16  # keys of a query, whose probabilities fit on a thread's stack
+
+
+def has_kernels(*tensors: Tensor) -> bool:
+    """Whether C does the work: fp32 tensors on the CPU, rows of adjacent numbers, outside torch.compile, a compiler."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(x.dtype == torch.float32 and x.device.type == "cpu" and x.stride(-1) == 1 for x in tensors)
+        and library() is not None
+    )
+
+
+def rms_norm(
+    x: Float[Tensor, "T D"], weight: Float[Tensor, "D"], eps: float
+) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T 1"]]:
+    """x * scale * weight with scale = 1 / sqrt(mean(x^2) + eps) of each row, and the scale."""
+    if not has_kernels(x, weight):
+        scale = inverse_rms(x, eps)
+        return (x * scale).mul_(weight), scale
+    out, scale = torch.empty_like(x), x.new_empty(len(x), 1)
+    library().rms_norm(x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), scale.data_ptr(), *x.shape, _threads(x))
+    return out, scale
+
+
+def rms_norm_backward(
+    grad: Float[Tensor, "T D"],
+    x: Float[Tensor, "T D"],
+    weight: Float[Tensor, "D"],
+    scale: Float[Tensor, "T 1"],
+    residual: Float[Tensor, "T D"],
+) -> tuple[Float[Tensor, "T D"], Float[Tensor, "D"], Float[Tensor, "T D"]]:
+    """The gradients of x (with `residual`, its gradient from elsewhere, added) and of `weight`, and the output again.
+
+        dx = scale * (g - n * mean(g * n)) + residual      g = grad * weight, n = x * scale
+    """  # fmt: skip
+    if not has_kernels(grad, x, weight, residual):
+        normed = x * scale
+        d_weight = (grad * normed).sum(0)
+        grad = grad * weight
+        along = (grad * normed).mean(-1, keepdim=True)
+        dx = grad.addcmul_(normed, along, value=-1).mul_(scale).add_(residual)
+        return dx, d_weight, normed.mul_(weight)
+    threads = _threads(x)
+    dx, d_weight, out = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(x)
+    parts = x.new_empty(threads, len(weight))
+    pointers = [t.data_ptr() for t in (grad, x, weight, scale, residual, dx, d_weight, out, parts)]
+    library().rms_norm_backward(*pointers, *x.shape, threads)
+    return dx, d_weight, out
+
+
+def swiglu(gate: Float[Tensor, "T F"], up: Float[Tensor, "T F"]) -> Float[Tensor, "T F"]:
+    """silu(gate) * up; both have equal strides."""
+    if not has_kernels(gate, up):
+        return F.silu(gate).mul_(up)
+    out = gate.new_empty(gate.shape)
+    library().swiglu(gate.data_ptr(), up.data_ptr(), gate.stride(0), out.data_ptr(), *gate.shape, _threads(gate))
+    return out
+
+
+def swiglu_backward(
+    grad: Float[Tensor, "T F"],
+    gate: Float[Tensor, "T F"],
+    up: Float[Tensor, "T F"],
+    *,
+    d_gate: Float[Tensor, "T F"],
+    d_up: Float[Tensor, "T F"],
+) -> Float[Tensor, "T F"]:
+    """Writes the gradients, with the strides of `gate` and `up`; returns the output again. Overwrites `grad`."""
+    if not has_kernels(grad, gate, up):
+        activated = F.silu(gate)
+        torch.mul(grad, activated, out=d_up)
+        torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=d_gate)
+        return activated.mul_(up)
+    out = torch.empty_like(grad)
+    inputs, outputs = [t.data_ptr() for t in (grad, gate, up)], [t.data_ptr() for t in (d_gate, d_up, out)]
+    library().swiglu_backward(*inputs, gate.stride(0), *outputs, *gate.shape, _threads(gate))
+    return out
+
+
+def rotary(
+    x: Float[Tensor, "T H n"],
+    norm: Float[Tensor, "n"] | None,
+    cos: Float[Tensor, "T 1 n"],
+    sin: Float[Tensor, "T 1 n"],
+    *,
+    eps: float,
+) -> Float[Tensor, "T H n"]:
+    """Each head RMS-normed to y (if there is a norm), then turned to its position: y * cos + swap(y) * sin, where swap
+    exchanges the halves; `sin` has the sign of its half."""
+    if not has_kernels(x, cos, sin):
+        x = x.to(cos.dtype)
+        y = x if norm is None else F.rms_norm(x, norm.shape, norm, eps)
+        return (y * cos).addcmul_(y.roll(y.shape[-1] // 2, -1), sin)
+    out = x.new_empty(x.shape)
+    pointers = [t.data_ptr() for t in (cos, sin, out)]
+    library().rotary(x.data_ptr(), x.stride(0), _address(norm), eps, *pointers, *x.shape, _threads(x))
+    return out
+
+
+def rotary_backward(
+    grad: Float[Tensor, "T H n"],
+    x: Float[Tensor, "T H n"],
+    norm: Float[Tensor, "n"] | None,
+    cos: Float[Tensor, "T 1 n"],
+    sin: Float[Tensor, "T 1 n"],
+    *,
+    eps: float,
+    dx: Float[Tensor, "T H n"],
+) -> Float[Tensor, "n"] | None:
+    """Writes the gradient of x, with its strides, from that of `rotary`; returns the gradient of the norm."""
+    if not has_kernels(grad, x, cos, sin):
+        grad, x, d_norm = grad.to(cos.dtype), x.to(cos.dtype), None
+        dy = (grad * cos).add_((grad * sin).roll(grad.shape[-1] // 2, -1))
+        if norm is not None:
+            scale = inverse_rms(x, eps)
+            normed = x * scale
+            d_norm = (dy * normed).sum((0, 1))
+            dy.mul_(norm)
+            dy.addcmul_(normed, (dy * normed).mean(-1, keepdim=True), value=-1).mul_(scale)
+        dx.copy_(dy)
+        return d_norm
+    threads, n = _threads(x), x.shape[2]
+    d_norm, parts = x.new_empty(n), x.new_empty(threads, n)
+    pointers = [t.data_ptr() for t in (cos, sin, dx, d_norm, parts)]
+    inputs = grad.contiguous().data_ptr(), x.data_ptr(), x.stride(0), _address(norm)
+    library().rotary_backward(*inputs, eps, *pointers, *x.shape, threads)
+    return None if norm is None else d_norm
+
+
+class Attention(torch.autograd.Function):
+    """Softmax attention of spans of few queries, without padding or copies of the keys that they share; in C only.
+
+    q [T, H, n], k and v [S, K, n]. A row of `spans` has the first query of a span, their number a, the number of its
+    keys b, the sum of a * b before it, and ranges (first, number) of its keys, at least one; query i sees its first
+    b - a + i + 1 keys. Rows of the result that no span has are not written. `num_pairs`: the sum of a * b.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Float[Tensor, "T H n"],
+        k: Float[Tensor, "S K n"],
+        v: Float[Tensor, "S K n"],
+        spans: Int[Tensor, "N 4+2*R"],
+        num_pairs: int,
+        scale: float,
+    ) -> Float[Tensor, "T H n"]:
+        """softmax(scale q k^T) v."""
+        (_, heads, n), kv_heads = q.shape, k.shape[1]
+        out, probs = torch.empty_like(q), q.new_empty(num_pairs * heads)
+        inputs = q.data_ptr(), k.data_ptr(), v.data_ptr(), v.stride(0), spans.data_ptr(), spans.shape[1]
+        sizes = len(spans), heads, kv_heads, n, torch.get_num_threads()
+        library().attention(*inputs, scale, probs.data_ptr(), out.data_ptr(), *sizes)
+        ctx.save_for_backward(q, k, v, spans, probs)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Of q, k and v; threads divide the heads of the keys."""
+        (q, k, v, spans, probs), grad = ctx.saved_tensors, grads[0].contiguous()
+        out = [torch.zeros_like(q), torch.zeros_like(k), v.new_zeros(v.shape)]
+        inputs = [t.data_ptr() for t in (grad, q, k, v)]
+        pointers = [t.data_ptr() for t in (probs, *out)]
+        sizes = len(spans), *q.shape[1:2], *k.shape[1:], torch.get_num_threads()
+        library().attention_backward(
+            *inputs, v.stride(0), spans.data_ptr(), spans.shape[1], ctx.scale, *pointers, *sizes
+        )
+        return *out, None, None, None
+
+
+def decode_attention(
+    q: Float[Tensor, "B H n"],
+    k: Float[Tensor, "B K n"],
+    v: Float[Tensor, "B K n"],
+    q_norm: Float[Tensor, "n"] | None,
+    k_norm: Float[Tensor, "n"] | None,
+    cos: Float[Tensor, "L 1 n"],
+    sin: Float[Tensor, "L 1 n"],
+    positions: Int[Tensor, "B"],
+    keys: Float[Tensor, "B*K L n"],
+    values: Float[Tensor, "B*K L n"],
+    *,
+    eps: float,
+) -> Float[Tensor, "B H*n"]:
+    """One new token of each row: `rotary` at its position, its key and value into the cache, and softmax attention of
+    its queries over all places up to its own. In C only (`has_kernels`); `keys` lie transposed, [B*K, n, L]."""
+    out = q.new_empty(len(q), q.shape[1] * q.shape[2])
+    inputs = q.data_ptr(), k.data_ptr(), v.data_ptr(), _address(q_norm), _address(k_norm)
+    pointers = [t.data_ptr() for t in (cos, sin, positions, keys, values, out)]
+    sizes = *q.shape[:2], *k.shape[1:], values.shape[1]
+    library().decode_attention(*inputs, eps, *pointers, *sizes, torch.get_num_threads())
+    return out
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) of each row, in fewer operators than F.rms_norm has on the CPU."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _threads(x: Tensor) -> int:
+    return torch.get_num_threads() if x.numel() > _SERIAL else 1

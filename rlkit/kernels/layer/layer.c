@@ -1,0 +1,271 @@
+/* The operators of a dense decoder layer between its matrix products, on the CPU, in fp32; __init__.py has the formulas.
+
+   Every array is contiguous. Rows are divided over threads in order, so that equal calls give equal bits: a sum over
+   rows is added up per thread in `parts`, [threads, width], and then in the order of the threads. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef int64_t size;
+
+#define VECTOR _Pragma("omp simd") /* no two of its arrays overlap */
+#define EACH_ROW _Pragma("omp parallel for schedule(static) num_threads(threads)")
+
+/* e^x to 2 units in the last place for |x| < 87, beyond that as at the border; NaN stays NaN. */
+static inline float exp_(float x) {
+    x = x < -87.0f ? -87.0f : x > 87.0f ? 87.0f : x;
+    float n = rintf(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f; /* Cephes' expf */
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
+    return (p * r * r + r + 1) * power.value;
+}
+
+static inline float dot(const float *restrict a, const float *restrict b, size n) {
+    float sum = 0;
+    for (size i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+static inline void add_scaled(float *restrict out, const float *restrict x, float scale, size n) {
+    for (size i = 0; i < n; i++) out[i] += scale * x[i];
+}
+
+static void add_parts(float *restrict out, const float *restrict parts, size width, int threads) {
+    memset(out, 0, width * sizeof(float));
+    for (int t = 0; t < threads; t++) add_scaled(out, parts + t * width, 1, width);
+}
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static int omp_get_thread_num(void) { return 0; }
+#endif
+
+/* out = x * scale * weight, scale = 1 / sqrt(mean(x^2) + eps) of each row */
+void rms_norm(const float *x, const float *weight, float eps, float *out, float *scale, size rows, size width,
+              int threads) {
+    EACH_ROW
+    for (size r = 0; r < rows; r++) {
+        const float *restrict a = x + r * width;
+        float *restrict o = out + r * width, s = 1 / sqrtf(dot(a, a, width) / width + eps);
+        scale[r] = s;
+        VECTOR
+        for (size i = 0; i < width; i++) o[i] = a[i] * s * weight[i];
+    }
+}
+
+/* dx = scale * (g - n * mean(g * n)) + residual with g = grad * weight and n = x * scale; and the forward's output */
+void rms_norm_backward(const float *grad, const float *x, const float *weight, const float *scale,
+                       const float *residual, float *dx, float *d_weight, float *out, float *parts, size rows,
+                       size width, int threads) {
+    memset(parts, 0, threads * width * sizeof(float));
+    EACH_ROW
+    for (size r = 0; r < rows; r++) {
+        const float *restrict a = x + r * width, *restrict g = grad + r * width, *restrict add = residual + r * width;
+        float *restrict d = dx + r * width, *restrict o = out + r * width;
+        float *restrict part = parts + omp_get_thread_num() * width, s = scale[r], along = 0;
+        for (size i = 0; i < width; i++) along += g[i] * weight[i] * a[i];
+        along *= s * s / width;
+        VECTOR
+        for (size i = 0; i < width; i++) {
+            part[i] += g[i] * a[i] * s;
+            o[i] = a[i] * s * weight[i];
+            d[i] = s * (g[i] * weight[i] - a[i] * along) + add[i];
+        }
+    }
+    add_parts(d_weight, parts, width, threads);
+}
+
+/* silu(gate) * up, whose rows begin every `stride` numbers */
+void swiglu(const float *gate, const float *up, size stride, float *out, size rows, size width, int threads) {
+    EACH_ROW
+    for (size r = 0; r < rows; r++) {
+        const float *restrict g = gate + r * stride, *restrict u = up + r * stride;
+        float *restrict o = out + r * width;
+        VECTOR
+        for (size i = 0; i < width; i++) o[i] = g[i] / (1 + exp_(-g[i])) * u[i];
+    }
+}
+
+/* the gradients, with rows as those of gate and up, and the forward's output */
+void swiglu_backward(const float *grad, const float *gate, const float *up, size stride, float *d_gate, float *d_up,
+                     float *out, size rows, size width, int threads) {
+    EACH_ROW
+    for (size r = 0; r < rows; r++) {
+        const float *restrict g = gate + r * stride, *restrict u = up + r * stride, *restrict d = grad + r * width;
+        float *restrict dg = d_gate + r * stride, *restrict du = d_up + r * stride, *restrict o = out + r * width;
+        VECTOR
+        for (size i = 0; i < width; i++) {
+            float s = 1 / (1 + exp_(-g[i])), silu = g[i] * s;
+            o[i] = silu * u[i];
+            du[i] = d[i] * silu;
+            dg[i] = d[i] * u[i] * (s + silu * (1 - s));
+        }
+    }
+}
+
+/* One head: normed by `norm` (or not, if null), then turned by the angles whose cos, and sin with the sign of its half,
+   are given. */
+static inline void turn(const float *restrict x, const float *norm, float eps, const float *restrict cos,
+                        const float *restrict sin, float *restrict out, size n) {
+    size half = n / 2;
+    float s = norm ? 1 / sqrtf(dot(x, x, n) / n + eps) : 1, y[n];
+    for (size i = 0; i < n; i++) y[i] = norm ? x[i] * s * norm[i] : x[i];
+    VECTOR
+    for (size i = 0; i < half; i++) {
+        out[i] = y[i] * cos[i] + y[i + half] * sin[i];
+        out[i + half] = y[i + half] * cos[i + half] + y[i] * sin[i + half];
+    }
+}
+
+/* Each head of each row; the rows of x begin every `stride` numbers, those of out are dense. */
+void rotary(const float *x, size stride, const float *norm, float eps, const float *cos, const float *sin, float *out,
+            size rows, size heads, size n, int threads) {
+    EACH_ROW
+    for (size r = 0; r < rows; r++)
+        for (size h = 0; h < heads; h++)
+            turn(x + r * stride + h * n, norm, eps, cos + r * n, sin + r * n, out + (r * heads + h) * n, n);
+}
+
+/* dx, with rows as those of x, and d_norm from the gradient [rows, heads, n] of `rotary` */
+void rotary_backward(const float *grad, const float *x, size stride, const float *norm, float eps, const float *cos,
+                     const float *sin, float *dx, float *d_norm, float *parts, size rows, size heads, size n,
+                     int threads) {
+    size half = n / 2;
+    memset(parts, 0, threads * n * sizeof(float));
+    EACH_ROW
+    for (size r = 0; r < rows; r++) {
+        const float *restrict c = cos + r * n, *restrict s = sin + r * n;
+        float *restrict part = parts + omp_get_thread_num() * n;
+        for (size h = 0; h < heads; h++) {
+            const float *restrict g = grad + (r * heads + h) * n, *restrict a = x + r * stride + h * n;
+            float *restrict d = dx + r * stride + h * n, y[n];
+            VECTOR
+            for (size i = 0; i < half; i++) {
+                y[i] = g[i] * c[i] + g[i + half] * s[i + half];
+                y[i + half] = g[i + half] * c[i + half] + g[i] * s[i];
+            }
+            if (!norm) {
+                memcpy(d, y, n * sizeof(float));
+                continue;
+            }
+            float scale = 1 / sqrtf(dot(a, a, n) / n + eps), along = 0;
+            VECTOR
+            for (size i = 0; i < n; i++) {
+                part[i] += y[i] * a[i] * scale;
+                y[i] *= norm[i];
+            }
+            along = dot(y, a, n) * scale * scale / n;
+            for (size i = 0; i < n; i++) d[i] = scale * (y[i] - a[i] * along);
+        }
+    }
+    add_parts(d_norm, parts, n, threads);
+}
+
+/* One new token per row: its key and value go to place positions[r] of the row's lanes, keys [rows, kv_heads, n, length]
+   and values [rows, kv_heads, length, n]; its queries attend to all places up to that one. cos and sin are tables. */
+void decode_attention(const float *q, const float *k, const float *v, const float *q_norm, const float *k_norm,
+                      float eps, const float *cos, const float *sin, const size *positions, float *keys, float *values,
+                      float *out, size rows, size heads, size kv_heads, size n, size length, int threads) {
+    size group = heads / kv_heads;
+    float factor = 1 / sqrtf(n);
+    EACH_ROW
+    for (size lane = 0; lane < rows * kv_heads; lane++) {
+        size place = positions[lane / kv_heads], places = place + 1;
+        const float *restrict c = cos + place * n, *restrict s = sin + place * n;
+        float *restrict lane_k = keys + lane * n * length, *restrict lane_v = values + lane * n * length;
+        float turned[n], probs[places];
+        turn(k + lane * n, k_norm, eps, c, s, turned, n);
+        for (size i = 0; i < n; i++) lane_k[i * length + place] = turned[i];
+        memcpy(lane_v + place * n, v + lane * n, n * sizeof(float));
+        for (size head = lane * group; head < (lane + 1) * group; head++) {
+            float *restrict o = out + head * n, most = -INFINITY, sum = 0;
+            turn(q + head * n, q_norm, eps, c, s, turned, n);
+            memset(probs, 0, places * sizeof(float));
+            for (size i = 0; i < n; i++) add_scaled(probs, lane_k + i * length, turned[i], places);
+            for (size j = 0; j < places; j++) most = probs[j] > most ? probs[j] : most;
+            for (size j = 0; j < places; j++) {
+                probs[j] = exp_((probs[j] - most) * factor);
+                sum += probs[j];
+            }
+            memset(o, 0, n * sizeof(float));
+            for (size j = 0; j < places; j++) add_scaled(o, lane_v + j * n, probs[j] / sum, n);
+        }
+    }
+}
+
+/* A span of `columns` numbers: its first query, their number a, that of its keys b, the place of its probabilities divided
+   by the heads, and ranges (first, number) of key rows. Query i of a span sees its first b - a + i + 1 keys. */
+#define EACH_KEY(span, columns, limit) \
+    for (size range = 4, j = 0; range < (columns) && j < (limit); range += 2) \
+        for (size key = (span)[range], end = key + (span)[range + 1]; key < end && j < (limit); key++, j++)
+
+/* Softmax attention of the queries of all spans: q and out [T, heads, n], k [S, kv_heads, n], v likewise but with rows
+   every `v_stride` numbers. Rows of out that are in no span stay as they are. */
+void attention(const float *q, const float *k, const float *v, size v_stride, const size *spans, size columns,
+               float factor, float *probs, float *out, size rows, size heads, size kv_heads, size n, int threads) {
+    EACH_ROW
+    for (size row = 0; row < rows * heads; row++) {
+        const size *span = spans + row / heads * columns;
+        size head = row % heads, kv_head = head * kv_heads / heads, a = span[1], b = span[2];
+        for (size i = 0; i < a; i++) {
+            const float *restrict query = q + ((span[0] + i) * heads + head) * n;
+            float *restrict p = probs + span[3] * heads + (head * a + i) * b, most = -INFINITY, sum = 0;
+            float *restrict o = out + ((span[0] + i) * heads + head) * n;
+            size seen = b - a + i + 1;
+            EACH_KEY(span, columns, seen) {
+                p[j] = dot(query, k + (key * kv_heads + kv_head) * n, n) * factor;
+                most = p[j] > most ? p[j] : most;
+            }
+            for (size j = 0; j < seen; j++) {
+                p[j] = exp_(p[j] - most);
+                sum += p[j];
+            }
+            memset(o, 0, n * sizeof(float));
+            EACH_KEY(span, columns, seen) {
+                p[j] /= sum;
+                add_scaled(o, v + key * v_stride + kv_head * n, p[j], n);
+            }
+        }
+    }
+}
+
+/* dq [T, heads, n], dk and dv [S, kv_heads, n], all of zeros before, from the gradient of out */
+void attention_backward(const float *grad, const float *q, const float *k, const float *v, size v_stride,
+                        const size *spans, size columns, float factor, const float *probs, float *dq, float *dk,
+                        float *dv, size rows, size heads, size kv_heads, size n, int threads) {
+    size group = heads / kv_heads, most = 1;
+    for (size row = 0; row < rows; row++) most = spans[row * columns + 2] > most ? spans[row * columns + 2] : most;
+    EACH_ROW /* spans share keys, heads do not */
+    for (size kv_head = 0; kv_head < kv_heads; kv_head++) {
+        float slope[most];
+        for (size row = 0; row < rows; row++)
+            for (size head = kv_head * group; head < (kv_head + 1) * group; head++) {
+                const size *span = spans + row * columns;
+                size a = span[1], b = span[2];
+                for (size i = 0; i < a; i++) {
+                    size at = ((span[0] + i) * heads + head) * n, seen = b - a + i + 1;
+                    const float *restrict g = grad + at, *restrict query = q + at;
+                    const float *restrict p = probs + span[3] * heads + (head * a + i) * b;
+                    float *restrict d = dq + at, along = 0;
+                    EACH_KEY(span, columns, seen) {
+                        slope[j] = dot(g, v + key * v_stride + kv_head * n, n);
+                        along += p[j] * slope[j];
+                    }
+                    EACH_KEY(span, columns, seen) {
+                        size of_key = (key * kv_heads + kv_head) * n;
+                        float s = p[j] * (slope[j] - along) * factor;
+                        add_scaled(d, k + of_key, s, n);
+                        add_scaled(dk + of_key, query, s, n);
+                        add_scaled(dv + of_key, g, p[j], n);
+                    }
+                }
+            }
+    }
+}

@@ -1,0 +1,222 @@
+"""The C kernels of a layer against torch in fp64, and what happens where there are none."""
+
+import math
+import os
+import subprocess
+import sys
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rlkit.kernels import layer
+from rlkit.kernels.layer import compiled
+
+EPS = 1e-6
+SHAPES = [(1, 1), (3, 5), (17, 64), (70, 130), (600, 128)]  # the last is above what one thread does
+needs_c = pytest.mark.skipif(compiled.library() is None, reason="no C compiler")
+
+
+either = pytest.mark.usefixtures("backend")
+
+
+@pytest.fixture(params=[pytest.param("C", marks=needs_c), "torch"])
+def backend(request, monkeypatch):
+    """The kernels, and torch's operators."""
+    if request.param == "torch":
+        monkeypatch.setattr(layer, "library", lambda: None)
+
+
+def draw(*shape, seed=0):
+    return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def truth(function, *inputs, grad):
+    """The outputs of `function` and the gradients of its inputs, in fp64."""
+    leaves = [x.double().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return out.detach(), torch.autograd.grad(out, leaves, grad.double())
+
+
+def close(got, expected, tolerance=2e-6):
+    assert got.shape == expected.shape
+    return (got - expected).norm() <= tolerance * (1 + expected.norm())
+
+
+@either
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_rms_norm(rows, width):
+    x, weight, grad, residual = draw(rows, width), draw(width), draw(rows, width, seed=1), draw(rows, width, seed=2)
+    expected, (dx, d_weight) = truth(lambda x, w: F.rms_norm(x, w.shape, w, EPS), x, weight, grad=grad)
+    out, scale = layer.rms_norm(x, weight, EPS)
+    assert close(out, expected)
+    assert close(scale[:, 0], (x.double().square().mean(-1) + EPS).rsqrt())
+    got = layer.rms_norm_backward(grad.clone(), x, weight, scale, residual)
+    assert all(close(*pair, 5e-6) for pair in zip(got, (dx + residual, d_weight, expected), strict=True))
+
+
+@either
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+@pytest.mark.parametrize("joined", [True, False])
+def test_swiglu(rows, width, joined):
+    both, grad = 5 * draw(rows, 2 * width), draw(rows, width, seed=1)
+    gate, up = both.tensor_split(2, 1) if joined else (x.clone() for x in both.tensor_split(2, 1))
+    expected, grads = truth(lambda g, u: F.silu(g) * u, gate, up, grad=grad)
+    assert close(layer.swiglu(gate, up), expected)
+    d_both = torch.full_like(both, math.nan)
+    d_gate, d_up = d_both.tensor_split(2, 1) if joined else (x.clone() for x in d_both.tensor_split(2, 1))
+    assert close(layer.swiglu_backward(grad.clone(), gate, up, d_gate=d_gate, d_up=d_up), expected)
+    assert close(d_gate, grads[0])
+    assert close(d_up, grads[1])
+
+
+@either
+def test_swiglu_at_its_borders():
+    gate = torch.tensor([[0.0, -0.0, 1e-30, 20.0, -20.0, 89.0, -89.0, 1e4, -1e4, math.inf, math.nan, 1.0]])
+    up = torch.ones_like(gate)
+    out = layer.swiglu(gate, up)[0]
+    assert close(out[:9], F.silu(gate[0, :9].double()), 1e-7)
+    assert out[9] == math.inf
+    assert out[10].isnan()
+    assert out[11] == pytest.approx(1 / (1 + math.exp(-1)))
+
+
+def turned(x, norm, cos, sin):
+    y = x if norm is None else x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm
+    a, b = y.tensor_split(2, -1)
+    return y * cos + torch.cat((b, a), -1) * sin
+
+
+@either
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("rows", "heads", "n"), [(1, 1, 2), (5, 3, 8), (300, 4, 32)])
+def test_rotary(rows, heads, n, normed):
+    """x is part of a wider tensor, as the queries are of the stacked product."""
+    wide, grad = draw(rows, heads + 2, n), draw(rows, heads, n, seed=1)
+    x, norm, cos, sin = wide[:, 1:-1], draw(n) if normed else None, draw(rows, 1, n, seed=2), draw(rows, 1, n, seed=3)
+    inputs = (x, norm) if normed else (x,)
+    angles = cos.double(), sin.double()
+    expected, grads = truth(lambda x, w=None: turned(x, w, *angles), *inputs, grad=grad)
+    assert close(layer.rotary(x, norm, cos, sin, eps=EPS), expected)
+    d_wide = torch.zeros_like(wide)
+    d_norm = layer.rotary_backward(grad.clone(), x, norm, cos, sin, eps=EPS, dx=d_wide[:, 1:-1])
+    assert close(d_wide[:, 1:-1], grads[0], 5e-6)
+    assert not d_wide[:, [0, -1]].any()
+    assert d_norm is None if norm is None else close(d_norm, grads[1], 5e-6)
+
+
+@either
+def test_a_nan_stays_in_its_row():
+    x = draw(4, 20)
+    x[1, 3] = math.nan
+    for out in (layer.rms_norm(x, draw(20), EPS)[0], layer.swiglu(*x.tensor_split(2, 1))):
+        assert out.isnan().any(1).tolist() == [False, True, False, False]
+
+
+SPANS = [  # first query, number of queries, ranges of keys: two prompts, samples that share the first, a sample alone
+    (0, 4, [(0, 4)]), (4, 1, [(4, 1)]), (5, 3, [(0, 4), (5, 3)]), (8, 6, [(0, 4), (8, 6)]), (14, 2, [(14, 2)]),
+]  # fmt: skip
+
+
+def table(spans):
+    most = max(len(ranges) for *_, ranges in spans)
+    lens = [sum(n for _, n in ranges) for *_, ranges in spans]
+    before = [0, *accumulate(a * b for (_, a, _), b in zip(spans, lens))]
+    rows = [
+        [first, a, b, at, *(n for r in [*ranges, *[(0, 0)] * (most - len(ranges))] for n in r)]
+        for (first, a, ranges), b, at in zip(spans, lens, before)
+    ]
+    return torch.tensor(rows), before[-1]
+
+
+def attended(q, k, v, scale):
+    """One query at a time."""
+    out = []
+    for first, a, ranges in SPANS:
+        keys = [j for start, n in ranges for j in range(start, start + n)]
+        for i in range(a):
+            seen = keys[: len(keys) - a + i + 1]
+            for head in range(q.shape[1]):
+                kv_head = head * k.shape[1] // q.shape[1]
+                probs = (k[seen, kv_head] @ q[first + i, head] * scale).softmax(0)
+                out.append(probs @ v[seen, kv_head])
+    return torch.stack(out).view(q.shape)
+
+
+@needs_c
+@pytest.mark.parametrize(("heads", "kv_heads", "n"), [(1, 1, 3), (4, 2, 32), (6, 1, 16)])
+def test_attention_of_few_queries(heads, kv_heads, n):
+    q, k, wide, grad = draw(16, heads, n), draw(16, kv_heads, n), draw(16, kv_heads + 1, n), draw(16, heads, n, seed=1)
+    v = wide[:, 1:]
+    expected, grads = truth(lambda q, k, v: attended(q, k, v, 0.3), q, k, v, grad=grad)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = layer.Attention.apply(*leaves, *table(SPANS), 0.3)
+    assert close(out, expected)
+    for got, want in zip(torch.autograd.grad(out, leaves, grad), grads, strict=True):
+        assert close(got, want)
+
+
+@needs_c
+@pytest.mark.parametrize("normed", [True, False])
+def test_decode_attention_writes_and_reads_the_cache(normed):
+    rows, heads, kv_heads, n, length = 3, 4, 2, 8, 20
+    q, k, v = draw(rows, heads, n), draw(rows, kv_heads, n), draw(rows, kv_heads, n, seed=1)
+    norms = (draw(n), draw(n, seed=1)) if normed else (None, None)
+    cos, sin, positions = draw(length, 1, n), draw(length, 1, n, seed=1), torch.tensor([0, 7, 19])
+    keys = draw(rows * kv_heads, n, length).transpose(1, 2)
+    values = draw(rows * kv_heads, length, n)
+    old_keys, old_values = keys.clone().double(), values.clone().double()
+    out = layer.decode_attention(q, k, v, *norms, cos, sin, positions, keys, values, eps=EPS)
+    wide = [None if x is None else x.double() for x in (q, k, *norms, cos, sin)]
+    q, k = (turned(x, w, wide[4][positions], wide[5][positions]) for x, w in zip(wide[:2], wide[2:4]))
+    for lane in range(rows * kv_heads):
+        row, head = divmod(lane, kv_heads)
+        place = int(positions[row])
+        old_keys[lane, place], old_values[lane, place] = k[row, head], v[row, head].double()
+        for query in range(2 * head, 2 * head + 2):
+            probs = (old_keys[lane, : place + 1] @ q[row, query] / n**0.5).softmax(0)
+            assert close(out.view(rows, heads, n)[row, query], probs @ old_values[lane, : place + 1])
+    assert close(keys, old_keys)
+    assert torch.equal(values, old_values.float())
+
+
+@either
+def test_equal_calls_give_equal_bits():
+    x, weight = draw(3000, 128), draw(128)
+    scale = layer.rms_norm(x, weight, EPS)[1]
+    first = layer.rms_norm_backward(x.clone(), x, weight, scale, x)
+    for _ in range(5):
+        again = layer.rms_norm_backward(x.clone(), x, weight, scale, x)
+        assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+
+
+WITHOUT = """
+import torch
+from rlkit.kernels import layer
+from rlkit.kernels.layer.compiled import library
+print(library() is None, layer.swiglu(torch.zeros(1, 2), torch.ones(1, 2)).tolist())
+"""
+
+
+@pytest.mark.parametrize("reason", ["no compiler", "switched off", "a compiler that fails", "a folder that is a file"])
+def test_without_the_library_torch_does_the_work(tmp_path, reason):
+    (tmp_path / "cc").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "cc").chmod(0o755)
+    (tmp_path / "rlkit").write_text("")
+    env = {
+        "no compiler": {"PATH": str(tmp_path / "none")},
+        "switched off": {"RLKIT_C_KERNELS": "0"},
+        "a compiler that fails": {"CC": str(tmp_path / "cc"), "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        "a folder that is a file": {"XDG_CACHE_HOME": str(tmp_path)},
+    }[reason]
+    run = subprocess.run([sys.executable, "-c", WITHOUT], env={**os.environ, **env}, capture_output=True, text=True)
+    assert run.stdout == "True [[0.0, 0.0]]\n", run.stderr
+
+
+@needs_c
+def test_torch_and_the_kernels_share_their_threads():
+    layer.rms_norm(draw(3000, 128), draw(128), EPS)
+    maps = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert sum(os.path.basename(path).startswith(("libgomp", "libiomp", "libomp")) for path in maps) == 1
