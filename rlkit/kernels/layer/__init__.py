@@ -109,8 +109,8 @@ def rotary(
 ) -> Float[Tensor, "T H n"]:
     """Each head RMS-normed to y (if there is a norm), then turned to its position: y * cos + swap(y) * sin, where swap
     exchanges the halves; `sin` has the sign of its half."""
+    x = x.to(cos.dtype)
     if not has_kernels(x, cos, sin):
-        x = x.to(cos.dtype)
         y = x if norm is None else F.rms_norm(x, norm.shape, norm, eps)
         return (y * cos).addcmul_(y.roll(y.shape[-1] // 2, -1), sin)
     out = x.new_empty(x.shape)
@@ -130,8 +130,13 @@ def rotary_backward(
     dx: Float[Tensor, "T H n"],
 ) -> Float[Tensor, "n"] | None:
     """Writes the gradient of x, with its strides, from that of `rotary`; returns the gradient of the norm."""
+    if x.dtype != cos.dtype:
+        wide = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
+        d_norm = rotary_backward(grad.to(cos.dtype), x.to(cos.dtype), norm, cos, sin, eps=eps, dx=wide)
+        dx.copy_(wide)
+        return d_norm
     if not has_kernels(grad, x, cos, sin):
-        grad, x, d_norm = grad.to(cos.dtype), x.to(cos.dtype), None
+        d_norm = None
         dy = (grad * cos).add_((grad * sin).roll(grad.shape[-1] // 2, -1))
         if norm is not None:
             scale = inverse_rms(x, eps)
