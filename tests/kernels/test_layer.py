@@ -158,30 +158,6 @@ def test_attention_of_few_queries(heads, kv_heads, n):
         assert close(got, want)
 
 
-@needs_c
-@pytest.mark.parametrize("normed", [True, False])
-def test_decode_attention_writes_and_reads_the_cache(normed):
-    rows, heads, kv_heads, n, length = 3, 4, 2, 8, 20
-    q, k, v = draw(rows, heads, n), draw(rows, kv_heads, n), draw(rows, kv_heads, n, seed=1)
-    norms = (draw(n), draw(n, seed=1)) if normed else (None, None)
-    cos, sin, positions = draw(length, 1, n), draw(length, 1, n, seed=1), torch.tensor([0, 7, 19])
-    keys = draw(rows * kv_heads, n, length).transpose(1, 2)
-    values = draw(rows * kv_heads, length, n)
-    old_keys, old_values = keys.clone().double(), values.clone().double()
-    out = layer.decode_attention(q, k, v, *norms, cos, sin, positions, keys, values, eps=EPS)
-    wide = [None if x is None else x.double() for x in (q, k, *norms, cos, sin)]
-    q, k = (turned(x, w, wide[4][positions], wide[5][positions]) for x, w in zip(wide[:2], wide[2:4]))
-    for lane in range(rows * kv_heads):
-        row, head = divmod(lane, kv_heads)
-        place = int(positions[row])
-        old_keys[lane, place], old_values[lane, place] = k[row, head], v[row, head].double()
-        for query in range(2 * head, 2 * head + 2):
-            probs = (old_keys[lane, : place + 1] @ q[row, query] / n**0.5).softmax(0)
-            assert close(out.view(rows, heads, n)[row, query], probs @ old_values[lane, : place + 1])
-    assert close(keys, old_keys)
-    assert torch.equal(values, old_values.float())
-
-
 @either
 def test_equal_calls_give_equal_bits():
     x, weight = draw(3000, 128), draw(128)

@@ -197,28 +197,30 @@ class Attention(torch.autograd.Function):
         return *out, None, None, None
 
 
-def decode_attention(
-    q: Float[Tensor, "B H n"],
-    k: Float[Tensor, "B K n"],
-    v: Float[Tensor, "B K n"],
-    q_norm: Float[Tensor, "n"] | None,
-    k_norm: Float[Tensor, "n"] | None,
-    cos: Float[Tensor, "L 1 n"],
-    sin: Float[Tensor, "L 1 n"],
+def decode(
+    x: Float[Tensor, "B D"],
+    layers: Int[Tensor, "N 17"],
     positions: Int[Tensor, "B"],
-    keys: Float[Tensor, "B*K L n"],
-    values: Float[Tensor, "B*K L n"],
+    cos: Float[Tensor, "M 1 n"],
+    sin: Float[Tensor, "M 1 n"],
     *,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    length: int,
     eps: float,
-) -> Float[Tensor, "B H*n"]:
-    """One new token of each row: `rotary` at its position, its key and value into the cache, and softmax attention of
-    its queries over all places up to its own. In C only (`has_kernels`); `keys` lie transposed, [B*K, n, L]."""
-    out = q.new_empty(len(q), q.shape[1] * q.shape[2])
-    inputs = q.data_ptr(), k.data_ptr(), v.data_ptr(), _address(q_norm), _address(k_norm)
-    pointers = [t.data_ptr() for t in (cos, sin, positions, keys, values, out)]
-    sizes = *q.shape[:2], *k.shape[1:], values.shape[1]
-    library().decode_attention(*inputs, eps, *pointers, *sizes, torch.get_num_threads())
-    return out
+) -> Float[Tensor, "B D"]:
+    """All layers of a decoder for one new token of each row, in one call of C; overwrites and returns x.
+
+    `layers` has the addresses of each layer's dense tensors, 0 for one that it has not, as `Layer` in layer.c: weights
+    of norms and projections, then its cache, keys [B * kv_heads, n, length] and values [B * kv_heads, length, n].
+    """
+    (rows, width), n = x.shape, cos.shape[-1]
+    work = x.new_empty(rows * (2 * (width + hidden + (heads + kv_heads) * n) + 1))
+    c, pointers = library(), [t.data_ptr() for t in (x, positions, cos, sin)]
+    sizes = rows, width, hidden, heads, kv_heads, n, length, torch.get_num_threads()
+    c.decode(c.multiply, layers.data_ptr(), len(layers), *pointers, eps, work.data_ptr(), *sizes)
+    return x
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:

@@ -35,26 +35,29 @@ _ARGUMENTS = {
     "rotary_backward": [_P, _P, _I, _P, _F, *[_P] * 5, _I, _I, _I, _T],
     "attention": [*[_P] * 3, _I, _P, _I, _F, _P, _P, *[_I] * 4, _T],
     "attention_backward": [*[_P] * 4, _I, _P, _I, _F, *[_P] * 4, *[_I] * 4, _T],
-    "decode_attention": [*[_P] * 5, _F, *[_P] * 6, *[_I] * 5, _T],
+    "decode": [_P, _P, _I, *[_P] * 4, _F, _P, *[_I] * 7, _T],
 }
 
 
 @cache
 def library() -> Any:
-    """The functions of layer.c, or None; see above. A call keeps Python's lock, which costs more than most calls."""
+    """The functions of layer.c, or None; see above. A call keeps Python's lock, which costs more than most calls; that
+    of `decode`, the longest, does not."""
     if sys.platform != "linux" or os.environ.get("RLKIT_C_KERNELS") == "0":
         return None
-    compiler, openmp = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc"), _openmp()
-    if compiler is None or openmp is None:
+    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
+    openmp, torch_cpu = _loaded("libgomp", "libiomp5", "libomp"), _loaded("libtorch_cpu")
+    if compiler is None or openmp is None or torch_cpu is None:
         return None
     flags = [*_FLAGS, *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else [])]
     key = hashlib.sha256(repr((os.path.realpath(compiler), flags, _cpu())).encode() + SOURCE.read_bytes())
     path = cache_folder() / f"layer-{key.hexdigest()[:16]}.so"
-    with suppress(OSError, subprocess.SubprocessError):
+    with suppress(OSError, subprocess.SubprocessError, AttributeError):  # the last without sgemm_
         if not path.exists():
             _compile(compiler, flags, path)
         ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
-        found = ctypes.PyDLL(str(path))
+        found, found.decode = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path)).decode  # type: ignore[attr-defined]
+        found.multiply = ctypes.cast(ctypes.CDLL(torch_cpu).sgemm_, _P)  # type: ignore[attr-defined]
         for name, types in _ARGUMENTS.items():
             function = getattr(found, name)
             function.argtypes, function.restype = types, None
@@ -72,10 +75,10 @@ def _compile(compiler: str, flags: list[str], path: Path) -> None:
         Path(folder, path.name).replace(path)
 
 
-def _openmp() -> str | None:
-    """The OpenMP library of torch: a second one would have threads of its own."""
-    loaded = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
-    return next((path for path in loaded if os.path.basename(path).startswith(("libgomp", "libiomp5", "libomp"))), None)
+def _loaded(*names: str) -> str | None:
+    """The library that this process has of those names: a second OpenMP would have threads of its own."""
+    paths = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    return next((path for path in paths if os.path.basename(path).startswith(names)), None)
 
 
 def _cpu() -> str:

@@ -82,12 +82,12 @@ void rms_norm_backward(const float *grad, const float *x, const float *weight, c
     add_parts(d_weight, parts, width, threads);
 }
 
-/* silu(gate) * up, whose rows begin every `stride` numbers */
+/* silu(gate) * up, whose rows begin every `stride` numbers; out may be gate */
 void swiglu(const float *gate, const float *up, size stride, float *out, size rows, size width, int threads) {
     EACH_ROW
     for (size r = 0; r < rows; r++) {
-        const float *restrict g = gate + r * stride, *restrict u = up + r * stride;
-        float *restrict o = out + r * width;
+        const float *g = gate + r * stride, *u = up + r * stride;
+        float *o = out + r * width;
         VECTOR
         for (size i = 0; i < width; i++) o[i] = g[i] / (1 + exp_(-g[i])) * u[i];
     }
@@ -170,9 +170,10 @@ void rotary_backward(const float *grad, const float *x, size stride, const float
 
 /* One new token per row: its key and value go to place positions[r] of the row's lanes, keys [rows, kv_heads, n, length]
    and values [rows, kv_heads, length, n]; its queries attend to all places up to that one. cos and sin are tables. */
-void decode_attention(const float *q, const float *k, const float *v, const float *q_norm, const float *k_norm,
-                      float eps, const float *cos, const float *sin, const size *positions, float *keys, float *values,
-                      float *out, size rows, size heads, size kv_heads, size n, size length, int threads) {
+static void decode_attention(const float *q, const float *k, const float *v, const float *q_norm, const float *k_norm,
+                             float eps, const float *cos, const float *sin, const size *positions, float *keys,
+                             float *values, float *out, size rows, size heads, size kv_heads, size n, size length,
+                             int threads) {
     size group = heads / kv_heads;
     float factor = 1 / sqrtf(n);
     EACH_ROW
@@ -197,6 +198,54 @@ void decode_attention(const float *q, const float *k, const float *v, const floa
             memset(o, 0, n * sizeof(float));
             for (size j = 0; j < places; j++) add_scaled(o, lane_v + j * n, probs[j] / sum, n);
         }
+    }
+}
+
+/* BLAS: column by column, so that its matrices are the transposed ones of ours */
+typedef void gemm(const char *, const char *, const int *, const int *, const int *, const float *, const float *,
+                  const int *, const float *, const int *, const float *, float *, const int *);
+
+/* out [rows, n] = x [rows, k] weight^T + bias, or with `add` that plus out */
+static void linear(gemm *multiply, const float *x, const float *weight, const float *bias, int add, float *out,
+                   int rows, int n, int k) {
+    float one = 1, keep = add || bias;
+    for (int r = 0; bias && r < rows; r++) {
+        if (add) add_scaled(out + (size)r * n, bias, 1, n);
+        else memcpy(out + (size)r * n, bias, n * sizeof(float));
+    }
+    multiply("T", "N", &n, &rows, &k, &one, weight, &k, x, &k, &keep, out, &n);
+}
+
+/* Biases and the norms of queries and keys are null where there are none. */
+typedef struct {
+    const float *norm, *q, *q_bias, *k, *k_bias, *v, *v_bias, *q_norm, *k_norm, *o, *o_bias, *mlp_norm, *gate, *up,
+        *down;
+    float *keys, *values; /* of `decode_attention` */
+} Layer;
+
+/* All layers of a decoder for one new token per row: x [rows, width] in place. work has rows * (2 width + 2 hidden +
+   (2 heads + 2 kv_heads) n + 1) numbers. */
+void decode(gemm *multiply, const Layer *layers, size num_layers, float *x, const size *positions, const float *cos,
+            const float *sin, float eps, float *work, size rows, size width, size hidden, size heads, size kv_heads,
+            size n, size length, int threads) {
+    float *h = work, *q = h + rows * width, *k = q + rows * heads * n, *v = k + rows * kv_heads * n;
+    float *out = v + rows * kv_heads * n, *gate = out + rows * heads * n, *up = gate + rows * hidden;
+    float *scale = up + rows * hidden, one = 1, zero = 0;
+    int wide = width, many = rows, inner = hidden;
+    for (const Layer *l = layers; l < layers + num_layers; l++) {
+        rms_norm(x, l->norm, eps, h, scale, rows, width, 1);
+        linear(multiply, h, l->q, l->q_bias, 0, q, rows, heads * n, width);
+        linear(multiply, h, l->k, l->k_bias, 0, k, rows, kv_heads * n, width);
+        linear(multiply, h, l->v, l->v_bias, 0, v, rows, kv_heads * n, width);
+        decode_attention(q, k, v, l->q_norm, l->k_norm, eps, cos, sin, positions, l->keys, l->values, out, rows, heads,
+                         kv_heads, n, length, threads);
+        linear(multiply, out, l->o, l->o_bias, 1, x, rows, width, heads * n);
+        rms_norm(x, l->mlp_norm, eps, h, scale, rows, width, 1);
+        /* gate and up as [hidden, rows]: this way round products with few rows take up to 1.4 times less */
+        multiply("T", "N", &many, &inner, &wide, &one, h, &wide, l->gate, &wide, &zero, gate, &many);
+        multiply("T", "N", &many, &inner, &wide, &one, h, &wide, l->up, &wide, &zero, up, &many);
+        swiglu(gate, up, rows, gate, hidden, rows, threads);
+        multiply("T", "T", &wide, &many, &inner, &one, l->down, &inner, gate, &many, &one, x, &wide);
     }
 }
 

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rlkit._tensors import upcast
-from rlkit.kernels.layer import LONGEST, decode_attention, has_kernels, rms_norm, rotary, swiglu
+from rlkit.kernels.layer import LONGEST, decode, has_kernels, rms_norm, rotary, swiglu
 from rlkit.model.dense import rotary_table, why_not_dense
 from rlkit.model.lora import adapter_of, is_low_rank, merged
 from rlkit.parallel.attention import causal_sdpa
@@ -173,12 +173,24 @@ class Decoder:
         """Logits after reading `tokens[i]` at `positions[i]` of slot i."""
         if self._lanes[0][0].shape[0] != tokens.shape[0] * self._kv_heads:
             self._lanes = [(k[: len(tokens)].flatten(0, 1), v[: len(tokens)].flatten(0, 1)) for k, v in self._cache]
+        in_c = has_kernels(self._weights.embed) and len(self._range) <= LONGEST
+        if in_c and (layers := _addresses(self._weights, self._cache)) is not None:
+            return self._decode_in_c(layers, tokens, positions)
         if self._compiled:
             for t in (tokens, positions, self._range, *self._table):
                 torch._dynamo.maybe_mark_dynamic(t, 0)
             for t in (t for layer in self._lanes for t in layer):
                 torch._dynamo.maybe_mark_dynamic(t, (0, 1))
         return self._step(tokens, positions, self._weights, self._lanes, self._table, self._range, self._eps)
+
+    def _decode_in_c(self, layers: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The same as `step`."""
+        weights, gate = self._weights, self._weights.layers[0].gate
+        heads = weights.layers[0].q.weight.shape[0] // self._head_dim
+        sizes = {"hidden": len(gate), "heads": heads, "kv_heads": self._kv_heads, "length": len(self._range)}
+        x = F.embedding(tokens, weights.embed)
+        x = decode(x, layers, positions, *self._table, eps=self._eps, **sizes)
+        return F.linear(rms_norm(x, weights.norm, self._eps)[0], weights.head)
 
 
 def step(
@@ -195,23 +207,32 @@ def step(
     A layer's cache is its keys and its values, [B * kv heads, length, head_dim]; `places` is arange(length).
     """
     x, head_dim = F.embedding(tokens, weights.embed), table.cos.shape[-1]
-    fused = places.shape[0] <= LONGEST and has_kernels(x)
-    if not fused:
-        lane = torch.arange(len(cache[0][0]), device=tokens.device).view(len(tokens), -1)
-        place = positions[:, None].expand_as(lane)
-        bias = torch.where(places <= positions[:, None], 0.0, -torch.inf).to(weights.embed.dtype)[:, None]
-        angles = Rotary(*(t.index_select(0, positions) for t in table))
+    lane = torch.arange(len(cache[0][0]), device=tokens.device).view(len(tokens), -1)
+    place = positions[:, None].expand_as(lane)
+    bias = torch.where(places <= positions[:, None], 0.0, -torch.inf).to(weights.embed.dtype)[:, None]
+    angles = Rotary(*(t.index_select(0, positions) for t in table))
     for layer, (keys, values) in zip(weights.layers, cache, strict=True):
         q, k, v = _project(x, layer, head_dim, eps)
-        if fused:
-            norms = layer.q_norm, layer.k_norm
-            out = decode_attention(q, k, v, *norms, *table, positions, keys, values, eps=eps)
-        else:
-            q, keys[lane, place] = _turned(q, k, layer, angles, eps)
-            values[lane, place] = v
-            out = _attend(q, keys, values, bias)
-        x = _finish(x, out, layer, eps)
+        q, keys[lane, place] = _turned(q, k, layer, angles, eps)
+        values[lane, place] = v
+        x = _finish(x, _attend(q, keys, values, bias), layer, eps)
     return upcast(F.linear(_rms_norm(x, weights.norm, eps), weights.head))
+
+
+def _addresses(weights: Weights, cache: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """The `layers` of `rlkit.kernels.layer.decode`, or None where a weight is not dense in fp32.
+
+    Asked for at every step, as whatever replaces the data of a parameter frees what it had.
+    """
+    rows = []
+    for layer, (keys, values) in zip(weights.layers, cache, strict=True):
+        norm, *projections, q_norm, k_norm, mlp_norm, gate, up, down = layer
+        q, k, v, o = projections
+        tensors = [norm, *q, *k, *v, q_norm, k_norm, *o, mlp_norm, gate, up, down]
+        if not all(t is None or (t.is_contiguous() and t.dtype == torch.float32) for t in tensors):
+            return None
+        rows.append([0 if t is None else t.data_ptr() for t in (*tensors, keys, values)])
+    return torch.tensor(rows)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
