@@ -76,7 +76,7 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     import tyro
 
     if "OMP_WAIT_POLICY" not in os.environ:  # beside busy cores, threads of torch that spin keep each other waiting
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     argv = sys.argv[1:] if argv is None else argv
     _refuse_unknown(argv[: argv.index("--")] if "--" in argv else argv, kind)  # what follows is another command's
     printed = io.StringIO()

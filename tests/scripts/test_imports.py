@@ -225,7 +225,7 @@ for given in ({}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}):
     os.environ.update(given)
     run(lambda _: print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules), Args, None, argv=[])
 """
-    assert python(code).splitlines() == ["1000 False", "7 False", "None False"]
+    assert python(code).splitlines() == ["10000 False", "7 False", "None False"]
 
 
 def test_the_spin_count_is_set_before_torch_is_imported(task, tmp_path):
@@ -244,4 +244,4 @@ os.environ.pop("OMP_WAIT_POLICY", None); os.environ.pop("GOMP_SPINCOUNT", None)
 from rlkit.scripts.grpo import *
 run(main, Args, None, argv={flags!r})
 """
-    assert python(code) == "1000\n"
+    assert python(code) == "10000\n"
