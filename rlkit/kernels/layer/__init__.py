@@ -1,10 +1,11 @@
-"""What a dense decoder layer does between its matrix products: RMS norm, gated SiLU, rotary positions, and attention of
-one new token per row. Each with its gradient, none with autograd: `rlkit.model.dense` puts them into functions of its
-own, `rlkit.rollout.engines.local` decodes with them.
+"""What a dense decoder layer does between its matrix products: RMS norm, SiLU(gate) * up, rotary positions, attention of
+few queries, and all layers for one new token per row. Gradients are functions of their own, since
+`rlkit.model.dense` puts several operators into one autograd function.
 
 On a CPU these operators take longer than the products where a model is small, and most of that is the start of dozens
-of operators on a few kilobytes each. In fp32 each is one call of C (layer.c, see `compiled`); everywhere else it is
-the torch code below, which is also what it is tested against.
+of operators on a few kilobytes each. In fp32 each is one call of C (layer.c, see `compiled`). Elsewhere the first three
+are the torch code below; the callers of the last two have other ways. Rows of a matrix may lie apart only where a
+function says so.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ LONGEST = 1 << 16  # keys of a query, whose probabilities fit on a thread's stac
 
 
 def has_kernels(*tensors: Tensor) -> bool:
-    """Whether C does the work: fp32 tensors on the CPU, rows of adjacent numbers, outside torch.compile, a compiler."""
+    """Whether C does the work: fp32 tensors on the CPU, outside torch.compile, and a C compiler."""
     return (
         not torch.compiler.is_compiling()
-        and all(x.dtype == torch.float32 and x.device.type == "cpu" and x.stride(-1) == 1 for x in tensors)
+        and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
         and library() is not None
     )
 
@@ -39,6 +40,7 @@ def rms_norm(
     if not has_kernels(x, weight):
         scale = inverse_rms(x, eps)
         return (x * scale).mul_(weight), scale
+    x = x.contiguous()
     out, scale = torch.empty_like(x), x.new_empty(len(x), 1)
     library().rms_norm(x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), scale.data_ptr(), *x.shape, _threads(x))
     return out, scale
@@ -62,7 +64,7 @@ def rms_norm_backward(
         along = (grad * normed).mean(-1, keepdim=True)
         dx = grad.addcmul_(normed, along, value=-1).mul_(scale).add_(residual)
         return dx, d_weight, normed.mul_(weight)
-    threads = _threads(x)
+    grad, x, residual, threads = grad.contiguous(), x.contiguous(), residual.contiguous(), _threads(x)
     dx, d_weight, out = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(x)
     parts = x.new_empty(threads, len(weight))
     pointers = [t.data_ptr() for t in (grad, x, weight, scale, residual, dx, d_weight, out, parts)]
@@ -71,7 +73,7 @@ def rms_norm_backward(
 
 
 def swiglu(gate: Float[Tensor, "T F"], up: Float[Tensor, "T F"]) -> Float[Tensor, "T F"]:
-    """silu(gate) * up; both have equal strides."""
+    """silu(gate) * up; rows may lie apart, equally in both."""
     if not has_kernels(gate, up):
         return F.silu(gate).mul_(up)
     out = gate.new_empty(gate.shape)
@@ -87,12 +89,13 @@ def swiglu_backward(
     d_gate: Float[Tensor, "T F"],
     d_up: Float[Tensor, "T F"],
 ) -> Float[Tensor, "T F"]:
-    """Writes the gradients, with the strides of `gate` and `up`; returns the output again. Overwrites `grad`."""
+    """Writes the gradients, whose rows lie as those of `gate` and `up`; returns the output again. Overwrites `grad`."""
     if not has_kernels(grad, gate, up):
         activated = F.silu(gate)
         torch.mul(grad, activated, out=d_up)
         torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=d_gate)
         return activated.mul_(up)
+    grad = grad.contiguous()
     out = torch.empty_like(grad)
     inputs, outputs = [t.data_ptr() for t in (grad, gate, up)], [t.data_ptr() for t in (d_gate, d_up, out)]
     library().swiglu_backward(*inputs, gate.stride(0), *outputs, *gate.shape, _threads(gate))
@@ -108,7 +111,7 @@ def rotary(
     eps: float,
 ) -> Float[Tensor, "T H n"]:
     """Each head RMS-normed to y (if there is a norm), then turned to its position: y * cos + swap(y) * sin, where swap
-    exchanges the halves; `sin` has the sign of its half."""
+    exchanges the halves; `sin` has the sign of its half. The rows of x may lie apart."""
     x = x.to(cos.dtype)
     if not has_kernels(x, cos, sin):
         y = x if norm is None else F.rms_norm(x, norm.shape, norm, eps)
@@ -129,7 +132,7 @@ def rotary_backward(
     eps: float,
     dx: Float[Tensor, "T H n"],
 ) -> Float[Tensor, "n"] | None:
-    """Writes the gradient of x, with its strides, from that of `rotary`; returns the gradient of the norm."""
+    """Writes the gradient of x, whose rows lie as those of x, from that of `rotary`; returns the norm's gradient."""
     if x.dtype != cos.dtype:
         wide = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
         d_norm = rotary_backward(grad.to(cos.dtype), x.to(cos.dtype), norm, cos, sin, eps=eps, dx=wide)
@@ -146,10 +149,10 @@ def rotary_backward(
             dy.addcmul_(normed, (dy * normed).mean(-1, keepdim=True), value=-1).mul_(scale)
         dx.copy_(dy)
         return d_norm
-    threads, n = _threads(x), x.shape[2]
+    grad, threads, n = grad.contiguous(), _threads(x), x.shape[2]
     d_norm, parts = x.new_empty(n), x.new_empty(threads, n)
     pointers = [t.data_ptr() for t in (cos, sin, dx, d_norm, parts)]
-    inputs = grad.contiguous().data_ptr(), x.data_ptr(), x.stride(0), _address(norm)
+    inputs = grad.data_ptr(), x.data_ptr(), x.stride(0), _address(norm)
     library().rotary_backward(*inputs, eps, *pointers, *x.shape, threads)
     return None if norm is None else d_norm
 
@@ -159,7 +162,8 @@ class Attention(torch.autograd.Function):
 
     q [T, H, n], k and v [S, K, n]. A row of `spans` has the first query of a span, their number a, the number of its
     keys b, the sum of a * b before it, and ranges (first, number) of its keys, at least one; query i sees its first
-    b - a + i + 1 keys. Rows of the result that no span has are not written. `num_pairs`: the sum of a * b.
+    b - a + i + 1 keys. Rows of the result that no span has are not written. `num_pairs`: the sum of a * b. The rows of
+    v may lie apart.
     """
 
     @staticmethod
@@ -173,6 +177,7 @@ class Attention(torch.autograd.Function):
         scale: float,
     ) -> Float[Tensor, "T H n"]:
         """softmax(scale q k^T) v."""
+        q, k = q.contiguous(), k.contiguous()
         (_, heads, n), kv_heads = q.shape, k.shape[1]
         out, probs = torch.empty_like(q), q.new_empty(num_pairs * heads)
         inputs = q.data_ptr(), k.data_ptr(), v.data_ptr(), v.stride(0), spans.data_ptr(), spans.shape[1]
