@@ -1,6 +1,6 @@
-"""What a dense decoder layer does between its matrix products: RMS norm, SiLU(gate) * up, rotary positions, attention of
-few queries, and all layers for one new token per row. Gradients are functions of their own, since
-`rlkit.model.dense` puts several operators into one autograd function.
+"""What a dense decoder layer does between its matrix products: RMS norm, SiLU(gate) * up, rotary positions, attention
+of few queries, and all layers for one new token per row. Gradients are functions of their own, since `rlkit.model.dense`
+puts several operators into one autograd function.
 
 On a CPU these operators take longer than the products where a model is small, and most of that is the start of dozens
 of operators on a few kilobytes each. In fp32 each is one call of C (layer.c, see `compiled`). Elsewhere the first three
