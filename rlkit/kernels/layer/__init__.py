@@ -1,5 +1,5 @@
 """What a dense decoder layer does between its matrix products: RMS norm, SiLU(gate) * up, rotary positions, attention
-of few queries, and all layers for one new token per row. Gradients are functions of their own, since `rlkit.model.dense`
+of few queries, and all layers for one new token per row. Gradients are functions of their own: `rlkit.model.dense`
 puts several operators into one autograd function.
 
 On a CPU these operators take longer than the products where a model is small, and most of that is the start of dozens
