@@ -202,7 +202,8 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
     move = partial(Tensor.to, device=device, non_blocking=device.type != "cpu")
     some = batch if batch.num_tokens else _dummy(batch.tokens.device)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        mesh, is_dense = mesh_of(model), mesh_of(model) is None and dense.covers(model)
+        mesh = mesh_of(model)
+        is_dense = mesh is None and dense.covers(model)
         few = is_dense and dtype == torch.float32 and has_kernels(model.base_model.embed_tokens.weight)
         layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype), few=few)
         joined = join(some)

@@ -220,7 +220,7 @@ def step(
 
 
 def _addresses(weights: Weights, cache: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """The `layers` of `rlkit.kernels.layer.decode`, or None where a weight is not dense in fp32.
+    """The `layers` of `rlkit.kernels.layer.decode`, or None where a weight is not dense, in fp32 and on the CPU.
 
     Asked for at every step, as whatever replaces the data of a parameter frees what it had.
     """
@@ -229,7 +229,8 @@ def _addresses(weights: Weights, cache: list[tuple[Tensor, Tensor]]) -> Tensor |
         norm, *projections, q_norm, k_norm, mlp_norm, gate, up, down = layer
         q, k, v, o = projections
         tensors = [norm, *q, *k, *v, q_norm, k_norm, *o, mlp_norm, gate, up, down]
-        if not all(t is None or (t.is_contiguous() and t.dtype == torch.float32) for t in tensors):
+        present = [t for t in tensors if t is not None]
+        if not (has_kernels(*present) and all(t.is_contiguous() for t in present)):
             return None
         rows.append([0 if t is None else t.data_ptr() for t in (*tensors, keys, values)])
     return torch.tensor(rows)
