@@ -60,9 +60,7 @@ def rms_norm_backward(
     if not has_kernels(grad, x, weight, residual):
         normed = x * scale
         d_weight = (grad * normed).sum(0)
-        grad = grad * weight
-        along = (grad * normed).mean(-1, keepdim=True)
-        dx = grad.addcmul_(normed, along, value=-1).mul_(scale).add_(residual)
+        dx = _through_norm(grad * weight, normed, scale).add_(residual)
         return dx, d_weight, normed.mul_(weight)
     grad, x, residual, threads = grad.contiguous(), x.contiguous(), residual.contiguous(), _threads(x)
     dx, d_weight, out = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(x)
@@ -145,8 +143,7 @@ def rotary_backward(
             scale = inverse_rms(x, eps)
             normed = x * scale
             d_norm = (dy * normed).sum((0, 1))
-            dy.mul_(norm)
-            dy.addcmul_(normed, (dy * normed).mean(-1, keepdim=True), value=-1).mul_(scale)
+            dy = _through_norm(dy.mul_(norm), normed, scale)
         dx.copy_(dy)
         return d_norm
     grad, threads, n = grad.contiguous(), _threads(x), x.shape[2]
@@ -232,6 +229,11 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) of each row, in fewer operators than F.rms_norm has on the CPU."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _through_norm(grad: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
+    """The gradient of x, where normed = x * scale, from that of `normed`, which it overwrites."""
+    return grad.addcmul_(normed, (grad * normed).mean(-1, keepdim=True), value=-1).mul_(scale)
 
 
 def _address(x: Tensor | None) -> int | None:

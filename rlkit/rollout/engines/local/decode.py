@@ -171,11 +171,11 @@ class Decoder:
     @torch.inference_mode()
     def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
         """Logits after reading `tokens[i]` at `positions[i]` of slot i."""
-        if self._lanes[0][0].shape[0] != tokens.shape[0] * self._kv_heads:
-            self._lanes = [(k[: len(tokens)].flatten(0, 1), v[: len(tokens)].flatten(0, 1)) for k, v in self._cache]
         in_c = has_kernels(self._weights.embed) and len(self._range) <= LONGEST
         if in_c and (layers := _addresses(self._weights, self._cache)) is not None:
             return self._decode_in_c(layers, tokens, positions)
+        if self._lanes[0][0].shape[0] != tokens.shape[0] * self._kv_heads:
+            self._lanes = [(k[: len(tokens)].flatten(0, 1), v[: len(tokens)].flatten(0, 1)) for k, v in self._cache]
         if self._compiled:
             for t in (tokens, positions, self._range, *self._table):
                 torch._dynamo.maybe_mark_dynamic(t, 0)
