@@ -250,9 +250,10 @@ def microbatches(
             if len(members) == batch.num_seqs:
                 yield streams
                 continue
-            index = part[torch.tensor(members, dtype=torch.long)]
+            whole = len(members) == subset.num_seqs
+            index = part if whole else part[torch.tensor(members, dtype=torch.long)]
             rows, _ = _rows(batch.cu_seqlens, index)
-            yield (select(batch, index), *(x[rows] for x in tensors))
+            yield (subset if whole else select(batch, index), *(x[rows] for x in tensors))
 
 
 def join(batch: Batch) -> tuple[Int[Tensor, "PT"], Int[Tensor, "PT"]]:

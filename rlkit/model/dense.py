@@ -13,6 +13,8 @@ last layer. Everything else (GPUs, sharded models, adapters, hooks, frozen param
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rlkit.kernels.layer import rms_norm, rms_norm_backward, rotary, rotary_backward, swiglu, swiglu_backward
+from rlkit.kernels.layer import rms_norm, rms_norm_backward, rotary, rotary_backward
+from rlkit.kernels.layer.halves import FIRST, Finish, Layer, Project
 from rlkit.parallel.attention import AttentionPlan, attend
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -100,18 +103,28 @@ def hidden_states(
         cos, sin = rotary_table(base, x, positions)
     eps = base.config.rms_norm_eps
     for layer in base.layers:
-        a, mlp = layer.self_attn, layer.mlp
-        norms = [getattr(getattr(a, name, None), "weight", None) for name in ("q_norm", "k_norm")]
-        projections = (a.q_proj, a.k_proj, a.v_proj)
-        weights, biases = [p.weight for p in projections], [p.bias for p in projections]
-        q, k, v, x = _Project.apply(x, layer.input_layernorm.weight, *weights, *biases, *norms, cos, sin, eps, dtype)
+        weights = weights_of(layer)
+        in_c = dtype == torch.float32 and weights.is_for_c
+        project, finish = (Project.apply, Finish.apply) if in_c else (partial(_Project.apply, dtype), _Finish.apply)
+        q, k, v, x = project(x, cos, sin, eps, *weights[:FIRST])
         if layer is base.layers[-1]:
             plan, x = last, x[len(tokens) - num_tokens : len(tokens)]
             x = x if dtype == x.dtype else _padded(x)
-        out = attend(q, k, v, plan, scale=a.scaling).flatten(1)
-        weights, norm = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight], layer.post_attention_layernorm
-        x = _Finish.apply(x, out, a.o_proj.weight, a.o_proj.bias, norm.weight, *weights, eps)
+        out = attend(q, k, v, plan, scale=layer.self_attn.scaling).flatten(1)
+        x = finish(x, out, eps, *weights[FIRST:])
     return base.norm(x[:num_tokens])
+
+
+def weights_of(layer: Any, get: Callable[[Any, str], Any] = getattr) -> Layer:
+    """The weights of a decoder layer of transformers, where `get(module, name)` reads a "weight" or a "bias"."""
+    a, mlp = layer.self_attn, layer.mlp
+    projections = [get(p, name) for p in (a.q_proj, a.k_proj, a.v_proj) for name in ("weight", "bias")]
+    head_norms = [None if norm is None else get(norm, "weight") for norm in map(a._modules.get, ("q_norm", "k_norm"))]
+    norm, mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+    others = [get(module, "weight") for module in (mlp_norm, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    return Layer(
+        get(norm, "weight"), *projections, *head_norms, *(get(a.o_proj, n) for n in ("weight", "bias")), *others
+    )
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -120,17 +133,11 @@ def _padded(x: Tensor) -> Tensor:
 
 
 class _Project(torch.autograd.Function):
-    """Queries, keys and values [S, heads, head_dim] from the residual stream [S, D], and that stream itself, so that
-    its two gradients are added in one pass."""
+    """`Project` in torch's operators, with products in `dtype`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        norm: Tensor,
-        *weights_and_more: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q_w, k_w, v_w, q_b, k_b, v_b, q_norm, k_norm, cos, sin, eps, dtype = weights_and_more
+    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, cos: Tensor, sin: Tensor, eps: float, *weights: Any) -> Any:
+        norm, q_w, q_b, k_w, k_b, v_w, v_b, q_norm, k_norm = weights
         with torch.autocast("cpu", enabled=False):
             h, scale = rms_norm(x, norm, eps)
             bias = None if q_b is None else torch.cat((q_b, k_b, v_b)).to(dtype)
@@ -156,7 +163,8 @@ class _Project(torch.autograd.Function):
             sizes = [len(q_w), len(k_w), len(v_w)]
             d_weights = torch.mm(dy.t(), h.to(dy.dtype)).to(norm.dtype).split(sizes)
             d_biases = dy.sum(0, dtype=norm.dtype).split(sizes) if ctx.has_bias else (None,) * 3
-        return dx, d_norm, *d_weights, *d_biases, d_q_norm, d_k_norm, None, None, None, None
+        projections = (t for pair in zip(d_weights, d_biases, strict=True) for t in pair)
+        return None, dx, None, None, None, d_norm, *projections, d_q_norm, d_k_norm
 
 
 def _heads(y: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor) -> list[Tensor]:
@@ -165,40 +173,43 @@ def _heads(y: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor) -> list[Tens
 
 
 class _Finish(torch.autograd.Function):
-    """The rest of a layer: output projection, gated MLP, both residuals."""
+    """`Finish` in torch's operators."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, attended: Tensor, o: Tensor, o_bias: Tensor | None, *others: Any) -> Tensor:
-        norm, gate, up, down, eps = others
+    def forward(ctx: Any, x: Tensor, attended: Tensor, eps: float, *weights: Any) -> Tensor:
+        o, o_bias, norm, gate, up, down = weights
         with torch.autocast("cpu", enabled=False):
             dtype = attended.dtype
             y = _add_product(x, attended, o)
             y = y if o_bias is None else y.add_(o_bias)
             h, scale = rms_norm(y, norm, eps)
             gate_up = torch.mm(h.to(dtype), torch.cat((gate, up)).to(dtype).t())
-            z = _add_product(y, swiglu(*gate_up.tensor_split(2, 1)), down)
-        ctx.save_for_backward(attended, o, y, scale, norm, gate, up, down, gate_up)
-        ctx.has_bias = o_bias is not None
+            gate, up = gate_up.tensor_split(2, 1)
+            z = _add_product(y, F.silu(gate).mul_(up), down)
+        ctx.save_for_backward(attended, y, scale, gate_up, *weights)
         return z
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        attended, o, y, scale, norm, gate, up, down, gate_up = ctx.saved_tensors
+        attended, y, scale, gate_up, o, o_bias, norm, gate, up, down = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
             dz, dtype = grads[0].contiguous(), gate_up.dtype
             low = dz.to(dtype)
             (g, u), d_gate_up = gate_up.tensor_split(2, 1), torch.empty_like(gate_up)
             d_g, d_u = d_gate_up.tensor_split(2, 1)
-            activated = swiglu_backward(torch.mm(low, down.to(dtype)), g, u, d_gate=d_g, d_up=d_u)
+            activated, grad = F.silu(g), torch.mm(low, down.to(dtype))
+            torch.mul(grad, activated, out=d_u)
+            torch.ops.aten.silu_backward.grad_input(grad.mul_(u), g, grad_input=d_g)
+            activated.mul_(u)
             d_down = torch.mm(low.t(), activated).to(down.dtype)
             dh = torch.mm(d_gate_up, torch.cat((gate, up)).to(dtype)).to(y.dtype)
             dy, d_norm, h = rms_norm_backward(dh, y, norm, scale, dz)
             d_gate, d_up = torch.mm(d_gate_up.t(), h.to(dtype)).to(norm.dtype).tensor_split(2)
             low = dy.to(dtype)
             d_attended, d_o = torch.mm(low, o.to(dtype)), torch.mm(low.t(), attended).to(o.dtype)
-            d_o_bias = dy.sum(0) if ctx.has_bias else None
-        return dy, d_attended, d_o, d_o_bias, d_norm, d_gate, d_up, d_down, None
+            d_o_bias = None if o_bias is None else dy.sum(0)
+        return dy, d_attended, None, d_o, d_o_bias, d_norm, d_gate, d_up, d_down
 
 
 def rotary_table(base: Any, x: Tensor, positions: Int[Tensor, "T"]) -> tuple[Tensor, Tensor]:

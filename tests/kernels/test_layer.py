@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from rlkit.kernels import layer
-from rlkit.kernels.layer import compiled
+from rlkit.kernels.layer import compiled, halves
 
 EPS = 1e-6
 SHAPES = [(1, 1), (3, 5), (17, 64), (70, 130), (600, 128)]  # the last is above what one thread does
@@ -58,32 +58,6 @@ def test_rms_norm(rows, width):
     assert all(close(*pair, 5e-6) for pair in zip(got, (dx + residual, d_weight, expected), strict=True))
 
 
-@either
-@pytest.mark.parametrize(("rows", "width"), SHAPES)
-@pytest.mark.parametrize("joined", [True, False])
-def test_swiglu(rows, width, joined):
-    both, grad = 5 * draw(rows, 2 * width), draw(rows, width, seed=1)
-    gate, up = both.tensor_split(2, 1) if joined else (x.clone() for x in both.tensor_split(2, 1))
-    expected, grads = truth(lambda g, u: F.silu(g) * u, gate, up, grad=grad)
-    assert close(layer.swiglu(gate, up), expected)
-    d_both = torch.full_like(both, math.nan)
-    d_gate, d_up = d_both.tensor_split(2, 1) if joined else (x.clone() for x in d_both.tensor_split(2, 1))
-    assert close(layer.swiglu_backward(grad.clone(), gate, up, d_gate=d_gate, d_up=d_up), expected)
-    assert close(d_gate, grads[0])
-    assert close(d_up, grads[1])
-
-
-@either
-def test_swiglu_at_its_borders():
-    gate = torch.tensor([[0.0, -0.0, 1e-30, 20.0, -20.0, 89.0, -89.0, 1e4, -1e4, math.inf, math.nan, 1.0]])
-    up = torch.ones_like(gate)
-    out = layer.swiglu(gate, up)[0]
-    assert close(out[:9], F.silu(gate[0, :9].double()), 1e-7)
-    assert out[9] == math.inf
-    assert out[10].isnan()
-    assert out[11] == pytest.approx(1 / (1 + math.exp(-1)))
-
-
 def turned(x, norm, cos, sin):
     y = x if norm is None else x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm
     a, b = y.tensor_split(2, -1)
@@ -113,8 +87,77 @@ def test_rotary(rows, heads, n, normed):
 def test_a_nan_stays_in_its_row():
     x = draw(4, 20)
     x[1, 3] = math.nan
-    for out in (layer.rms_norm(x, draw(20), EPS)[0], layer.swiglu(*x.tensor_split(2, 1))):
-        assert out.isnan().any(1).tolist() == [False, True, False, False]
+    assert layer.rms_norm(x, draw(20), EPS)[0].isnan().any(1).tolist() == [False, True, False, False]
+
+
+def first_half(x, cos, sin, norm, q, q_bias, k, k_bias, v, v_bias, q_norm, k_norm):
+    h, n = F.rms_norm(x, norm.shape, norm, EPS), cos.shape[-1]
+    q, k, v = (F.linear(h, *p).unflatten(1, (-1, n)) for p in ((q, q_bias), (k, k_bias), (v, v_bias)))
+    return turned(q, q_norm, cos, sin), turned(k, k_norm, cos, sin), v, x
+
+
+def second_half(x, attended, o, o_bias, norm, gate, up, down):
+    y = x + F.linear(attended, o, o_bias)
+    h = F.rms_norm(y, norm.shape, norm, EPS)
+    return y + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
+
+
+def same_as(function, formula, inputs):
+    """Values and gradients of a function of C and of its formula in fp64."""
+    leaves = [x if x is None else x.clone().requires_grad_() for x in inputs]
+    wide = [x if x is None else x.double().requires_grad_() for x in inputs]
+    out, expected = function(leaves), formula(wide)
+    got, want = ([t] if isinstance(t, torch.Tensor) else list(t) for t in (out, expected))
+    assert all(close(*pair, 5e-6) for pair in zip(got, want, strict=True))
+    shifts = [draw(*t.shape, seed=3) for t in got]
+    shifts = [g.transpose(0, 1).contiguous().transpose(0, 1) for g in shifts]  # gradients come with any strides
+    leaves, wide = ([x for x in tensors if x is not None] for tensors in (leaves, wide))
+    grads = torch.autograd.grad(got, leaves, shifts)
+    truths = torch.autograd.grad(want, wide, [g.double() for g in shifts])
+    assert all(close(*pair, 5e-6) for pair in zip(grads, truths, strict=True))
+
+
+@needs_c
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "width", "heads", "kv_heads", "n"), [(1, 4, 1, 1, 2), (5, 12, 4, 2, 8), (600, 96, 6, 1, 32)]
+)
+def test_the_first_half_of_a_layer(rows, width, heads, kv_heads, n, normed, biased):
+    sizes = [heads * n, kv_heads * n, kv_heads * n]
+    weights = [draw(width)]
+    for i, size in enumerate(sizes):
+        weights += [draw(size, width, seed=i) / width, draw(size, seed=i) if biased else None]
+    weights += [draw(n, seed=5), draw(n, seed=6)] if normed else [None, None]
+    x, cos, sin = draw(rows, width), draw(rows, 1, n, seed=1), draw(rows, 1, n, seed=2)
+    same_as(
+        lambda t: halves.Project.apply(t[0], cos, sin, EPS, *t[1:]),
+        lambda t: first_half(t[0], cos.double(), sin.double(), *t[1:]),
+        [x, *weights],
+    )
+
+
+@needs_c
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("rows", "width", "inner", "hidden"), [(1, 1, 1, 1), (5, 12, 20, 7), (600, 96, 64, 130)])
+def test_the_second_half_of_a_layer(rows, width, inner, hidden, biased):
+    weights = [draw(width, inner) / inner, draw(width, seed=1) if biased else None, draw(width, seed=2)]
+    weights += [draw(hidden, width), draw(hidden, width, seed=1), draw(width, hidden, seed=2) / hidden]
+    same_as(
+        lambda t: halves.Finish.apply(*t[:2], EPS, *t[2:]),
+        lambda t: second_half(*t),
+        [draw(rows, width), draw(rows, inner, seed=1), *weights],
+    )
+
+
+@needs_c
+@pytest.mark.parametrize("gate", [0.0, -0.0, 1e-30, 20.0, -20.0, 89.0, -89.0, 1e4, -1e4, math.inf, math.nan, 1.0])
+def test_silu_at_its_borders(gate):
+    """Of one hidden number: z - x = silu(gate), where norm(x) is 1."""
+    x, one, none = torch.full((1, 1), 100.0), torch.ones(1, 1), torch.zeros(1, 1)
+    z = halves.Finish.apply(x, one, EPS, none, None, torch.ones(1), torch.full((1, 1), gate), one, one)
+    expected = F.silu(torch.tensor(gate).double()).float()
+    assert torch.allclose(z - x, expected, rtol=1e-6, atol=1e-5, equal_nan=True)
 
 
 SPANS = [  # first query, number of queries, ranges of keys: two prompts, samples that share the first, a sample alone
@@ -174,7 +217,7 @@ WITHOUT = """
 import torch
 from rlkit.kernels import layer
 from rlkit.kernels.layer.compiled import library
-print(library() is None, layer.swiglu(torch.zeros(1, 2), torch.ones(1, 2)).tolist())
+print(library() is None, layer.rms_norm(torch.ones(1, 2), torch.ones(2), 3.0)[0].tolist())
 """
 
 
@@ -190,7 +233,7 @@ def test_without_the_library_torch_does_the_work(tmp_path, reason):
         "a folder that is a file": {"XDG_CACHE_HOME": str(tmp_path)},
     }[reason]
     run = subprocess.run([sys.executable, "-c", WITHOUT], env={**os.environ, **env}, capture_output=True, text=True)
-    assert run.stdout == "True [[0.0, 0.0]]\n", run.stderr
+    assert run.stdout == "True [[0.5, 0.5]]\n", run.stderr
 
 
 @needs_c

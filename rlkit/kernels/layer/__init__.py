@@ -42,7 +42,7 @@ def rms_norm(
         return (x * scale).mul_(weight), scale
     x = x.contiguous()
     out, scale = torch.empty_like(x), x.new_empty(len(x), 1)
-    library().rms_norm(x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), scale.data_ptr(), *x.shape, _threads(x))
+    library().rms_norm(x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), scale.data_ptr(), *x.shape, threads_for(x))
     return out, scale
 
 
@@ -62,42 +62,12 @@ def rms_norm_backward(
         d_weight = (grad * normed).sum(0)
         dx = _through_norm(grad * weight, normed, scale).add_(residual)
         return dx, d_weight, normed.mul_(weight)
-    grad, x, residual, threads = grad.contiguous(), x.contiguous(), residual.contiguous(), _threads(x)
+    grad, x, residual, threads = grad.contiguous(), x.contiguous(), residual.contiguous(), threads_for(x)
     dx, d_weight, out = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(x)
     parts = x.new_empty(threads, len(weight))
     pointers = [t.data_ptr() for t in (grad, x, weight, scale, residual, dx, d_weight, out, parts)]
     library().rms_norm_backward(*pointers, *x.shape, threads)
     return dx, d_weight, out
-
-
-def swiglu(gate: Float[Tensor, "T F"], up: Float[Tensor, "T F"]) -> Float[Tensor, "T F"]:
-    """silu(gate) * up; rows may lie apart, equally in both."""
-    if not has_kernels(gate, up):
-        return F.silu(gate).mul_(up)
-    out = gate.new_empty(gate.shape)
-    library().swiglu(gate.data_ptr(), up.data_ptr(), gate.stride(0), out.data_ptr(), *gate.shape, _threads(gate))
-    return out
-
-
-def swiglu_backward(
-    grad: Float[Tensor, "T F"],
-    gate: Float[Tensor, "T F"],
-    up: Float[Tensor, "T F"],
-    *,
-    d_gate: Float[Tensor, "T F"],
-    d_up: Float[Tensor, "T F"],
-) -> Float[Tensor, "T F"]:
-    """Writes the gradients, whose rows lie as those of `gate` and `up`; returns the output again. Overwrites `grad`."""
-    if not has_kernels(grad, gate, up):
-        activated = F.silu(gate)
-        torch.mul(grad, activated, out=d_up)
-        torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=d_gate)
-        return activated.mul_(up)
-    grad = grad.contiguous()
-    out = torch.empty_like(grad)
-    inputs, outputs = [t.data_ptr() for t in (grad, gate, up)], [t.data_ptr() for t in (d_gate, d_up, out)]
-    library().swiglu_backward(*inputs, gate.stride(0), *outputs, *gate.shape, _threads(gate))
-    return out
 
 
 def rotary(
@@ -116,7 +86,7 @@ def rotary(
         return (y * cos).addcmul_(y.roll(y.shape[-1] // 2, -1), sin)
     out = x.new_empty(x.shape)
     pointers = [t.data_ptr() for t in (cos, sin, out)]
-    library().rotary(x.data_ptr(), x.stride(0), _address(norm), eps, *pointers, *x.shape, _threads(x))
+    library().rotary(x.data_ptr(), x.stride(0), address(norm), eps, *pointers, *x.shape, threads_for(x))
     return out
 
 
@@ -146,10 +116,10 @@ def rotary_backward(
             dy = _through_norm(dy.mul_(norm), normed, scale)
         dx.copy_(dy)
         return d_norm
-    grad, threads, n = grad.contiguous(), _threads(x), x.shape[2]
+    grad, threads, n = grad.contiguous(), threads_for(x), x.shape[2]
     d_norm, parts = x.new_empty(n), x.new_empty(threads, n)
     pointers = [t.data_ptr() for t in (cos, sin, dx, d_norm, parts)]
-    inputs = grad.data_ptr(), x.data_ptr(), x.stride(0), _address(norm)
+    inputs = grad.data_ptr(), x.data_ptr(), x.stride(0), address(norm)
     library().rotary_backward(*inputs, eps, *pointers, *x.shape, threads)
     return None if norm is None else d_norm
 
@@ -199,32 +169,6 @@ class Attention(torch.autograd.Function):
         return *out, None, None, None
 
 
-def decode(
-    x: Float[Tensor, "B D"],
-    layers: Int[Tensor, "N 17"],
-    positions: Int[Tensor, "B"],
-    cos: Float[Tensor, "M 1 n"],
-    sin: Float[Tensor, "M 1 n"],
-    *,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    length: int,
-    eps: float,
-) -> Float[Tensor, "B D"]:
-    """All layers of a decoder for one new token of each row, in one call of C; overwrites and returns x.
-
-    `layers` has the addresses of each layer's dense tensors, 0 for one that it has not, as `Layer` in layer.c: weights
-    of norms and projections, then its cache, keys [B * kv_heads, n, length] and values [B * kv_heads, length, n].
-    """
-    (rows, width), n = x.shape, cos.shape[-1]
-    work = x.new_empty(rows * (2 * (width + hidden + (heads + kv_heads) * n) + 1))
-    c, pointers = library(), [t.data_ptr() for t in (x, positions, cos, sin)]
-    sizes = rows, width, hidden, heads, kv_heads, n, length, torch.get_num_threads()
-    c.decode(c.multiply, layers.data_ptr(), len(layers), *pointers, eps, work.data_ptr(), *sizes)
-    return x
-
-
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) of each row, in fewer operators than F.rms_norm has on the CPU."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -236,9 +180,11 @@ def _through_norm(grad: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
     return grad.addcmul_(normed, (grad * normed).mean(-1, keepdim=True), value=-1).mul_(scale)
 
 
-def _address(x: Tensor | None) -> int | None:
+def address(x: Tensor | None) -> int | None:
+    """Where the data of x begins."""
     return None if x is None else x.data_ptr()
 
 
-def _threads(x: Tensor) -> int:
+def threads_for(x: Tensor) -> int:
+    """How many threads the work on x is worth."""
     return torch.get_num_threads() if x.numel() > _SERIAL else 1

@@ -29,20 +29,23 @@ _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "rms_norm": [_P, _P, _F, _P, _P, _I, _I, _T],
     "rms_norm_backward": [*[_P] * 9, _I, _I, _T],
-    "swiglu": [_P, _P, _I, _P, _I, _I, _T],
-    "swiglu_backward": [_P, _P, _P, _I, _P, _P, _P, _I, _I, _T],
     "rotary": [_P, _I, _P, _F, _P, _P, _P, _I, _I, _I, _T],
     "rotary_backward": [_P, _P, _I, _P, _F, *[_P] * 5, _I, _I, _I, _T],
     "attention": [*[_P] * 3, _I, _P, _I, _F, _P, _P, *[_I] * 4, _T],
     "attention_backward": [*[_P] * 4, _I, _P, _I, _F, *[_P] * 4, *[_I] * 4, _T],
+    "project": [*[_P] * 5, _F, *[_P] * 5, *[_I] * 5, _T],
+    "project_backward": [*[_P] * 8, _F, *[_P] * 6, *[_I] * 5, _T],
+    "finish": [*[_P] * 4, _F, *[_P] * 5, *[_I] * 4, _T],
+    "finish_backward": [*[_P] * 11, *[_I] * 4, _T],
     "decode": [_P, _P, _I, *[_P] * 4, _F, _P, *[_I] * 7, _T],
 }
+_WITH_PRODUCTS = ("project", "project_backward", "finish", "finish_backward", "decode")
 
 
 @cache
 def library() -> Any:
-    """The functions of layer.c, or None; see above. A call keeps Python's lock, which costs more than most calls; that
-    of `decode`, the longest, does not."""
+    """The functions of layer.c, or None; see above. A call keeps Python's lock, whose release costs more than
+    most calls take; one with products in it does not."""
     if sys.platform != "linux" or os.environ.get("RLKIT_C_KERNELS") == "0":
         return None
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
@@ -56,7 +59,9 @@ def library() -> Any:
         if not path.exists():
             _compile(compiler, flags, path)
         ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
-        found, found.decode = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path)).decode  # type: ignore[attr-defined]
+        found, releasing = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+        for name in _WITH_PRODUCTS:
+            setattr(found, name, getattr(releasing, name))
         found.multiply = ctypes.cast(ctypes.CDLL(torch_cpu).sgemm_, _P)  # type: ignore[attr-defined]
         for name, types in _ARGUMENTS.items():
             function = getattr(found, name)

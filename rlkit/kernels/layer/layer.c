@@ -83,7 +83,8 @@ void rms_norm_backward(const float *grad, const float *x, const float *weight, c
 }
 
 /* silu(gate) * up, whose rows begin every `stride` numbers; out may be gate */
-void swiglu(const float *gate, const float *up, size stride, float *out, size rows, size width, int threads) {
+static void swiglu(const float *gate, const float *up, size stride, float *out, size rows, size width,
+                   int threads) {
     EACH_ROW
     for (size r = 0; r < rows; r++) {
         const float *g = gate + r * stride, *u = up + r * stride;
@@ -94,8 +95,8 @@ void swiglu(const float *gate, const float *up, size stride, float *out, size ro
 }
 
 /* the gradients, with rows as those of gate and up, and the forward's output */
-void swiglu_backward(const float *grad, const float *gate, const float *up, size stride, float *d_gate, float *d_up,
-                     float *out, size rows, size width, int threads) {
+static void swiglu_backward(const float *grad, const float *gate, const float *up, size stride, float *d_gate,
+                            float *d_up, float *out, size rows, size width, int threads) {
     EACH_ROW
     for (size r = 0; r < rows; r++) {
         const float *restrict g = gate + r * stride, *restrict u = up + r * stride, *restrict d = grad + r * width;
@@ -165,7 +166,7 @@ void rotary_backward(const float *grad, const float *x, size stride, const float
             for (size i = 0; i < n; i++) d[i] = scale * (y[i] - a[i] * along);
         }
     }
-    add_parts(d_norm, parts, n, threads);
+    if (norm) add_parts(d_norm, parts, n, threads);
 }
 
 /* One new token per row: its key and value go to place positions[r] of the row's lanes, keys [rows, kv_heads, n, length]
@@ -205,23 +206,104 @@ static void decode_attention(const float *q, const float *k, const float *v, con
 typedef void gemm(const char *, const char *, const int *, const int *, const int *, const float *, const float *,
                   const int *, const float *, const int *, const float *, float *, const int *);
 
-/* out [rows, n] = x [rows, k] weight^T + bias, or with `add` that plus out */
+static const float zero = 0, one = 1;
+
+/* out [rows, n], whose rows begin every `stride` numbers, = x [rows, k] weight^T + bias, or with `add` that plus out */
 static void linear(gemm *multiply, const float *x, const float *weight, const float *bias, int add, float *out,
-                   int rows, int n, int k) {
-    float one = 1, keep = add || bias;
+                   int stride, int rows, int n, int k) {
     for (int r = 0; bias && r < rows; r++) {
-        if (add) add_scaled(out + (size)r * n, bias, 1, n);
-        else memcpy(out + (size)r * n, bias, n * sizeof(float));
+        if (add) add_scaled(out + (size)r * stride, bias, 1, n);
+        else memcpy(out + (size)r * stride, bias, n * sizeof(float));
     }
-    multiply("T", "N", &n, &rows, &k, &one, weight, &k, x, &k, &keep, out, &n);
+    multiply("T", "N", &n, &rows, &k, &one, weight, &k, x, &k, add || bias ? &one : &zero, out, &stride);
 }
 
-/* Biases and the norms of queries and keys are null where there are none. */
+/* dx [rows, k] = grad weight, or with `add` that plus dx; grad [rows, n] has rows every `stride` numbers */
+static void linear_backward(gemm *multiply, const float *grad, int stride, const float *weight, int add, float *dx,
+                            int rows, int n, int k) {
+    multiply("N", "N", &k, &rows, &n, &one, weight, &k, grad, &stride, add ? &one : &zero, dx, &k);
+}
+
+/* d_weight [n, k] = grad^T x, and d_bias the sum of the rows of grad [rows, n], if it is not null */
+static void weight_gradient(gemm *multiply, const float *grad, const float *x, float *d_weight, float *d_bias,
+                            int rows, int n, int k) {
+    multiply("N", "T", &k, &n, &rows, &one, x, &k, grad, &n, &zero, d_weight, &k);
+    if (d_bias) add_parts(d_bias, grad, n, rows);
+}
+
+/* Of a layer: weights or their gradients. Biases and the norms of queries and keys are null where there are none. */
 typedef struct {
-    const float *norm, *q, *q_bias, *k, *k_bias, *v, *v_bias, *q_norm, *k_norm, *o, *o_bias, *mlp_norm, *gate, *up,
-        *down;
-    float *keys, *values; /* of `decode_attention` */
+    float *norm, *q, *q_bias, *k, *k_bias, *v, *v_bias, *q_norm, *k_norm, *o, *o_bias, *mlp_norm, *gate, *up, *down;
+    float *keys, *values; /* of `decode_attention`; in `decode` only */
 } Layer;
+
+/* The first half of a layer: h = norm(x) with its scale, y [rows, (heads + 2 kv_heads) n] = queries | keys | values of h,
+   q and k = the first two, turned. */
+void project(gemm *multiply, const Layer *l, const float *x, const float *cos, const float *sin, float eps, float *h,
+             float *scale, float *y, float *q, float *k, size rows, size width, size heads, size kv_heads, size n,
+             int threads) {
+    size all = (heads + 2 * kv_heads) * n, to_k = heads * n, to_v = to_k + kv_heads * n;
+    rms_norm(x, l->norm, eps, h, scale, rows, width, threads);
+    linear(multiply, h, l->q, l->q_bias, 0, y, all, rows, to_k, width);
+    linear(multiply, h, l->k, l->k_bias, 0, y + to_k, all, rows, to_v - to_k, width);
+    linear(multiply, h, l->v, l->v_bias, 0, y + to_v, all, rows, to_v - to_k, width);
+    rotary(y, all, l->q_norm, eps, cos, sin, q, rows, heads, n, threads);
+    rotary(y + to_k, all, l->k_norm, eps, cos, sin, k, rows, kv_heads, n, threads);
+}
+
+/* dx and d from the gradients of q, k, v and `residual`, that of x from elsewhere. In d those of the weights of q, k and
+   v follow each other, as do those of their biases. work has rows * (2 width + (heads + 2 kv_heads) n) + threads *
+   max(width, n) numbers. */
+void project_backward(gemm *multiply, const Layer *l, const Layer *d, const float *x, const float *scale,
+                      const float *y, const float *cos, const float *sin, float eps, const float *dq, const float *dk,
+                      const float *dv, const float *residual, float *dx, float *work, size rows, size width,
+                      size heads, size kv_heads, size n, int threads) {
+    size all = (heads + 2 * kv_heads) * n, to_k = heads * n, to_v = to_k + kv_heads * n, of_v = all - to_v;
+    float *dy = work, *dh = dy + rows * all, *h = dh + rows * width, *parts = h + rows * width;
+    rotary_backward(dq, y, all, l->q_norm, eps, cos, sin, dy, d->q_norm, parts, rows, heads, n, threads);
+    rotary_backward(dk, y + to_k, all, l->k_norm, eps, cos, sin, dy + to_k, d->k_norm, parts, rows, kv_heads, n,
+                    threads);
+    for (size r = 0; r < rows; r++) memcpy(dy + r * all + to_v, dv + r * of_v, of_v * sizeof(float));
+    linear_backward(multiply, dy, all, l->q, 0, dh, rows, to_k, width);
+    linear_backward(multiply, dy + to_k, all, l->k, 1, dh, rows, of_v, width);
+    linear_backward(multiply, dy + to_v, all, l->v, 1, dh, rows, of_v, width);
+    rms_norm_backward(dh, x, l->norm, scale, residual, dx, d->norm, h, parts, rows, width, threads);
+    weight_gradient(multiply, dy, h, d->q, d->q_bias, rows, all, width);
+}
+
+/* The second half: y = x + attended o^T, then z = y + (silu(gate) * up) down^T with gate | up [rows, 2 hidden] of
+   norm(y), whose scale is kept. work has rows * (width + hidden) numbers. */
+void finish(gemm *multiply, const Layer *l, const float *x, const float *attended, float eps, float *y, float *scale,
+            float *gate_up, float *z, float *work, size rows, size width, size inner, size hidden, int threads) {
+    float *h = work, *activated = h + rows * width;
+    memcpy(y, x, rows * width * sizeof(float));
+    linear(multiply, attended, l->o, l->o_bias, 1, y, width, rows, width, inner);
+    rms_norm(y, l->mlp_norm, eps, h, scale, rows, width, threads);
+    linear(multiply, h, l->gate, NULL, 0, gate_up, 2 * hidden, rows, hidden, width);
+    linear(multiply, h, l->up, NULL, 0, gate_up + hidden, 2 * hidden, rows, hidden, width);
+    swiglu(gate_up, gate_up + hidden, 2 * hidden, activated, rows, hidden, threads);
+    memcpy(z, y, rows * width * sizeof(float));
+    linear(multiply, activated, l->down, NULL, 1, z, width, rows, width, hidden);
+}
+
+/* dx, d_attended and d from the gradient of z. In d that of up follows that of gate. work has rows * (2 width + 4 hidden)
+   + threads * width numbers. */
+void finish_backward(gemm *multiply, const Layer *l, const Layer *d, const float *attended, const float *y,
+                     const float *scale, const float *gate_up, const float *dz, float *dx, float *d_attended,
+                     float *work, size rows, size width, size inner, size hidden, int threads) {
+    float *grad = work, *d_gate_up = grad + rows * hidden, *activated = d_gate_up + 2 * rows * hidden;
+    float *dh = activated + rows * hidden, *h = dh + rows * width, *parts = h + rows * width;
+    linear_backward(multiply, dz, width, l->down, 0, grad, rows, width, hidden);
+    swiglu_backward(grad, gate_up, gate_up + hidden, 2 * hidden, d_gate_up, d_gate_up + hidden, activated, rows, hidden,
+                    threads);
+    weight_gradient(multiply, dz, activated, d->down, NULL, rows, width, hidden);
+    linear_backward(multiply, d_gate_up, 2 * hidden, l->gate, 0, dh, rows, hidden, width);
+    linear_backward(multiply, d_gate_up + hidden, 2 * hidden, l->up, 1, dh, rows, hidden, width);
+    rms_norm_backward(dh, y, l->mlp_norm, scale, dz, dx, d->mlp_norm, h, parts, rows, width, threads);
+    weight_gradient(multiply, d_gate_up, h, d->gate, NULL, rows, 2 * hidden, width);
+    linear_backward(multiply, dx, width, l->o, 0, d_attended, rows, width, inner);
+    weight_gradient(multiply, dx, attended, d->o, d->o_bias, rows, width, inner);
+}
 
 /* All layers of a decoder for one new token per row: x [rows, width] in place. work has rows * (2 width + 2 hidden +
    (2 heads + 2 kv_heads) n + 1) numbers. */
@@ -230,16 +312,16 @@ void decode(gemm *multiply, const Layer *layers, size num_layers, float *x, cons
             size n, size length, int threads) {
     float *h = work, *q = h + rows * width, *k = q + rows * heads * n, *v = k + rows * kv_heads * n;
     float *out = v + rows * kv_heads * n, *gate = out + rows * heads * n, *up = gate + rows * hidden;
-    float *scale = up + rows * hidden, one = 1, zero = 0;
+    float *scale = up + rows * hidden;
     int wide = width, many = rows, inner = hidden;
     for (const Layer *l = layers; l < layers + num_layers; l++) {
         rms_norm(x, l->norm, eps, h, scale, rows, width, 1);
-        linear(multiply, h, l->q, l->q_bias, 0, q, rows, heads * n, width);
-        linear(multiply, h, l->k, l->k_bias, 0, k, rows, kv_heads * n, width);
-        linear(multiply, h, l->v, l->v_bias, 0, v, rows, kv_heads * n, width);
+        linear(multiply, h, l->q, l->q_bias, 0, q, heads * n, rows, heads * n, width);
+        linear(multiply, h, l->k, l->k_bias, 0, k, kv_heads * n, rows, kv_heads * n, width);
+        linear(multiply, h, l->v, l->v_bias, 0, v, kv_heads * n, rows, kv_heads * n, width);
         decode_attention(q, k, v, l->q_norm, l->k_norm, eps, cos, sin, positions, l->keys, l->values, out, rows, heads,
                          kv_heads, n, length, threads);
-        linear(multiply, out, l->o, l->o_bias, 1, x, rows, width, heads * n);
+        linear(multiply, out, l->o, l->o_bias, 1, x, width, rows, width, heads * n);
         rms_norm(x, l->mlp_norm, eps, h, scale, rows, width, 1);
         /* gate and up as [hidden, rows]: this way round products with few rows take up to 1.4 times less */
         multiply("T", "N", &many, &inner, &wide, &one, h, &wide, l->gate, &wide, &zero, gate, &many);

@@ -18,8 +18,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rlkit._tensors import upcast
-from rlkit.kernels.layer import LONGEST, decode, has_kernels, rms_norm, rotary, swiglu
+from rlkit.kernels.layer import LONGEST, has_kernels, rms_norm, rotary
+from rlkit.kernels.layer.halves import FIRST, Finish, Layer, Project, decode
 from rlkit.model.dense import rotary_table, why_not_dense
+from rlkit.model.dense import weights_of as layer_weights
 from rlkit.model.lora import adapter_of, is_low_rank, merged
 from rlkit.parallel.attention import causal_sdpa
 from rlkit.ranks import reshard
@@ -27,29 +29,6 @@ from rlkit.ranks import reshard
 KEEP_BYTES = 64 << 20
 TALL = range(16, 257)
 HALF = (torch.bfloat16, torch.float16)
-
-
-class Linear(NamedTuple):
-    """A projection; `bias` is None for a projection without one."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-class Layer(NamedTuple):
-    """The parameters of one decoder layer (no copies); q/k norms are None where there are none."""
-
-    norm: Tensor
-    q: Linear
-    k: Linear
-    v: Linear
-    o: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    mlp_norm: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
 
 
 class Weights(NamedTuple):
@@ -153,8 +132,7 @@ class Decoder:
         x = F.embedding(tokens.flatten(), self._weights.embed)
         table = Rotary(*(t[:longest].repeat(len(prompts), 1, 1) for t in self._table))
         for layer, (keys, values) in zip(layers, self._cache, strict=True):
-            q, k, v = _project(x, layer, self._head_dim, self._eps)
-            q, k = _turned(q, k, layer, table, self._eps)
+            q, k, v = _project(x, layer, table, self._eps)
             q, k, v = (t.unflatten(0, (len(prompts), -1)).transpose(1, 2) for t in (q, k, v))
             keys[rows, :, :longest], values[rows, :, :longest] = k, v
             if layer is not layers[-1]:  # whose output is not needed: the last prompt token is decoded
@@ -186,7 +164,7 @@ class Decoder:
     def _decode_in_c(self, layers: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
         """The same as `step`."""
         weights, gate = self._weights, self._weights.layers[0].gate
-        heads = weights.layers[0].q.weight.shape[0] // self._head_dim
+        heads = len(weights.layers[0].q) // self._head_dim
         sizes = {"hidden": len(gate), "heads": heads, "kv_heads": self._kv_heads, "length": len(self._range)}
         x = F.embedding(tokens, weights.embed)
         x = decode(x, layers, positions, *self._table, eps=self._eps, **sizes)
@@ -206,17 +184,15 @@ def step(
 
     A layer's cache is its keys and its values, [B * kv heads, length, head_dim]; `places` is arange(length).
     """
-    x, head_dim = F.embedding(tokens, weights.embed), table.cos.shape[-1]
+    x = F.embedding(tokens, weights.embed)
     lane = torch.arange(len(cache[0][0]), device=tokens.device).view(len(tokens), -1)
     place = positions[:, None].expand_as(lane)
     bias = torch.where(places <= positions[:, None], 0.0, -torch.inf).to(weights.embed.dtype)[:, None]
     angles = Rotary(*(t.index_select(0, positions) for t in table))
     for layer, (keys, values) in zip(weights.layers, cache, strict=True):
-        q, k, v = _project(x, layer, head_dim, eps)
-        q, keys[lane, place] = _turned(q, k, layer, angles, eps)
-        values[lane, place] = v
+        q, keys[lane, place], values[lane, place] = _project(x, layer, angles, eps)
         x = _finish(x, _attend(q, keys, values, bias), layer, eps)
-    return upcast(F.linear(_rms_norm(x, weights.norm, eps), weights.head))
+    return upcast(F.linear(F.rms_norm(x, weights.norm.shape, weights.norm, eps), weights.head))
 
 
 def _addresses(weights: Weights, cache: list[tuple[Tensor, Tensor]]) -> Tensor | None:
@@ -226,13 +202,9 @@ def _addresses(weights: Weights, cache: list[tuple[Tensor, Tensor]]) -> Tensor |
     """
     rows = []
     for layer, (keys, values) in zip(weights.layers, cache, strict=True):
-        norm, *projections, q_norm, k_norm, mlp_norm, gate, up, down = layer
-        q, k, v, o = projections
-        tensors = [norm, *q, *k, *v, q_norm, k_norm, *o, mlp_norm, gate, up, down]
-        present = [t for t in tensors if t is not None]
-        if not (has_kernels(*present) and all(t.is_contiguous() for t in present)):
+        if not layer.is_for_c:
             return None
-        rows.append([0 if t is None else t.data_ptr() for t in (*tensors, keys, values)])
+        rows.append([0 if t is None else t.data_ptr() for t in (*layer, keys, values)])
     return torch.tensor(rows)
 
 
@@ -248,29 +220,26 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
     return torch.bmm(probs.view(lanes, -1, length), values).view(rows, -1)
 
 
-def _project(x: Tensor, layer: Layer, head_dim: int, eps: float) -> tuple[Tensor, ...]:
-    """Queries, keys and values [T, heads, head_dim] of one layer, before norms and rotation."""
-    h = _rms_norm(x, layer.norm, eps)
-    return tuple(F.linear(h, *p).view(len(x), -1, head_dim) for p in (layer.q, layer.k, layer.v))
-
-
-def _turned(q: Tensor, k: Tensor, layer: Layer, angles: Rotary, eps: float) -> tuple[Tensor, Tensor]:
-    """Queries and keys, normed and turned to their positions."""
-    return rotary(q, layer.q_norm, *angles, eps=eps), rotary(k, layer.k_norm, *angles, eps=eps)
+def _project(x: Tensor, layer: Layer, angles: Rotary, eps: float) -> tuple[Tensor, ...]:
+    """Queries, keys and values [T, heads, head_dim] of one layer, normed and turned to their positions."""
+    if layer.is_for_c:
+        return Project.apply(x, *angles, eps, *layer[:FIRST])[:3]
+    h, head_dim = F.rms_norm(x, layer.norm.shape, layer.norm, eps), angles.cos.shape[-1]
+    projections = (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)
+    q, k, v = (F.linear(h, *p).view(len(x), -1, head_dim) for p in projections)
+    return rotary(q, layer.q_norm, *angles, eps=eps), rotary(k, layer.k_norm, *angles, eps=eps), v
 
 
 def _finish(x: Tensor, attended: Tensor, layer: Layer, eps: float) -> Tensor:
     """The rest of a layer: output projection, gated MLP, residuals."""
-    x = F.linear(attended, *layer.o).add_(x)
-    h = _rms_norm(x, layer.mlp_norm, eps)
+    if layer.is_for_c:
+        return Finish.apply(x, attended, eps, *layer[FIRST:])
+    x = F.linear(attended, layer.o, layer.o_bias).add_(x)
+    h = F.rms_norm(x, layer.mlp_norm.shape, layer.mlp_norm, eps)
     if x.device.type == "cpu" and (torch.compiler.is_compiling() or x.shape[0] in TALL):
         h = h.t()  # weight @ h.T is up to 1.4x faster than h @ weight.T while there are few rows
-        return torch.addmm(x, swiglu(torch.mm(layer.gate, h), torch.mm(layer.up, h)).t(), layer.down.t())
-    return F.linear(swiglu(F.linear(h, layer.gate), F.linear(h, layer.up)), layer.down).add_(x)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return rms_norm(x, weight, eps)[0] if has_kernels(x, weight) else F.rms_norm(x, weight.shape, weight, eps)
+        return torch.addmm(x, F.silu(torch.mm(layer.gate, h)).mul_(torch.mm(layer.up, h)).t(), layer.down.t())
+    return F.linear(F.silu(F.linear(h, layer.gate)).mul_(F.linear(h, layer.up)), layer.down).add_(x)
 
 
 def why_unsupported(model: Any, max_len: int) -> str | None:
@@ -294,7 +263,7 @@ def weights_of(model: Any) -> Weights:
     body = model.model
     return Weights(
         embed=plain(body.embed_tokens.weight),
-        layers=[_layer(layer) for layer in body.layers],
+        layers=[layer_weights(layer, weight_of) for layer in body.layers],
         norm=plain(body.norm.weight),
         head=plain(model.lm_head.weight),
     )
@@ -311,16 +280,7 @@ def plain(p: Any) -> Any:
     return p.to_local() if p.device_mesh.size() == 1 else p.full_tensor()
 
 
-def weight_of(linear: Any) -> Tensor:
-    """The weight of a projection, with its adapter where it has one: see `plain`, and of an adapter a merged copy."""
-    adapter, weight = adapter_of(linear), plain(linear.weight)
-    return weight if adapter is None else merged(weight.detach(), adapter)
-
-
-def _layer(layer: Any) -> Layer:
-    a, mlp = layer.self_attn, layer.mlp
-    q, k, v, o = (Linear(weight_of(p), plain(p.bias)) for p in (a.q_proj, a.k_proj, a.v_proj, a.o_proj))
-    q_norm, k_norm = (plain(getattr(getattr(a, name, None), "weight", None)) for name in ("q_norm", "k_norm"))
-    gate, up, down = map(weight_of, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-    norm, mlp_norm = plain(layer.input_layernorm.weight), plain(layer.post_attention_layernorm.weight)
-    return Layer(norm, q, k, v, o, q_norm, k_norm, mlp_norm, gate, up, down)
+def weight_of(module: Any, name: str) -> Any:
+    """The weight or bias of a module: see `plain`; of a projection with an adapter a copy of both, merged."""
+    adapter, p = adapter_of(module), plain(getattr(module, name))
+    return merged(p.detach(), adapter) if adapter is not None and name == "weight" else p
