@@ -6,7 +6,9 @@ import _thread
 import asyncio
 import math
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -125,54 +127,106 @@ async def run_async(calls: Sequence[Callable[[], Any]], timeout_s: float) -> lis
 async def run_in_thread(calls: Sequence[Callable[[], Any]], timeout_s: float, *, go_on: bool) -> list[Any]:
     """The result or the exception of each call. They run in order in a daemon thread, each with its own deadline.
 
-    Stops after the first exception, unless `go_on`: then a new thread continues after a timeout.
+    All calls of an event loop take turns in one thread. Stops after the first exception, unless `go_on`. After a
+    timeout a new thread continues.
     """
     results: list[Any] = []
-    async with turn("call a sync function", 1):
+    queue = _queues.setdefault(asyncio.get_running_loop(), _Queue())
+    async with off_the_clock():
         while len(results) < len(calls):
-            results += await _in_one_thread(calls[len(results) :], timeout_s, go_on)
+            results += await _in_turn(queue, _Job(calls[len(results) :], go_on=go_on), timeout_s)
             if not go_on and isinstance(results[-1], BaseException):
                 break
     return results
 
 
-async def _in_one_thread(calls: Sequence[Callable[[], Any]], timeout_s: float, go_on: bool) -> list[Any]:
+async def _in_turn(queue: _Queue, job: _Job, timeout_s: float) -> list[Any]:
     """Results up to the first call that hangs, or that fails (unless `go_on`)."""
-    loop = asyncio.get_running_loop()
-    finished: asyncio.Future[None] = loop.create_future()
-    results: list[Any] = []
-    current = (0, time.monotonic())  # position and start of the running call: one assignment, hence atomic
-
-    def work() -> None:
-        nonlocal current
-        for position, call in enumerate(calls):
-            if finished.done():  # the caller has given up
-                return
-            current = (position, time.monotonic())
-            try:
-                results.append(call())
-            except BaseException as error:  # SystemExit would end the thread silently
-                results.append(error)
-                if not go_on:
-                    break
-        with suppress(RuntimeError):  # the loop was closed while the call was hanging
-            loop.call_soon_threadsafe(finish)
-
-    def finish() -> None:
-        if not finished.done():
-            finished.set_result(None)
-
-    _thread.start_new_thread(work, ())  # Thread.start waits until the thread runs: 0.3 ms a call
+    queue.put(job)
     try:
         while True:
-            position, started = current
-            await asyncio.wait([finished], timeout=max(0.0, started + timeout_s - time.monotonic()))
-            if finished.done():
-                return results
-            if current == (position, started) and time.monotonic() >= started + timeout_s:
-                return [*results[:position], _timed_out(timeout_s, _IN_THREAD)]
+            begun = job.current
+            left = timeout_s if begun is None else begun[1] + timeout_s - time.monotonic()
+            await asyncio.wait([job.finished], timeout=max(0.0, left))
+            if job.finished.done():
+                return job.results
+            if begun is not None and job.current == begun and time.monotonic() >= begun[1] + timeout_s:
+                return [*job.results[: begun[0]], _timed_out(timeout_s, _IN_THREAD)]
     finally:
-        finished.cancel()
+        if not job.finished.done():
+            job.finished.cancel()
+            queue.give_up(job)
+
+
+class _Job:
+    """Calls that one thread makes in order."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]], *, go_on: bool) -> None:
+        self.calls, self.go_on, self.results = calls, go_on, list[Any]()
+        self.current: tuple[int, float] | None = None  # position and start of the running call: one assignment
+        self.loop = asyncio.get_running_loop()
+        self.finished: asyncio.Future[None] = self.loop.create_future()
+        self.thread: object = None
+
+    def run(self) -> None:
+        for position, call in enumerate(self.calls):
+            if self.finished.done():  # the caller has given up
+                return
+            self.current = (position, time.monotonic())
+            try:
+                self.results.append(call())
+            except BaseException as error:  # SystemExit would end the thread silently
+                self.results.append(error)
+                if not self.go_on:
+                    break
+        with suppress(RuntimeError):  # the loop was closed while the call was hanging
+            self.loop.call_soon_threadsafe(self._finish)
+
+    def _finish(self) -> None:
+        if not self.finished.done():
+            self.finished.set_result(None)
+
+
+class _Queue:
+    """The jobs of an event loop, and the thread that runs them while there are any: a new one for each group of
+    samples would cost two waits for a sleeping core."""
+
+    def __init__(self) -> None:
+        self._jobs, self._lock = deque[_Job](), threading.Lock()
+        self._thread: object = None  # identifies the thread that runs the jobs
+
+    def put(self, job: _Job) -> None:
+        with self._lock:
+            self._jobs.append(job)
+            if self._thread is None:
+                self._start()
+
+    def give_up(self, job: _Job) -> None:
+        """Nobody waits for the job any more. If its thread hangs in it, another one runs the others."""
+        with self._lock:
+            if job.thread is not None and job.thread is self._thread:
+                self._thread = None
+                if self._jobs:
+                    self._start()
+
+    def _start(self) -> None:
+        self._thread = object()
+        _thread.start_new_thread(self._work, (self._thread,))  # Thread.start waits until the thread runs: 0.3 ms
+
+    def _work(self, me: object) -> None:
+        while True:
+            with self._lock:
+                if self._thread is not me:
+                    return
+                if not self._jobs:
+                    self._thread = None
+                    return
+                job = self._jobs.popleft()
+                job.thread = me
+            job.run()
+
+
+_queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queue] = WeakKeyDictionary()
 
 
 def _timed_out(timeout_s: float, hint: str = "") -> TimedOut:

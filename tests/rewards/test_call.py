@@ -339,6 +339,62 @@ async def test_cancelling_stops_the_worker_and_frees_the_next():
     assert len(calls) == 1
 
 
+def gated(*names):
+    """A sync function that waits at the gates of some completions, those gates, and a list of its calls."""
+    gates, calls = {name: threading.Event() for name in names}, []
+
+    def function(completion, row):
+        calls.append(completion)
+        if completion in gates:
+            gates[completion].wait(60)
+        return 1.0
+
+    return function, gates, calls
+
+
+async def called(calls, *expected):
+    """Wait until the calls are those, and see that no other follows."""
+    async with asyncio.timeout(30):
+        while len(calls) < len(expected):
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert calls == [*expected]
+
+
+async def test_batches_behind_a_hanging_one_are_judged_one_at_a_time():
+    function, gates, calls = gated("hang", "slow")
+    limits = {"hang": 0.5, "slow": 60, "a": 60}
+    first, second, third = (asyncio.create_task(run(function, samples(c), timeout_s=t)) for c, t in limits.items())
+    with pytest.raises(RewardError, match="no result"):
+        await first
+    await called(calls, "hang", "slow")
+    gates["hang"].set()  # its thread takes no other batch
+    await called(calls, "hang", "slow")
+    gates["slow"].set()
+    assert await second == await third == [Reward(1.0)]
+
+
+async def test_a_cancelled_batch_that_has_not_begun_is_left_out():
+    function, gates, calls = gated("slow")
+    first, second = (asyncio.create_task(run(function, samples(c), timeout_s=60)) for c in ("slow", "a"))
+    await called(calls, "slow")
+    third = asyncio.create_task(run(function, samples("b"), timeout_s=60))
+    await called(calls, "slow")
+    second.cancel()
+    await called(calls, "slow")
+    gates["slow"].set()
+    assert await first == await third == [Reward(1.0)]
+    assert calls == ["slow", "b"]
+
+
+async def test_a_sync_function_inside_an_async_one_has_its_own_deadline():
+    async def outer(completion, row):
+        (reward,) = await run(lambda c, r: time.sleep(0.6) or 2.0, samples("a"), timeout_s=60)
+        return reward.reward
+
+    assert await run(outer, samples("x"), timeout_s=0.5) == [Reward(2.0)]
+
+
 def test_one_function_serves_several_event_loops():
     for _ in range(2):
         assert asyncio.run(run(per_sample, samples("a"))) == [Reward(1.25)]
