@@ -6,9 +6,9 @@ the saved activations. A layer is two autograd functions with attention between 
     project   q, k, v = rotate(norm(W_qkv norm(x)))
     finish    y = x + W_o attention;  z = y + W_down (silu(W_gate norm(y)) * W_up norm(y))
 
-What stands between the products is `rlkit.kernels.layer`. Prompts that a group shares give only keys and values in the
-last layer. Everything else (GPUs, sharded models, adapters, hooks, frozen parameters) runs the model's own forward;
-`covers` decides.
+In fp32 both are C, products included (`rlkit.kernels.layer.halves`), else the torch code below. Prompts that a group
+shares give only keys and values in the last layer. Everything else (GPUs, sharded models, adapters, hooks, frozen
+parameters) runs the model's own forward; `covers` decides.
 """
 
 from __future__ import annotations

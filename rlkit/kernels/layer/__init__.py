@@ -1,11 +1,11 @@
-"""What a dense decoder layer does between its matrix products: RMS norm, SiLU(gate) * up, rotary positions, attention
-of few queries, and all layers for one new token per row. Gradients are functions of their own: `rlkit.model.dense`
-puts several operators into one autograd function.
+"""What a dense decoder layer does around its matrix products: RMS norm, rotary positions, and attention of few queries.
+`halves` has whole halves of a layer. Gradients are functions of their own: `rlkit.model.dense` puts several operators
+into one autograd function.
 
 On a CPU these operators take longer than the products where a model is small, and most of that is the start of dozens
-of operators on a few kilobytes each. In fp32 each is one call of C (layer.c, see `compiled`). Elsewhere the first three
-are the torch code below; the callers of the last two have other ways. Rows of a matrix may lie apart only where a
-function says so.
+of operators on a few kilobytes each. In fp32 each is one call of C (layer.c, see `compiled`). Elsewhere norm and
+rotation are the torch code below; the callers of the others have other ways. Rows of a matrix may lie apart only where
+a function says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-/* The operators of a dense decoder layer between its matrix products, on the CPU, in fp32; __init__.py has the formulas.
+/* A dense decoder layer on the CPU, in fp32; __init__.py and halves.py have the formulas.
 
    Every array is contiguous. Rows are divided over threads in order, so that equal calls give equal bits: a sum over
    rows is added up per thread in `parts`, [threads, width], and then in the order of the threads. */
