@@ -184,6 +184,7 @@ def _spread(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _status(kind: str, tally: _Tally, progress: Any) -> str:
-    rate = tally.tokens / max(1e-9, time.perf_counter() - tally.start)
+    seconds = time.perf_counter() - tally.start
+    rate = f", {tally.tokens / seconds:.0f} tok/s" if seconds > 1 else ""  # groups of equal lengths end together
     queue = "" if progress is None else f", {progress.running} running, {progress.waiting} queued"
-    return f"{kind}: {tally.groups} groups, reward {tally.success / tally.groups:.3f}, {rate:.0f} tok/s{queue}"
+    return f"{kind}: {tally.groups} groups, reward {tally.success / tally.groups:.3f}{rate}{queue}"

@@ -63,6 +63,21 @@ def test_groups_are_written_where_they_belong_and_the_status_counts(tmp_path):
     assert all(s.endswith("3 running, 7 queued") for s in statuses)
 
 
+def test_the_status_has_a_rate_where_groups_end_apart(tmp_path, monkeypatch):
+    """Groups of equal lengths end together: a rate between the first and the last would be any number."""
+    statuses = []
+    with open_run(tmp_path / "run", steps=1) as run:
+        run.status = statuses.append
+        samples, answer = Samples(run, tiny_tokenizer(), engine=None), sampled()
+        for later in (0.0, 0.001, 4.0):
+            for tally in samples._tallies.values():
+                now = tally.start + later
+                monkeypatch.setattr("rlkit.run.samples.time.perf_counter", lambda now=now: now)
+            samples.completed(Prompt([60], {}, 0), [answer] * 2, step=1)
+    rate = 4 * len(answer.ids) / 4.0  # of the groups after the first
+    assert [s.split(", ")[2:] for s in statuses] == [[], [], [f"{rate:.0f} tok/s"]]
+
+
 def test_a_row_has_texts_rewards_and_the_finish_reason():
     tokenizer = tiny_tokenizer()
     chat = [{"role": "user", "content": "häh?"}]
