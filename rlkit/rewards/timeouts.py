@@ -166,7 +166,6 @@ class _Job:
         self.current: tuple[int, float] | None = None  # position and start of the running call: one assignment
         self.loop = asyncio.get_running_loop()
         self.finished: asyncio.Future[None] = self.loop.create_future()
-        self.thread: object = None
 
     def run(self) -> None:
         for position, call in enumerate(self.calls):
@@ -193,37 +192,33 @@ class _Queue:
 
     def __init__(self) -> None:
         self._jobs, self._lock = deque[_Job](), threading.Lock()
-        self._thread: object = None  # identifies the thread that runs the jobs
+        self._running: _Job | None = None
 
     def put(self, job: _Job) -> None:
         with self._lock:
             self._jobs.append(job)
-            if self._thread is None:
+            if self._running is None:
                 self._start()
 
     def give_up(self, job: _Job) -> None:
         """Nobody waits for the job any more. If its thread hangs in it, another one runs the others."""
         with self._lock:
-            if job.thread is not None and job.thread is self._thread:
-                self._thread = None
-                if self._jobs:
-                    self._start()
+            if self._running is job:
+                self._start()
 
     def _start(self) -> None:
-        self._thread = object()
-        _thread.start_new_thread(self._work, (self._thread,))  # Thread.start waits until the thread runs: 0.3 ms
+        if self._next() is not None:
+            _thread.start_new_thread(self._work, (self._running,))  # Thread.start waits until the thread runs: 0.3 ms
 
-    def _work(self, me: object) -> None:
-        while True:
-            with self._lock:
-                if self._thread is not me:
-                    return
-                if not self._jobs:
-                    self._thread = None
-                    return
-                job = self._jobs.popleft()
-                job.thread = me
+    def _next(self) -> _Job | None:
+        self._running = self._jobs.popleft() if self._jobs else None
+        return self._running
+
+    def _work(self, job: _Job | None) -> None:
+        while job is not None:
             job.run()
+            with self._lock:
+                job = self._next() if self._running is job else None  # None: given up, another thread goes on
 
 
 _queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queue] = WeakKeyDictionary()

@@ -196,7 +196,7 @@ def step(
 
 
 def _addresses(weights: Weights, cache: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """The `layers` of `rlkit.kernels.layer.decode`, or None where a weight is not dense, in fp32 and on the CPU.
+    """The `layers` of `rlkit.kernels.layer.halves.decode`, or None where a weight is not dense, in fp32 and on the CPU.
 
     Asked for at every step, as whatever replaces the data of a parameter frees what it had.
     """
