@@ -210,6 +210,7 @@ def test_an_adapter_is_decoded_like_the_weights_it_changes(name):
         assert (torch.tensor(completion.logp) - true_logp(model, prompt, completion.ids)).abs().max() > 1e-2
 
 
+@pytest.mark.filterwarnings("ignore:.*lora_bias=True", "ignore:Already found a `peft_config`")
 def test_an_adapter_that_is_not_just_low_rank_takes_the_general_path():
     """`Decoder` multiplies by W + scale B A, which is not what DoRA or a second adapter computes."""
     for options in ({"use_dora": True}, {"lora_bias": True}):

@@ -164,6 +164,7 @@ def execute(argv: list[str]) -> None:
 if __name__ == "__main__":
     status: int | None = None  # of a command that has ended; Ctrl-C ends it by the signal, later
     atexit.register(leave)  # before the imports register theirs, which run first
+    gc.disable()
     from rlkit.scripts.imports import defer_compiler
 
     defer_compiler()
@@ -174,6 +175,7 @@ if __name__ == "__main__":
     get_checkpoint_conversion_mapping("qwen3")  # kept by transformers, and read at each export
     assert threading.active_count() == 1, "a forked child would lack the threads"
     gc.freeze()  # the children's collections leave these pages shared
+    gc.enable()
     job = serve(socket.socket(fileno=int(sys.argv[1])))
     if job is not None:
         become(job)
