@@ -6,9 +6,10 @@ the saved activations. A layer is two autograd functions with attention between 
     project   q, k, v = rotate(norm(W_qkv norm(x)))
     finish    y = x + W_o attention;  z = y + W_down (silu(W_gate norm(y)) * W_up norm(y))
 
-In fp32 both are C, products included (`rlkit.kernels.layer.halves`), else the torch code below. Prompts that a group
-shares give only keys and values in the last layer. Everything else (GPUs, sharded models, adapters, hooks, frozen
-parameters) runs the model's own forward; `covers` decides.
+In fp32 both are C, products included (`rlkit.kernels.layer.halves`), else the torch code below; where all prompts and
+answers are short, all layers are one call. Prompts that a group shares give only keys and values in the last layer.
+Everything else (GPUs, sharded models, adapters, hooks, frozen parameters) runs the model's own forward; `covers`
+decides.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rlkit.kernels.layer import rms_norm, rms_norm_backward, rotary, rotary_backward
-from rlkit.kernels.layer.halves import FIRST, Finish, Layer, Project
+from rlkit.kernels.layer.halves import FIRST, Finish, Layer, Layers, Project, alike_for_c
 from rlkit.parallel.attention import AttentionPlan, attend
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -101,9 +102,15 @@ def hidden_states(
         plan, last = (p._replace(out_index=_padded(p.out_index[:, None])[:, 0]) for p in (plan, last))  # type: ignore
     with torch.no_grad():
         cos, sin = rotary_table(base, x, positions)
-    eps = base.config.rms_norm_eps
-    for layer in base.layers:
-        weights = weights_of(layer)
+    eps, layers = base.config.rms_norm_eps, [weights_of(layer) for layer in base.layers]
+    spans, buckets = (plan.few, last.few), (*plan.buckets, *last.buckets)
+    if dtype == torch.float32 and None not in spans and not buckets and alike_for_c(layers):
+        numbers = len(tokens) - num_tokens, eps, base.layers[0].self_attn.scaling
+        trains = torch.is_grad_enabled() and x.requires_grad
+        return Layers.apply(
+            x, base.norm.weight.contiguous(), cos, sin, *spans, numbers, trains, *(w for l in layers for w in l)
+        )
+    for layer, weights in zip(base.layers, layers, strict=True):
         in_c = dtype == torch.float32 and weights.is_for_c
         project, finish = (Project.apply, Finish.apply) if in_c else (partial(_Project.apply, dtype), _Finish.apply)
         q, k, v, x = project(x, cos, sin, eps, *weights[:FIRST])

@@ -33,6 +33,7 @@ from rlkit.types import Batch
 X = TypeVar("X")
 Rows = Int[Tensor, "R"] | slice
 FEW_QUERIES = 16  # up to here plain matrix products beat the CPU's fused attention: 2.7x at 7 queries over 25 keys
+FEW_KEYS = 32  # and up to here for the prompts of such answers, as all layers are then one call
 _SLACK = 1.25  # a bucket may hold this many times the query-key pairs of its segments,
 _FREE_PAIRS = 8192  # or this many more pairs, which cost as much as one more call
 
@@ -114,8 +115,8 @@ def segments(batch: Batch) -> list[Segment]:
 def plan(spans: Sequence[Segment], *, flash: bool = False, few: bool = False) -> AttentionPlan:
     """A plan from segments, on the CPU, for `flash` kernels or (default) for padded buckets.
 
-    few: segments of up to `FEW_QUERIES` queries go to `rlkit.kernels.layer.Attention` instead, which has neither
-    windows nor softcaps.
+    few: segments of up to `FEW_QUERIES` queries or `FEW_KEYS` keys go to `rlkit.kernels.layer.Attention`, which has
+    neither windows nor softcaps.
 
     Causality is bottom-right: the last query of a segment sees all its keys, the one before all but the last, and so
     on. The queries must tile a nonempty stream; a segment needs at least as many keys as queries.
@@ -168,7 +169,7 @@ def _bucket_plan(spans: Sequence[Segment]) -> AttentionPlan:
 
 def _plan_with_few(spans: Sequence[Segment]) -> AttentionPlan:
     """Rows of the stream follow the buckets, so that the output of a short segment is where the segment is."""
-    is_few = [s.length <= FEW_QUERIES and s.num_keys <= layer.LONGEST for s in spans]
+    is_few = [(s.length <= FEW_QUERIES and s.num_keys <= layer.LONGEST) or s.num_keys <= FEW_KEYS for s in spans]
     short, long = list(compress(spans, is_few)), [s for s, few in zip(spans, is_few) if not few]
     if not short:
         return _bucket_plan(spans)

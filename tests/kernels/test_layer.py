@@ -102,19 +102,19 @@ def second_half(x, attended, o, o_bias, norm, gate, up, down):
     return y + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
 
 
-def same_as(function, formula, inputs):
+def same_as(function, formula, inputs, tolerance=5e-6):
     """Values and gradients of a function of C and of its formula in fp64."""
     leaves = [x if x is None else x.clone().requires_grad_() for x in inputs]
     wide = [x if x is None else x.double().requires_grad_() for x in inputs]
     out, expected = function(leaves), formula(wide)
     got, want = ([t] if isinstance(t, torch.Tensor) else list(t) for t in (out, expected))
-    assert all(close(*pair, 5e-6) for pair in zip(got, want, strict=True))
+    assert all(close(*pair, tolerance) for pair in zip(got, want, strict=True))
     shifts = [draw(*t.shape, seed=3) for t in got]
     shifts = [g.transpose(0, 1).contiguous().transpose(0, 1) for g in shifts]  # gradients come with any strides
     leaves, wide = ([x for x in tensors if x is not None] for tensors in (leaves, wide))
     grads = torch.autograd.grad(got, leaves, shifts)
     truths = torch.autograd.grad(want, wide, [g.double() for g in shifts])
-    assert all(close(*pair, 5e-6) for pair in zip(grads, truths, strict=True))
+    assert all(close(*pair, tolerance) for pair in zip(grads, truths, strict=True))
 
 
 @needs_c
@@ -176,10 +176,10 @@ def table(spans):
     return torch.tensor(rows), before[-1]
 
 
-def attended(q, k, v, scale):
+def attended(q, k, v, scale, spans=SPANS):
     """One query at a time."""
     out = []
-    for first, a, ranges in SPANS:
+    for first, a, ranges in spans:
         keys = [j for start, n in ranges for j in range(start, start + n)]
         for i in range(a):
             seen = keys[: len(keys) - a + i + 1]
@@ -187,7 +187,7 @@ def attended(q, k, v, scale):
                 kv_head = head * k.shape[1] // q.shape[1]
                 probs = (k[seen, kv_head] @ q[first + i, head] * scale).softmax(0)
                 out.append(probs @ v[seen, kv_head])
-    return torch.stack(out).view(q.shape)
+    return torch.stack(out).view(-1, *q.shape[1:])
 
 
 @needs_c
@@ -201,6 +201,37 @@ def test_attention_of_few_queries(heads, kv_heads, n):
     assert close(out, expected)
     for got, want in zip(torch.autograd.grad(out, leaves, grad), grads, strict=True):
         assert close(got, want)
+
+
+@needs_c
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("start", [0, 5])
+def test_all_layers_and_the_norm_after_them(start, biased):
+    """Two layers of other weights, where the queries of the last one are all rows, or those after the prompts."""
+    rows, width, hidden, heads, n, sizes = 16, 12, 20, 4, 8, (32, 16, 16)
+    x, cos, sin = draw(rows, width), draw(rows, 1, n, seed=1), draw(rows, 1, n, seed=2)
+    norm, last, weights = draw(width, seed=3), [span for span in SPANS if span[0] >= start], []
+    for seed in (10, 30):
+        weights.append(draw(width, seed=seed))
+        for i, size in enumerate(sizes, start=seed):
+            weights += [draw(size, width, seed=i) / width, draw(size, seed=i) if biased else None]
+        weights += [draw(n, seed=seed + 4), draw(n, seed=seed + 5), draw(width, heads * n, seed=seed) / width]
+        weights += [draw(width, seed=seed + 6) if biased else None, draw(width, seed=seed + 7)]
+        weights += [draw(hidden, width, seed=seed + i) for i in (8, 9)] + [draw(width, hidden, seed=seed) / hidden]
+
+    def formula(t):
+        x, norm, *weights = t
+        for own, first, spans in ((weights[:15], 0, SPANS), (weights[15:], start, last)):
+            q, k, v, x = first_half(x, cos.double(), sin.double(), *own[:9])
+            x = second_half(x[first:], attended(q, k, v, 0.3, spans).flatten(1), *own[9:])
+        return F.rms_norm(x, norm.shape, norm, EPS)
+
+    def function(t, *, trains=True):
+        return halves.Layers.apply(*t[:2], cos, sin, table(SPANS), table(last), (start, EPS, 0.3), trains, *t[2:])
+
+    same_as(function, formula, [x, norm, *weights], 5e-5)
+    with torch.no_grad():
+        assert torch.equal(function([x, norm, *weights], trains=False), function([x, norm, *weights]))
 
 
 @either

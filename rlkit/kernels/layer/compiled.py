@@ -37,9 +37,11 @@ _ARGUMENTS = {
     "project_backward": [*[_P] * 8, _F, *[_P] * 6, *[_I] * 5, _T],
     "finish": [*[_P] * 4, _F, *[_P] * 5, *[_I] * 4, _T],
     "finish_backward": [*[_P] * 11, *[_I] * 4, _T],
+    "decoder": [_P, _P, _I, *[_P] * 4, _F, _F, *[_P] * 3, _I, *[_P] * 3, *[_I] * 7, _T, _T],
+    "decoder_backward": [*[_P] * 3, _I, *[_P] * 4, _F, _F, *[_P] * 3, _I, *[_P] * 4, *[_I] * 7, _T, _T],
     "decode": [_P, _P, _I, *[_P] * 4, _F, _P, *[_I] * 7, _T],
 }
-_WITH_PRODUCTS = ("project", "project_backward", "finish", "finish_backward", "decode")
+_WITH_PRODUCTS = ("project", "project_backward", "finish", "finish_backward", "decoder", "decoder_backward", "decode")
 
 
 @cache

@@ -400,3 +400,79 @@ void attention_backward(const float *grad, const float *q, const float *k, const
             }
     }
 }
+
+/* Of one layer in `decoder`: what its backward reads. `more` is the place behind it. */
+typedef struct {
+    float *x, *y, *q, *k, *attended, *middle, *gate_up, *probs, *scale, *middle_scale, *more;
+} Kept;
+
+static Kept kept_at(float *x, size rows, size width, size hidden, size heads, size kv_heads, size n, size pairs) {
+    Kept s = {x};
+    s.y = x + rows * width;
+    s.q = s.y + rows * (heads + 2 * kv_heads) * n;
+    s.k = s.q + rows * heads * n;
+    s.attended = s.k + rows * kv_heads * n;
+    s.middle = s.attended + rows * heads * n;
+    s.gate_up = s.middle + rows * width;
+    s.probs = s.gate_up + rows * 2 * hidden;
+    s.scale = s.probs + pairs * heads;
+    s.middle_scale = s.scale + rows;
+    s.more = s.middle_scale + rows;
+    return s;
+}
+
+/* Spans of `attention`, and the sum of their a * b. */
+typedef struct {
+    const size *rows;
+    size number, columns, pairs;
+} Spans;
+
+/* All layers and the norm after them: out [rows - start, width] from x [rows, width]. In the last layer queries are the
+   rows from `start` on, with spans of their own. Layer i keeps what its backward needs at kept + i * stride, and the last
+   one's output follows; with stride 0 there is no backward. work has rows * (width + hidden) numbers. */
+void decoder(gemm *multiply, const Layer *layers, size num_layers, const float *norm, const float *x, const float *cos,
+             const float *sin, float eps, float factor, const Spans *spans, const Spans *last, float *kept, size stride,
+             float *work, float *out, float *scale, size rows, size start, size width, size hidden, size heads, size kv_heads,
+             size n, int threads, int most_threads) {
+    size all = (heads + 2 * kv_heads) * n, inner = heads * n;
+    memcpy(kept, x, rows * width * sizeof(float));
+    for (size i = 0; i < num_layers; i++, kept += stride) {
+        size first = i + 1 < num_layers ? 0 : start;
+        const Spans *seen = i + 1 < num_layers ? spans : last;
+        Kept s = kept_at(kept, rows, width, hidden, heads, kv_heads, n, spans->pairs);
+        project(multiply, layers + i, s.x, cos, sin, eps, work, s.scale, s.y, s.q, s.k, rows, width, heads, kv_heads, n,
+                threads);
+        attention(s.q, s.k, s.y + inner + kv_heads * n, all, seen->rows, seen->columns, factor, s.probs,
+                  s.attended, seen->number, heads, kv_heads, n, most_threads);
+        finish(multiply, layers + i, s.x + first * width, s.attended + first * inner, eps, s.middle, s.middle_scale,
+               s.gate_up, kept + stride, work, rows - first, width, inner, hidden, threads);
+    }
+    rms_norm(kept, norm, eps, out, scale, rows - start, width, threads);
+}
+
+/* dx, d_norm and d of each layer from the gradient of out. work has rows * (3 width + 2 (heads + kv_heads) n +
+   max((heads + 2 kv_heads) n, 4 hidden)) + threads * max(width, n) numbers. */
+void decoder_backward(gemm *multiply, const Layer *layers, const Layer *d, size num_layers, const float *norm,
+                      float *d_norm, const float *cos, const float *sin, float eps, float factor, const Spans *spans,
+                      const Spans *last, float *kept, size stride, float *work, const float *scale, const float *grad,
+                      float *dx, size rows, size start, size width, size hidden, size heads, size kv_heads, size n,
+                      int threads, int most_threads) {
+    size all = (heads + 2 * kv_heads) * n, inner = heads * n, first = start;
+    float *residual = work, *d_attended = residual + rows * width, *dq = d_attended + rows * inner;
+    float *dk = dq + rows * inner, *dv = dk + rows * kv_heads * n, *more = dv + rows * kv_heads * n;
+    memset(residual, 0, rows * width * sizeof(float));
+    rms_norm_backward(grad, kept + num_layers * stride, norm, scale, residual, dx, d_norm, more, more + rows * width,
+                      rows - start, width, threads);
+    for (size i = num_layers; i-- > 0; first = 0) {
+        const Spans *seen = i + 1 < num_layers ? spans : last;
+        Kept s = kept_at(kept + i * stride, rows, width, hidden, heads, kv_heads, n, spans->pairs);
+        finish_backward(multiply, layers + i, d + i, s.attended + first * inner, s.middle, s.middle_scale, s.gate_up,
+                        dx, residual + first * width, d_attended + first * inner, more, rows - first, width, inner,
+                        hidden, threads);
+        memset(dq, 0, rows * all * sizeof(float));
+        attention_backward(d_attended, s.q, s.k, s.y + inner + kv_heads * n, all, seen->rows, seen->columns,
+                           factor, s.probs, dq, dk, dv, seen->number, heads, kv_heads, n, most_threads);
+        project_backward(multiply, layers + i, d + i, s.x, s.scale, s.y, cos, sin, eps, dq, dk, dv, residual, dx, more,
+                         rows, width, heads, kv_heads, n, threads);
+    }
+}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlkit._tensors import upcast
 from rlkit.kernels.layer import LONGEST, has_kernels, rms_norm, rotary
-from rlkit.kernels.layer.halves import FIRST, Finish, Layer, Project, decode
+from rlkit.kernels.layer.halves import FIRST, Finish, Layer, Project, alike_for_c, decode
 from rlkit.model.dense import rotary_table, why_not_dense
 from rlkit.model.dense import weights_of as layer_weights
 from rlkit.model.lora import adapter_of, is_low_rank, merged
@@ -196,16 +196,14 @@ def step(
 
 
 def _addresses(weights: Weights, cache: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """The `layers` of `rlkit.kernels.layer.halves.decode`, or None where a weight is not dense, in fp32 and on the CPU.
+    """The `layers` of `rlkit.kernels.layer.halves.decode`, or None where it does not take the weights.
 
     Asked for at every step, as whatever replaces the data of a parameter frees what it had.
     """
-    rows = []
-    for layer, (keys, values) in zip(weights.layers, cache, strict=True):
-        if not layer.is_for_c:
-            return None
-        rows.append([0 if t is None else t.data_ptr() for t in (*layer, keys, values)])
-    return torch.tensor(rows)
+    if not alike_for_c(weights.layers):
+        return None
+    tensors = ((*layer, *kept) for layer, kept in zip(weights.layers, cache, strict=True))
+    return torch.tensor([[0 if t is None else t.data_ptr() for t in layer] for layer in tensors])
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
