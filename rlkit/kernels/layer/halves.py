@@ -153,8 +153,9 @@ class Layers(torch.autograd.Function):
         work, x, c = x.new_empty(rows * (width + hidden)), x.contiguous(), library()
         inputs = [t.data_ptr() for t in (norm, x, cos, sin)]
         memory = kept.data_ptr(), stride if trains else 0, *(t.data_ptr() for t in (work, out, scale))
-        ctx.spans, ctx.numbers, ctx.sizes, ctx.stride = (_spans(*spans), _spans(*last)), numbers, sizes, stride
-        c.decoder(c.multiply, _table(*layers), len(layers), *inputs, eps, factor, *ctx.spans, *memory, *sizes)
+        tables = _spans(*spans), _spans(*last)
+        c.decoder(c.multiply, _table(*layers), len(layers), *inputs, eps, factor, *tables, *memory, *sizes)
+        ctx.numbers, ctx.sizes, ctx.stride, ctx.pairs = numbers, sizes, stride, (spans[1], last[1])
         ctx.save_for_backward(norm, cos, sin, scale, kept, spans[0], last[0], *weights)
         return out
 
@@ -162,7 +163,7 @@ class Layers(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Of x, the norm and the weights."""
-        norm, cos, sin, scale, kept, _, _, *weights = ctx.saved_tensors
+        norm, cos, sin, scale, kept, spans, last, *weights = ctx.saved_tensors
         (_, eps, factor), (rows, _, width, hidden, heads, kv_heads, n, *threads) = ctx.numbers, ctx.sizes
         layers = _layers(weights)
         out = [_gradients(layer) for layer in layers]
@@ -171,8 +172,11 @@ class Layers(torch.autograd.Function):
         grad, dx, d_norm, c = grads[0].contiguous(), norm.new_empty(rows, width), torch.empty_like(norm), library()
         inputs = [t.data_ptr() for t in (norm, d_norm, cos, sin)]
         memory = kept.data_ptr(), ctx.stride, *(t.data_ptr() for t in (work, scale, grad, dx))
-        tables = _table(*layers), _table(*out)
-        c.decoder_backward(c.multiply, *tables, len(layers), *inputs, eps, factor, *ctx.spans, *memory, *ctx.sizes)
+        tables = [_spans(*table) for table in zip((spans, last), ctx.pairs, strict=True)]
+        weights_and_out = _table(*layers), _table(*out)
+        c.decoder_backward(
+            c.multiply, *weights_and_out, len(layers), *inputs, eps, factor, *tables, *memory, *ctx.sizes
+        )  # fmt: skip
         return dx, d_norm, *[None] * 6, *(t for layer in out for t in layer)
 
 
