@@ -6,6 +6,7 @@ import asyncio
 import copy
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -21,7 +22,7 @@ import warm
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.weights import stream_weights
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.engines.process import _portable, launch
+from rlkit.rollout.engines.process import _Child, _portable, launch
 from rlkit.types import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
@@ -139,6 +140,19 @@ def test_a_killed_engine_is_an_error_in_every_call(folder):
 def test_a_load_error_is_raised_by_launch(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no folder|without config"):
         asyncio.run(launch(tmp_path / "nothing"))
+
+
+def test_the_engines_side_closes_its_connection():
+    """One that is left open prints a traceback when the interpreter has unloaded its modules first."""
+
+    async def go():
+        ours, theirs = socket.socketpair()
+        child = _Child("no model is loaded", {}, "cpu")
+        ours.close()
+        await child.run(theirs)
+        return child._writer.is_closing()
+
+    assert asyncio.run(go())
 
 
 class Status(RuntimeError):

@@ -223,6 +223,7 @@ class _Child:
                     self._begin(*message)
         for task in self._tasks.values():
             task.cancel()
+        self._writer.close()  # else it complains when the interpreter ends
 
     def _begin(self, what: str, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if what == "cancel":
