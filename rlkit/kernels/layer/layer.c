@@ -401,9 +401,9 @@ void attention_backward(const float *grad, const float *q, const float *k, const
     }
 }
 
-/* Of one layer in `decoder`: what its backward reads. `more` is the place behind it. */
+/* What the backward of one layer in `decoder` reads. */
 typedef struct {
-    float *x, *y, *q, *k, *attended, *middle, *gate_up, *probs, *scale, *middle_scale, *more;
+    float *x, *y, *q, *k, *attended, *middle, *gate_up, *probs, *scale, *middle_scale;
 } Kept;
 
 static Kept kept_at(float *x, size rows, size width, size hidden, size heads, size kv_heads, size n, size pairs) {
@@ -417,7 +417,6 @@ static Kept kept_at(float *x, size rows, size width, size hidden, size heads, si
     s.probs = s.gate_up + rows * 2 * hidden;
     s.scale = s.probs + pairs * heads;
     s.middle_scale = s.scale + rows;
-    s.more = s.middle_scale + rows;
     return s;
 }
 
@@ -432,8 +431,8 @@ typedef struct {
    one's output follows; with stride 0 there is no backward. work has rows * (width + hidden) numbers. */
 void decoder(gemm *multiply, const Layer *layers, size num_layers, const float *norm, const float *x, const float *cos,
              const float *sin, float eps, float factor, const Spans *spans, const Spans *last, float *kept, size stride,
-             float *work, float *out, float *scale, size rows, size start, size width, size hidden, size heads, size kv_heads,
-             size n, int threads, int most_threads) {
+             float *work, float *out, float *scale, size rows, size start, size width, size hidden, size heads,
+             size kv_heads, size n, int threads, int most_threads) {
     size all = (heads + 2 * kv_heads) * n, inner = heads * n;
     memcpy(kept, x, rows * width * sizeof(float));
     for (size i = 0; i < num_layers; i++, kept += stride) {
