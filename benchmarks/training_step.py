@@ -146,6 +146,7 @@ def measure(name: str, prompt: int, dtype: str, args: Args) -> dict[str, Any]:
 def main(args: Args) -> None:
     torch.set_num_threads(args.threads)
     rows = []
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     print(f"{'model':8}{'prompt':>7}{'dtype':>7}{'padded ms':>11}   packed, times as fast   dense, times as fast")
     for name in args.models:
         for prompt in (n for n in args.prompts if n <= LONGEST.get(name, n)):
@@ -157,8 +158,7 @@ def main(args: Args) -> None:
                     flush=True,
                 )
                 rows.append(row)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+                args.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
