@@ -93,6 +93,16 @@ def test_the_same_in_fp32_with_and_without_kernels(monkeypatch, name, prompts):
     assert distance(outputs(model, batch), truth) < 2e-5
 
 
+def test_layers_of_different_sizes(monkeypatch):
+    """Where hidden numbers of an MLP were taken out, no call reads all layers with the sizes of the first."""
+    model, batch = make(), make_batch(prompts=(4, 2))
+    mlp = model.model.layers[-1].mlp
+    for linear, dim in ((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)):
+        linear.weight = torch.nn.Parameter(linear.weight.detach().narrow(dim, 0, 5).contiguous())
+    assert dense.covers(model)
+    assert distance(outputs(model, batch), own(monkeypatch, outputs, model, batch)) < 2e-5
+
+
 def test_bf16_products_are_as_exact_as_those_of_transformers(monkeypatch):
     model, batch = make(), make_batch()
     truth = outputs(model, batch)

@@ -222,6 +222,17 @@ def test_an_adapter_that_is_not_just_low_rank_takes_the_general_path():
     assert type(LocalEngine(model, max_batch=2)._decoder) is CachedForward
 
 
+def test_layers_of_different_sizes():
+    """Hidden numbers of the last MLP were taken out: a decoding step must not read it with the sizes of the first."""
+    model = build(CASES["qwen3, tied"][0])
+    mlp = model.model.layers[-1].mlp
+    for linear, dim in ((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)):
+        linear.weight = torch.nn.Parameter(linear.weight.detach().narrow(dim, 0, 5).contiguous())
+    engine = LocalEngine(model, max_batch=5, max_len=96, eos_token_ids=())
+    for prompt, completion in asyncio.run(busy(engine, temperature=1.0)):
+        assert (torch.tensor(completion.logp) - true_logp(model, prompt, completion.ids)).abs().max() < 1e-4
+
+
 def test_an_optimizer_step_in_place_is_seen_by_the_next_token():
     model = build(CASES["qwen3, tied"][0])
     engine = LocalEngine(model, max_batch=5, max_len=96, eos_token_ids=())
