@@ -1,6 +1,6 @@
 """What a dense decoder layer does around its matrix products: RMS norm, rotary positions, and attention of few queries.
-`halves` has whole halves of a layer. Gradients are functions of their own: `rlkit.model.dense` puts several operators
-into one autograd function.
+`halves` has halves of a layer, and all layers. Gradients are functions of their own: `rlkit.model.dense` puts several
+operators into one autograd function.
 
 On a CPU these operators take longer than the products where a model is small, and most of that is the start of dozens
 of operators on a few kilobytes each. In fp32 each is one call of C (layer.c, see `compiled`). Elsewhere norm and

@@ -7,7 +7,8 @@ For fp32 weights on the CPU, see `Layer.is_for_c`; `rlkit.model.dense` has the s
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -197,9 +198,9 @@ def _spans(rows: Tensor, pairs: int) -> Any:
     return _Spans(rows.data_ptr(), *rows.shape, pairs)
 
 
-def _table(*layers: Layer) -> Any:
-    """An array of `Layer` of layer.c."""
-    found = [address(x) for layer in layers for x in (*layer, None, None)]
+def _table(*layers: Layer, cache: Iterable[Sequence[Tensor | None]] = repeat((None, None))) -> Any:
+    """An array of `Layer` of layer.c; `cache` has the keys and values of each."""
+    found = [address(x) for layer, kept in zip(layers, cache) for x in (*layer, *kept)]
     return (ctypes.c_void_p * len(found))(*found)
 
 
@@ -221,7 +222,8 @@ def _sizes(weights: Sequence[Any]) -> list[int]:
 
 def decode(
     x: Float[Tensor, "B D"],
-    layers: Int[Tensor, "N 17"],
+    layers: Sequence[Layer],
+    cache: Sequence[tuple[Tensor, Tensor]],
     positions: Int[Tensor, "B"],
     cos: Float[Tensor, "M 1 n"],
     sin: Float[Tensor, "M 1 n"],
@@ -234,12 +236,13 @@ def decode(
 ) -> Float[Tensor, "B D"]:
     """All layers of a decoder for one new token of each row, in one call; overwrites and returns x.
 
-    `layers` has the addresses of the tensors of each `Layer`, 0 for one that it has not, and then of its cache, keys
-    [B * kv_heads, n, length] and values [B * kv_heads, length, n].
+    `layers` are alike (`alike_for_c`); `cache` has their keys, in memory as [B * kv_heads, n, length], and values, as
+    [B * kv_heads, length, n]. Addresses are asked for at every step, as whatever replaces the data of a parameter frees
+    what it had.
     """
     (rows, width), n = x.shape, cos.shape[-1]
     work = x.new_empty(rows * (2 * (width + hidden + (heads + kv_heads) * n) + 1))
     c, pointers = library(), [t.data_ptr() for t in (x, positions, cos, sin)]
     sizes = rows, width, hidden, heads, kv_heads, n, length, torch.get_num_threads()
-    c.decode(c.multiply, layers.data_ptr(), len(layers), *pointers, eps, work.data_ptr(), *sizes)
+    c.decode(c.multiply, _table(*layers, cache=cache), len(layers), *pointers, eps, work.data_ptr(), *sizes)
     return x

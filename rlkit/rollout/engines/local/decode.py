@@ -150,8 +150,8 @@ class Decoder:
     def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
         """Logits after reading `tokens[i]` at `positions[i]` of slot i."""
         in_c = has_kernels(self._weights.embed) and len(self._range) <= LONGEST
-        if in_c and (layers := _addresses(self._weights, self._cache)) is not None:
-            return self._decode_in_c(layers, tokens, positions)
+        if in_c and alike_for_c(self._weights.layers):
+            return self._decode_in_c(tokens, positions)
         if self._lanes[0][0].shape[0] != tokens.shape[0] * self._kv_heads:
             self._lanes = [(k[: len(tokens)].flatten(0, 1), v[: len(tokens)].flatten(0, 1)) for k, v in self._cache]
         if self._compiled:
@@ -161,13 +161,13 @@ class Decoder:
                 torch._dynamo.maybe_mark_dynamic(t, (0, 1))
         return self._step(tokens, positions, self._weights, self._lanes, self._table, self._range, self._eps)
 
-    def _decode_in_c(self, layers: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _decode_in_c(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The same as `step`."""
         weights, gate = self._weights, self._weights.layers[0].gate
         heads = len(weights.layers[0].q) // self._head_dim
         sizes = {"hidden": len(gate), "heads": heads, "kv_heads": self._kv_heads, "length": len(self._range)}
         x = F.embedding(tokens, weights.embed)
-        x = decode(x, layers, positions, *self._table, eps=self._eps, **sizes)
+        x = decode(x, weights.layers, self._cache, positions, *self._table, eps=self._eps, **sizes)
         return F.linear(rms_norm(x, weights.norm, self._eps)[0], weights.head)
 
 
@@ -193,17 +193,6 @@ def step(
         q, keys[lane, place], values[lane, place] = _project(x, layer, angles, eps)
         x = _finish(x, _attend(q, keys, values, bias), layer, eps)
     return upcast(F.linear(F.rms_norm(x, weights.norm.shape, weights.norm, eps), weights.head))
-
-
-def _addresses(weights: Weights, cache: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """The `layers` of `rlkit.kernels.layer.halves.decode`, or None where it does not take the weights.
-
-    Asked for at every step, as whatever replaces the data of a parameter frees what it had.
-    """
-    if not alike_for_c(weights.layers):
-        return None
-    tensors = ((*layer, *kept) for layer, kept in zip(weights.layers, cache, strict=True))
-    return torch.tensor([[0 if t is None else t.data_ptr() for t in layer] for layer in tensors])
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
