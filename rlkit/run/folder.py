@@ -29,6 +29,7 @@ from typing import IO, Any
 
 from rlkit.files import append_file, explain_full_disk, replace_file, sync
 from rlkit.run.console import RunDisplay, say
+from rlkit.run.cores import Waiting
 
 FORMAT = 1  # of a run folder; increased when the files that a resume reads change
 _RUN = ("metrics.jsonl", "checkpoints", "completions")  # a new run would mix with them
@@ -48,6 +49,7 @@ class Run:
         self._progress = progress
         self._unsynced: set[Path] = set()
         self._drawing: subprocess.Popen[bytes] | None = None
+        self._waiting = Waiting()
 
     @property
     def active(self) -> bool:
@@ -65,6 +67,8 @@ class Run:
         line = {"step": step, **{key: _number(key, value) for key, value in metrics.items()}, "time/unix": time.time()}
         self._append(self.folder / "metrics.jsonl", [line])
         self._progress.step(step, line)
+        if slow := self._waiting.report():
+            self._progress.say(slow)
 
     def trajectories(self, step: int, rows: Iterable[Mapping[str, Any]], *, kind: str = "train") -> None:
         """Append rows (`rlkit.run.samples`) to `trajectories/{kind}_{step}.jsonl`; they are in the file on return."""
@@ -157,7 +161,8 @@ def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resum
         hold(folder)
         changed = True
         if resume and path.exists():
-            new, old = json.loads(text), _read_args(path)
+            new, old = json.loads(text), read_args(folder)
+            old.setdefault("threads", new.get("threads"))  # a run of version 0.1.0 has none
             if old.get("format") != FORMAT:
                 other = f"format {old.get('format')}, and this version reads format {FORMAT}"
                 raise ValueError(f"{folder} was written in {other}: resume it with the version that wrote it")
@@ -171,7 +176,11 @@ def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resum
             replace_file(path, text.encode())
 
 
-def _read_args(path: Path) -> dict[str, Any]:
+def read_args(folder: Path | str) -> dict[str, Any]:
+    """The flags in a run folder's args.json, {} without that file; ValueError if it is damaged."""
+    path = Path(folder) / "args.json"
+    if not path.exists():
+        return {}
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
     except ValueError as error:

@@ -17,9 +17,8 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, suppress
+from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from itertools import takewhile
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from rlkit.run.console import TRAINING
+from rlkit.run.cores import SPINS
 from rlkit.scripts import foreign
 from rlkit.settings import collected
 
@@ -52,18 +52,6 @@ COMMANDS = {
     "track": "send a run's metrics to Weights & Biases, MLflow or TensorBoard",
     "copy": "copy a script to a file of your own",
 }
-
-
-def _used() -> tuple[float, float, float]:
-    """The time, and the CPU time of all processes (0 where the system does not say) and of this one, in seconds."""
-    ticks = 0
-    with suppress(OSError):
-        user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split(maxsplit=8)[1:8]
-        ticks = sum(map(int, (user, nice, system, *interrupts)))
-    return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0, time.process_time()
-
-
-_BEGAN = _used()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -104,20 +92,11 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     if wrong:
         _fail(spelled(wrong[0], kind))
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _spins())
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded
     result = on_ranks(script, flags)
     if isinstance(result, Path) and os.environ.get("RANK", "0") == "0":
         _print(f"exported {result}")
     return result
-
-
-def _spins() -> str:
-    """How often a thread of torch that waits for the others looks before it sleeps. To wake up takes long, but threads
-    that spin beside busy cores keep each other waiting: less where other processes use a quarter of the cores."""
-    (then, *before), (now, *after) = _BEGAN, _used()
-    all_cores, own = (b - a for a, b in zip(before, after, strict=True))
-    busy = all_cores - own > 0.25 * (os.cpu_count() or 1) * (now - then)
-    return "10000" if busy else "100000"
 
 
 def _refuse_unknown(argv: Sequence[str], kind: type) -> None:

@@ -112,7 +112,9 @@ def begin(args: Any) -> Any:
     Errors: ValueError for a device that torch does not have, FileNotFoundError for a model folder that does not exist,
     and the errors of `rlkit.run.folder.keep_args`.
     """
-    from rlkit.run.folder import check_folder, keep_args
+    from rlkit.run.console import say
+    from rlkit.run.cores import choose_threads
+    from rlkit.run.folder import check_folder, keep_args, read_args
 
     warn_of_steps(args.schedule, args.data)
     check_model_path(args.model.model)  # and the folder: before torch is loaded
@@ -131,7 +133,13 @@ def begin(args: Any) -> Any:
         defer_compiler()
     args = replace(args, model=replace(args.model, device=device), optim=replace(args.optim, dtype=dtype))
     script = Path(getattr(sys.modules[type(args).__module__], "__file__", None) or "notebook").name
-    keep_args(args.schedule.output, dict(flags_of(args)), script=script, resume=args.schedule.resume)
+    flags = dict(flags_of(args))
+    if device == "cpu":
+        kept = read_args(args.schedule.output) if args.schedule.resume else {}
+        flags["threads"], line = choose_threads(kept=kept.get("threads"))
+        if line:
+            say(line)
+    keep_args(args.schedule.output, flags, script=script, resume=args.schedule.resume)
     torch.manual_seed(args.schedule.seed)
     if args.model.deterministic:
         make_deterministic(args.schedule.seed)

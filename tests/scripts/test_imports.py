@@ -211,44 +211,6 @@ for argv in {argv!r}:
         assert said in line, flag
 
 
-@pytest.mark.parametrize(("others", "spins"), [(0.4, "100000"), (0.6, "10000")])
-def test_waiting_threads_spin_less_beside_busy_cores_unless_the_user_says_otherwise(others, spins):
-    """Within a second, of 2 cores."""
-    code = f"""
-import os, sys
-from dataclasses import dataclass
-from rlkit.scripts import cli
-from rlkit.scripts.cli import run
-@dataclass
-class Args:
-    pass
-cli.os.cpu_count = lambda: 2
-cli._BEGAN, cli._used = (5.0, 100.0, 3.0), lambda: (6.0, 100.7 + {others}, 3.7)
-for given in ({{}}, {{"GOMP_SPINCOUNT": "7"}}, {{"OMP_WAIT_POLICY": "ACTIVE"}}):
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        os.environ.pop(name, None)
-    os.environ.update(given)
-    run(lambda _: print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules), Args, None, argv=[])
-"""
-    assert python(code).splitlines() == [f"{spins} False", "7 False", "None False"]
-
-
-def test_the_cpu_time_of_all_processes_and_of_this_one():
-    code = """
-import subprocess, sys, time
-from rlkit.scripts.cli import _used
-child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-before = _used()
-while time.process_time() - before[2] < 0.3:
-    pass
-while _used()[1] - before[1] < 0.6:  # its own 0.3, and more from the child
-    time.sleep(0.01)
-child.kill()
-print(_used()[2] - before[2] < 0.45)
-"""
-    assert python(code) == "True\n"
-
-
 def test_the_spin_count_is_set_before_torch_is_imported(task, tmp_path):
     flags = ["--model", str(task / "model"), "--data", str(task / "train.jsonl"), "--output", str(tmp_path / "run")]
     flags += ["--reward", f"{task / 'reward.py'}:score"]
@@ -265,4 +227,4 @@ os.environ.pop("OMP_WAIT_POLICY", None); os.environ.pop("GOMP_SPINCOUNT", None)
 from rlkit.scripts.grpo import *
 run(main, Args, None, argv={flags!r})
 """
-    assert python(code) in ("10000\n", "100000\n")
+    assert python(code) == "10000\n"
