@@ -43,7 +43,7 @@ def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) 
 
     Errors: ValueError, naming group and sample, for an empty prompt, streams of different lengths, a non-finite
     log-prob or reward at a trained token, a trajectory without tokens that is not truncated, and a piece that follows
-    no other piece or whose reward differs from the one before it.
+    no other piece or whose reward differs from the one before it; and for trajectories of different temperatures.
     """
     if isinstance(groups, Tensor | Mapping):
         raise TypeError(
@@ -58,6 +58,12 @@ def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) 
             if t.continues:
                 _check_continues(t, group[i - 1] if i else None, f"groups[{g}][{i}]")
     samples = [t for group in groups for t in group]
+    temperatures = sorted({t.temperature for t in samples if t.temperature is not None})
+    if len(temperatures) > 1:
+        raise ValueError(
+            f"the trajectories were sampled at temperatures {', '.join(f'{x:g}' for x in temperatures)}: pack those of "
+            "one temperature, which is the policy's"
+        )
     group_ids = [g for g, group in enumerate(groups) for _ in group]
     prefixes: dict[tuple[int, tuple[int, ...]], int] = {}
     prefix_ids = []
@@ -95,6 +101,7 @@ def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) 
         token_rewards=stream(_token_rewards, np.float32),
         rollout_logp=stream(lambda t: t.logp, np.float32).where(mask, 0.0),
         versions=stream(lambda t: t.versions, np.int64, fill=-1).where(mask, -1),
+        temperature=temperatures[0] if temperatures else None,
     )
 
 
@@ -137,6 +144,7 @@ def unpack(batch: Batch) -> list[list[Trajectory]]:
                 token_rewards=token_rewards[:n] if any(token_rewards) else None,
                 truncated=truncated,
                 continues=continues,
+                temperature=batch.temperature,
             )
         )
     return groups
@@ -200,6 +208,7 @@ def select(batch: Batch, index: Int[Tensor, "M"] | Sequence[int]) -> Batch:
         prefix_tokens=batch.prefix_tokens[prefix_tokens],
         prefix_cu=prefix_cu,
         prefix_ids=prefix_ids,
+        temperature=batch.temperature,
     )
 
 

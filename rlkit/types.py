@@ -150,6 +150,8 @@ class Trajectory:
     `continues`: this is the next piece of the episode of the trajectory before it in the group. An episode has several
     pieces where a chat template rewrites history between two turns, so that the second turn was sampled from another
     context than the first one left. All pieces have the `reward` and `truncated` of the whole episode.
+
+    `temperature` is that of the distribution of which `logp` are the log-probs, as `rollout` records it; None: unknown.
     """
 
     prompt_ids: list[int]
@@ -163,6 +165,7 @@ class Trajectory:
     score: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
     continues: bool = False
+    temperature: float | None = None
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,8 @@ class Batch:
 
     `episode_ids` are equal for the pieces of one episode; by default every sequence is one episode. For where they
     matter (baselines, means over sequences) see `rlkit.segments`. The six streams after `versions` are None until they
-    are filled in; `kept_mass` only under top-p or top-k (see `with_kept_mass`).
+    are filled in; `kept_mass` only under top-p or top-k (see `with_kept_mass`). `temperature` is that of `rollout_logp`
+    (None: unknown); a policy with another temperature refuses the batch.
     """
 
     tokens: Int[Tensor, "T"]
@@ -198,6 +202,7 @@ class Batch:
     values: Float[Tensor, "T"] = None  # type: ignore[assignment]
     returns: Float[Tensor, "T"] = None  # type: ignore[assignment]
     episode_ids: Int[Tensor, "N"] = None  # type: ignore[assignment]
+    temperature: float | None = None
 
     def __post_init__(self) -> None:
         if self.episode_ids is None:
@@ -217,4 +222,5 @@ class Batch:
         """The same batch with every tensor on `device`."""
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
         ahead = torch.device(device).type != "cpu"  # an asynchronous copy to the host could be read too early
-        return replace(self, **{k: v.to(device, non_blocking=ahead) for k, v in moved.items() if v is not None})
+        tensors = {k: v for k, v in moved.items() if isinstance(v, Tensor)}
+        return replace(self, **{k: v.to(device, non_blocking=ahead) for k, v in tensors.items()})

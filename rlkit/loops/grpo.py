@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlkit.advantages import group_centered
 from rlkit.loops import coefficients
-from rlkit.loops.rl import Step, Task, masked, rl
+from rlkit.loops.rl import Step, Task, rl
 from rlkit.loops.updates import PolicyLoss, grpo_update
 from rlkit.metrics import Metrics, mean
 from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
@@ -71,8 +71,8 @@ async def grpo(
     optimizer = adamw(model, lr=lr_at(0), weight_decay=optim.weight_decay)
     scoring: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": policy.mesh}
 
-    def prepare(groups: Sequence[Group], step: Step) -> Batch:
-        batch = with_advantages(pack(masked(groups, rollouts, version=step.index)), baseline)
+    def prepare(groups: Sequence[Group], _step: Step) -> Batch:
+        batch = with_advantages(pack(groups), baseline)
         batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
         if rollouts.minibatches * rollouts.epochs > 1:
             batch = with_old_logp(policy, batch, **scoring)

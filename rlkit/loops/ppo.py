@@ -13,8 +13,8 @@ from torch import nn
 
 from rlkit.advantages import gae_decoupled, whiten
 from rlkit.loops import coefficients
-from rlkit.loops.rl import Step, Task, masked, rl
-from rlkit.loops.updates import PolicyLoss, clipped, grpo_update, per_token
+from rlkit.loops.rl import Step, Task, rl
+from rlkit.loops.updates import PolicyLoss, check_streams, clipped, grpo_update, per_token
 from rlkit.losses import kl_in_reward, value_clip
 from rlkit.metrics import Mean, Metrics, mean, merge
 from rlkit.model.forward import Policy, make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
@@ -45,6 +45,7 @@ def with_gae(
     answer ends in the critic's value of its last state (`critic.bootstrap`), or in 0. `checked` gets the batch with its
     raw `values`, and may drop sequences before the advantages are whitened over all of them.
     """
+    check_streams(batch, **{name: f"kl_coef {kl_coef:g}" for name in ("old_logp", "ref_logp") if kl_coef})
     raw = score_values(values.model, batch, max_tokens=max_tokens, dtype=values.dtype)
     batch = checked(replace(batch, values=raw))
     rewards, mask = batch.token_rewards, batch.mask
@@ -76,6 +77,7 @@ def value_update(
     minus return; and `spread`, that of return minus the batch's mean return. 1 - error / spread is the explained
     variance: 1 is perfect, 0 is no better than the mean return, below 0 is worse.
     """
+    check_streams(batch, values="the critic's update", returns="the critic's update")
     set_lr(optimizer, lr)
     metrics: Metrics = {}
     model, mesh = values.model, values.mesh
@@ -157,7 +159,7 @@ async def ppo(
     scoring: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": policy.mesh}
 
     def prepare(groups: Sequence[Group], step: Step) -> Batch:
-        batch = pack(masked(groups, rollouts, version=step.index))
+        batch = pack(groups)
         batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
         if has_kl or rollouts.minibatches * rollouts.epochs > 1:
             batch = with_old_logp(policy, batch, **scoring)

@@ -91,7 +91,9 @@ async def rl(
         metrics = update(batch, step)
 
     `prepare` packs the groups and fills in advantages and the log-probs that the loss needs; `update` takes the
-    optimizer steps. `step` is a `Step`, with the coefficients of `penalties` (`rlkit.loops.coefficients`).
+    optimizer steps. `step` is a `Step`, with the coefficients of `penalties` (`rlkit.loops.coefficients`). The tokens
+    that `drop_truncated` and `drop_off_policy` exclude already have mask False. `minibatches` and `epochs` are for
+    `update` to read.
 
     With `rollouts.overlap` the engine samples while the step trains, so it needs its own copy of the weights; `prepare`
     and `update` run in a thread.
@@ -105,12 +107,17 @@ async def rl(
         max_tokens: packed tokens per micro-batch of that KL.
 
     Errors: TypeError for an engine that only generates; ValueError for other names in `state`, for `overlap` with an
-    engine that reads the trainer's weights, and at a NaN or infinity (see `rlkit.loops.nans`).
+    engine that reads the trainer's weights, for a policy or reference at another temperature than the rollouts', for a
+    batch without `kept_mass` under top-p or top-k, and at a NaN or infinity (see `rlkit.loops.nans`).
     """
     check_engine(engine)
+    check_temperatures(rollouts, policy=policy, reference=reference)
     if unknown := sorted(state.keys() - {"model", "optimizer", "reference"}):
         what = "a number or tensor of your own is a buffer of a module in state['model']"
         raise ValueError(f"state holds model, optimizer and reference, got {', '.join(unknown)}: {what}")
+    needed = ["model", "optimizer", *(["reference"] if penalties.ref_sync_steps else [])]
+    if missing := [name for name in needed if state.get(name) is None]:
+        raise ValueError(f"state holds what is saved and restored, and has no {' and no '.join(missing)}")
     if rollouts.overlap and getattr(engine, "model", None) is policy.model:
         raise ValueError(
             f"overlap needs an engine with weights of its own, and {type(engine).__name__} reads those that train: use "
@@ -161,7 +168,9 @@ async def rl(
                 try:
                     groups = watch.groups(groups, step=done)
                     metrics = rollout_metrics(groups, version=step)
-                    batch = await call(prepare, groups, this)
+                    batch = await call(prepare, masked(groups, rollouts, version=step), this)
+                    if params.truncates and batch.kept_mass is None:
+                        raise ValueError("top_p and top_k need `kept_mass`: call with_kept_mass(...) in `prepare`")
                     advantages = mean_advantages(batch, groups)
                     batch = this.check(batch)
                 finally:  # also the samples of a step that fails
@@ -207,6 +216,17 @@ def check_engine(engine: Engine) -> None:
             )
 
     on_all_ranks(check)
+
+
+def check_temperatures(rollouts: Rollouts, **policies: Any) -> None:
+    """Refuse a policy whose log-probs are at another temperature than the samples: ValueError naming both."""
+    for name, policy in policies.items():
+        temperature = getattr(policy, "temperature", rollouts.temperature)
+        if temperature != rollouts.temperature:
+            raise ValueError(
+                f"the {name}'s log-probs are at temperature {temperature:g}, and the rollouts sample at "
+                f"{rollouts.temperature:g}: give both one value, Policy(model, temperature=rollouts.temperature)"
+            )
 
 
 def masked(groups: Sequence[Group], rollouts: Rollouts, *, version: int) -> Sequence[Group]:

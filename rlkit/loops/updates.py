@@ -127,14 +127,23 @@ def grpo_update(
         loss = sum_t w_t (correction_t * surrogate_t + kl_coef * KL_t - entropy_coef * entropy_t)
         w    = loss.aggregate(batch of the optimizer step)
 
-    Top-p and top-k sample a token from p / S, not from p, so `kept_mass` (S) scales surrogate and KL. Where the batch
-    has no `old_logp` (one update per rollout), the current log-probs take its place, without another forward. On a
-    model cut by `parallelize` every rank passes the whole batch and computes its share.
+    Top-p and top-k sample a token from p / S, not from p, so `kept_mass` (S) scales surrogate and KL. A batch for one
+    optimizer step needs no `old_logp`: the current log-probs take its place, without another forward. On a model cut by
+    `parallelize` every rank passes the whole batch and computes its share.
+
+    Errors: ValueError for a batch without a stream that the settings need: `advantages`, `ref_logp` for `kl_coef`,
+    `kept_mass` for top-p or top-k, `old_logp` for more than one optimizer step, in which every ratio would be 1.
     """
+    minibatches = min(rollouts.minibatches, len(batch.group_ids.unique()))
+    several = {"old_logp": f"{minibatches * rollouts.epochs} optimizer steps on a batch"}
+    check_streams(
+        batch, advantages="the policy loss", **(several if minibatches * rollouts.epochs > 1 else {}),
+        **({"ref_logp": f"kl_coef {kl_coef:g}"} if kl_coef else {}),
+        **({"kept_mass": "top-p or top-k sampling"} if rollouts.params.truncates else {}),
+    )  # fmt: skip
     set_lr(optimizer, lr)
     metrics: Metrics = {}
     mesh, device, surrogate = policy.mesh, policy.model.device, loss.surrogate
-    minibatches = min(rollouts.minibatches, len(batch.group_ids.unique()))
     for mini in split(batch, minibatches, epochs=rollouts.epochs, seed=seed):
         weights = loss.aggregate(mini)
         no_advantage = sum_per_seq(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
@@ -161,6 +170,23 @@ def grpo_update(
                 metrics = merge(metrics, policy_metrics(out, old_logp, micro) | clip_shares(slope, micro))
         metrics = merge(metrics, optimizer_step(optimizer, max_norm=optim.max_norm))
     return reduce_metrics(metrics, mesh=mesh)
+
+
+_FILLED_BY = {
+    "old_logp": "with_old_logp(policy, batch, max_tokens=...)",
+    "ref_logp": "with_ref_logp(reference, batch, max_tokens=...)",
+    "kept_mass": "with_kept_mass(policy, batch, params=..., max_tokens=...)",
+    "advantages": "with_advantages(batch, group_centered)",
+    "values": "with_gae(batch, ...)",
+    "returns": "with_gae(batch, ...)",
+}
+
+
+def check_streams(batch: Batch, **needed_by: str) -> None:
+    """Refuse a batch that lacks one of the streams: ValueError with what needs it and the function that fills it."""
+    for name, what in needed_by.items():
+        if getattr(batch, name) is None:
+            raise ValueError(f"{what} needs `{name}`, and the batch has none: batch = {_FILLED_BY[name]}")
 
 
 def has_gradient_without_advantage(surrogate: Surrogate, batch: Batch) -> bool:

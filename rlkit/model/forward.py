@@ -74,6 +74,7 @@ class Policy:
             mask, *data = (x.to(out.logp.device) for x in (batch.mask, *row_data))
             losses = torch.where(mask, loss_fn(out, *data), 0)
             return FusedLoss(losses.sum(), out.logp.detach(), out.entropy.detach())
+        _check_temperature(batch, self.temperature)
         dtype = _dtype_named(self.dtype)
         head = partial(_log_probs, model=self.model, batch=batch, temperature=self.temperature, dtype=dtype)
         head = partial(head, loss_fn=loss_fn, row_data=row_data)
@@ -162,12 +163,23 @@ def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, d
     same batch, get the same log-probs, of the whole batch, and must backward the same loss. The dtype is then that of
     `parallelize`, and `dtype="fp32"` does not change it.
 
-    Errors: ValueError for another dtype, a model that is not prepared, and a sequence that is too long for the model's
-    rotary frequencies.
+    Errors: ValueError for another dtype, a batch that was sampled at another temperature, a model that is not prepared,
+    and a sequence that is too long for the model's rotary frequencies.
     """
+    _check_temperature(batch, temperature)
     kind = _dtype_named(dtype)
     head = partial(_log_probs, model=model, batch=batch, temperature=temperature, dtype=kind)
     return LogProbs(*token_outputs(model, batch, head, outputs=2, dtype=kind))
+
+
+def _check_temperature(batch: Batch, temperature: float) -> None:
+    """Refuse log-probs at another temperature than that of `batch.rollout_logp`: their ratio compares two models."""
+    if batch.temperature not in (None, temperature):
+        raise ValueError(
+            f"the batch was sampled at temperature {batch.temperature:g}, and the log-probs are at {temperature:g}: "
+            f"give both one value, Policy(model, temperature={batch.temperature:g}), or replace(batch, temperature=None) to "
+            "score at another one"
+        )
 
 
 def _dtype_named(name: str) -> torch.dtype:
@@ -321,6 +333,7 @@ def with_kept_mass(
     """
     if not params.truncates:
         return batch
+    _check_temperature(batch, params.temperature or 1.0)
     model, dtype = policy.model, DTYPES[policy.dtype]
 
     def log_kept(micro: Batch) -> Tensor:

@@ -61,7 +61,7 @@ async def rollout(
 
     async def one_group(index: int, prompt: Prompt) -> Group:
         samplers = [sampler(generate, params, (seed, index, i)) for i in range(group_size)]
-        group = await sample_group(prompt, samplers, env=env, score=score)
+        group = sampled_at(params, await sample_group(prompt, samplers, env=env, score=score))
         if on_group is not None:
             on_group(prompt, group)
         return group
@@ -100,6 +100,11 @@ async def sample_group(
         if wrong := wrong_reward(trajectory, is_valid=lambda x: isinstance(x, float) or is_number(x)):
             raise ValueError(f"row {prompt.index + 1}: {wrong}; an environment or a score must give a number")
     return group
+
+
+def sampled_at(params: SamplingParams, group: Group) -> Group:
+    """The group with the temperature of its log-probs: 1 for greedy decoding."""
+    return [replace(t, temperature=params.temperature or 1.0) for t in group]
 
 
 def wrong_reward(trajectory: Trajectory, *, is_valid: Callable[[Any], bool] = is_number) -> str | None:

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from rlkit.files import append_file, explain_full_disk, replace_file
 from rlkit.rollout.limits import success
-from rlkit.rollout.rollout import Env, Group, Prompt, Score, sample_group, sampler, single_turn
+from rlkit.rollout.rollout import Env, Group, Prompt, Score, sample_group, sampled_at, sampler, single_turn
 from rlkit.types import Completion, Generate, SamplingParams
 
 NOTHING = Completion([], [], [], "abort")
@@ -389,7 +389,7 @@ class GroupStream:
             prompt = self._prompt_at(entry.index)
             keys = [(self._seed, entry.index, i) for i in range(self._group_size)]
             samplers = [sampler(self._pausable.generate, self._params, key) for key in keys]
-            group = await sample_group(prompt, samplers, env=self._env, score=self._score)
+            group = sampled_at(self._params, await sample_group(prompt, samplers, env=self._env, score=self._score))
             self._finish(entry, prompt, group)
         except Exception as error:
             self._error = self._error or error
