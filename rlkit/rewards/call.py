@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, TypeVar
 
 from rlkit._numbers import show as _show
 from rlkit._numbers import to_number
+from rlkit.rewards.load import PRIVATE
 from rlkit.rewards.timeouts import TimedOut, run_async, run_in_thread
 from rlkit.rollout.calling import is_async
 
@@ -215,9 +218,27 @@ def _failed(function: Callable[..., Any], error: BaseException, sample: Sample |
             fix = "turn its own alarm off (math_verify: timeout_seconds=None, parsing_timeout=None) and use timeout_s"
         hint = getattr(function, "hint", None)  # of an adapter
         fix = (hint and hint(error)) or fix
+    fix = _lost_processes(function, error) or fix
     failed = _error(function, cause, fix, sample)
     failed.__cause__ = error
     return failed
+
+
+def _lost_processes(function: Callable[..., Any], error: BaseException) -> str:
+    """The fix where processes that the function started may have ended without a result; empty elsewhere."""
+    waits = any("PoolWorker" in process.name for process in multiprocessing.active_children())
+    if not (isinstance(error, BrokenExecutor) or (isinstance(error, TimedOut) and waits)):
+        return ""
+    module = getattr(unwrapped(function), "__module__", None) or ""
+    if module.startswith(PRIVATE):
+        stem = module.removeprefix(PRIVATE).rpartition("_")[0]
+        return f"rename {stem}.py: another module is named {stem!r}, so processes with spawn cannot import the function"
+    if isinstance(error, BrokenExecutor):
+        return "a process that the function started has ended; its own error, if it wrote one, is above"
+    return (
+        "it waits for a multiprocessing.Pool, which never returns if a process ends before its result, killed or by an "
+        "error (see above): concurrent.futures.ProcessPoolExecutor raises one. Or raise timeout_s (--reward-timeout)"
+    )
 
 
 def _reward(function: Callable[..., Any], value: Any, sample: Sample, missing: float | None) -> Reward | RewardError:
@@ -279,9 +300,14 @@ def name_of(function: Callable[..., Any]) -> str:
 
     Of a partial or a wrapper it is that of the wrapped function.
     """
-    inner: Any = function
-    while isinstance(inner, partial) or hasattr(inner, "__wrapped__"):
-        inner = inner.func if isinstance(inner, partial) else inner.__wrapped__
+    inner = unwrapped(function)
     name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
     code = getattr(inner, "__code__", None)
     return f"{Path(code.co_filename).name}:{name}" if code else name
+
+
+def unwrapped(function: Any) -> Any:
+    """The function that partials and wrappers call."""
+    while isinstance(function, partial) or hasattr(function, "__wrapped__"):
+        function = function.func if isinstance(function, partial) else function.__wrapped__
+    return function

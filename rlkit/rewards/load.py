@@ -9,18 +9,24 @@ import sys
 import traceback
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rlkit._extras import MissingExtra
 
+PRIVATE = "_rlkit_"  # how the module of a file begins that no `import` would find
+_TEXT = "__rlkit_text__"  # of a module: the text of the file when it was executed
+
 
 def load_function(spec: str) -> Callable[..., Any]:
     """The function named by `"my_rewards.py:reward"` (a file) or `"package.module:reward"` (an importable module).
 
-    A file is executed as a new module at each call; its folder is appended to `sys.path`, so that it can import files
-    next to it. Errors name what was looked for: ValueError (the form of `spec`), FileNotFoundError,
+    The folder of a file is appended to `sys.path`, so that the file can import files next to it. The file is executed
+    once, and again when its text has changed. Its module has the file's name, so that processes that the function
+    starts (`multiprocessing` with spawn) can import it; where another module has that name, it gets a private one.
+    Errors name what was looked for: ValueError (the form of `spec`), FileNotFoundError,
     ModuleNotFoundError, AttributeError (lists the functions of the module), TypeError (not callable), and ImportError
     with the traceback if the user's code fails while it is imported.
     """
@@ -65,11 +71,15 @@ def _from_file(path: Path) -> ModuleType:
         raise FileNotFoundError(f"no file {path} (Python files in that folder: {near})")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    name = f"_rlkit_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    name = path.stem if _finds(path.stem, path) else f"{PRIVATE}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    text = path.read_bytes()
+    if (loaded := sys.modules.get(name)) is not None and vars(loaded).get(_TEXT) == text:
+        return loaded
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # a .py file always has a loader
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    vars(module)[_TEXT] = text
     try:
         spec.loader.exec_module(module)
     except MissingExtra:
@@ -79,6 +89,19 @@ def _from_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise _import_error(str(path), error) from error
     return module
+
+
+def _finds(name: str, path: Path) -> bool:
+    """Whether `import name` finds the file, in this process and in those that it starts."""
+    if "." in name:
+        return False
+    importlib.invalidate_caches()  # the file may be new
+    with suppress(ValueError):  # a module without a spec, such as __main__
+        spec = importlib.util.find_spec(name)
+        return (
+            spec is not None and spec.origin is not None and Path(spec.origin).exists() and path.samefile(spec.origin)
+        )
+    return False
 
 
 def _from_module(place: str) -> ModuleType:

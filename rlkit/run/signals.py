@@ -17,11 +17,13 @@ from contextvars import ContextVar
 from typing import Any
 
 Handler = Callable[[int, Any], Any]
+_NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 _MESSAGES = (
     b"stopping after this step, then saving (Ctrl-C again: without saving)\n",
     b"aborting, nothing more is saved (Ctrl-C again: without waiting for what computes)\n",
 )
+_handling: list[Handler] = []  # of the `_handled_by` blocks that this process is in
 _forwarded: ContextVar[list[Handler] | None] = ContextVar("forwarded", default=None)  # see `forward_signals`
 
 
@@ -49,6 +51,9 @@ def stop_on_interrupt() -> Iterator[Stop]:
     resume.
 
     Outside the main thread, signals are caught only inside `forward_signals` (which `run_sync` uses in a notebook).
+
+    A process that a reward or an environment forks inside the block (`multiprocessing`, `os.fork`) ignores the first
+    Ctrl-C, so that the step can end. The next one ends it, and so does SIGTERM, by which `multiprocessing` ends it.
 
     Ranks of torchrun get a Ctrl-C twice, from terminal and torchrun, so two within two seconds are one; 30 s later
     (`--shutdown-timeout`) torchrun kills them.
@@ -141,15 +146,40 @@ def _handled_by(handler: Handler) -> Iterator[None]:
     old = _handlers_now()
     for number in old:
         signal.signal(number, handler)
+    _handling.append(handler)
     try:
         yield
     finally:
+        _handling.remove(handler)
         for number, before in old.items():
             signal.signal(number, before)
 
 
 def _handlers_now() -> dict[int, Any]:
-    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    return {number: signal.getsignal(number) for number in _NUMBERS}
+
+
+def _hold_signals() -> None:
+    """Before a fork: Python drops signals that reach the child before its hooks have run, so they have to wait."""
+    _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _NUMBERS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
+
+
+def _reset_in_child() -> None:
+    """The handlers of this module are for the process of the run: they would keep a forked worker alive."""
+    if _handling:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        _handling.clear()
+    _release_signals()
+
+
+if hasattr(os, "register_at_fork"):
+    _held = threading.local()
+    os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_reset_in_child)
 
 
 def _tell(text: bytes) -> None:
