@@ -28,7 +28,7 @@ def retry_after_s(header: str | None) -> float:
         pass
     try:
         return max(0.0, parsedate_to_datetime(header or "").timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
 
 

@@ -27,6 +27,7 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from rlkit.run.console import TRAINING
 from rlkit.run.cores import SPINS
+from rlkit.run.signals import resume_command
 from rlkit.scripts import foreign
 from rlkit.settings import collected
 
@@ -141,8 +142,8 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
 
     ValueError, OSError and ImportError (in flags, data or files) before training starts are printed to stderr as one
     line, `error: ...`, with exit code 2; so is, at any time, an OSError of the run folder. A reward function that fails
-    in one process ends the run with its message and exit code 1. `--debug` shows the traceback; any other error has
-    one.
+    in one process ends the run with its message and exit code 1, and so does an engine that is gone. `--debug` shows
+    the traceback; any other error has one.
 
     A rank that raises leaves at once; the others may be waiting for it in a collective. torchrun then ends them, and
     reports the first rank that failed, with its traceback, as the cause. After a stop request and the save, a plain
@@ -184,7 +185,11 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
         path = error.filename if isinstance(error, OSError) else None
         of_folder = path is not None and _inside(path, given.get("output"))
         started = any(note.startswith(TRAINING) for note in getattr(error, "__notes__", ()))
-        if (started and not of_folder) or given.get("debug"):
+        if given.get("debug"):
+            raise
+        if started and _is_of_engine(error) and "RANK" not in os.environ:
+            _fail("\n  ".join([str(error), f"go on from the last checkpoint: {resume_command('--resume')}"]), code=1)
+        if started and not of_folder:
             raise
         text = (
             str(error) if isinstance(error, ImportError) else " ".join(str(error).split())
@@ -198,6 +203,12 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
             raise
         notes = getattr(error, "__notes__", ())
         _fail("\n  ".join([str(error), *notes, "--debug shows the traceback"]), code=1)
+
+
+def _is_of_engine(error: Exception) -> bool:
+    """Whether the engine is gone or its answers are unusable: a traceback would say nothing more than the message."""
+    engines = sys.modules.get("rlkit.rollout.engines")
+    return engines is not None and isinstance(error, engines.EngineError)
 
 
 def _given(args: Sequence[Any]) -> dict[str, Any]:

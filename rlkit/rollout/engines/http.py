@@ -9,11 +9,13 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from reprlib import Repr
 from typing import Any, TypeVar
 
 from rlkit._extras import missing
 from rlkit._retrying import BUSY, retried, retry_after_s
+from rlkit.rollout.engines import EngineError
 from rlkit.types import Completion
 
 try:
@@ -25,9 +27,14 @@ T = TypeVar("T")
 KEEPALIVE = 3.0  # seconds; below the 5 after which uvicorn closes an idle connection, perhaps under a request
 CONNECT_TIMEOUT = 60.0
 MIN_OPEN_FILES = 65536
+MAX_REPLY = 256 << 20  # bytes; a completion of a million tokens has about 60 MiB
+_LOWEST = -3.4e38  # what fp32, in which log-probs are packed, can hold
+_short = Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 200
+_short.maxlevel = 5
 
 
-class ReplicaError(ConnectionError, RuntimeError):
+class ReplicaError(EngineError):
     """A server failed a request that is safe to repeat elsewhere: it is gone, hangs, or its answer is invalid."""
 
 
@@ -62,7 +69,7 @@ class Http:
         """The parsed JSON of the reply (None for an empty one).
 
         Raises:
-            ReplicaError: no connection, a broken one, status 5xx, or a body that is not JSON.
+            ReplicaError: no connection, a broken one, status 5xx, or a body that is not JSON or above 256 MiB.
             Busy: status 408, 425, 429 or 503. Refused: any other status 4xx.
             TimeoutError: no reply within `timeout` seconds.
         """
@@ -71,7 +78,7 @@ class Http:
         headers = {"Content-Type": "application/json"}
         try:
             async with self._open().request(method, url, data=data, headers=headers, timeout=limits) as reply:
-                raw, status, after = await reply.read(), reply.status, reply.headers.get("Retry-After")
+                raw, status, after = await _read(url, reply), reply.status, reply.headers.get("Retry-After")
         except aiohttp.ClientPayloadError as error:
             raise ReplicaError(f"{url}: the reply was cut off ({error})") from error
         except aiohttp.ConnectionTimeoutError as error:
@@ -105,6 +112,24 @@ class Http:
         return self._session
 
 
+@contextmanager
+def reading(url: str, what: str, reply: Any) -> Iterator[None]:
+    """Turn every error of the block, which reads `what` from a reply of any form, into a `ReplicaError`."""
+    try:
+        yield
+    except ReplicaError:
+        raise
+    except Exception as error:  # no list of types is complete: a reply may hold anything that JSON can
+        raise ReplicaError(f"{url}: not {what} ({_short.repr(error)}): {_short.repr(reply)}") from error
+
+
+def whole_number(value: Any, name: str, *, low: int, high: float) -> int:
+    """`value`, or ValueError unless it is an integer in [low, high]."""
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name} must be an integer in [{low}, {high}], got {_short.repr(value)}")
+    return value
+
+
 async def all_done(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     """Await all calls; return the results, or raise the first error once every call has ended."""
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -112,6 +137,17 @@ async def all_done(calls: Iterable[Awaitable[Any]]) -> list[Any]:
         if isinstance(result, BaseException):
             raise result
     return results
+
+
+async def _read(url: str, reply: aiohttp.ClientResponse) -> bytes:
+    """The body, decompressed; ReplicaError as soon as it is longer than any reply that is right."""
+    parts, size = [], 0
+    async for part in reply.content.iter_any():
+        size += len(part)
+        if size > MAX_REPLY:
+            raise ReplicaError(f"{url}: the reply has more than {MAX_REPLY >> 20} MiB")
+        parts.append(part)
+    return b"".join(parts)
 
 
 def _parse(url: str, status: int, raw: bytes, after: str | None) -> Any:
@@ -125,7 +161,7 @@ def _parse(url: str, status: int, raw: bytes, after: str | None) -> Any:
         raise Refused(f"{url}: status {status}: {text}{hint}", status)
     try:
         return json.loads(raw) if raw.strip() else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if raw[:1] not in b"{[":  # /flush_cache answers in plain text
             return None
         raise ReplicaError(f"{url}: status {status}, but the reply is not JSON ({error}): {text}") from error
@@ -183,7 +219,7 @@ def _problems(
 ) -> Iterator[str]:
     for name, (told, asked) in reported.items():
         if told is not None and asked is not None and told != asked:
-            yield f"it is of another request: {name} is {told!r:.100}, {asked!r:.100} was asked"
+            yield f"it is of another request: {name} is {_short.repr(told)}, {_short.repr(asked)} was asked"
     if len(out.ids) != len(out.logp):
         yield f"{len(out.ids)} tokens but {len(out.logp)} log-probs"
     if len(out.ids) > max_new_tokens:
@@ -192,8 +228,9 @@ def _problems(
         yield f"no token, and finish_reason {out.finish_reason!r}"
     for i, (token, logp) in enumerate(zip(out.ids, out.logp, strict=True)):
         if type(token) is not int or not 0 <= token < vocab_size:
-            yield f"token {i} has the id {token!r}, which is not in [0, {vocab_size})"
-        elif type(logp) not in (float, int) or not math.isfinite(logp):
-            yield f"token {i} has the log-prob {logp!r}, which is not finite; have weights or activations overflowed?"
+            yield f"token {i} has the id {_short.repr(token)}, which is not in [0, {vocab_size})"
+        elif type(logp) not in (float, int) or not _LOWEST <= logp < math.inf:
+            shown = _short.repr(logp)
+            yield f"token {i} has the log-prob {shown}, which is not finite; have weights or activations overflowed?"
         elif logp > _ROUNDING:
-            yield f"token {i} has the log-prob {logp!r}, which is above 0"
+            yield f"token {i} has the log-prob {_short.repr(logp)}, which is above 0"

@@ -14,7 +14,7 @@ import math
 from functools import partial
 from typing import Any, get_args
 
-from rlkit.rollout.engines.http import Busy, Http, ReplicaError, check_prompt, check_reply
+from rlkit.rollout.engines.http import Busy, Http, ReplicaError, check_prompt, check_reply, reading
 from rlkit.types import Completion, FinishReason, SamplingParams
 
 
@@ -91,23 +91,20 @@ class VLLM:
         }  # fmt: skip
 
     def _completion(self, reply: Any, request: dict[str, Any], version: int) -> Completion:
-        try:
+        with reading(self.url, "a completion with token ids and log-probs", reply):
             choice, told = reply["choices"][0], reply.get("id")
             ids, logp = list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])
             reason = choice["finish_reason"]
-        except (KeyError, IndexError, TypeError) as error:
-            raise ReplicaError(
-                f"{self.url}: not a completion with token ids and log-probs ({error!r}): {reply}"
-            ) from error
-        if reason not in get_args(FinishReason):
-            raise ReplicaError(f"{self.url}: {len(ids)} tokens, finish_reason {reason!r}")
-        rid, prompt = request.get("request_id"), request["prompt"]
-        reported = {
-            "id": (told, told if rid is None or rid in str(told) else rid),  # "cmpl-" before it, perhaps more after it
-            "prompt_token_ids": (choice.get("prompt_token_ids"), prompt),
-            "prompt_tokens": ((reply.get("usage") or {}).get("prompt_tokens"), len(prompt)),
-        }
+            if reason not in get_args(FinishReason):
+                raise ValueError(f"{len(ids)} tokens, finish_reason {reason!r}")
+            rid, prompt = request.get("request_id"), request["prompt"]
+            reported = {
+                "id": (told, told if rid is None or rid in str(told) else rid),  # "cmpl-" before it, more after it
+                "prompt_token_ids": (choice.get("prompt_token_ids"), prompt),
+                "prompt_tokens": ((reply.get("usage") or {}).get("prompt_tokens"), len(prompt)),
+            }
+            out, name = Completion(ids, logp, [version] * len(ids), reason), str(rid or told)
         return check_reply(
-            Completion(ids, logp, [version] * len(ids), reason), url=self.url, request=str(rid or told),
-            max_new_tokens=request["max_tokens"], vocab_size=self._vocab_size, reported=reported,
+            out, url=self.url, request=name, max_new_tokens=request["max_tokens"], vocab_size=self._vocab_size,
+            reported=reported,
         )  # fmt: skip

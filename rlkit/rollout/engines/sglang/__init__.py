@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, Literal
 from uuid import uuid4
 
-from rlkit.rollout.engines.http import Busy, Http, ReplicaError, all_done
+from rlkit.rollout.engines.http import Busy, Http, ReplicaError, all_done, reading
 from rlkit.rollout.engines.sglang.checks import NamedTensors, Probe, WeightMismatch, check_probe, checked, shapes
 from rlkit.rollout.engines.sglang.replicas import Replica, Replicas
 from rlkit.rollout.engines.sglang.server import Server, launch
@@ -287,8 +287,9 @@ class SGLang:
         """Requests that wait inside the servers, for `progress`; 0 for a server that does not report them."""
         asked = (server.get("/v1/loads?include=core", timeout=5.0) for server in self._servers.up())
         replies = await asyncio.gather(*asked, return_exceptions=True)
-        loads = [load for reply in replies if isinstance(reply, dict) for load in reply.get("loads", [])]
-        self._num_waiting = sum(load.get("num_waiting_reqs", 0) for load in loads)
+        with suppress(ReplicaError), reading("the servers", "replies of /v1/loads", replies):  # only for display
+            loads = [load for reply in replies if isinstance(reply, dict) for load in reply.get("loads", [])]
+            self._num_waiting = int(sum(load.get("num_waiting_reqs", 0) for load in loads))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

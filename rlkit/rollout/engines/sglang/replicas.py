@@ -11,11 +11,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
-from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done
+from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done, reading, whole_number
 from rlkit.rollout.engines.sglang.checks import vocab_size
 from rlkit.rollout.engines.sglang.wire import ServerLimits, parse_version
 
 CONTROL_TIMEOUT = 600.0
+MAX_RANKS = 1 << 16
 _log = logging.getLogger("rlkit.rollout")
 
 
@@ -41,11 +42,17 @@ class Replica:
         return await self._http.request(self.url + path, body, timeout=timeout)
 
     async def get(self, path: str, *, timeout: float) -> dict[str, Any]:
-        """{} where the server does not have the page."""
+        """The object that the server answers; {} where it answers nothing or does not have the page.
+
+        Raises:
+            ReplicaError: the answer is something else; see also `Http.request`.
+        """
         try:
-            return await self._http.request(self.url + path, method="GET", timeout=timeout) or {}
+            reply = await self._http.request(self.url + path, method="GET", timeout=timeout) or {}
         except Refused:
             return {}
+        with reading(self.url, f"a reply of {path}", reply):
+            return dict(reply.items())
 
 
 class Replicas:
@@ -151,13 +158,19 @@ class Replicas:
         get = partial(replica.get, timeout=self._patience)
         try:
             info = await self._http.patient(partial(get, "/server_info"))
-            replica.num_ranks, replica.num_stages, replica.num_copies = (
-                int(info.get(f"{kind}_size") or 1) for kind in ("tp", "pp", "dp")
-            )
             models = await self._http.patient(partial(get, "/v1/models"))
-            max_len = models["data"][0].get("max_model_len") if models.get("data") else None
-            replica.model_path = replica.model_path or info.get("model_path")  # that of an update from disk, later on
-            return ServerLimits(max_len or math.inf, self._vocab_size or vocab_size(replica.model_path) or math.inf)
+            with reading(replica.url, "what SGLang reports of itself", {"server_info": info, "models": models}):
+                replica.num_ranks, replica.num_stages, replica.num_copies = (
+                    whole_number(info.get(f"{kind}_size") or 1, f"{kind}_size", low=1, high=MAX_RANKS)
+                    for kind in ("tp", "pp", "dp")
+                )
+                told = models["data"][0].get("max_model_len") if models.get("data") else None
+                max_len = whole_number(told, "max_model_len", low=1, high=math.inf) if told else math.inf
+                path = info.get("model_path")
+                if not isinstance(path, str | None):
+                    raise TypeError(f"model_path must be a string, got {type(path).__name__}")
+            replica.model_path = replica.model_path or path  # that of an update from disk, later on
+            return ServerLimits(max_len, self._vocab_size or vocab_size(replica.model_path) or math.inf)
         except (ReplicaError, TimeoutError) as error:
             self._note(replica, str(error))
             return None
@@ -166,7 +179,8 @@ class Replicas:
         """Take a server back that still has the current weights, after its connection or this machine failed."""
         with suppress(ReplicaError, TimeoutError):  # why it went down says more
             info = await replica.get("/model_info", timeout=self._patience)
-            served = parse_version(info.get("weight_version"), 0)
+            with reading(replica.url, "a reply of /model_info", info):
+                served = parse_version(info.get("weight_version"), 0)
             other = f"it was restarted and serves version {served}, not {self.version}: call update_weights"
             self._note(replica, None if served == self.version else other)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 from rlkit._retrying import BUSY
-from rlkit.rollout.engines.http import Busy, ReplicaError, check_prompt, check_reply
+from rlkit.rollout.engines.http import Busy, ReplicaError, check_prompt, check_reply, reading, whole_number
 from rlkit.types import Completion, FinishReason, SamplingParams
+
+MAX_VERSION = 2**31 - 1
 
 
 class ServerLimits(NamedTuple):
@@ -46,7 +47,7 @@ def completion(reply: Any, request: dict[str, Any], limits: ServerLimits, *, url
     Raises:
         ReplicaError: fields are missing, the server gave up, or `check_reply` refuses it. Busy: its queue is full.
     """
-    try:
+    with reading(url, "a reply of /generate", reply):
         meta = reply["meta_info"]
         finish, entries, num_tokens = meta["finish_reason"], meta["output_token_logprobs"], meta["completion_tokens"]
         ids, logp = [entry[1] for entry in entries], [entry[0] for entry in entries]
@@ -60,12 +61,10 @@ def completion(reply: Any, request: dict[str, Any], limits: ServerLimits, *, url
         if len(ids) != num_tokens or reply.get("output_ids", ids) != ids:
             raise ReplicaError(f"{url}: {num_tokens} tokens but {len(ids)} log-probs")
         versions = _versions(meta, len(ids), version)
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise ReplicaError(f"{url}: not a reply of /generate ({error!r}): {str(reply)[:500]}") from error
-    reported = {
-        "id": (meta.get("id"), request.get("rid")),
-        "prompt_tokens": (meta.get("prompt_tokens"), len(request["input_ids"])),
-    }
+        reported = {
+            "id": (meta.get("id"), request.get("rid")),
+            "prompt_tokens": (meta.get("prompt_tokens"), len(request["input_ids"])),
+        }
     return check_reply(
         Completion(ids, logp, versions, reason), url=url, request=str(request.get("rid", "of the probe")),
         max_new_tokens=request["sampling_params"]["max_new_tokens"], vocab_size=limits.vocab_size, reported=reported,
@@ -73,19 +72,30 @@ def completion(reply: Any, request: dict[str, Any], limits: ServerLimits, *, url
 
 
 def _versions(meta: dict[str, Any], num_tokens: int, version: int) -> list[int]:
-    spans: Sequence[dict[str, Any]] = meta.get("weight_versions") or ()
+    """The version of each token. The spans of a reply must be disjoint and cover all tokens: nothing else is built."""
+    spans = meta.get("weight_versions") or ()
     if not spans:
         return [parse_version(meta.get("weight_version"), version)] * num_tokens
-    versions = [-1] * num_tokens
+    edges = []
     for span in spans:
-        versions[span["start"] : span["end"]] = [parse_version(span["version"], 0)] * (span["end"] - span["start"])
-    if len(versions) != num_tokens or -1 in versions:
-        raise ValueError(f"weight_versions do not cover {num_tokens} tokens: {spans}")
+        start = whole_number(span["start"], "start", low=0, high=num_tokens)
+        edges.append((start, whole_number(span["end"], "end", low=start, high=num_tokens), span["version"]))
+    if sum(end - start for start, end, _ in edges) != num_tokens:
+        raise ValueError(f"weight_versions do not cover {num_tokens} tokens once")
+    versions = [-1] * num_tokens
+    for start, end, served in edges:
+        versions[start:end] = [parse_version(served, 0)] * (end - start)
+    if -1 in versions:
+        raise ValueError(f"weight_versions do not cover {num_tokens} tokens once")
     return versions
 
 
-def parse_version(text: str | None, missing: int) -> int:
-    """SGLang's version string as a number; "default", what a server starts with, is 0."""
-    if text is None:
+def parse_version(told: Any, missing: int) -> int:
+    """SGLang's version, a string or an integer, as a number; "default", what a server starts with, is 0.
+
+    Errors: ValueError for any other value.
+    """
+    if told is None:
         return missing
-    return 0 if text == "default" else int(text)
+    served = 0 if told == "default" else int(told) if isinstance(told, str) else told
+    return whole_number(served, "weight_version", low=0, high=MAX_VERSION)
