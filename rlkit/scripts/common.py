@@ -44,12 +44,14 @@ class Model:
 class Data:
     """Training and held-out rows, and how they are rendered."""
 
-    data: str
-    """training data: JSON, JSONL, CSV, Parquet or Arrow file, save_to_disk folder or hub id OWNER/NAME:CONFIG:SPLIT"""
+    data: str | tuple[str, ...]
+    """training data: JSON, JSONL, CSV, TSV (also .gz), Parquet or Arrow files or a glob, folders (of shards, or of
+    save_to_disk; FOLDER:SPLIT names a split) or hub ids OWNER/NAME:CONFIG:SPLIT. Several are read one after the other
+    """
     rename: dict[str, str] = field(default_factory=dict, hash=False)
     """rename columns of the data, old name and new name: `--rename question prompt output response`"""
-    eval_data: str | None = None
-    """held-out data, in the same formats; None: no evaluation"""
+    eval_data: str | tuple[str, ...] | None = None
+    """held-out data, in the same formats; of several splits the only test or validation split. None: no evaluation"""
     system_prompt: str | None = None
     """system message for conversations that have none"""
     chat_template: bool = True
@@ -71,14 +73,33 @@ class Data:
 
     def rows(self, *forms: Any, limit: int | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The training rows and at most `limit` held-out rows; ValueError for a row that has none of the `forms`."""
-        from rlkit.data.forms import check_columns
-        from rlkit.data.load import load_rows
+        from rlkit.data.forms import PROMPT, check_columns
+        from rlkit.data.load import Rows, load_rows, mixed_types
 
-        held_out = load_rows(self.eval_data, rename=self.rename, limit=limit) if self.eval_data else []
-        rows = load_rows(self.data, rename=self.rename)
+        rows, held_out = load_rows(self.data, rename=self.rename), Rows((), source="", places=())
+        if self.eval_data:
+            held_out = load_rows(self.eval_data, rename=self.rename, limit=limit, held_out=True)
         for part in (rows, held_out):
             check_columns(part, *forms, apply_chat_template=self.chat_template)
+        for column in mixed_types(rows) if PROMPT in forms else ():
+            log.warning("%s: a reward sees the value of each row as it is", column)
+        if both := [name for name in rows.sources if name in held_out.sources]:
+            log.warning("--eval-data is not held out: %s is also in --data", both[0])
         return rows, held_out
+
+    def files(self) -> list[str]:
+        """What `data` names, as a list."""
+        return [self.data] if isinstance(self.data, str) else list(self.data)
+
+    def expanded(self) -> Data:
+        """The data with the files of its globs in their place, as a run folder keeps it."""
+        from rlkit.data.sources import expand
+
+        def files(given: Any) -> Any:
+            found = [path for spec in ((given,) if isinstance(given, str) else given or ()) for path in expand(spec)]
+            return tuple(found) if len(found) > 1 else next(iter(found), None)
+
+        return replace(self, data=files(self.data), eval_data=files(self.eval_data))
 
 
 @dataclass(frozen=True)
@@ -117,6 +138,7 @@ def begin(args: Any) -> Any:
     from rlkit.run.folder import check_folder, keep_args, read_args
 
     warn_of_steps(args.schedule, args.data)
+    args = replace(args, data=args.data.expanded())
     check_model_path(args.model.model)  # and the folder: before torch is loaded
     check_folder(args.schedule.output, resume=args.schedule.resume)
     remember_names()

@@ -86,7 +86,7 @@ def warn_of_labels(args: Args, examples: list[Any]) -> None:
     if not (good and bad):
         log.warning(
             "%s: all %d responses are %s: KTO learns from the contrast, so add some of the other label",
-            args.data.data, len(examples), "desirable" if good else "undesirable",
+            " ".join(args.data.files()), len(examples), "desirable" if good else "undesirable",
         )  # fmt: skip
     desirable, undesirable = args.loss.desirable_weight * good, args.loss.undesirable_weight * bad
     if 0 < good != bad > 0 and not undesirable <= desirable <= 4 / 3 * undesirable:

@@ -1,0 +1,261 @@
+"""Rows of one file: JSON, JSON Lines, CSV and tables, plain or compressed.
+
+JSON and CSV are read with the standard library alone. Parquet, Arrow and Feather need `datasets`, which is imported
+only when one of them is read.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import importlib
+import io
+import json
+import lzma
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from glob import escape
+from pathlib import Path
+from typing import IO, Any
+
+from rlkit._extras import lacks, optional
+
+Row = dict[str, Any]
+Placed = Iterator[tuple[str, Any]]  # rows with the place of each, e.g. "line 3"
+
+_BOM = b"\xef\xbb\xbf"
+_POINTER = b"version https://git-lfs"
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def read_file(path: Path) -> Placed:
+    """The rows of a file with the place of each in it, "line 3" or "row 3", counted from 1.
+
+    Errors: ValueError for a suffix that is not known, an empty file, malformed content, and a key or column that is
+    there twice; ImportError for a table without `datasets`. They name the file, the place and the fix.
+    """
+    kind = format_of(path)
+    if kind not in READERS:
+        name = "".join(path.suffixes[-2:]) if path.suffix.lower() in PACKED else path.suffix
+        raise ValueError(f"{path}: cannot tell the format from the suffix {name!r}; known are {', '.join(READERS)}")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path}: the file is empty (0 bytes)")
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise ValueError(f"{path}: a pointer of Git LFS, not the data: run `git lfs pull`")
+    return READERS[kind](path)
+
+
+def format_of(path: Path) -> str:
+    """The suffix that tells the format: ".jsonl" of both train.jsonl and train.jsonl.gz; "" if there is none."""
+    name = path.name.lower()
+    packed = next((suffix for suffix in PACKED if name.endswith(suffix)), "")
+    kind = Path(name.removesuffix(packed)).suffix
+    return "" if packed and READERS.get(kind) is _table else kind
+
+
+def numbered(rows: Any) -> Placed:
+    """Rows with their places."""
+    return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def need_datasets(what: object) -> Any:
+    """The package `datasets`; ImportError, with the extra to install, where it is missing."""
+    return optional("datasets", "data", f"reading {what} (JSON and CSV need nothing) needs")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, decompressed."""
+    try:
+        with PACKED.get(path.suffix.lower(), Path.open)(path, "rb") as file:
+            yield file
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise
+        raise ValueError(f"{path}: cannot be decompressed: {error}; the file is damaged or incomplete") from None
+
+
+def _zstd(path: Path, mode: str) -> IO[bytes]:
+    """The decompressed bytes, at once: neither reader tells a damaged file by an exception of the standard library."""
+    try:
+        opened: Any = importlib.import_module("compression.zstd").open(path, mode)
+    except ModuleNotFoundError:  # before Python 3.14
+        try:
+            pyarrow = importlib.import_module("pyarrow")
+        except ModuleNotFoundError:
+            fix = f"; or decompress it: zstd -d {path}"
+            raise ImportError(lacks("pyarrow", "data", f"reading {path} before Python 3.14 needs") + fix) from None
+        opened = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+    try:
+        with opened:
+            return io.BytesIO(opened.read())
+    except Exception as error:
+        raise EOFError(str(error)) from None
+
+
+def _json(path: Path) -> Placed:
+    with _opened(path) as file:
+        is_list = file.read(4096).removeprefix(_BOM).lstrip().startswith(b"[")
+    return _json_list(path) if is_list else _json_lines(path)
+
+
+def _json_lines(path: Path) -> Placed:
+    with _opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.removeprefix(_BOM).strip():
+                place = f"{path}, line {number}"
+                text = _text(place, line).strip()
+                with _parsing(place):
+                    row, end = _DECODER.raw_decode(text)
+                    if end < len(text):
+                        raise json.JSONDecodeError("Extra data", text, _SPACE.match(text, end).end())  # type: ignore[union-attr]
+                yield f"line {number}", row
+
+
+def _json_list(path: Path) -> Placed:
+    with _opened(path) as file:
+        text = _text(str(path), file.read())
+
+    def skip(end: int) -> int:
+        return _SPACE.match(text, end).end()  # type: ignore[union-attr]
+
+    end, number = skip(skip(0) + 1), 0
+    while number or text[end : end + 1] != "]":
+        number += 1
+        place = f"{path}, row {number}"
+        with _parsing(place):
+            row, end = _DECODER.raw_decode(text, end)
+            end = skip(end)
+            if (mark := text[end : end + 1]) not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' or ']' after a row", text, end)
+        yield f"row {number}", row
+        if mark == "]":
+            break
+        end = skip(end + 1)
+    with _parsing(str(path)):
+        if (end := skip(end + 1)) < len(text):
+            raise json.JSONDecodeError("Extra data after the list", text, end)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice in one object; keep one of them")
+    return row
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _text(place: str, data: bytes) -> str:
+    try:
+        return data.removeprefix(_BOM).decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = f"byte {error.object[error.start]:#04x} at offset {error.start}"
+        raise ValueError(f"{place}: not UTF-8 ({at}); save it as UTF-8") from None
+
+
+@contextmanager
+def _parsing(place: str) -> Iterator[None]:
+    """Errors of the JSON parser, with the place."""
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, column {error.colno}" if "\n" in error.doc else f"column {error.colno}"
+        found = error.doc[max(0, error.pos - 40) : error.pos + 40]
+        raise ValueError(
+            f"{place}: malformed JSON at {at} ({error.msg}): ...{found!r}...; "
+            "a .jsonl file holds one complete object per line, a .json file one list of objects"
+        ) from None
+    except RecursionError:
+        raise ValueError(f"{place}: objects or lists are nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
+def _csv(path: Path) -> Placed:
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # its own limit is 128 KiB a cell
+    reader = None
+    try:
+        with _opened(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+            first = file.readline()
+            reader = csv.DictReader(_after(first, file), strict=True, delimiter=_delimiter(first, path))
+            names = list(reader.fieldnames or ())
+            if len(set(names)) < len(names):
+                raise ValueError(f"{path}: two columns have the same name: {names}")
+            for row in reader:
+                if None in row or None in row.values():
+                    raise ValueError(
+                        f"{path}, line {reader.line_num}: not {len(names)} cells, as the header {names} has"
+                    )
+                yield f"line {reader.line_num}", row
+    except csv.Error as error:
+        after = reader.line_num if reader else 0
+        raise ValueError(f"{path}, in the row after line {after}: malformed CSV: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error}); save it as UTF-8") from None
+
+
+def _after(first: str, file: IO[str]) -> Iterator[str]:
+    yield first
+    yield from file
+
+
+def _delimiter(header: str, path: Path) -> str:
+    """The comma, or the semicolon or tab if that splits the header into more columns (spreadsheets write both)."""
+    choices = "\t" if format_of(path) == ".tsv" else ",;\t"
+    return max(choices, key=lambda mark: len(next(csv.reader([header], delimiter=mark), ())))
+
+
+def _table(path: Path) -> Placed:
+    datasets, kind = need_datasets(path), format_of(path)
+    try:
+        if kind == ".parquet":  # streaming: without a copy in the cache
+            files = [escape(str(path))]
+            yield from numbered(datasets.load_dataset("parquet", data_files=files, split="train", streaming=True))
+        else:
+            yield from numbered(_arrow(path, datasets))
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise ValueError(f"{path}: cannot be read as {kind[1:]}: {type(cause).__name__}: {cause}") from error
+
+
+def _arrow(path: Path, datasets: Any) -> Iterator[Row]:
+    """Rows of Arrow's two formats, a file (also Feather) and a stream, which is what `datasets` writes."""
+    import pyarrow
+    from pyarrow import feather
+
+    with path.open("rb") as file:
+        start = file.read(6)
+    with pyarrow.memory_map(str(path)) as source:
+        if start[:4] == b"FEA1":
+            batches = feather.read_table(source).to_batches()
+        elif start == b"ARROW1":
+            reader = pyarrow.ipc.open_file(source)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            batches = pyarrow.ipc.open_stream(source)
+            if b"huggingface" in (batches.schema.metadata or {}):  # its column types are read by `datasets` alone
+                yield from datasets.Dataset.from_file(str(path))
+                return
+        for batch in batches:
+            names = batch.schema.names
+            if len(set(names)) < len(names):
+                raise ValueError(f"two columns have the same name: {names}")
+            yield from batch.to_pylist()
+
+
+READERS: dict[str, Callable[[Path], Placed]] = {
+    ".json": _json,
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), _json_lines),
+    **dict.fromkeys((".csv", ".tsv"), _csv),
+    **dict.fromkeys((".parquet", ".arrow", ".feather"), _table),
+}
+PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}

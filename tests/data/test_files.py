@@ -1,0 +1,124 @@
+"""Every kind of file gives the rows that were written, and an error names the file and the row."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import subprocess
+import sys
+
+import pytest
+
+from rlkit.data.load import load_rows, place_of
+
+ROWS = [{"prompt": "1+1", "answer": "2"}, {"prompt": "é漢", "answer": "x\ny"}, {"prompt": "c", "answer": ""}]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+CSV = 'prompt,answer\n1+1,2\né漢,"x\ny"\nc,\n'.encode()
+PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        *[(f"a.jsonl{suffix}", pack(LINES)) for suffix, pack in PACK.items()],
+        ("a.json.gz", gzip.compress(json.dumps(ROWS, indent=1).encode())),
+        ("a.csv.gz", gzip.compress(CSV)),
+        ("a.JSONL.GZ", gzip.compress(LINES)),
+        ("a.ndjson", LINES),
+        ("a.jsonlines", LINES),
+        ("a.tsv", CSV.replace(b",", b"\t")),
+        ("a.csv", CSV.replace(b",", b";")),
+        ("b.csv", CSV.replace(b",", b"\t")),
+    ],
+)
+def test_rows_are_those_written(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    rows = load_rows(tmp_path / name)
+    assert rows == ROWS
+    assert load_rows(tmp_path / name, limit=2) == ROWS[:2]
+    last = "row 3" if ".json." in name else "line 5" if "sv" in name else "line 3"
+    assert place_of(rows, 2) == f"{tmp_path / name}, {last}"
+
+
+def test_commas_in_the_header_of_a_csv_file_win_over_as_many_semicolons(tmp_path):
+    (tmp_path / "a.csv").write_text("a;b,c\n1;2,3\n")
+    assert load_rows(tmp_path / "a.csv") == [{"a;b": "1;2", "c": "3"}]
+
+
+def test_zstandard_is_read_where_a_library_reads_it(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "a.jsonl.zst"
+    with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
+        file.write(LINES)
+    assert load_rows(path) == ROWS
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"a\.jsonl\.zst: cannot be decompressed: .*; the file is damaged or incompl"):
+        load_rows(path)
+    monkeypatch.setitem(sys.modules, "compression.zstd", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"needs pyarrow: pip install 'rlkit-lm\[data\]'; or decompress it: zstd -d"):
+        load_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.jsonl.gz", gzip.compress(LINES)[:-20], r"a\.jsonl\.gz: cannot be decompressed: .*damaged or incomplete"),
+        ("a.csv.gz", gzip.compress(CSV)[:-20], r"a\.csv\.gz: cannot be decompressed: .*damaged or incomplete"),
+        ("a.jsonl.gz", LINES, r"a\.jsonl\.gz: cannot be decompressed: Not a gzipped file"),
+        ("a.jsonl.bz2", LINES, r"a\.jsonl\.bz2: cannot be decompressed: "),
+        ("a.jsonl.xz", LINES, r"a\.jsonl\.xz: cannot be decompressed: "),
+        ("a.jsonl.gz", gzip.compress(LINES + b"{]"), r"a\.jsonl\.gz, line 4: malformed JSON at column 2"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1, "a": 1}'), r"a\.jsonl\.gz, line 1: the key 'a' is there twice"),
+        ("a.csv.bz2", bz2.compress(b"a,b\n1\n"), r"a\.csv\.bz2, line 2: not 2 cells"),
+        ("a.gz", gzip.compress(LINES), r"a\.gz: cannot tell the format from the suffix '\.gz'; known are"),
+        ("a.tar.gz", b"x", r"cannot tell the format from the suffix '\.tar\.gz'"),
+        ("a.parquet.gz", b"x", r"cannot tell the format from the suffix '\.parquet\.gz'"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", r"a\.parquet: a pointer of Git LFS, not the"),
+        ("a.tsv", b"a\ta\n1\t2\n", "two columns have the same name"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_place(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        load_rows(tmp_path / name)
+
+
+def test_arrow_files_of_pyarrow_in_all_its_formats(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import feather
+
+    table = pa.Table.from_pylist(ROWS)
+    named = table.append_column("kind", pa.array(["a", "b", "a"]).dictionary_encode())  # as pandas writes categories
+    want = [{**row, "kind": kind} for row, kind in zip(ROWS, "aba", strict=True)]
+    with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as sink, pa.ipc.new_file(sink, named.schema) as writer:
+        writer.write_table(named, max_chunksize=2)
+    with pa.OSFile(str(tmp_path / "stream.arrow"), "wb") as sink, pa.ipc.new_stream(sink, named.schema) as writer:
+        writer.write_table(named, max_chunksize=2)
+    feather.write_feather(named, tmp_path / "a.feather")
+    for name in ("file.arrow", "stream.arrow", "a.feather"):
+        assert load_rows(tmp_path / name) == want, name
+    both = pa.table([[1], [2]], names=["a", "a"])
+    with pa.OSFile(str(tmp_path / "twice.arrow"), "wb") as sink, pa.ipc.new_file(sink, both.schema) as writer:
+        writer.write_table(both)
+    with pytest.raises(ValueError, match=r"twice\.arrow: cannot be read as arrow: .*two columns have the same name"):
+        load_rows(tmp_path / "twice.arrow")
+
+
+def test_a_parquet_file_may_have_the_characters_of_a_glob_in_its_name(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a[1].parquet")
+    assert load_rows(tmp_path / "a[1].parquet") == ROWS
+
+
+def test_compressed_json_needs_neither_datasets_nor_pyarrow(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES))
+    code = (
+        "import sys; sys.modules.update(datasets=None, pyarrow=None); from rlkit.data import load_rows; "
+        f"assert len(load_rows([{str(tmp_path)!r}, {str(tmp_path / '*.gz')!r}])) == 6"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,85 @@
+"""--data and --eval-data from the command line: which rows train, and what the run folder keeps."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+
+import pytest
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.scripts.cli import run
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data_flags")
+    tokenizer = tiny_tokenizer()
+    sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 48}
+    tiny_model(tokenizer, **sizes).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    for name in ("a", "b", "c", "shards/train", "shards/test"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        rows = [{"prompt": f"{i}+1=", "response": name, "seed": i if i % 2 else str(i)} for i in range(2)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text("def score(completion, row):\n    return len(completion) % 3\n")
+    return folder
+
+
+def call(task, output, *flags, script="sft", steps=1):
+    module = importlib.import_module(f"rlkit.scripts.{script}")
+    start = ["--model", str(task / "model"), "--output", str(output), "--steps", str(steps), "--warmup-steps", "0"]
+    more = ["--batch-size", "2"] if script == "sft" else ["--prompts-per-step", "2", "--group-size", "2"]
+    if script == "grpo":
+        more += ["--reward", str(task / "reward.py:score"), "--max-new-tokens", "4"]
+    os.chdir(task)
+    return run(module.main, module.Args, None, argv=[*start, *more, *flags])
+
+
+def kept(output):
+    return json.loads((output / "args.json").read_text())
+
+
+def test_a_glob_and_its_files_are_the_same_data_also_on_resume(task, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(task)
+    call(task, tmp_path / "run", "--data", "[ab].jsonl")
+    assert kept(tmp_path / "run")["data"] == ["a.jsonl", "b.jsonl"]
+    capsys.readouterr()
+    call(task, tmp_path / "run", "--data", "a.jsonl", "b.jsonl", "--resume", steps=2)
+    assert "resumed with data" not in capsys.readouterr().out
+    call(task, tmp_path / "run", "--data", "b.jsonl", "a.jsonl", "--resume", steps=3)
+    said = capsys.readouterr().out
+    assert "resumed with data ['b.jsonl', 'a.jsonl'] (it was ['a.jsonl', 'b.jsonl'])" in said
+
+
+def test_a_run_with_one_file_keeps_its_name_and_resumes_with_more(task, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(task)
+    call(task, tmp_path / "run", "--data", "a.jsonl", "--eval-data", "shards")
+    assert kept(tmp_path / "run")["data"] == "a.jsonl"
+    assert kept(tmp_path / "run")["eval_data"] == "shards"
+    capsys.readouterr()
+    call(task, tmp_path / "run", "--data", "a.jsonl", "--eval-data", "shards", "--resume", steps=2)
+    assert "resumed with data" not in capsys.readouterr().out
+    call(task, tmp_path / "run", "--data", "a.jsonl", "c.jsonl", "--eval-data", "shards", "--resume", steps=3)
+    assert "resumed with data ['a.jsonl', 'c.jsonl'] (it was 'a.jsonl')" in capsys.readouterr().out
+
+
+def test_held_out_rows_that_also_train_are_named(task, tmp_path, caplog, monkeypatch):
+    monkeypatch.chdir(task)
+    call(task, tmp_path / "1", "--data", "shards", "--eval-data", "shards")
+    assert "held out" not in caplog.text
+    call(task, tmp_path / "2", "--data", "shards", "--eval-data", "shards:train")
+    assert "--eval-data is not held out: shards/train.jsonl is also in --data" in caplog.text
+
+
+def test_a_column_of_several_types_stops_no_run_and_a_reward_is_told(task, tmp_path, caplog, monkeypatch):
+    monkeypatch.chdir(task)
+    call(task, tmp_path / "1", "--data", "a.jsonl")
+    assert "mixes types" not in caplog.text
+    call(task, tmp_path / "2", "--data", "a.jsonl", script="grpo")
+    assert "column 'seed' mixes types: string in a.jsonl, line 1, number in line 2 (1): a reward sees" in caplog.text
+    rows = (tmp_path / "2" / "trajectories" / "train_000001.jsonl").read_text()
+    assert json.loads(rows.splitlines()[0])["step"] == 1
