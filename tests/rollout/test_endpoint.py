@@ -163,8 +163,23 @@ async def test_errors_end_the_run():
 
     with pytest.raises(KeyError, match="mine"):
         await agent_env(broken, tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer))
-    with pytest.raises(ValueError, match="ends before its first turn"):
-        await agent_env(lambda prompt, base_url: None, tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer))
+    with pytest.raises(TypeError, match="as a dict, or None, got float"):
+        await agent_env(lambda prompt, base_url: 1.0, tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer))
+    env = agent_env(agent, tokenizer=tokenizer, parse=lambda text: [1 / 0])
+    with pytest.raises(ZeroDivisionError):
+        await env(prompt_of(tokenizer), Script(tokenizer, "text"))
+
+
+async def test_a_program_that_asks_nothing_has_an_episode_without_tokens(caplog):
+    tokenizer = tokenizer_with("chatml")
+    env = agent_env(lambda prompt, base_url: {"reward": -1.0, "info": {"why": "lazy"}}, tokenizer=tokenizer)
+    for _ in range(2):
+        (piece,) = await env(prompt_of(tokenizer), Script(tokenizer))
+    assert (piece.ids, piece.mask, piece.reward, piece.truncated) == ([], [], -1.0, True)
+    assert (piece.prompt_ids, piece.info["why"]) == (prompt_of(tokenizer).ids, "lazy")
+    assert [r.getMessage() for r in caplog.records] == [
+        "an agent asked for no turn (row 1): such episodes train nothing"
+    ]
 
 
 def test_many_episodes_at_once_and_no_server_afterwards():

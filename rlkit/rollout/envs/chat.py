@@ -89,15 +89,20 @@ class Chat:
 
         If it extends the current conversation, the turns are joined as usual; the assistant's last message may come
         back in another form, with `tool_calls` or `reasoning_content`. Any other conversation, and other `tools`, start
-        a new piece.
+        a new piece. If the template refuses the conversation, its error is raised and the episode is as before.
         """
         whole = [_with_text(m) for m in messages]
         continued = self._continued_by(whole) and tools in (None, self._tools)
+        before = self.messages, self._tools, self._last
         self.messages, self._tools = whole, self._tools if tools is None else tools
-        if not continued:
-            self._last = None
-            self.turns.restart(self._render())
-        return await self.turn(max_new_tokens=max_new_tokens)
+        try:
+            if not continued:
+                self._last = None
+                self.turns.restart(self._render())
+            return await self.turn(max_new_tokens=max_new_tokens)
+        except Exception:
+            self.messages, self._tools, self._last = before
+            raise
 
     def __aiter__(self) -> Chat:
         return self
