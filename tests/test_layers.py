@@ -22,7 +22,7 @@ LAYERS = (  # each may import what stands before it; left before right within a 
     "rewards",
     "run",
     "loops",
-    "scripts",
+    "scripts __main__",
 )
 ORDER = {name: place for place, name in enumerate(" ".join(LAYERS).split())}
 

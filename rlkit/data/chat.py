@@ -200,7 +200,7 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     if Path(path).is_dir() and not (Path(path) / "tokenizer_config.json").is_file():
         return
     theirs = AutoTokenizer.from_pretrained(path).get_vocab()
-    for token, i in tokenizer.get_vocab().items():
+    for token, i in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]):  # one message for one mistake
         if theirs.get(token, i) != i:
             raise ValueError(
                 f"model {path!r} has other tokens: {token!r} is {theirs[token]} there and {i} in the trained model"

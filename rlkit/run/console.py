@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 TRAINING = "training had started"  # starts the note on an error raised after the set-up of a run
@@ -77,6 +79,57 @@ def say(text: str) -> None:
             sys.stdout.flush()
 
 
+def encode_anything() -> None:
+    """Let stdout and stderr print every character: where their encoding has none, as an escape like \\u2192.
+
+    A stream that is not UTF-8 (a C locale, PYTHONIOENCODING) otherwise raises at the first answer of a model.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure") and getattr(stream, "errors", None) in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def wrapped(text: str, stream: Any) -> str:
+    """The text, with its lines broken between words where `stream` is a terminal, which would break them anywhere."""
+    if stream is None or not stream.isatty():
+        return text
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)  # escapes are longer
+    width = _columns(stream) - 3  # as above a bar
+    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    lines = text.split("\n")
+    return "\n".join(line if len(line) <= width else textwrap.fill(line, width, **how) for line in lines)
+
+
+def _columns(stream: Any) -> int:
+    """The width of the terminal that `stream` is."""
+    with suppress(OSError, ValueError):
+        return int(os.environ.get("COLUMNS", 0)) or os.get_terminal_size(stream.fileno()).columns or 80
+    return 80
+
+
+class _Warnings(logging.Handler):
+    """Prints warnings as Python does without a handler, with lines that fit the terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr is not None:
+            sys.stderr.write(wrapped(record.getMessage(), sys.stderr) + "\n")
+
+
+@contextmanager
+def warnings_that_fit() -> Iterator[None]:
+    """Inside the block, warnings of rlkit are broken between words on a terminal, unless logging is configured."""
+    logger, handler = logging.getLogger("rlkit"), _Warnings(logging.WARNING)
+    if logger.hasHandlers():
+        yield
+        return
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
 @contextmanager
 def _unless_lost() -> Iterator[None]:
     """Ignore failed writes to stdout inside the block; if its reader is gone, redirect stdout to /dev/null."""
@@ -117,6 +170,7 @@ class RunDisplay:
         self._seen: list[Column] = []
         self._shown = self._evals = ""
         self._bar: Any = None
+        encode_anything()
         if sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
             with _unless_lost():
                 self._open_bar(steps, max(start, 0))

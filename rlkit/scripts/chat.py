@@ -1,9 +1,11 @@
 """Talk to the model of a run, or to any model, in the terminal.
 
-    rlkit chat runs/grpo                                   Ctrl-C stops an answer, Ctrl-D or an empty line ends
+    rlkit chat runs/grpo
     rlkit chat Qwen/Qwen3-0.6B --system-prompt "Answer in one sentence."
-    rlkit chat runs/grpo --prompt "What is 2+2?"           print one answer
-    rlkit chat runs/grpo < questions.txt                   print an answer to each line, without history
+    rlkit chat runs/grpo --prompt "What is 2+2?"    print one answer
+    rlkit chat runs/grpo < questions.txt            one to each line, no history
+
+Ctrl-C stops an answer; Ctrl-D or an empty line ends the conversation.
 
 The args.json of a run gives the system prompt, the chat template and the sampling, unless a flag does.
 Where a conversation exceeds the model's positions, its oldest turns are dropped.

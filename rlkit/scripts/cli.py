@@ -17,26 +17,21 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from difflib import get_close_matches
-from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
+from shutil import get_terminal_size
+from typing import Annotated, Any, NoReturn, TypeVar
 
-from rlkit.run.console import TRAINING
+from rlkit.run.console import TRAINING, encode_anything, warnings_that_fit, wrapped
 from rlkit.run.cores import SPINS
 from rlkit.run.signals import resume_command
 from rlkit.scripts import foreign
+from rlkit.scripts.flags import FLAT, flags_of, help_text, list_flags, wrong_words
 from rlkit.settings import collected
 
-try:
-    from tyro.conf import arg
-
-    FLAT: Any = arg(name="")
-except ModuleNotFoundError:  # a machine without a command line can still call `main(Args(...))`
-    FLAT = None
 X = TypeVar("X")
 Flat = Annotated[X, FLAT]  # a field of settings whose flags have no prefix
 
@@ -57,15 +52,22 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> None:
     """`rlkit COMMAND ...`."""
+    encode_anything()
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:2], "--help"]
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
-        return _print("\n".join(["usage: rlkit COMMAND ...", "", *lines, "", "rlkit COMMAND --help lists its flags."]))
+        end = "rlkit COMMAND --help lists its flags; rlkit --version prints the version."
+        return _print("\n".join(["usage: rlkit COMMAND ...", "", *lines, "", end]))
+    if argv[0] in ("-V", "--version", "version"):
+        return _print(f"rlkit {importlib.import_module('rlkit').__version__}")
     name, rest = argv[0].replace("-", "_"), argv[1:]
     if name not in COMMANDS:
         known = f" ({foreign.COMMANDS[name]} is that here)" if name in foreign.COMMANDS else ""
-        _fail(f"no command {argv[0]!r}{known}: choose one of {', '.join(COMMANDS)}")
+        near = "" if known else "".join(f" (perhaps {x})" for x in get_close_matches(name, COMMANDS, n=1))
+        fail(f"no command {argv[0]!r}{known or near}: choose one of {', '.join(COMMANDS)}")
     if name == "copy":
         return _copy(rest)
     sys.argv = [f"rlkit {argv[0]}", *rest]
@@ -75,50 +77,72 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv: Sequence[str] | None = None) -> Any:
     """Parse the flags of the dataclass `kind` and call `script(flags)`, as `on_ranks` does: a script's last line."""
+    encode_anything()
+    argv = sys.argv[1:] if argv is None else argv
+    own = argv[: argv.index("--")] if "--" in argv else argv  # what follows is another command's
+    if {"-h", "--help"} & {*own}:
+        _help(kind, description)
+    _refuse_wrong(argv, own, kind)
     import tyro
 
-    argv = sys.argv[1:] if argv is None else argv
-    _refuse_unknown(argv[: argv.index("--")] if "--" in argv else argv, kind)  # what follows is another command's
     printed = io.StringIO()
     try:
         with collected() as wrong, redirect_stderr(printed):
             flags: Any = tyro.cli(kind, args=argv, description=description, config=(tyro.conf.SuppressFixed,))
-    except BrokenPipeError:  # rlkit grpo --help | head
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        raise SystemExit(1) from None
     except SystemExit as stopped:
         if stopped.code in (None, 0):
             raise
-        _fail(_one_line(printed.getvalue()))
+        fail(_plain(printed.getvalue()))
     if wrong:
-        _fail(spelled(wrong[0], kind))
+        fail(spelled(wrong[0], kind))
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded
-    result = on_ranks(script, flags)
+    with warnings_that_fit():
+        result = on_ranks(script, flags)
     if isinstance(result, Path) and os.environ.get("RANK", "0") == "0":
         _print(f"exported {result}")
     return result
 
 
-def _refuse_unknown(argv: Sequence[str], kind: type) -> None:
-    """Refuse flags that the script does not have, all at once, and values that are other systems' names."""
-    names = {name for name, _ in flags_of(kind)}
+def _help(kind: type, description: str | None) -> NoReturn:
+    """Print the flags, and exit with 0."""
+    program = sys.argv[0] if sys.argv[0].startswith("rlkit ") else Path(sys.argv[0]).name
+    try:
+        _print(help_text(kind, description, program=program, width=min(get_terminal_size((80, 24)).columns, 100)))
+        sys.stdout.flush()
+    except BrokenPipeError:  # rlkit grpo --help | head
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    raise SystemExit(0)
+
+
+def _refuse_wrong(argv: Sequence[str], own: Sequence[str], kind: type) -> None:
+    """Refuse flags that the script does not have, wrong values and other systems' names: all of them at once."""
+    names, in_python = {flag.name for flag in list_flags(kind)}, {name for name, _ in flags_of(kind)}
     wrong = {}
-    for word, value in zip(argv, [*argv[1:], ""]):
+    for word, value in zip(own, [*own[1:], ""]):
         given = word.split("=")[0].lstrip("+")
         name = given.lstrip("-").replace("-", "_")
-        known = {*names, "help"} & {name, name.removeprefix("no_"), name.replace(".no_", ".")}
+        known = names & {name, name.removeprefix("no_"), name.replace(".no_", ".")}
         hydra = "=" in word and given.partition(".")[0] in foreign.PREFIXES
         if hydra or (word.startswith("--") and not known):
-            wrong[given] = foreign.answer(name, names) or _nearest(name, names)
+            only = "is set in Python only" if name in in_python else None
+            wrong[given] = only or foreign.answer(name, names) or _nearest(name, names)
         elif word.startswith("--") and (ours := foreign.VALUES.get(name, {}).get(value)):
             wrong[f"{given} {value}"] = f"is {ours} here"
+    unknown = bool(wrong)
+    wrong = wrong or wrong_words(argv, kind)
+    if not wrong:
+        return
+    rest = (
+        "; docs/migrating.md has all options" if unknown else "; --help lists the flags" if "missing" in wrong else ""
+    )
+    if "command" in names and "--" not in argv:
+        rest = "; the command to run comes after --, as in: rlkit sweep --log-range lr 1e-6 1e-4 -- rlkit grpo ..."
     if len(wrong) == 1:
-        _fail("{} {}; docs/migrating.md has all options".format(*wrong.popitem()))
-    if wrong:
-        width = max(map(len, wrong))
-        lines = [f"  {given:{width}}  {what}" for given, what in wrong.items()]
-        _fail("\n".join([f"{len(wrong)} flags are not known here; docs/migrating.md has all options", *lines]))
+        fail("{} {}".format(*wrong.popitem()) + rest)
+    width = max(map(len, wrong))
+    lines = [f"  {given:{width}}  {what}" for given, what in wrong.items()]
+    fail("\n".join([f"{len(wrong)} flags are {'not known here' if unknown else 'wrong'}{rest}", *lines]))
 
 
 def _nearest(name: str, names: set[str]) -> str:
@@ -126,15 +150,10 @@ def _nearest(name: str, names: set[str]) -> str:
     return f"is no flag: perhaps {' or '.join(near)}" if near else "is no flag"
 
 
-def _one_line(box: str) -> str:
-    """The text of an error that tyro prints in a box."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line[:1] == "│"]
-    first = list(takewhile(lambda line: set(line) != {"─"}, lines))
-    text = " ".join(first)
-    if text.startswith("Missing from"):
-        text = "missing " + " and ".join(found[0] for line in first if (found := re.match(r"--[\w.-]+|[A-Z]+$", line)))
-    text = text.removeprefix("Error parsing ")
-    return f"{text[:1].lower()}{text[1:].rstrip('.')}; --help lists the flags"
+def _plain(box: str) -> str:
+    """The words of a message of tyro, in whatever box and colour: of types that `wrong_words` does not read."""
+    words = re.sub(r"\x1b\[[0-9;]*m", "", box).split()
+    return " ".join(word for word in words if any(map(str.isalnum, word))) + "; --help lists the flags"
 
 
 def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
@@ -188,7 +207,7 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
         if given.get("debug"):
             raise
         if started and _is_of_engine(error) and "RANK" not in os.environ:
-            _fail("\n  ".join([str(error), f"go on from the last checkpoint: {resume_command('--resume')}"]), code=1)
+            fail("\n  ".join([str(error), f"go on from the last checkpoint: {resume_command('--resume')}"]), code=1)
         if started and not of_folder:
             raise
         text = (
@@ -196,13 +215,13 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
         )  # an ImportError may hold a user's traceback
         if isinstance(error, OSError) and error.strerror and path is not None:
             text = f"{path}: {error.strerror}"
-        _fail(spelled(text or type(error).__name__, args[0] if args else None))
+        fail(spelled(text or type(error).__name__, args[0] if args else None))
     except RuntimeError as error:
         rewards = sys.modules.get("rlkit.rewards.call")
         if rewards is None or not isinstance(error, rewards.RewardError) or given.get("debug") or "RANK" in os.environ:
             raise
         notes = getattr(error, "__notes__", ())
-        _fail("\n  ".join([str(error), *notes, "--debug shows the traceback"]), code=1)
+        fail("\n  ".join([str(error), *notes, "--debug shows the traceback"]), code=1)
 
 
 def _is_of_engine(error: Exception) -> bool:
@@ -224,19 +243,6 @@ def _inside(path: str, folder: Path | None) -> bool:
     return here.is_relative_to(there) or there.is_relative_to(here)
 
 
-def flags_of(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, value) of every flag, e.g. ("group_size", 8), ("parallel.tp", 1); of a class, the value is the default."""
-    hints = get_type_hints(settings if isinstance(settings, type) else type(settings), include_extras=True)
-    for f in fields(settings):
-        hint, notes = hints[f.name], getattr(hints[f.name], "__metadata__", ())
-        value = getattr(settings, f.name, get_args(hint)[0] if notes else hint)
-        if is_dataclass(value):
-            flat = any(note is FLAT for note in notes)
-            yield from flags_of(value, prefix if flat else f"{prefix}{f.name}.")
-        else:
-            yield prefix + f.name, value
-
-
 def spelled(message: str, settings: Any) -> str:
     """The message with field names in backquotes spelled as flags: `group_size` becomes --group-size."""
     if not is_dataclass(settings):
@@ -249,13 +255,13 @@ def spelled(message: str, settings: Any) -> str:
 def _copy(argv: list[str]) -> None:
     scripts = [name for name in COMMANDS if name != "copy"]
     if len(argv) != 2 or argv[0] not in scripts:
-        _fail(f"usage: rlkit copy SCRIPT FILE.py, where SCRIPT is one of {', '.join(scripts)}")
+        fail(f"usage: rlkit copy SCRIPT FILE.py, where SCRIPT is one of {', '.join(scripts)}")
     target = Path(argv[1])
     try:
         with target.open("x") as file:
             file.write(Path(__file__).with_name(f"{argv[0]}.py").read_text())
     except OSError as error:
-        _fail(f"{target}: {error.strerror}")
+        fail(f"{target}: {error.strerror}")
     _print(f"{target}: run it with python {target} --help, or torchrun {target} ...")
 
 
@@ -263,6 +269,9 @@ def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
-def _fail(text: str, *, code: int = 2) -> NoReturn:
-    sys.stderr.write(f"error: {text}\n")
+def fail(text: str, *, code: int = 2) -> NoReturn:
+    """Print `error: ...` to stderr, and exit: all errors that are one line end here."""
+    if sys.stderr is not None:
+        lines = wrapped(f"error:\xa0{text}", sys.stderr)  # no line of its own for "error:" before a long path
+        sys.stderr.write(lines.replace("\xa0", " ", 1) + "\n")
     raise SystemExit(code) from None

@@ -1,7 +1,7 @@
 """Train a reward model on pairs with the Bradley-Terry loss.
 
     rlkit reward_model --model MODEL --data pairs.jsonl
-    torchrun --nproc-per-node 8 -m rlkit.scripts.reward_model ... --parallel.tp 2
+    torchrun --nproc-per-node 8 -m rlkit.scripts.reward_model ...
 
 Every row has `prompt` (a string) or `messages`, and `chosen` and `rejected` (strings or messages).
 Or `chosen` and `rejected` are whole conversations.

@@ -1,7 +1,7 @@
 """Search for the best values of a command's flags with Optuna: every trial is a run in its own folder.
 
     rlkit sweep --trials 20 --log-range lr 1e-6 1e-4 --choice group-size 4,8 \\
-        -- rlkit grpo --model M --data D --reward R --eval-data E --eval-steps 20
+        -- rlkit grpo --model M --data D --reward R --eval-data E
 
 After `--` comes the command with the flags that all trials share: any command, torchrun too, that takes `--output`
 and writes `metrics.jsonl` there. A trial worse than the median of earlier ones at the same step ends early.

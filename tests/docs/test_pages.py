@@ -6,7 +6,6 @@ import ast
 import contextlib
 import importlib
 import importlib.util
-import io
 import os
 import re
 import sys
@@ -15,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-import tyro
 
 from rlkit.scripts.cli import COMMANDS
+from rlkit.scripts.flags import help_text
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -86,10 +85,9 @@ def args_of(script: str) -> Any:
 
 def flags_of(script: str) -> set[str]:
     """The flags that --help lists."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
-        tyro.cli(args_of(script), args=["--help"])
-    return set(re.findall(r"--[\w.-]+", re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())))
+    shown = help_text(args_of(script), None, program=script, width=100).replace("--[no-]", "--no-")
+    listed = set(re.findall(r"--[\w.-]+", shown))
+    return {"--help"} | listed | {flag.replace("--no-", "--") for flag in listed}
 
 
 def test_the_commands_of_the_pages_have_flags_that_exist() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import screens
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,17 +119,13 @@ def test_nothing_to_draw_and_no_run_are_errors(tmp_path, capsys):
     empty = write_run(tmp_path / "empty", [])
     with pytest.raises(ValueError, match=r"no metric to draw in .*empty"):
         plot_run(empty)
-    for arguments, message in (([tmp_path / "absent"], "holds no metrics.jsonl"), ([], "at least one run folder")):
-        with pytest.raises(SystemExit, match="2"):
-            cli.main(["plot", *map(str, arguments)])
-        assert message in capsys.readouterr().err
+    for arguments, message in (([tmp_path / "absent"], "holds no metrics.jsonl"), ([], "missing FOLDERS")):
+        assert message in screens.refused(cli.main, ["plot", *map(str, arguments)])
     run = write_run(tmp_path / "run", SMALL)
     cli.main(["plot", str(run), "--out", str(tmp_path / "a.png")])
     assert capsys.readouterr().out.strip() == str(tmp_path / "a.png")
     for place in (tmp_path, tmp_path / "nowhere" / "a.png", tmp_path / "a.png" / "b.png"):
-        with pytest.raises(SystemExit, match="2"):
-            cli.main(["plot", str(run), "-o", str(place)])
-        assert capsys.readouterr().err.startswith("error: ")
+        screens.refused(cli.main, ["plot", str(run), "-o", str(place)])
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
@@ -237,10 +234,8 @@ def test_without_matplotlib_the_function_names_the_extra(tmp_path, monkeypatch):
         plot_run(write_run(tmp_path / "run", SMALL))
 
 
-def test_the_suffix_selects_the_picture_format(tmp_path, capsys):
+def test_the_suffix_selects_the_picture_format(tmp_path):
     run = write_run(tmp_path / "run", SMALL)
     for name, start in (("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a", b"\x89PNG")):
         assert plot_run(run, out=tmp_path / name).read_bytes().startswith(start)
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["plot", str(run), "-o", str(tmp_path / "a.xyz")])
-    assert re.match("error: .*xyz", capsys.readouterr().err)
+    assert re.match("error: .*xyz", screens.refused(cli.main, ["plot", str(run), "-o", str(tmp_path / "a.xyz")]))

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import screens
 import torch
 import warm
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -71,11 +72,7 @@ def call(capsys, monkeypatch, *flags, stdin=""):
 
 
 def refused(capsys, monkeypatch, *flags):
-    with pytest.raises(SystemExit) as ended:
-        call(capsys, monkeypatch, *flags)
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (2, "")
-    return next(line for line in err.splitlines() if line.startswith("error: "))
+    return screens.refused(call, capsys, monkeypatch, *flags)
 
 
 def test_a_pipe_gets_answers_only_one_for_each_line(model):

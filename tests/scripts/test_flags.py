@@ -16,10 +16,14 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import screens
+import tyro
 
+import rlkit
 from rlkit.scripts import cli, grpo, ppo
 from rlkit.scripts.cli import COMMANDS, flags_of, spelled
 from rlkit.scripts.common import Data, Model, check_device
+from rlkit.scripts.flags import wrong_words
 from rlkit.scripts.rollouts import Engine, Episodes, check_rl
 from rlkit.settings import Penalties, ranges
 
@@ -182,6 +186,100 @@ for command in sys.argv[1:]:
 """
 
 
+def help_of(capsys, command, columns="80"):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", columns)
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([command, "--help"])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "140"])
+def test_help_has_examples_then_the_flags_that_matter_then_groups_and_fits_the_screen(capsys, columns):
+    for command in COMMANDS:
+        if command != "copy":
+            text = help_of(capsys, command, columns)
+            assert columns == "40" or max(map(len, text.splitlines())) <= int(columns), command
+            assert text.startswith(f"usage: rlkit {command} ")
+    for command in ("grpo", "ppo", "sft", "dpo", "kto", "reward_model") if columns != "40" else ():
+        text = help_of(capsys, command, columns)
+        before, *groups = re.split(r"^(?=[A-Z].*:$)", text, flags=re.MULTILINE)
+        assert f"\n    rlkit {command} --model MODEL" in before
+        first = [line.split()[0] for line in groups[0].splitlines() if line.startswith("  --")]
+        reward = ["--reward"] * (command in ("grpo", "ppo"))
+        assert first == ["--model", "--data", *reward, "--eval-data", "--steps", "--output"]
+        assert len(groups) >= 5
+        flags = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+        assert len(flags) == len({*flags})
+        kind = importlib.import_module(f"rlkit.scripts.{command}").Args
+        in_python = {"lr_at", "critic_lr_at", "controllers"}
+        known = {f"--{name}".replace("_", "-") for name, _ in flags_of(kind) if name not in in_python}
+        assert {flag.replace("[no-]", "") for flag in flags} == known
+    assert re.search(
+        r"^  --steps INT +training steps, of one batch each \(default: 200\)$", help_of(capsys, "ppo"), re.M
+    )
+    assert "--lr-schedule constant|linear|cosine" in help_of(capsys, "sft")
+
+
+def test_version_and_help(capsys):
+    for words in (["--version"], ["version"], ["-V"]):
+        cli.main(words)
+        assert capsys.readouterr().out == f"rlkit {rlkit.__version__}\n"
+    cli.main([])
+    listed = capsys.readouterr().out
+    for words in (["help"], ["--help"], ["-h"]):
+        cli.main(words)
+        assert capsys.readouterr().out == listed
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["help", "reward-model"])
+    assert capsys.readouterr().out.startswith("usage: rlkit reward-model --model TEXT --data TEXT [FLAGS]\n\nTrain a")
+    done = subprocess.run([sys.executable, "-m", "rlkit", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"rlkit {rlkit.__version__}\n"
+
+
+def test_the_check_of_the_words_accepts_what_tyro_accepts():
+    """Also numbers that look like flags, `=`, underscores, later values, and flags in any order with positionals."""
+    needed = "--model m --data d --reward a:b "
+    for command, words in [
+        ("grpo", "--lr=1e-5 --entropy-coef -0.5 --max-norm inf --clip-low -.0 --steps 1_000 --steps 3"),
+        ("grpo", "--stop a b --stop-token-ids 1 2 --stop_token_ids --tools --rename a b c d --rename"),
+        ("grpo", "--success-range 0.01 0.99 --dtype None --staleness None --no-overlap --parallel.no-offload"),
+        ("grpo", "--success-range None --reward a:b c:d=2 --parallel.tp=2 --no_chat_template --template-args={}"),
+        ("plot", "a b -o x.png"), ("plot", "-o x.png a"), ("chat", "--prompt x run"), ("chat", "run --prompt x"),
+        ("track", "--to wandb run"), ("track", "run --follow --to=mlflow"),
+        ("sweep", "--range lr 1 2 lr_schedule -1 inf -- rlkit sft --steps x"), ("sweep", "--seed 3 rlkit"),
+    ]:  # fmt: skip
+        kind = importlib.import_module(f"rlkit.scripts.{command}").Args
+        argv = (needed * (command == "grpo") + words).split()
+        tyro.cli(kind, args=argv)
+        assert wrong_words(argv, kind) == {}, words
+
+
+OTHER_TYPES = """
+import enum, sys
+from dataclasses import dataclass
+from rlkit.scripts.cli import run
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+@dataclass(frozen=True)
+class Args:
+    colour: Colour = Colour.RED
+
+run(print, Args, None, argv=["--colour", "green"])
+"""
+
+
+@pytest.mark.parametrize("where", screens.PLACES)
+def test_a_type_that_only_tyro_reads_has_a_message_too(where):
+    code, out, err = screens.run([sys.executable, "-c", OTHER_TYPES], where)
+    (message,) = screens.errors(out + err)
+    assert code == 2
+    assert all(word in message for word in ("--colour", "green", "RED", "BLUE"))
+
+
 def test_help_loads_no_torch():
     commands = ["", *[name for name in COMMANDS if name != "copy"]]
     done = subprocess.run([sys.executable, "-c", HELP, *commands], capture_output=True, text=True, check=False)
@@ -228,8 +326,31 @@ WRONG = [
     ("grpo --model m --reward a:b", "missing --data; --help"),
     ("dpo", "missing --model and --data; --help"),
     ("chat", "missing RUN; --help"),
-    ("grpo --model m --data d --steps x", "--steps: invalid literal for int() with base 10: 'x'"),
-    ("grpo --model m --data d --aggregate x", "invalid choice 'x' for argument '--aggregate'. Expected one of"),
+    ("grpo", "missing --model and --data; --help lists the flags"),
+    ("grpo --model m --data d --steps x", "--steps must be a whole number, got 'x'"),
+    ("grpo --model m --data d --steps=1e3", "--steps must be a whole number, got '1e3'"),
+    ("grpo --model m --data d --lr abc", "--lr must be a number, got 'abc'"),
+    ("grpo --model m --data d --lr -x", "--lr needs a number"),
+    ("grpo --model m --data d --dtype fp16", "--dtype must be one of fp32, bf16 or None, got 'fp16'"),
+    ("grpo --model m --data a b c --reward a:b", "--data takes one value, got 3: a b c"),
+    ("grpo --model --data d", "--model needs a value"),
+    ("grpo --model m --data d --overlap yes", "--overlap takes no value, got yes: leave it out"),
+    ("grpo --model m --data d --success-range 1", "--success-range must be two numbers or None, got '1'"),
+    ("grpo --model m --data d --engine-cpus 1 b", "--engine-cpus must be whole numbers, got 1 b"),
+    ("grpo --model m --data d --aggregate x", "--aggregate must be one of token, episode, prompt, length or None, got"),
+    ("grpo model=m", "model=m is no value of a flag"),
+    ("grpo --lr-at f", "--lr-at is set in Python only"),
+    ("grpo --model m --data d --steps x --lr y", "2 flags are wrong --steps must be a whole number, got 'x' --lr must"),
+    ("sft --model m --data d --rename a", "--rename must be pairs of a name and a value, got 'a'"),
+    ("track run", "missing --to (one of wandb, mlflow, tensorboard)"),
+    ("track run --to tensorbord", "--to must be one of wandb, mlflow, tensorboard, got 'tensorbord'"),
+    (
+        "sweep --log-range lr 1e-6 1e-4 rlkit sft --data d",
+        "--data is no flag; the command to run comes after --, as in",
+    ),
+    ("sweep --log-range lr 1e-6 rlkit", "--log-range must be a name and two numbers for each flag, got lr 1e-6 rlkit"),
+    ("sweep --log-range lr 1e-6 -- rlkit", "--log-range must be a name and two numbers for each flag, got lr 1e-6"),
+    ("grop", "no command 'grop' (perhaps grpo): choose one of"),
     ("grpo --model m --data d --group-sizes 4", "--group-sizes is no flag: perhaps --group-size"),
     ("grpo --rollout.n 8", "--rollout.n is --group-size here"),
     ("grpo actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n is --group-size here"),
@@ -261,11 +382,13 @@ for flags in json.loads(sys.argv[1]):
 """
 
 
-def test_a_wrong_flag_or_file_is_one_line_before_torch_is_loaded():
-    command = [sys.executable, "-c", REFUSED, json.dumps([flags for flags, _ in WRONG])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    for line, (flags, message) in zip(done.stderr.splitlines(), WRONG, strict=True):
+@pytest.mark.parametrize("where", screens.PLACES)
+def test_a_wrong_flag_or_file_is_one_line_before_torch_is_loaded(where):
+    wrong = WRONG if where in screens.EVERYWHERE else WRONG[::4]
+    command = [sys.executable, "-c", REFUSED, json.dumps([flags for flags, _ in wrong])]
+    code, out, err = screens.run(command, where)
+    assert code == 0, out + err
+    for line, (flags, message) in zip(screens.errors(out + err), wrong, strict=True):
         assert line.startswith(f"error: {message}"), flags
 
 

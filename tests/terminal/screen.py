@@ -15,26 +15,9 @@ from typing import Any
 
 import pyte
 import warm
+from screens import ROWS, Screen
 
-ROOT, ROWS = Path(__file__).parents[2], 200
-
-
-class Screen(pyte.Screen):
-    """Remembers which rows go on in the next one because the text did not fit."""
-
-    def __init__(self, columns: int, rows: int) -> None:
-        self.wrapped: set[int] = set()
-        self._drawing = False
-        super().__init__(columns, rows)
-
-    def draw(self, data: str) -> None:
-        self._drawing = True
-        super().draw(data)
-        self._drawing = False
-
-    def linefeed(self) -> None:
-        (self.wrapped.add if self._drawing else self.wrapped.discard)(self.cursor.y)
-        super().linefeed()
+ROOT = Path(__file__).parents[2]
 
 
 class Terminal:
@@ -81,9 +64,7 @@ class Terminal:
     @property
     def text(self) -> str:
         """What was written, without the breaks of lines wider than the screen: as one copies it."""
-        wrapped = self._screen.wrapped
-        rows = (row if n in wrapped else row.rstrip() + "\n" for n, row in enumerate(self._screen.display))
-        return "".join(rows).rstrip()
+        return self._screen.text
 
     @property
     def cursor_is_visible(self) -> bool:

@@ -99,11 +99,22 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+MISTAKE = """
+from rlkit.scripts.cli import run
+try:
+    run(script.main, script.Args, None, argv=["--model", "m", "--data", "d", "--steps", "1e3"])
+except SystemExit as ended:
+    print(ended.code, sys.stdout.encoding)
+"""
+
+
 def test_a_notebook_runs_the_loop_the_plain_grpo_and_a_script(tmp_path, monkeypatch):
     imports = "import threading\nfrom contextvars import ContextVar\n"
-    cells = (imports + readme_loop(), "await main(steps=2)", TASK, PLAIN, SCRIPT, AWAITED)
+    cells = (imports + readme_loop(), "await main(steps=2)", TASK, PLAIN, SCRIPT, AWAITED, MISTAKE)
     book = notebook(tmp_path, monkeypatch, *cells).execute()
-    loop, _, plain, script, awaited = (printed(cell) for cell in book["cells"][1:])
+    loop, _, plain, script, awaited, mistake = (printed(cell) for cell in book["cells"][1:])
+    assert mistake == "2 UTF-8\n"
+    assert printed(book["cells"][-1], "stderr") == "error: --steps must be a whole number, got '1e3'\n"
     assert [line.split()[0] for line in loop.splitlines()] == ["0", "1"]
     assert plain.splitlines().count("lr in the cell False") >= 2, "another thread, the same context"
     for text, name, num in ((plain, "plain", 2), (script, "script", 2), (awaited, "awaited", 1)):

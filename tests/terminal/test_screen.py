@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import screens
 from screen import ROOT, Terminal, assert_clean, steps_on
 
 from rlkit.run.folder import read_metrics
@@ -131,6 +132,53 @@ def test_a_terminal_without_colour_or_without_any_codes(tmp_path, script):
     assert not re.search(rb"\x1b\[[0-9;]*(3[0-8]|4[0-8]|9[0-7])[0-9;]*m", grey.raw), "no colour"
     assert steps_on(grey.lines) == [0, 1, 2, 3]
     assert_clean(grey)
+
+
+FOREIGN = """
+import logging, sys
+from rlkit.run.console import RunDisplay
+from rlkit.scripts import cli
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Args:
+    pass
+
+def main(args):
+    logging.getLogger("rlkit.data").warning("the row \u2192 has \u6570 tokens, " + "and many more words than fit " * 4)
+    display = RunDisplay(steps=1)
+    display.say("caf\u00e9 \u2192 \u6570")
+    display.step(1, {"reward/mean": 0.5})
+    display.close()
+    sys.stdout.write("\u2192\\n")
+    raise ValueError("no \u6570 here")
+
+if sys.argv[1] == "display":  # of the Python API, without a command line
+    display = RunDisplay(steps=1)
+    display.say("caf\u00e9 \u2192 \u6570")
+    display.close()
+else:
+    cli.run(main, Args, None, argv=[])
+"""
+
+
+@pytest.mark.parametrize("where", screens.PLACES)
+def test_text_that_the_encoding_lacks_is_escaped_and_warnings_fit(tmp_path, where):
+    """A terminal that cuts a word fails in `screens.run`."""
+    (tmp_path / "foreign.py").write_text(FOREIGN)
+    encoding = screens.PLACES[where].environment.get("PYTHONIOENCODING", "utf-8")
+    code, out, err = screens.run([sys.executable, tmp_path / "foreign.py", "all"], where, env={"PYTHONPATH": str(ROOT)})
+    assert code == 2, out + err
+    (message,) = screens.errors(out + err)
+    if encoding != "utf-8":
+        assert " \\u2192 \\u6570\n" in out
+        assert where != "latin-1" or "café " in out
+        assert message == "error: no \\u6570 here"
+    assert "words than fit and many more words than fit" in " ".join((out + err).split())
+    code, out, err = screens.run(
+        [sys.executable, tmp_path / "foreign.py", "display"], where, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert code == 0, out + err
 
 
 @pytest.mark.parametrize("shell", ["{} | head -3", "{} | true", "{} >&-", "{} >&- 2>&-"])
