@@ -6,6 +6,7 @@ continued by appending, the result is `None`, and a new sequence starts.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,20 +54,44 @@ def render_text(
     tools: Sequence[Any] | None = None,
     template_args: Mapping[str, Any] | None = None,
 ) -> str:
-    """`render` before tokenisation."""
+    """`render` before tokenisation.
+
+    The arguments of tool calls are objects for most templates. A template that joins them to text gets their JSON text.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "the tokenizer has no chat_template: set tokenizer.chat_template, take an instruction-tuned model's "
             "tokenizer, or use plain text with apply_chat_template=False (scripts: --no-chat-template)"
         )
     apply: Any = tokenizer.apply_chat_template
-    return apply(
-        [dict(message) for message in messages],
-        tools=None if tools is None else list(tools),
-        add_generation_prompt=add_generation_prompt,
-        tokenize=False,
-        **(template_args or {}),
-    )
+    options = {"tools": None if tools is None else list(tools), "add_generation_prompt": add_generation_prompt}
+    options |= {"tokenize": False, **(template_args or {})}
+    arguments = [str(call["function"]["arguments"]) for call in _objects(messages)]
+    try:
+        text: str = apply([dict(message) for message in messages], **options)
+        if not any(written in text for written in arguments if written != "{}"):
+            return text
+    except Exception:
+        if not arguments:
+            raise
+    return apply([_with_texts(message) for message in messages], **options)
+
+
+def _objects(messages: Sequence[Message]) -> list[Any]:
+    """The tool calls whose arguments are an object."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    return [c for c in calls if isinstance(c, Mapping) and isinstance(c.get("function", {}).get("arguments"), Mapping)]
+
+
+def _with_texts(message: Message) -> dict[str, Any]:
+    """The message with the arguments of its tool calls as JSON text."""
+    new = dict(message)
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        if call in _objects([message]):
+            function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
+            new["tool_calls"] = [*new["tool_calls"]]
+            new["tool_calls"][number] = {**call, "function": function}
+    return new
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

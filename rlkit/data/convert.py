@@ -9,53 +9,63 @@ from contextlib import suppress
 from os.path import commonprefix
 from typing import Any
 
+from rlkit.data.columns import is_empty, truth, without_nulls
 from rlkit.data.load import Row, as_messages, column_error
 
-LABELS = {"true": True, "1": True, "false": False, "0": False}  # a cell of a CSV file is text
 _MESSAGES = ("messages", "prompt", "completion", "response", "chosen", "rejected")
 _ROLES = ("user", "assistant")
-_UNTRAINED = ("step_loss_mask", "weight")  # of slime, and of OpenAI's fine-tuning files
+CALLS = ("function_call", "tool_call")  # roles of LLaMA-Factory and ms-swift: the turn's text is a call
+_JSON_TURNS = re.compile(r"\s*\[\s*\{")
+_PYTHON_TURNS = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
 
 
 class Converted(dict[str, Any]):
-    """A row with columns of rlkit's beside its own; `own` is the row as it was."""
+    """A row with columns of rlkit's beside its own; `own` is the row as it was, `source` the form that it is in."""
 
-    def __init__(self, own: Row, columns: Row) -> None:
+    def __init__(self, own: Row, columns: Row, source: Any = None) -> None:
         super().__init__(own)
         self.update(columns)
-        self.own = getattr(own, "own", own)
+        self.own, self.source = getattr(own, "own", own), source
 
 
 def sharegpt(row: Row) -> Row:
     """`{conversations}`, with an optional system message in `system` and KTO label in `kto_tag` (LLaMA-Factory)."""
-    turns = as_messages(row["conversations"])
+    turns = messages_of(row["conversations"])
     return {"messages": [*_system(row), *turns] if isinstance(turns, list) else turns, **_label(row)}
 
 
 def alpaca(row: Row) -> Row:
     """`{instruction, input, output}`: the prompt is `instruction` and `input`, on a line each, as in LLaMA-Factory.
 
-    With `history`, pairs of an instruction and a response, the row is a conversation whose turns all train.
+    The answer may be called `response`, and the input `context` (Dolly). With `history`, pairs of an instruction and a
+    response, the row is a conversation whose turns all train.
     """
-    prompt = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
-    history = [
-        _message(role, text) for pair in row.get("history") or () for role, text in zip(_ROLES, pair, strict=True)
-    ]
+    prompt = "\n".join(row[name] for name in ("instruction", "input", "context") if row.get(name))
+    history = _history(row.get("history"))
     turns = [*_system(row), *history, _message("user", prompt)]
-    if history and row.get("output") is not None:
-        return {"messages": [*turns, _message("assistant", row["output"])], **_label(row)}
+    answer = _completion(row, "output", "response", "completion")
+    if history and answer:
+        return {"messages": [*turns, _message("assistant", answer["completion"])], **_label(row)}
     context = {"messages": turns} if len(turns) > 1 else {"prompt": prompt}
-    return {**context, **_completion(row, "output"), **_label(row)}
+    return {**context, **answer, **_label(row)}
+
+
+def llama_factory(row: Row) -> Row:
+    """`{prompt, query, response}`: an Alpaca row in the names that LLaMA-Factory's `columns` give it."""
+    query = row.get("query") or ""
+    if query and query.strip() in row["prompt"]:
+        query = ""  # the question again, beside the prompt that was made of it
+    return alpaca({**row, "instruction": row["prompt"], "input": query, "context": None, "output": row.get("response")})
 
 
 def question(row: Row) -> Row:
-    """`{question, answer}`."""
-    return {"prompt": row["question"], "completion": row["answer"]}
+    """`{question, answer}`, or with `response` (OpenOrca) or a pair of answers."""
+    return {"prompt": row["question"], **_completion(row, "response", "completion", "answer")}
 
 
 def problem(row: Row) -> Row:
     """`{problem, solution}`; a row with only the final `answer` is a prompt."""
-    return {"prompt": row["problem"], **_completion(row, "solution")}
+    return {"prompt": row["problem"], **_completion(row, "response", "completion", "solution")}
 
 
 def openrlhf(row: Row) -> Row:
@@ -64,9 +74,90 @@ def openrlhf(row: Row) -> Row:
     return {name: row["input"], **_completion(row, "output")}
 
 
+def context(row: Row) -> Row:
+    """`{context, chosen, rejected}` (ColossalAI) or with `context_messages` (OpenRLHF): the messages of the prompt."""
+    messages = messages_of(row.get("context_messages") or row.get("context"))
+    return {"messages": messages if all("role" in turn for turn in mappings(messages)) else None}
+
+
+def openai_pair(row: Row) -> Row:
+    """`{input: {messages, tools}, preferred_output, non_preferred_output}` of OpenAI's preference files."""
+    given = row["input"]
+    pair = {"chosen": row["preferred_output"], "rejected": row["non_preferred_output"]}
+    return {"messages": given["messages"], "tools": given.get("tools"), **pair}
+
+
 def one_message(row: Row) -> Row:
-    """The columns that hold a message where a list of messages is meant (ColossalAI, LLaMA-Factory), as lists."""
-    return {name: as_messages([row[name]]) for name in _MESSAGES if isinstance(row.get(name), Mapping)}
+    """The columns that hold one message, turns of `from`, or the JSON text of messages, as lists of messages."""
+    new = {name: messages_of(row[name]) for name in _MESSAGES if isinstance(row.get(name), Mapping | str | list)}
+    return {name: value for name, value in new.items() if value is not row[name]}
+
+
+def messages_of(value: Any) -> Any:
+    """Messages from a list of turns, one message, or their JSON text (a CSV file has no lists); else the value."""
+    if isinstance(value, str) and _JSON_TURNS.match(value):
+        if _PYTHON_TURNS.match(value):
+            raise ValueError(f"messages must be JSON text, got Python's {value[:60]!r}: write them with json.dumps")
+        with suppress(ValueError):
+            read = json.loads(value)
+            if all(isinstance(turn, dict) and {"role", "from"} & {*turn} for turn in read):
+                value = read
+    return as_messages([value] if isinstance(value, Mapping) else value)
+
+
+def turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages without the nulls of Arrow tables, and with tool calls as chat templates expect them.
+
+    A template expects `tool_calls` with the arguments as an object. OpenAI has them as JSON text, its older files one
+    `function_call`, and LLaMA-Factory and ms-swift a turn of its own whose text is the call; several in a row are one
+    message.
+    """
+    found: list[dict[str, Any]] = []
+    role = None
+    for message in messages:
+        new = without_nulls(message)
+        last, role = role, new.get("role")
+        if role in CALLS:
+            calls = json_of(new.get("content"))
+            calls = calls if isinstance(calls, list) else [calls]
+            if not all(isinstance(call, Mapping) and "name" in call for call in calls):
+                raise ValueError(
+                    f"a turn of {role!r} must be the JSON text of a call like "
+                    f'{{"name": "weather", "arguments": {{"city": "Rome"}}}}, got {str(new.get("content"))[:80]!r}'
+                )
+            more = {key: value for key, value in new.items() if key not in ("role", "content")}
+            if last in CALLS and not more:
+                found[-1]["tool_calls"] += map(_call, calls)
+                continue
+            new = {"role": "assistant", "content": "", "tool_calls": calls, **more}
+        elif role == "assistant":
+            new = {**new, "content": new.get("content")}
+        calls = json_of(new.get("tool_calls")) or ([new["function_call"]] if new.get("function_call") else [])
+        if calls and isinstance(calls, list):
+            new = {key: value for key, value in new.items() if key != "function_call"}
+            new["tool_calls"] = [*map(_call, calls)]
+        found.append(new)
+    return found
+
+
+def json_of(value: Any) -> Any:
+    """The value of a JSON text; anything else as it is."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
+def system_of(row: Row, place: str) -> str | None:
+    """The system message in the row's own column `system` or `system_prompt`."""
+    for name in ("system", "system_prompt"):
+        value = row.get(name)
+        if not is_empty(value):
+            if not isinstance(value, str):
+                found = f"column {name!r} is the system message and must be a string, got {repr(value)[:80]}"
+                raise column_error(place, found, row, f"; rename a column of other content with --rename {name} OTHER")
+            return value
+    return None
 
 
 def common_prompt(row: Row) -> Row:
@@ -83,16 +174,19 @@ def common_prompt(row: Row) -> Row:
 
 
 def row_tools(row: Row, place: str) -> Sequence[Any] | None:
-    """The JSON schemas in the column `tools`, a list or its JSON text; None where there are none."""
-    tools = row.get("tools") or None
-    try:
-        tools = json.loads(tools or "[]") if isinstance(tools, str) else tools
-    except ValueError:
-        tools = [tools]
+    """The JSON schemas in the column `tools`, a list or its JSON text; None where there are none.
+
+    OpenAI's older column `functions` holds the same without `{"type": "function"}` around each.
+    """
+    name = "tools" if not is_empty(row.get("tools")) else "functions"
+    tools = json_of(row.get(name) or [])
+    if isinstance(tools, list | tuple) and all(isinstance(tool, str) for tool in tools):
+        tools = [*map(json_of, tools)]
     if tools and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
-        found = f"column 'tools' must be a list of JSON schemas or its JSON text, got {repr(row['tools'])[:80]}"
-        raise column_error(place, found, row, "; rename a column of other content with --rename tools OTHER")
-    return tools or None
+        found = f"column {name!r} must be a list of JSON schemas or its JSON text, got {repr(row[name])[:80]}"
+        raise column_error(place, found, row, f"; rename a column of other content with --rename {name} OTHER")
+    found = without_nulls(tools) or None
+    return [{"type": "function", "function": tool} for tool in found] if found and name == "functions" else found
 
 
 def row_template_args(row: Row, place: str) -> Row:
@@ -106,7 +200,7 @@ def row_template_args(row: Row, place: str) -> Row:
     if isinstance(own, str):
         with suppress(ValueError):
             own = json.loads(own or "{}")
-    thinking = LABELS.get(str(thinking).strip().lower(), thinking)
+    thinking = thinking if truth(thinking) is None else truth(thinking)
     for name, value, kind, must in (
         ("chat_template_kwargs", own, Mapping, "an object like {'enable_thinking': False}"),
         ("enable_thinking", thinking, bool, "true or false"),
@@ -123,11 +217,6 @@ def mappings(value: Any) -> list[Mapping[str, Any]]:
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
 
 
-def is_trained(message: Mapping[str, Any]) -> bool:
-    """False for a message that its row excludes from the loss."""
-    return all(message.get(key) is None or bool(message[key]) for key in _UNTRAINED)
-
-
 def _message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
@@ -136,8 +225,28 @@ def _system(row: Row) -> list[dict[str, Any]]:
     return [_message("system", row["system"])] if row.get("system") else []
 
 
-def _completion(row: Row, name: str) -> Row:
-    return {"completion": row[name]} if row.get(name) is not None else {}
+def _history(value: Any) -> list[dict[str, Any]]:
+    pairs = json_of(value) or ()
+    return [_message(role, text) for pair in pairs for role, text in zip(_ROLES, pair, strict=True)]
+
+
+def _call(given: Any) -> Any:
+    """A tool call with its arguments as an object."""
+    if not isinstance(given, Mapping):
+        return given
+    function = given.get("function", given)
+    if not isinstance(function, Mapping) or "name" not in function:
+        return given
+    given = given if "function" in given else {"type": "function"}
+    arguments = json_of(function.get("arguments", {}))
+    arguments = without_nulls(arguments) if isinstance(arguments, Mapping) else function.get("arguments")
+    return {**given, "function": {**function, "arguments": arguments}}
+
+
+def _completion(row: Row, *names: str) -> Row:
+    """The first of the columns that the row has, as `completion`."""
+    name = next((name for name in names if row.get(name) is not None), None)
+    return {new: row[name] for new in ("completion", "response") if new in {*row, "completion"}} if name else {}
 
 
 def _label(row: Row) -> Row:

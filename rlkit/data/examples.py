@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import encode, encode_all, end_of_turn_id
@@ -51,8 +51,9 @@ def sft_examples(
     the reasoning of past turns), the turn becomes a separate example, in the context that it really has.
     The mask of a template with `{% generation %}` blocks is used unchanged, plus an end of turn right after a block.
     Where generation prompt and content would share a token, the content is tokenised separately, as in generation.
-    An example ends with its last trained token. An assistant message with slime's `step_loss_mask` of 0, or `weight` 0
-    (OpenAI), is context and not trained. A row's `tools` go to the template unless `tools` is given.
+    An example ends with its last trained token. A row's `tools` go to the template unless `tools` is given. A message
+    with slime's `step_loss_mask`, OpenAI's `weight`, axolotl's `train` or `training`, or ms-swift's `loss` at 0 or
+    false is context and not trained, and so is an assistant's message that nothing precedes.
 
     `{text}`: language modelling. Every token is trained, and `eos_token` after them; the chat template has no part.
 
@@ -74,10 +75,28 @@ def sft_examples(
     left = drop(rows, turns, lambda ts: all(t.empty for t in ts), what="rows", why=why)
     why = "have an empty assistant turn"
     drop(rows, turns, lambda ts: 0 < sum(t.empty for t in ts) < len(ts), what="rows", why=why, keep=True)
+    why = "begin with an assistant turn, which is not trained"
+    drop(rows, turns, lambda ts: ts[0].opened, what="rows", why=why, keep=True)
     tokens = _tokenized([of_row for _, of_row in left], template)
+    _note_split(rows, left, tokens)
     found = [(i, example) for (i, _), of_row in zip(left, tokens, strict=True) for example in of_row]
     kept = drop_long(rows, found, lambda e: len(e.ids), what="examples", max_example_tokens=max_example_tokens)
     return [example for _, example in kept], len(turns) - len(left) + len(found) - len(kept)
+
+
+def _note_split(rows: Sequence[Any], turns: Sequence[tuple[int, Sequence[Turn]]], tokens: Sequence[list[Any]]) -> None:
+    """Log how many conversations become several examples, and why."""
+    for rewritten, why in (
+        (True, "the chat template rewrites past turns"),
+        (False, "the tokenizer merges the opening of a turn with its text"),
+    ):
+        split = []
+        for (i, of_row), examples in zip(turns, tokens, strict=True):
+            extends = all(b.whole.startswith(a.whole) for a, b in pairwise(of_row))
+            split.append((i, len(examples) if extends != rewritten else 1))
+        num = sum(n for _, n in split if n > 1)
+        why = f"become {num} examples, since {why}"
+        drop(rows, split, lambda n: n > 1, what="conversations", why=why, keep=True)
 
 
 @dataclass(frozen=True)

@@ -8,28 +8,23 @@ A row of another library's form is read as `rlkit.data.convert` makes it. docs/d
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from rlkit.data import convert
-from rlkit.data.chat import TURN_TEXTS, Message, render_text
+from rlkit.data import columns, convert
+from rlkit.data.chat import TURN_TEXTS, Message
 from rlkit.data.convert import Converted
 from rlkit.data.load import Row, Rows, column_error, place_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rlkit.data.template import Template
 
 X = TypeVar("X")
-ROLES = ("system", "user", "assistant", "tool")  # that every chat template is expected to know
-
 _log = logging.getLogger("rlkit.data")
+_SYSTEM = ("system", "developer")
 _STRING, _MESSAGES, _LABEL = "a string", "a list of at least one message", "true or false"
 _KINDS: dict[str, Callable[[Any], bool]] = {
     _STRING: lambda value: isinstance(value, str),
     _MESSAGES: lambda value: isinstance(value, list | tuple) and len(value) > 0,
-    _LABEL: lambda value: _label(value) is not None,
+    _LABEL: lambda value: columns.truth(value) is not None,
 }
 _COLUMNS = {"messages": (_MESSAGES,), "label": (_LABEL,)}  # what a column may hold; other columns: a string or messages
 _PROMPT, _RESPONSE, _LABELLED = (
@@ -44,7 +39,8 @@ class Turn(NamedTuple):
     """The text of a context up to the generation prompt (`prompt`), and the same with the assistant's turn (`whole`).
 
     A `literal` turn still lacks its end-of-turn token. `blocks` is the mask of the template's `{% generation %}`.
-    `empty`: the turn (of a prompt: the prompt) has neither text nor a tool call.
+    `empty`: the turn (of a prompt: the prompt) has neither text nor a tool call. `opened`: an assistant's message opens
+    the conversation.
     """
 
     place: str
@@ -54,14 +50,15 @@ class Turn(NamedTuple):
     label: bool | None = None
     literal: bool = True
     blocks: list[int] | None = None
+    opened: bool = False
 
 
 class Form(NamedTuple):
     """A form of row. An entry of `columns` holds the names that one required column may have; `read` renders a row.
 
-    `optional` names a column that `read` may need too. `hint` says which script reads the form. `check` raises for a
+    `optional` names columns that `read` may need too. `hint` says which script reads the form. `check` raises for a
     row whose columns are there and do not fit. `convert` returns the columns of another library's form under rlkit's
-    names.
+    names. `fits`: whether the values are those of the form, where the names alone do not tell.
     """
 
     name: str
@@ -71,6 +68,7 @@ class Form(NamedTuple):
     hint: str = ""
     check: Callable[[Row, str, bool], None] | None = None
     convert: Callable[[Row], Row] = dict
+    fits: Callable[[Row], bool] = bool
 
     @property
     def title(self) -> str:
@@ -89,68 +87,14 @@ class Form(NamedTuple):
         """The columns of the row that are the form's."""
         return {name for names in (self.optional, *self.columns) for name in names} & {*row}
 
+    def used(self, row: Row) -> set[str]:
+        """The columns of the row that are read: of several names of one column the first that is not null."""
+        there = (next((name for name in names if row.get(name) is not None), "") for names in self.columns)
+        return {*there, *self.optional}
+
     def likeness(self, row: Row) -> tuple[int, int]:
         """How many columns of the row are the form's, and, among equals, how few of the form's are missing."""
         return len(self.known(row)), -len(self.missing(row))
-
-
-@dataclass(frozen=True)
-class Template:
-    """A tokenizer's chat template with its arguments; without `apply` texts are taken as they are."""
-
-    tokenizer: PreTrainedTokenizerBase
-    system_prompt: str | None
-    apply: bool
-    tools: Sequence[Any] | None
-    args: Mapping[str, Any] | None
-
-    def __post_init__(self) -> None:
-        options = {"system_prompt": self.system_prompt, "tools": self.tools, "template_args": self.args}
-        given = [name for name, value in options.items() if value is not None]
-        if given and not self.apply:
-            raise ValueError(
-                f"without the chat template there is no place for {' and '.join(given)}: write it into the prompt"
-            )
-
-    @property
-    def source(self) -> str:
-        """The template's text; "" without a chat template."""
-        tokenizer: Any = self.tokenizer
-        return tokenizer.get_chat_template(tools=self.tools) if tokenizer.chat_template else ""
-
-    def of_row(self, row: Row, place: str) -> Template:
-        """The template with the row's own arguments, which win, and its tools where none are given."""
-        tools = convert.row_tools(row, place) if self.tools is None else self.tools
-        return replace(self, tools=tools, args={**(self.args or {}), **convert.row_template_args(row, place)})
-
-    def text(self, messages: Sequence[Message], place: str, *, opened: bool) -> str:
-        """The conversation as text, with the generation prompt if `opened`. Errors name the row."""
-        if not self.source:
-            raise ValueError(
-                f"{place}: a chat template is needed, and the tokenizer has none: set tokenizer.chat_template and save "
-                "it with the model, or use an instruction-tuned model; with --no-chat-template, strings are plain text "
-                "and, in RL, so are the joined contents of messages"
-            )
-        for role in {message["role"] for message in messages}.difference(ROLES):
-            if f"'{role}'" not in self.source and f'"{role}"' not in self.source:
-                raise ValueError(
-                    f"{place}: unknown role {role!r}; roles are {', '.join(ROLES)}, and others that the chat template "
-                    "names"
-                )
-        try:
-            return render_text(
-                self.tokenizer, messages, add_generation_prompt=opened, tools=self.tools, template_args=self.args
-            )
-        except Exception as error:
-            raise ValueError(f"{place}: cannot be rendered: {type(error).__name__}: {error}") from error
-
-    def blocks(self, messages: Sequence[Message]) -> list[int] | None:
-        """The mask of `{% generation %}` blocks; None for a template without any."""
-        if not re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
-            return None
-        apply: Any = self.tokenizer.apply_chat_template
-        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, **(self.args or {})}
-        return apply(messages, tools=self.tools, **options)["assistant_masks"]
 
 
 def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: int) -> list[list[Turn]]:
@@ -165,9 +109,17 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         raise ValueError(f"{name} must be at least 1, got {value}")
     turns = []
     found = check_columns(rows, *forms, apply_chat_template=template.apply)
+    unused = columns.Unused(template.source if template.apply else "")
     for index, (form, row) in enumerate(found):
         place = place_of(rows, index)
-        turns.append(form.read(row, place, template.of_row(row, place) if template.apply else template))
+        own = template.of_row(row, place) if template.apply else template
+        turns.append(form.read(row, place, own))
+        used = _used(row, form, plain=not template.apply)
+        if form is PROMPT:
+            used |= {*columns.GOLD, *(name for form in FORMS for name in form.known(row))}  # for rewards
+        texts = [text for turn in turns[-1] for text in (turn.prompt, turn.whole)]
+        unused.add(row, used, texts, own.args or ())
+    unused.report(rows, rl=PROMPT in forms)
     return turns
 
 
@@ -194,28 +146,63 @@ def check_columns(rows: Sequence[Row], *forms: Form, apply_chat_template: bool =
             cell(row, names, place, form=form, plain=plain, first=first)
         if form.check:
             form.check(row, place, plain)
+        _check_values(row, form, place, plain)
         found.append((form, row))
     return found
+
+
+def _used(row: Row, form: Form, *, plain: bool) -> set[str]:
+    """The columns of which a row's text is made, and its label."""
+    source = getattr(row, "source", None)
+    used = form.used(getattr(row, "own", row))
+    if source:
+        used = (used - {*_RESPONSE, "label"}) | source.used(row.own)  # type: ignore[attr-defined]
+    return used | ({*columns.ROW_ARGS} if not plain and form is not TEXT else set())
+
+
+def _check_values(row: Row, form: Form, place: str, plain: bool) -> None:
+    """ValueError for a row with images, or with text that cannot be tokenized."""
+    own = getattr(row, "own", row)
+    columns.refuse_media(own, place)
+    for name in _used(row, form, plain=plain) & {*own}:
+        columns.refuse_surrogates(own[name], place, name)
 
 
 def source_of(row: Row, place: str) -> Form | None:
     """The form of another library that a row is in; None for a row with a prompt in rlkit's columns."""
     there = {name: value for name, value in row.items() if value is not None}
+    fits = [form for form in THEIRS if not form.missing(there) and form.fits(there)]
     if there.keys() & {*_PROMPT}:
-        return None
-    fits = [form for form in THEIRS if not form.missing(there)]
+        return next((form for form in fits if form.columns[0][0] == "prompt"), None)
     fits = [form for form in fits if not any(form.known(there) < other.known(there) for other in fits)]
-    if len({repr(row[form.columns[0][0]]) for form in fits}) > 1:
+    if len({repr(row.get(form.columns[0][0])) for form in fits}) > 1:
         names = " and ".join(f"{form.title} ({', '.join(sorted(form.known(there)))})" for form in fits)
         raise column_error(place, f"is both {names}", row, "; name the prompt with --rename COLUMN prompt")
     return fits[0] if fits else None
 
 
 def with_prompt(row: Row, place: str = "the row") -> Row:
-    """The row unchanged, with its prompt as `prompt` or `messages` where it has neither."""
+    """The row unchanged, with its prompt as `prompt` or `messages` where it has neither, or has JSON text there."""
     source = source_of(row, place)
-    new = source.convert(row) if source else {}
+    texts = {name: value for name, value in row.items() if isinstance(value, str)}
+    try:
+        new = source.convert(row) if source else convert.one_message(texts)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise column_error(place, f"cannot be read{f' as {source.title}' if source else ''}: {error}", row) from None
     return {**row, **{name: new[name] for name in _PROMPT if name in new}} if new else row
+
+
+def rl_row(row: Row, place: str = "the row") -> Row:
+    """`with_prompt` without the answer that ends a row's `messages`, where another column holds the question alone.
+
+    Such rows have `prompt` or `problem` beside a whole conversation.
+    """
+    messages = convert.mappings(row.get("messages"))
+    if len(messages) > 1 and messages[-1].get("role") == "assistant":
+        asked = with_prompt({name: value for name, value in row.items() if name != "messages"}, place).get("prompt")
+        if [asked] == [message.get("content") for message in messages if message.get("role") == "user"]:
+            return {**row, "messages": messages[:-1]}
+    return with_prompt(row, place)
 
 
 def is_text(row: Row) -> bool:
@@ -228,20 +215,23 @@ def _in_our_columns(row: Row, source: Form | None, forms: Sequence[Form], place:
 
     In a `plain` row the prompt is the contents of its messages, joined, or the common beginning of a pair.
     """
-    new = convert.one_message(row)
-    if source:
-        if source.missing(row) or any(row.get(name) is not None for name in _PROMPT):
-            raise column_error(place, f"is not {source.title}, as {start} is", row, "; write all rows in one form")
-        try:
-            new |= source.convert(row)
-        except (TypeError, ValueError) as error:
-            raise column_error(place, f"cannot be read as {source.title}: {error}", row) from None
+    others = {*_PROMPT} - {*(source.columns[0] if source else ())}
+    if source and (source.missing(row) or any(row.get(name) is not None for name in others)):
+        raise column_error(place, f"is not {source.title}, as {start} is", row, "; write all rows in one form")
+    try:
+        new = convert.one_message(row)
+        new |= source.convert(row) if source else {}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise column_error(place, f"cannot be read{f' as {source.title}' if source else ''}: {error}", row) from None
+    if PROMPT in forms and new.get("messages", row.get("messages")):
+        answer = rl_row({**row, **new}, place)
+        new |= {"messages": answer["messages"]}
     messages = new.get("messages") or row.get("prompt") or row.get("messages")
     if plain and PROMPT in forms and messages and isinstance(messages, list | tuple):
         new["prompt"] = "".join(m["content"] for m in prompt_messages({"messages": messages}, place=place))
     if plain and PAIR in forms:
         new |= convert.common_prompt(row)
-    return Converted(row, new) if new else row
+    return Converted(row, new, source) if new or source else row
 
 
 def _of_one_file(forms: Sequence[Form], row: Row, plain: bool) -> tuple[Form, ...]:
@@ -298,21 +288,22 @@ def cell(
 
 
 def _looks(row: Row, form: Form, first: str = "") -> str:
-    """What a row looks like that is not in the `form`, and what reads it."""
+    """What a row looks like that is not in the `form`, and what reads it; of a form only with all of its columns."""
     own = getattr(row, "own", row)
-    known = [known for known in FORMS if known.columns[0] not in known.missing(own)]  # not by a `label` alone
-    near = max(known, key=lambda known: known.likeness(own), default=form)
+    near = max(
+        (known for known in FORMS if not known.missing(own)), key=lambda known: known.likeness(own), default=form
+    )
     if near.columns == form.columns:
         return ""
-    other = first and not near.missing(row)
-    hint = f"{first}, and all rows must be in one form" if other else near.hint
+    hint = f"{first}, and all rows must be in one form" if first else near.hint
     return f", and the row looks most like {near.title}" + (f"; {hint}" if hint else "")
 
 
 def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = "the row") -> list[dict[str, Any]]:
     """The conversation of a row: its `messages`, or its `prompt` (a string is one user message), after `system_prompt`.
 
-    A row of another library's form is read as `rlkit.data.convert` makes it.
+    A row of another library's form is read as `rlkit.data.convert` makes it. The row's own `system` or `system_prompt`
+    comes before the argument.
 
     A conversation that begins with a system message keeps that one. The content of a message is text: parts
     `{"type": "text", "text": ...}` are joined without a separator, as chat templates join them, and an assistant
@@ -323,15 +314,23 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
     """
     row = with_prompt(Converted(row, convert.one_message(row)))
     column, value = cell(row, _PROMPT, place, form=PROMPT)
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else convert.messages_of(value)
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(
                 f"{place}: {column}[{number}] must be an object like {{'role': 'user', 'content': '...'}}, "
                 f"got {repr(message)[:80]}"
             )
-    if system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
+    try:
+        messages = convert.turns(messages)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+    own, first = convert.system_of(row, place), messages[0] if messages[0]["role"] in _SYSTEM else {}
+    if own is not None and first and first["content"] != own:
+        found = f"the system message of column {column!r} is another one than that of column 'system'"
+        raise column_error(place, found, row, "; rename the one that is not meant, e.g. --rename system OTHER")
+    if not first and (system_prompt if own is None else own) is not None:
+        messages = [{"role": "system", "content": system_prompt if own is None else own}, *messages]
     return [_with_text(message, f"{place}: {column}[{number}]") for number, message in enumerate(messages)]
 
 
@@ -365,7 +364,7 @@ def drop(
     found = [(index, item) for index, item in items if bad(item)]
     if not found:
         return [*items]
-    source = f"{rows.source}: " if isinstance(rows, Rows) else ""
+    source = f"{rows.source}: " if isinstance(rows, Rows) and rows.source else ""
     if len(found) == len(items) and not keep:
         raise ValueError(f"{source}all {len(items)} {what} {why}; {fix}")
     first = ", ".join(place_of(rows, index, with_source=False) + note(item) for index, item in found[:5])
@@ -388,13 +387,12 @@ def drop_long(
     )  # fmt: skip
 
 
-def _label(value: Any) -> bool | None:
-    return convert.LABELS.get(str(value).strip().lower())
-
-
 def _with_text(message: Message, place: str) -> dict[str, Any]:
     """The message with text as its content. A template would write anything else as Python does: "None", "[{...}]"."""
     content = message.get("content")
+    for name in columns.MEDIA:
+        if not columns.is_empty(message.get(name)):
+            raise ValueError(f"{place} holds {name!r}, and rlkit trains on text only: drop the row or the key")
     if isinstance(content, str):
         return dict(message)
     if content is None and message["role"] == "assistant":
@@ -414,6 +412,7 @@ def _context(row: Row, place: str, template: Template) -> tuple[str, list[dict[s
     if not template.apply:
         return cell(row, ("prompt",), place, form=PROMPT, plain=True)[1], []
     messages = prompt_messages(row, system_prompt=template.system_prompt, place=place)
+    template.refuse_unwritten(messages, place)
     return template.text(messages, place, opened=True), messages
 
 
@@ -437,30 +436,37 @@ def _no_answer(row: Row, place: str, roles: Sequence[Any]) -> ValueError:
 def _check_conversation(row: Row, place: str, _plain: bool) -> None:
     _, value = cell(row, _PROMPT, place, form=CONVERSATION)
     roles = ["user"] if isinstance(value, str) else [m.get("role") for m in convert.mappings(value)]
-    if roles and "assistant" not in roles:
+    if roles and not {"assistant", *convert.CALLS} & {*roles}:
         raise _no_answer(row, place, roles)
+    label = row.get("label")
+    if isinstance(label, bool) or (label is not None and row.get("kto_tag") is not None):
+        name = "label" if row.get("kto_tag") is None else "kto_tag"
+        found = f"is one conversation of good and bad ones: column {name!r} is {label}"
+        raise column_error(place, found, row, f"; rlkit kto reads it, or --rename {name} OTHER trains all of them")
 
 
 def _conversation(row: Row, place: str, template: Template) -> list[Turn]:
     """One turn per assistant message, but for those that the row excludes from the loss."""
     messages = prompt_messages(row, system_prompt=template.system_prompt, place=place)
-    ends = [end for end, message in enumerate(messages) if message["role"] == "assistant"]
-    if not ends or ends[0] == 0:
+    ends = [end for end, message in enumerate(messages) if message["role"] == "assistant" and end > 0]
+    if not ends:
         raise _no_answer(row, place, [m["role"] for m in messages])
+    template.refuse_unwritten(messages[: ends[-1] + 1], place)
     turns = []
     for end in ends:
-        if not convert.is_trained(messages[end]):
+        if not columns.is_trained(messages[end], f"{place}: messages[{end}]"):
             continue
         prompt = template.text(messages[:end], place, opened=True)
         whole, blocks = template.text(messages[: end + 1], place, opened=False), template.blocks(messages[: end + 1])
-        turns.append(Turn(place, prompt, whole, empty=_is_empty(messages[end]), literal=False, blocks=blocks))
+        empty, opened = _is_empty(messages[end]), messages[0]["role"] == "assistant"
+        turns.append(Turn(place, prompt, whole, empty=empty, literal=False, blocks=blocks, opened=opened))
     if not turns:
         raise ValueError(f"{place}: every assistant message is excluded from the loss: drop the row")
     return turns
 
 
 def _check_response(row: Row, place: str, _plain: bool) -> None:
-    if "response" not in row and _label(row.get("label")) is not None:
+    if "response" not in row and columns.truth(row.get("label")) is not None:
         found = "needs an assistant message or the column 'response', got a labelled response"
         raise column_error(place, found, row, "; rlkit kto reads it, or --rename label OTHER trains every completion")
 
@@ -483,8 +489,11 @@ def _response(
                 f"{place}: the last message of {column!r} holds {' and '.join(more)} beside its content, and a "
                 "response is text: write all of it into 'content' as the model would"
             )
+        if not columns.is_trained(last, f"{place}: the last message of {column!r}"):
+            raise ValueError(f"{place}: the last message of {column!r} is excluded from the loss: drop the row")
         before = [] if whole else prompt_messages(row, place=place)
-        row, response = {"messages": before + messages[:-1]}, last["content"]
+        system = {name: row.get(name) for name in ("system", "system_prompt")}
+        row, response = {**system, "messages": before + messages[:-1]}, last["content"]
     prompt, _ = _context(row, place, template)
     return [Turn(place, prompt, prompt + response, empty=not response.strip(), label=label)]
 
@@ -502,12 +511,21 @@ def _pair(row: Row, place: str, template: Template) -> list[Turn]:
 def _check_pair(row: Row, place: str, plain: bool) -> None:
     if isinstance(row["chosen"], str) and not any(name in row for name in _PROMPT):
         lacks = "no column 'prompt'" if plain else "neither 'messages' nor 'prompt' is there"
-        fix = "with --no-chat-template, the common beginning of chosen and rejected is the prompt"
-        raise column_error(place, lacks, row, f"; {'they share no beginning: ' if plain else ''}{fix}")
+        fix = (
+            "; give the prompt as 'prompt', or train on the two as plain text, as TRL does: --no-chat-template, where "
+            "their common beginning is the prompt"
+        )
+        raise column_error(place, lacks, row, "; chosen and rejected share no beginning" if plain else fix)
+
+
+def _check_labelled(row: Row, place: str, plain: bool) -> None:
+    name, value = cell(row, _LABELLED, place, form=LABELLED, plain=plain)
+    if name != "messages" and isinstance(value, str):
+        cell(row, _PROMPT, place, form=LABELLED, plain=plain)
 
 
 def _labelled(row: Row, place: str, template: Template) -> list[Turn]:
-    return _response(row, place, template, names=_LABELLED, label=_label(row["label"]))
+    return _response(row, place, template, names=_LABELLED, label=columns.truth(row["label"]))
 
 
 def _text(row: Row, place: str, template: Template) -> list[Turn]:
@@ -529,22 +547,48 @@ PROMPT = Form("prompt", (_PROMPT,), _prompt, (), "rlkit grpo and ppo read it")
 CONVERSATION = Form("conversation", (_PROMPT,), _conversation, (), _SFT, _check_conversation)
 RESPONSE = Form("prompt with a response", (_PROMPT, _RESPONSE), _response, (), _SFT, _check_response)
 PAIR = Form("preference pair", (("chosen",), ("rejected",)), _pair, _PROMPT, _PAIRS, _check_pair)
-LABELLED = Form("labelled response", (_LABELLED, ("label",)), _labelled, _PROMPT, "rlkit kto reads it")
+LABELLED = Form("labelled response", (_LABELLED, ("label",)), _labelled, _PROMPT, "rlkit kto reads it", _check_labelled)
 TEXT = Form("text", (("text",),), _text, (), _SFT)
 SFT = (RESPONSE, CONVERSATION, TEXT)
-_SHAREGPT, _ALPACA = (("conversations",),), (("instruction",), ("output", "chosen"))
-_MORE = ("system", "kto_tag", "input", "history")
-_QUESTION, _PROBLEM = (("question",), ("answer",)), (("problem",), ("solution", "answer"))
+_OUTPUT = ("output", "response", "completion", "chosen")
+_MORE = ("system", "system_prompt", "kto_tag", "label", "history", "rejected")
+_ANSWER = (*_OUTPUT[1:3], "answer", "chosen")
+_PAIRED = ("preferred_output",), ("non_preferred_output",)
 THEIRS = (
     # LLaMA-Factory data/README.md; TRL trl/data_utils.py, maybe_convert_to_chatml
-    Form("ShareGPT conversation", _SHAREGPT, _conversation, _MORE[:2], _SFT, None, convert.sharegpt),
-    # LLaMA-Factory data/README.md
-    Form("Alpaca row", _ALPACA, _response, _MORE, _SFT, None, convert.alpaca),
-    # hub data sets openai/gsm8k and HuggingFaceH4/MATH-500
-    Form("question with an answer", _QUESTION, _response, (), _RL_SFT, None, convert.question),
-    Form("problem with a solution", _PROBLEM, _response, (), _RL_SFT, None, convert.problem),
+    Form("ShareGPT conversation", (("conversations",),), _conversation, _MORE[:3], _SFT, None, convert.sharegpt),
+    # LLaMA-Factory data/README.md; databricks/databricks-dolly-15k
+    Form(
+        "Alpaca row", (("instruction",), (*_OUTPUT, "input")), _response, ("input", "context", *_MORE), _SFT, None,
+        convert.alpaca,
+    ),
+    # LLaMA-Factory data/README.md, with the names of its own columns: prompt, query, response
+    Form(
+        "row of LLaMA-Factory", (("prompt",), ("query", "history"), ("response", "chosen")), _response,
+        ("query", *_MORE), _SFT, None, convert.llama_factory, lambda row: isinstance(row["prompt"], str),
+    ),
+    # hub data sets openai/gsm8k, Open-Orca/OpenOrca and Intel/orca_dpo_pairs
+    Form("question with an answer", (("question",), _ANSWER), _response, _MORE[:2], _RL_SFT, None, convert.question),
+    # hub data set HuggingFaceH4/MATH-500
+    Form(
+        "problem with a solution", (("problem",), (*_OUTPUT[1:3], "solution", *_ANSWER[2:])), _response, _MORE[:2],
+        _RL_SFT, None, convert.problem,
+    ),
     # OpenRLHF openrlhf/cli/train_*.py, --data.input_key; slime slime/utils/arguments.py, --input-key
-    Form("row of OpenRLHF or slime", (("input",),), _response, ("output", "label"), _RL_SFT, None, convert.openrlhf),
-)
+    Form(
+        "row of OpenRLHF or slime", (("input",),), _response, ("output", "label"), _RL_SFT, None, convert.openrlhf,
+        lambda row: not isinstance(row["input"], dict),
+    ),
+    # ColossalAI applications/ColossalChat/examples/data_preparation_scripts; OpenRLHF openrlhf/datasets
+    Form(
+        "row with a context of messages", (("context_messages", "context"),), _response, (), _PAIRS, None,
+        convert.context, lambda row: bool(convert.mappings(convert.context(row)["messages"])),
+    ),
+    # OpenAI's preference fine-tuning
+    Form(
+        "preference row of OpenAI", _PAIRED, _pair, ("input",), _PAIRS, None, convert.openai_pair,
+        lambda row: isinstance(row.get("input"), dict),
+    ),
+)  # fmt: skip
 _STEPWISE = Form("row of stepwise supervision", (_PROMPT, ("completions",), ("labels",)), _prompt, (), _NONE)
 FORMS = (PROMPT, CONVERSATION, RESPONSE, PAIR, LABELLED, TEXT, _STEPWISE, *THEIRS)

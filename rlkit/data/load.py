@@ -77,8 +77,8 @@ def load_rows(
     limit:    keep the first `limit` rows.
     held_out: without a `split`, take the only test or validation split in place of train.
 
-    A column of ShareGPT turns (`from`, `value`) becomes a column of messages (`role`, `content`). The readers of rows
-    find it under the name "conversations".
+    A column of ShareGPT turns (`from`, `value`) becomes a column of messages (`role`, `content`, and the turn's other
+    keys). The readers of rows find it under the name "conversations".
 
     Raises FileNotFoundError (nothing there; what was tried), ImportError (`datasets` is needed and missing), ValueError
     (an empty file, a malformed line, a row that is not an object, a key or column that is there twice, a missing
@@ -174,11 +174,22 @@ def _checked(where: str, row: Row, columns: Sequence[str], rename: Mapping[str, 
 
 
 def as_messages(value: Any) -> Any:
-    """A conversation of {"from": "human", "value": ...} as messages; anything else as it is."""
+    """A conversation of {"from": "human", "value" or "content": ...} as messages; anything else as it is.
+
+    A turn keeps its other keys.
+    """
     turns = value if isinstance(value, list | tuple) else []
-    if not turns or not all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns):
-        return value
-    return [{"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+    return [_message(turn) for turn in turns] if turns and all(map(_is_turn, turns)) else value
+
+
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, dict) and "from" in value and ("value" in value or "content" in value)
+
+
+def _message(turn: Row) -> Row:
+    content = turn["content"] if turn.get("value") is None and "content" in turn else turn.get("value")
+    more = {key: value for key, value in turn.items() if key not in ("from", "value", "role", "content")}
+    return {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": content, **more}
 
 
 def _kind(value: Any) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import encode_all
-from rlkit.data.forms import PROMPT, Template, drop, drop_long, joined_parts, prompt_messages, read_rows, with_prompt
+from rlkit.data.forms import PROMPT, Template, drop, drop_long, joined_parts, prompt_messages, read_rows, rl_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,6 +56,6 @@ def rl_prompts(
         rows, [(i, turn) for i, (turn,) in enumerate(turns)], lambda t: t.empty, what="prompts", why="have no text"
     )
     encoded = encode_all(tokenizer, [turn.prompt for _, turn in left], add_special_tokens=not apply_chat_template)
-    prompts = [(i, Prompt(ids, with_prompt(rows[i]), i)) for (i, _), ids in zip(left, encoded, strict=True)]
+    prompts = [(i, Prompt(ids, rl_row(rows[i]), i)) for (i, _), ids in zip(left, encoded, strict=True)]
     prompts = drop_long(rows, prompts, lambda p: len(p.ids), what="prompts", max_prompt_tokens=max_prompt_tokens)
     return [prompt for _, prompt in prompts], len(rows) - len(prompts)

@@ -24,6 +24,13 @@ ROWS = {
     "question with an answer": {"question": "hi", "answer": "yo"},
     "problem with a solution": {"problem": "hi", "solution": "yo"},
     "row of OpenRLHF or slime": {"input": "hi", "output": "yo"},
+    "row of LLaMA-Factory": {"prompt": "hi", "query": "", "response": "yo"},
+    "row with a context of messages": {"context": CONVERSATION[:1], "completion": "yo"},
+    "preference row of OpenAI": {
+        "input": {"messages": CONVERSATION[:1]},
+        "preferred_output": CONVERSATION[1:],
+        "non_preferred_output": [{"role": "assistant", "content": "no"}],
+    },
 }
 TEMPLATE = Template(TOKENIZER, None, True, None, None)
 

@@ -137,9 +137,9 @@ def test_parts_of_text_are_read_as_one_text():
 def test_a_role_that_the_template_names_is_known():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{{ message.role }}", "{{ 'critic' if message.role == \"developer\" else message.role }}"
+        "{{ message.role }}", "{{ 'critic' if message.role == \"judge\" else message.role }}"
     )
-    for role in ("critic", "developer"):
+    for role in ("critic", "judge"):
         rows = [{"messages": [{"role": role, "content": "a"}, {"role": "user", "content": "b"}]}]
         with pytest.raises(ValueError, match=f"row 1: unknown role '{role}'"):
             rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=99)

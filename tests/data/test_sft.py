@@ -219,8 +219,13 @@ def test_rows_without_a_response_are_dropped_and_named(caplog):
     blank = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]}
     rows = [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": " \n"}, convo("u:q", "a:"), blank]
     rows += [convo("u:q", "a:", "u:r", "a:b"), {"messages": [{"role": "user", "content": "q"}, call_of("f")]}]
-    kept, num_dropped = sft_examples(rows, tokenizer=TOKENIZER, max_example_tokens=99)
-    assert [trained(e) for e in kept] == [[98, END], [END, 98, END], [END]]
+    calling = with_template(
+        TOKENIZER.chat_template.replace(
+            "message.content or ''", "message.tool_calls[0].function.name if message.tool_calls else message.content"
+        )
+    )
+    kept, num_dropped = sft_examples(rows, tokenizer=calling, max_example_tokens=99)
+    assert [trained(e) for e in kept] == [[98, END], [END, 98, END], [102, END]]
     assert num_dropped == 3
     assert [r.getMessage() for r in caplog.records] == [
         "dropped 3 of 6 rows that have an empty response: row 2, row 3, row 4",

@@ -350,17 +350,13 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
      "prompt}, and the row looks most like a preference pair; rlkit dpo, kto and reward_model read it; a column under "
      "another name is renamed with --rename"),
     ("dpo", [{"chosen": "a b", "rejected": "a c"}], (), 1,
-     "neither 'messages' nor 'prompt' is there; columns found: ['chosen', 'rejected']; with --no-chat-template, the "
-     "common beginning of chosen and rejected is the prompt"),
+     "neither 'messages' nor 'prompt' is there; columns found: ['chosen', 'rejected']; give the prompt as 'prompt', or "
+     "train on the two as plain text, as TRL does: --no-chat-template, where their common beginning is the prompt"),
     ("dpo", [{"chosen": "yo", "rejected": "no"}], PLAIN, 1,
-     "no column 'prompt'; columns found: ['chosen', 'rejected']; they share no beginning: with --no-chat-template, the "
-     "common beginning of chosen and rejected is the prompt"),
+     "no column 'prompt'; columns found: ['chosen', 'rejected']; chosen and rejected share no beginning"),
     ("sft", [{"messages": [user("hi"), answer("yo")]}], PLAIN, 1,
      "no column 'prompt'; columns found: ['messages']; messages need a chat template: drop --no-chat-template (and set "
      "tokenizer.chat_template)"),
-    ("grpo", [{"context_messages": [user("hi")], "label": "4"}], (), 1,
-     "neither 'messages' nor 'prompt' is there; columns found: ['context_messages', 'label']; a prompt has {messages "
-     "or prompt}; a column under another name is renamed with --rename"),
     ("dpo", [{"query": "hi"}], (), 1,
      "no column 'chosen'; columns found: ['query']; a preference pair has {messages or prompt, chosen, rejected}; a "
      "column under another name is renamed with --rename"),
