@@ -107,10 +107,9 @@ class Unused:
         """Look at a row that is rendered as `texts` with the template's arguments `args`."""
         own, used = getattr(row, "own", row), {*used}
         for name, value in own.items():
-            if name not in self._columns and name not in used and not _IDENTITY.fullmatch(name):
-                copied = isinstance(value, str) and any(value.strip() in text for text in texts)
-                if not copied and not is_empty(value):
-                    self._columns[name] = None
+            unread = name not in self._columns and name not in used and not _IDENTITY.fullmatch(name)
+            if unread and not is_empty(value) and not _is_copied(value, texts):
+                self._columns[name] = None
         if self._template:
             self._arguments |= dict.fromkeys(name for name in args if not self._writes(name))
             for message in _messages(row):
@@ -139,6 +138,13 @@ class Unused:
         ):
             if names:
                 _log.warning("%s%s %s", source, _listed(what, [*names]), fact)
+
+
+def _is_copied(value: Any, texts: Sequence[str]) -> bool:
+    """Whether the value stands in one of the texts, as whole words."""
+    text = value.strip() if isinstance(value, str) else ""
+    words = rf"(?<!\w){re.escape(text)}(?!\w)"
+    return text != "" and any(text in whole and re.search(words, whole) for whole in texts)
 
 
 def _messages(row: Row) -> Iterator[Mapping[str, Any]]:

@@ -157,7 +157,7 @@ def _used(row: Row, form: Form, *, plain: bool) -> set[str]:
     used = form.used(getattr(row, "own", row))
     if source:
         used = (used - {*_RESPONSE, "label"}) | source.used(row.own)  # type: ignore[attr-defined]
-    return used | ({*columns.ROW_ARGS} if not plain and form is not TEXT else set())
+    return used | ({*columns.ROW_ARGS, *_PROMPT} if not plain and form is not TEXT else set())
 
 
 def _check_values(row: Row, form: Form, place: str, plain: bool) -> None:

@@ -1,0 +1,531 @@
+"""Data files of other systems: what is trained of each, written out by hand, or the line that refuses it.
+
+Each row is written as JSONL and as Parquet (or CSV), read by `load_rows`, and must give the same text from both.
+A turn is written here as `<user>hi;`, which stands for `<|im_start|>user\nhi<|im_end|>\n`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
+from rlkit.data.forms import LABELLED, PAIR, PROMPT, SFT, check_columns
+from rlkit.data.load import load_rows
+from rlkit.data.prompts import rl_prompts
+from rlkit.data.tiny import tiny_tokenizer
+
+CALLS = (  # a template that writes tools, calls and reasoning
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORMS = {"sft": SFT, "dpo": (PAIR,), "kto": (PAIR, LABELLED), "grpo": (PROMPT,)}
+READERS = {"sft": sft_examples, "dpo": preference_pairs, "kto": labelled_examples, "grpo": rl_prompts}
+
+
+def said(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def user(text, **more):
+    return said("user", text, **more)
+
+
+def answer(text, **more):
+    return said("assistant", text, **more)
+
+
+def human(text, **more):
+    return {"from": "human", "value": text, **more}
+
+
+def gpt(text, **more):
+    return {"from": "gpt", "value": text, **more}
+
+
+def call(name, arguments):
+    return {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool(name, **properties):
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+TEXT, NUMBER = {"type": "string"}, {"type": "number"}
+ROME = '{"city": "Rome"}'
+CITY = '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}'  # noqa: E501
+SUM = '{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "number"}}}}}'  # noqa: E501
+WEATHER = [user("Rome?"), answer(None, tool_calls=[call("weather", ROME)]), said("tool", "20 C"), answer("20 degrees.")]
+WEATHER_TEXT = '<user>Rome?;<assistant><call>weather {"city": "Rome"}</call>;<tool>20 C;<assistant>20 degrees.;'
+WEATHER_PARTS = ['<call>weather {"city": "Rome"}</call>;', "20 degrees.;"]
+HI_YO = ("<user>hi;<assistant>yo;", ["yo;"])
+PAIR_OF = ("<user>hi;<assistant>", "yo;", "no;")
+
+# system and form, script, row, the text and the trained parts
+READ = {
+    "TRL messages": ("sft", {"messages": [user("hi"), answer("yo")]}, HI_YO),
+    "TRL prompt and completion of messages": ("sft", {"prompt": [user("hi")], "completion": [answer("yo")]}, HI_YO),
+    "TRL text": ("sft", {"text": "Once."}, ("Once.;", ["Once.;"])),
+    "TRL implicit prompt of messages": (
+        "dpo", {"chosen": [user("hi"), answer("yo")], "rejected": [user("hi"), answer("no")]}, PAIR_OF,
+    ),
+    "TRL unpaired, label of pandas": ("kto", {"prompt": "hi", "completion": "yo", "label": 1.0},
+                                      ("<user>hi;<assistant>", "yo;", True)),
+    "TRL unpaired, label 0.0": ("kto", {"prompt": "hi", "completion": "no", "label": 0.0},
+                                ("<user>hi;<assistant>", "no;", False)),
+    "TRL tools, two schemas": (
+        "sft", {"messages": WEATHER, "tools": [tool("weather", city=TEXT), tool("add", x=NUMBER)]},
+        (f"<system>[{CITY}, {SUM}];{WEATHER_TEXT}", WEATHER_PARTS),
+    ),
+    "TRL tools as text": ("sft", {"messages": WEATHER, "tools": json.dumps([tool("add", x=NUMBER)])},
+                          (f"<system>[{SUM}];{WEATHER_TEXT}", WEATHER_PARTS)),
+    "TRL calls with the arguments as objects": (
+        "sft",
+        {"messages": [user("?"), answer(None, tool_calls=[call("weather", {"city": "Rome"})]), said("tool", "20"),
+                      user("2+3?"), answer(None, tool_calls=[call("add", {"x": 2, "y": 3})]), said("tool", "5"),
+                      answer("5")]},
+        ('<user>?;<assistant><call>weather {"city": "Rome"}</call>;<tool>20;<user>2+3?;'
+         '<assistant><call>add {"x": 2, "y": 3}</call>;<tool>5;<assistant>5;',
+         ['<call>weather {"city": "Rome"}</call>;', '<call>add {"x": 2, "y": 3}</call>;', "5;"]),
+    ),
+    "verl RL": (
+        "grpo", {"data_source": "gsm8k", "prompt": [user("hi")], "ability": "math",
+                 "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 0}},
+        "<user>hi;<assistant>",
+    ),
+    "verl multi-turn sft": (
+        "sft", {"messages": [said("system", "be"), user("a"), answer("b"), user("hi"), answer("yo")], "tools": None},
+        ("<system>be;<user>a;<assistant>b;<user>hi;<assistant>yo;", ["b;", "yo;"]),
+    ),
+    "OpenRLHF input and label": ("grpo", {"input": "hi", "label": "4"}, "<user>hi;<assistant>"),
+    "OpenRLHF context_messages": ("grpo", {"context_messages": [user("hi")], "label": "4"}, "<user>hi;<assistant>"),
+    "OpenRLHF input and output": ("sft", {"input": "hi", "output": "yo"}, HI_YO),
+    "OpenRLHF question and response": ("sft", {"question": "hi", "response": "yo"}, HI_YO),
+    "slime step_loss_mask": (
+        "sft", {"messages": [user("a"), answer("b", step_loss_mask=0), user("hi"), answer("yo", step_loss_mask=1)]},
+        ("<user>a;<assistant>b;<user>hi;<assistant>yo;", ["yo;"]),
+    ),
+    "RL2 messages and answer": ("grpo", {"messages": [user("hi")], "answer": "4"}, "<user>hi;<assistant>"),
+    "ColossalAI SFT": (
+        "sft", {"messages": [{"from": "user", "content": "hi"}, {"from": "assistant", "content": "yo"}]}, HI_YO,
+    ),
+    "ColossalAI DPO": (
+        "dpo", {"context": [{"from": "human", "content": "hi"}], "chosen": [{"from": "assistant", "content": "yo"}],
+                "rejected": [{"from": "assistant", "content": "no"}]}, PAIR_OF,
+    ),
+    "ColossalAI KTO": (
+        "kto", {"prompt": [{"from": "user", "content": "hi"}], "completion": {"from": "assistant", "content": "no"},
+                "label": False}, ("<user>hi;<assistant>", "no;", False),
+    ),
+    "ColossalAI math": ("grpo", {"messages": user("hi"), "gt_answer": "4"}, "<user>hi;<assistant>"),
+    "ShareGPT": ("sft", {"conversations": [human("hi"), gpt("yo")], "id": "x_1"}, HI_YO),
+    "ShareGPT that gpt opens": (
+        "sft", {"conversations": [gpt("hello"), human("hi"), gpt("yo")]},
+        ("<assistant>hello;<user>hi;<assistant>yo;", ["yo;"]),
+    ),
+    "ShareGPT with weights": (
+        "sft", {"conversations": [human("a"), gpt("b", weight=0), human("hi"), gpt("yo", weight=1)]},
+        ("<user>a;<assistant>b;<user>hi;<assistant>yo;", ["yo;"]),
+    ),
+    "LLaMA-Factory function_call": (
+        "sft", {"conversations": [human("Rome?"), {"from": "function_call", "value":
+                '{"name": "weather", "arguments": {"city": "Rome"}}'}, {"from": "observation", "value": "20 C"},
+                gpt("20 degrees.")], "tools": json.dumps([tool("weather", city=TEXT)])},
+        (f"<system>[{CITY}];{WEATHER_TEXT}", WEATHER_PARTS),
+    ),
+    "LLaMA-Factory prompt, query, response": (
+        "sft", {"prompt": "add", "query": "1 2", "response": "3", "system": "be", "history": [["a", "b"]]},
+        ("<system>be;<user>a;<assistant>b;<user>add\n1 2;<assistant>3;", ["b;", "3;"]),
+    ),
+    "LLaMA-Factory ranking": (
+        "dpo", {"conversations": [human("hi")], "chosen": gpt("yo"), "rejected": gpt("no"), "system": ""}, PAIR_OF,
+    ),
+    "LLaMA-Factory kto_tag": ("kto", {"conversations": [human("hi"), gpt("no")], "kto_tag": False},
+                              ("<user>hi;<assistant>", "no;", False)),
+    "Alpaca": ("sft", {"instruction": "add", "input": "1 2", "output": "3"}, ("<user>add\n1 2;<assistant>3;", ["3;"])),
+    "Alpaca with response (GPTeacher)": (
+        "sft", {"instruction": "add", "input": "1 2", "response": "3"}, ("<user>add\n1 2;<assistant>3;", ["3;"]),
+    ),
+    "Alpaca prompt": ("grpo", {"instruction": "add", "input": "1 2", "answer": "3"}, "<user>add\n1 2;<assistant>"),
+    "Dolly": (
+        "sft", {"instruction": "Who?", "context": "Bob is a cat.", "response": "Bob", "category": "qa"},
+        ("<user>Who?\nBob is a cat.;<assistant>Bob;", ["Bob;"]),
+    ),
+    "OpenOrca": ("sft", {"id": "x", "system_prompt": "be", "question": "hi", "response": "yo"},
+                 ("<system>be;<user>hi;<assistant>yo;", ["yo;"])),
+    "Orca DPO": ("dpo", {"system": "be", "question": "hi", "chosen": "yo", "rejected": "no"},
+                 ("<system>be;<user>hi;<assistant>", "yo;", "no;")),
+    "system beside prompt": ("sft", {"system": "be", "prompt": "hi", "response": "yo"},
+                             ("<system>be;<user>hi;<assistant>yo;", ["yo;"])),
+    "system beside prompt, RL": ("grpo", {"system": "be", "prompt": "hi", "answer": "4"},
+                                 "<system>be;<user>hi;<assistant>"),
+    "system_prompt beside messages": ("kto", {"system_prompt": "be", "messages": [user("hi"), answer("yo")],
+                                              "label": True}, ("<system>be;<user>hi;<assistant>", "yo;", True)),
+    "axolotl train": (
+        "sft", {"messages": [user("a", train=False), answer("b", train=False), user("hi", train=False),
+                             answer("yo", train=True)]},
+        ("<user>a;<assistant>b;<user>hi;<assistant>yo;", ["yo;"]),
+    ),
+    "axolotl training": (
+        "sft", {"conversations": [human("a"), gpt("b", training=False), human("hi"), gpt("yo", training=True)]},
+        ("<user>a;<assistant>b;<user>hi;<assistant>yo;", ["yo;"]),
+    ),
+    "ms-swift loss": (
+        "sft", {"messages": [user("a"), answer("b", loss=False), user("hi"), answer("yo", loss=True)]},
+        ("<user>a;<assistant>b;<user>hi;<assistant>yo;", ["yo;"]),
+    ),
+    "ms-swift tool_call, two in a row": (
+        "sft", {"messages": [user("?"), said("tool_call", '{"name": "f", "arguments": {"a": 1}}'),
+                             said("tool_call", '{"name": "g", "arguments": {"b": 2}}'), said("tool_response", "1"),
+                             said("tool_response", "2"), answer("yo")]},
+        ('<user>?;<assistant><call>f {"a": 1}</call><call>g {"b": 2}</call>;<tool>1;<tool>2;<assistant>yo;',
+         ['<call>f {"a": 1}</call><call>g {"b": 2}</call>;', "yo;"]),
+    ),
+    "OpenAI weight": (
+        "sft", {"messages": [said("system", "be"), user("a"), answer("b", weight=0), user("hi"), answer("yo",
+                                                                                                    weight=1)]},
+        ("<system>be;<user>a;<assistant>b;<user>hi;<assistant>yo;", ["yo;"]),
+    ),
+    "OpenAI developer": ("sft", {"messages": [said("developer", "be"), user("hi"), answer("yo")]},
+                         ("<system>be;<user>hi;<assistant>yo;", ["yo;"])),
+    "OpenAI function_call and functions": (
+        "sft", {"messages": [user("Rome?"), answer(None, function_call={"name": "weather", "arguments": ROME}),
+                             said("function", "20 C", name="weather"), answer("20 degrees.")],
+                "functions": [tool("weather", city=TEXT)["function"]]},
+        (f"<system>[{CITY}];{WEATHER_TEXT}", WEATHER_PARTS),
+    ),
+    "OpenAI preference": (
+        "dpo", {"input": {"messages": [user("hi")], "tools": [tool("add", x=NUMBER)], "parallel_tool_calls": True},
+                "preferred_output": [answer("yo")], "non_preferred_output": [answer("no")]},
+        (f"<system>[{SUM}];<user>hi;<assistant>", "yo;", "no;"),
+    ),
+    "reasoning_content": ("sft", {"messages": [user("hi"), answer("yo", reasoning_content="hm")]},
+                          ("<user>hi;<assistant><think>hm</think>yo;", ["<think>hm</think>yo;"])),
+    "Hermes": (
+        "sft", {"conversations": [{"from": "system", "value": "<tools>weather</tools>"}, human("Rome?"),
+                                  gpt("<tool_call>x</tool_call>"), {"from": "tool", "value": "20"}, gpt("20")],
+                "tools": None, "category": "w"},
+        ("<system><tools>weather</tools>;<user>Rome?;<assistant><tool_call>x</tool_call>;<tool>20;<assistant>20;",
+         ["<tool_call>x</tool_call>;", "20;"]),
+    ),
+    "ToolACE": ("sft", {"system": "be", "conversations": [{"from": "user", "value": "hi"},
+                                                          {"from": "assistant", "value": "yo"}]},
+                ("<system>be;<user>hi;<assistant>yo;", ["yo;"])),
+    "MMLU": ("grpo", {"question": "Who?", "choices": ["Bob", "Al"], "answer": 1}, "<user>Who?;<assistant>"),
+    "a question about a context": ("sft", {"context": "Bob is a cat.", "question": "Who?", "answer": "Bob"},
+                                   ("<user>Who?;<assistant>Bob;", ["Bob;"])),
+    "Numina, RL": ("grpo", {"problem": "2+2", "solution": "It is 4.", "answer": "4",
+                            "messages": [user("2+2"), answer("It is 4.")]}, "<user>2+2;<assistant>"),
+    "UltraFeedback, RL": ("grpo", {"prompt": "hi", "messages": [user("hi"), answer("yo")]}, "<user>hi;<assistant>"),
+}  # fmt: skip
+
+NAMED = {  # what the screen says of the row above
+    "ShareGPT that gpt opens": (
+        "{file}: kept 1 of 1 rows that begin with an assistant turn, which is not trained: {place}"
+    ),
+    "Dolly": "{file}: column category is not part of the prompt or the response",
+    "Hermes": "{file}: column category is not part of the prompt or the response",
+    "MMLU": "{file}: column choices is not part of the prompt (rewards see all columns)",
+    "a question about a context": "{file}: column context is not part of the prompt or the response",
+}
+
+WHO = [user("<image>Who?"), answer("cat")]
+WITHOUT = "holds media, and rlkit trains on text only; columns found: "
+PLAIN_CALL = (
+    "the chat template does not write 'tool_calls' of messages[1], so that the turn would be trained or shown without "
+    "it; write it into 'content' as the model would, drop it, or use a model whose template has it"
+)
+REFUSED = {  # script, row, the message after the file and the place
+    "LLaMA-Factory images": ("sft", {"messages": WHO, "images": ["1.jpg"]},
+                             f": column 'images' {WITHOUT}['images', 'messages']; drop the row, or train on its text "
+                             "with --rename images OTHER"),
+    "LLaMA-Factory audios": ("sft", {"conversations": [human("hi"), gpt("yo")], "audios": ["1.wav"]},
+                             f": column 'audios' {WITHOUT}['audios', 'conversations']; drop the row, or train on its "
+                             "text with --rename audios OTHER"),
+    "TRL image": ("sft", {"prompt": "hi", "completion": "yo", "image": "1.jpg"},
+                  f": column 'image' {WITHOUT}['completion', 'image', 'prompt']; drop the row, or train on its text "
+                  "with --rename image OTHER"),
+    "TRL images of a pair": ("dpo", {"prompt": "hi", "chosen": "yo", "rejected": "no", "images": ["1.jpg"]},
+                             f": column 'images' {WITHOUT}['chosen', 'images', 'prompt', 'rejected']; drop the row, or "
+                             "train on its text with --rename images OTHER"),
+    "TRL video of a labelled response": ("kto", {"prompt": "hi", "completion": "yo", "label": True, "video": "1.mp4"},
+                                         f": column 'video' {WITHOUT}['completion', 'label', 'prompt', 'video']; drop "
+                                         "the row, or train on its text with --rename video OTHER"),
+    "verl geo3k": ("grpo", {"data_source": "geo3k", "prompt": [user("<image>area?")], "images": [{"path": "1.png"}],
+                            "reward_model": {"ground_truth": "3"}},
+                   f": column 'images' {WITHOUT}['data_source', 'images', 'prompt', 'reward_model']; drop the row, or "
+                   "train on its text with --rename images OTHER"),
+    "OpenAI image_url": ("grpo", {"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]},
+                         ": messages[0].content[0] is 'image_url': rlkit reads text only, as a string or as parts "
+                         "{'type': 'text', 'text': '...'}; drop the row or the part"),
+    "images of a message": ("grpo", {"prompt": [user("hi", images=["x"])]},
+                            ": prompt[0] holds 'images', and rlkit trains on text only: drop the row or the key"),
+    "axolotl train_detail": (
+        "sft", {"messages": [user("hi"), answer("yo", train_detail=[{"begin_offset": 0, "end_offset": 1,
+                                                                     "train": False}])]},
+        ": messages[1] has 'train_detail', and rlkit trains whole turns: split the turn or drop the key",
+    ),
+    "a weight of a half": ("sft", {"messages": [user("hi"), answer("yo", weight=0.5)]},
+                           ": messages[1]: 'weight' must be 0 or 1, false or true (a turn is trained or not), got 0.5"),
+    "an excluded response": ("dpo", {"prompt": "hi", "chosen": [answer("yo", weight=0)], "rejected": [answer("no")]},
+                             ": the last message of 'chosen' is excluded from the loss: drop the row"),
+    "calls of a template without": ("sft", {"messages": WEATHER}, f": {PLAIN_CALL}"),
+    "calls in a prompt": ("grpo", {"messages": WEATHER[:3]}, f": {PLAIN_CALL}"),
+    "calls before a pair": ("dpo", {"messages": WEATHER[:3], "chosen": "yo", "rejected": "no"}, f": {PLAIN_CALL}"),
+    "reasoning of a template without": (
+        "sft", {"messages": [user("hi"), answer("yo", reasoning_content="hm")]},
+        ": " + PLAIN_CALL.replace("tool_calls", "reasoning_content"),
+    ),
+    "kto_tag in sft": ("sft", {"conversations": [human("hi"), gpt("no")], "kto_tag": False},
+                       ": is one conversation of good and bad ones: column 'kto_tag' is False; columns found: "
+                       "['conversations', 'kto_tag']; rlkit kto reads it, or --rename kto_tag OTHER trains all of "
+                       "them"),
+    "two system messages": (
+        "sft", {"system": "be", "messages": [said("system", "do"), user("hi"), answer("yo")]},
+        ": the system message of column 'messages' is another one than that of column 'system'; columns found: "
+        "['messages', 'system']; rename the one that is not meant, e.g. --rename system OTHER",
+    ),
+    "a label of null": ("kto", {"prompt": "hi", "completion": "yo", "label": None},
+                        ": column 'label' must be true or false, got None; columns found: ['completion', 'label', "
+                        "'prompt']"),
+    "messages as Python text": ("sft", {"messages": "[{'role': 'user', 'content': 'hi'}]"},
+                                ": cannot be read: messages must be JSON text, got Python's \"[{'role': 'user', "
+                                "'content': 'hi'}]\": write them with json.dumps; columns found: ['messages']"),
+    "texts that share a prompt": (
+        "dpo", {"chosen": "The sky is blue", "rejected": "The sky is red"},
+        ": neither 'messages' nor 'prompt' is there; columns found: ['chosen', 'rejected']; give the prompt as "
+        "'prompt', or train on the two as plain text, as TRL does: --no-chat-template, where their common beginning is "
+        "the prompt",
+    ),
+    "a conversation without a question": (
+        "grpo", {"messages": [user("hi"), answer("yo")]},
+        ": the conversation ends with an assistant message, so there is nothing to answer; drop that message (a known "
+        "answer belongs in a column of its own)",
+    ),
+}  # fmt: skip
+HALF = "column {!r} holds '\\ud83d', half of a surrogate pair, which is no character: ...'{}\\ud83d'...; repair or drop"
+BROKEN = {
+    "sft": ({"prompt": "a", "response": "b\ud83d"}, HALF.format("response", "b")),
+    "dpo": ({"prompt": "a", "chosen": "b\ud83d", "rejected": "c"}, HALF.format("chosen", "b")),
+    "kto": ({"prompt": "a", "completion": "b\ud83d", "label": True}, HALF.format("completion", "b")),
+    "grpo": ({"messages": [user("a\ud83d")]}, HALF.format("messages", "a")),
+}
+
+
+def tokenizer_of(template=CALLS):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return tokenizer
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0]])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path, script, tokenizer):
+    """What the script trains on, as it is written above."""
+
+    def shown(ids):
+        text = re.sub(r"<\|im_start\|>(\w+)\n", r"<\1>", tokenizer.decode(ids))
+        return re.sub(r"<\|im_end\|>\n?", ";", text)
+
+    rows = load_rows(path)
+    check_columns(rows, *FORMS[script])
+    limit = {"max_prompt_tokens" if script == "grpo" else "max_example_tokens": 4000}
+    found, num_dropped = READERS[script](rows, tokenizer=tokenizer, **limit)
+    assert num_dropped == 0
+    if script == "grpo":
+        return [shown(prompt.ids) for prompt in found]
+    if script == "dpo":
+        return [(shown(p.prompt), shown(p.chosen), shown(p.rejected)) for p in found]
+    if script == "kto":
+        return [(shown(e.prompt), shown(e.response), e.desirable) for e in found]
+    return [(shown(e.ids), [shown(part) for part in parts(e)]) for e in found]
+
+
+def parts(example):
+    """The runs of trained tokens."""
+    runs = [[]]
+    for token, on in zip(example.ids, example.mask, strict=True):
+        if on:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("name", READ)
+def test_what_is_trained_of_a_file(tmp_path, caplog, name, suffix):
+    script, row, expected = READ[name]
+    path = write(tmp_path / f"rows{suffix}", [row])
+    assert read(path, script, tokenizer_of()) == [expected]
+    place = "line 1" if suffix == ".jsonl" else "row 1"
+    named = [NAMED[name].format(file=path, place=place)] if name in NAMED else []
+    assert [r.getMessage() for r in caplog.records] == named
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_of_a_file(tmp_path, name, suffix):
+    script, row, message = REFUSED[name]
+    path = write(tmp_path / f"rows{suffix}", [row])
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}, (line|row) 1{re.escape(message)}$"):
+        read(path, script, tokenizer_of(template=None))
+
+
+@pytest.mark.parametrize("script", BROKEN)
+def test_half_a_character_is_refused_with_its_row(tmp_path, script):
+    row, message = BROKEN[script]
+    path = write(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}, line 1: {re.escape(message)}"):
+        read(path, script, tokenizer_of())
+
+
+@pytest.mark.parametrize(
+    ("script", "row", "expected"),
+    [
+        ("grpo", {"prompt": json.dumps([said("system", "be"), user("hi")]), "answer": "007"},
+         "<system>be;<user>hi;<assistant>"),
+        ("sft", {"messages": json.dumps([user("hi"), answer("yo")])}, HI_YO),
+        ("sft", {"conversations": json.dumps([human("hi"), gpt("yo")])}, HI_YO),
+        ("dpo", {"prompt": "hi", "chosen": json.dumps([answer("yo")]), "rejected": json.dumps([answer("no")])},
+         PAIR_OF),
+        ("kto", {"prompt": "hi", "completion": "yo", "label": "1.0"}, ("<user>hi;<assistant>", "yo;", True)),
+        ("sft", {"instruction": "hi", "output": "yo", "history": json.dumps([["a", "b"]])},
+         ("<user>a;<assistant>b;<user>hi;<assistant>yo;", ["b;", "yo;"])),
+        ("sft", {"prompt": "hi", "response": '[{"role of": "x"}]'},
+         ('<user>hi;<assistant>[{"role of": "x"}];', ['[{"role of": "x"}];'])),
+    ],
+)  # fmt: skip
+def test_a_csv_file_holds_messages_as_json_text(tmp_path, script, row, expected):
+    assert read(write(tmp_path / "rows.csv", [row]), script, tokenizer_of()) == [expected]
+
+
+def test_nulls_that_parquet_adds_are_in_no_text(tmp_path):
+    """Two tools and two calls of different arguments, in one file of two rows."""
+    other = [user("2+3?"), answer("", tool_calls=[call("add", {"x": 2})]), said("tool", "5"), answer("5")]
+    rows = [
+        {"messages": [user("?"), answer("", tool_calls=[call("weather", {"city": "Rome"})]), answer("20")],
+         "tools": [tool("weather", city=TEXT)], "system": None},
+        {"messages": other, "tools": [tool("add", x=NUMBER)], "system": "be"},
+    ]  # fmt: skip
+    files = [write(tmp_path / f"rows{suffix}", rows) for suffix in (".jsonl", ".parquet")]
+    expected = [
+        (f'<system>[{CITY}];<user>?;<assistant><call>weather {{"city": "Rome"}}</call>;<assistant>20;',
+         ['<call>weather {"city": "Rome"}</call>;', "20;"]),
+        (f'<system>[{SUM}];<system>be;<user>2+3?;<assistant><call>add {{"x": 2}}</call>;<tool>5;<assistant>5;',
+         ['<call>add {"x": 2}</call>;', "5;"]),
+    ]  # fmt: skip
+    assert [read(path, "sft", tokenizer_of()) for path in files] == [expected, expected]
+
+
+def test_a_template_that_joins_arguments_to_text_gets_their_json_text(tmp_path):
+    """Of DeepSeek's form: `'...' + call['function']['arguments'] + '...'`; and one that writes them with `{{ }}`."""
+    path = write(tmp_path / "rows.jsonl", [{"messages": WEATHER}])
+    for template in (
+        CALLS.replace("{{ c.function.name }} {{ c.function.arguments | tojson }}",
+                      "{{ c['function']['name'] + ' ' + c['function']['arguments'] }}"),
+        CALLS.replace("c.function.arguments | tojson", "c.function.arguments"),
+    ):  # fmt: skip
+        assert read(path, "sft", tokenizer_of(template)) == [(WEATHER_TEXT, WEATHER_PARTS)]
+
+
+def test_a_template_that_drops_a_role_or_the_tools_is_refused(tmp_path):
+    template = CALLS.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+    path = write(tmp_path / "rows.jsonl", [{"system": "be", "prompt": "hi", "response": "yo"}])
+    with pytest.raises(ValueError, match=r"line 1: the chat template does not write messages of the role 'system'"):
+        read(path, "sft", tokenizer_of(template))
+    path = write(tmp_path / "tools.jsonl", [{"prompt": "hi", "tools": [tool("add", x=NUMBER)]}])
+    with pytest.raises(ValueError, match=r"line 1: the chat template does not write the tools of the row; use a model"):
+        read(path, "grpo", tokenizer_of(CALLS.replace("if tools", "if false")))
+    path = write(tmp_path / "listed.jsonl", [{"prompt": "call add: hi", "tools": [tool("add", x=NUMBER)]}])
+    assert read(path, "grpo", tokenizer_of(CALLS.replace("if tools", "if false"))) == ["<user>call add: hi;<assistant>"]
+
+
+def test_columns_that_no_one_reads_may_hold_several_types(tmp_path, caplog):
+    rows = [{"prompt": "hi", "response": "yo", "seed": 1, "info": {"a": 1}},
+            {"prompt": "hi", "response": "yo", "seed": "x", "info": [1]}]  # fmt: skip
+    path = write(tmp_path / "rows.jsonl", rows)
+    assert read(path, "sft", tokenizer_of()) == [HI_YO] * 2
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{path}: columns seed, info are not part of the prompt or the response"
+    ]
+    caplog.clear()
+    assert read(path, "grpo", tokenizer_of()) == ["<user>hi;<assistant>"] * 2
+    assert f"{path}: columns info, seed are of several types, as rewards see it" in caplog.text
+    path = write(tmp_path / "answers.jsonl", [{"prompt": "hi", "answer": 1}, {"prompt": "hi", "answer": "1"}])
+    with pytest.raises(ValueError, match=r"column 'answer' mixes types: number in line 1, string in line 2 \('1'\)"):
+        read(path, "grpo", tokenizer_of())
+
+
+def test_unused_columns_are_one_line_and_where_a_row_is_from_is_none(tmp_path, caplog):
+    known = {
+        "id": 1,
+        "source": "x",
+        "data_source": "y",
+        "extra_info": {"a": 1},
+        "index": 3,
+        "prompt_id": "z",
+        "url": "u",
+    }
+    more = dict.fromkeys("abcdefgh", 1)
+    empty = {"images": [], "note": "", "video": None, "copy": "hi"}
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "hi", "response": "yo", **known, **more, **empty}])
+    assert read(path, "sft", tokenizer_of()) == [HI_YO]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{path}: columns a, b, c, d, e, f and 2 more are not part of the prompt or the response"
+    ]
+
+
+def test_message_keys_and_template_arguments_that_the_template_does_not_read_are_named(tmp_path, caplog):
+    row = {"messages": [user("hi", mood="sad", id=3, note=None), answer("yo", train=True)], "enable_thinking": False}
+    row["messages"][0]["train"] = True
+    path = write(tmp_path / "rows.jsonl", [row])
+    assert read(path, "sft", tokenizer_of()) == [HI_YO]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{path}: message key mood is not written by the chat template",
+        f"{path}: template argument enable_thinking is not read by the chat template",
+        f"{path}: role user is not trained, though its turns have 'train': true: assistant turns are",
+    ]
+
+
+def test_a_conversation_that_the_tokenizer_splits_is_reported(tmp_path, caplog):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = tiny_tokenizer()
+    vocab = {token: i for token, i in tokenizer.get_vocab().items() if i < 256}
+    backend = Tokenizer(models.BPE(vocab={**vocab, "ĊĊ": 263}, merges=[("Ċ", "Ċ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # of GPT-2
+    backend.decoder = tokenizer.backend_tokenizer.decoder
+    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer._tokenizer = backend
+    tokenizer.chat_template = tokenizer.chat_template.replace("\n{{", "\n\n{{").replace(
+        "assistant\n{%", "assistant\n\n{%"
+    )
+    row = {"messages": [user("a"), answer("b"), user("hi"), answer("yo")]}
+    path = write(tmp_path / "rows.jsonl", [row])
+    found, _ = sft_examples(load_rows(path), tokenizer=tokenizer, max_example_tokens=999)
+    assert len(found) == 2
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{path}: kept 1 of 1 conversations that become 2 examples, since the tokenizer merges the opening of a turn "
+        "with its text: line 1"
+    ]
