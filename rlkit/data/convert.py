@@ -185,8 +185,8 @@ def row_tools(row: Row, place: str) -> Sequence[Any] | None:
     if tools and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
         found = f"column {name!r} must be a list of JSON schemas or its JSON text, got {repr(row[name])[:80]}"
         raise column_error(place, found, row, f"; rename a column of other content with --rename {name} OTHER")
-    found = without_nulls(tools) or None
-    return [{"type": "function", "function": tool} for tool in found] if found and name == "functions" else found
+    schemas = without_nulls(tools) or None
+    return [{"type": "function", "function": tool} for tool in schemas] if schemas and name == "functions" else schemas
 
 
 def row_template_args(row: Row, place: str) -> Row:

@@ -114,20 +114,6 @@ def test_a_bad_file_is_named_with_place_and_fix(tmp_path, name, text, message):
         load_rows(write(tmp_path / name, text))
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.jsonl", '{"a": 1}\n{"a": "1"}', r"column 'a' mixes types: number in line 1, string in line 2 \('1'\)"),
-        ("a.json", '[{"a": true}, {"a": 1}]', r"column 'a' mixes types: boolean in row 1, number in row 2"),
-    ],
-)
-def test_a_column_of_several_types_is_refused_where_it_is_asked_for(tmp_path, name, text, message):
-    path = write(tmp_path / name, text)
-    assert len(load_rows(path)) == 2
-    with pytest.raises(ValueError, match=message):
-        load_rows(path, columns=["a"])
-
-
 def test_bad_bytes_are_named_with_their_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes('{"a": 1}\n{"a": "é"}\n'.encode("latin-1"))

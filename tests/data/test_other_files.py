@@ -471,10 +471,6 @@ def test_columns_that_no_one_reads_may_hold_several_types(tmp_path, caplog):
     ]
     caplog.clear()
     assert read(path, "grpo", tokenizer_of()) == ["<user>hi;<assistant>"] * 2
-    assert f"{path}: columns info, seed are of several types, as rewards see it" in caplog.text
-    path = write(tmp_path / "answers.jsonl", [{"prompt": "hi", "answer": 1}, {"prompt": "hi", "answer": "1"}])
-    with pytest.raises(ValueError, match=r"column 'answer' mixes types: number in line 1, string in line 2 \('1'\)"):
-        read(path, "grpo", tokenizer_of())
 
 
 def test_unused_columns_are_one_line_and_where_a_row_is_from_is_none(tmp_path, caplog):
