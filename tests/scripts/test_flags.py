@@ -232,7 +232,7 @@ def test_version_and_help(capsys):
         assert capsys.readouterr().out == listed
     with pytest.raises(SystemExit, match="0"):
         cli.main(["help", "reward-model"])
-    assert capsys.readouterr().out.startswith("usage: rlkit reward-model --model TEXT --data TEXT [FLAGS]\n\nTrain a")
+    assert capsys.readouterr().out.startswith("usage: rlkit reward-model --model TEXT --data TEXT ... [FLAGS]\n\nTrain a")
     done = subprocess.run([sys.executable, "-m", "rlkit", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"rlkit {rlkit.__version__}\n"
 
@@ -332,7 +332,7 @@ WRONG = [
     ("grpo --model m --data d --lr abc", "--lr must be a number, got 'abc'"),
     ("grpo --model m --data d --lr -x", "--lr needs a number"),
     ("grpo --model m --data d --dtype fp16", "--dtype must be one of fp32, bf16 or None, got 'fp16'"),
-    ("grpo --model m --data a b c --reward a:b", "--data takes one value, got 3: a b c"),
+    ("grpo --data m --model a b c --reward a:b", "--model takes one value, got 3: a b c"),
     ("grpo --model --data d", "--model needs a value"),
     ("grpo --model m --data d --overlap yes", "--overlap takes no value, got yes: leave it out"),
     ("grpo --model m --data d --success-range 1", "--success-range must be two numbers or None, got '1'"),
