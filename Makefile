@@ -9,10 +9,13 @@ GPU_TESTS := tests/kernels/test_gpu_kernels.py tests/test_gpu.py tests/sglang/te
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist worksteal
 FLAGS ?=  # of the benchmarks: --rehearse for tiny shapes on a CPU, --rest, --only ...
 
-.PHONY: demo test sglang-cpu test-sglang lint bench bench-trl gpu-test gpu-tune gpu-bench gpu-train nightly clean
+.PHONY: demo smollm test sglang-cpu test-sglang lint bench bench-trl gpu-test gpu-tune gpu-bench gpu-train nightly clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/demo.py --output $(DEMO)
+
+smollm: $(VENV)/.ready  # SmolLM2-135M-Instruct into the cache folder, once; prints its folder
+	@$(RUN) tools/smollm.py
 
 test: $(VENV)/.ready-dev lint
 	$(PYTEST) -m "not slow and not gpu and not sglang"

@@ -26,8 +26,11 @@ _CHUNK = 1 << 22
 def check_model_path(path: str | os.PathLike[str]) -> None:
     """FileNotFoundError for a path that looks like a folder and has no config.json; other names are hub ids.
 
-    transformers takes a missing folder for a hub id, and reports a connection error.
+    transformers takes a missing folder for a hub id, and reports a connection error. ValueError for a GGUF file.
     """
+    if str(path).endswith(".gguf"):
+        what = "rlkit reads folders saved by save_pretrained; docs/models.md has the lines that convert it"
+        raise ValueError(f"model {str(path)!r} is a GGUF file: {what}")
     looks_local = os.path.isabs(path) or str(path).startswith((".", "~")) or Path(path).exists() or "/" not in str(path)
     if looks_local and not (Path(path) / "config.json").is_file():
         what = "a folder without config.json" if Path(path).is_dir() else "no folder"

@@ -180,6 +180,7 @@ print(gc.collect() > 0)
 
 WRONG = [
     ("--model", "{task}/none", "no folder"),
+    ("--model", "{task}/smol.gguf", "is a GGUF file"),
     ("--output", "{task}", "holds a run"),
     ("--data", "{task}/none.jsonl", "no such file"),
     ("--data", "{task}/broken.jsonl", "broken.jsonl, line 2"),
