@@ -25,6 +25,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def main() -> None:
+    """Print the folder of the model; make it if it does not exist."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else cache_folder() / "SmolLM2-135M-Instruct"
     if not (folder / "config.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +70,7 @@ def convert(file: Path, target: Path) -> None:
 
 
 def note(text: str) -> None:
+    """Print a line of progress."""
     sys.stderr.write(f"{text}\n")
 
 
