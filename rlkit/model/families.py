@@ -15,7 +15,7 @@ import logging
 import re
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
@@ -48,6 +48,9 @@ _LOGIT_SCALE = {  # model type -> (attribute, power): its logits are those of th
     "granitemoeshared": ("logits_scaling", -1),
     "hyperclovax": ("logits_scaling", 1),
 }
+_SCALES = (
+    r"(_scale_inv|(weight|input)_(scale|zero_point|packed)|[._](scales|qweight|qzeros|g_idx|blocks)|absmax|quant_map)$"
+)
 _proven: set[str] = set()
 VOCAB, WINDOW, SOFTCAP, HEAD_DIM = 64, 4, 2.0, 16
 _HEADS = (
@@ -167,6 +170,7 @@ def check_family(config: Any) -> None:
     """
     if (reason := _why_refused(config)) is not None:
         raise _refusal(config, reason)
+    check_unquantized(config)
 
 
 def check_causal_lm(config: Any) -> None:
@@ -179,7 +183,36 @@ def check_causal_lm(config: Any) -> None:
     remote = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in remote:
         raise _refusal(config, "transformers has no causal language model of this type")
+    model_class = None if remote else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if model_class is not None and model_class.config_class not in (None, *MODEL_FOR_CAUSAL_LM_MAPPING):
+        saved = model_class.config_class.model_type
+        raise _refusal(config, f"an export would be of type {saved!r}, which AutoModelForCausalLM cannot read")
     check_family(config)
+
+
+def check_unquantized(config: Any) -> None:
+    """Refuse quantized weights: they would train as copies in fp32, which an export writes back as codes.
+
+    Errors: ValueError naming the model and the method.
+    """
+    for part in (config, config.get_text_config()):
+        found = getattr(part, "quantization_config", None) or getattr(part, "compression_config", None)
+        if found:
+            fields = found if isinstance(found, dict) else found.to_dict()
+            method = fields.get("quant_method") or "quantized"
+            raise ValueError(
+                f"model {config.name_or_path!r} has {getattr(method, 'value', method)} weights: rlkit trains no "
+                "quantized weights, load the bf16 or fp32 checkpoint of the same model"
+            )
+
+
+def check_leftover(path: Any, names: Iterable[str]) -> None:
+    """Refuse tensors of a checkpoint that the model does not read, if they are the scales of quantized weights."""
+    if scales := sorted(name for name in names if re.search(_SCALES, name)):
+        raise ValueError(
+            f"model {str(path)!r} has {len(scales)} tensors of quantized weights ({scales[0]}), and its config does "
+            "not say how to read them: load the bf16 or fp32 checkpoint of the same model"
+        )
 
 
 def check_architecture(config: Any, *, model_class: Any = None) -> bool:

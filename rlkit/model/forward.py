@@ -17,7 +17,14 @@ from rlkit.files import check_model_path
 from rlkit.kernels.layer import has_kernels
 from rlkit.kernels.linear_logp import FusedLoss, fused_loss, linear_log_kept_mass, linear_logp
 from rlkit.model import dense
-from rlkit.model.families import check_architecture, check_causal_lm, check_loaded, logit_scale, longest_sequence
+from rlkit.model.families import (
+    check_architecture,
+    check_causal_lm,
+    check_leftover,
+    check_loaded,
+    logit_scale,
+    longest_sequence,
+)
 from rlkit.model.lora import adapters, without_adapter
 from rlkit.model.parallelize import device_of, dtype_of, inside, mesh_of
 from rlkit.model.weights import read_small
@@ -97,8 +104,8 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrain
 
     The parameters are fp32, whatever the checkpoint holds: under bf16 compute they are the master weights.
 
-    Errors: FileNotFoundError; ValueError for a model type that cannot be trained packed, and for a checkpoint without
-    some weights (a classifier has no token head), which transformers would initialise at random.
+    Errors: FileNotFoundError; ValueError for a model type that cannot be trained packed, and for a checkpoint that is
+    quantized or lacks some weights (a classifier has no token head), which transformers would initialise at random.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -121,7 +128,7 @@ def read_pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> 
 
     The progress bar of transformers is shown only for checkpoints that take seconds: above 1 GB, or from the hub.
 
-    Errors: ValueError, with the path, for weights that cannot be read.
+    Errors: ValueError, with the path, for weights that cannot be read, have another shape or are quantized.
     """
     from safetensors import SafetensorError
     from transformers.utils import logging
@@ -130,13 +137,19 @@ def read_pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> 
     if Path(path).is_dir() and sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) < 1e9:
         logging.disable_progress_bar()
     try:
-        model, info = kind.from_pretrained(str(path), dtype=torch.float32, output_loading_info=True, **options)
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
+        model, info = kind.from_pretrained(str(path), dtype=torch.float32, **options)
     except SafetensorError as error:
         what = f"its safetensors are damaged ({error}): copy or download it again"
         raise ValueError(f"model {str(path)!r}: {what}") from None
     finally:
         if shown:
             logging.enable_progress_bar()
+    check_leftover(path, info["unexpected_keys"])
+    if wrong := sorted(info["mismatched_keys"]):
+        name, there, here = wrong[0]
+        what = f"{name} is {[*there]} there and {[*here]} in the model of its config"
+        raise ValueError(f"model {str(path)!r}: {what} ({len(wrong)} differences in all)")
     return model, info["missing_keys"]
 
 
@@ -177,8 +190,8 @@ def _check_temperature(batch: Batch, temperature: float) -> None:
     if batch.temperature not in (None, temperature):
         raise ValueError(
             f"the batch was sampled at temperature {batch.temperature:g}, and the log-probs are at {temperature:g}: "
-            f"give both one value, Policy(model, temperature={batch.temperature:g}), or replace(batch, temperature=None) to "
-            "score at another one"
+            f"give both one value, Policy(model, temperature={batch.temperature:g}), or score at another one by "
+            "replace(batch, temperature=None)"
         )
 
 

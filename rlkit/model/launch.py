@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,17 +41,25 @@ def choose_device(device: str | None, dtype: str | None, *, cuda: bool, bf16: bo
 
 
 def load_policy(
-    path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32", lora_rank: int = 0
+    path: str | os.PathLike[str],
+    args: ParallelArgs,
+    *,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    lora_rank: int = 0,
+    lora_targets: Sequence[str] = (),
 ) -> Any:
     """The model of a script's flags: `load_parallel` on many ranks, `load_model` in a plain process.
 
-    With `lora_rank` only adapters of that rank train (alpha is twice the rank).
+    With `lora_rank` only adapters of that rank train (alpha is twice the rank), on the modules `lora_targets` (none:
+    all linear layers).
     """
     mesh = open_mesh(args, device=device)
     if mesh is not None:
-        return load_parallel(path, mesh, lora_rank=lora_rank, **_options(args, dtype))
+        return load_parallel(path, mesh, lora_rank=lora_rank, lora_targets=lora_targets, **_options(args, dtype))
     model = load_model(path, device=device)
-    return add_lora(model, rank=lora_rank, alpha=2 * lora_rank) if lora_rank else model
+    targets = [*lora_targets] or "all-linear"
+    return add_lora(model, rank=lora_rank, alpha=2 * lora_rank, targets=targets) if lora_rank else model
 
 
 def reference_of(model: Any, given: str | None, *, path: str, load: Callable[..., Any]) -> Any:
@@ -105,14 +113,15 @@ def report_model(model: Any, *, dtype: str, name: str = "model") -> None:
     params = {key: facts for stage in each_stage(of_stage, mesh=mesh) for key, facts in stage.items()}
     trained = sum(num for num, trains in params.values() if trains)
     lora = sum(num for key, (num, _) in params.items() if ".lora_" in key)
-    modules = sum(".lora_A." in key for key in params)
-    what = f"LoRA of rank {lora_config(model).r} on {modules} modules" if lora else "all weights"
+    modules = [key.split(".lora_A.")[0] for key in params if ".lora_A." in key]
+    kinds = ": " + ", ".join(sorted({key.rpartition(".")[2] for key in modules})) if lora else ""
+    what = f"LoRA of rank {lora_config(model).r} on {len(modules)} modules" if lora else "all weights"
     where = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
     where += ", without C kernels (docs/kernels.md)" if device.type == "cpu" and library() is None else ""
     where += f" and {world_size() - 1} other ranks" if world_size() > 1 else ""
     if rank() == 0:
         size = sum(num for num, _ in params.values()) - lora
-        text = f"{name}: {size:,} parameters on {where}, {dtype}; trains {what} ({trained:,} parameters)\n"
+        text = f"{name}: {size:,} parameters on {where}, {dtype}; trains {what} ({trained:,} parameters){kinds}\n"
         sys.stdout.write(text)
         sys.stdout.flush()
 

@@ -7,13 +7,16 @@
     save_adapter(model, folder)                              # a few MB, which `peft` and engines load
 
 `stream_weights` and `export_hf` merge: W + (alpha / rank) B A, in fp32, then cast. Checkpoints hold base weights and
-adapters. Not supported with tensor parallel, and on fused expert weights, which are not linear layers.
+adapters. Only `nn.Linear` layers can have one: fused expert weights, routers with a forward of their own and the
+transposed layers of GPT-2 are refused by name. Not supported with tensor parallel.
 Reference: arXiv:2106.09685
 """
 
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,15 +51,60 @@ def add_lora(
 
     b starts at 0, so the outputs do not change until the first step. a depends only on `seed` and the layer's name, in
     any layout. `targets`: module names as in peft, such as ["q_proj", "v_proj"]; "all-linear" is all but the head.
+
+    Errors: ValueError for a target that the model lacks or peft refuses, and for one that is not a linear layer, with
+    the names of those that are.
     """
     peft = optional("peft", "lora", "LoRA needs")
     import torch.distributed.tensor  # peft reads it as an attribute
 
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
-    with torch.random.fork_rng(devices=[]):
-        peft.inject_adapter_in_model(config, model)
+    _check_names(model, targets)
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The following|fan_in_fan_out")  # of layers refused below
+            peft.inject_adapter_in_model(config, model)
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"LoRA on {type(model).__name__}: {str(error).splitlines()[0]}") from error
+    _check_layers(model)
     reset_adapters(model, seed=seed)
     return model
+
+
+def _check_names(model: nn.Module, targets: str | list[str]) -> None:
+    """Refuse a name that no module has: peft ignores it, as long as another one fits."""
+    names = [name for name, _ in model.named_modules()]
+    for target in [] if isinstance(targets, str) else targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            linear = ", ".join(sorted({n.rpartition(".")[2] for n, m in model.named_modules() if is_linear(m)}))
+            raise ValueError(f"LoRA target {target!r}: the model has no such module; its linear layers: {linear}")
+
+
+def _check_layers(model: Any) -> None:
+    """Refuse adapters that the forward would ignore or an export lose: those of anything but linear layers."""
+    from peft.tuners.lora import Linear, LoraLayer
+
+    head, fine, wrong = model.get_output_embeddings(), set(), {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer) and not isinstance(getattr(layer, "base_layer", None), LoraLayer):
+            base = layer.get_base_layer()
+            if isinstance(layer, Linear) and is_linear(base) and layer is not head:
+                fine.add(name.rpartition(".")[2])
+            else:
+                path = re.sub(r"\.\d+(?=\.|$)", ".*", name).removesuffix(".base_layer")
+                wrong[path] = "the head" if layer is head else type(base).__name__
+    if wrong:
+        names = " and ".join(f"{path} ({kind})" for path, kind in wrong.items())
+        names_of_experts = {"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}  # for peft, in a MoE
+        others = ", ".join(sorted(fine - names_of_experts)) or "none, so train all weights"
+        raise ValueError(
+            f"LoRA adapts linear layers only, not {names}; layers to name as targets (--lora-targets): {others}"
+        )
+
+
+def is_linear(module: Any) -> bool:
+    """Whether the module computes W x + b: an `nn.Linear`, or a subclass with its forward."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def lora_config(model: Any) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rlkit.model.families import check_causal_lm, check_family, check_loaded
+from rlkit.model.families import check_causal_lm, check_family, check_leftover, check_loaded
 from rlkit.parallel.attention import register
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import read_experts, split_experts
@@ -247,12 +247,14 @@ def tie(model: Any) -> None:
         model.get_output_embeddings().weight = model.base_model.embed_tokens.weight
 
 
-def load_parallel(path: str | os.PathLike[str], mesh: Mesh, *, lora_rank: int = 0, **options: Any) -> Any:
+def load_parallel(
+    path: str | os.PathLike[str], mesh: Mesh, *, lora_rank: int = 0, lora_targets: Sequence[str] = (), **options: Any
+) -> Any:
     """A causal LM from a folder or hub id, cut over the mesh; no rank ever holds the whole model.
 
     It is built on the meta device and cut; then each rank reads its shards from the safetensors files. `options` are
-    those of `parallelize`. A hub id is downloaded once per node. With `lora_rank` only adapters of that rank train (see
-    `rlkit.model.lora`; alpha is twice the rank).
+    those of `parallelize`. A hub id is downloaded once per node. With `lora_rank` only adapters of that rank train, on
+    the modules `lora_targets` (see `rlkit.model.lora`; alpha is twice the rank; none: all linear layers).
 
     Errors: those of `parallelize`; FileNotFoundError for a folder without config or weights; ValueError naming weights
     that the files lack or hold in another shape.
@@ -272,7 +274,7 @@ def load_parallel(path: str | os.PathLike[str], mesh: Mesh, *, lora_rank: int = 
     if (folder / "generation_config.json").is_file():  # an export must keep the stop tokens
         model.generation_config = GenerationConfig.from_pretrained(folder)
     if lora_rank:
-        add_lora(model, rank=lora_rank, alpha=2 * lora_rank)
+        add_lora(model, rank=lora_rank, alpha=2 * lora_rank, targets=[*lora_targets] or "all-linear")
     parallelize(model, mesh, **options)
     read_weights(model, folder, device="cpu" if options.get("offload") else mesh.device)
     reset_adapters(model)
@@ -300,6 +302,7 @@ def read_weights(model: Any, folder: Path, *, device: torch.device | str) -> Non
         del weights[name]
     reader = dcp.HuggingFaceStorageReader(str(folder))
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    check_leftover(folder, stored.keys() - weights.keys())
     wrong = [f"{name} is missing" for name in weights if name not in stored]
     wrong += [
         f"{name} is {list(stored[name].size)} there and {list(x.shape)} in the model"

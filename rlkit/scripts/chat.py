@@ -190,7 +190,8 @@ def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any
     if newest is None or "critic_lr" in kept or kept.get("ref_sync_steps"):
         what = "no model/ yet, and no checkpoint of the policy alone: wait for the run's end, or resume it (--resume)"
         raise FileNotFoundError(errno.ENOENT, what, str(folder))
-    model = load_policy(kept["model"], ParallelArgs(), device=device, lora_rank=kept.get("lora_rank", 0))
+    lora: dict[str, Any] = {name: kept[name] for name in ("lora_rank", "lora_targets") if name in kept}
+    model = load_policy(kept["model"], ParallelArgs(), device=device, **lora)
     load_checkpoint(newest, model=model, optimizer=None)
     sys.stderr.write(f"{folder} has no model/ yet: this is its checkpoint {newest.name}\n")
     return model, AutoTokenizer.from_pretrained(kept["model"])

@@ -120,10 +120,13 @@ class Lora:
     """LoRA adapters (needs peft)."""
 
     lora_rank: CountOr0 = 0
-    """rank of LoRA adapters on all linear layers, which alone are trained; 0: train all weights"""
+    """rank of LoRA adapters, which alone are trained; 0: train all weights"""
+    lora_targets: tuple[str, ...] = ()
+    """names of the linear layers that get an adapter, e.g. q_proj v_proj; none: all but the head"""
 
     def __post_init__(self) -> None:
         check(self)
+        refuse_if(self.lora_targets and not self.lora_rank, "`lora_targets` is for `lora_rank`: give one")
         refuse_if(self.lora_rank and not find_spec("peft"), lacks("peft", "lora", "`lora_rank` needs"))
 
 
@@ -225,7 +228,7 @@ def load_policies(args: Any, *, has_reference: bool) -> tuple[Any, Any]:
     from rlkit.model.launch import load_policy, reference_of, report_model
 
     load: Callable[..., Any] = partial(load_policy, **where(args))
-    model = load(args.model.model, lora_rank=args.lora.lora_rank)
+    model = load(args.model.model, lora_rank=args.lora.lora_rank, lora_targets=args.lora.lora_targets)
     report_model(model, dtype=args.optim.dtype)
     if not has_reference:
         return model, None

@@ -65,5 +65,6 @@ def test_what_trains_is_counted_once(tmp_path, capsys):
     trained = 3 * sum(map(sum, shapes))
     report_model(load_policy(tmp_path, ParallelArgs(), lora_rank=3), dtype="bf16", name="critic")
     assert capsys.readouterr().out == (
-        f"critic: {size:,} parameters on cpu, bf16; trains LoRA of rank 3 on 14 modules ({trained:,} parameters)\n"
+        f"critic: {size:,} parameters on cpu, bf16; trains LoRA of rank 3 on 14 modules ({trained:,} parameters): "
+        "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj\n"
     )

@@ -1,0 +1,137 @@
+"""LoRA on every model type that is trained: what is exported is what was trained, or it is refused before training."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from model_types import config_of
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from rlkit.model.families import shrunk
+from rlkit.model.lora import adapters, add_lora
+from rlkit.model.weights import export_hf, stream_weights
+from rlkit.scripts.common import Lora
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+TRAINED = re.findall(r"^\| `([\w-]+)` \| trained", PAGE.read_text(), re.MULTILINE)
+REFUSED = {"gpt2", "gpt-sw3", "phimoe", "mixtral", "qwen3_moe", "olmoe"}  # of the 80, those that are known by hand
+IN_CI = ["llama", "qwen2_moe", "gpt2", "phimoe", "mixtral", "qwen3_moe"]
+IDS = torch.tensor([[5, 9, 3, 20, 31, 8]])
+
+
+def built(model_type):
+    """A small model with large weights."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("not in this version of transformers")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(1)
+        small = shrunk(config_of(model_type))
+        model = hf.AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.2) if p.ndim > 1 else p.add_(0.2 * torch.randn_like(p))
+    return model.eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def trained(model):
+    """Adapters that are no longer 0, which change the logits."""
+    before = logits(model)
+    with torch.no_grad():
+        for adapter in adapters(model).values():
+            adapter.b.normal_(std=0.3)
+    after = logits(model)
+    assert (after - before).abs().max() > 0.01 * before.abs().max()
+    return after
+
+
+def check_export(model, folder):
+    """transformers' own model of the exported folder has the logits of the model with its adapters."""
+    after = trained(model)
+    export_hf(model, None, folder)
+    loaded, info = hf.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert (logits(loaded.eval()) - after).abs().max() < 1e-4 * after.abs().max()
+
+
+def check(model_type, folder):
+    """Exported as trained, or refused in one line; then so with the layers that the message names. True: refused."""
+    model = built(model_type)
+    plain = {name: x.shape for name, x in stream_weights(copy.deepcopy(model))}
+    try:
+        add_lora(model, rank=2)
+    except ValueError as error:
+        (message,) = str(error).splitlines()
+        found = re.fullmatch(
+            r"LoRA adapts linear layers only, not .+ \(\w+\); layers to name as targets \(--lora-targets\): (.+)",
+            message,
+        )
+        assert found, message
+        if not found[1].startswith("none"):
+            model = add_lora(built(model_type), rank=2, targets=found[1].split(", "))
+            check_export(model, folder)
+        return True
+    assert {name: x.shape for name, x in stream_weights(model)} == plain
+    check_export(model, folder)
+    return False
+
+
+@pytest.mark.parametrize("model_type", IN_CI)
+def test_a_model_with_adapters_is_exported_as_it_was_trained_or_refused(model_type, tmp_path):
+    assert check(model_type, tmp_path / "model") == (model_type in REFUSED)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_trained_model_type_is_exported_with_adapters_or_refused(tmp_path):
+    refused = {name for name in TRAINED if name in CONFIG_MAPPING and check(name, tmp_path / name)}
+    assert refused >= REFUSED & set(TRAINED)
+    assert len(refused) < len(TRAINED) / 3
+
+
+def test_the_message_names_modules_and_what_can_be_adapted():
+    with pytest.raises(ValueError, match=r"model\.layers\.\*\.mlp\.experts \(MixtralExperts\)") as error:
+        add_lora(built("mixtral"), rank=2)
+    assert str(error.value).endswith("(--lora-targets): k_proj, o_proj, q_proj, v_proj")
+    with pytest.raises(ValueError, match=r"attn\.c_attn \(Conv1D\).*: none, so train all weights"):
+        add_lora(built("gpt2"), rank=2)
+    with pytest.raises(ValueError, match=r"not model\.layers\.\*\.mlp\.router \(PhimoeTopKRouter\)"):
+        add_lora(built("phimoe"), rank=2)
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["q_proj", "lm_head"]])
+def test_an_adapter_of_the_head_is_refused(targets):
+    """The fused log-probs read the head's weight, so its adapter would train nothing."""
+    with pytest.raises(ValueError, match=r"not lm_head \(the head\)"):
+        add_lora(built("llama"), rank=2, targets=targets)
+
+
+def test_a_target_that_no_module_has_is_refused():
+    """peft ignores it, where another one fits."""
+    with pytest.raises(ValueError, match=r"target 'qproj': the model has no such module; its linear layers: .*q_proj"):
+        add_lora(built("llama"), rank=2, targets=["qproj", "v_proj"])
+    with pytest.raises(ValueError, match=r"^LoRA on LlamaForCausalLM: [^\n]+$"):
+        add_lora(built("llama"), rank=2, targets=["embed_tokens", "norm"])
+
+
+def test_targets_need_a_rank():
+    with pytest.raises(ValueError, match="`lora_targets` is for `lora_rank`"):
+        Lora(lora_targets=("q_proj",))
