@@ -34,9 +34,10 @@ small copy can be built, the model itself is checked at full size, with a warnin
 Rotary frequencies of type `longrope` and `dynamic` depend on the longest sequence of a pack. With these a sequence
 longer than the original context (`original_max_position_embeddings`, or `max_position_embeddings`) is refused.
 
-Quantized checkpoints (fp8, GPTQ, AWQ, bitsandbytes, compressed-tensors, MXFP4) are refused: load the bf16 or fp32 checkpoint of
-the same model. A LoRA adapter needs a linear layer, so `--lora-rank` refuses models whose experts are one fused weight (Mixtral,
-Qwen3-MoE, OLMoE, ...) or whose layers are transposed (GPT-2), and names the layers that `--lora-targets` can adapt.
+Quantized checkpoints (fp8, GPTQ, AWQ, bitsandbytes, compressed-tensors, MXFP4) are refused: load the bf16 or fp32
+checkpoint of the same model. A LoRA adapter needs a linear layer, so `--lora-rank` refuses models whose experts are one
+fused weight (Mixtral, Qwen3-MoE, OLMoE, ...) or whose layers are transposed (GPT-2), and names the layers that
+`--lora-targets` can adapt.
 
 Fewer model types support `tp`, `cp`, `pp` and `ep`: see [parallel.md](parallel.md).
 
