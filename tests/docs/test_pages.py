@@ -6,7 +6,6 @@ import ast
 import contextlib
 import importlib
 import importlib.util
-import os
 import re
 import sys
 from pathlib import Path
@@ -20,8 +19,6 @@ from rlkit.scripts.flags import help_text
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SITE = "https://github.com/rlkit-lm/rlkit/blob/main/"  # of links in README.md, which the package index shows too
-RAW = "https://raw.githubusercontent.com/rlkit-lm/rlkit/main/"  # of its pictures
 FOLDERS = "rlkit|tests|docs|benchmarks|examples|tools"
 
 
@@ -43,27 +40,55 @@ def exists(dotted: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
 def test_every_name_of_a_page_exists(page: Path) -> None:
-    text = page.read_text().replace(SITE, f"{os.path.relpath(ROOT, page.parent)}/").replace(RAW, "")
+    text = page.read_text()
     dotted = set(re.findall(r"\brlkit(?:\.\w+)+", text))
     paths = {m.rstrip(".") for m in re.findall(rf"\b(?:{FOLDERS})/[\w/.*-]+", text)}
-    found = re.findall(r"\]\(([^)#]+)|^\[\w+\]: ([^#\s]+)", text, re.MULTILINE)
-    links = {a or b for a, b in found if not (a or b).startswith("http")}
     targets = set(re.findall(r"`make ([\w-]+)`", text))
     makefile = (ROOT / "Makefile").read_text()
     assert [name for name in sorted(dotted) if not exists(name)] == []
     assert [path for path in sorted(paths) if not list(ROOT.glob(path))] == []
-    assert [link for link in sorted(links) if not (page.parent / link).exists()] == []
     assert [name for name in sorted(targets) if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         ast.parse(code)
 
 
-def test_the_links_of_the_readme_work_on_the_package_index() -> None:
+def links_of(text: str) -> set[str]:
+    """Where a page's links and pictures lead, inline or by reference, outside of code."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    found = re.findall(r"\]\(([^)\s]+)\)|^\[[\w-]+\]: (\S+)$", text, re.MULTILINE)
+    return {inline or reference for inline, reference in found}
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as code hosts make them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+def test_every_link_and_picture_of_a_page_leads_somewhere(page: Path) -> None:
+    """In a clone, without a network: a file of the repository and a heading in it, or an address outside."""
+    for link in links_of(page.read_text()):
+        path, _, anchor = link.partition("#")
+        if path.startswith(("http://", "https://")):
+            continue
+        target = page if not path else page.parent / path
+        assert target.resolve().is_relative_to(ROOT), link
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
+
+
+def test_every_reference_of_the_readme_is_defined_and_used() -> None:
     text = (ROOT / "README.md").read_text()
-    names = dict(re.findall(r"^\[(\w+)\]: (\S+)$", text, re.MULTILINE))
-    targets = [*names.values(), *re.findall(r"\]\(([^)]+)\)", text)]
-    assert [link for link in targets if not link.startswith("https://")] == []
-    assert set(re.findall(r"\]\[(\w+)\]", text)) == set(names)
+    assert set(re.findall(r"\]\[(\w+)\]", text)) == set(re.findall(r"^\[(\w+)\]: ", text, re.MULTILINE))
+
+
+def test_no_file_gives_the_repository_an_address_that_it_does_not_have() -> None:
+    """Once there is one, the package index needs it in README's links, too."""
+    placeholder = re.compile("github" + r"(usercontent)?\.com/[\w.-]+/" + "rlkit(?![\\w-])")
+    files = [ROOT / name for name in ("pyproject.toml", "CITATION.cff", "Makefile", "CHANGELOG.md")]
+    assert [str(f) for f in [*files, *PAGES] if placeholder.search(f.read_text())] == []
 
 
 def test_every_page_is_in_the_index() -> None:
