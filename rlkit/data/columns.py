@@ -19,7 +19,10 @@ MEDIA = (
 )  # fmt: skip
 FLAGS = ("step_loss_mask", "weight", "train", "training", "loss", "loss_mask")  # slime, OpenAI, axolotl, ms-swift
 ROW_ARGS = ("system", "system_prompt", "tools", "functions", "chat_template_kwargs", "enable_thinking")
-GOLD = ("answer", "ground_truth", "solution", "label", "gt_answer", "reward_model")  # read by rewards
+FOR_REWARDS = (
+    "answer", "ground_truth", "solution", "label", "gt_answer", "reward_model", "response", "completion", "output",
+    "chosen", "rejected",
+)  # fmt: skip
 _IDENTITY = re.compile(
     r"(.*_)?(id|idx|index|uuid|guid|hash|source|url|split|license)|dataset(_name)?|extra_info|meta(data)?|ability|"
     r"lang(uage)?|(created|updated)(_at)?|timestamp"

@@ -15,7 +15,7 @@ from rlkit.data import columns, convert
 from rlkit.data.chat import TURN_TEXTS, Message
 from rlkit.data.convert import Converted
 from rlkit.data.load import Row, Rows, column_error, place_of
-from rlkit.data.template import Template
+from rlkit.data.template import ROLES, Template
 
 X = TypeVar("X")
 _log = logging.getLogger("rlkit.data")
@@ -116,7 +116,7 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         turns.append(form.read(row, place, own))
         used = _used(row, form, plain=not template.apply)
         if form is PROMPT:
-            used |= {*columns.GOLD, *(name for form in FORMS for name in form.known(row))}  # for rewards
+            used |= {*columns.FOR_REWARDS}
         texts = [text for turn in turns[-1] for text in (turn.prompt, turn.whole)]
         unused.add(row, used, texts, own.args or ())
     unused.report(rows, rl=PROMPT in forms)
@@ -175,9 +175,14 @@ def source_of(row: Row, place: str) -> Form | None:
     if there.keys() & {*_PROMPT}:
         return next((form for form in fits if form.columns[0][0] == "prompt"), None)
     fits = [form for form in fits if not any(form.known(there) < other.known(there) for other in fits)]
+    said = [str(turn.get("content")) for turn in convert.mappings(convert.messages_of(row.get("conversations")))]
+    if said:  # a question that is also a turn of the conversation
+        fits = [f for f in fits if not any(str(row.get(f.columns[0][0])) in text for text in said)] or fits
     if len({repr(row.get(form.columns[0][0])) for form in fits}) > 1:
         names = " and ".join(f"{form.title} ({', '.join(sorted(form.known(there)))})" for form in fits)
-        raise column_error(place, f"is both {names}", row, "; name the prompt with --rename COLUMN prompt")
+        raise column_error(
+            place, f"is both {names}", row, f"; rename what is not meant, e.g. --rename {fits[-1].columns[0][0]} OTHER"
+        )
     return fits[0] if fits else None
 
 
@@ -273,7 +278,9 @@ def cell(
     there = [name for name in names if name in row]
     if not there:
         lacks = f"no column {names[0]!r}" if len(names) == 1 else f"neither {' nor '.join(map(repr, names))} is there"
-        fix = f"; {form}{_looks(row, form, first)}; a column under another name is renamed with --rename"
+        near = [c for c in row for name in names if c.startswith(f"{name}_") or c.endswith(f"_{name}")]
+        example = f", e.g. --rename {near[0]} {names[0]}" if len(near) == 1 else ""
+        fix = f"; {form}{_looks(row, form, first)}; a column under another name is renamed with --rename{example}"
         if plain and row.get("messages") is not None:
             fix = "; messages need a chat template: drop --no-chat-template (and set tokenizer.chat_template)"
         raise column_error(place, lacks, row, fix)
@@ -290,9 +297,8 @@ def cell(
 def _looks(row: Row, form: Form, first: str = "") -> str:
     """What a row looks like that is not in the `form`, and what reads it; of a form only with all of its columns."""
     own = getattr(row, "own", row)
-    near = max(
-        (known for known in FORMS if not known.missing(own)), key=lambda known: known.likeness(own), default=form
-    )
+    whole = [known for known in FORMS if not known.missing(own) and known.fits(own)]
+    near = max(whole, key=lambda known: known.likeness(own), default=form)
     if near.columns == form.columns:
         return ""
     hint = f"{first}, and all rows must be in one form" if first else near.hint
@@ -419,9 +425,12 @@ def _context(row: Row, place: str, template: Template) -> tuple[str, list[dict[s
 def _prompt(row: Row, place: str, template: Template) -> list[Turn]:
     text, messages = _context(row, place, template)
     if messages and messages[-1]["role"] == "assistant":
+        fix = "drop that message (a known answer belongs in a column of its own)"
+        others = {name: value for name, value in getattr(row, "own", row).items() if name != "messages"}
+        if "messages" in row and any(name in with_prompt(others) for name in _PROMPT):
+            fix = "drop that message, or read the prompt from the other columns with --rename messages OTHER"
         raise ValueError(
-            f"{place}: the conversation ends with an assistant message, so there is nothing to answer; "
-            "drop that message (a known answer belongs in a column of its own)"
+            f"{place}: the conversation ends with an assistant message, so there is nothing to answer; {fix}"
         )
     return [Turn(place, text, empty=all(map(_is_empty, messages)) if messages else not text.strip())]
 
@@ -430,6 +439,7 @@ def _no_answer(row: Row, place: str, roles: Sequence[Any]) -> ValueError:
     if "assistant" in roles:
         return column_error(place, f"needs an assistant message with a message before it, got roles {roles}", row)
     lacks = "no response to train on: needs the column 'completion' or 'response', or an assistant message"
+    lacks += f", got roles {roles}" if {*roles} - {*ROLES} else ""
     return column_error(place, lacks, row, _looks(row, CONVERSATION))
 
 
@@ -441,7 +451,7 @@ def _check_conversation(row: Row, place: str, _plain: bool) -> None:
     label = row.get("label")
     if isinstance(label, bool) or (label is not None and row.get("kto_tag") is not None):
         name = "label" if row.get("kto_tag") is None else "kto_tag"
-        found = f"is one conversation of good and bad ones: column {name!r} is {label}"
+        found = f"is a conversation with a label (column {name!r} is {label}), and sft trains on every row"
         raise column_error(place, found, row, f"; rlkit kto reads it, or --rename {name} OTHER trains all of them")
 
 
@@ -559,7 +569,7 @@ THEIRS = (
     Form("ShareGPT conversation", (("conversations",),), _conversation, _MORE[:3], _SFT, None, convert.sharegpt),
     # LLaMA-Factory data/README.md; databricks/databricks-dolly-15k
     Form(
-        "Alpaca row", (("instruction",), (*_OUTPUT, "input")), _response, ("input", "context", *_MORE), _SFT, None,
+        "Alpaca row", (("instruction",), (*_OUTPUT, "input")), _response, ("input", "context", *_MORE), "", None,
         convert.alpaca,
     ),
     # LLaMA-Factory data/README.md, with the names of its own columns: prompt, query, response

@@ -225,6 +225,9 @@ READ = {
                                    ("<user>Who?;<assistant>Bob;", ["Bob;"])),
     "Numina, RL": ("grpo", {"problem": "2+2", "solution": "It is 4.", "answer": "4",
                             "messages": [user("2+2"), answer("It is 4.")]}, "<user>2+2;<assistant>"),
+    "HotpotQA": ("grpo", {"question": "Who?", "answer": "Bob", "context": {"title": ["a"], "sentences": [["b"]]}},
+                 "<user>Who?;<assistant>"),
+    "Magpie": ("sft", {"instruction": "hi", "response": "yo", "conversations": [human("hi"), gpt("yo")]}, HI_YO),
     "UltraFeedback, RL": ("grpo", {"prompt": "hi", "messages": [user("hi"), answer("yo")]}, "<user>hi;<assistant>"),
 }  # fmt: skip
 
@@ -234,6 +237,7 @@ NAMED = {  # what the screen says of the row above
     ),
     "Dolly": "{file}: column category is not part of the prompt or the response",
     "Hermes": "{file}: column category is not part of the prompt or the response",
+    "HotpotQA": "{file}: column context is not part of the prompt (rewards see all columns)",
     "MMLU": "{file}: column choices is not part of the prompt (rewards see all columns)",
     "a question about a context": "{file}: column context is not part of the prompt or the response",
 }
@@ -286,9 +290,9 @@ REFUSED = {  # script, row, the message after the file and the place
         ": " + PLAIN_CALL.replace("tool_calls", "reasoning_content"),
     ),
     "kto_tag in sft": ("sft", {"conversations": [human("hi"), gpt("no")], "kto_tag": False},
-                       ": is one conversation of good and bad ones: column 'kto_tag' is False; columns found: "
-                       "['conversations', 'kto_tag']; rlkit kto reads it, or --rename kto_tag OTHER trains all of "
-                       "them"),
+                       ": is a conversation with a label (column 'kto_tag' is False), and sft trains on every row; "
+                       "columns found: ['conversations', 'kto_tag']; rlkit kto reads it, or --rename kto_tag OTHER "
+                       "trains all of them"),
     "two system messages": (
         "sft", {"system": "be", "messages": [said("system", "do"), user("hi"), answer("yo")]},
         ": the system message of column 'messages' is another one than that of column 'system'; columns found: "
@@ -306,6 +310,23 @@ REFUSED = {  # script, row, the message after the file and the place
         "'prompt', or train on the two as plain text, as TRL does: --no-chat-template, where their common beginning is "
         "the prompt",
     ),
+    "a conversation of more than the question": (
+        "grpo", {"problem": "2+2", "answer": "4", "messages": [user("2+2, please"), answer("4")]},
+        ": the conversation ends with an assistant message, so there is nothing to answer; drop that message, or read "
+        "the prompt from the other columns with --rename messages OTHER",
+    ),
+    "responses under other names": (
+        "dpo", {"prompt": "hi", "chosen_response": "yo", "rejected_response": "no"},
+        ": no column 'chosen'; columns found: ['chosen_response', 'prompt', 'rejected_response']; a preference pair "
+        "has {messages or prompt, chosen, rejected}, and the row looks most like a prompt; rlkit grpo and ppo read it; "
+        "a column under another name is renamed with --rename, e.g. --rename chosen_response chosen",
+    ),
+    "SQuAD": ("sft", {"context": "Bob is", "question": "Who?", "answers": {"text": ["Bob"]}},
+              ": neither 'messages' nor 'prompt' is there; columns found: ['answers', 'context', 'question']; a "
+              "conversation has {messages or prompt}; a column under another name is renamed with --rename"),
+    "the role of Gemma": ("sft", {"messages": [user("hi"), said("model", "yo")]},
+                          ": no response to train on: needs the column 'completion' or 'response', or an assistant "
+                          "message, got roles ['user', 'model']; columns found: ['messages']"),
     "a conversation without a question": (
         "grpo", {"messages": [user("hi"), answer("yo")]},
         ": the conversation ends with an assistant message, so there is nothing to answer; drop that message (a known "

@@ -375,10 +375,11 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
      "OTHER"),
     ("grpo", [{"question": "hi", "answer": "4", "problem": "what", "solution": "yo"}], (), 1,
      "is both a question with an answer (answer, question) and a problem with a solution (answer, problem, solution); "
-     "columns found: ['answer', 'problem', 'question', 'solution']; name the prompt with --rename COLUMN prompt"),
+     "columns found: ['answer', 'problem', 'question', 'solution']; rename what is not meant, e.g. --rename "
+     "problem OTHER"),
     ("sft", [{"conversations": [human("hi"), gpt("yo")], "instruction": "what", "output": "no"}], (), 1,
      "is both a ShareGPT conversation (conversations) and an Alpaca row (instruction, output); columns found: "
-     "['conversations', 'instruction', 'output']; name the prompt with --rename COLUMN prompt"),
+     "['conversations', 'instruction', 'output']; rename what is not meant, e.g. --rename instruction OTHER"),
     ("grpo", [*[{"question": "hi", "answer": "4"}] * 2, *[{"prompt": "hi"}] * 2], (), 3,
      "is not a question with an answer, as {file}, line 1 is; columns found: ['prompt']; write all rows in one form"),
     ("sft", [GOOD, {"text": "hi"}], (), 2,
