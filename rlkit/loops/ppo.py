@@ -137,7 +137,7 @@ async def ppo(
     first `critic.critic_steps` steps only the critic trains. It is exported to `critic/`. `rollouts` (with `overlap`)
     and `penalties` work as in `rlkit.loops.grpo.grpo`, except that the KL is subtracted from the reward.
 
-    Differs from InstructGPT (arXiv:2203.02155), TRL and verl:
+    Differs from InstructGPT (arXiv:2203.02155):
     1. the critic's targets have lam_value = 1: with 0.95 a final reward is forgotten on the way to a long answer's
        start (VC-PPO, arXiv:2503.01491)
     2. a new critic starts at 0 everywhere, and a truncated answer ends in its value, not in 0 (`bootstrap`)

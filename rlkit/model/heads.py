@@ -34,7 +34,7 @@ from rlkit.types import Batch, Trajectory
 def load_value_model(path: str | os.PathLike[str], *, device: str = "cpu") -> Any:
     """A critic from a folder or hub id. A head that the files lack (a policy's files) starts at 0: all values are 0.
 
-    Differs: TRL and verl initialise the head at random, so the first advantages are noise.
+    Differs: verl initialises the head at random, so the first advantages are noise.
     """
     from transformers import AutoModelForTokenClassification
 

@@ -71,9 +71,8 @@ def linear_logp(
                 mask: on the device of `hidden`, or on the CPU.
                 impl: "reference" (checkpointed log-softmax over chunks of rows), "chunked" (torch, tile by tile) or
                 "triton" (library products and Triton passes over their blocks); default: see `which_impl`.
-    Differs:    from Liger and QuACK: the entropy has a gradient, and any loss may follow (theirs is known in advance,
-                as in `fused_loss`). From verl `FusedLinearForPPO` and TRL: fp32 logits for bf16 models. From apple CCE:
-                no gradient is dropped, and the result is deterministic.
+    Differs:    from verl `FusedLinearForPPO` and TRL: the logits of bf16 models are fp32, not rounded to bf16. From
+                apple CCE: no gradient is dropped, and the result is deterministic.
     Reference:  online softmax, arXiv:1805.02867; recomputing logits in the backward, arXiv:2411.09009 (CCE).
     """
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)

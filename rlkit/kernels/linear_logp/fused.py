@@ -83,7 +83,7 @@ def fused_loss(
     Limits:     equals `(loss_fn(linear_logp(hidden, weight, targets), *row_data)).sum()` and its gradients.
     Precision:  that of `linear_logp`: each gradient is a sum in fp32, rounded once. An upstream gradient other than 1
                 rounds a bf16 gradient once more; fp16 gradients are kept in fp32 until then.
-    Differs:    from Liger's fused GRPO and DPO losses and TRL's: any loss, not one kernel per algorithm.
+    Differs:    from Liger's fused GRPO and DPO losses: any loss, not one kernel per algorithm.
     Reference:  gradients in the forward: Liger kernel, arXiv:2410.10989, fused linear cross entropy.
     """
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)

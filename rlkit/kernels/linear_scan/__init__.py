@@ -41,7 +41,7 @@ def linear_scan(
     Precision:  bf16 and fp16 are computed and returned in fp32; fp64 stays fp64. Runs are bit-identical.
     Args:       cu_seqlens: segment bounds `[N+1]`; None is one segment.  x_end: one value per segment, `[N]`.
                 impl: "reference" (a loop), "blocked" (torch operations) or "triton"; default: see `which_impl`.
-    Differs:    from a Python loop over padded `[B, L]` (TRL, verl, OpenRLHF): time does not depend on the longest row.
+    Differs:    from a Python loop over padded `[B, L]` (verl, OpenRLHF): time does not depend on the longest row.
                 From torch's `associative_scan`: segments, no NaN across packed neighbours, and 1 M tokens on two CPU
                 cores in about 10 ms instead of 200.
     Reference:  G. Blelloch, "Prefix sums and their applications" (1990), section 1.4: first-order recurrences.
