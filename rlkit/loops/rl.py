@@ -136,6 +136,14 @@ async def rl(
         samples = Samples(run, tokenizer, engine=engine, print_steps=rollouts.print_samples_steps)
         watch = nans.Watch(run, task.prompts, tokenizer, skip=rollouts.skip_nan)
 
+        in_time = partial(saving.unless_hung, engine=engine, stop=stop, run=run)
+
+        def save(done: int) -> bool:
+            return saving.save_if_due(
+                run, saver, stop, done, schedule=schedule, stream=stream, **state,
+                state={"controllers": coefficients.to_save(controllers, now)},
+            )  # fmt: skip
+
         async def held_out(done: int) -> dict[str, float]:
             if not task.eval_prompts or not is_due(done, schedule):
                 return {}
@@ -145,8 +153,8 @@ async def rl(
                 max_tokens=max_tokens, mesh=policy.mesh, on_group=partial(samples.completed, step=done),
             )  # fmt: skip
 
-        await engine.update_weights(publish(), version=first)
-        if start < 0 and (scores := await held_out(0)):
+        await in_time(engine.update_weights(publish(), version=first), None)
+        if start < 0 and (scores := await in_time(held_out(0), {})):
             run.log(0, scores)
         signal = Signal()
         async with open_stream(
@@ -159,7 +167,10 @@ async def rl(
             for step in range(first, steps):
                 done, clock = step + 1, Clock()  # `step` is also the version of the weights that sample
                 stream.advance(version=step)
-                groups = await stream.take()
+                if (groups := await in_time(stream.take(), None)) is None:
+                    if step > first:
+                        save(step)
+                    break
                 if not rollouts.overlap:
                     await stream.pause()
                 clock.lap("wait" if rollouts.overlap else "rollout")
@@ -180,20 +191,17 @@ async def rl(
                 if penalties.ref_sync_steps and done % penalties.ref_sync_steps == 0:
                     state["reference"].load_state_dict(policy.model.state_dict())
                 clock.lap("train")
-                await engine.update_weights(publish(), version=done)
+                await in_time(engine.update_weights(publish(), version=done), None)
                 line = finalize(metrics) | {"groups/dropped": stream.num_dropped}
                 line |= {"groups/ready": stream.progress.ready} if rollouts.overlap else {}
                 line |= watch.update(line, step=done) | coefficients.logged(controllers, now)
                 now = coefficients.advance(controllers, now, line, skip_nan=rollouts.skip_nan)
                 clock.lap("sync")
-                line |= await held_out(done)
+                line |= await in_time(held_out(done), {})
                 clock.lap("eval")
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens))
                 signal = report_no_signal(run, batch, before=signal)
-                if saving.save_if_due(
-                    run, saver, stop, done, schedule=schedule, stream=stream, **state,
-                    state={"controllers": coefficients.to_save(controllers, now)},
-                ):  # fmt: skip
+                if save(done):
                     break
         run.plot()
         models = state["model"].items() if isinstance(state["model"], nn.ModuleDict) else ()

@@ -63,6 +63,11 @@ class SharedEngine:
         """The engine's counts; None on the other ranks."""
         return getattr(self.engine, "progress", None)
 
+    @property
+    def silent_s(self) -> float:
+        """Of the engine of rank 0: seconds without any sign of life."""
+        return getattr(self.engine, "silent_s", 0.0)
+
     async def close(self) -> None:
         """Close the engine of rank 0."""
         if self.engine is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,13 +15,41 @@ from rlkit.model.checkpoint import BackgroundSaver, load_latest
 from rlkit.model.lora import adapters, save_adapter
 from rlkit.model.weights import export_hf
 from rlkit.parallel.data import any_rank
-from rlkit.ranks import Stopped, on_all_ranks, on_rank0
+from rlkit.ranks import Stopped, on_all_ranks, on_rank0, world_size
+from rlkit.rollout.engines import EngineError, silence
 from rlkit.rollout.shared import SharedStream
 from rlkit.rollout.stream import GroupStream
 from rlkit.run.console import TRAINING, say
 from rlkit.run.folder import Run, check_folder, hold, open_run
 from rlkit.run.signals import Stop, resume_command, stop_on_interrupt
 from rlkit.settings import Schedule
+
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+
+async def unless_hung(waiting: Awaitable[X], otherwise: Y, *, engine: Any, stop: Stop, run: Run) -> X | Y:
+    """Await what needs the engine; after a stop request give up and return `otherwise`, if the engine is silent for
+    30 s.
+
+    Without a stop request a silent engine is waited for: it may be slow. `silent_s` is an optional member of an engine.
+    Errors: EngineError in place of `otherwise` if there are several ranks, which wait for each other.
+    """
+    task = asyncio.ensure_future(waiting)
+    try:
+        while not (await asyncio.wait({task}, timeout=1.0))[0]:
+            silent_s = getattr(engine, "silent_s", 0.0)
+            if stop.requested and silent_s >= silence.HUNG_AFTER_S:
+                said = f"stopping without the engine, which has not answered for {silent_s:.0f} s"
+                if world_size() > 1:
+                    raise EngineError(said)
+                run.say(said)
+                return otherwise
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
 
 
 @contextmanager

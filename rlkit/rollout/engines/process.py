@@ -12,6 +12,8 @@ each side, between two tokens of the engine, without draining it.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import ctypes
 import itertools
 import math
 import multiprocessing
@@ -20,6 +22,7 @@ import pickle
 import signal
 import socket
 import struct
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.shared_memory import SharedMemory
@@ -29,10 +32,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlkit.rollout.engines import EngineError
 from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.engines.silence import Silence
 from rlkit.types import Completion, Progress, SamplingParams
 
 _HEAD = struct.Struct("!Q")
+_PR_SET_PDEATHSIG = 1
 
 
 class _Piece(NamedTuple):
@@ -64,7 +70,8 @@ async def launch(
     """Start the process and wait until it has loaded the model and tokenizer of the folder `path`.
 
     Further arguments than those of `LocalEngine`: `num_threads` of torch, and the `cpus` it may run on (default: all).
-    The child ends with this process, also when that is killed. A script needs the usual `if __name__ == "__main__":`.
+    The child ends with this process, also when that is killed (on Linux also a child that hangs). A script needs the
+    usual `if __name__ == "__main__":`.
 
     Errors: any error of loading the model; ValueError if the system cannot pin a process to `cpus` (macOS).
     """
@@ -89,6 +96,7 @@ async def launch(
     except BaseException:
         await engine.close()
         raise
+    engine._watch()
     return engine
 
 
@@ -102,6 +110,9 @@ class ProcessEngine:
         self._outbox: list[bytes] = []
         self._shared: SharedMemory | None = None
         self._ended: str | None = None
+        self._silence, self._asked = Silence(f"the engine (process {process.pid})"), False
+        self._watcher: asyncio.Task[None] | None = None
+        atexit.register(process.kill)  # before multiprocessing waits for the child at exit
         self._listener = asyncio.get_running_loop().create_task(self._listen(), name="rlkit-process-engine")
         self.version = 0
         self.progress = Progress(0, 0, 0)
@@ -112,8 +123,13 @@ class ProcessEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which calls have been in flight without any sign of life; 0 if there are none."""
+        return self._silence.seconds
+
     async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
-        """See `LocalEngine.generate`. RuntimeError, in every call, when the process has died."""
+        """See `LocalEngine.generate`. EngineError, a RuntimeError, in every call when the process has died."""
         return await self._ask("generate", list(prompt_ids), params=params, rid=rid)
 
     async def abort(self, rid: str | None = None) -> int:
@@ -128,30 +144,45 @@ class ProcessEngine:
         tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
         ends = list(itertools.accumulate((-(-t.nbytes // 16) * 16 for _, t in tensors), initial=0))
         pieces = [_Piece(n, t.dtype, t.shape, start) for (n, t), start in zip(tensors, ends, strict=False)]
-        block = self._block(ends[-1])
+        block = await self._block(ends[-1])
         for piece, (_, tensor) in zip(pieces, tensors, strict=True):
             piece.view(block).copy_(tensor)
-        await self._ask("update", block.name, pieces, version)
+        await self._ask("update", pieces, version)
         self.version = version
 
     async def close(self) -> None:
-        """End what is in flight as "abort", then the process; one that does not answer for 10 seconds is killed."""
-        if self._waiting and self._ended is None:
+        """End what is in flight as "abort", then the process; one that does not answer for 10 seconds is killed, and
+        one that has hung for longer at once.
+        """
+        hangs = self._silence.hangs
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._waiting and self._ended is None and not hangs:
             with suppress(Exception):  # it dies meanwhile, or nothing is left to wait for
                 await asyncio.wait_for(self.abort(), 10)
                 await asyncio.wait(self._waiting.values(), timeout=10)
         self._ended = self._ended or "the engine is closed"
         self._writer.close()
-        await asyncio.to_thread(self._process.join, 10)
+        await asyncio.to_thread(self._process.join, 0 if hangs else 10)
         if self._process.is_alive():
             self._process.kill()
             await asyncio.to_thread(self._process.join)
         await self._listener
         self._release()
+        atexit.unregister(self._process.kill)
+
+    def _watch(self) -> None:
+        watch = self._silence.watch(self._ping, waiting=lambda: self._waiting and self._ended is None)
+        self._watcher = asyncio.get_running_loop().create_task(watch, name="rlkit-process-engine-watch")
+
+    def _ping(self) -> None:
+        if not self._asked:  # a hanging engine reads none of them
+            self._asked = True
+            self._send("ping", -1, (), {})
 
     async def _ask(self, what: str, *args: Any, **kwargs: Any) -> Any:
         if self._ended is not None:
-            raise RuntimeError(self._ended)
+            raise EngineError(self._ended)
         number = next(self._ids)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         self._send(what, number, args, kwargs)
@@ -179,7 +210,8 @@ class ProcessEngine:
         try:
             while True:
                 for number, answer, progress in await _received(self._reader):
-                    self.progress = progress
+                    self._silence.heard()
+                    self.progress, self._asked = progress, False
                     future = self._waiting.get(number)
                     if future is None or future.done():
                         continue
@@ -192,18 +224,27 @@ class ProcessEngine:
             self._ended = self._ended or f"the engine process has died (exit code {self._process.exitcode})"
             for future in self._waiting.values():
                 if not future.done():
-                    future.set_exception(RuntimeError(self._ended))
+                    future.set_exception(EngineError(self._ended))
 
-    def _block(self, size: int) -> SharedMemory:
+    async def _block(self, size: int) -> SharedMemory:
+        """Shared memory of at least `size` bytes. It has no name once both sides have mapped it, so that the system
+        frees it with the processes, however they end.
+        """
         if self._shared is None or self._shared.size < size:
             self._release()
-            self._shared = SharedMemory(create=True, size=max(1, size))
+            block = SharedMemory(create=True, size=max(1, size))
+            try:
+                await self._ask("map", block.name)
+                self._shared = block
+            finally:
+                block.unlink()
+                if self._shared is None:
+                    block.close()
         return self._shared
 
     def _release(self) -> None:
         if self._shared is not None:
             self._shared.close()
-            self._shared.unlink()
             self._shared = None
 
 
@@ -213,6 +254,7 @@ class _Child:
     def __init__(self, path: str, options: dict[str, Any], device: str) -> None:
         self._path, self._options, self._device = path, options, device
         self._engine: Any = None
+        self._shared: SharedMemory | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def run(self, connection: socket.socket) -> None:
@@ -230,6 +272,8 @@ class _Child:
             if number in self._tasks:
                 self._tasks[number].cancel()
             return
+        if what == "ping":
+            return self._send(number, None)
         work = getattr(self._engine if what in ("generate", "abort") else self, what)(*args, **kwargs)
         task = self._tasks[number] = asyncio.create_task(self._answer(number, work))
         task.add_done_callback(lambda _: self._tasks.pop(number))
@@ -239,6 +283,9 @@ class _Child:
             answer = await work
         except Exception as error:
             answer = _portable(error)
+        self._send(number, answer)
+
+    def _send(self, number: int, answer: Any) -> None:
         progress = Progress(0, 0, 0) if self._engine is None else self._engine.progress
         self._writer.write(_framed([pickle.dumps((number, answer, progress))]))
 
@@ -251,7 +298,13 @@ class _Child:
         tokenizer = AutoTokenizer.from_pretrained(self._path)
         self._engine = LocalEngine(self._model, tokenizer=tokenizer, **self._options)
 
-    async def update(self, block: str, pieces: Sequence[_Piece], version: int) -> None:
+    async def map(self, block: str) -> None:
+        """Open the shared memory of this name, from which `update` copies."""
+        if self._shared is not None:
+            self._shared.close()
+        self._shared = SharedMemory(name=block)
+
+    async def update(self, pieces: Sequence[_Piece], version: int) -> None:
         """Copy the weights without an await, so that the engine takes no step in between."""
         own = self._model.state_dict(keep_vars=True)
         given = {piece.name for piece in pieces}
@@ -259,18 +312,20 @@ class _Child:
             raise ValueError(f"the new weights lack {missing[:4]} ({len(missing)} in all)")
         if wrong := [p.name for p in pieces if p.name not in own or own[p.name].shape != p.shape]:
             raise ValueError(f"the engine's model has no such weights: {wrong[:4]} ({len(wrong)} in all)")
-        shared = SharedMemory(name=block)
+        assert self._shared is not None
         with torch.no_grad():
             for piece in pieces:
-                own[piece.name].copy_(piece.view(shared))
-        shared.close()
+                own[piece.name].copy_(piece.view(self._shared))
         await self._engine.update_weights(version=version)
 
 
 def _serve(
     connection: socket.socket, child: _Child, num_threads: int, cpus: Sequence[int], deterministic: bool
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to handle; a scheduler sends SIGTERM to all processes
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":  # a process that is stopped or hangs would not notice that its parent is gone
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if cpus:
         os.sched_setaffinity(0, cpus)
     torch.set_num_threads(num_threads)

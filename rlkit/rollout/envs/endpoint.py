@@ -241,7 +241,7 @@ def _read(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any] | None,
     _need(
         tools is None or (isinstance(tools, list) and all(map(_is_tool, tools))), "`tools` must be a list of functions"
     )
-    return [_message(m, f"messages[{i}]") for i, m in enumerate(messages)], tools, limit
+    return [_message(m, f"messages[{i}]") for i, m in enumerate(messages or ())], tools, limit
 
 
 def _message(given: Any, place: str) -> dict[str, Any]:

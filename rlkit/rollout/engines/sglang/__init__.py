@@ -166,6 +166,11 @@ class SGLang:
         waiting = min(self._num_waiting, len(self._calls))
         return Progress(len(self._calls) - waiting, waiting, self._num_tokens)
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which a server has left requests without any sign of life; 0 if there are none."""
+        return max(r.silence.seconds for r in [*self._servers.all, *self._serving.all])
+
     async def abort(self, rid: str | None = None) -> int:
         """End the request `rid` (None: all of this engine's): its caller gets the tokens so far, as "abort".
 

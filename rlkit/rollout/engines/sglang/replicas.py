@@ -6,16 +6,18 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
 from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done, reading, whole_number
 from rlkit.rollout.engines.sglang.checks import vocab_size
 from rlkit.rollout.engines.sglang.wire import ServerLimits, parse_version
+from rlkit.rollout.engines.silence import Silence
 
 CONTROL_TIMEOUT = 600.0
+HEALTH_TIMEOUT = 20.0
 MAX_RANKS = 1 << 16
 _log = logging.getLogger("rlkit.rollout")
 
@@ -32,6 +34,9 @@ class Replica:
         self.model_path: str | None = None
         self.last_reply = 0.0
         self.question: asyncio.Task[None] | None = None
+        self.silence = Silence(f"the SGLang server {self.url}")
+        self._num_posts = 0
+        self._ping: asyncio.Task[None] | None = None
 
     async def post(self, path: str, body: Any, *, timeout: float = CONTROL_TIMEOUT) -> Any:
         """The server's reply; see `Http.request`. Repeated while the server is busy."""
@@ -39,7 +44,38 @@ class Replica:
 
     async def post_once(self, path: str, body: Any, *, timeout: float) -> Any:
         """The server's reply, or `Busy`."""
-        return await self._http.request(self.url + path, body, timeout=timeout)
+        with self._watched():
+            try:
+                reply = await self._http.request(self.url + path, body, timeout=timeout)
+            except (Busy, Refused):
+                self.silence.heard()
+                raise
+        self.silence.heard()
+        return reply
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Inside the block, which awaits an answer, the server's silence is counted."""
+        self._num_posts += 1
+        if self._num_posts == 1:
+            watch = self.silence.watch(self._ask_health, waiting=lambda: True)
+            self._watcher = asyncio.get_running_loop().create_task(watch, name="rlkit-sglang-watch")
+        try:
+            yield
+        finally:
+            self._num_posts -= 1
+            if not self._num_posts:
+                self._watcher.cancel()
+                self.silence.seconds = 0.0
+
+    def _ask_health(self) -> None:
+        async def ask() -> None:
+            with suppress(ReplicaError, TimeoutError):  # a paused server generates nothing, so it is not "healthy"
+                await self.get("/model_info" if self.paused else "/health", timeout=HEALTH_TIMEOUT)
+                self.silence.heard()
+
+        if self._ping is None or self._ping.done():
+            self._ping = asyncio.get_running_loop().create_task(ask(), name="rlkit-sglang-health")
 
     async def get(self, path: str, *, timeout: float) -> dict[str, Any]:
         """The object that the server answers; {} where it answers nothing or does not have the page.
