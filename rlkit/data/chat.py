@@ -60,8 +60,9 @@ def render_text(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            "the tokenizer has no chat_template: set tokenizer.chat_template, take an instruction-tuned model's "
-            "tokenizer, or use plain text with apply_chat_template=False (scripts: --no-chat-template)"
+            "the tokenizer has no chat_template: give one (rlkit.data.template_files.set_template; scripts: "
+            "--chat-template FILE), take an instruction-tuned model's tokenizer, or use plain text with "
+            "apply_chat_template=False (scripts: --no-chat-template)"
         )
     apply: Any = tokenizer.apply_chat_template
     options = {"tools": None if tools is None else list(tools), "add_generation_prompt": add_generation_prompt}

@@ -282,7 +282,7 @@ def cell(
         example = f", e.g. --rename {near[0]} {names[0]}" if len(near) == 1 else ""
         fix = f"; {form}{_looks(row, form, first)}; a column under another name is renamed with --rename{example}"
         if plain and row.get("messages") is not None:
-            fix = "; messages need a chat template: drop --no-chat-template (and set tokenizer.chat_template)"
+            fix = "; messages need a chat template: drop --no-chat-template, or give --chat-template FILE"
         raise column_error(place, lacks, row, fix)
     name = next((name for name in there if row[name] is not None), there[0])
     value = row[name]

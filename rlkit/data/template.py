@@ -58,9 +58,9 @@ class Template:
         """The conversation as text, with the generation prompt if `opened`. Errors name the row."""
         if not self.source:
             raise ValueError(
-                f"{place}: a chat template is needed, and the tokenizer has none: set tokenizer.chat_template and save "
-                "it with the model, or use an instruction-tuned model; with --no-chat-template, strings are plain text "
-                "and, in RL, so are the joined contents of messages"
+                f"{place}: a chat template is needed, and the tokenizer has none: give one with --chat-template FILE "
+                "(in Python: rlkit.data.template_files.set_template), or use an instruction-tuned model; with "
+                "--no-chat-template, strings are plain text and, in RL, so are the joined contents of messages"
             )
         messages = [self._with_known_role(message) for message in messages]
         for role in {message["role"] for message in messages}.difference(ROLES):

@@ -1,6 +1,7 @@
 """The run folder: metrics, samples and checkpoints of a run, each step written once despite interruptions.
 
     args.json                          the flags of the run
+    chat_template.json                 the template of --chat-template, if one was given
     metrics.jsonl                      one line per step; keys that depend on the clock are named time/...
     trajectories/train_000010.jsonl    samples that step 10 trained on, one line each; also eval_sampled_000010.jsonl,
                                        eval_greedy_..., and dropped_... for groups that dynamic sampling dropped

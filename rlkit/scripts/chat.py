@@ -27,6 +27,7 @@ import tyro
 
 from rlkit.scripts.cli import run
 from rlkit.scripts.common import Data, check_device
+from rlkit.scripts.flags import ChatTemplate
 from rlkit.settings import Count, NotNegative, ParallelArgs, SamplingParams, check, refuse_if
 
 
@@ -44,8 +45,8 @@ class Args:
     """sampling temperature (0: greedy); None: the run's, else 1"""
     max_new_tokens: Count | None = None
     """maximum tokens of an answer; None: the run's, else 1024"""
-    chat_template: bool = True
-    """render with the model's chat template; off for base models, which continue each prompt as plain text"""
+    chat_template: ChatTemplate = True
+    """file of a chat template; True: the run's; False: each prompt is continued as plain text (base models)"""
     template_args: str | None = None
     """JSON object of further arguments of the chat template; None: the run's"""
     device: str | None = None
@@ -131,14 +132,18 @@ def main(args: Args) -> None:
     folder, live = Path(args.run), args.prompt is None and sys.stdin.isatty() and sys.stdout.isatty()
     flags = folder / "args.json"
     kept = json.loads(flags.read_text()) if flags.is_file() else {}
+    template = kept.get("chat_template", True) if args.chat_template is True else args.chat_template
     given = {name: value for name, value in vars(args).items() if value is not None}
-    options = {**kept, **given, "chat_template": args.chat_template and kept.get("chat_template", True)}
+    options = {**kept, **given, "chat_template": template}
     rendering = {n: options[n] for n in ("system_prompt", "template_args", "chat_template") if n in options}
     data = Data("-", **rendering)
     model, tokenizer = load(folder, kept, device=args.device)
     from rlkit.data.chat import stop_token_ids
+    from rlkit.data.template_files import set_template
     from rlkit.rollout.engines.local import LocalEngine
 
+    if isinstance(args.chat_template, str):
+        set_template(tokenizer, args.chat_template)
     ends = stop_token_ids(tokenizer, model.config, model.generation_config) if data.chat_template else ()
     ends = (*ends, *kept.get("stop_token_ids", ()))
     sampling = {n: options[n] for n in ("temperature", "max_new_tokens", "top_p", "top_k") if n in options}
@@ -176,6 +181,7 @@ def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any
     import torch
     from transformers import AutoTokenizer
 
+    from rlkit.data.template_files import KEPT, read_template
     from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint
     from rlkit.model.launch import choose_device, load_policy
 
@@ -194,7 +200,10 @@ def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any
     model = load_policy(kept["model"], ParallelArgs(), device=device, **lora)
     load_checkpoint(newest, model=model, optimizer=None)
     sys.stderr.write(f"{folder} has no model/ yet: this is its checkpoint {newest.name}\n")
-    return model, AutoTokenizer.from_pretrained(kept["model"])
+    tokenizer = AutoTokenizer.from_pretrained(kept["model"])
+    if isinstance(kept.get("chat_template"), str):
+        tokenizer.chat_template = read_template(folder / KEPT)[0]
+    return model, tokenizer
 
 
 def write(text: str) -> None:

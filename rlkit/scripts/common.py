@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import Any
 from rlkit._extras import lacks
 from rlkit.files import check_model_path
 from rlkit.scripts.cli import flags_of
+from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.imports import defer_compiler, no_collections, remember_names
 from rlkit.settings import Count, CountOr0, Optim, ParallelArgs, Schedule, check, refuse_if
 
@@ -54,8 +56,8 @@ class Data:
     """held-out data, in the same formats; of several splits the only test or validation split. None: no evaluation"""
     system_prompt: str | None = None
     """system message for conversations that have none"""
-    chat_template: bool = True
-    """render with the model's chat template; off for base models and plain strings"""
+    chat_template: ChatTemplate = True
+    """file of a chat template; True: the model's own; False: none, strings are plain text (base models)"""
     template_args: str = "{}"
     """JSON object of further arguments of the chat template, e.g. {"enable_thinking": false} for Qwen3"""
 
@@ -80,7 +82,7 @@ class Data:
         if self.eval_data:
             held_out = load_rows(self.eval_data, rename=self.rename, limit=limit, held_out=True)
         for part in (rows, held_out):
-            check_columns(part, *forms, apply_chat_template=self.chat_template)
+            check_columns(part, *forms, apply_chat_template=bool(self.chat_template))
         for column in mixed_types(rows) if PROMPT in forms else ():
             log.warning("%s: a reward sees the value of each row as it is", column)
         if both := [name for name in rows.sources if name in held_out.sources]:
@@ -136,6 +138,7 @@ def begin(args: Any) -> Any:
     Errors: ValueError for a device that torch does not have, FileNotFoundError for a model folder that does not exist,
     and the errors of `rlkit.run.folder.keep_args`.
     """
+    from rlkit.data.template_files import keep_template, read_template
     from rlkit.run.console import say
     from rlkit.run.cores import choose_threads
     from rlkit.run.folder import check_folder, keep_args, read_args
@@ -144,6 +147,8 @@ def begin(args: Any) -> Any:
     args = replace(args, data=args.data.expanded())
     check_model_path(args.model.model)  # and the folder: before torch is loaded
     check_folder(args.schedule.output, resume=args.schedule.resume)
+    file = template_file(args)
+    template = read_template(file) if file else None
     remember_names()
     import torch
 
@@ -165,6 +170,10 @@ def begin(args: Any) -> Any:
         if line:
             say(line)
     keep_args(args.schedule.output, flags, script=script, resume=args.schedule.resume)
+    if template is not None and os.environ.get("RANK", "0") == "0":
+        changed = keep_template(args.schedule.output, template[0])
+        if changed and args.schedule.resume:
+            say(f"resumed with the chat template of {template[1]}, which has changed")
     torch.manual_seed(args.schedule.seed)
     if args.model.deterministic:
         make_deterministic(args.schedule.seed)
@@ -217,6 +226,17 @@ def note_strings(data: Data, rows: list[dict[str, Any]]) -> None:
         )
 
 
+def template_file(args: Any) -> Path | None:
+    """The file of --chat-template, or the copy in the folder of a resumed run where that file is gone."""
+    from rlkit.data.template_files import KEPT
+
+    given, kept = args.data.chat_template, args.schedule.output / KEPT
+    if isinstance(given, bool):
+        return None
+    gone = args.schedule.resume and kept.exists() and not Path(given).expanduser().exists()
+    return kept if gone else Path(given)
+
+
 def where(args: Any) -> dict[str, Any]:
     """Arguments of `rlkit.model.launch.load_policy`, `load_critic` and `load_judge` from the flags."""
     return {"args": args.model.parallel, "device": args.model.device, "dtype": args.optim.dtype}
@@ -230,18 +250,41 @@ def load_policies(args: Any, *, has_reference: bool) -> tuple[Any, Any]:
     load: Callable[..., Any] = partial(load_policy, **where(args))
     model = load(args.model.model, lora_rank=args.lora.lora_rank, lora_targets=args.lora.lora_targets)
     report_model(model, dtype=args.optim.dtype)
+    stop_at_template(model, args)
     if not has_reference:
         return model, None
     return model, reference_of(model, args.reference, path=args.model.model, load=load)
 
 
-def load_tokenizer(path: str, *others: str | None) -> Any:
-    """The tokenizer of the model at `path`; ValueError if one of the models `others` has another vocabulary."""
+def stop_at_template(model: Any, args: Any) -> None:
+    """Let the exported model stop at the end of turn of --chat-template too, wherever it is served."""
+    config = getattr(model, "generation_config", None)
+    if (file := template_file(args)) is None or config is None:
+        return
+    from transformers import AutoTokenizer
+
+    from rlkit.data.chat import stop_token_ids
+    from rlkit.data.template_files import read_template
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model.model)
+    tokenizer.chat_template = read_template(file)[0]
+    ends = list(stop_token_ids(tokenizer, model.config, config))
+    config.update(eos_token_id=ends, _from_model_config=False)  # True: `generate` may go back to config.json's eos
+
+
+def load_tokenizer(path: str, *others: str | None, chat_template: str | Path | None = None) -> Any:
+    """The tokenizer of the model at `path`, with the template of the file `chat_template` (see `set_template`).
+
+    ValueError if one of the models `others` has another vocabulary.
+    """
     from transformers import AutoTokenizer
 
     from rlkit.data.chat import check_same_tokens
+    from rlkit.data.template_files import set_template
 
     tokenizer = AutoTokenizer.from_pretrained(path)
+    if chat_template is not None:
+        set_template(tokenizer, chat_template)
     for other in others:
         if other:
             check_same_tokens(tokenizer, other)
@@ -256,12 +299,12 @@ def offline(
     rows, held_out = args.data.rows(*forms)
     warn_of_warmup(args.optim, args.schedule)
     args = begin(args)
-    tokenizer = load_tokenizer(args.model.model, reference)
+    tokenizer = load_tokenizer(args.model.model, reference, chat_template=template_file(args))
     render: dict[str, Any] = {
         "tokenizer": tokenizer,
         "max_example_tokens": args.examples.max_example_tokens,
         "system_prompt": args.data.system_prompt,
-        "apply_chat_template": args.data.chat_template,
+        "apply_chat_template": bool(args.data.chat_template),
         "template_args": args.data.template() or None,
     }
     examples = read(rows, **render)[0]

@@ -17,12 +17,28 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from rlkit.settings import refuse_if
+
+_TEMPLATE = (
+    "chat template for a model without one, or in place of its own: a Jinja file, a tokenizer_config.json or "
+    "chat_template.json, or a folder with one of them"
+)
+_NO_TEMPLATE = "take prompts and responses as plain text (base models, strings)"
+
+
+def _two_flags(chat_template: str | None = None, no_chat_template: bool = False) -> str | bool:
+    refuse_if(chat_template is not None and no_chat_template, "give --chat-template FILE or --no-chat-template")
+    return not no_chat_template if chat_template is None else chat_template
+
+
 try:
     from tyro.conf import Positional, arg
 
     FLAT: Any = arg(name="")
+    TEMPLATE: Any = arg(name="", constructor=_two_flags)
 except ModuleNotFoundError:  # a machine without a command line can still call `main(Args(...))`
-    FLAT = Positional = None
+    FLAT = TEMPLATE = Positional = None
+ChatTemplate = Annotated[str | bool, TEMPLATE]  # --chat-template FILE and --no-chat-template
 
 MAIN = ("model", "data", "reward", "eval_data", "steps", "output")  # the first flags of `--help`
 
@@ -36,6 +52,7 @@ class Flag(NamedTuple):
     kind: type
     positional: str = ""
     aliases: tuple[str, ...] = ()
+    text: str = ""  # its help; "": the string below the field
 
     def __str__(self) -> str:
         return self.positional or f"--{self.name.replace('_', '-')}"
@@ -65,6 +82,9 @@ def list_flags(settings: Any, prefix: str = "") -> Iterator[Flag]:
         if is_dataclass(hint):
             inner = hint if default is MISSING else default
             yield from list_flags(inner, prefix if any(note is FLAT for note in notes) else f"{prefix}{f.name}.")
+        elif any(note is TEMPLATE for note in notes):
+            yield Flag(f"{prefix}{f.name}", Path, None, kind, text=_TEMPLATE)
+            yield Flag(f"{prefix}no_{f.name}", bool, False, kind, text=_NO_TEMPLATE)
         elif not _in_python_only(hint):
             names = [getattr(note, "metavar", None) for note in notes]
             positional = next(filter(None, names), f.name.upper()) if any(n is Positional for n in notes) else ""
@@ -236,7 +256,7 @@ def help_text(kind: type, description: str | None, *, program: str, width: int) 
     for block in (description or "").strip().split("\n\n"):
         indented = block.startswith("    ")
         parts.append(block if indented else _wrapped(" ".join(block.split()), width))
-    docs = {flag.name: _documented(flag.kind).get(flag.name.rpartition(".")[2], "") for flag in flags}
+    docs = {flag.name: flag.text or _documented(flag.kind).get(flag.name.rpartition(".")[2], "") for flag in flags}
     for title, group in _groups(kind, flags):
         rows = [_row(flag, docs[flag.name], flags, width) for flag in group]
         parts.append("\n".join([_wrapped(f"{title}:", width), *rows]))

@@ -9,7 +9,8 @@ from __future__ import annotations
 FLAGS = {  # the flag here: the first of several ("a | b") that the script has, and what to give it
     # TRL and transformers
     "beta": "kl_coef", "bf16": "dtype bf16", "center_rewards_coefficient": "center_coef",
-    "chat_template_kwargs": "template_args", "cliprange": "clip_low and --clip-high", "cliprange_value": "value_clip",
+    "chat_template_kwargs": "template_args", "chat_template_path": "chat_template FILE",
+    "cliprange": "clip_low and --clip-high", "cliprange_value": "value_clip",
     "dataset_config": "data OWNER/NAME:CONFIG:SPLIT", "dataset_name": "data",
     "dataset_test_split": "eval_data OWNER/NAME:CONFIG:SPLIT", "dataset_train_split": "data OWNER/NAME:CONFIG:SPLIT",
     "epsilon": "clip_low", "epsilon_high": "clip_high", "eval_strategy": "eval_steps",
@@ -48,9 +49,11 @@ FLAGS = {  # the flag here: the first of several ("a | b") that the script has, 
     "train_batch_size": "batch_size | prompts_per_step", "train_files": "data",
     "ulysses_sequence_parallel_size": "parallel.cp and --parallel.ulysses", "use_kl_loss": "kl_coef",
     "val_files": "eval_data", "critic_warmup": "critic_steps",
+    "custom_chat_template": "chat_template FILE",
     # OpenRLHF
+    "input_template": "chat_template FILE (Jinja, not a format string)",
     "actor_learning_rate": "lr", "adam_offload": "parallel.offload", "advantage_estimator": "baseline",
-    "apply_chat_template": "chat_template", "critic_learning_rate": "critic_lr", "critic_pretrain": "critic",
+    "critic_learning_rate": "critic_lr", "critic_pretrain": "critic",
     "dataset": "data", "eps_clip": "clip_low", "eps_clip_low_high": "clip_low and --clip-high",
     "eval_dataset": "eval_data", "generate_max_len": "max_new_tokens", "init_kl_coef": "kl_coef",
     "l2": "weight_decay", "load_checkpoint": "resume", "lr_warmup_ratio": "warmup_steps (ratio * steps)",
@@ -73,6 +76,7 @@ _PACKED = "examples are packed without padding, always"
 _RANKS = "the ranks are those of torchrun"
 _TRACK = "rlkit track RUN --to wandb sends the run to a tracker, also while it trains"
 NO_FLAG = {  # what needs no flag here, or has none
+    "apply_chat_template": "the model's chat template renders prompts, always; --no-chat-template takes raw text",
     "assistant_only_loss": "only assistant turns are trained on, always",
     "attn_implementation": "attention over packed sequences is chosen by the device",
     "completion_only_loss": "only responses are trained on, always",
@@ -81,8 +85,7 @@ NO_FLAG = {  # what needs no flag here, or has none
     "eos_token": "the chat template's end of turn and the tokenizer's eos_token end a response",
     "eval_on_start": "--eval-data is measured before the first step, always",
     "filter_overlong_prompts": "prompts that are too long are dropped and counted, always",
-    "input_key": _MESSAGES, "input_template": "the chat template renders prompts; --no-chat-template takes raw text",
-    "label_key": _MESSAGES, "prompt_key": _MESSAGES,
+    "input_key": _MESSAGES, "label_key": _MESSAGES, "prompt_key": _MESSAGES,
     "load_in_4bit": "quantized weights are not supported", "load_in_8bit": "quantized weights are not supported",
     "log_completions": "trajectories/ has every sample; --print-samples-steps shows some", "logger": _TRACK,
     "lora_alpha": "alpha is twice --lora-rank",

@@ -18,6 +18,7 @@ from rlkit.scripts.common import (
     load_policies,
     load_tokenizer,
     note_strings,
+    template_file,
     warn_of_repeats,
     warn_of_warmup,
 )
@@ -204,7 +205,8 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
 
     from rlkit.loops.rl import Task
 
-    tokenizer = load_tokenizer(args.model.model, args.reference, getattr(args, "critic", None))
+    others = args.reference, getattr(args, "critic", None)
+    tokenizer = load_tokenizer(args.model.model, *others, chat_template=template_file(args))
     env, score = environment(args, tokenizer, rewards, foreign)
     prompts, held_out = (render(args, tokenizer, part) for part in rows)
     note_strings(args.data, rows[0])
@@ -222,7 +224,7 @@ def render(args: Any, tokenizer: Any, rows: list[Any]) -> list[Any]:
     longest = min(args.episodes.max_prompt_tokens, args.episodes.max_len(args.rollouts) - 1)  # room for one token
     return rl_prompts(
         rows, tokenizer=tokenizer, max_prompt_tokens=longest, system_prompt=args.data.system_prompt,
-        apply_chat_template=args.data.chat_template, tools=load_tools(args.episodes) or None,
+        apply_chat_template=bool(args.data.chat_template), tools=load_tools(args.episodes) or None,
         template_args=args.data.template() or None,
     )[0]  # fmt: skip
 

@@ -152,7 +152,7 @@ def test_without_a_chat_template_in_the_tokenizer_the_error_says_what_helps():
     for read, row, limit in [
         (sft_examples, "conversation", "max_example_tokens"), (rl_prompts, "prompt", "max_prompt_tokens"),
     ]:  # fmt: skip
-        with pytest.raises(ValueError, match=r"^row 1: a chat template is needed, and the tokenizer has none: set "):
+        with pytest.raises(ValueError, match=r"^row 1: a chat template is needed, and the tokenizer has none: give "):
             read([ROWS[row]], tokenizer=tokenizer, **{limit: 99})
 
 

@@ -214,6 +214,7 @@ def test_help_has_examples_then_the_flags_that_matter_then_groups_and_fits_the_s
         kind = importlib.import_module(f"rlkit.scripts.{command}").Args
         in_python = {"lr_at", "critic_lr_at", "controllers"}
         known = {f"--{name}".replace("_", "-") for name, _ in flags_of(kind) if name not in in_python}
+        known.add("--no-chat-template")  # the other flag of chat_template
         assert {flag.replace("[no-]", "") for flag in flags} == known
     assert re.search(
         r"^  --steps INT +training steps, of one batch each \(default: 200\)$", help_of(capsys, "ppo"), re.M
@@ -232,7 +233,9 @@ def test_version_and_help(capsys):
         assert capsys.readouterr().out == listed
     with pytest.raises(SystemExit, match="0"):
         cli.main(["help", "reward-model"])
-    assert capsys.readouterr().out.startswith("usage: rlkit reward-model --model TEXT --data TEXT ... [FLAGS]\n\nTrain a")
+    assert capsys.readouterr().out.startswith(
+        "usage: rlkit reward-model --model TEXT --data TEXT ... [FLAGS]\n\nTrain a"
+    )
     done = subprocess.run([sys.executable, "-m", "rlkit", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"rlkit {rlkit.__version__}\n"
 

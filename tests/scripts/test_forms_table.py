@@ -355,8 +355,8 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
     ("dpo", [{"chosen": "yo", "rejected": "no"}], PLAIN, 1,
      "no column 'prompt'; columns found: ['chosen', 'rejected']; chosen and rejected share no beginning"),
     ("sft", [{"messages": [user("hi"), answer("yo")]}], PLAIN, 1,
-     "no column 'prompt'; columns found: ['messages']; messages need a chat template: drop --no-chat-template (and set "
-     "tokenizer.chat_template)"),
+     "no column 'prompt'; columns found: ['messages']; messages need a chat template: drop --no-chat-template, or give "
+     "--chat-template FILE"),
     ("dpo", [{"query": "hi"}], (), 1,
      "no column 'chosen'; columns found: ['query']; a preference pair has {messages or prompt, chosen, rejected}; a "
      "column under another name is renamed with --rename"),
