@@ -1,7 +1,8 @@
-"""Flags and values of TRL, transformers, verl, OpenRLHF and slime, and what stands here for them.
+"""Flags and values of TRL, transformers, verl, OpenRLHF, slime, RL2 and ColossalAI, and what stands here for them.
 
-Names are without dashes and prefixes: `actor_rollout_ref.rollout.n` and `--rollout.n` are `n`. docs/migrating.md
-compares defaults and meanings.
+Names are without dashes and prefixes: `actor_rollout_ref.rollout.n` and `--rollout.n` are `n`. A name with several
+meanings has a prefix, and the longest that fits counts: `train_data.path`, else `path`. docs/migrating.md compares
+defaults and meanings, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -69,7 +70,46 @@ FLAGS = {  # the flag here: the first of several ("a | b") that the script has, 
     "max_tokens_per_gpu": "max_tokens", "n_samples_per_eval_prompt": "eval_samples", "num_rollout": "steps",
     "num_steps_per_rollout": "minibatches", "rm_type": "reward rlkit.rewards.math:boxed or another",
     "rollout_max_response_len": "max_new_tokens", "rollout_temperature": "temperature", "save_interval": "save_steps",
-    "tis_clip": "tis_max_weight", "use_tis": "correction tis",
+    "tis_clip": "tis_max_weight", "use_tis": "correction tis", "ref_update_interval": "ref_sync_steps",
+    "clip_grad": "max_norm", "calculate_per_token_loss": "aggregate token",
+    "disable_grpo_std_normalization": "baseline group_centered",
+    "kl_loss_type": "kl_coef (k3, as with use_unbiased_kl)",
+    "dynamic_sampling_filter_path": "success_range", "partial_rollout": "staleness (or --overlap)",
+    "over_sampling_batch_size": "staleness (extra groups / groups of a step)",
+    "mask_offpolicy_in_partial_rollout": "drop_off_policy", "expert_model_parallel_size": "parallel.ep",
+    # TRL, verl and OpenRLHF: what their tables in docs/migrating.md have besides
+    "generation_batch_size": "prompts_per_step (completions / num_generations)",
+    "steps_per_generation": "minibatches", "use_bias_correction_kl": "kl_coef (with this correction, always)",
+    "mask_truncated_completions": "drop_truncated", "sync_ref_model": "ref_sync_steps",
+    "vllm_importance_sampling_mode": "correction", "vllm_importance_sampling_clip_max": "tis_max_weight",
+    "importance_sampling_level": "loss gspo", "loss_weights": "sft_coef (of the chosen response's NLL)",
+    "kl_estimator": "kl_coef (k1)", "norm_adv_by_std_in_grpo": "baseline group_zscore",
+    "filter_groups.enable": "success_range 0.01 0.99", "rollout.batch_size": "prompts_per_step",
+    "train.batch_size": "batch_size | minibatches (samples of a step / batch size)",
+    "advantage.estimator": "baseline", "kl.init_coef": "kl_coef", "kl.use_loss": "kl_coef",
+    "is_correction_level": "correction", "dynamic_filtering_enable": "success_range",
+    "dynamic_filtering_range": "success_range", "partial_rollout_enable": "staleness (or --overlap)",
+    "actor.lr_scheduler": "lr_schedule", "critic.model_name_or_path": "critic",
+    # RL2
+    "train_data.path": "data", "test_data.path": "eval_data", "actor.model_name": "model",
+    "critic.model_name": "critic", "ref_actor.model_name": "reference",
+    "rollout.env_path": "env (or --reward FILE.py:step, for one turn)",
+    "prompts_per_rollout": "prompts_per_step", "responses_per_prompt": "group_size",
+    "trainer.n_epochs": "steps (epochs * rows / rows of a step)", "trainer.total_steps": "steps",
+    "max_length_per_device": "max_tokens", "max_inference_length_per_device": "max_tokens", "load_ckpt_from": "resume",
+    "trainer.save_dir": "output", "ddp_size": "parallel.replicate", "tp_size": "parallel.tp", "cp_size": "parallel.cp",
+    "sp_size": "parallel.cp", "update_per_rollout": "minibatches", "avg_level": "aggregate",
+    "adv.estimator": "baseline (gae: rlkit ppo)", "adv.norm_var": "baseline group_zscore",
+    "actor.clip": "clip_low and --clip-high",
+    "kl.coef": "kl_coef", "kl.type": "kl_coef (k3 in the loss; rlkit ppo: k1 in the reward)",
+    "tis_coef": "tis_max_weight",
+    "dynamic_filtering": "success_range 0.01 0.99", "adv.lamda": "lam_policy", "critic.clip": "value_clip",
+    "freeze_steps": "critic_steps",
+    # ColossalAI
+    "inference_batch_size": "prompts_per_step (times num_inferencer)",
+    "num_inferencer": "prompts_per_step (inference_batch_size * num_inferencer)", "kl_coeff": "kl_coef",
+    "algo": "baseline", "clip_eps_low": "clip_low", "clip_eps_high": "clip_high", "loss_variation": "aggregate",
+    "filter_range": "success_range", "filter_truncated_response": "drop_truncated",
 }  # fmt: skip
 _MESSAGES = "rows have their usual columns (docs/data.md); others are renamed with --rename"
 _PACKED = "examples are packed without padding, always"
@@ -92,9 +132,13 @@ NO_FLAG = {  # what needs no flag here, or has none
     "missing_eos_penalty": "subtract it in your reward, which may take `truncated`",
     "n_gpus_per_node": _RANKS, "nnodes": _RANKS, "num_gpus_per_node": _RANKS,
     "packing": f"{_PACKED}, and do not see each other", "packing_samples": _PACKED, "padding_free": _PACKED,
-    "project_name": _TRACK, "push_to_hub": "`hf upload` sends model/ to the hub", "report_to": _TRACK,
+    "project": _TRACK, "project_name": _TRACK, "push_to_hub": "`hf upload` sends model/ to the hub",
+    "report_to": _TRACK,
     "use_dynamic_bsz": f"{_PACKED}: --max-tokens bounds a micro-batch", "use_wandb": _TRACK,
     "val_before_train": "--eval-data is measured before the first step, always",
+    "overlong_buffer_len": "rlkit.rewards.text.soft_overlong is a reward for it",
+    "soft_over_length_punishment": "rlkit.rewards.text.soft_overlong is a reward for it",
+    "train_sampling_strategy": "rows are shuffled in every pass", "whiten_rewards": "advantages are whitened, always",
     "vf_coef": "the critic has its own optimizer: --critic-lr",
 }  # fmt: skip
 VALUES = {  # of a flag here
@@ -115,17 +159,32 @@ VALUES = {  # of a flag here
     "engine": {"hf": "local", "vllm": "sglang"},
 }  # fmt: skip
 COMMANDS = {"reward": "reward_model", "rm": "reward_model", "train": "sft or grpo", "eval": "grpo --steps 0"}
-PREFIXES = ("actor", "actor_rollout_ref", "adv", "algorithm", "critic", "data", "rollout", "train_data", "trainer")
+PREFIXES = (
+    "actor",
+    "actor_rollout_ref",
+    "adv",
+    "algorithm",
+    "critic",
+    "data",
+    "ref_actor",
+    "rollout",
+    "test_data",
+    "train_data",
+    "trainer",
+)
 
 
 def answer(name: str, flags: set[str]) -> str | None:
     """What stands for a flag of another system in a script with the `flags`; None for an unknown name."""
-    last = name.rpartition(".")[2]
-    if last in NO_FLAG and last not in flags:
-        return f"has no flag here: {NO_FLAG[last]}"
-    choices = [last] if "." in name and last in flags else FLAGS.get(last, "").split(" | ")
-    for choice in choices:
+    parts = name.split(".")
+    last = parts[-1]
+    longest = (".".join(parts[at:]) for at in range(len(parts)))
+    known = next((key for key in longest if key in FLAGS or (key in NO_FLAG and key not in flags)), "")
+    if known in NO_FLAG and known not in flags:
+        return f"has no flag here: {NO_FLAG[known]}"
+    same = last in flags and len(parts) > 1 and "." not in known
+    for choice in [last] if same else FLAGS.get(known, "").split(" | "):
         flag, *rest = choice.split(" ", 1)
         if flag in flags:
             return " ".join([f"is --{flag.replace('_', '-')}", *rest, "here"])
-    return None
+    return "is for rlkit ppo: there is no critic here" if parts[0] == "critic" and "critic" not in flags else None

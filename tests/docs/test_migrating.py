@@ -27,7 +27,7 @@ from rlkit.rewards import Sample, run_reward
 from rlkit.rewards.adapters import adapted
 from rlkit.rewards.load import load_function
 from rlkit.scripts.cli import flags_of, run
-from rlkit.scripts.foreign import FLAGS, NO_FLAG
+from rlkit.scripts.foreign import FLAGS, NO_FLAG, answer
 from rlkit.scripts.rollouts import Engine
 from rlkit.settings import ParallelArgs
 
@@ -238,7 +238,7 @@ def test_flags_of_trl_are_answered_by_flags_of_the_script(script: str, capsys: p
         with pytest.raises(SystemExit):
             run(module.main, module.Args, None, argv=[f"--{foreign}", "1"])
         line = capsys.readouterr().err
-        if " is no flag" not in line:
+        if " is no flag" not in line and "is for rlkit ppo" not in line:
             answered.add(foreign)
             assert line.count("\n") == 1
             found = re.findall(r"--([a-z][\w.-]*)", line.partition(foreign)[2])
@@ -252,6 +252,65 @@ def test_flags_of_trl_are_answered_by_flags_of_the_script(script: str, capsys: p
     own |= {"dpo": {"loss_type", "precompute_ref_log_probs"}, "kto": {"loss_type"}}
     own |= {"grpo": {"num_iterations", "scale_rewards"}, "ppo": {"cliprange", "num_ppo_epochs", "response_length"}}
     assert own[script] <= answered
+
+
+NOT_ONE_TO_ONE = {
+    "gradient_accumulation_steps", "train_batch_size",  # in a product; also another system's name for prompts
+    "sigmoid", "sft",  # values of `loss_type`
+    "reward_model_path",  # where TRL's critic starts; the reward is a function here
+}  # fmt: skip
+
+
+def options_of(cell: str) -> list[str]:
+    """The names in a cell of another system, as the command line looks them up: no dashes, no values."""
+    quoted = [text.split("=")[0] for text in re.findall(r"`([^`]+)`", cell)]
+    return [word.lstrip("-").replace("-", "_") for text in quoted for word in re.findall(r"[A-Za-z-][\w.-]*", text)]
+
+
+def pairs_of_the_page() -> dict[tuple[str, str], set[str]]:
+    """(script, option of another system): the flags beside it, of all rows that have it."""
+    found: dict[tuple[str, str], set[str]] = {}
+    where = None
+    for line in PAGE.splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] if line.startswith("|") else []
+        heads = [re.match(r"here \(`rlkit (\w+)`\)", cell) for cell in cells]
+        if any(heads):
+            at = next(i for i, head in enumerate(heads) if head)
+            where = (heads[at][1], at)
+        elif not cells:
+            where = None
+        elif where and where[1] and not set(line) <= set("|-"):
+            ours = {flag.replace("--no-", "--") for flag in re.findall(r"`(--[^`]+)`", cells[where[1]])}
+            for option in options_of(cells[0]):
+                found.setdefault((where[0], option), set()).update(ours)
+    return found
+
+
+def test_the_command_line_translates_the_options_of_the_tables_as_the_page_does() -> None:
+    pairs = pairs_of_the_page()
+    assert len(pairs) > 150
+    wrong = {}
+    for (script, option), ours in pairs.items():
+        names = {name for name, _ in flags_of(module_of(script).Args)}
+        if option not in NOT_ONE_TO_ONE and option not in names and ours:
+            said = answer(option, names) or ""
+            if not ours & {*re.findall(r"--[a-z][\w.-]*\w", said)}:
+                wrong[script, option] = (ours, said)
+    assert not wrong
+
+
+def test_the_command_of_rl2_is_answered_word_by_word(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = re.findall(r"-m RL2\.trainer\.ppo (.*?) +#", PAGE.replace("\\\n", " "))
+    with pytest.raises(SystemExit):
+        run(None, module_of("grpo").Args, None, argv=shlex.split(line))
+    said = dict(row.split(maxsplit=1) for row in capsys.readouterr().err.splitlines()[1:])
+    assert {name: re.findall(r"--[\w.-]+", text)[0] for name, text in said.items()} == {
+        "train_data.path": "--data", "train_data.prompts_per_rollout": "--prompts-per-step",
+        "train_data.responses_per_prompt": "--group-size", "actor.model_name": "--model",
+        "rollout.train_sampling_params.max_new_tokens": "--max-new-tokens", "rollout.env_path": "--env",
+        "actor.max_length_per_device": "--max-tokens", "test_data.path": "--eval-data",
+        "trainer.test_freq": "--eval-steps",
+    }  # fmt: skip
 
 
 def test_there_is_a_command_for_every_system() -> None:
