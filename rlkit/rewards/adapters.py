@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import logging
+import textwrap
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -14,6 +16,7 @@ from types import CodeType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rlkit._numbers import show
+from rlkit.data.forms import with_prompt
 from rlkit.data.load import column_error, place_of
 from rlkit.data.prompts import prompt_messages
 from rlkit.rewards.call import (
@@ -27,6 +30,7 @@ from rlkit.rewards.call import (
     needs_of,
     run_reward,
     run_reward_each,
+    unwrapped,
 )
 from rlkit.rewards.text import GOLD_COLUMNS, first_value, no_gold_answer
 from rlkit.rollout.calling import is_async
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("rlkit.rewards")
 _RECENT = 100  # samples that `max_failed` is a share of
 _NOTE = 500  # characters of a list or dict in the notes
+_VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _Call = tuple[Any, Callable[[Any], Any]]  # the result of a function, or its coroutine, and how to read it
 
 
@@ -140,14 +145,15 @@ def _masked(trajectory: Trajectory, error: RewardError) -> Trajectory:
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     """A reward function of TRL, verl, OpenRLHF, slime or RL2, recognised by its parameters, as one of ours.
 
-    | parameters                                             | adapter         |
-    |--------------------------------------------------------|-----------------|
-    | `completions`, without `rows`; `completion_ids` first  | `trl`           |
-    | `solution_str`, `ground_truth`; or both in the plural  | `verl`          |
-    | `queries`, `prompts`, `labels`                         | `openrlhf`      |
-    | `args`, `sample`; `args`, `samples`                    | `slime`         |
-    | `state`, `action`, `extra_info`                        | `rl2`           |
-    | `messages`, `answer`                                   | `with_messages` |
+    | parameters                                                           | adapter         |
+    |----------------------------------------------------------------------|-----------------|
+    | `completions` or `prompts`, without `rows`; `completion_ids` first   | `trl`           |
+    | `solution_str`, `ground_truth`; or both in the plural                | `verl`          |
+    | `queries`, `prompts`, `labels`                                       | `openrlhf`      |
+    | `args`, `sample`; `args`, `samples`                                  | `slime`         |
+    | `state`, `action`, and `extra_info` or `answer`                      | `rl2`           |
+    | `messages`, `answer`                                                 | `with_messages` |
+    | only `**kwargs`, of which it reads `completions` or `solution_str`   | `trl`, `verl`   |
 
     Any other function is returned unchanged.
     """
@@ -156,12 +162,19 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     except (TypeError, ValueError):
         return function
     names, first = {*parameters}, next(iter(parameters), "")
-    if ("completions" in names or first == "completion_ids") and not names & {"rows", "row"}:
+    kinds = {p.kind for p in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds <= _VARIABLE:
+        read = {constant for constant in _constants(_code_of(function)) if isinstance(constant, str)}
+        ours = {"completions": trl, "prompts": trl, "solution_str": verl}
+        return next((adapter(function) for name, adapter in ours.items() if name in read), function)
+    if names & {"rows", "row"}:
+        return function
+    if "completions" in names or first == "completion_ids":
         return trl(function)
     for needed, adapter in _ADAPTERS.items():
-        if names >= {*needed.split()} and not names & {"rows", "row", "completion"}:
+        if names >= {*needed.split()} and "completion" not in names:
             return adapter(function)
-    return function
+    return trl(function) if "prompts" in names else function
 
 
 def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,8 +206,8 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     given, asked = {"prompts", "completions", "completion_ids", "log_extra", "log_metric"}, _required(reward_func)
     foreign = [name for name in asked if name in ("trainer_state", "environments")]
     reward = _as(reward_func, call, foreign, [name for name in asked if name not in given])
-    reward.hint = _trl_hint
-    constants = _constants(getattr(inspect.unwrap(reward_func), "__code__", None))
+    reward.hint, reward.line_of_messages = _trl_hint, partial(_line_of_messages, reward_func)
+    constants = _constants(_code_of(reward_func))
     if "trainer_state" in (*inspect.signature(reward_func).parameters, *constants):
         _log.warning(
             "%s reads trainer_state, which rlkit does not give: it keeps its default, and what depends on its step "
@@ -202,6 +215,13 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
             name_of(reward_func),
         )
     return reward
+
+
+def _code_of(function: Any) -> Any:
+    """The code of a function, of a partial's, or of the `__call__` of an object; None without one."""
+    inner = unwrapped(function)
+    call = inspect.getattr_static(type(inner), "__call__", None)
+    return getattr(inner, "__code__", None) or getattr(call, "__code__", None)
 
 
 def _constants(code: Any) -> list[Any]:
@@ -216,11 +236,54 @@ def _trl_hint(error: BaseException) -> str:
     if isinstance(error, KeyError) and "trainer_state" in text:
         return "rlkit gives no trainer_state: read it by kwargs.get('trainer_state'), and do without its step"
     if isinstance(error, TypeError | AttributeError) and ("string indices must be" in text or "'list'" in text):
-        return (
-            "as in TRL, a completion is a string where the row's prompt is a string, and a list with one message where "
-            "the prompt is a list of messages: read completion[0]['content'] only in the second case"
-        )
+        return _TRL_FORM
     return ""
+
+
+_TRL_FORM = (
+    "as in TRL, a completion is a string where the row's prompt is a string, and a list with one message where the "
+    "prompt is a list of messages: read completion[0]['content'] only in the second case"
+)
+
+
+def _line_of_messages(function: Callable[..., Any]) -> int | None:
+    """The first line that reads `[0]["content"]` of completions or prompts, in a function without another way.
+
+    It reads the source, runs nothing, and gives None for what it does not know: a function that asks for the type, an
+    element that comes from elsewhere, a helper that is called.
+    """
+    try:
+        lines, first = inspect.getsourcelines(unwrapped(function))
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    if called & {"isinstance", "type", "hasattr"} or any(isinstance(node, ast.Try) for node in ast.walk(tree)):
+        return None
+    known = {"completions", "prompts"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For | ast.comprehension):
+            known |= _elements(node.target, node.iter, known)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(slice=ast.Constant("content"), value=ast.Subscript(value=base, slice=index)):
+                while isinstance(base, ast.Subscript):
+                    base = base.value
+                if isinstance(base, ast.Name) and base.id in known and not isinstance(index, ast.Name):
+                    return first + node.lineno - 1
+    return None
+
+
+def _elements(target: ast.expr, source: ast.expr, known: set[str]) -> set[str]:
+    """The names that a loop gives to elements of what is known: directly, or by zip or enumerate."""
+    match target, source:
+        case ast.Name(name), ast.Name(of):
+            return {name} if of in known else set()
+        case ast.Tuple([_, inner]), ast.Call(ast.Name("enumerate"), [of]):
+            return _elements(inner, of, known)
+        case ast.Tuple(inners), ast.Call(ast.Name("zip"), sources):
+            return {name for inner, of in zip(inners, sources) for name in _elements(inner, of, known)}
+    return set()
 
 
 def _trl_logs(num: int) -> tuple[dict[str, Callable[..., Any]], Callable[[Any], Any]]:
@@ -360,19 +423,23 @@ def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rl2(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step of a one-turn environment as RL2 calls it:
+    """The step of a one-turn environment as RL2 calls it, now or in its older form:
 
     async step(state, action, extra_info)
+    async env_step(state, action, answer)
 
+    The state is the row's `prompt`, `extra_info` the column of that name or the row, `answer` the row's `gold_answer`.
     """
+    with_answer = "answer" in inspect.signature(step).parameters
 
     def call(completion: str, row: dict[str, Any]) -> _Call:
-        return step(row.get("prompt", ""), completion, row.get("extra_info", row)), read
+        third = _gold(row) if with_answer else row.get("extra_info", row)
+        return step(row.get("prompt", ""), completion, third), read
 
     def read(result: Any) -> Any:
         return {k: v for k, v in result.items() if k in ("reward", "score")} if isinstance(result, dict) else result
 
-    return _as(step, call, _required(step)[3:], always_async=True)
+    return _as(step, call, _required(step)[3:], [GOLD_COLUMNS] if with_answer else (), always_async=True)
 
 
 def with_messages(reward_fn: Callable[[list[dict[str, Any]], Any], Any]) -> Callable[..., Any]:
@@ -396,6 +463,7 @@ _ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "args sample": slime,
     "args samples": slime,
     "state action extra_info": rl2,
+    "state action answer": rl2,
     "messages answer": with_messages,
 }
 
@@ -406,9 +474,15 @@ def check_rows(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> 
     A gold answer or tests must not be null, under one of their names. A column that a function names must be there, and
     may be null.
 
-    Raises ValueError for the first row that lacks one, with its place (`rlkit.data.load.place_of`) and its columns.
+    Raises ValueError for the first row that lacks one, with its place (`rlkit.data.load.place_of`) and its columns; and
+    for a function in TRL's form that reads completions as messages (`completion[0]["content"]`), where
+    prompts are strings.
     """
     needs = needs_of(function)
+    first = with_prompt(rows[0]).get("prompt") if rows else None  # a column has one type in all rows
+    if isinstance(first, str) and (line := getattr(function, "line_of_messages", lambda: None)()):
+        what = f"{name_of(function)}, line {line}, reads messages, and the prompt is a string"
+        raise ValueError(f"{place_of(rows, 0)}: {what}: {_TRL_FORM}")
     for index, row in enumerate(rows):
         for need in needs:
             if need in row if isinstance(need, str) else first_value(row, *need) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor
@@ -16,15 +17,32 @@ from rlkit._numbers import show as _show
 from rlkit._numbers import to_number
 from rlkit.rewards.load import PRIVATE
 from rlkit.rewards.timeouts import TimedOut, run_async, run_in_thread
-from rlkit.rollout.calling import is_async
+from rlkit.rollout.calling import is_async, own_copy
 
-_COMPLETIONS, _ROWS = {"completion", "completions"}, {"row", "rows"}
-_FOREIGN = _COMPLETIONS | _ROWS | {  # names that cannot be meant as a completion or a row
-    "prompt", "prompts", "query", "queries", "answer", "answers", "label", "labels", "ground_truth", "ground_truths",
-    "data_source", "data_sources", "args", "samples", "state", "action", "responses", "solutions", "solution_strs",
+_COMPLETION = {  # words that mean the text of a sample, in the name of the first parameter
+    "completion", "completions", "response", "output", "text", "generation", "generated", "prediction", "predicted",
+    "pred", "reply", "candidate", "hypothesis", "continuation", "content", "string", "str", "code", "solution",
 }  # fmt: skip
-_NO_ROW = _FOREIGN | {"solution", "solution_str", "response", "target", "reference", "gold"}
+_ROW = {  # and the row, in the name of the second
+    "row", "rows", "example", "sample", "item", "record", "entry", "datum", "data", "instance", "doc", "document",
+    "problem", "dict", "columns", "fields", "line", "case",
+}  # fmt: skip
+_NEITHER = {  # words that mean something else in either place
+    "prompt", "prompts", "query", "queries", "question", "answer", "answers", "label", "labels", "ground", "truth",
+    "truths", "gold", "golden", "target", "expected", "reference", "ref", "state", "action", "args", "config", "batch",
+    "source", "sources", "messages", "ids", "parser", "info", "metadata", "meta", "extra",
+}  # fmt: skip
+_FOREIGN_FORMS = {  # forms of other libraries that have no adapter: their names, and what to write
+    "data return_dict": "verl's reward manager gets a whole batch: give its compute_score function instead",
+    "sample item": "for OpenAI's grader: sample['output_text'] is the completion, and item is the row",
+    "state action": "for a step of an environment: add extra_info (RL2), or give it as --env",
+    "input_ids gt_answer": "for ColossalAI: the completion is a text, not token ids; the answer is row['gt_answer']",
+    "completion answer": "for verifiers: the completion is a text, not messages; the answer is row['answer']",
+    "response ground_truth": "the ground truth is row['answer'], or whatever column has it",
+    "sample": "a step of RL2, env_step(sample), is an environment: give it as --env",
+}
 
+_PACKAGE = Path(__file__).parents[1]  # rlkit
 RESERVED = ("mean", "std", "failed")  # of `reward/NAME` in metrics.jsonl: no name for one of several functions
 
 
@@ -93,6 +111,8 @@ async def run_reward(function: Callable[..., Any], samples: Sequence[Sample], *,
                                                      `index` from `Sample.index` (lists in the batched form); a
                                                      parameter with a default is optional
 
+    A function gets copies: what it changes in a row or a list stays its own.
+
     Options of the function are keyword parameters, set by `functools.partial(function, option=...)`.
 
     A result is a finite number (bool, int, float, or a numpy or torch scalar; at most 3.4e38), or a dict with `reward`,
@@ -138,10 +158,11 @@ async def _results(
     leading, names = check_signature(function, set(known[0]).intersection(*known))
     batched = leading == "completions"
     if batched:
-        extra = {name: [sample[name] for sample in known] for name in names}
-        calls = [partial(function, [s.completion for s in samples], [s.row for s in samples], **extra)]
+        extra = {name: own_copy([sample[name] for sample in known]) for name in names}
+        calls = [partial(function, [s.completion for s in samples], [own_copy(s.row) for s in samples], **extra)]
     else:
-        calls = [partial(function, s.completion, s.row, **{n: k[n] for n in names}) for s, k in zip(samples, known)]
+        given = [{name: own_copy(sample[name]) for name in names} for sample in known]
+        calls = [partial(function, s.completion, own_copy(s.row), **extra) for s, extra in zip(samples, given)]
     run = run_async(calls, timeout_s) if is_async(function) else run_in_thread(calls, timeout_s, go_on=go_on)
     values = await run
     if batched:
@@ -152,8 +173,11 @@ async def _results(
 def check_signature(function: Callable[..., Any], available: set[str] | None = None) -> tuple[str, list[str]]:
     """The name of a reward function's first parameter, and which of the `available` names it asks for.
 
-    Errors: TypeError for a function that cannot take (completion, row), whose first two parameters have names that say
-    something else (another library's form, or the two swapped), or that asks for a name that is not available (None:
+    The names of the first two parameters must mean a text and a row (`completion`, `model_output`, `text`; `row`,
+    `example`, `data_row`), or say nothing (one letter, `_`), or be annotated with `str` and a kind of dict.
+
+    Errors: TypeError for a function that cannot take (completion, row), whose first two parameters have other names
+    (another library's form, or the two swapped), or that asks for a name that is not available (None:
     names are not checked). A function without a signature (some written in C) asks for nothing.
     """
     try:
@@ -162,16 +186,8 @@ def check_signature(function: Callable[..., Any], available: set[str] | None = N
         return "", []
     kinds = {p.kind for p in parameters}
     leading = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
-    if len(leading) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        raise TypeError(
-            f"{name_of(function)} must take (completion, row) or (completions, rows), got {inspect.signature(function)}"
-        )
-    for p, refused in zip(leading, (_FOREIGN - _COMPLETIONS, _NO_ROW - _ROWS)):
-        if p.name in refused:
-            raise TypeError(
-                f"{name_of(function)} would get a completion and its row, and names them {[p.name for p in leading]}: "
-                "write (completion, row), where the row has all columns, or wrap it (rlkit.rewards.adapters)"
-            )
+    if wrong := _not_ours(leading, parameters):
+        raise TypeError(f"{name_of(function)} {wrong}")
     further = [p for p in parameters if p not in leading and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     first = leading[0].name if leading else ""
     if available is None:
@@ -186,6 +202,43 @@ def check_signature(function: Callable[..., Any], available: set[str] | None = N
     if inspect.Parameter.VAR_KEYWORD in kinds:
         names |= available - {"index"}
     return first, sorted(names)
+
+
+def _not_ours(leading: list[inspect.Parameter], parameters: list[inspect.Parameter]) -> str:
+    """Why a function is not one of (completion, row), and what to write; empty if it is one."""
+    names, all_names = [p.name for p in leading], {p.name for p in parameters}
+    variable = any(p.kind == p.VAR_POSITIONAL for p in parameters)
+    hints = [hint for known, hint in _FOREIGN_FORMS.items() if {*known.split()} <= all_names]
+    if len(leading) < 2 and not variable:
+        shown = ", ".join(map(str, parameters))
+        return f"must take (completion, row) or (completions, rows), got ({shown}){'; '.join(['', *hints[:1]])}"
+    typed = len(leading) == 2 and all(_is_typed(p, kinds) for p, kinds in zip(leading, (_TEXTS, _DICTS)))
+    meant = all(_means(p.name, words, typed) for p, words in zip(leading, (_COMPLETION, _ROW)))
+    optional = len(leading) == 2 and leading[1].default is not inspect.Parameter.empty and "row" not in names[1]
+    if meant and not optional:
+        return ""
+    fix = (hints or ["row has all columns of the data"])[0]
+    return f"would get a completion and its row, and names them {names}: write (completion, row); {fix}"
+
+
+_TEXTS, _DICTS = ("str",), ("dict", "Dict", "Mapping", "MutableMapping")
+
+
+def _is_typed(parameter: inspect.Parameter, kinds: Sequence[str]) -> bool:
+    """Whether the annotation, a type or its text, is one of these kinds."""
+    given = parameter.annotation
+    name = given if isinstance(given, str) else getattr(given, "__name__", str(given))
+    return name.partition("[")[0].rpartition(".")[2] in kinds
+
+
+def _means(name: str, words: set[str], typed: bool) -> bool:
+    """Whether the name of a parameter means what the words mean, or, with a fitting type, nothing else."""
+    if len(name.strip("_")) <= 1:
+        return True
+    found = {*name.lower().strip("_").split("_")}
+    plural = name.endswith("s") and name[:-1] in words and name not in words  # a list, where one text is given
+    refused = _NEITHER - {"answer"} if len(found) > 1 else _NEITHER  # answer_text is a text, answer says not whose
+    return not plural and not found & refused and (typed or bool(found & words))
 
 
 def _one_each(function: Callable[..., Any], values: Any, num: int) -> list[Any]:
@@ -208,8 +261,8 @@ def _failed(function: Callable[..., Any], error: BaseException, sample: Sample |
         cause, fix = error.args
     else:
         cause = f"{type(error).__name__}: {error}"
-        if frames := traceback.extract_tb(error.__traceback__):
-            cause += f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+        if frame := _users_frame(function, error):
+            cause += f" ({Path(frame.filename).name}, line {frame.lineno})"
         fix = (
             "handle it in the function: return what such an answer is worth; or allow a share of the samples to fail, "
             "as calls to a server may: max_failed (--reward-max-failed)"
@@ -222,6 +275,15 @@ def _failed(function: Callable[..., Any], error: BaseException, sample: Sample |
     failed = _error(function, cause, fix, sample)
     failed.__cause__ = error
     return failed
+
+
+def _users_frame(function: Callable[..., Any], error: BaseException) -> traceback.FrameSummary | None:
+    """The last frame in the function's file, else in a file outside of Python and its packages, else the last one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = getattr(getattr(unwrapped(function), "__code__", None), "co_filename", None)
+    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(_PACKAGE), "<frozen")
+    own = [f for f in frames if not f.filename.startswith(libraries)]
+    return next((f for f in reversed(frames) if f.filename == file), (own or frames or [None])[-1])
 
 
 def _lost_processes(function: Callable[..., Any], error: BaseException) -> str:

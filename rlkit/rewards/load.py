@@ -125,5 +125,11 @@ def _import_error(place: str, error: BaseException) -> ImportError:
         frames.tb_frame.f_code.co_filename == __file__ or "importlib" in frames.tb_frame.f_code.co_filename
     ):
         frames = frames.tb_next
+    if isinstance(error, ImportError) and "attempted relative import" in str(error):
+        line = f", line {frames.tb_lineno}" if frames else ""
+        return ImportError(
+            f"{place}{line}: a file is loaded by itself, so a relative import finds no package: write `from NAME "
+            "import ...` (its folder is on sys.path), or give the function as PACKAGE.MODULE:FUNCTION"
+        )
     text = "".join(traceback.format_exception(type(error), error, frames, chain=False))
     return ImportError(f"{place} failed while it was imported:\n{text}")

@@ -8,9 +8,11 @@ import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from copy import deepcopy
 from typing import Any, TypeVar
 
 X = TypeVar("X")
+_ATOMS = {str, int, float, bool, bytes, type(None)}
 
 
 async def call(function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
@@ -25,6 +27,15 @@ async def call(function: Callable[..., Any], *args: Any, timeout_s: float | None
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives a coroutine: an async function, or an object whose `__call__` is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def own_copy(value: Any) -> Any:
+    """A copy of plain data, of which the user's code may change any part without changing ours."""
+    if type(value) is dict:
+        return {name: part if type(part) in _ATOMS else own_copy(part) for name, part in value.items()}
+    if type(value) is list:
+        return [part if type(part) in _ATOMS else own_copy(part) for part in value]
+    return value if type(value) in _ATOMS else deepcopy(value)
 
 
 async def in_own_thread(function: Callable[[], X]) -> X:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from rlkit._numbers import is_number, show
 from rlkit.data.prompts import Prompt
+from rlkit.rollout.calling import own_copy
 from rlkit.types import Completion, Generate, SamplingParams, Trajectory
 
 X = TypeVar("X")
@@ -76,9 +77,10 @@ async def sample_group(
 ) -> Group:
     """Run one episode of `prompt` with each sampler, concurrently, then compute the rewards.
 
-    An environment may return an episode in pieces (a list; see `Trajectory.continues`), which are consecutive in the
-    group. `score` gets the last piece of each episode and returns it with its reward; None keeps the environment's own
-    rewards. All pieces get the reward of the last one. If `score` masks a last piece entirely, all pieces are masked.
+    Each episode gets a copy of the row. An environment may return an episode in pieces (a list; see
+    `Trajectory.continues`), which are consecutive in the group. `score` gets the last piece of each episode and returns
+    it with its reward; None keeps the environment's own rewards. All pieces get the reward of the last one. If `score`
+    masks a last piece entirely, all pieces are masked.
 
     Errors: ValueError for a reward that is not a number; NaN and infinity are left to the loops (`rlkit.loops.nans`).
     """
@@ -164,7 +166,7 @@ _MASK = (1 << 64) - 1
 async def _episode(env: Env, prompt: Prompt, sample: Sampler) -> Group:
     """The pieces of one episode, with `continues` set."""
     try:
-        out = await env(prompt, sample)
+        out = await env(replace(prompt, row=own_copy(prompt.row)), sample)  # a group shares the row, and the run
     except Exception as error:
         error.add_note(f"in an episode of row {prompt.index + 1}")
         raise

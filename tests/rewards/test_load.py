@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -11,6 +13,8 @@ from rlkit.rewards import load_function
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".")])  # not the folder
     monkeypatch.chdir(tmp_path)
+    for name in ("mine", "my_rewards", "broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
 
@@ -37,6 +41,23 @@ def test_a_file_named_like_a_standard_module_shadows_nothing(folder):
     import math
 
     assert math.sqrt(4) == 2
+
+
+def test_two_functions_of_a_file_share_a_module_that_spawned_processes_can_import(folder):
+    path = write(folder / "rlkit_test_counted.py", "def one(c, r): return seen\ndef two(c, r): ...\nseen = []")
+    one, two = load_function(f"{path}:one"), load_function(f"{path}:two")
+    assert one.__globals__ is two.__globals__
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(one, "", {}).result(timeout=60) == []
+
+
+def test_a_relative_import_is_refused_with_what_to_write(folder):
+    write(folder / "mine.py", "import os\nfrom .sub import K\ndef score(c, r): ...")
+    with pytest.raises(
+        ImportError, match=r"mine\.py, line 2: a file is loaded by itself, .* `from NAME import"
+    ) as raised:
+        load_function("mine.py:score")
+    assert "\n" not in str(raised.value)
 
 
 def test_a_module_is_loaded_by_its_dotted_name(folder, monkeypatch):

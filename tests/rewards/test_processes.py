@@ -61,8 +61,9 @@ def start(folder, reward, *flags):
     sizes = ("--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4", "--device", "cpu")
     command = [sys.executable, "-m", "rlkit.scripts.grpo", "--model", "model", "--data", "rows.jsonl", *sizes]
     given = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command += ["--output", f"run-{reward[0][-6:]}", "--reward", *reward, *flags]
     return subprocess.Popen(
-        [*command, "--output", f"run-{reward[0][-6:]}", "--reward", *reward, *flags], cwd=folder, env=os.environ | given,
+        command, cwd=folder, env=os.environ | given,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
 

@@ -74,7 +74,7 @@ def test_score_sees_the_last_piece_and_its_reward_goes_to_all():
     async def one(_):
         return False
 
-    group = asyncio.run(sample_group(None, [many, one, many], env=env, score=score))
+    group = asyncio.run(sample_group(prompt_at(0), [many, one, many], env=env, score=score))
     assert [t.reward for t in group] == [1, 1, 1, 2, 3, 3, 3]
     assert [t.continues for t in group] == [False, True, True, False, False, True, True]
     assert [t.score for t in group] == [None, None, 0.5, 0.5, None, None, 0.5]
@@ -89,7 +89,7 @@ def test_masking_the_last_piece_masks_the_episode():
     async def score(prompt, group):
         return [group[0], replace(group[1], mask=[False] * 3)]
 
-    group = asyncio.run(sample_group(None, [None, None], env=env, score=score))
+    group = asyncio.run(sample_group(prompt_at(0), [None, None], env=env, score=score))
     assert [any(t.mask) for t in group] == [True] * 3 + [False] * 3
     assert [len(t.mask) for t in group] == [len(t.ids) for t in group]
 
@@ -98,7 +98,7 @@ def test_without_score_the_reward_is_the_environments():
     async def env(prompt, sample):
         return [piece(9.0), piece(0.25)]
 
-    group = asyncio.run(sample_group(None, [None], env=env))
+    group = asyncio.run(sample_group(prompt_at(0), [None], env=env))
     assert [t.reward for t in group] == [0.25, 0.25]
 
 

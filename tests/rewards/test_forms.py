@@ -1,0 +1,302 @@
+# ruff: noqa: E501 (sources, one form a line)
+"""Reward functions as users of other libraries write them: what each gives two answers, or the line that refuses it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from rlkit.data.tiny import tiny_tokenizer
+from rlkit.rewards import load_function, scorer
+from rlkit.rollout.rollout import Prompt, sample_group
+from rlkit.scripts import grpo
+from rlkit.scripts.cli import run
+from rlkit.types import Completion, Trajectory
+
+ANSWERS = ("<answer>4</answer>", "five")
+TEXT = {"prompt": "2+2?", "answer": "4", "data_source": "sums", "extra_info": {"split": "train"}, "id": 7}
+CHAT = {**TEXT, "prompt": [{"role": "user", "content": "2+2?"}]}
+HEAD = """
+import asyncio, functools, math, operator, re
+import numpy as np
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Optional
+def extract(text):
+    found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return found.group(1).strip() if found else ""
+"""
+
+# name: (row, source, rewards of ANSWERS)
+RUNS = {
+    "TRL on messages (its GRPO guide)": (
+        CHAT,
+        """
+def f(prompts, completions, answer, **kwargs) -> list[float]:
+    question = prompts[0][-1]["content"]
+    responses = [completion[0]["content"] for completion in completions]
+    return [2.0 if extract(r) == a and question else 0.0 for r, a in zip(responses, answer)]
+""",
+        [2, 0],
+    ),
+    "TRL on strings": (
+        TEXT,
+        "def f(completions, **kwargs):\n    return [1.0 if re.match(r'^<answer>', c) else -1.0 for c in completions]",
+        [1, -1],
+    ),
+    "TRL on both": (
+        TEXT,
+        """
+def f(completions, answer, **kwargs):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [float(extract(t) == a) for t, a in zip(texts, answer)]
+""",
+        [1, 0],
+    ),
+    "TRL, token ids": (
+        TEXT,
+        "def f(completion_ids, **kwargs):\n    return [float(len(i)) for i in completion_ids]",
+        [19, 5],
+    ),
+    "TRL, prompts alone": (CHAT, "def f(prompts, **kwargs):\n    return [float(len(p)) for p in prompts]", [1, 1]),
+    "TRL, keywords alone": (
+        CHAT,
+        "def f(**kwargs):\n    return [float(len(c[0]['content'])) for c in kwargs['completions']]",
+        [18, 4],
+    ),
+    "TRL, any arguments": (
+        TEXT,
+        "def f(*args, **kwargs):\n    return [float(len(c) + len(args)) for c in kwargs['completions']]",
+        [18, 4],
+    ),
+    "TRL, async": (
+        TEXT,
+        "async def f(completions, **kwargs):\n    await asyncio.sleep(0)\n    return [float(len(c)) for c in completions]",
+        [18, 4],
+    ),
+    "TRL, factory": (
+        TEXT,
+        """
+def make(scale):
+    def reward(completions, **kwargs):
+        return [scale * len(c) for c in completions]
+    return reward
+f = make(0.5)
+""",
+        [9, 2],
+    ),
+    "TRL, optional trainer_state": (
+        TEXT,
+        "def f(completions, trainer_state=None, **kwargs):\n    return [float(trainer_state is None)] * len(completions)",
+        [1, 1],
+    ),
+    "TRL, numpy": (
+        TEXT,
+        "def f(completions, id, **_):\n    return np.array([len(c) for c in completions]) - id",
+        [11, -3],
+    ),
+    "verl": (
+        TEXT,
+        """
+def f(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, extra_info) == ("sums", {"split": "train"})
+    return {"score": float(extract(solution_str) == ground_truth), "acc": True}
+""",
+        [1, 0],
+    ),
+    "verl, shorter": (
+        TEXT,
+        "def f(solution_str, ground_truth, method='strict', **kw):\n    return ground_truth in solution_str",
+        [1, 0],
+    ),
+    "verl, keywords alone": (
+        TEXT,
+        "def f(**kwargs):\n    return float(kwargs['ground_truth'] in kwargs['solution_str'])",
+        [1, 0],
+    ),
+    "verl, batched": (
+        TEXT,
+        "def f(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [float(g in s) for s, g in zip(solution_strs, ground_truths)]",
+        [1, 0],
+    ),
+    "OpenRLHF": (
+        TEXT,
+        "def f(queries, prompts, labels, **kwargs):\n"
+        "    return {'rewards': [float(l in q.removeprefix(p)) for q, p, l in zip(queries, prompts, labels)]}",
+        [1, 0],
+    ),
+    "slime": (
+        TEXT,
+        "async def f(args, sample, **kwargs):\n    return 1 if extract(sample.response) == sample.label else 0",
+        [1, 0],
+    ),
+    "slime, a group": (
+        TEXT,
+        "async def f(args, samples, **kwargs):\n    return [len(s.response) for s in samples]",
+        [18, 4],
+    ),
+    "RL2, step": (
+        TEXT,
+        "async def f(state, action, extra_info):\n    return {'reward': float('4' in action), 'next_state': None, 'done': True}",
+        [1, 0],
+    ),
+    "RL2, older step": (
+        TEXT,
+        "async def f(state, action, answer):\n    return {'reward': float(answer in action), 'next_state': None, 'done': True}",
+        [1, 0],
+    ),
+    "RL2, messages": (TEXT, "def f(messages, answer):\n    return float(answer in messages[-1]['content'])", [1, 0]),
+    "own": (
+        TEXT,
+        "def f(completion: str, row: dict[str, Any]) -> float:\n    return float(row['answer'] in completion)",
+        [1, 0],
+    ),
+    "own, other names": (TEXT, "def f(model_output, example):\n    return example['answer'] in model_output", [1, 0]),
+    "own, names by type": (TEXT, "def f(pupil: str, exercise: dict):\n    return exercise['answer'] in pupil", [1, 0]),
+    "own, batched": (
+        TEXT,
+        "def f(completions, rows):\n    return [r['answer'] in c for c, r in zip(completions, rows)]",
+        [1, 0],
+    ),
+    "own, lambda": (TEXT, "f = lambda c, r: len(c)", [18, 4]),
+    "own, partial": (TEXT, "def g(scale, text, row):\n    return scale * len(text)\nf = partial(g, 2)", [36, 8]),
+    "own, partial by keyword": (
+        TEXT,
+        "def g(completion, row, *, scale):\n    return scale * len(completion)\nf = partial(g, scale=2)",
+        [36, 8],
+    ),
+    "own, object": (
+        TEXT,
+        "class F:\n    def __call__(self, response, item):\n        return len(response)\nf = F()",
+        [18, 4],
+    ),
+    "own, method": (TEXT, "class F:\n    def score(self, _, row):\n        return row['id']\nf = F().score", [7, 7]),
+    "own, async": (TEXT, "async def f(response, sample):\n    return len(response)", [18, 4]),
+    "own, decorated": (
+        TEXT,
+        "def logged(g):\n    @functools.wraps(g)\n    def inner(*args, **kwargs):\n        return g(*args, **kwargs)\n    return inner\n"
+        "@logged\ndef f(completion, row):\n    return len(completion)",
+        [18, 4],
+    ),
+    "own, more by name": (
+        TEXT,
+        "def f(completion, row, truncated, completion_ids=()):\n    return len(completion_ids) - truncated",
+        [19, 5],
+    ),
+}
+OURS = "write (completion, row)"
+REFUSED = {
+    "verl's manager": ("def f(data, return_dict=False):\n    return 1.0", "verl's reward manager gets a whole batch: give its compute_score"),
+    "OpenAI's grader": ("def f(sample, item):\n    return 1.0", "for OpenAI's grader: sample['output_text'] is the completion"),
+    "verifiers": ("def f(completion, answer, **kwargs):\n    return 1.0", "for verifiers: the completion is a text, not messages; the answer is row"),
+    "verifiers, all": ("def f(prompt, completion, answer, state):\n    return 1.0", OURS),
+    "verifiers, state": ("def f(completion, state):\n    return 1.0", OURS),
+    "verifiers, info": ("def f(completion, info):\n    return 1.0", OURS),
+    "ColossalAI": ("def f(input_ids, gt_answer, response_idx, **kwargs):\n    return 1.0", "for ColossalAI: the completion is a text"),
+    "RL2's step of a sample": ("async def f(sample):\n    return {}", "is an environment: give it as --env"),
+    "swapped": ("def f(row, completion):\n    return 1.0", "names them ['row', 'completion']: write (completion, row)"),
+    "an answer": ("def f(response, answer):\n    return 1.0", "names them ['response', 'answer']: write (completion, row)"),
+    "a ground truth": ("def f(response, ground_truth):\n    return 1.0", "the ground truth is row['answer'], or whatever column has it"),
+    "an option second": ("def f(text, data=3):\n    return 1.0", "names them ['text', 'data']: write (completion, row)"),
+    "lists of texts": ("def f(texts, rows):\n    return [1.0]", "names them ['texts', 'rows']: write (completion, row)"),
+    "one argument": ("def f(completion):\n    return 1.0", "must take (completion, row) or (completions, rows), got (completion)"),
+    "unknown keywords": ("def f(**kwargs):\n    return 1.0", "must take (completion, row) or (completions, rows), got (**kwargs)"),
+    "unknown names": ("def f(foo, bar):\n    return 1.0", "names them ['foo', 'bar']: write (completion, row); row has all columns"),
+    "TRL's state": ("def f(completions, trainer_state, **kwargs):\n    return [1.0]", "requires ['trainer_state'], which only its own library has"),
+    "TRL's messages for strings": (
+        "def f(completions, **kwargs):\n    return [len(c[0]['content']) for c in completions]",
+        "rows.jsonl, line 1: reward.py:f, line 11, reads messages, and the prompt is a string: as in TRL, a completion is",
+    ),
+    "TRL's messages in a prompt": (
+        "def f(prompts, completions, **kwargs):\n    for i, p in enumerate(prompts):\n        q = p[-1]['content']\n    return [1.0]",
+        "rows.jsonl, line 1: reward.py:f, line 12, reads messages",
+    ),
+    "a relative import": ("from .other import f", "reward.py, line 10: a file is loaded by itself, so a relative import"),
+}  # fmt: skip
+
+
+def of(source, folder):
+    path = folder / "reward.py"
+    path.write_text(f"{HEAD}{source.strip()}\n")
+    return f"{path}:f"
+
+
+def judged(function, row, answers=ANSWERS):
+    """The trajectories of these answers to the row's prompt, judged by the function."""
+    tokenizer = tiny_tokenizer()
+
+    def says(text):
+        async def sample(prompt_ids, *, max_new_tokens=None):
+            ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+            return Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop")
+
+        return sample
+
+    score = scorer(function, tokenizer=tokenizer, timeout_s=60)
+    return asyncio.run(sample_group(Prompt([1], row, 0), [says(text) for text in answers], score=score))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_function_runs_unchanged(name, tmp_path):
+    row, source, expected = RUNS[name]
+    assert [t.reward for t in judged(load_function(of(source, tmp_path)), dict(row))] == expected
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_function_is_refused_in_one_line_before_the_model_is_loaded(name, tmp_path, monkeypatch, capsys):
+    source, message = REFUSED[name]
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps(TEXT))
+    given = ["--model", "none", "--data", "rows.jsonl", "--reward", of(source, tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        run(grpo.main, grpo.Args, None, argv=given)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith("error: ")
+    assert message in line
+
+
+CHANGES = {
+    "own": "def f(completion, row):\n    row['answer'] = row.pop('id'); row['extra_info']['split'] = 'x'\n    return 1.0",
+    "async": "async def f(completion, row):\n    row.clear()\n    return 1.0",
+    "batched": "def f(completions, rows):\n    [row.clear() for row in rows]\n    return [1.0] * len(rows)",
+    "TRL": "def f(prompts, completions, extra_info, **kwargs):\n    prompts[0].append(1); extra_info[0].clear()\n    return [1.0] * 2",
+    "verl": "def f(solution_str, ground_truth, extra_info):\n    extra_info.clear()\n    return 1.0",
+    "tokens": "def f(completion, row, completion_ids, prompt_ids):\n    completion_ids.clear(); prompt_ids.clear()\n    return 1.0",
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_function_cannot_change_the_data_of_the_run(name, tmp_path):
+    row = json.loads(json.dumps(CHAT))
+    first, second = judged(load_function(of(CHANGES[name], tmp_path)), row)
+    assert row == CHAT
+    assert (first.reward, len(first.ids), len(second.ids), first.prompt_ids) == (1.0, 19, 5, [1])
+
+
+def test_an_environment_cannot_change_the_data_of_the_run():
+    row = json.loads(json.dumps(CHAT))
+
+    async def env(prompt, sample):
+        prompt.row["answer"] = prompt.row.pop("id")
+        prompt.row["extra_info"].clear()
+        out = await sample(prompt.ids)
+        return Trajectory(prompt.ids, out.ids, [True] * len(out.ids), out.logp, out.versions, reward=1.0)
+
+    async def sample(prompt_ids, *, max_new_tokens=None):
+        return Completion([5], [0.0], [0], "stop")
+
+    (one,) = asyncio.run(sample_group(Prompt([1], row, 0), [sample], env=env))
+    assert (one.reward, row) == (1.0, CHAT)
+
+
+def test_an_error_names_the_last_line_of_the_users_file(tmp_path):
+    source = (
+        "import os\ndef f(completion, row):\n    return helper()\ndef helper():\n    return os.environ['MY_REWARD']"
+    )
+    with pytest.raises(RuntimeError, match=r"KeyError: 'MY_REWARD' \(reward\.py, line 14\)"):
+        judged(load_function(of(source, tmp_path)), dict(TEXT))
