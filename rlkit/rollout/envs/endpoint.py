@@ -68,7 +68,7 @@ def agent_env(
     episode without tokens: its reward counts in the group's baseline, and nothing of it trains. An exception of the
     program ends the run, and so does an error of the engine, although the program only sees status 500.
 
-    Needs aiohttp (the extra `http`). Differs: verl's and SkyRL's agent servers tokenise each conversation again.
+    Needs aiohttp (the extra `http`).
     """
 
     optional("aiohttp", "http", "agent_env needs")

@@ -19,9 +19,7 @@ Sampled tokens are never tokenised again. `rlkit.rollout.limits.limited` bounds 
 tokens of any environment; `SamplingParams.max_new_tokens` bounds a turn. A turn that a limit cuts is the last one, and
 its episode is `truncated`. Only text is supported: a processor of a vision model is refused.
 
-Differs: TRL, verl and SkyRL find sampled tokens by searching a rendered conversation, or render messages after a fixed
-base; if a template rewrites history they train on tokens that were not sampled in that context (verl issue 3960), or
-fail. Here such an episode becomes several trajectories (see `rlkit.segments`).
+If a template rewrites history, the episode becomes several trajectories (see `rlkit.segments`).
 """
 
 from __future__ import annotations
