@@ -17,6 +17,7 @@ from rlkit.scripts.common import (
     function_of,
     load_policies,
     load_tokenizer,
+    log,
     note_strings,
     template_file,
     warn_of_repeats,
@@ -25,6 +26,7 @@ from rlkit.scripts.common import (
 from rlkit.scripts.imports import no_collections
 from rlkit.settings import Count, Limit, Positive, Rollouts, Share, check, is_default, refuse_if
 
+_OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds of environments
 # what a reward may ask for by name without `env` and `tools`
 ONE_TURN = frozenset({"completion_ids", "finish_reason", "index", "prompt_ids", "truncated"})
 
@@ -200,6 +202,7 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
 
     rows = args.data.rows(PROMPT, limit=args.episodes.eval_limit)  # before torch is loaded
     rewards, foreign = reward_functions(args.episodes, *rows), load_env(args.episodes)
+    check_env(args, foreign)
     args = begin(args)
     from transformers import AutoConfig
 
@@ -269,6 +272,25 @@ def load_env(episodes: Episodes) -> Any:
     except (TypeError, ValueError) as error:
         raise ValueError(f"`env` {episodes.env}: {error}") from None
     return foreign
+
+
+def check_env(args: Any, foreign: Any) -> None:
+    """Refuse (ValueError) an `env` without any reward, and messages without a chat template. Does not import torch."""
+    from rlkit.rollout.envs.recognise import kind_of
+
+    how, kind = args.episodes, kind_of(foreign) if foreign is not None else "tools" if args.episodes.tools else ""
+    refuse_if(
+        kind == "interact" and not how.reward,
+        f"`env` {how.env}: interact(messages) gives no reward: add its reward_fn(messages, answer) as `reward`",
+    )
+    if args.data.chat_template or kind not in (*_OF_MESSAGES, "object"):
+        return
+    if kind == "object":  # whose reset may give token ids
+        log.warning("--env %s: texts of reset and step are messages for the chat template all the same", how.env)
+        return
+    what, why = f"`env` {how.env}" if foreign is not None else "`tools`", "works on messages for the chat template"
+    fix = "drop --no-chat-template; a base model needs a tokenizer.chat_template that writes only the contents"
+    raise ValueError(f"{what} {why}: {fix}")
 
 
 def environment(

@@ -187,7 +187,7 @@ def no_argument():
 @pytest.mark.parametrize(
     ("foreign", "message"),
     [
-        (slime, r"an async function must take \(prompt, sample\), got slime\(args, sample, sampling_params\); an env"),
+        (slime, r"an async function must take \(prompt, sample\), got slime\(args, sample, sampling_p.*; slime's gen"),
         (of_one, r"an async function must take \(prompt, sample\), got of_one\(tokenizer\); an environment is"),
         (no_argument, r"a function must take \(tokenizer\), got no_argument\(\); an environment is"),
         (Interaction, "the class Interaction has no reset and step; an environment is `async def env"),

@@ -11,6 +11,17 @@ from rlkit.rollout.calling import is_async
 
 GYM_ARGUMENTS = ("seed", "options")  # that Gymnasium's `reset` takes by name
 _LIBRARIES = ("gymnasium", "gem", "textarena", "openrlhf")
+_FOREIGN = {  # forms of other libraries that no adapter runs: methods of a class or parameters, and what to write
+    "start_interaction generate_response": "verl's interaction: write its turns as a class with reset and step",
+    "create execute": "a tool of verl: give the function that it calls as --tools",
+    "args sample sampling_params": "slime's generate: here `await sample(prompt.ids)` samples a turn, `prompt.row` is "
+    "the sample, and a Trajectory or Chat.end(...) is returned",
+    "prompts trainer": "TRL's rollout_func: an environment gets one prompt, and samples by `await sample(prompt.ids)`",
+}
+_TRL_TOOLS = (
+    "TRL's environment_factory, whose public methods are tools, has no step: give functions as --tools, or write a "
+    "class whose step reads the call"
+)
 _EXPECTED = (
     "an environment is `async def env(prompt, sample)`, a function of the tokenizer that returns one, a class with "
     "reset and step, or one of another system (docs/environments.md)"
@@ -22,7 +33,7 @@ def kind_of(foreign: Callable[..., Any]) -> str:
 
     | object                                                              | kind         |
     |---------------------------------------------------------------------|--------------|
-    | an async function of `prompt` and `sample`                          | "env"        |
+    | an async function of `prompt` and `sample`, by these names          | "env"        |
     | a function of `state`, `action`, `extra_info`, or of `sample` alone | "rl2"        |
     | a function of `messages` alone                                      | "interact"   |
     | a function with the name `load_environment`                         | "verifiers"  |
@@ -37,7 +48,8 @@ def kind_of(foreign: Callable[..., Any]) -> str:
         if hasattr(foreign, "reset") and hasattr(foreign, "step"):
             return _kind_of_class(foreign)
         if not isinstance(inspect.getattr_static(foreign, "__call__", None), FunctionType):
-            raise ValueError(f"the class {name} has no reset and step; {_EXPECTED}")
+            theirs = _hint({*dir(foreign)}) or (_TRL_TOOLS if hasattr(foreign, "reset") else _EXPECTED)
+            raise ValueError(f"the class {name} has no reset and step; {theirs}")
     names = {*inspect.signature(foreign).parameters}
     if names >= {"state", "action", "extra_info"} or names == {"sample"}:
         return "rl2"
@@ -46,13 +58,29 @@ def kind_of(foreign: Callable[..., Any]) -> str:
     if name == "load_environment":
         return "verifiers"
     needs: tuple[str, ...] = ("prompt", "sample") if is_async(foreign) else ("tokenizer",)
-    if not takes(foreign, *needs):
+    named = needs == ("tokenizer",) or (_means(foreign, 0, "prompt") and _means(foreign, 1, "sample", "sampler"))
+    if not (takes(foreign, *needs) and named):
         who = "an async function" if is_async(foreign) else "a function"
         found = f"{name}{inspect.signature(foreign)}"
-        raise ValueError(f"{who} must take ({', '.join(needs)}), got {found:.120}; {_EXPECTED}")
+        raise ValueError(f"{who} must take ({', '.join(needs)}), got {found:.120}; {_hint(names) or _EXPECTED}")
     if is_async(foreign):
         return "env"
     return "object" if names == {"prompt"} else "factory"
+
+
+def _hint(names: set[str]) -> str:
+    """What to write in place of another library's form that has these names; empty for an unknown one."""
+    return next((hint for known, hint in _FOREIGN.items() if {*known.split()} <= names), "")
+
+
+def _means(function: Callable[..., Any], position: int, *words: str) -> bool:
+    """Whether the parameter has one of these words in its name or its type, or a name of one letter, or any name."""
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind != p.KEYWORD_ONLY]
+    p = parameters[min(position, len(parameters) - 1)] if parameters else None
+    if p is None or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+        return True
+    of_type = getattr(p.annotation, "__name__", str(p.annotation)).rpartition(".")[2].lower()
+    return len(p.name.strip("_")) <= 1 or bool({*p.name.lower().split("_"), of_type} & {*words})
 
 
 def takes_prompt(kind: type) -> bool:

@@ -1,0 +1,190 @@
+"""Environments as users of other libraries write them, from the command line: what runs, and the line that refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pictures import no_pictures
+
+from rlkit.scripts import grpo
+from rlkit.scripts.cli import run
+
+SOURCE = '''
+from functools import partial
+from types import SimpleNamespace
+
+from rlkit.rollout.envs import adapters
+from rlkit.rollout.envs.chat import Chat
+from rlkit.rollout.envs.gym import Step
+from rlkit.types import Trajectory
+
+
+async def own(prompt, sample):
+    out = await sample(prompt.ids)
+    prompt.row.clear()
+    return Trajectory(prompt.ids, out.ids, [True] * len(out.ids), out.logp, out.versions, reward=1.0)
+
+
+async def short_names(p, s):
+    return await own(p, s)
+
+
+def of_tokenizer(tokenizer):
+    async def env(prompt, sample):
+        chat = Chat(prompt, sample, tokenizer=tokenizer)
+        async for turn in chat:
+            chat.add("again")
+        return chat.end(reward=float(len(chat.messages)))
+
+    return env
+
+
+class Game:
+    def reset(self):
+        return "Guess."
+
+    def step(self, turn):
+        return Step("no", reward=0.5)
+
+
+class Gymnasium:
+    def reset(self, *, seed=None, options=None):
+        return f"Guess {options['answer']}.", {}
+
+    def step(self, action):
+        return "no", 0.25, False, False, {}
+
+
+async def step(state, action, extra_info):
+    extra_info["answer"] = "changed"
+    return {"next_state": f"{state}{action}?", "reward": 1.0, "score": 0.5, "done": False, "extra_info": extra_info}
+
+
+async def env_step(sample):
+    return {"next_state": f"{sample.state_text}{sample.action_text}?", "reward": 2.0, "done": sample.turn == 2}
+
+
+class AgentInstance:
+    async def reset(self, states, **kwargs):
+        return {"observation": states["observation"]}
+
+    async def step(self, states, **kwargs):
+        return {"rewards": 0.75, "scores": 0.5, "environment_feedback": "no: ", "done": True}
+
+
+rl2 = partial(adapters.rl2, step)
+
+
+def interact(messages):
+    return [{"role": "user", "content": "again"}] if len(messages) < 4 else []
+
+
+def reward_fn(messages, answer):
+    return float(len(messages))
+
+
+def score(completion, row, num_calls=0):
+    return 1.0
+
+
+def look_up(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: what to look for
+    """
+    return word
+
+
+class WordleEnv:  # TRL's environment_factory
+    def reset(self, **kwargs):
+        return None
+
+    def guess(self, word: str) -> str:
+        """Guess."""
+        return "no"
+
+
+async def generate(args, sample, sampling_params):  # slime
+    return sample
+
+
+async def rollout_func(prompts, trainer):  # TRL
+    return {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+
+
+class Gsm8kInteraction:  # verl
+    async def start_interaction(self, instance_id=None, **kwargs): ...
+    async def generate_response(self, instance_id, messages, **kwargs): ...
+
+
+class Gsm8kTool:  # verl
+    async def create(self, instance_id=None, **kwargs): ...
+    async def execute(self, instance_id, parameters, **kwargs): ...
+
+
+async def three(prompt, sample, tokenizer):
+    return []
+
+
+async def others(client, model):
+    return []
+'''
+RUNS = {  # the mean reward: turns of at most 4 tokens are cut, so an episode has one turn
+    "own": 1, "short_names": 1, "of_tokenizer": 3, "Game": 0.5, "Gymnasium": 0.25, "step": 1, "env_step": 2, "rl2": 1,
+    "AgentInstance": 0.75, "interact --reward env.py:reward_fn": 3,
+}  # fmt: skip
+PLAIN = "--no-chat-template"
+OWN = "works on messages for the chat template: drop --no-chat-template; a base model needs a tokenizer.chat_template"
+REFUSED = {
+    "WordleEnv": "the class WordleEnv has no reset and step; TRL's environment_factory, whose public methods are tools",
+    "generate": "got generate(args, sample, sampling_params); slime's generate: here `await sample(prompt.ids)` sam",
+    "rollout_func": "got rollout_func(prompts, trainer); TRL's rollout_func: an environment gets one prompt",
+    "Gsm8kInteraction": "has no reset and step; verl's interaction: write its turns as a class with reset and step",
+    "Gsm8kTool": "has no reset and step; a tool of verl: give the function that it calls as --tools",
+    "three": "an async function must take (prompt, sample), got three(prompt, sample, tokenizer); an environment is",
+    "others": "an async function must take (prompt, sample), got others(client, model); an environment is",
+    "interact": "interact(messages) gives no reward: add its reward_fn(messages, answer) as --reward",
+    f"interact --reward env.py:reward_fn {PLAIN}": f"--env env.py:interact {OWN}",
+    f"--tools env.py:look_up --reward env.py:score {PLAIN}": f"error: --tools {OWN}",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(make_task):
+    folder = make_task(rows=[{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(4)])
+    (folder / "env.py").write_text(SOURCE)
+    return folder
+
+
+def flags(given, output="run"):
+    sizes = "--prompts-per-step 2 --group-size 2 --max-new-tokens 4 --max-turns 3 --max-total-tokens 400"
+    env = "" if given.startswith("--tools") else "--env env.py:"
+    command = (
+        f"--model model --data rows.jsonl --steps 1 --save-steps 0 --device cpu {sizes} --output {output} {env}{given}"
+    )
+    return command.split()
+
+
+@pytest.mark.parametrize("given", RUNS)
+def test_an_environment_runs_unchanged(given, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    with no_pictures():
+        run(grpo.main, grpo.Args, None, argv=flags(given, tmp_path / "run"))
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1]["reward/mean"] == RUNS[given]
+    (dump,) = (tmp_path / "run" / "trajectories").glob("train_*")
+    episodes = [json.loads(line) for line in dump.read_text().splitlines()]
+    assert {episode["gold"] for episode in episodes} <= {"1", "2", "3", "4"}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_is_no_environment_is_refused_before_the_model_is_loaded(given, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as ended:
+        run(grpo.main, grpo.Args, None, argv=["--model", "none", *flags(given)[2:]])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith("error: ")
+    assert REFUSED[given] in line
