@@ -141,7 +141,8 @@ class Engine:
     engine: Literal["local", "sglang"] = "local"
     """local: rlkit's own engine, for small models; sglang: SGLang servers"""
     engine_urls: tuple[str, ...] = ()
-    """URLs of SGLang servers of `model`; none: launch one here with 40% of the first GPU's free memory"""
+    """URLs of SGLang servers of `model` on this machine, as http://127.0.0.1:30000.
+    None: launch one here with 40% of the first GPU's free memory"""
     max_batch: Count = 64
     """sequences that the local engine decodes at once"""
     compile: bool = False
@@ -157,6 +158,7 @@ class Engine:
         present = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
         refuse_if(served and not find_spec("aiohttp"), lacks("aiohttp", "http", "`engine` sglang needs"))
         refuse_if(self.engine_urls and not served, "`engine_urls` are SGLang servers: add `engine` sglang")
+        self._check_urls()
         refuse_if(
             served and not (is_default(self, "compile") and is_default(self, "max_batch")),
             "`compile` and `max_batch` are for `engine` local",
@@ -167,6 +169,15 @@ class Engine:
             not {*self.engine_cpus} <= present,
             f"`engine_cpus` {self.engine_cpus}: this process may not use all of them",
         )
+
+    def _check_urls(self) -> None:
+        from rlkit.rollout.engines.hosts import refuse_elsewhere
+
+        for url in self.engine_urls:
+            try:
+                refuse_elsewhere(url, instead="start one here, or drop the flag to launch one (docs/sglang.md)")
+            except ValueError as error:
+                refuse_if(True, f"`engine_urls` {error}")
 
 
 def has_own_threads(engine: Engine) -> bool:

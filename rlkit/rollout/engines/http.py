@@ -46,7 +46,7 @@ class Busy(ReplicaError):
         self.status, self.retry_after_s = status, retry_after_s
 
 
-class Refused(ValueError):
+class Refused(EngineError, ValueError):
     """A server answered another 4xx: the request itself is at fault, and repeating it would not help."""
 
     def __init__(self, message: str, status: int) -> None:

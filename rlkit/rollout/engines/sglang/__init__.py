@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, Literal
 from uuid import uuid4
 
+from rlkit.rollout.engines.hosts import host_of, refuse_elsewhere
 from rlkit.rollout.engines.http import Busy, Http, ReplicaError, all_done, reading
 from rlkit.rollout.engines.sglang.checks import NamedTensors, Probe, WeightMismatch, check_probe, checked, shapes
 from rlkit.rollout.engines.sglang.replicas import Replica, Replicas
@@ -96,8 +97,10 @@ class SGLang:
     ) -> None:
         addresses = [urls] if isinstance(urls, str) else list(urls)
         routers = [router] if router else []
-        if not addresses or not all(url.startswith(("http://", "https://")) for url in [*addresses, *routers]):
-            raise ValueError(f"urls must be one or more addresses like http://host:30000, got {urls!r}, {router=}")
+        if not addresses:
+            raise ValueError("urls must be one or more addresses, as http://127.0.0.1:30000")
+        for url in [*addresses, *routers]:
+            host_of(url)
         self.version = 0
         self._http = Http(backoff_s=backoff_s, busy_s=busy_s)
         self._servers = Replicas(self._http, addresses, stall=stall, vocab_size=vocab_size)
@@ -303,6 +306,8 @@ class SGLang:
 
     async def _load(self, servers: Sequence[Replica], weights: NamedTensors, version: int) -> None:
         for server in servers:
+            if isinstance(self._transport, FromTensors):
+                refuse_elsewhere(server.url, instead="give SGLang(transport=FromGroup(...)) or FromDisk(...)")
             if self._transport.sessions and (server.num_stages > 1 or server.num_copies > 1):
                 raise ValueError(
                     f"{server.url} runs with pp_size {server.num_stages} and dp_size {server.num_copies}, to which "

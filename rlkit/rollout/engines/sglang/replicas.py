@@ -254,4 +254,7 @@ class Replicas:
 
     def _none_left(self) -> ReplicaError:
         reasons = "\n".join(f"  {r.url}: {r.down}" for r in self.all)
+        if self.limits is None:  # none has ever answered
+            fix = "start one with `python -m sglang.launch_server --model-path MODEL --port 30000`"
+            return ReplicaError(f"no SGLang server answers: {fix}, or give no addresses to launch one here:\n{reasons}")
         return ReplicaError(f"no SGLang server is up; restart one and resume the run:\n{reasons}")

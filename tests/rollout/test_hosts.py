@@ -1,0 +1,73 @@
+"""Addresses of servers: refused in one line before the model is loaded, unless their host is this machine."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+import warm
+from fake_server import serving
+
+from rlkit.rollout.engines import hosts
+from rlkit.rollout.engines.sglang import ReplicaError, SGLang
+
+ELSEWHERE = "192.0.2.1"  # reserved for documentation: no machine has it
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "127.9.9.9"])
+def test_this_machine_by_other_names(host):
+    assert hosts.is_here(f"http://{host}:30000")
+
+
+def test_an_address_of_an_interface_is_this_machine():
+    """The one from which packets to elsewhere would leave; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((ELSEWHERE, 9))
+        except OSError:
+            pytest.skip("no network")
+        assert hosts.is_here(f"http://{probe.getsockname()[0]}:30000")
+    assert not hosts.is_here(f"http://{ELSEWHERE}:30000")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9", "http://:9", "http://x:99999", "ftp://x", "x", ""])
+def test_what_is_no_address_is_named(url):
+    with pytest.raises(ValueError, match=r"it must begin with http://, as in http://127\.0\.0\.1:30000") as caught:
+        SGLang(url) if url else SGLang([url])
+    assert "router" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("url", "said"), [
+    (f"http://{ELSEWHERE}:30000", f"{ELSEWHERE}:30000 is another machine: weights go to SGLang"),
+    ("http://no-such-host.invalid:1", "the host 'no-such-host.invalid' has no address"),
+    ("127.0.0.1:9", "'127.0.0.1:9' is no address of a server: it must begin with http://"),
+])  # fmt: skip
+def test_the_command_refuses_them_before_it_reads_a_file(tmp_path, url, said):
+    done = warm.run(
+        [sys.executable, "-m", "rlkit.scripts.grpo", "--model", tmp_path / "none", "--data", tmp_path / "none.jsonl",
+         "--reward", "none.py:f", "--engine", "sglang", "--engine-urls", url],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: --engine-urls ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+async def test_a_server_that_is_not_there_at_the_start_is_no_run_to_resume():
+    with pytest.raises(ReplicaError, match=r"^no SGLang server answers: start one with") as caught:
+        async with SGLang("http://127.0.0.1:9"):
+            pass
+    assert "resume" not in str(caught.value)
+
+
+async def test_an_update_to_another_machine_names_the_transports_that_reach_it(monkeypatch):
+    async with serving(lambda *_: {}) as (url, seen):
+        monkeypatch.setattr(hosts, "is_here", lambda url: False)
+        engine = SGLang(url)
+        with pytest.raises(ValueError, match=r"is another machine: .*FromGroup.* or FromDisk"):
+            await engine.update_weights([("x", torch.zeros(1))], version=1)
+        await engine.close()
+    assert not seen
