@@ -10,7 +10,9 @@ A sweep that is started again continues. `optuna-dashboard sqlite:///OUTPUT/stud
 
 from __future__ import annotations
 
+import importlib
 import math
+import shlex
 import subprocess
 import time
 from dataclasses import dataclass, field
@@ -22,8 +24,15 @@ import tyro
 from rlkit._extras import optional
 from rlkit.run.console import say
 from rlkit.run.folder import read_metrics
-from rlkit.scripts.cli import run
+from rlkit.scripts.cli import fail, run
+from rlkit.scripts.flags import list_flags, wrong_words
+from rlkit.scripts.foreign import answer
 from rlkit.settings import Count, Seed, check
+
+DEFAULTS = {  # the metric of each script, and whether less is better
+    "grpo": ("eval/sampled", False), "ppo": ("eval/sampled", False), "dpo": ("eval/accuracy", False),
+    "kto": ("eval/accuracy", False), "reward_model": ("eval/accuracy", False), "sft": ("eval/loss", True),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,8 +45,9 @@ class Args:
     """folder of the study and of the trials' runs"""
     trials: Count = 20
     """runs that this call starts"""
-    metric: str = "eval/sampled"
-    """key of `metrics.jsonl` whose last value is maximized"""
+    metric: str | None = None
+    """key of `metrics.jsonl` whose last value is maximized. None: eval/sampled (grpo, ppo), eval/accuracy (dpo, kto,
+    reward_model), or eval/loss, minimized (sft)"""
     minimize: bool = False
     """minimize the metric instead"""
     range: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
@@ -63,17 +73,19 @@ def main(args: Args) -> Any:
         raise ValueError("nothing to search over: give `range`, `log_range` or `choice`")
     if not args.command:
         raise ValueError("no command: give it after --, as in: rlkit sweep --log-range lr 1e-6 1e-4 -- rlkit grpo ...")
+    metric, minimize = check_command(args)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     args.output.mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(
         storage=f"sqlite:///{args.output / 'study.db'}",
         study_name="sweep",
         load_if_exists=True,
-        direction="minimize" if args.minimize else "maximize",
+        direction="minimize" if minimize else "maximize",
         pruner=optuna.pruners.MedianPruner(n_startup_trials=args.startup_trials),
     )
     seed = args.seed + len(study.trials)  # or a second call would draw the first call's values again
     study.sampler = optuna.samplers.TPESampler(n_startup_trials=args.startup_trials, seed=seed)
+    states, ended = optuna.trial.TrialState, []
     for _ in range(args.trials):
         trial = study.ask()
         flags = {name: trial.suggest_float(name, *ends) for name, ends in args.range.items()}
@@ -84,17 +96,61 @@ def main(args: Args) -> Any:
         folder = args.output / f"trial_{trial.number:04d}"
         given = [x for name, value in flags.items() for x in (f"--{name}", str(value))]
         try:
-            value, pruned = run_trial([*args.command, *given, "--output", str(folder)], folder, args.metric, trial)
+            value, pruned = run_trial([*args.command, *given, "--output", str(folder)], folder, metric, trial)
+        except RuntimeError as error:
+            study.tell(trial, state=states.FAIL)
+            ended.append(states.FAIL)
+            if ended == [states.FAIL] * min(3, args.trials):
+                number = "the only trial" if len(ended) == 1 else f"the first {len(ended)} trials"
+                fail(f"{number} failed, so the sweep stops: {error}", code=1)
+            say(f"trial {trial.number}: failed, and the sweep goes on: {error}")
+            continue
         except BaseException:
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            study.tell(trial, state=states.FAIL)
             raise
-        states = optuna.trial.TrialState
         state = states.PRUNED if pruned else states.FAIL if math.isnan(value) else states.COMPLETE
+        ended.append(state)
         study.tell(trial, value if state == states.COMPLETE else None, state=state)
         done = [t for t in study.trials if t.state == states.COMPLETE]
         best = f"; best so far: trial {study.best_trial.number}, {study.best_value:.4g}" if done else ""
-        say(f"trial {trial.number}: {args.metric} {value:.4g}{' (ended early)' if pruned else ''}{best}")
+        say(f"trial {trial.number}: {metric} {value:.4g}{' (ended early)' if pruned else ''}{best}")
     return study
+
+
+def check_command(args: Args) -> tuple[str, bool]:
+    """The metric, and whether it is minimized; ValueError for what the command could not run with, or never writes.
+
+    Of a command of rlkit, the searched flags, their values and the evaluation are checked; others are not known.
+    """
+    words = list(args.command)
+    script = next((name for name in DEFAULTS for word in words[:8] if word in (name, f"rlkit.scripts.{name}")), None)
+    if script is None or not any(word.endswith("rlkit") or word.startswith("rlkit.") for word in words[:8]):
+        if args.metric is None:
+            raise ValueError("`metric` has no default for this command: give a key of its metrics.jsonl")
+        return args.metric, args.minimize
+    at = next(i for i, word in enumerate(words) if word in (script, f"rlkit.scripts.{script}"))
+    kind = importlib.import_module(f"rlkit.scripts.{script}").Args
+    ends = {name: [str(x) for x in pair] for name, pair in {**args.range, **args.log_range}.items()}
+    searched = ends | {name: values.split(",") for name, values in args.choice.items()}
+    known = {flag.name for flag in list_flags(kind)}
+    for name, values in searched.items():
+        if name.replace("-", "_") not in known:
+            better = answer(name.replace("-", "_"), known)
+            raise ValueError(f"rlkit {script} has no flag --{name}" + (f": it {better}" if better else ""))
+        for value in values:
+            wrong = wrong_words([*words[at + 1 :], f"--{name}", value], kind)
+            if wrong:
+                raise ValueError("rlkit {}: {} {}".format(script, *wrong.popitem()))
+    metric, minimize = (args.metric, args.minimize) if args.metric else DEFAULTS[script]
+    evaluated = any(word.partition("=")[0] in ("--eval-data", "--eval_data") for word in words)
+    if metric.startswith("eval/") and not evaluated:
+        raise ValueError(f"`metric` {metric} is measured on held-out data: give rlkit {script} --eval-data")
+    output = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--output"), None)
+    if output is not None:
+        raise ValueError(
+            f"--output of the command is set by the sweep: drop it; trials are in {args.output}/trial_0000 ..."
+        )
+    return metric, minimize or args.minimize
 
 
 def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tuple[float, bool]:
@@ -117,7 +173,7 @@ def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tupl
         finally:
             process.terminate()
     if process.returncode:
-        raise RuntimeError(f"the command failed with exit code {process.returncode}: {' '.join(command)}")
+        raise RuntimeError(f"exit code {process.returncode} of {shlex.join(command)}")
     if not seen:
         raise ValueError(f"no line of {folder / 'metrics.jsonl'} has {metric!r}: is it one of {sorted(rows[-1])}?")
     return list(seen.values())[-1], False

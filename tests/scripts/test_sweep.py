@@ -6,6 +6,7 @@ import sys
 
 import optuna
 import pytest
+import screens
 
 from rlkit.scripts.cli import run
 from rlkit.scripts.sweep import Args, main
@@ -66,7 +67,6 @@ def test_a_worse_run_is_ended_early(tmp_path, capsys):
 def test_an_impossible_sweep_is_an_error(tmp_path, capsys):
     for flags, train, message in [
         ([], [], "nothing to search over"),
-        (SPACE, ["--bad", "fails"], "the command failed with exit code 1"),
         ([*SPACE, "--metric", "reward"], [], "has 'reward': is it one of ['score', 'step', 'x']"),
     ]:
         with pytest.raises((SystemExit, RuntimeError)) as ended:
@@ -74,3 +74,81 @@ def test_an_impossible_sweep_is_an_error(tmp_path, capsys):
         assert str(ended.value) != "0"
         assert message in capsys.readouterr().err + str(ended.value)
     assert {t.state.name for t in trials_of(tmp_path)} == {"FAIL"}
+
+
+def test_trials_that_fail_are_named_and_the_sweep_goes_on_unless_the_first_three_do(tmp_path, capfd):
+    space = ["--range", "x", "0", "10", "--choice", "bad", "no,fails", "--startup-trials", "20"]
+    sweep(tmp_path, *space, trials=6)
+    states = [t.state.name for t in trials_of(tmp_path)]
+    assert {*states} == {"COMPLETE", "FAIL"}
+    out, err = capfd.readouterr()
+    assert "rlkit" not in err, "the trials' own errors only"
+    for number, state in enumerate(states):
+        said = f"trial {number}: failed, and the sweep goes on: exit code 1 of "
+        assert (said in out) == (state == "FAIL")
+    (tmp_path / "b").mkdir()
+    with pytest.raises(SystemExit, match="1"):
+        sweep(tmp_path / "b", *SPACE, train=["--bad", "fails"], trials=9)
+    out, err = capfd.readouterr()
+    assert err.splitlines()[-1].startswith("error: the first 3 trials failed, so the sweep stops: exit code 1 of ")
+    assert len(trials_of(tmp_path / "b")) == 3
+
+
+WRONG = [
+    (
+        "--log-range learning_rate 1e-6 1e-4",
+        "sft --model m --data d",
+        "rlkit sft has no flag --learning_rate: it is --lr",
+    ),
+    (
+        "--log-range lr 1e-6 1e-4",
+        "sft --model m --data d",
+        "--metric eval/loss is measured on held-out data: give rlkit sf",
+    ),
+    (
+        "--log-range lr 1e-6 1e-4",
+        "dpo --model m --data d",
+        "--metric eval/accuracy is measured on held-out data: give rlkit",
+    ),
+    (
+        "--range steps 1 4",
+        "sft --model m --data d --eval-data d",
+        "rlkit sft: --steps must be a whole number, got '1.0'",
+    ),
+    (
+        "--choice dtype fp16,bf16",
+        "kto --model m --data d",
+        "rlkit kto: --dtype must be one of fp32, bf16 or None, got 'fp",
+    ),
+    ("--choice lr 1", "sft --data d", "rlkit sft: missing --model"),
+    (
+        "--choice lr 1",
+        "sft --model m --data d --eval-data d --output x",
+        "--output of the command is set by the sweep: dr",
+    ),
+]
+
+
+@pytest.mark.parametrize(("space", "command", "message"), WRONG)
+def test_what_no_trial_could_run_with_is_refused_before_the_first(tmp_path, space, command, message):
+    argv = [*space.split(), "--output", str(tmp_path / "out"), "--", "rlkit", *command.split()]
+    assert screens.refused(lambda: run(main, Args, None, argv=argv)).startswith(f"error: {message}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_default_metric_is_one_that_the_command_writes(tmp_path, task, capfd):
+    argv = ["--output", str(tmp_path), "--trials", "1", "--log-range", "lr", "1e-5", "1e-3", "--"]
+    data = str(task / "rows.jsonl")
+    command = [
+        sys.executable,
+        "-m",
+        "rlkit.scripts.sft",
+        "--model",
+        str(task / "model"),
+        "--data",
+        data,
+        "--eval-data",
+        data,
+    ]
+    run(main, Args, None, argv=[*argv, *command, "--steps", "1", "--batch-size", "4", "--warmup-steps", "0"])
+    assert "trial 0: eval/loss " in capfd.readouterr().out
