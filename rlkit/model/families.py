@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 TOLERANCE = 1e-4  # of a log-prob, in nats
+NOT_CAUSAL = "its attention is not causal"
 _MAX_SIZE = 30_000_000  # parameters of a small copy: a second on a CPU
 _LEGACY = {"attention": "full_attention"}
 _RECURRENT = ("rwkv", "xlstm")  # they have no `layer_types`
@@ -339,6 +340,17 @@ def why_different(model: Any, groups: Sequence[Sequence[Trajectory]], own: Tenso
 
 
 @torch.no_grad()
+def is_causal(model: Any, num_tokens: int = 8) -> bool:
+    """Whether the logits of a token stay the same when the token after it changes, tried on `num_tokens` tokens."""
+    ids = torch.arange(3, 3 + num_tokens, device=model.device)[None] % model.config.get_text_config().vocab_size
+    other = torch.cat((ids[:, :-1], ids[:, :1]), 1)
+    with as_inference(model):
+        a, b = (model(input_ids=x, use_cache=False).logits[:, :-1].float() for x in (ids, other))
+    tolerance = max(TOLERANCE, 8 * torch.finfo(model.dtype).eps * float(a.abs().max()) if a.numel() else 0.0)
+    return bool(torch.allclose(a, b, atol=tolerance))
+
+
+@torch.no_grad()
 def _known_cause(model: Any) -> str | None:
     """The first known cause of a difference that the model has, for the error message."""
     body, head = model.base_model, model.get_output_embeddings()
@@ -349,11 +361,10 @@ def _known_cause(model: Any) -> str | None:
     if "position_ids" not in signature(body.forward).parameters:
         return "its decoder takes no position_ids, so a packed sequence would not start at position 0"
     ids = torch.arange(3, 11, device=model.device)[None] % model.config.get_text_config().vocab_size
-    other = torch.cat((ids[:, :-1], ids[:, :1]), 1)
     with as_inference(model), suppress(Exception):
-        a, b = (model(input_ids=x, use_cache=False).logits for x in (ids, other))
-        if not torch.allclose(a[:, :-1], b[:, :-1], atol=TOLERANCE):
-            return "its attention is not causal"
+        if not is_causal(model):
+            return NOT_CAUSAL
+        a = model(input_ids=ids, use_cache=False).logits
         hidden = body(input_ids=ids, use_cache=False).last_hidden_state
         logits = head(hidden) * logit_scale(model.config) if hidden.shape[-1] == head.weight.shape[1] else None
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)

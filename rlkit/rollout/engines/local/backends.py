@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rlkit._tensors import upcast
+from rlkit.model.families import NOT_CAUSAL, is_causal
 from rlkit.parallel.attention import as_inference, causal_sdpa
 from rlkit.rollout.engines.local.decode import Decoder, why_unsupported
 
@@ -202,6 +203,8 @@ def pick_decoder(model: Any, *, max_batch: int, max_len: int, compile: bool = Fa
 
     The probe prefills two short prompts of different lengths and decodes four tokens of each. If it is not `Decoder`,
     the reason is logged in one line. `compile` is for `Decoder`, and ignored by the others.
+
+    Errors: ValueError for a model whose attention is not causal: the log-prob of a token would depend on later ones.
     """
     reason = why_unsupported(model, max_len)
     if reason is None:
@@ -210,6 +213,8 @@ def pick_decoder(model: Any, *, max_batch: int, max_len: int, compile: bool = Fa
         if reason is None:
             return decoder
     name = type(model).__name__
+    if not is_causal(model, min(8, max_len)):
+        raise ValueError(f"{name} (model type {model.config.model_type!r}) cannot sample: {NOT_CAUSAL}")
     cached = CachedForward(model, max_batch=max_batch, max_len=max_len)
     why_not = _why_not_cached(cached, model, max_len)
     if why_not is None:
