@@ -187,8 +187,8 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     `log_metric(name, value)` the metric `reward/name`. None is an error, except in a sum of several functions
     (`rlkit.rewards.combine.weighted`). docs/migrating.md has the versions.
 
-    Errors: TypeError for a function that requires `trainer_state` or `environments`, which only TRL has. A function
-    that reads `trainer_state` and can do without it is logged as a warning.
+    Errors: TypeError for a function that requires `trainer_state` or `environments`, which only TRL has, or `prompt`,
+    as AReaL names it. A function that reads `trainer_state` and can do without it is logged as a warning.
     """
 
     accepted = _acceptor(reward_func)
@@ -204,7 +204,7 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         return reward_func(**accepted(given)), added
 
     given, asked = {"prompts", "completions", "completion_ids", "log_extra", "log_metric"}, _required(reward_func)
-    foreign = [name for name in asked if name in ("trainer_state", "environments")]
+    foreign = [name for name in asked if name in ("trainer_state", "environments", "prompt")]
     reward = _as(reward_func, call, foreign, [name for name in asked if name not in given])
     reward.hint, reward.line_of_messages = _trl_hint, partial(_line_of_messages, reward_func)
     constants = _constants(_code_of(reward_func))

@@ -282,8 +282,9 @@ def _users_frame(function: Callable[..., Any], error: BaseException) -> tracebac
     frames = traceback.extract_tb(error.__traceback__)
     file = getattr(getattr(unwrapped(function), "__code__", None), "co_filename", None)
     libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(_PACKAGE), "<frozen")
-    own = [f for f in frames if not f.filename.startswith(libraries)]
-    return next((f for f in reversed(frames) if f.filename == file), (own or frames or [None])[-1])
+    in_file = [frame for frame in frames if frame.filename == file]
+    own = in_file or [frame for frame in frames if not frame.filename.startswith(libraries)] or frames
+    return own[-1] if own else None
 
 
 def _lost_processes(function: Callable[..., Any], error: BaseException) -> str:

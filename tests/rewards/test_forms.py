@@ -207,6 +207,10 @@ REFUSED = {
     "unknown keywords": ("def f(**kwargs):\n    return 1.0", "must take (completion, row) or (completions, rows), got (**kwargs)"),
     "unknown names": ("def f(foo, bar):\n    return 1.0", "names them ['foo', 'bar']: write (completion, row); row has all columns"),
     "TRL's state": ("def f(completions, trainer_state, **kwargs):\n    return [1.0]", "requires ['trainer_state'], which only its own library has"),
+    "AReaL": (
+        "def f(prompt, completions, prompt_ids, completion_ids, answer, **kwargs):\n    return 1.0",
+        "requires ['prompt'], which only its own library has",
+    ),
     "TRL's messages for strings": (
         "def f(completions, **kwargs):\n    return [len(c[0]['content']) for c in completions]",
         "rows.jsonl, line 1: reward.py:f, line 11, reads messages, and the prompt is a string: as in TRL, a completion is",
