@@ -63,9 +63,21 @@ def without_nulls(value: Any) -> Any:
 def refuse_media(row: Row, place: str) -> None:
     """ValueError for a row, or a message, with images, audio or video."""
     for name in MEDIA:
-        if not is_empty(row.get(name)):
+        if not is_empty(row.get(name)) and row[name] is not False:
             found = f"column {name!r} holds media, and rlkit trains on text only"
             raise column_error(place, found, row, f"; drop the row, or train on its text with --rename {name} OTHER")
+
+
+def joined_parts(parts: Sequence[Any], place: str) -> str:
+    """The text of `[{"type": "text", "text": ...}, ...]`; ValueError for a part that is not text, such as an image."""
+    for number, part in enumerate(parts):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = repr(part.get("type") if isinstance(part, Mapping) else part)[:80]
+            raise ValueError(
+                f"{place}[{number}] is {kind}: rlkit reads text only, as a string or as parts "
+                "{'type': 'text', 'text': '...'}; drop the row or the part"
+            )
+    return "".join(part["text"] for part in parts)
 
 
 def refuse_surrogates(value: Any, place: str, name: str) -> None:

@@ -30,8 +30,10 @@ class Converted(dict[str, Any]):
 
 def sharegpt(row: Row) -> Row:
     """`{conversations}`, with an optional system message in `system` and KTO label in `kto_tag` (LLaMA-Factory)."""
-    turns = messages_of(row["conversations"])
-    return {"messages": [*_system(row), *turns] if isinstance(turns, list) else turns, **_label(row)}
+    found = messages_of(row["conversations"])
+    if isinstance(found, list) and [turn.get("role") for turn in mappings(found)][:1] != ["system"]:
+        found = [*_system(row), *found]
+    return {"messages": found, **_label(row)}
 
 
 def alpaca(row: Row) -> Row:

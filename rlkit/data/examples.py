@@ -8,7 +8,19 @@ from itertools import islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import encode, encode_all, end_of_turn_id
-from rlkit.data.forms import LABELLED, PAIR, SFT, Template, Turn, drop, drop_long, is_text, read_rows, with_prompt
+from rlkit.data.forms import (
+    LABELLED,
+    PAIR,
+    SFT,
+    Template,
+    Turn,
+    drop,
+    drop_long,
+    is_pair,
+    is_text,
+    read_rows,
+    with_prompt,
+)
 from rlkit.data.load import place_of
 
 if TYPE_CHECKING:
@@ -201,7 +213,7 @@ def labelled_examples(
     Differs: TRL cuts long examples, and takes the columns `prompt`, `completion` and `label` only.
     """
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args)
-    if rows and "chosen" in rows[0]:
+    if rows and is_pair(rows[0], place_of(rows, 0)):
         pairs, num_dropped = _pairs(rows, template, max_example_tokens)
         both = [(Labelled(p.prompt, p.chosen, True), Labelled(p.prompt, p.rejected, False)) for p in pairs]
         return [example for two in both for example in two], num_dropped

@@ -215,6 +215,12 @@ def is_text(row: Row) -> bool:
     return not TEXT.missing(row) and not any(row.get(name) is not None for name in _PROMPT)
 
 
+def is_pair(row: Row, place: str) -> bool:
+    """Whether a row is a preference pair."""
+    source = source_of(row, place)
+    return "chosen" in row or (source is not None and source.read is _pair)
+
+
 def _in_our_columns(row: Row, source: Form | None, forms: Sequence[Form], place: str, start: str, plain: bool) -> Row:
     """The row with rlkit's columns beside its own, where they differ.
 
@@ -331,25 +337,14 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
         messages = convert.turns(messages)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
+    messages = [_with_text(message, f"{place}: {column}[{number}]") for number, message in enumerate(messages)]
     own, first = convert.system_of(row, place), messages[0] if messages[0]["role"] in _SYSTEM else {}
     if own is not None and first and first["content"] != own:
         found = f"the system message of column {column!r} is another one than that of column 'system'"
         raise column_error(place, found, row, "; rename the one that is not meant, e.g. --rename system OTHER")
     if not first and (system_prompt if own is None else own) is not None:
-        messages = [{"role": "system", "content": system_prompt if own is None else own}, *messages]
-    return [_with_text(message, f"{place}: {column}[{number}]") for number, message in enumerate(messages)]
-
-
-def joined_parts(parts: Sequence[Any], place: str) -> str:
-    """The text of `[{"type": "text", "text": ...}, ...]`; ValueError for a part that is not text, such as an image."""
-    for number, part in enumerate(parts):
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = repr(part.get("type") if isinstance(part, Mapping) else part)[:80]
-            raise ValueError(
-                f"{place}[{number}] is {kind}: rlkit reads text only, as a string or as parts "
-                "{'type': 'text', 'text': '...'}; drop the row or the part"
-            )
-    return "".join(part["text"] for part in parts)
+        return [{"role": "system", "content": system_prompt if own is None else own}, *messages]
+    return messages
 
 
 def drop(
@@ -405,7 +400,7 @@ def _with_text(message: Message, place: str) -> dict[str, Any]:
         return dict(message) if message.get("tool_calls") else {**message, "content": ""}
     if not isinstance(content, list | tuple) or not content:
         raise ValueError(f"{place}.content must be a string, got {repr(content)[:80]}")
-    return {**message, "content": joined_parts(content, f"{place}.content")}
+    return {**message, "content": columns.joined_parts(content, f"{place}.content")}
 
 
 def _is_empty(message: Message) -> bool:
@@ -561,12 +556,12 @@ LABELLED = Form("labelled response", (_LABELLED, ("label",)), _labelled, _PROMPT
 TEXT = Form("text", (("text",),), _text, (), _SFT)
 SFT = (RESPONSE, CONVERSATION, TEXT)
 _OUTPUT = ("output", "response", "completion", "chosen")
-_MORE = ("system", "system_prompt", "kto_tag", "label", "history", "rejected")
+_MORE = ("system", "kto_tag", "label", "history", "rejected")
 _ANSWER = (*_OUTPUT[1:3], "answer", "chosen")
 _PAIRED = ("preferred_output",), ("non_preferred_output",)
 THEIRS = (
     # LLaMA-Factory data/README.md; TRL trl/data_utils.py, maybe_convert_to_chatml
-    Form("ShareGPT conversation", (("conversations",),), _conversation, _MORE[:3], _SFT, None, convert.sharegpt),
+    Form("ShareGPT conversation", (("conversations",),), _conversation, _MORE[:2], _SFT, None, convert.sharegpt),
     # LLaMA-Factory data/README.md; databricks/databricks-dolly-15k
     Form(
         "Alpaca row", (("instruction",), (*_OUTPUT, "input")), _response, ("input", "context", *_MORE), "", None,
@@ -578,10 +573,10 @@ THEIRS = (
         ("query", *_MORE), _SFT, None, convert.llama_factory, lambda row: isinstance(row["prompt"], str),
     ),
     # hub data sets openai/gsm8k, Open-Orca/OpenOrca and Intel/orca_dpo_pairs
-    Form("question with an answer", (("question",), _ANSWER), _response, _MORE[:2], _RL_SFT, None, convert.question),
+    Form("question with an answer", (("question",), _ANSWER), _response, (), _RL_SFT, None, convert.question),
     # hub data set HuggingFaceH4/MATH-500
     Form(
-        "problem with a solution", (("problem",), (*_OUTPUT[1:3], "solution", *_ANSWER[2:])), _response, _MORE[:2],
+        "problem with a solution", (("problem",), (*_OUTPUT[1:3], "solution", *_ANSWER[2:])), _response, (),
         _RL_SFT, None, convert.problem,
     ),
     # OpenRLHF openrlhf/cli/train_*.py, --data.input_key; slime slime/utils/arguments.py, --input-key

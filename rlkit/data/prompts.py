@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import encode_all
-from rlkit.data.forms import PROMPT, Template, drop, drop_long, joined_parts, prompt_messages, read_rows, rl_row
+from rlkit.data.columns import joined_parts
+from rlkit.data.forms import PROMPT, Template, drop, drop_long, prompt_messages, read_rows, rl_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
