@@ -42,7 +42,7 @@ def alpaca(row: Row) -> Row:
     The answer may be called `response`, and the input `context` (Dolly). With `history`, pairs of an instruction and a
     response, the row is a conversation whose turns all train.
     """
-    prompt = "\n".join(row[name] for name in ("instruction", "input", "context") if row.get(name))
+    prompt = "\n".join(row[name] for name in ("instruction", "input", "context") if not is_empty(row.get(name)))
     history = _history(row.get("history"))
     turns = [*_system(row), *history, _message("user", prompt)]
     answer = _completion(row, "output", "response", "completion")
@@ -85,6 +85,8 @@ def context(row: Row) -> Row:
 def openai_pair(row: Row) -> Row:
     """`{input: {messages, tools}, preferred_output, non_preferred_output}` of OpenAI's preference files."""
     given = row["input"]
+    if "messages" not in given:
+        raise ValueError(f"'input' must have 'messages', got {sorted(given)}")
     pair = {"chosen": row["preferred_output"], "rejected": row["non_preferred_output"]}
     return {"messages": given["messages"], "tools": given.get("tools"), **pair}
 

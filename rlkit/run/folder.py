@@ -135,7 +135,8 @@ class Run:
             self._drawing = None
 
     def _append(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-        data = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
+        text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        data = text.encode(errors="backslashreplace")  # half of a surrogate pair becomes its JSON escape
         with explain_full_disk(path.name, self.folder, needed=len(data), fix=_FULL_FIX):
             append_file(path, data)
         self._unsynced.add(path)

@@ -155,6 +155,7 @@ READ = {
     "Alpaca with response (GPTeacher)": (
         "sft", {"instruction": "add", "input": "1 2", "response": "3"}, ("<user>add\n1 2;<assistant>3;", ["3;"]),
     ),
+    "Alpaca of pandas": ("sft", {"instruction": "hi", "input": float("nan"), "output": "yo"}, HI_YO),
     "Alpaca prompt": ("grpo", {"instruction": "add", "input": "1 2", "answer": "3"}, "<user>add\n1 2;<assistant>"),
     "Dolly": (
         "sft", {"instruction": "Who?", "context": "Bob is a cat.", "response": "Bob", "category": "qa"},
@@ -324,6 +325,11 @@ REFUSED = {  # script, row, the message after the file and the place
     "SQuAD": ("sft", {"context": "Bob is", "question": "Who?", "answers": {"text": ["Bob"]}},
               ": neither 'messages' nor 'prompt' is there; columns found: ['answers', 'context', 'question']; a "
               "conversation has {messages or prompt}; a column under another name is renamed with --rename"),
+    "OpenAI preference without messages": (
+        "dpo", {"input": {"text": "hi"}, "preferred_output": [answer("yo")], "non_preferred_output": [answer("no")]},
+        ": cannot be read as a preference row of OpenAI: 'input' must have 'messages', got ['text']; columns found: "
+        "['input', 'non_preferred_output', 'preferred_output']",
+    ),
     "the role of Gemma": ("sft", {"messages": [user("hi"), said("model", "yo")]},
                           ": no response to train on: needs the column 'completion' or 'response', or an assistant "
                           "message, got roles ['user', 'model']; columns found: ['messages']"),

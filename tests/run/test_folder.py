@@ -66,6 +66,14 @@ def test_a_metric_that_is_not_a_number_is_an_error_with_its_key(tmp_path):
         run.log(1, {"reward/mean": "high"})
 
 
+def test_half_a_character_of_a_row_is_kept_in_the_trajectories(tmp_path):
+    with open_run(tmp_path / "run", steps=1) as run:
+        run.trajectories(1, [{"gold": "a\ud83d", "text": "é"}])
+    (path,) = (tmp_path / "run" / "trajectories").glob("*.jsonl")
+    assert path.read_bytes() == '{"gold": "a\\ud83d", "text": "é"}\n'.encode()
+    assert json.loads(path.read_text())["gold"] == "a\ud83d"
+
+
 def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
     folder = tmp_path / "run"
     with open_run(folder, steps=5) as run:
