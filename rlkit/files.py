@@ -37,6 +37,25 @@ def check_model_path(path: str | os.PathLike[str]) -> None:
         raise FileNotFoundError(f"model {str(path)!r}: {what}; give a folder saved by save_pretrained, or a hub id a/b")
 
 
+@contextmanager
+def no_code(path: os.PathLike[str] | str, *, what: str = "file of a checkpoint") -> Iterator[None]:
+    """In a block that reads the file `path` without running code, ValueError for any error but an OSError.
+
+    torch's own text advises its reader to load the file in a way that runs its code.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        wanted, text = re.search(r"GLOBAL (\S+)", str(error)), str(error)
+        if wanted:
+            reason = f"it asks for {wanted[1]}, and rlkit runs no code of a file"
+        else:
+            reason = "torch cannot read it" if text.startswith("Weights only load failed") else text or repr(error)
+        raise ValueError(f"{path} is damaged, or no {what}: {' '.join(reason.split())[:200]}") from None
+
+
 def cache_folder() -> Path:
     """`$XDG_CACHE_HOME/rlkit`, by default `~/.cache/rlkit`; it may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rlkit"

@@ -218,14 +218,13 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     Tokens in only one vocabulary are ignored; a folder without a tokenizer is not checked. FileNotFoundError for a
     folder that holds no model.
     """
-    from transformers import AutoTokenizer
-
     from rlkit.files import check_model_path
+    from rlkit.model.pretrained import load_tokenizer
 
     check_model_path(path)
     if Path(path).is_dir() and not (Path(path) / "tokenizer_config.json").is_file():
         return
-    theirs = AutoTokenizer.from_pretrained(path).get_vocab()
+    theirs = load_tokenizer(path).get_vocab()
     for token, i in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]):  # one message for one mistake
         if theirs.get(token, i) != i:
             raise ValueError(

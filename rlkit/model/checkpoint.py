@@ -153,6 +153,9 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, *, group: dist.Proce
 def read_tensors(tensors: dict[str, Tensor], path: Path, model: nn.Module) -> None:
     """Fill `tensors` of `model` in place; ValueError, before any tensor changes, where names or shapes differ."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from rlkit.model.plain_files import Reader
 
     stages = of_stages(model, {name: [*x.shape] for name, x in tensors.items()})
     here = {name: shape for shapes in stages for name, shape in shapes.items()}
@@ -161,7 +164,10 @@ def read_tensors(tensors: dict[str, Tensor], path: Path, model: nn.Module) -> No
     if wrong := [f"{name} is {a} there, {b} here" for name, (a, b) in shapes.items() if a != b]:
         raise ValueError(f"{path} holds another model: {'; '.join(wrong[:4])} ({len(wrong)} differences in total)")
     _quiet()
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=not distributed())
+    try:
+        dcp.load(tensors, storage_reader=Reader(path), no_dist=not distributed())
+    except CheckpointException as error:  # a BaseException, as in `write_tensors`
+        raise next(iter(error.failures.values()))[0] from None
 
 
 def plain(value: Any, where: str) -> Any:
@@ -198,9 +204,9 @@ def _quiet() -> None:
 
 
 def _stored(path: Path) -> dict[str, Any]:
-    import torch.distributed.checkpoint as dcp
+    from rlkit.model.plain_files import Reader
 
-    return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return Reader(path).read_metadata().state_dict_metadata
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
@@ -273,9 +279,13 @@ def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer 
     written; ValueError for another format, or for a model or optimizer that does not fit, with the first tensors that
     differ.
     """
+    from rlkit.model.plain_files import read_plain
+
     path = Path(path)
     manifest = _verified(path)
-    side = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    side = read_plain(path / "state.pt")
+    if not isinstance(side, dict) or not isinstance(side.get("state"), dict):
+        raise ValueError(f"{path / 'state.pt'} is damaged, or no file of a checkpoint: it has no `state`")
     _check_format(path / "state.pt", side)
     tensors = model_tensors(model)
     if optimizer is not None:
@@ -285,7 +295,9 @@ def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer 
         install_optimizer(tensors, model, optimizer, side["optimizer"])
         random_states = path / _rank_file()
         if random_states.exists():
-            _set_random_states(torch.load(random_states, map_location="cpu", weights_only=True))
+            found = read_plain(random_states)
+            with _files.no_code(random_states):
+                _set_random_states(found)
     return {**side["state"], "step": manifest["step"]}
 
 

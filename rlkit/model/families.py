@@ -17,7 +17,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from inspect import signature
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch import Tensor
 
 import rlkit
 from rlkit.files import cache_folder, replace_file
+from rlkit.model.pretrained import NO_CODE
 from rlkit.packing import pack
 from rlkit.parallel.attention import IMPLEMENTATION, as_inference, register
 from rlkit.types import Trajectory
@@ -181,11 +182,10 @@ def check_causal_lm(config: Any) -> None:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    remote = getattr(config, "auto_map", None) or {}
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in remote:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _refusal(config, "transformers has no causal language model of this type")
-    model_class = None if remote else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if model_class is not None and model_class.config_class not in (None, *MODEL_FOR_CAUSAL_LM_MAPPING):
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if model_class.config_class not in (None, *MODEL_FOR_CAUSAL_LM_MAPPING):
         saved = model_class.config_class.model_type
         raise _refusal(config, f"an export would be of type {saved!r}, which AutoModelForCausalLM cannot read")
     check_family(config)
@@ -418,7 +418,7 @@ def _built(config: Any, model_class: Any) -> tuple[Any, list[list[Trajectory]], 
     """A model of this config with random weights, the test sequences, and its own log-probs of them."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    make = AutoModelForCausalLM.from_config if model_class is None else model_class._from_config
+    make = partial(AutoModelForCausalLM.from_config, **NO_CODE) if model_class is None else model_class._from_config
     groups = probe(VOCAB)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlkit.files import check_model_path
+from rlkit.files import no_code
 from rlkit.kernels.layer import has_kernels
 from rlkit.kernels.linear_logp import FusedLoss, fused_loss, linear_log_kept_mass, linear_logp
 from rlkit.model import dense
@@ -27,6 +28,7 @@ from rlkit.model.families import (
 )
 from rlkit.model.lora import adapters, without_adapter
 from rlkit.model.parallelize import device_of, dtype_of, inside, mesh_of
+from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.model.weights import read_small
 from rlkit.packing import join, pack, with_streams
 from rlkit.parallel.attention import IMPLEMENTATION, has_flash, register, tail
@@ -107,11 +109,9 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrain
     Errors: FileNotFoundError; ValueError for a model type that cannot be trained packed, and for a checkpoint that is
     quantized or lacks some weights (a classifier has no token head), which transformers would initialise at random.
     """
-    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    check_model_path(path)
-    config = AutoConfig.from_pretrained(str(path))
+    config = load_config(path)
     check_causal_lm(config)
     check_architecture(config)
     model, missing = read_small(config, path), list[str]()
@@ -138,10 +138,14 @@ def read_pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> 
         logging.disable_progress_bar()
     try:
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
-        model, info = kind.from_pretrained(str(path), dtype=torch.float32, **options)
+        model, info = kind.from_pretrained(str(path), dtype=torch.float32, **options, **NO_CODE)
     except SafetensorError as error:
         what = f"its safetensors are damaged ({error}): copy or download it again"
         raise ValueError(f"model {str(path)!r}: {what}") from None
+    except UnpicklingError as error:
+        names = " or ".join(sorted(file.name for file in Path(path).glob("*.bin")))
+        with no_code(f"model {str(path)!r}: {names}", what="file of weights"):
+            raise error
     finally:
         if shown:
             logging.enable_progress_bar()

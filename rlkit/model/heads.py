@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rlkit.files import check_model_path
 from rlkit.model.families import check_architecture, check_causal_lm, probe, warn_full_size
 from rlkit.model.forward import DTYPES, read_pretrained, score_tokens, token_outputs
 from rlkit.model.parallelize import mesh_of
+from rlkit.model.pretrained import load_config
 from rlkit.packing import pack
 from rlkit.parallel.attention import as_inference, register
 from rlkit.types import Batch, Trajectory
@@ -96,10 +96,7 @@ def _one_number(model: Any) -> Callable[[Tensor, Any], tuple[Tensor, ...]]:
 
 
 def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
-    from transformers import AutoConfig
-
-    check_model_path(path)
-    config = AutoConfig.from_pretrained(str(path))
+    config = load_config(path)
     check_causal_lm(config)
     checked = check_architecture(config)
     model, missing = read_pretrained(kind, path, num_labels=1)

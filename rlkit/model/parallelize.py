@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rlkit.model.families import check_causal_lm, check_family, check_leftover, check_loaded
+from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.parallel.attention import register
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import read_experts, split_experts
@@ -259,18 +260,18 @@ def load_parallel(
     Errors: those of `parallelize`; FileNotFoundError for a folder without config or weights; ValueError naming weights
     that the files lack or hold in another shape.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     from rlkit.model.lora import add_lora, reset_adapters
 
     folder = local_folder(path)
-    config = AutoConfig.from_pretrained(folder)
+    config = load_config(folder)
     config.name_or_path = str(path)  # not the hub's cache
     check_causal_lm(config)
     check_model(config)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **NO_CODE)
     if (folder / "generation_config.json").is_file():  # an export must keep the stop tokens
         model.generation_config = GenerationConfig.from_pretrained(folder)
     if lora_rank:
@@ -324,9 +325,8 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     if os.path.isabs(path) or str(path).startswith((".", "~")) or str(path).count("/") != 1:
         raise FileNotFoundError(f"{path}: no such folder; give one saved by save_pretrained, or a hub id a/b")
     from huggingface_hub import snapshot_download
-    from transformers import AutoConfig
 
-    check_causal_lm(AutoConfig.from_pretrained(str(path)))  # before gigabytes are downloaded
+    check_causal_lm(load_config(path))  # before gigabytes are downloaded
     wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         snapshot_download(str(path), allow_patterns=wanted)

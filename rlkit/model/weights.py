@@ -23,6 +23,7 @@ from rlkit import files as _files
 from rlkit.model.dense import why_not_dense
 from rlkit.model.lora import Adapter, adapters, merged
 from rlkit.model.parallelize import mesh_of
+from rlkit.model.pretrained import NO_CODE
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh
 from rlkit.ranks import on_all_ranks, on_rank0, rank
@@ -160,7 +161,7 @@ def read_small(config: Any, path: str | os.PathLike[str]) -> Any:
     try:
         with safe_open(file, framework="pt") as saved:
             with no_init_weights():
-                model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+                model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, **NO_CODE)
             model.tie_weights()
             weights = dict(model.named_parameters())
             names: list[str] = saved.keys()

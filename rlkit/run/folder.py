@@ -168,8 +168,10 @@ def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resum
             if old.get("format") != FORMAT:
                 other = f"format {old.get('format')}, and this version reads format {FORMAT}"
                 raise ValueError(f"{folder} was written in {other}: resume it with the version that wrote it")
-            if script != old["script"]:
-                raise ValueError(f"{folder} is a run of {old['script']}: resume it with that, or give another `output`")
+            if script != old.get("script"):
+                raise ValueError(
+                    f"{folder} is a run of {old.get('script')}: resume it with that, or give another `output`"
+                )
             names = [n for n in sorted(new.keys() | old.keys()) if n != "resume" and new.get(n) != old.get(n)]
             for name in names:
                 say(f"resumed with {name} {new.get(name)!r} (it was {old.get(name)!r})")
@@ -185,7 +187,9 @@ def read_args(folder: Path | str) -> dict[str, Any]:
         return {}
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
-    except ValueError as error:
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds no JSON object: {str(found)[:40]!r}")
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): delete it, and the run uses the given flags") from None
     return found
 

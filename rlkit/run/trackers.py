@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit.files import replace_file
-from rlkit.run.folder import read_metrics
+from rlkit.run.folder import read_args, read_metrics
 
 
 class Tracker(NamedTuple):
@@ -82,8 +82,7 @@ def track(folder: Path | str, *, to: str, project: str = "rlkit", again: Callabl
     read_metrics(folder)
     note, count = folder / f".track_{to}.json", 0
     known: dict[str, Any] = json.loads(note.read_bytes()) if note.exists() else {"id": None, "step": -1}
-    args = folder / "args.json"
-    config = json.loads(args.read_bytes()) if args.exists() else {}
+    config = read_args(folder)
     with TRACKERS[to](folder.resolve(), project, known["id"], config) as tracker:
         while True:
             for row in read_metrics(folder):

@@ -15,20 +15,27 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from rlkit.run.folder import read_args
 from rlkit.scripts.cli import run
 from rlkit.scripts.common import Data, check_device
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.settings import Count, NotNegative, ParallelArgs, SamplingParams, check, refuse_if
+
+TYPES: dict[str, Any] = {  # the flags of a run that are used here, and their types
+    "model": str, "system_prompt": str | None, "template_args": str, "chat_template": bool | str, "temperature": int | float,
+    "max_new_tokens": int, "top_p": int | float, "top_k": int, "stop": list, "stop_token_ids": list, "lora_rank": int,
+    "ref_sync_steps": int,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,9 @@ class Args:
     def __post_init__(self) -> None:
         check(self)
         wrong = self.system_prompt and not self.chat_template
+        for name in ("prompt", "system_prompt"):
+            text = getattr(self, name) or ""
+            refuse_if(text != text.encode(errors="replace").decode(), f"`{name}` is not UTF-8 text: {text[:60]!a}")
         refuse_if(wrong, "`system_prompt` is part of the chat template: drop it, or --no-chat-template")
 
 
@@ -124,14 +134,14 @@ class Chat:
             return encode_all(self.tokenizer, [self.turns[-1]["content"]], add_special_tokens=True)[0]
         system = [{"role": "system", "content": self.data.system_prompt}] if self.data.system_prompt else []
         args = self.data.template()
-        return render(self.tokenizer, [*system, *self.turns], add_generation_prompt=True, template_args=args)
+        with template_errors():
+            return render(self.tokenizer, [*system, *self.turns], add_generation_prompt=True, template_args=args)
 
 
 def main(args: Args) -> None:
     """Answer `--prompt`, the lines of a pipe, or what is typed in the terminal."""
     folder, live = Path(args.run), args.prompt is None and sys.stdin.isatty() and sys.stdout.isatty()
-    flags = folder / "args.json"
-    kept = json.loads(flags.read_text()) if flags.is_file() else {}
+    kept = kept_flags(folder)
     template = kept.get("chat_template", True) if args.chat_template is True else args.chat_template
     given = {name: value for name, value in vars(args).items() if value is not None}
     options = {**kept, **given, "chat_template": template}
@@ -144,7 +154,8 @@ def main(args: Args) -> None:
 
     if isinstance(args.chat_template, str):
         set_template(tokenizer, args.chat_template)
-    ends = stop_token_ids(tokenizer, model.config, model.generation_config) if data.chat_template else ()
+    with template_errors():
+        ends = stop_token_ids(tokenizer, model.config, model.generation_config) if data.chat_template else ()
     ends = (*ends, *kept.get("stop_token_ids", ()))
     sampling = {n: options[n] for n in ("temperature", "max_new_tokens", "top_p", "top_k") if n in options}
     stop = tuple(kept.get("stop", ())) or ("\0",)  # the engine decodes only where there is a stop string
@@ -155,6 +166,17 @@ def main(args: Args) -> None:
     for line in filter(str.strip, sys.stdin if args.prompt is None else [args.prompt]):
         chat.ask(line.rstrip("\n"))
     return None
+
+
+@contextmanager
+def template_errors() -> Iterator[None]:
+    """ValueError for a chat template that fails, or that reaches for Python, which its sandbox refuses."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except TemplateError as error:
+        raise ValueError(f"the model's chat template cannot be rendered: {type(error).__name__}: {error}") from None
 
 
 def talk(chat: Chat) -> None:
@@ -176,14 +198,26 @@ def talk(chat: Chat) -> None:
             write(f"error: {error}\n")
 
 
+def kept_flags(folder: Path) -> dict[str, Any]:
+    """The flags in the folder's args.json, {} without one; ValueError, with the file, for what no run writes."""
+    path, kept = folder / "args.json", read_args(folder)
+    for name, kind in TYPES.items():
+        if name in kept and not isinstance(kept[name], kind):
+            raise ValueError(f"{path} is damaged: {name} is {str(kept[name])[:60]!r}")
+    for name, kind in (("stop", str), ("stop_token_ids", int)):
+        if not all(isinstance(x, kind) for x in kept.get(name, ())):
+            raise ValueError(f"{path} is damaged: {name} is {str(kept[name])[:60]!r}")
+    return kept
+
+
 def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any, Any]:
     """The model and its tokenizer: of the run folder with the flags `kept`, or of another folder or hub id."""
     import torch
-    from transformers import AutoTokenizer
 
     from rlkit.data.template_files import KEPT, read_template
     from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint
     from rlkit.model.launch import choose_device, load_policy
+    from rlkit.model.pretrained import load_tokenizer
 
     if device:
         check_device(device)
@@ -191,7 +225,7 @@ def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any
     exported = (folder / "model" / "config.json").is_file()
     if exported or not kept:
         path = str(folder / "model" if exported else folder)
-        return load_policy(path, ParallelArgs(), device=device), AutoTokenizer.from_pretrained(path)
+        return load_policy(path, ParallelArgs(), device=device), load_tokenizer(path)
     newest = latest_checkpoint(folder / "checkpoints")
     if newest is None or "critic_lr" in kept or kept.get("ref_sync_steps"):
         what = "no model/ yet, and no checkpoint of the policy alone: wait for the run's end, or resume it (--resume)"
@@ -200,7 +234,7 @@ def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any
     model = load_policy(kept["model"], ParallelArgs(), device=device, **lora)
     load_checkpoint(newest, model=model, optimizer=None)
     sys.stderr.write(f"{folder} has no model/ yet: this is its checkpoint {newest.name}\n")
-    tokenizer = AutoTokenizer.from_pretrained(kept["model"])
+    tokenizer = load_tokenizer(kept["model"])
     if isinstance(kept.get("chat_template"), str):
         tokenizer.chat_template = read_template(folder / KEPT)[0]
     return model, tokenizer

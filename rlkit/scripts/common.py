@@ -261,12 +261,11 @@ def stop_at_template(model: Any, args: Any) -> None:
     config = getattr(model, "generation_config", None)
     if (file := template_file(args)) is None or config is None:
         return
-    from transformers import AutoTokenizer
-
     from rlkit.data.chat import stop_token_ids
     from rlkit.data.template_files import read_template
+    from rlkit.model import pretrained
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model.model)
+    tokenizer = pretrained.load_tokenizer(args.model.model)
     tokenizer.chat_template = read_template(file)[0]
     ends = list(stop_token_ids(tokenizer, model.config, config))
     config.update(eos_token_id=ends, _from_model_config=False)  # True: `generate` may go back to config.json's eos
@@ -277,12 +276,11 @@ def load_tokenizer(path: str, *others: str | None, chat_template: str | Path | N
 
     ValueError if one of the models `others` has another vocabulary.
     """
-    from transformers import AutoTokenizer
-
     from rlkit.data.chat import check_same_tokens
     from rlkit.data.template_files import set_template
+    from rlkit.model import pretrained
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = pretrained.load_tokenizer(path)
     if chat_template is not None:
         set_template(tokenizer, chat_template)
     for other in others:

@@ -215,9 +215,8 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     rewards, foreign = reward_functions(args.episodes, *rows), load_env(args.episodes)
     check_env(args, foreign)
     args = begin(args)
-    from transformers import AutoConfig
-
     from rlkit.loops.rl import Task
+    from rlkit.model.pretrained import load_config
 
     others = args.reference, getattr(args, "critic", None)
     tokenizer = load_tokenizer(args.model.model, *others, chat_template=template_file(args))
@@ -225,7 +224,7 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     prompts, held_out = (render(args, tokenizer, part) for part in rows)
     note_strings(args.data, rows[0])
     warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
-    check_lengths(args, prompts + held_out, AutoConfig.from_pretrained(args.model.model).get_text_config())
+    check_lengths(args, prompts + held_out, load_config(args.model.model).get_text_config())
     return args, tokenizer, Task(prompts, score, env=env, eval_prompts=held_out, **options)
 
 
@@ -427,8 +426,7 @@ async def _own_engine(args: Any, max_len: int) -> AsyncIterator[Any]:
         async with await launch_process(model.model, **options, **threads) as engine:
             yield engine
         return
-    from transformers import AutoConfig
-
+    from rlkit.model.pretrained import load_config
     from rlkit.rollout.engines.sglang import SGLang, launch
 
     with ExitStack() as stack:
@@ -436,6 +434,6 @@ async def _own_engine(args: Any, max_len: int) -> AsyncIterator[Any]:
         if model.deterministic and model.device != "cpu":
             shared = (*shared, "--enable-deterministic-inference")
         urls = how.engine_urls or [stack.enter_context(launch(model.model, device=model.device, args=shared)).url]
-        size = AutoConfig.from_pretrained(model.model).get_text_config().vocab_size
+        size = load_config(model.model).get_text_config().vocab_size
         async with SGLang(list(urls), vocab_size=size) as engine:
             yield engine

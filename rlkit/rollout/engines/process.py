@@ -290,12 +290,11 @@ class _Child:
         self._writer.write(_framed([pickle.dumps((number, answer, progress))]))
 
     async def ready(self) -> None:
-        from transformers import AutoTokenizer
-
         from rlkit.model.forward import load_model
+        from rlkit.model.pretrained import load_tokenizer
 
         self._model = load_model(self._path, device=self._device)
-        tokenizer = AutoTokenizer.from_pretrained(self._path)
+        tokenizer = load_tokenizer(self._path)
         self._engine = LocalEngine(self._model, tokenizer=tokenizer, **self._options)
 
     async def map(self, block: str) -> None:
