@@ -77,6 +77,7 @@ def optimizer_options(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def empty_optimizer_tensors(path: Path, model: nn.Module, optimizer: Optimizer, options: Any) -> dict[str, Tensor]:
     """Empty tensors for the state stored in `path`, sharded like the parameters, made without an optimizer step."""
     names, groups = _names(model, optimizer), _groups(model, optimizer)
+    _check_reference(path, model)
     if options is None or [*map(sorted, groups)] != [sorted(group["params"]) for group in options["groups"]]:
         raise ValueError(
             f"{path} was written with another optimizer: its parameters or parameter groups differ from the given "
@@ -90,6 +91,20 @@ def empty_optimizer_tensors(path: Path, model: nn.Module, optimizer: Optimizer, 
             if name in owners:
                 room[full] = _room(key, stored, *owners[name])
     return room
+
+
+def _check_reference(path: Path, model: nn.Module) -> None:
+    """ValueError if only one of the checkpoint and the model has the weights of a reference that moves."""
+    moved = any(name.startswith("model/reference.") for name in _stored(path))
+    moves = any(name.startswith("reference.") for stage in of_stages(model, [*_clean(model)]) for name in stage)
+    if moved != moves:
+        given = "a reference model that moves: give `kl_coef` and `ref_sync_steps` above 0"
+        wrote = given if moved else "no reference model that moves: give `ref_sync_steps` 0"
+        raise ValueError(f"{path} was written with {wrote}, as before, or start a new run in another folder")
+
+
+def _clean(model: nn.Module) -> list[str]:
+    return [clean_name(name) for name, _ in model.named_parameters()]
 
 
 def _room(key: str, stored: Any, param: Tensor, group: dict[str, Any]) -> Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit._extras import optional
 from rlkit._retrying import BUSY, retried, retry_after_s
+from rlkit._text import masked
 from rlkit.rewards.timeouts import off_the_clock, turn
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class HttpError(RuntimeError):
     """A request that finally failed. `status` is the HTTP status, or None without a complete answer."""
 
     def __init__(self, message: str, *, status: int | None) -> None:
-        super().__init__(message)
+        super().__init__(masked(message))
         self.status = status
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
+from rlkit._text import masked, printable
+
 TRAINING = "training had started"  # starts the note on an error raised after the set-up of a run
 
 
@@ -75,7 +77,7 @@ def say(text: str) -> None:
     """Print a line on stdout, flushed. A closed pipe or terminal (`| head -3`) does not end the run."""
     with _unless_lost():
         if sys.stdout is not None:
-            sys.stdout.write(text + "\n")
+            sys.stdout.write(printable(masked(text)) + "\n")
             sys.stdout.flush()
 
 
@@ -230,13 +232,14 @@ class RunDisplay:
     def status(self, text: str) -> None:
         """Text beside the bar."""
         if self._bar is not None:
-            self._status.plain = text
+            self._status.plain = printable(masked(text))
 
     def say(self, text: str) -> None:
         """A line above the bar, or on plain stdout, flushed."""
         if self._bar is None:
             return say(text)
         with _unless_lost():
+            text = printable(masked(text))
             self._bar.console.print(text, markup=False, highlight=False, no_wrap=True, crop=False, overflow="ignore")
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from rlkit._text import masked
 from rlkit.files import append_file, explain_full_disk, replace_file, sync
 from rlkit.run.console import RunDisplay, say
 from rlkit.run.cores import Waiting
@@ -157,7 +158,7 @@ def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resum
     check_folder(folder, resume=resume)
     if not _first_rank():
         return
-    path, kept = folder / "args.json", {"format": FORMAT, "script": script, **args}
+    path, kept = folder / "args.json", {"format": FORMAT, "script": script, **masked(dict(args))}
     text = json.dumps(kept, indent=1, default=str) + "\n"
     with explain_full_disk(path.name, folder, needed=len(text), fix=_FULL_FIX):
         hold(folder)
@@ -175,13 +176,16 @@ def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resum
             names = [n for n in sorted(new.keys() | old.keys()) if n != "resume" and new.get(n) != old.get(n)]
             for name in names:
                 say(f"resumed with {name} {new.get(name)!r} (it was {old.get(name)!r})")
-            changed = bool(names)
+            changed = bool(names) or masked(path.read_text()) != path.read_text()
         if changed:
             replace_file(path, text.encode())
 
 
 def read_args(folder: Path | str) -> dict[str, Any]:
-    """The flags in a run folder's args.json, {} without that file; ValueError if it is damaged."""
+    """The flags in a run folder's args.json, {} without that file; ValueError if it is damaged.
+
+    It has *** for the passwords of URLs: a run that is resumed takes them from its command line.
+    """
     path = Path(folder) / "args.json"
     if not path.exists():
         return {}
@@ -191,7 +195,7 @@ def read_args(folder: Path | str) -> dict[str, Any]:
             raise ValueError(f"it holds no JSON object: {str(found)[:40]!r}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): delete it, and the run uses the given flags") from None
-    return found
+    return {name: masked(value) for name, value in found.items()}
 
 
 def holds_run(folder: Path | str) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Any
 
+from rlkit._text import printable
 from rlkit.data.prompts import Prompt, prompt_messages
 from rlkit.rewards.text import gold_answer
 from rlkit.rollout.limits import success
@@ -165,7 +166,7 @@ def table(rows: Sequence[Mapping[str, Any]], *, question: str, width: int) -> li
 def _quoted(text: Any, width: int) -> str:
     """The text in at most `width` characters (at least 20); of a longer one the start and the end."""
     width = max(20, width)
-    quoted = [json.dumps(c, ensure_ascii=False)[1:-1] for c in str(text)]  # an escape is cut as a whole
+    quoted = [printable(json.dumps(c, ensure_ascii=False)[1:-1]) for c in str(text)]  # an escape is cut as a whole
     if len("".join(quoted)) + 2 <= width:
         return f'"{"".join(quoted)}"'
     head, end = _fitting(quoted, (width - 7) // 2), _fitting(quoted[::-1], width - 7 - (width - 7) // 2)

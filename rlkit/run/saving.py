@@ -20,7 +20,7 @@ from rlkit.rollout.engines import EngineError, silence
 from rlkit.rollout.shared import SharedStream
 from rlkit.rollout.stream import GroupStream
 from rlkit.run.console import TRAINING, say
-from rlkit.run.folder import Run, check_folder, hold, open_run
+from rlkit.run.folder import Run, check_folder, hold, open_run, read_args
 from rlkit.run.signals import Stop, resume_command, stop_on_interrupt
 from rlkit.settings import Schedule
 
@@ -101,6 +101,7 @@ def save_if_due(
     the run. A stop is reported with the command that resumes the run.
     """
     stopping = any_rank(stop.requested)
+    state = {**state, "script": read_args(run.folder).get("script")}
     every, must = schedule.save_steps, stopping or step == schedule.steps
     due = must or (every > 0 and step % every == 0)
     if due or saver.idle:
@@ -144,11 +145,15 @@ def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, refer
     from here on (see `hold`).
 
     Errors: the errors of `keep_args`; FileNotFoundError also if every checkpoint is damaged; ValueError for a
-    checkpoint in another format.
+    checkpoint in another format, or of a run of another script.
     """
     check_folder(folder, resume=True)
     on_rank0(lambda: hold(folder))
     state, skipped = load_latest(folder / "checkpoints", model=_with_reference(model, reference), optimizer=optimizer)
+    wrote, here = state.pop("script", None), read_args(folder).get("script")
+    if None not in (wrote, here) and wrote != here:
+        fix = "start from its exported model/, or resume the run that it belongs to"
+        raise ValueError(f"{folder}: its checkpoint of step {state['step']} is of a run of {wrote}, not {here}: {fix}")
     lines = [f"skipped a checkpoint: {reason}" for reason in skipped]
     if not state:
         lines.append(f"{folder} has no checkpoint yet: starting from step 0 again")

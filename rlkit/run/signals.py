@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
+from rlkit._text import masked
+
 Handler = Callable[[int, Any], Any]
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
@@ -202,4 +204,4 @@ def resume_command(*flags: str) -> str:
     typed = sys.orig_argv
     if len(typed) > 1 and typed[1] == shutil.which(name := os.path.basename(typed[1])):  # a command: rlkit grpo ...
         typed = [name, *typed[2:]]
-    return shlex.join([*typed, *(flag for flag in flags if flag not in typed)])
+    return shlex.join([*map(masked, typed), *(flag for flag in flags if flag not in typed)])

@@ -25,6 +25,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from rlkit._text import printable
 from rlkit.run.folder import read_args
 from rlkit.scripts.cli import run
 from rlkit.scripts.common import Data, check_device
@@ -32,9 +33,9 @@ from rlkit.scripts.flags import ChatTemplate
 from rlkit.settings import Count, NotNegative, ParallelArgs, SamplingParams, check, refuse_if
 
 TYPES: dict[str, Any] = {  # the flags of a run that are used here, and their types
-    "model": str, "system_prompt": str | None, "template_args": str, "chat_template": bool | str, "temperature": int | float,
-    "max_new_tokens": int, "top_p": int | float, "top_k": int, "stop": list, "stop_token_ids": list, "lora_rank": int,
-    "ref_sync_steps": int,
+    "model": str, "system_prompt": str | None, "template_args": str, "chat_template": bool | str,
+    "temperature": int | float, "max_new_tokens": int, "top_p": int | float, "top_k": int, "stop": list,
+    "stop_token_ids": list, "lora_rank": int, "ref_sync_steps": int,
 }  # fmt: skip
 
 
@@ -233,7 +234,7 @@ def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any
     lora: dict[str, Any] = {name: kept[name] for name in ("lora_rank", "lora_targets") if name in kept}
     model = load_policy(kept["model"], ParallelArgs(), device=device, **lora)
     load_checkpoint(newest, model=model, optimizer=None)
-    sys.stderr.write(f"{folder} has no model/ yet: this is its checkpoint {newest.name}\n")
+    sys.stderr.write(printable(f"{folder} has no model/ yet: this is its checkpoint {newest.name}\n"))
     tokenizer = load_tokenizer(kept["model"])
     if isinstance(kept.get("chat_template"), str):
         tokenizer.chat_template = read_template(folder / KEPT)[0]
@@ -241,9 +242,12 @@ def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any
 
 
 def write(text: str) -> None:
-    """Write to stdout at once; end where its reader is gone (`| head -1`)."""
+    """Write to stdout at once; end where its reader is gone (`| head -1`).
+
+    A terminal gets control characters as escapes: a model could otherwise write its title or its clipboard.
+    """
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

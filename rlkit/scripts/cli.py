@@ -25,6 +25,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, Any, NoReturn, TypeVar
 
+from rlkit._text import masked, printable
 from rlkit.run.console import TRAINING, encode_anything, warnings_that_fit, wrapped
 from rlkit.run.cores import SPINS
 from rlkit.run.signals import resume_command
@@ -266,12 +267,13 @@ def _copy(argv: list[str]) -> None:
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(printable(text) + "\n")
 
 
 def fail(text: str, *, code: int = 2) -> NoReturn:
     """Print `error: ...` to stderr, and exit: all errors that are one line end here."""
     if sys.stderr is not None:
+        text = printable(masked(text))
         lines = wrapped(f"error:\xa0{text}", sys.stderr)  # no line of its own for "error:" before a long path
         sys.stderr.write(lines.replace("\xa0", " ", 1) + "\n")
     raise SystemExit(code) from None

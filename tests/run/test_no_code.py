@@ -298,3 +298,22 @@ def test_a_template_reaches_no_python(folder):
     (folder / "model/chat_template.jinja").write_text("{{ cycler.__init__.__globals__.os.mkdir('mark') }}")
     for command in MODEL:
         refused(folder, command, "cannot be rendered", "SecurityError")
+
+
+def test_a_reference_that_moves_or_another_script_is_the_named_reason(folder):
+    """--ref-sync-steps 0 was reported as another optimizer; a checkpoint of dpo went on in sft without a word."""
+    flags = [*GRPO, "--ref-sync-steps", "0"]
+    error = refused(folder, flags, "step_00000002 was written with a reference model that moves")
+    assert "--ref-sync-steps above 0" in error
+    assert "optimizer" not in error
+    path = folder / "sft" / "checkpoints" / "step_00000002" / "state.pt"
+    state = torch.load(path, weights_only=True)
+    state["state"]["script"] = "dpo.py"
+    plant(folder, {"state.pt": lambda _: saved(state)})
+    refused(folder, SFT, "sft: its checkpoint of step 2 is of a run of dpo.py, not sft.py")
+
+
+def test_a_checkpoint_names_the_script_that_wrote_it(folder):
+    assert rlkit(folder, SFT).returncode == 0
+    state = torch.load(folder / "sft/checkpoints/step_00000003/state.pt", weights_only=True)
+    assert state["state"]["script"] == "sft.py"

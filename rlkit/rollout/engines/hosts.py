@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from urllib.parse import urlsplit
 
+from rlkit._text import masked
+
 
 def host_of(url: str) -> str:
     """The host in a server's address; ValueError unless it begins with http:// or https:// and has a host and a port
@@ -16,7 +18,9 @@ def host_of(url: str) -> str:
     except ValueError:
         parts, host = None, None
     if parts is None or parts.scheme not in ("http", "https") or not host:
-        raise ValueError(f"{url!r} is no address of a server: it must begin with http://, as in http://127.0.0.1:30000")
+        raise ValueError(
+            f"{masked(url)!r} is no address of a server: it must begin with http://, as in http://127.0.0.1:30000"
+        )
     return host
 
 
@@ -29,7 +33,7 @@ def is_here(url: str) -> bool:
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ValueError(f"{url}: the host {host!r} has no address ({error.strerror or error})") from None
+        raise ValueError(f"{masked(url)}: the host {host!r} has no address ({error.strerror or error})") from None
     return all(_is_own(family, address) for family, *_, address in found)
 
 
@@ -37,7 +41,7 @@ def refuse_elsewhere(url: str, *, instead: str) -> None:
     """ValueError for a server on another machine, where the trainer's weights do not arrive; `instead` is what does."""
     if not is_here(url):
         why = "weights go to SGLang servers on this machine only, through its memory"
-        raise ValueError(f"{url} is another machine: {why}; {instead}")
+        raise ValueError(f"{masked(url)} is another machine: {why}; {instead}")
 
 
 def _is_own(family: int, address: object) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from rlkit._extras import missing
 from rlkit._retrying import BUSY, retried, retry_after_s
+from rlkit._text import masked
 from rlkit.rollout.engines import EngineError
 from rlkit.types import Completion
 
@@ -37,6 +38,9 @@ _short.maxlevel = 5
 class ReplicaError(EngineError):
     """A server failed a request that is safe to repeat elsewhere: it is gone, hangs, or its answer is invalid."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(masked(message))
+
 
 class Busy(ReplicaError):
     """A server did not take a request (408, 425, 429, 503): it may later, after `retry_after_s` seconds at least."""
@@ -50,7 +54,7 @@ class Refused(EngineError, ValueError):
     """A server answered another 4xx: the request itself is at fault, and repeating it would not help."""
 
     def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
+        super().__init__(masked(message))
         self.status = status
 
 
@@ -84,7 +88,9 @@ class Http:
         except aiohttp.ConnectionTimeoutError as error:
             raise ReplicaError(f"{url}: no connection within {CONNECT_TIMEOUT} s; is the server up?") from error
         except TimeoutError as error:
-            raise TimeoutError(f"{url}: no reply within {timeout} s; the server hangs or the limit is low") from error
+            raise TimeoutError(
+                f"{masked(url)}: no reply within {timeout} s; the server hangs or the limit is low"
+            ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise ReplicaError(
                 f"{url}: connection failed ({type(error).__name__}: {error}); is the server up?"

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, Literal
 from uuid import uuid4
 
+from rlkit._text import masked
 from rlkit.rollout.engines.hosts import host_of, refuse_elsewhere
 from rlkit.rollout.engines.http import Busy, Http, ReplicaError, all_done, reading
 from rlkit.rollout.engines.sglang.checks import NamedTensors, Probe, WeightMismatch, check_probe, checked, shapes
@@ -310,15 +311,16 @@ class SGLang:
                 refuse_elsewhere(server.url, instead="give SGLang(transport=FromGroup(...)) or FromDisk(...)")
             if self._transport.sessions and (server.num_stages > 1 or server.num_copies > 1):
                 raise ValueError(
-                    f"{server.url} runs with pp_size {server.num_stages} and dp_size {server.num_copies}, to which "
-                    "SGLang loads from disk only: use transport=FromDisk(...), or one server per replica, --tp only"
+                    f"{masked(server.url)} runs with pp_size {server.num_stages} and dp_size {server.num_copies}, to "
+                    "which SGLang loads from disk only: use transport=FromDisk(...), or one server per replica, with "
+                    "--tp only"
                 )
         known = shapes(servers[0].model_path)
         if not known and self._probe is None and not self._warned:
             self._warned = True
             warnings.warn(
-                f"rlkit cannot read the checkpoint {servers[0].model_path!r} of {servers[0].url} on this machine, so "
-                "names and shapes of weights go unchecked, and SGLang ignores unknown names: pass a probe",
+                f"rlkit cannot read the checkpoint {servers[0].model_path!r} of {masked(servers[0].url)} on this "
+                "machine, so names and shapes of weights go unchecked, and SGLang ignores unknown names: pass a probe",
                 stacklevel=2,
             )
         try:

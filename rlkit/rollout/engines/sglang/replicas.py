@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
+from rlkit._text import masked
 from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done, reading, whole_number
 from rlkit.rollout.engines.sglang.checks import vocab_size
 from rlkit.rollout.engines.sglang.wire import ServerLimits, parse_version
@@ -249,7 +250,7 @@ class Replicas:
     def _note(self, replica: Replica, down: str | None) -> None:
         """Set why a server is down, and log changes: the run continues with one server fewer, only slower."""
         if (down is None) != (replica.down is None):
-            _log.warning("SGLang server %s is %s", replica.url, "back" if down is None else f"left out: {down}")
+            _log.warning("SGLang server %s is %s", masked(replica.url), "back" if down is None else f"left out: {down}")
         replica.down = down
 
     def _none_left(self) -> ReplicaError:
