@@ -173,7 +173,6 @@ def test_a_body_without_an_end_is_given_up(name: str) -> None:
                 await self.write(part)  # type: ignore[attr-defined]
 
         async def _start(self, request: Any) -> Any:
-            self._length_check = False
             self.headers.pop("Content-Length", None)
             self.enable_chunked_encoding()
             return await super()._start(request)

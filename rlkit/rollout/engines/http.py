@@ -31,8 +31,7 @@ MIN_OPEN_FILES = 65536
 MAX_REPLY = 256 << 20  # bytes; a completion of a million tokens has about 60 MiB
 _LOWEST = -3.4e38  # what fp32, in which log-probs are packed, can hold
 _short = Repr()
-_short.maxstring = _short.maxother = _short.maxlong = 200
-_short.maxlevel = 5
+vars(_short).update(maxstring=200, maxother=200, maxlong=200, maxlevel=5)
 
 
 class ReplicaError(EngineError):
