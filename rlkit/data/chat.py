@@ -7,6 +7,7 @@ continued by appending, the result is `None`, and a new sequence starts.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
+
+_progress = logging.getLogger("rlkit.data.progress")
 
 _MARK = "placeholder of a turn"  # not markup in any template
 _CHUNK = 1024  # texts per tokenizer call: enough for its threads, little to hold at once
@@ -105,8 +108,11 @@ def encode_all(
 ) -> list[list[int]]:
     """Token ids of many texts: one tokenizer call per thousand, which a fast tokenizer spreads over its threads."""
     call: Any = tokenizer
-    chunks = (list(texts[start : start + _CHUNK]) for start in range(0, len(texts), _CHUNK))
-    return [ids for chunk in chunks for ids in call(chunk, add_special_tokens=add_special_tokens)["input_ids"]]
+    found: list[list[int]] = []
+    for start in range(0, len(texts), _CHUNK):
+        found += call(list(texts[start : start + _CHUNK]), add_special_tokens=add_special_tokens)["input_ids"]
+        _progress.info("tokenizing: %d of %d texts", len(found), len(texts))
+    return found
 
 
 def encode_after_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

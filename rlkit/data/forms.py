@@ -18,7 +18,7 @@ from rlkit.data.load import Row, Rows, column_error, place_of
 from rlkit.data.template import ROLES, Template
 
 X = TypeVar("X")
-_log = logging.getLogger("rlkit.data")
+_log, _progress = logging.getLogger("rlkit.data"), logging.getLogger("rlkit.data.progress")
 _SYSTEM = ("system", "developer")
 _STRING, _MESSAGES, _LABEL = "a string", "a list of at least one message", "true or false"
 _KINDS: dict[str, Callable[[Any], bool]] = {
@@ -119,6 +119,8 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
             used |= {*columns.FOR_REWARDS}
         texts = [text for turn in turns[-1] for text in (turn.prompt, turn.whole)]
         unused.add(row, used, texts, own.args or ())
+        if len(turns) % 1000 == 0:
+            _progress.info("rendering: %d of %d rows", len(turns), len(rows))
     unused.report(rows, rl=PROMPT in forms)
     return turns
 

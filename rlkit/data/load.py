@@ -17,7 +17,7 @@ from rlkit.data.sources import expand, find
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 _PROGRESS = 1000  # rows between two log lines
-_log = logging.getLogger("rlkit.data")
+_progress = logging.getLogger("rlkit.data.progress")
 
 
 class Rows(list[Row]):
@@ -106,7 +106,7 @@ def load_rows(
             read.append(item)
             if len(read) % _PROGRESS == 0:
                 of = f" (file {number} of {len(sources)})" if len(sources) > 1 else ""
-                _log.info("reading %s%s: %d rows", source.name, of, len(read))
+                _progress.info("reading %s%s: %d rows", source.name, of, len(read))
         if not read:
             raise ValueError(f"{source.name}: no rows")
         files.append((source.name, read))

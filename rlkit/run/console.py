@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -130,6 +131,54 @@ def warnings_that_fit() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
+
+
+class _Progress(logging.Handler):
+    """Shows the latest message: on a terminal in a line that is erased, elsewhere every ten seconds."""
+
+    def __init__(self, after_s: float) -> None:
+        super().__init__()
+        self.due = time.monotonic() + after_s
+        self.shown = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr is None or time.monotonic() < self.due:
+            return
+        live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        text = record.getMessage()
+        sys.stderr.write(f"\r\x1b[K{text[: _columns(sys.stderr) - 1]}" if live else f"{text}\n")
+        sys.stderr.flush()
+        self.shown, self.due = live, time.monotonic() + (0.2 if live else 10.0)
+
+    def erase(self, _record: Any = None) -> bool:
+        """Erase the line; True, as a filter of a logger whose records are printed there."""
+        if self.shown and sys.stderr is not None:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+        self.shown = False
+        return True
+
+
+@contextmanager
+def data_progress(*, after_s: float = 2.0) -> Iterator[None]:
+    """Inside the block, show how far the reading, rendering and tokenizing of data is, once it takes `after_s`."""
+    logger, data = logging.getLogger("rlkit.data.progress"), logging.getLogger("rlkit.data")
+    if logger.handlers or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    handler, kept = _Progress(after_s), (logger.level, logger.propagate)
+    logger.addHandler(handler)
+    data.addFilter(handler.erase)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        handler.erase()
+        logger.removeHandler(handler)
+        data.removeFilter(handler.erase)
+        logger.setLevel(kept[0])
+        logger.propagate = kept[1]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 
 from rlkit._extras import lacks
 from rlkit.files import check_model_path
+from rlkit.run.console import data_progress
 from rlkit.scripts.cli import flags_of
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.imports import defer_compiler, no_collections, remember_names
@@ -73,6 +74,7 @@ class Data:
         except ValueError:
             return None
 
+    @data_progress()
     def rows(self, *forms: Any, limit: int | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The training rows and at most `limit` held-out rows; ValueError for a row that has none of the `forms`."""
         from rlkit.data.forms import PROMPT, check_columns
@@ -305,7 +307,8 @@ def offline(
         "apply_chat_template": bool(args.data.chat_template),
         "template_args": args.data.template() or None,
     }
-    examples = read(rows, **render)[0]
+    with data_progress():
+        examples = read(rows, **render)[0]
     note_strings(args.data, rows)
     warn_of_repeats("--batch-size", args.examples.batch_size, len(examples))
     return args, tokenizer, examples, read(held_out, **render)[0] if held_out else []

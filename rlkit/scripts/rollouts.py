@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from rlkit._extras import lacks
+from rlkit.run.console import data_progress
 from rlkit.scripts.common import (
     begin,
     function_of,
@@ -221,7 +222,8 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     others = args.reference, getattr(args, "critic", None)
     tokenizer = load_tokenizer(args.model.model, *others, chat_template=template_file(args))
     env, score = environment(args, tokenizer, rewards, foreign)
-    prompts, held_out = (render(args, tokenizer, part) for part in rows)
+    with data_progress():
+        prompts, held_out = (render(args, tokenizer, part) for part in rows)
     note_strings(args.data, rows[0])
     warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
     check_lengths(args, prompts + held_out, load_config(args.model.model).get_text_config())
