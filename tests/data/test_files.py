@@ -19,6 +19,11 @@ CSV = 'prompt,answer\n1+1,2\né漢,"x\ny"\nc,\n'.encode()
 PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 
+def name_of(value):
+    """Without the bytes: gzip writes the time into them, and all test processes need the same names."""
+    return "bytes" if isinstance(value, bytes) else None
+
+
 @pytest.mark.parametrize(
     ("name", "data"),
     [
@@ -32,6 +37,7 @@ PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
         ("a.csv", CSV.replace(b",", b";")),
         ("b.csv", CSV.replace(b",", b"\t")),
     ],
+    ids=name_of,
 )
 def test_rows_are_those_written(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
@@ -79,6 +85,7 @@ def test_zstandard_is_read_where_a_library_reads_it(tmp_path, monkeypatch):
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", r"a\.parquet: a pointer of Git LFS, not the"),
         ("a.tsv", b"a\ta\n1\t2\n", "two columns have the same name"),
     ],
+    ids=name_of,
 )
 def test_a_bad_file_is_named_with_its_place(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
