@@ -252,6 +252,8 @@ class Optim:
 
     def __post_init__(self) -> None:
         check(self)
+        given = [f"`{name}`" for name in ("lr", "lr_schedule", "warmup_steps") if not is_default(self, name)]
+        refuse_if(self.lr_at and given, f"`lr_at` replaces {', '.join(given)}: give one of them")
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,10 @@ class Penalties:
             self.kl_limit is None and self.entropy_limit is None and not is_default(self, "limit_rate"),
             "`limit_rate` is for `kl_limit` and `entropy_limit`: give one of them",
         )
+        rules = {"kl": rule or has_target, "kl_limit": self.kl_limit, "entropy": self.entropy_target}
+        rules |= {"entropy_limit": self.entropy_limit}
+        twice = [name for name in self.controllers if rules.get(name) not in (None, False)]
+        refuse_if(twice, f"`controllers` has a rule {', '.join(twice)}, and so do the other fields: give one of them")
         refuse_if(
             self.entropy_target is not None and self.entropy_coef < 0,
             "`entropy_target` starts from `entropy_coef`: give one of at least 0",
@@ -338,6 +344,9 @@ class Critic:
 
     def __post_init__(self) -> None:
         check(self)
+        refuse_if(
+            self.critic_lr_at and not is_default(self, "critic_lr"), "`critic_lr_at` replaces `critic_lr`: give one"
+        )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlkit.advantages import group_centered
@@ -62,8 +63,10 @@ async def grpo(
     4. tokens are weighted by `loss.correction(log pi_old / pi_rollout)` for the engine's numerics and older weights
     5. under top-p or top-k, tokens are weighted by the kept probability mass, which costs one more forward
 
-    Errors: ValueError if `penalties` need a `reference` and it is None; those of `rlkit.loops.rl.rl`.
+    Errors: ValueError if `penalties` need a `reference` and it is None, and for a `group_size` of 1 with a baseline
+    that compares the samples of a group; those of `rlkit.loops.rl.rl`.
     """
+    check_baseline(baseline, group_size=rollouts.group_size)
     has_kl = coefficients.has_kl(penalties, reference)
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
@@ -91,6 +94,15 @@ async def grpo(
         policy, tokenizer, engine, task, rollouts, schedule, penalties, prepare=prepare, update=update, state=state,
         reference=ref_policy, max_tokens=optim.max_tokens,
     )  # fmt: skip
+
+
+def check_baseline(baseline: Callable[..., Tensor], *, group_size: int) -> None:
+    """Refuse groups of one sample where `baseline` gives them advantage 0, whatever their rewards."""
+    if group_size == 1 and not baseline(torch.tensor([0.0, 1.0, 3.0]), group_ids=torch.arange(3)).any():
+        raise ValueError(
+            "`group_size` 1: the baseline compares the samples of a group, so that a single one has advantage 0 and "
+            "nothing would train; use at least 2, or a baseline over the batch"
+        )
 
 
 grpo_sync = blocking(grpo)  # a plain function, also where an event loop runs

@@ -152,7 +152,8 @@ async def ppo(
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
     lr_at = learning_rate(optim, num_steps=schedule.steps)
-    of_critic = replace(optim, lr=critic.critic_lr, lr_at=critic.critic_lr_at)
+    given = critic.critic_lr_at
+    of_critic = Optim(lr_at=given) if given else replace(optim, lr=critic.critic_lr, lr_at=None)
     critic_lr_at = learning_rate(of_critic, num_steps=schedule.steps)
     optimizer = adamw(both, lr=lr_at(0), weight_decay=optim.weight_decay)  # skips parameters without a gradient: each
     values = Policy(value_model, dtype=policy.dtype)  # update steps only the policy or only the critic

@@ -115,6 +115,10 @@ async def rl(
     if unknown := sorted(state.keys() - {"model", "optimizer", "reference"}):
         what = "a number or tensor of your own is a buffer of a module in state['model']"
         raise ValueError(f"state holds model, optimizer and reference, got {', '.join(unknown)}: {what}")
+    if rollouts.max_dropped is not None and task.keep_group is None:
+        raise ValueError("`max_dropped` is a limit on `task.keep_group`: give one")
+    if rollouts.eval_samples > 1 and not task.eval_prompts:
+        raise ValueError("`eval_samples` is for `task.eval_prompts`: give some")
     needed = ["model", "optimizer", *(["reference"] if penalties.ref_sync_steps else [])]
     if missing := [name for name in needed if state.get(name) is None]:
         raise ValueError(f"state holds what is saved and restored, and has no {' and no '.join(missing)}")
@@ -135,6 +139,11 @@ async def rl(
     with saving.open_training(schedule, start=start) as (run, stop, saver):
         samples = Samples(run, tokenizer, engine=engine, print_steps=rollouts.print_samples_steps)
         watch = nans.Watch(run, task.prompts, tokenizer, skip=rollouts.skip_nan)
+
+        if task.eval_prompts and not schedule.eval_steps:
+            run.say("eval_prompts are not used: eval_steps is 0")
+        if penalties.ref_sync_steps > steps > 0:
+            run.say(f"the reference never moves: ref_sync_steps {penalties.ref_sync_steps} is above steps {steps}")
 
         in_time = partial(saving.unless_hung, engine=engine, stop=stop, run=run)
 

@@ -19,7 +19,7 @@ from rlkit.run.console import data_progress
 from rlkit.scripts.cli import flags_of
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.imports import defer_compiler, no_collections, remember_names
-from rlkit.settings import Count, CountOr0, Optim, ParallelArgs, Schedule, check, refuse_if
+from rlkit.settings import Count, CountOr0, Optim, ParallelArgs, Schedule, check, is_default, refuse_if
 
 log = logging.getLogger("rlkit.scripts")
 
@@ -200,6 +200,16 @@ def warn_of_steps(schedule: Schedule, data: Data) -> None:
         log.warning("--steps 0 without --eval-data: nothing is trained or measured, the model is exported unchanged")
     if data.eval_data and schedule.eval_steps == 0:
         log.warning("--eval-data is not used with --eval-steps 0")
+
+
+def warn_of_clip(args: Any) -> None:
+    """Warn of clip distances that cannot act: with one optimizer step on a batch every ratio is 1."""
+    given = [f"--{x.replace('_', '-')}" for x in ("clip_low", "clip_high") if not is_default(args.loss, x)]
+    if given and args.rollouts.minibatches * args.rollouts.epochs == 1:
+        log.warning(
+            "%s: nothing is clipped with one optimizer step on a batch, where every ratio is 1; use --minibatches or "
+            "--epochs above 1", " and ".join(given),
+        )  # fmt: skip
 
 
 def warn_of_warmup(optim: Optim, schedule: Schedule) -> None:

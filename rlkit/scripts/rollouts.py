@@ -21,6 +21,7 @@ from rlkit.scripts.common import (
     log,
     note_strings,
     template_file,
+    warn_of_clip,
     warn_of_repeats,
     warn_of_warmup,
 )
@@ -198,6 +199,7 @@ def check_rl(args: Any) -> None:
     refuse_if(
         has_own_threads(args.engine) and not rollouts.overlap, "`engine_threads` and `engine_cpus` are for `overlap`"
     )
+    warn_of_clip(args)
     warn_of_warmup(args.optim, args.schedule)
 
 

@@ -1,0 +1,177 @@
+"""Every field of the settings changes what a run logs, writes or prints, or is refused where it could not act."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import fields
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from small import call, small_model, tokenizer
+
+from rlkit.advantages import whiten
+from rlkit.data.prompts import Prompt
+from rlkit.loops.grpo import grpo
+from rlkit.loops.ppo import ppo
+from rlkit.model.heads import load_value_model
+from rlkit.rewards.adapters import scorer
+from rlkit.rollout.engines.local import LocalEngine
+from rlkit.scripts.common import warn_of_clip
+from rlkit.scripts.grpo import Loss
+from rlkit.settings import Critic, Optim, Penalties, Rollouts, Schedule
+
+PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(4)]
+BASE = {"steps": 2, "prompts_per_step": 2, "group_size": 4, "max_new_tokens": 6, "max_tokens": 64, "lr": 0.05}
+KL = {"kl_coef": 0.5, "reference": 7}
+EVAL = {"eval_prompts": PROMPTS[:2], "eval_steps": 1}
+TWO = {"minibatches": 2}
+AT = lambda step: 0.3
+
+# field -> (what a run has with it, what it has on both sides)
+ACTS = {
+    Rollouts: {
+        "prompts_per_step": (3, {}), "group_size": (3, {}), "minibatches": (2, {}), "epochs": (2, {}),
+        "max_new_tokens": (4, {}), "temperature": (0.5, {}), "top_p": (0.5, {}), "top_k": (3, {}),
+        "stop": (tuple("abcdefghijklmnopqrstuvwxyz ."), {}), "stop_token_ids": (tuple(range(100)), {}),
+        "drop_truncated": (True, {}), "staleness": (1.0, {}), "skip_nan": (True, {}), "eval_samples": (3, EVAL),
+        "drop_off_policy": (True, {"staleness": 1.0, "steps": 4}), "journal": (True, {}),
+        "print_samples_steps": (0, {}),
+    },
+    Schedule: {
+        "steps": (3, {}), "eval_steps": (1, {"eval_prompts": PROMPTS[:2]}), "print_steps": (2, {}),
+        "save_steps": (1, {}), "keep": (1, {"save_steps": 1, "steps": 3}), "seed": (5, {}),
+    },
+    Optim: {
+        "lr": (0.3, {}), "lr_schedule": ("linear", {}), "warmup_steps": (2, {}), "weight_decay": (5.0, {}),
+        "max_norm": (1e-3, {}), "dtype": ("bf16", {}), "lr_at": (AT, {"lr": None}),
+    },
+    Penalties: {
+        "kl_coef": (3.0, KL), "kl_target": (1e-4, KL), "kl_controller": ("decay", KL | {"steps": 3}),
+        "kl_horizon": (50.0, KL | {"kl_target": 1e-4, "kl_controller": "exponential"}), "kl_limit": (1e-6, KL),
+        "ref_sync_steps": (1, KL), "entropy_coef": (0.5, {}), "entropy_target": (9.0, {}),
+        "entropy_limit": (9.0, {}), "limit_rate": (3.0, {"entropy_limit": 9.0}),
+        "controllers": ("kl", KL),
+    },
+    Critic: {
+        "critic_lr": (0.1, {}), "critic_steps": (1, {}), "gamma": (0.5, {}), "lam_policy": (0.1, {}),
+        "lam_value": (0.1, {}), "bootstrap": (False, {"critic_lr": 0.1}),
+        "value_clip": (1e-4, {"critic_lr": 0.1, **TWO}), "critic_lr_at": (AT, {}),
+    },
+}  # fmt: skip
+ELSEWHERE = {  # field -> the test that has it
+    (Rollouts, "overlap"): "test_grpo_loops.py", (Rollouts, "max_dropped"): "below",
+    (Schedule, "output"): "every test", (Schedule, "resume"): "test_resume.py",
+    (Optim, "max_tokens"): "memory only: gradients are equal, see test_updates.py",
+}  # fmt: skip
+ROWS = [(kind, name) for kind, table in ACTS.items() for name in table]
+
+
+def length_and_digits(completion, row):
+    return float(sum(map(ord, completion)) % 7)
+
+
+@pytest.fixture(scope="module")
+def critic_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("critic")
+    small_model().save_pretrained(folder)
+    return folder
+
+
+def outcome(kind, folder, capsys, critic_folder, **flat):
+    """All that a run leaves but times: its metric lines, its files, its screen."""
+    flat = {name: x for name, x in (BASE | flat).items() if not (name == "lr" and x is None)}
+    if flat.get("controllers") == "kl":
+        from rlkit.controllers import schedule_linear
+
+        flat["controllers"] = {"kl": schedule_linear(end=3.0, num_updates=1)}
+    if "reference" in flat:
+        flat["reference"] = small_model(flat["reference"])
+    flat |= {
+        "output": folder,
+        "prompts": PROMPTS,
+        "score": scorer(length_and_digits, tokenizer=tokenizer(), timeout_s=60),
+    }
+    model = small_model()
+    engine = LocalEngine(model, max_len=64, tokenizer=tokenizer())
+    models = (model, load_value_model(critic_folder)) if kind is Critic else (model,)
+    asyncio.run(call(ppo if kind is Critic else grpo, *models, tokenizer(), engine, **flat))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.suffix != ".png")
+    screen = [line for line in capsys.readouterr().out.splitlines() if "s/step" not in line and "tok/s" not in line]
+    return kept, files, len(screen)
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize(("kind", "name"), ROWS, ids=[f"{kind.__name__}-{name}" for kind, name in ROWS])
+def test_a_setting_acts(kind, name, tmp_path, capsys, critic_folder):
+    value, both = ACTS[kind][name]
+    runs = [
+        outcome(kind, tmp_path / which, capsys, critic_folder, **both | more)
+        for which, more in (("without", {}), ("with", {name: value}))
+    ]
+    assert runs[0] != runs[1]
+
+
+def test_the_table_has_every_field():
+    for kind, table in ACTS.items():
+        elsewhere = {name for owner, name in ELSEWHERE if owner is kind}
+        assert {f.name for f in fields(kind)} == table.keys() | elsewhere
+        assert not table.keys() & elsewhere
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_dropped": 3}, "`max_dropped` is a limit on `task.keep_group`"),
+        ({"eval_samples": 3}, "`eval_samples` is for `task.eval_prompts`"),
+        ({"group_size": 1}, "`group_size` 1: the baseline compares the samples of a group"),
+        ({"lr_at": AT, "lr": 0.1, "warmup_steps": 2}, "`lr_at` replaces `lr`, `warmup_steps`"),
+        ({"kl_coef": 0.1, "kl_controller": "decay", "controllers": {"kl": None}}, "a rule kl, and so do"),
+        ({"entropy_limit": 0.1, "controllers": {"entropy_limit": None}}, "a rule entropy_limit, and so do"),
+        ({"kl_coef": 0.1}, "need a reference model"),
+    ],
+)
+def test_a_setting_that_could_not_act_is_refused(changes, message, tmp_path):
+    model = small_model()
+    task = {"prompts": PROMPTS, "score": None, "output": tmp_path / "run"}
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(call(grpo, model, tokenizer(), LocalEngine(model, max_len=64), **BASE | task | changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_critic_has_one_learning_rate():
+    with pytest.raises(ValueError, match="`critic_lr_at` replaces `critic_lr`"):
+        Critic(critic_lr=0.1, critic_lr_at=AT)
+
+
+def test_a_baseline_over_the_batch_takes_single_samples(tmp_path):
+    def over_batch(rewards, *, group_ids):
+        return whiten(rewards, mask=group_ids >= 0)
+
+    model = small_model()
+    score = scorer(length_and_digits, tokenizer=tokenizer(), timeout_s=60)
+    flat = BASE | {"group_size": 1, "prompts": PROMPTS, "score": score, "output": tmp_path, "baseline": over_batch}
+    asyncio.run(call(partial(grpo), model, tokenizer(), LocalEngine(model, max_len=64), **flat))
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(("flags", "steps"), [({"clip_high": 0.3}, 1), ({"clip_high": 0.3}, 2), ({}, 1)])
+def test_a_clip_that_cannot_act_is_named(flags, steps, caplog):
+    """With one optimizer step on a batch every ratio is 1."""
+    warn_of_clip(SimpleNamespace(loss=Loss(**flags), rollouts=Rollouts(epochs=steps)))
+    assert ("--clip-high: nothing is clipped" in caplog.text) == (bool(flags) and steps == 1)
+
+
+def test_what_a_run_does_not_use_is_named_on_the_screen(tmp_path, capsys):
+    model, reference = small_model(), small_model(1)
+    score = scorer(length_and_digits, tokenizer=tokenizer(), timeout_s=60)
+    flat = BASE | {"prompts": PROMPTS, "score": score, "eval_prompts": PROMPTS[:1], "ref_sync_steps": 9, "kl_coef": 0.1}
+    engine = LocalEngine(model, max_len=64)
+    asyncio.run(call(grpo, model, tokenizer(), engine, output=tmp_path, reference=reference, **flat))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "eval_prompts are not used: eval_steps is 0" in out
+    assert "the reference never moves: ref_sync_steps 9 is above steps 2" in out
