@@ -130,7 +130,7 @@ def nested(where):
         found = table(path)
         name, entry = next(iter(found.state_dict_metadata.items()))
         if where == "planner":
-            found.planner_data = {"a": [Payload(mark)]}
+            vars(found)["planner_data"] = {"a": [Payload(mark)]}
         elif where == "property":
             entry.properties.requires_grad = Payload(mark)
         elif where == "place":
