@@ -311,6 +311,10 @@ class Penalties:
         twice = [name for name in self.controllers if rules.get(name) not in (None, False)]
         refuse_if(twice, f"`controllers` has a rule {', '.join(twice)}, and so do the other fields: give one of them")
         refuse_if(
+            self.entropy_target is not None and self.entropy_limit is not None,
+            "`entropy_target` and `entropy_limit` both move `entropy_coef`: give one of them",
+        )
+        refuse_if(
             self.entropy_target is not None and self.entropy_coef < 0,
             "`entropy_target` starts from `entropy_coef`: give one of at least 0",
         )

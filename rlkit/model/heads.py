@@ -11,8 +11,10 @@ transformers' token and sequence classification models with one label, so other 
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -99,7 +101,8 @@ def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
     config = load_config(path)
     check_causal_lm(config)
     checked = check_architecture(config)
-    model, missing = read_pretrained(kind, path, num_labels=1)
+    with _no_report():
+        model, missing = read_pretrained(kind, path, num_labels=1)
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear `score` head; only decoder models have one")
     if any(name.startswith("score.") for name in missing):
@@ -109,6 +112,21 @@ def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
         warn_full_size(config)
     model.set_attn_implementation(register())
     return _checked(model.to(device).eval())
+
+
+@contextmanager
+def _no_report() -> Iterator[None]:
+    """Inside the block transformers lists no weights that a file lacks: the head is initialised on purpose."""
+    log = logging.getLogger("transformers.modeling_utils")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
 
 
 @torch.no_grad()

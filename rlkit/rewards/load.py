@@ -50,6 +50,10 @@ def _hint(spec: str) -> str:
     if (path := Path(spec.partition(":")[0]).expanduser()).is_file():
         names = [name for name in _functions(path) if not name.startswith("_")]
         return f"; {path} has {names}"
+    module, _, name = spec.rpartition(".")
+    file = Path(*module.split(".")).with_suffix(".py") if module and ":" not in spec else None
+    if file and file.is_file() and name in _functions(file):
+        return f"; did you mean {file}:{name}?"
     trl = importlib.util.find_spec("trl")
     rewards = [("rlkit.rewards.{}", file) for file in Path(__file__).parent.glob("*.py")]
     if trl and trl.origin:

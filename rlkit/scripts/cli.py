@@ -51,6 +51,10 @@ COMMANDS = {
 }
 
 
+class LossError(RuntimeError):
+    """A loss function of the user that failed, or returned something else than a loss per element."""
+
+
 def main(argv: list[str] | None = None) -> None:
     """`rlkit COMMAND ...`."""
     encode_anything()
@@ -219,7 +223,8 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
         fail(spelled(text or type(error).__name__, args[0] if args else None))
     except RuntimeError as error:
         rewards = sys.modules.get("rlkit.rewards.call")
-        if rewards is None or not isinstance(error, rewards.RewardError) or given.get("debug") or "RANK" in os.environ:
+        of_user = isinstance(error, LossError) or (rewards is not None and isinstance(error, rewards.RewardError))
+        if not of_user or given.get("debug") or "RANK" in os.environ:
             raise
         notes = getattr(error, "__notes__", ())
         fail("\n  ".join([str(error), *notes, "--debug shows the traceback"]), code=1)

@@ -6,9 +6,10 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from rlkit._extras import lacks
 from rlkit.files import check_model_path
 from rlkit.run.console import data_progress
-from rlkit.scripts.cli import flags_of
+from rlkit.scripts.cli import LossError, flags_of
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.imports import defer_compiler, no_collections, remember_names
 from rlkit.settings import Count, CountOr0, Optim, ParallelArgs, Schedule, check, is_default, refuse_if
@@ -259,6 +260,11 @@ def load_policies(args: Any, *, has_reference: bool) -> tuple[Any, Any]:
     """Load the model, print one line about it, and return it with the reference model or None."""
     from rlkit.model.launch import load_policy, reference_of, report_model
 
+    if rank := args.lora.lora_rank:
+        from rlkit.model.pretrained import load_config
+
+        width = load_config(args.model.model).get_text_config().hidden_size
+        refuse_if(rank > width, f"`lora_rank` {rank} is more than the model's width {width}: no matrix has that rank")
     load: Callable[..., Any] = partial(load_policy, **where(args))
     model = load(args.model.model, lora_rank=args.lora.lora_rank, lora_targets=args.lora.lora_targets)
     report_model(model, dtype=args.optim.dtype)
@@ -292,7 +298,10 @@ def load_tokenizer(path: str, *others: str | None, chat_template: str | Path | N
     from rlkit.data.template_files import set_template
     from rlkit.model import pretrained
 
-    tokenizer = pretrained.load_tokenizer(path)
+    try:
+        tokenizer = pretrained.load_tokenizer(path)
+    except OSError as error:  # of the hub: some name no model
+        raise OSError(str(error) if path in str(error) else f"model {path!r}: {error}") from None
     if chat_template is not None:
         set_template(tokenizer, chat_template)
     for other in others:
@@ -340,4 +349,33 @@ def named_or_file(flag: str, spec: str, names: tuple[str, ...]) -> Any:
         return None
     if ":" not in spec:
         raise ValueError(f"`{flag}` {spec}: choose one of {', '.join(names)}, or name a function as FILE.py:FUNCTION")
-    return function_of(flag, spec)
+    return _checked_loss(spec, function_of(flag, spec))
+
+
+def _checked_loss(spec: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss function; LossError, with the user's line, where it raises or returns no loss per element."""
+    calls = 0
+
+    @wraps(function)
+    def checked(x: Any, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        import torch
+
+        try:
+            found = function(x, *args, **options)
+        except Exception as error:
+            file = str(Path(spec.rpartition(":")[0]).expanduser().absolute())
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+            where = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
+            raise LossError(f"loss {spec} failed: {type(error).__name__}: {error}{where}") from error
+        expected = f"a loss for each element, a tensor of shape {list(x.shape)} like its first argument"
+        if not isinstance(found, torch.Tensor):
+            raise LossError(f"loss {spec} must return {expected}, got {type(found).__name__} {found!r:.80}")
+        if found.shape != x.shape:
+            raise LossError(f"loss {spec} must return {expected}, got shape {list(found.shape)}: do not average it")
+        calls += 1
+        if calls == 1 and found.numel() and bool(found.isnan().all()):
+            raise LossError(f"loss {spec} must return {expected}, and all of it is NaN at the first call")
+        return found
+
+    return checked

@@ -228,7 +228,10 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
         prompts, held_out = (render(args, tokenizer, part) for part in rows)
     note_strings(args.data, rows[0])
     warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
-    check_lengths(args, prompts + held_out, load_config(args.model.model).get_text_config())
+    config = load_config(args.model.model).get_text_config()
+    check_lengths(args, prompts + held_out, config)
+    beyond = [i for i in args.rollouts.stop_token_ids if not 0 <= i < config.vocab_size]
+    refuse_if(beyond, f"`stop_token_ids` {beyond}: the model's token ids are 0 to {config.vocab_size - 1}")
     return args, tokenizer, Task(prompts, score, env=env, eval_prompts=held_out, **options)
 
 

@@ -86,6 +86,7 @@ def test_a_base_model_trains_from_the_command_line(task, tmp_path, script):
     plots = script in ("dpo", "ppo")  # the two have every panel
     done = warm.run(command, env=ENV, plots=plots, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
+    assert "LOAD REPORT" not in done.stdout + done.stderr
     assert steps_of(tmp_path) == [0, 1, 2]
     assert (tmp_path / "metrics.png").exists() == plots
     size = 24_032 if script == "reward_model" else 32_416
@@ -180,12 +181,14 @@ def test_wrong_flags_and_files_end_in_one_line(task, tmp_path):
     for script, flags, message in [
         ("sft", ["--model", str(tmp_path / "nothing")], "no folder; give a folder saved by save_pretrained"),
         ("sft", ["--data", str(tmp_path / "no.jsonl")], "no.jsonl: no such file"),
+        ("grpo", ["--stop-token-ids", "3", "999999"], "--stop-token-ids [999999]: the model's token ids are 0 to "),
+        ("sft", ["--lora-rank", "1000000"], "--lora-rank 1000000 is more than the model's width 32"),
         ("sft", ["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         ("sft", ["--template-args", "[1]"], "--template-args must be a JSON object"),
         ("sft", ["--device", "gpu"], "--device gpu: this torch"),
         ("sft", ["--model", str(cut)], "its safetensors are damaged"),
         ("sft", ["--output", ""], "--output is empty or the current folder"),
-        ("grpo", ["--engine", "sglang", "--engine-urls", nowhere], "no SGLang server is up"),
+        ("grpo", ["--engine", "sglang", "--engine-urls", nowhere], "no SGLang server answers"),
         ("sft", ["--max-tokens", "5"], "max_tokens=5 is what a micro-batch holds"),
         ("dpo", ["--loss", "ipo", "--label-smoothing", "0.1"], "--label-smoothing is not part of ipo"),
         ("grpo", ["--reward", f"{task / 'reward.py'}:other"], "has no 'other'; it has ['score']"),

@@ -119,6 +119,10 @@ def refused(kind, **changes):
         ({"drop_off_policy": True}, "--drop-off-policy is for --overlap or --staleness above 0"),
         ({"minibatches": 9}, "--minibatches 9 is more than the 8 groups of --prompts-per-step"),
         ({"loss": "cispo", "clip_high": 4.0}, "--clip-low and --clip-high are not part of --loss cispo"),
+        (
+            {"entropy_target": 0.1, "entropy_limit": 0.1},
+            "--entropy-target and --entropy-limit both move --entropy-coef",
+        ),
         ({"eval_samples": 4}, "--eval-samples is for --eval-data"),
         ({"epochs": 0}, "--epochs must be at least 1, got 0"),
         ({"ref_sync_steps": 3}, "--ref-sync-steps moves the reference of --kl-coef"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+import screens
 
 from rlkit.scripts import grpo
-from rlkit.scripts.cli import run
+from rlkit.scripts.cli import LossError, run
 
 OWN = """
 from rlkit.losses import gspo, ppo_clip
@@ -42,7 +44,38 @@ def test_a_loss_in_a_file_trains_like_the_same_loss_by_name(task, tmp_path, name
     assert named[-1]["ratio/clip_low"] + named[-1]["ratio/clip_high"] > 0
 
 
-def test_a_loss_that_fails_shows_where(task, tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    with pytest.raises(AttributeError, match="has no attribute 'advantages'"):
-        train(task, tmp_path / "run", "--loss", f"{tmp_path / 'own.py'}:broken")
+WRONG = """
+def number(log_ratio, batch):
+    return 3
+
+def average(log_ratio, batch):
+    return log_ratio.mean()
+
+def nothing(log_ratio, batch):
+    return log_ratio * float("nan")
+"""
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("broken", "failed: AttributeError: 'Tensor' object has no attribute 'advantages' (own.py, line 12)"),
+    ("number", "must return a loss for each element, a tensor of shape [*] like its first argument, got int 3"),
+    ("average", "must return a loss for each element, a tensor of shape [*] like its first argument, got shape []: do"),
+    ("nothing", "must return a loss for each element, a tensor of shape [*] like its first argument, and all of it is"),
+])  # fmt: skip
+def test_a_loss_that_fails_or_returns_no_loss_is_one_error(task, tmp_path, name, message):
+    (tmp_path / "own.py").write_text(OWN + WRONG)
+    spec = f"{tmp_path / 'own.py'}:{name}"
+    runs = iter(range(9))
+
+    def call():
+        train(task, tmp_path / f"run{next(runs)}", "--loss", spec)
+
+    pattern = re.escape(f"error: loss {spec} {message}").replace(r"\[\*\]", r"\[\d+\]")
+    for where in screens.EVERYWHERE:
+        found = screens.said(call, where)
+        (said,) = screens.errors(found.out + found.err)
+        assert re.match(pattern, said), said
+        assert said.endswith("--debug shows the traceback")
+        assert repr(found.error) == "SystemExit(1)"
+    with pytest.raises(LossError):
+        train(task, tmp_path / "debug", "--loss", spec, "--debug")

@@ -228,6 +228,7 @@ WRONG = [
     ),
     (["reward.py:responses"], "would get a completion and its row, and names them ['response', 'answer']: write (comp"),
     (["reward.py"], "got 'reward.py'; reward.py has ['ascii_of', 'length', 'compute_score', 'custom_rm', 'score', "),
+    (["reward.score"], "got 'reward.score'; did you mean reward.py:score?"),
     (["boxed"], "got 'boxed'; did you mean rlkit.rewards.math:boxed?"),
     (
         ["reward.py:compute_score", "--data", "bare.jsonl"],
