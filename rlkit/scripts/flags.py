@@ -325,7 +325,7 @@ def _metavar(hint: Any) -> str:
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> str:
-    how = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+    how: dict[str, Any] = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
     return textwrap.fill(text, max(width, 20), **how)
 
 
@@ -335,9 +335,9 @@ def _documented(kind: type) -> dict[str, str]:
     for base in reversed(kind.__mro__):
         for node in _classes(getattr(sys.modules.get(base.__module__), "__file__", None)).get(base.__name__, ()):
             for field, text in zip(node.body, node.body[1:]):
-                named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-                if named and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                    found[field.target.id] = " ".join(str(text.value.value).split())
+                match field, text:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=said)):
+                        found[name] = " ".join(str(said).split())
     return found
 
 
