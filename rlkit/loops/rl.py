@@ -145,6 +145,7 @@ async def rl(
         if penalties.ref_sync_steps > steps > 0:
             run.say(f"the reference never moves: ref_sync_steps {penalties.ref_sync_steps} is above steps {steps}")
 
+        no_scores: dict[str, float] = {}
         in_time = partial(saving.unless_hung, engine=engine, stop=stop, run=run)
 
         def save(done: int) -> bool:
@@ -163,7 +164,7 @@ async def rl(
             )  # fmt: skip
 
         await in_time(engine.update_weights(publish(), version=first), None)
-        if start < 0 and (scores := await in_time(held_out(0), {})):
+        if start < 0 and (scores := await in_time(held_out(0), no_scores)):
             run.log(0, scores)
         signal = Signal()
         async with open_stream(
@@ -206,7 +207,7 @@ async def rl(
                 line |= watch.update(line, step=done) | coefficients.logged(controllers, now)
                 now = coefficients.advance(controllers, now, line, skip_nan=rollouts.skip_nan)
                 clock.lap("sync")
-                line |= await in_time(held_out(done), {})
+                line |= await in_time(held_out(done), no_scores)
                 clock.lap("eval")
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens))
                 signal = report_no_signal(run, batch, before=signal)
