@@ -53,7 +53,7 @@ def without_nulls(value: Any) -> Any:
     """The value without the null entries of its objects, at any depth.
 
     Arrow tables fill the keys that an object lacks with null, and a template would write them.
-    Differs: from TRL's `remove_none_values` in nothing; nulls in lists stay.
+    Nulls in lists stay. TRL removes the same.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}

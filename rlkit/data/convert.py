@@ -77,7 +77,7 @@ def openrlhf(row: Row) -> Row:
 
 
 def context(row: Row) -> Row:
-    """`{context, chosen, rejected}` (ColossalAI) or with `context_messages` (OpenRLHF): the messages of the prompt."""
+    """The prompt as messages in `context`, or in `context_messages`; null where `context` holds anything else."""
     messages = messages_of(row.get("context_messages") or row.get("context"))
     return {"messages": messages if all("role" in turn for turn in mappings(messages)) else None}
 
