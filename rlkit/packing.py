@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -281,7 +281,8 @@ def with_streams(batch: Batch, **streams: Tensor) -> Batch:
         if name not in _FLOATS:
             raise ValueError(f"{name} is not a per-token float stream of Batch; choose from {list(_FLOATS)}")
         check_same_shape(mask=batch.mask, **{name: x})
-    return replace(batch, **{k: masked(x, batch.mask) for k, x in streams.items()})
+    where_sampled: dict[str, Any] = {k: masked(x, batch.mask) for k, x in streams.items()}
+    return replace(batch, **where_sampled)
 
 
 def with_advantages(batch: Batch, baseline: Callable[..., Float[Tensor, "E"]]) -> Batch:

@@ -222,5 +222,7 @@ class Batch:
         """The same batch with every tensor on `device`."""
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
         ahead = torch.device(device).type != "cpu"  # an asynchronous copy to the host could be read too early
-        tensors = {k: v for k, v in moved.items() if isinstance(v, Tensor)}
-        return replace(self, **{k: v.to(device, non_blocking=ahead) for k, v in tensors.items()})
+        tensors: dict[str, Any] = {
+            k: v.to(device, non_blocking=ahead) for k, v in moved.items() if isinstance(v, Tensor)
+        }
+        return replace(self, **tensors)

@@ -184,7 +184,7 @@ def check_causal_lm(config: Any) -> None:
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _refusal(config, "transformers has no causal language model of this type")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if model_class.config_class not in (None, *MODEL_FOR_CAUSAL_LM_MAPPING):
         saved = model_class.config_class.model_type
         raise _refusal(config, f"an export would be of type {saved!r}, which AutoModelForCausalLM cannot read")
@@ -418,7 +418,8 @@ def _built(config: Any, model_class: Any) -> tuple[Any, list[list[Trajectory]], 
     """A model of this config with random weights, the test sequences, and its own log-probs of them."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    make = partial(AutoModelForCausalLM.from_config, **NO_CODE) if model_class is None else model_class._from_config
+    from_config: Any = AutoModelForCausalLM.from_config
+    make = partial(from_config, **NO_CODE) if model_class is None else model_class._from_config
     groups = probe(VOCAB)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
