@@ -116,7 +116,7 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is not None:
-            sys.stderr.write(wrapped(record.getMessage(), sys.stderr) + "\n")
+            sys.stderr.write(wrapped(printable(record.getMessage()), sys.stderr) + "\n")
 
 
 @contextmanager

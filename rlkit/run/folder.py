@@ -19,6 +19,7 @@ import errno
 import json
 import os
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -158,14 +159,15 @@ def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resum
     check_folder(folder, resume=resume)
     if not _first_rank():
         return
-    path, kept = folder / "args.json", {"format": FORMAT, "script": script, **masked(dict(args))}
+    path, old = folder / "args.json", read_args(folder) if resume else {}
+    run = old.get("run") if resume else secrets.token_hex(4)  # each checkpoint names the run that wrote it
+    kept = {"format": FORMAT, "script": script, "run": run, **masked(dict(args))}
     text = json.dumps(kept, indent=1, default=str) + "\n"
     with explain_full_disk(path.name, folder, needed=len(text), fix=_FULL_FIX):
         hold(folder)
         changed = True
-        if resume and path.exists():
-            new, old = json.loads(text), read_args(folder)
-            old.setdefault("threads", new.get("threads"))  # a run of version 0.1.0 has none
+        if old:
+            new = json.loads(text)
             if old.get("format") != FORMAT:
                 other = f"format {old.get('format')}, and this version reads format {FORMAT}"
                 raise ValueError(f"{folder} was written in {other}: resume it with the version that wrote it")
@@ -174,8 +176,10 @@ def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resum
                     f"{folder} is a run of {old.get('script')}: resume it with that, or give another `output`"
                 )
             names = [n for n in sorted(new.keys() | old.keys()) if n != "resume" and new.get(n) != old.get(n)]
+            added = {"threads", "run", *(n for n in new if not new[n])} - old.keys()  # flags of a later version, unused
             for name in names:
-                say(f"resumed with {name} {new.get(name)!r} (it was {old.get(name)!r})")
+                if name not in added:
+                    say(f"resumed with {name} {new.get(name)!r} (it was {old.get(name)!r})")
             changed = bool(names) or masked(path.read_text()) != path.read_text()
         if changed:
             replace_file(path, text.encode())

@@ -101,7 +101,6 @@ def save_if_due(
     the run. A stop is reported with the command that resumes the run.
     """
     stopping = any_rank(stop.requested)
-    state = {**state, "script": read_args(run.folder).get("script")}
     every, must = schedule.save_steps, stopping or step == schedule.steps
     due = must or (every > 0 and step % every == 0)
     if due or saver.idle:
@@ -116,7 +115,8 @@ def save_if_due(
     if due:
         with _reported(run, fatal=must):
             on_all_ranks(run.sync)
-            both = _with_reference(model, reference)
+            both, args = _with_reference(model, reference), read_args(run.folder)
+            state = {**state, "script": args.get("script"), "run": args.get("run")}
             saver.save(step=step, model=both, optimizer=optimizer, state=state, then=then)
             if must:
                 saver.wait()
@@ -150,11 +150,14 @@ def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, refer
     check_folder(folder, resume=True)
     on_rank0(lambda: hold(folder))
     state, skipped = load_latest(folder / "checkpoints", model=_with_reference(model, reference), optimizer=optimizer)
-    wrote, here = state.pop("script", None), read_args(folder).get("script")
+    args, run = read_args(folder), state.pop("run", None)
+    wrote, here = state.pop("script", None), args.get("script")
     if None not in (wrote, here) and wrote != here:
         fix = "start from its exported model/, or resume the run that it belongs to"
         raise ValueError(f"{folder}: its checkpoint of step {state['step']} is of a run of {wrote}, not {here}: {fix}")
     lines = [f"skipped a checkpoint: {reason}" for reason in skipped]
+    if None not in (run, args.get("run")) and run != args["run"]:
+        lines.append(f"the checkpoint of step {state['step']} was written by another run, and is now part of this one")
     if not state:
         lines.append(f"{folder} has no checkpoint yet: starting from step 0 again")
     elif skipped:

@@ -274,6 +274,9 @@ def test_a_run_resumed_with_other_arguments_names_them(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     keep(lr=0.5, resume=True)
     assert capsys.readouterr().out == "resumed with lr 0.5 (it was 1e-06)\n"
+    later = {"lr": 0.5, "output": tmp_path, "added": "", "used": "x", "resume": True}  # flags of a later version
+    keep_args(tmp_path, later, script="a.py", resume=True)
+    assert capsys.readouterr().out == "resumed with used 'x' (it was None)\n"
     assert json.loads((tmp_path / "args.json").read_text())["lr"] == 0.5
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(FileExistsError, match="--resume"):

@@ -22,43 +22,14 @@ from screen import Terminal
 ROOT = Path(__file__).parents[2]
 OLD = Path(__file__).parent / "old" / "runs_0.1.0.tar.xz"  # written by commit 15f3383: model, data, sft, grpo
 SFT = [
-    "sft",
-    "--model",
-    "model",
-    "--data",
-    "data.jsonl",
-    "--output",
-    "sft",
-    "--steps",
-    "3",
-    "--batch-size",
-    "2",
+    "sft", "--model", "model", "--data", "data.jsonl", "--output", "sft", "--steps", "3", "--batch-size", "2",
     "--resume",
-]
+]  # fmt: skip
 GRPO = [
-    "grpo",
-    "--model",
-    "model",
-    "--data",
-    "prompts.jsonl",
-    "--reward",
-    "reward.py:score",
-    "--output",
-    "grpo",
-    "--steps",
-    "3",
-    "--prompts-per-step",
-    "2",
-    "--group-size",
-    "2",
-    "--max-new-tokens",
-    "4",
-    "--kl-coef",
-    "0.1",
-    "--ref-sync-steps",
-    "1",
-    "--resume",
-]
+    "grpo", "--model", "model", "--data", "prompts.jsonl", "--reward", "reward.py:score", "--output", "grpo",
+    "--steps", "3", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4", "--kl-coef", "0.1",
+    "--ref-sync-steps", "1", "--resume",
+]  # fmt: skip
 CHAT = ["chat", "sft", "--prompt", "hi", "--temperature", "0", "--max-new-tokens", "4"]
 
 
@@ -317,3 +288,17 @@ def test_a_checkpoint_names_the_script_that_wrote_it(folder):
     assert rlkit(folder, SFT).returncode == 0
     state = torch.load(folder / "sft/checkpoints/step_00000003/state.pt", weights_only=True)
     assert state["state"]["script"] == "sft.py"
+
+
+def test_a_checkpoint_that_was_moved_in_from_another_run_is_named(folder):
+    new = [word for word in SFT if word != "--resume"]
+    first, second = ([*new[:6], name, "--steps", "1", *new[9:]] for name in ("a", "b"))
+    assert rlkit(folder, first).returncode == rlkit(folder, second).returncode == 0
+    own = rlkit(folder, [*first, "--resume"])
+    assert own.returncode == 0
+    assert "another run" not in own.stdout
+    (folder / "a" / "checkpoints").rename(folder / "a_checkpoints")
+    (folder / "b" / "checkpoints").rename(folder / "a" / "checkpoints")
+    moved = rlkit(folder, [*first, "--resume"])
+    assert moved.returncode == 0, moved.stderr
+    assert "the checkpoint of step 1 was written by another run, and is now part of this one\n" in moved.stdout
