@@ -116,7 +116,7 @@ def save_if_due(
         with _reported(run, fatal=must):
             on_all_ranks(run.sync)
             both, args = _with_reference(model, reference), read_args(run.folder)
-            state = {**state, "script": args.get("script"), "run": args.get("run")}
+            state |= {name: args[name] for name in ("script", "run") if args.get(name)}
             saver.save(step=step, model=both, optimizer=optimizer, state=state, then=then)
             if must:
                 saver.wait()

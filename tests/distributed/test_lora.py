@@ -189,7 +189,8 @@ def test_ranks_read_their_shards_and_start_with_the_adapter_of_one_process(ranks
     truth = dict(stream_weights(alone))
     for rank, (said, before, weights) in enumerate(ranks.run(from_files_on_rank, tmp_path, sizes)):
         text = f"model: {size:,} parameters on cpu and 3 other ranks, fp32; trains LoRA of rank 4 on 14 modules ("
-        assert said == (f"{text}{trained:,} parameters)\n" if rank == 0 else "")
+        names = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+        assert said == (f"{text}{trained:,} parameters): {names}\n" if rank == 0 else "")
         assert before.keys() == start.keys()
         assert all(torch.equal(x, start[name]) for name, x in before.items())
         assert weights.keys() == truth.keys()

@@ -39,7 +39,7 @@ SAMPLED = (
     "--reward reward.py:score --reward-max-failed 0.9 --skip-nan --prompts-per-step 2 --group-size 2 "
     "--max-new-tokens 4 --eval-samples 2 --kl-coef 0.1 --entropy-coef 0.01"
 )
-LIMITS = "--kl-target 0.02 --kl-limit 0.01 --entropy-limit 5 --entropy-target 5.5"
+LIMITS = "--kl-target 0.02 --kl-limit 0.01 --entropy-limit 5"
 RUNS = {  # name -> script, data, flags: together every metric
     "sft": ("sft", "sft", "--batch-size 4"),
     "dpo": ("dpo", "pairs", "--batch-size 4"),
@@ -48,7 +48,7 @@ RUNS = {  # name -> script, data, flags: together every metric
     "grpo": ("grpo", "prompts", f"{SAMPLED} {LIMITS}"),
     "grpo, top-p": ("grpo", "prompts", f"{SAMPLED} --top-p 0.9"),
     "asynchronous grpo": ("grpo", "prompts", f"{SAMPLED} --overlap"),
-    "ppo": ("ppo", "prompts", SAMPLED),
+    "ppo": ("ppo", "prompts", f"{SAMPLED} --entropy-target 5.5"),
 }
 
 

@@ -75,6 +75,15 @@ def entropy_path(entropies):
     return out[:-1]
 
 
+def both_entropy_rules(penalties):
+    """The rules of the flags; `Penalties` takes a target or a limit of the entropy, `controllers` takes both."""
+    made = {}
+    for left_out in ("entropy_target", "entropy_limit"):
+        given = Penalties(**{name: x for name, x in penalties.items() if name != left_out})
+        made |= rules(given, steps=STEPS, num_samples=SAMPLES)
+    return made
+
+
 def run(loop, folder, penalties, *, steps, resume=False):
     """The first `steps` steps, with the rules of a run of STEPS steps."""
     model = small_model()
@@ -84,7 +93,7 @@ def run(loop, folder, penalties, *, steps, resume=False):
         "output": folder, "steps": steps, "max_new_tokens": 6, "lr_at": lambda step: 3e-3,
         "prompts_per_step": 4, "group_size": 4, "reference": small_model(seed=1), "resume": resume,
         "kl_coef": penalties["kl_coef"], "entropy_coef": penalties["entropy_coef"],
-        "controllers": rules(Penalties(**penalties), steps=STEPS, num_samples=SAMPLES),
+        "controllers": both_entropy_rules(penalties),
     }  # fmt: skip
     models = [model]
     if loop is ppo:
