@@ -39,10 +39,14 @@ def sharegpt(row: Row) -> Row:
 def alpaca(row: Row) -> Row:
     """`{instruction, input, output}`: the prompt is `instruction` and `input`, on a line each, as in LLaMA-Factory.
 
-    The answer may be called `response`, and the input `context` (Dolly). With `history`, pairs of an instruction and a
-    response, the row is a conversation whose turns all train.
+    The answer may be called `response`, and the input `context` (Dolly). With `history`, messages or pairs of an
+    instruction and a response, the row is a conversation whose turns all train.
     """
-    prompt = "\n".join(row[name] for name in ("instruction", "input", "context") if not is_empty(row.get(name)))
+    names = [name for name in ("instruction", "input", "context") if not is_empty(row.get(name))]
+    for name in names:
+        if not isinstance(row[name], str):
+            raise ValueError(f"column {name!r} must be a string, got {repr(row[name])[:80]}")
+    prompt = "\n".join(row[name] for name in names)
     history = _history(row.get("history"))
     turns = [*_system(row), *history, _message("user", prompt)]
     answer = _completion(row, "output", "response", "completion")
@@ -230,8 +234,17 @@ def _system(row: Row) -> list[dict[str, Any]]:
 
 
 def _history(value: Any) -> list[dict[str, Any]]:
-    pairs = json_of(value) or ()
-    return [_message(role, text) for pair in pairs for role, text in zip(_ROLES, pair, strict=True)]
+    """Earlier turns: messages, or pairs of an instruction and a response, or the JSON text of either."""
+    value = () if is_empty(value) else messages_of(json_of(value))
+    if isinstance(value, list | tuple):
+        if all(isinstance(turn, Mapping) and "role" in turn for turn in value):
+            return [dict(turn) for turn in value]
+        if all(isinstance(pair, list | tuple) and len(pair) == len(_ROLES) for pair in value):
+            return [_message(role, text) for pair in value for role, text in zip(_ROLES, pair, strict=True)]
+    raise ValueError(
+        "column 'history' must be a list of messages or of pairs [instruction, response], or its JSON text, got "
+        f"{repr(value)[:80]}"
+    )
 
 
 def _call(given: Any) -> Any:

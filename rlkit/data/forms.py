@@ -200,16 +200,19 @@ def with_prompt(row: Row, place: str = "the row") -> Row:
 
 
 def rl_row(row: Row, place: str = "the row") -> Row:
-    """`with_prompt` without the answer that ends a row's `messages`, where another column holds the question alone.
+    """`with_prompt` without the answer that ends `messages`, where another column holds that, or the question alone.
 
-    Such rows have `prompt` or `problem` beside a whole conversation.
+    Such rows have `prompt` or `problem` beside a whole conversation, or are an Alpaca row with its history.
     """
-    messages = convert.mappings(row.get("messages"))
+    new = with_prompt(row, place)
+    messages = convert.mappings(new.get("messages"))
     if len(messages) > 1 and messages[-1].get("role") == "assistant":
-        asked = with_prompt({name: value for name, value in row.items() if name != "messages"}, place).get("prompt")
-        if [asked] == [message.get("content") for message in messages if message.get("role") == "user"]:
-            return {**row, "messages": messages[:-1]}
-    return with_prompt(row, place)
+        others = {name: value for name, value in row.items() if name != "messages"}
+        asked = with_prompt(others, place).get("prompt")
+        known = messages[-1].get("content") in [row[name] for name in _OUTPUT[:3] if row.get(name)]
+        if known or [asked] == [message.get("content") for message in messages if message.get("role") == "user"]:
+            return {**new, "messages": messages[:-1]}
+    return new
 
 
 def is_text(row: Row) -> bool:
@@ -458,6 +461,11 @@ def _conversation(row: Row, place: str, template: Template) -> list[Turn]:
     ends = [end for end, message in enumerate(messages) if message["role"] == "assistant" and end > 0]
     if not ends:
         raise _no_answer(row, place, [m["role"] for m in messages])
+    return _turns(messages, ends, place, template)
+
+
+def _turns(messages: list[dict[str, Any]], ends: Sequence[int], place: str, template: Template) -> list[Turn]:
+    """The turns of the assistant messages at `ends`, each after all messages before it."""
     template.refuse_unwritten(messages[: ends[-1] + 1], place)
     turns = []
     for end in ends:
@@ -481,28 +489,80 @@ def _check_response(row: Row, place: str, _plain: bool) -> None:
 def _response(
     row: Row, place: str, template: Template, *, names: Sequence[str] = _RESPONSE, label: bool | None = None
 ) -> list[Turn]:
-    """A response (a string, or the last of a list of messages) after the row's prompt or its own earlier messages."""
+    """A response (a string, or the last of a list of messages) after the row's prompt or its own earlier messages.
+
+    Of a `completion` in sft, every assistant message is a turn.
+    """
     column, response = cell(row, names, place, form=RESPONSE, plain=not template.apply)
-    if not isinstance(response, str):
-        messages = prompt_messages({"messages": response}, place=f"{place}, {column!r}")
-        last, whole = messages[-1], column == "messages" or messages[0]["role"] in ("system", "user")
-        if last["role"] != "assistant" or (column == "messages" and len(messages) == 1):
-            raise ValueError(
-                f"{place}: {column!r} must end with an assistant message of text that answers another message, got "
-                f"{repr(last)[:80]}"
-            )
-        if more := [key for key in (*TURN_TEXTS, "tool_calls") if key != "content" and last.get(key)]:
-            raise ValueError(
-                f"{place}: the last message of {column!r} holds {' and '.join(more)} beside its content, and a "
-                "response is text: write all of it into 'content' as the model would"
-            )
-        if not columns.is_trained(last, f"{place}: the last message of {column!r}"):
-            raise ValueError(f"{place}: the last message of {column!r} is excluded from the loss: drop the row")
-        before = [] if whole else prompt_messages(row, place=place)
-        system = {name: row.get(name) for name in ("system", "system_prompt")}
-        row, response = {**system, "messages": before + messages[:-1]}, last["content"]
-    prompt, _ = _context(row, place, template)
+    text = isinstance(response, str)
+    if text and not template.apply:
+        prompt, _ = _context(row, place, template)
+        return [Turn(place, prompt, prompt + response, empty=not response.strip(), label=label)]
+    messages = [{"role": "assistant", "content": response}]
+    messages = messages if text else prompt_messages({"messages": response}, place=f"{place}, {column!r}")
+    ends = [end for end, message in enumerate(messages) if message["role"] == "assistant"]
+    several = names is _RESPONSE and len(ends) > 1
+    response = "" if several else _last(messages, column, place)["content"]
+    before = [] if column == "messages" else _before(row, column, messages, place)
+    row = {"system": row.get("system"), "system_prompt": row.get("system_prompt"), "messages": before + messages}
+    if several:
+        context = prompt_messages(row, system_prompt=template.system_prompt, place=place)
+        start = len(context) - len(messages)
+        return _turns(context, [start + end for end in ends if start + end], place, template)
+    prompt, _ = _context({**row, "messages": row["messages"][:-1]}, place, template)
     return [Turn(place, prompt, prompt + response, empty=not response.strip(), label=label)]
+
+
+def _last(messages: Sequence[Message], column: str, place: str) -> Message:
+    """The last of the messages, which is a response of text."""
+    last = messages[-1]
+    if last["role"] != "assistant" or (column == "messages" and len(messages) == 1):
+        raise ValueError(
+            f"{place}: {column!r} must end with an assistant message of text that answers another message, got "
+            f"{repr(last)[:80]}"
+        )
+    if more := [key for key in (*TURN_TEXTS, "tool_calls") if key != "content" and last.get(key)]:
+        raise ValueError(
+            f"{place}: the last message of {column!r} holds {' and '.join(more)} beside its content, and a "
+            "response is text: write all of it into 'content' as the model would"
+        )
+    if not columns.is_trained(last, f"{place}: the last message of {column!r}"):
+        raise ValueError(f"{place}: the last message of {column!r} is excluded from the loss: drop the row")
+    return last
+
+
+def _before(row: Row, column: str, response: Sequence[Message], place: str) -> list[dict[str, Any]]:
+    """The messages of the row's prompt that stand before a response; none where the response repeats them.
+
+    An assistant message that ends the prompt is left out where it is the response too (of a pair: `chosen`). A prompt
+    that ends otherwise than with a user's message is continued by a response that begins with one, as in TRL.
+    """
+    name = next((name for name in _PROMPT if row.get(name) is not None), "")
+    begins = response[0]["role"] in (*_SYSTEM, "user")
+    if begins and not name:
+        return []
+    prompt = prompt_messages(row, place=place)
+    closes = prompt[-1]["role"] == "assistant"
+    if begins:
+        said = "".join(str(message["content"]) for message in response)
+        asked = [row[name]] if isinstance(row[name], str) else [str(message["content"]) for message in prompt]
+        if all(text.strip() in said for text in asked):
+            return []
+        if response[0]["role"] == "user" and prompt[-1]["role"] in ("assistant", *_SYSTEM):
+            return prompt
+        found = f"{column!r} begins with a {response[0]['role']} message, and column {name!r} is not part of it"
+        fix = f"; --rename {name} system for a system prompt, --rename {name} OTHER to leave it out, or write it into "
+        raise column_error(place, found, row, f"{fix}{column!r}")
+    if not closes or response[0]["role"] != "assistant":
+        return prompt
+    answers = [response[0], *convert.mappings(convert.messages_of(row.get("chosen")))[:1]]
+    texts = [*(answer["content"] for answer in answers), row.get("chosen")]
+    if len(prompt) > 1 and not prompt[-1].get("tool_calls") and prompt[-1]["content"] in texts:
+        return prompt[:-1]
+    raise ValueError(
+        f"{place}: column {name!r} ends with an assistant message, and {column!r} is another answer; drop one of them "
+        "(rlkit does not continue an answer that is begun in the prompt)"
+    )
 
 
 def _pair(row: Row, place: str, template: Template) -> list[Turn]:

@@ -229,6 +229,61 @@ READ = {
     "HotpotQA": ("grpo", {"question": "Who?", "answer": "Bob", "context": {"title": ["a"], "sentences": [["b"]]}},
                  "<user>Who?;<assistant>"),
     "Magpie": ("sft", {"instruction": "hi", "response": "yo", "conversations": [human("hi"), gpt("yo")]}, HI_YO),
+    "the answer is the last turn and chosen": (
+        "dpo", {"messages": [user("hi"), answer("yo")], "chosen": "yo", "rejected": "no"}, PAIR_OF,
+    ),
+    "the answer is the last turn of ShareGPT and chosen": (
+        "dpo", {"conversations": [human("hi"), gpt("yo")], "chosen": gpt("yo"), "rejected": gpt("no")}, PAIR_OF,
+    ),
+    "the answer is the last turn of the prompt and the completion": (
+        "sft", {"prompt": [user("hi"), answer("yo")], "completion": [answer("yo")]}, HI_YO,
+    ),
+    "the answer is the last turn of the prompt and the labelled completion": (
+        "kto", {"prompt": [user("hi"), answer("no")], "completion": [answer("no")], "label": False},
+        ("<user>hi;<assistant>", "no;", False),
+    ),
+    "the answer is the last turn and the labelled response": (
+        "kto", {"messages": [user("hi"), answer("yo")], "response": "yo", "label": True},
+        ("<user>hi;<assistant>", "yo;", True),
+    ),
+    "a labelled Alpaca response with history": (
+        "kto", {"instruction": "hi", "response": "yo", "history": [["a", "b"]], "kto_tag": True},
+        ("<user>a;<assistant>b;<user>hi;<assistant>", "yo;", True),
+    ),
+    "a labelled row of LLaMA-Factory with history": (
+        "kto", {"prompt": "hi", "query": "", "response": "yo", "history": [["a", "b"]], "kto_tag": False},
+        ("<user>a;<assistant>b;<user>hi;<assistant>", "yo;", False),
+    ),
+    "TRL prompt that ends with an answer, and a pair that goes on": (
+        "dpo", {"prompt": [user("a"), answer("b")], "chosen": [user("hi"), answer("yo")],
+                "rejected": [user("hi"), answer("no")]},
+        ("<user>a;<assistant>b;<user>hi;<assistant>", "yo;", "no;"),
+    ),
+    "TRL prompt that ends with an answer, and a completion that goes on": (
+        "sft", {"prompt": [said("system", "be"), user("a"), answer("b")], "completion": [user("hi"), answer("yo")]},
+        ("<system>be;<user>a;<assistant>b;<user>hi;<assistant>yo;", ["yo;"]),
+    ),
+    "TRL completion of several turns": (
+        "sft", {"prompt": [said("system", "be"), user("plan")],
+                "completion": [answer("where"), user("hi"), answer("yo")]},
+        ("<system>be;<user>plan;<assistant>where;<user>hi;<assistant>yo;", ["where;", "yo;"]),
+    ),
+    "TRL completion of several turns and a system message": (
+        "sft", {"system": "be", "prompt": "plan", "completion": [answer("where"), user("hi"), answer("yo")]},
+        ("<system>be;<user>plan;<assistant>where;<user>hi;<assistant>yo;", ["where;", "yo;"]),
+    ),
+    "Alpaca with history of messages": (
+        "sft", {"instruction": "hi", "output": "yo", "history": [user("a"), answer("b")]},
+        ("<user>a;<assistant>b;<user>hi;<assistant>yo;", ["b;", "yo;"]),
+    ),
+    "Alpaca with history of from and value": (
+        "sft", {"instruction": "hi", "output": "yo", "history": [human("a"), gpt("b")]},
+        ("<user>a;<assistant>b;<user>hi;<assistant>yo;", ["b;", "yo;"]),
+    ),
+    "Alpaca with history, RL": (
+        "grpo", {"instruction": "hi", "input": "", "output": "yo", "history": [["a", "b"]]},
+        "<user>a;<assistant>b;<user>hi;<assistant>",
+    ),
     "UltraFeedback, RL": ("grpo", {"prompt": "hi", "messages": [user("hi"), answer("yo")]}, "<user>hi;<assistant>"),
 }  # fmt: skip
 
@@ -333,6 +388,38 @@ REFUSED = {  # script, row, the message after the file and the place
     "the role of Gemma": ("sft", {"messages": [user("hi"), said("model", "yo")]},
                           ": no response to train on: needs the column 'completion' or 'response', or an assistant "
                           "message, got roles ['user', 'model']; columns found: ['messages']"),
+    "a prompt that ends with another answer": (
+        "dpo", {"messages": [user("hi"), answer("hey")], "chosen": "yo", "rejected": "no"},
+        ": column 'messages' ends with an assistant message, and 'chosen' is another answer; drop one of them (rlkit "
+        "does not continue an answer that is begun in the prompt)",
+    ),
+    "a prompt that ends with the rejected answer": (
+        "dpo", {"prompt": [user("hi"), answer("no")], "chosen": [answer("yo")], "rejected": [answer("no")]},
+        ": column 'prompt' ends with an assistant message, and 'chosen' is another answer; drop one of them (rlkit "
+        "does not continue an answer that is begun in the prompt)",
+    ),
+    "a system prompt beside a pair of conversations": (
+        "dpo", {"prompt": "be brief", "chosen": [user("hi"), answer("yo")], "rejected": [user("hi"), answer("no")]},
+        ": 'chosen' begins with a user message, and column 'prompt' is not part of it; columns found: ['chosen', "
+        "'prompt', 'rejected']; --rename prompt system for a system prompt, --rename prompt OTHER to leave it out, or "
+        "write it into 'chosen'",
+    ),
+    "a system prompt beside a labelled conversation": (
+        "kto", {"prompt": "be brief", "completion": [user("hi"), answer("yo")], "label": True},
+        ": 'completion' begins with a user message, and column 'prompt' is not part of it; columns found: "
+        "['completion', 'label', 'prompt']; --rename prompt system for a system prompt, --rename prompt OTHER to leave "
+        "it out, or write it into 'completion'",
+    ),
+    "Alpaca history as Python text": (
+        "sft", {"instruction": "hi", "output": "yo", "history": "[['a', 'b']]"},
+        ": cannot be read as an Alpaca row: column 'history' must be a list of messages or of pairs [instruction, "
+        "response], or its JSON text, got \"[['a', 'b']]\"; columns found: ['history', 'instruction', 'output']",
+    ),
+    "Alpaca input that is a list": (
+        "sft", {"instruction": "sort", "input": ["b", "a"], "output": "a b"},
+        ": cannot be read as an Alpaca row: column 'input' must be a string, got ['b', 'a']; columns found: ['input', "
+        "'instruction', 'output']",
+    ),
     "a conversation without a question": (
         "grpo", {"messages": [user("hi"), answer("yo")]},
         ": the conversation ends with an assistant message, so there is nothing to answer; drop that message (a known "
