@@ -10,13 +10,11 @@ from os.path import commonprefix
 from typing import Any
 
 from rlkit.data.columns import is_empty, truth, without_nulls
-from rlkit.data.load import Row, as_messages, column_error
+from rlkit.data.load import Row, as_messages, column_error, turns_of_text
 
 _MESSAGES = ("messages", "prompt", "completion", "response", "chosen", "rejected")
 _ROLES = ("user", "assistant")
 CALLS = ("function_call", "tool_call")  # roles of LLaMA-Factory and ms-swift: the turn's text is a call
-_JSON_TURNS = re.compile(r"\s*\[\s*\{")
-_PYTHON_TURNS = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
 
 
 class Converted(dict[str, Any]):
@@ -96,21 +94,24 @@ def openai_pair(row: Row) -> Row:
 
 
 def one_message(row: Row) -> Row:
-    """The columns that hold one message, turns of `from`, or the JSON text of messages, as lists of messages."""
-    new = {name: messages_of(row[name]) for name in _MESSAGES if isinstance(row.get(name), Mapping | str | list)}
+    """The columns that hold one message, turns of `from`, or the JSON text of messages, as lists of messages.
+
+    An answer that is JSON text stays text: `load_rows` has read those of a CSV file.
+    """
+    given = {name: row[name] for name in _MESSAGES if isinstance(row.get(name), Mapping | str | list)}
+    new = {}
+    for name, value in given.items():
+        if isinstance(value, str) and name in ("messages", "prompt"):
+            new[name] = turns_of_text(value, any_role=name == "messages")
+        elif not isinstance(value, str):
+            new[name] = messages_of(value)
     return {name: value for name, value in new.items() if value is not row[name]}
 
 
 def messages_of(value: Any) -> Any:
     """Messages from a list of turns, one message, or their JSON text (a CSV file has no lists); else the value."""
-    if isinstance(value, str) and _JSON_TURNS.match(value):
-        if _PYTHON_TURNS.match(value):
-            raise ValueError(f"messages must be JSON text, got Python's {value[:60]!r}: write them with json.dumps")
-        with suppress(ValueError):
-            read = json.loads(value)
-            if all(isinstance(turn, dict) and {"role", "from"} & {*turn} for turn in read):
-                value = read
-    return as_messages([value] if isinstance(value, Mapping) else value)
+    value = as_messages(turns_of_text(value, any_role=True))
+    return [value] if isinstance(value, Mapping) else value
 
 
 def turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ _PROMPT, _RESPONSE, _LABELLED = (
     ("response", "completion"),
     ("completion", "response", "messages"),
 )
+_PAIR_COLUMNS = ("chosen", "rejected")
 _COLUMN_FIX = "check which columns hold the texts: one under another name is renamed with --rename"
 
 
@@ -80,8 +81,8 @@ class Form(NamedTuple):
         return f"{self.title} has {{{columns}}}"
 
     def missing(self, row: Row) -> list[tuple[str, ...]]:
-        """The columns that a row lacks."""
-        return [names for names in self.columns if not any(name in row for name in names)]
+        """The columns that a row lacks. Null is absent: a table fills the columns of other rows with it."""
+        return [names for names in self.columns if all(row.get(name) is None for name in names)]
 
     def known(self, row: Row) -> set[str]:
         """The columns of the row that are the form's."""
@@ -137,7 +138,7 @@ def check_columns(rows: Sequence[Row], *forms: Form, apply_chat_template: bool =
     for index, row in enumerate(rows):
         place = place_of(rows, index)
         if index == 0:
-            source, start = source_of(row, place), place
+            source, start = source_of(_without_null_columns(row, rows), place), place
         row = _in_our_columns(row, source, forms, place, start, plain)
         if index == 0:
             forms = _of_one_file(forms, row, plain)
@@ -150,6 +151,14 @@ def check_columns(rows: Sequence[Row], *forms: Form, apply_chat_template: bool =
             form.check(row, place, plain)
         _check_values(row, form, place, plain)
         found.append((form, row))
+    return found
+
+
+def _without_null_columns(row: Row, rows: Sequence[Row]) -> Row:
+    """The row with the first value that another row has in each column where its own is null."""
+    found = dict(row)
+    for name in [name for name, value in row.items() if value is None]:
+        found[name] = next((other[name] for other in rows if other.get(name) is not None), None)
     return found
 
 
@@ -232,7 +241,12 @@ def _in_our_columns(row: Row, source: Form | None, forms: Sequence[Form], place:
     In a `plain` row the prompt is the contents of its messages, joined, or the common beginning of a pair.
     """
     others = {*_PROMPT} - {*(source.columns[0] if source else ())}
-    if source and (source.missing(row) or any(row.get(name) is not None for name in others)):
+    lacks = source and not all(any(name in row for name in names) for names in source.columns)
+    there = {name: value for name, value in row.items() if value is not None}
+    wider = source and any(
+        source.known(there) < form.known(there) and form.fits(there) for form in THEIRS if not form.missing(there)
+    )
+    if source and (lacks or wider or any(row.get(name) is not None for name in others)):
         raise column_error(place, f"is not {source.title}, as {start} is", row, "; write all rows in one form")
     try:
         new = convert.one_message(row)
@@ -242,12 +256,24 @@ def _in_our_columns(row: Row, source: Form | None, forms: Sequence[Form], place:
     if PROMPT in forms and new.get("messages", row.get("messages")):
         answer = rl_row({**row, **new}, place)
         new |= {"messages": answer["messages"]}
+    _check_roles({**row, **new}, place)
     messages = new.get("messages") or row.get("prompt") or row.get("messages")
     if plain and PROMPT in forms and messages and isinstance(messages, list | tuple):
         new["prompt"] = "".join(m["content"] for m in prompt_messages({"messages": messages}, place=place))
     if plain and PAIR in forms:
         new |= convert.common_prompt(row)
     return Converted(row, new, source) if new or source else row
+
+
+def _check_roles(row: Row, place: str) -> None:
+    """ValueError for a message whose role is no text, such as an object of lists of different lengths."""
+    for name in (*_PROMPT, *_RESPONSE, *_PAIR_COLUMNS):
+        for number, message in enumerate(convert.mappings(row.get(name))):
+            if isinstance(message.get("role", message.get("from")), list | tuple | Mapping):
+                raise ValueError(
+                    f"{place}: {name}[{number}] must be an object like {{'role': 'user', 'content': '...'}}, "
+                    f"got {repr(message)[:80]}"
+                )
 
 
 def _of_one_file(forms: Sequence[Form], row: Row, plain: bool) -> tuple[Form, ...]:
@@ -440,6 +466,7 @@ def _no_answer(row: Row, place: str, roles: Sequence[Any]) -> ValueError:
         return column_error(place, f"needs an assistant message with a message before it, got roles {roles}", row)
     lacks = "no response to train on: needs the column 'completion' or 'response', or an assistant message"
     lacks += f", got roles {roles}" if {*roles} - {*ROLES} else ""
+    lacks += "".join(f" (column {name!r} is null)" for name in _RESPONSE if name in row and row[name] is None)
     return column_error(place, lacks, row, _looks(row, CONVERSATION))
 
 

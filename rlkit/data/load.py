@@ -7,15 +7,21 @@ imported only when one of them is asked for. Errors name the file, the line and 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit.data.files import Row
+from rlkit.data.files import Row, format_of
 from rlkit.data.sources import expand, find
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
+ROLES = {*_SHAREGPT_ROLES, *_SHAREGPT_ROLES.values(), "system", "developer", "function", "function_call", "tool_call"}
+_ANSWERS = ("completion", "response", "chosen", "rejected")
+_JSON_TURNS = re.compile(r"\s*\[\s*\{")
+_PYTHON_TURNS = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
 _PROGRESS = 1000  # rows between two log lines
 _progress = logging.getLogger("rlkit.data.progress")
 
@@ -128,7 +134,8 @@ def _joined(
                 raise ValueError(f"{source}, {place}: a row must be a JSON object like {{...}}, got {found}")
         here = {old: new for old, new in rename.items() if any(old in row for _, row in read)}
         used |= {*here}
-        rows += [_checked(f"{source}, {place}", row, columns, here) for place, row in read]
+        cells = format_of(Path(source)) in (".csv", ".tsv")
+        rows += [_checked(f"{source}, {place}", row, columns, here, cells=cells) for place, row in read]
         places += [place if len(files) == 1 else f"{source}, {place}" for place, _ in read]
     for old in rename:
         if old not in used:
@@ -159,14 +166,19 @@ def column_error(where: str, problem: str, row: Row, fix: str = "") -> ValueErro
     return ValueError(f"{where}: {problem}; columns found: {sorted(getattr(row, 'own', row))}{fix}")
 
 
-def _checked(where: str, row: Row, columns: Sequence[str], rename: Mapping[str, str]) -> Row:
-    """The row under its new names, ShareGPT turns as messages."""
+def _checked(where: str, row: Row, columns: Sequence[str], rename: Mapping[str, str], *, cells: bool) -> Row:
+    """The row under its new names, ShareGPT turns as messages, and answers in `cells` of text as what their JSON is."""
     for old, new in rename.items():
         if old not in row:
             raise column_error(where, f"no column {old!r} to rename", row)
         if new in row and new not in rename:
             raise column_error(where, f"column {new!r} is there already", row)
     row = {rename.get(column, column): as_messages(value) for column, value in row.items()}
+    if cells:
+        try:
+            row |= {name: turns_of_text(row[name]) for name in _ANSWERS if name in row}
+        except ValueError as error:
+            raise column_error(where, f"cannot be read: {error}", row) from None
     for column in columns:
         if column not in row:
             raise column_error(where, f"no column {column!r}", row)
@@ -176,14 +188,35 @@ def _checked(where: str, row: Row, columns: Sequence[str], rename: Mapping[str, 
 def as_messages(value: Any) -> Any:
     """A conversation of {"from": "human", "value" or "content": ...} as messages; anything else as it is.
 
-    A turn keeps its other keys.
+    An object of lists, which is what `datasets` makes of a list of objects, is read as the list. A turn keeps its
+    other keys.
     """
+    if isinstance(value, dict) and ({"role", "content"} <= {*value} or {"from", "value"} <= {*value}):
+        lists = [*value.values()]
+        if all(isinstance(items, list) for items in lists) and len({*map(len, lists)}) == 1:
+            value = [dict(zip(value, turn, strict=True)) for turn in zip(*lists, strict=True)]
     turns = value if isinstance(value, list | tuple) else []
     return [_message(turn) for turn in turns] if turns and all(map(_is_turn, turns)) else value
 
 
+def turns_of_text(value: Any, *, any_role: bool = False) -> Any:
+    """Messages from their JSON text, with roles that are known unless `any_role`; else the value."""
+    if not isinstance(value, str) or not _JSON_TURNS.match(value):
+        return value
+    if _PYTHON_TURNS.match(value):
+        raise ValueError(f"messages must be JSON text, got Python's {value[:60]!r}: write them with json.dumps")
+    try:
+        read = json.loads(value)
+    except ValueError:
+        return value
+    roles = [turn.get("role", turn.get("from")) if isinstance(turn, dict) else None for turn in read]
+    known = all(isinstance(role, str) and (any_role or role in ROLES) for role in roles)
+    return as_messages(read) if known else value
+
+
 def _is_turn(value: Any) -> bool:
-    return isinstance(value, dict) and "from" in value and ("value" in value or "content" in value)
+    turn = isinstance(value, dict) and isinstance(value.get("from"), str)
+    return turn and ("value" in value or "content" in value)
 
 
 def _message(turn: Row) -> Row:

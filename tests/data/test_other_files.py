@@ -284,6 +284,24 @@ READ = {
         "grpo", {"instruction": "hi", "input": "", "output": "yo", "history": [["a", "b"]]},
         "<user>a;<assistant>b;<user>hi;<assistant>",
     ),
+    "an answer that is the JSON text of messages": (
+        "sft", {"prompt": "hi", "response": '[{"role": "user", "content": "a"}]'},
+        ('<user>hi;<assistant>[{"role": "user", "content": "a"}];', ['[{"role": "user", "content": "a"}];']),
+    ),
+    "a chosen answer that is JSON text": (
+        "dpo", {"prompt": "hi", "chosen": '[{"from": "Al", "value": 10}]', "rejected": "[]"},
+        ("<user>hi;<assistant>", '[{"from": "Al", "value": 10}];', "[];"),
+    ),
+    "a prompt that is the JSON text of other objects": (
+        "grpo", {"prompt": '[{"from": "Al", "value": "10"}]'}, '<user>[{"from": "Al", "value": "10"}];<assistant>',
+    ),
+    "messages as an object of lists": (
+        "sft", {"messages": {"role": ["user", "assistant"], "content": ["hi", "yo"]}}, HI_YO,
+    ),
+    "ShareGPT as an object of lists": (
+        "sft", {"conversations": {"from": ["human", "gpt"], "value": ["hi", "yo"]}}, HI_YO,
+    ),
+    "one message, not of lists": ("grpo", {"prompt": {"role": "user", "content": "hi"}}, "<user>hi;<assistant>"),
     "UltraFeedback, RL": ("grpo", {"prompt": "hi", "messages": [user("hi"), answer("yo")]}, "<user>hi;<assistant>"),
 }  # fmt: skip
 
@@ -388,6 +406,15 @@ REFUSED = {  # script, row, the message after the file and the place
     "the role of Gemma": ("sft", {"messages": [user("hi"), said("model", "yo")]},
                           ": no response to train on: needs the column 'completion' or 'response', or an assistant "
                           "message, got roles ['user', 'model']; columns found: ['messages']"),
+    "an object of lists of different lengths": (
+        "sft", {"messages": {"role": ["user", "assistant"], "content": ["hi"]}},
+        ": messages[0] must be an object like {'role': 'user', 'content': '...'}, got {'role': ['user', 'assistant'], "
+        "'content': ['hi']}",
+    ),
+    "a role that is a list": (
+        "dpo", {"prompt": "hi", "chosen": [{"from": ["gpt"], "value": "yo"}], "rejected": [gpt("no")]},
+        ": chosen[0] must be an object like {'role': 'user', 'content': '...'}, got {'from': ['gpt'], 'value': 'yo'}",
+    ),
     "a prompt that ends with another answer": (
         "dpo", {"messages": [user("hi"), answer("hey")], "chosen": "yo", "rejected": "no"},
         ": column 'messages' ends with an assistant message, and 'chosen' is another answer; drop one of them (rlkit "
@@ -532,6 +559,30 @@ def test_half_a_character_is_refused_with_its_row(tmp_path, script):
 )  # fmt: skip
 def test_a_csv_file_holds_messages_as_json_text(tmp_path, script, row, expected):
     assert read(write(tmp_path / "rows.csv", [row]), script, tokenizer_of()) == [expected]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_of_prompts_may_be_mixed_with_messages_though_a_table_has_nulls(tmp_path, suffix):
+    rows = [{"prompt": "hi", "response": "yo", "messages": None},
+            {"prompt": None, "response": None, "messages": [user("hi"), answer("yo")]}]  # fmt: skip
+    assert read(write(tmp_path / f"rows{suffix}", rows), "sft", tokenizer_of()) == [HI_YO] * 2
+    rows = [{"messages": [user("hi"), answer("yo")], "prompt": None, "completion": None, "label": True},
+            {"messages": None, "prompt": "hi", "completion": "no", "label": False}]  # fmt: skip
+    assert read(write(tmp_path / f"kto{suffix}", rows), "kto", tokenizer_of()) == [
+        ("<user>hi;<assistant>", "yo;", True), ("<user>hi;<assistant>", "no;", False)
+    ]  # fmt: skip
+
+
+def test_a_null_in_the_first_row_decides_no_form(tmp_path):
+    rows = [{"instruction": None, "input": "cat", "output": "chat"},
+            {"instruction": "add", "input": "1 2", "output": "3"}]  # fmt: skip
+    assert read(write(tmp_path / "rows.jsonl", rows), "sft", tokenizer_of()) == [
+        ("<user>cat;<assistant>chat;", ["chat;"]), ("<user>add\n1 2;<assistant>3;", ["3;"])
+    ]  # fmt: skip
+    del rows[0]["instruction"]
+    path = write(tmp_path / "without.jsonl", rows)
+    with pytest.raises(ValueError, match=f"^{path}, line 2: is not a row of OpenRLHF or slime, as {path}, line 1 is;"):
+        read(path, "sft", tokenizer_of())
 
 
 def test_nulls_that_parquet_adds_are_in_no_text(tmp_path):

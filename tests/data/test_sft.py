@@ -198,7 +198,7 @@ def test_too_long_examples_are_dropped_counted_and_logged(caplog):
         (convo("a:hello"), r"row 2: needs an assistant message with a message before it, got roles \['assistant'\]"),
         (
             {"prompt": "a", "response": None},
-            "row 2: column 'response' must be a string or a list of at least one message, got None",
+            r"row 2: no response to train on: needs .*, or an assistant message \(column 'response' is null\); columns",
         ),
         (
             {"text": "a"},
