@@ -16,8 +16,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from functools import cache
 from math import inf
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 
 class Range(NamedTuple):
@@ -44,9 +46,14 @@ Seed = Annotated[int, Range("from 0 to 2**63 - 1", lambda x: 0 <= x < 2**63)]
 @cache
 def ranges(kind: type) -> dict[str, Range]:
     """The range of each field of a dataclass whose type has one."""
-    hints = get_type_hints(kind, include_extras=True)
-    found = {f.name: next(_ranges(hints[f.name]), None) for f in fields(kind)}
+    found = {name: next(_ranges(hint), None) for name, hint in _hints(kind).items()}
     return {name: allowed for name, allowed in found.items() if allowed is not None}
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {f.name: hints[f.name] for f in fields(kind)}
 
 
 def _ranges(hint: Any) -> Iterator[Range]:
@@ -54,6 +61,45 @@ def _ranges(hint: Any) -> Iterator[Range]:
         yield from (x for x in hint.__metadata__ if isinstance(x, Range))
     for inner in get_args(hint):
         yield from _ranges(inner)
+
+
+_NAMES: dict[Any, str] = {
+    bool: "True or False", int: "an integer", float: "a number", str: "a string", NoneType: "None", Path: "a path",
+    Callable: "a function", Mapping: "a mapping",
+}  # fmt: skip
+
+
+def _allows(hint: Any, x: Any) -> bool:
+    """Whether a value has the annotated type. Ints are floats, numpy's numbers are numbers, and a list is a tuple."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind is Annotated:
+        return _allows(inner[0], x)
+    if kind in (Union, UnionType):
+        return any(_allows(one, x) for one in inner)
+    if kind is Literal:
+        return any(type(x) is type(one) and x == one for one in inner)
+    if kind in (int, float):
+        return isinstance(x, Integral if kind is int else Real) and not isinstance(x, bool)
+    if kind is tuple and inner:
+        items = inner[:1] * len(x) if isinstance(x, (tuple, list)) and inner[-1] is ... else inner
+        return isinstance(x, (tuple, list)) and len(x) == len(items) and all(map(_allows, items, x))
+    if kind is Path:
+        return isinstance(x, (str, Path))
+    return not isinstance(kind, type) or isinstance(x, kind)
+
+
+def _meaning(hint: Any) -> str:
+    """The annotated type in words."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind is Annotated:
+        return _meaning(inner[0])
+    if kind in (Union, UnionType):
+        return " or ".join(_meaning(one) for one in inner)
+    if kind is Literal:
+        return " or ".join(repr(one) for one in inner)
+    if kind is tuple and inner:
+        return f"a tuple, each {_meaning(inner[0])}"
+    return _NAMES.get(kind) or f"a {getattr(kind, '__name__', str(kind))}"
 
 
 _collected: ContextVar[list[str] | None] = ContextVar("collected", default=None)
@@ -79,10 +125,16 @@ def refuse_if(wrong: object, message: str) -> None:
 
 
 def check(settings: Any, *, may_be_empty: tuple[str, ...] = ()) -> None:
-    """Refuse numbers outside their field's range and empty strings: ValueError with the field's name."""
-    allowed = ranges(settings.__class__)
+    """Refuse values of another type than their field's, numbers outside its range and empty strings.
+
+    ValueError with the field's name.
+    """
+    allowed, hints = ranges(settings.__class__), _hints(settings.__class__)
     for f in fields(settings):
         value = getattr(settings, f.name)
+        if value is not f.default and not _allows(hints[f.name], value):
+            refuse_if(True, f"`{f.name}` must be {_meaning(hints[f.name])}, got {value!r}")
+            continue
         for x in value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,):
             if isinstance(x, str):
                 refuse_if(not x and f.name not in may_be_empty, f"`{f.name}` is empty: give a value, or leave it out")
@@ -114,6 +166,7 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        check(self, may_be_empty=("stop",))  # an engine names an empty stop string
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not self.temperature >= 0:
@@ -225,6 +278,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check(self)
+        object.__setattr__(self, "output", Path(self.output))
         here = str(self.output) == "."  # also Path("")
         refuse_if(here, "`output` is empty or the current folder: give the folder of the run a name")
 
