@@ -34,10 +34,17 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # added by torch.comp
 _WHAT, _FIX = "the model", "The previous content of the path is untouched. Free space there or give another path."
 
 
-@torch.no_grad()
-def stream_weights(
-    model: nn.Module, *, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 28
-) -> Iterator[tuple[str, Tensor]]:
+class WeightStream(Iterator[tuple[str, Tensor]]):
+    """The pairs of `stream_weights`, and the `model` they are of: an engine that samples from it leaves them unread."""
+
+    def __init__(self, model: nn.Module, pairs: Iterator[tuple[str, Tensor]]) -> None:
+        self.model, self._pairs = model, pairs
+
+    def __next__(self) -> tuple[str, Tensor]:
+        return next(self._pairs)
+
+
+def stream_weights(model: nn.Module, *, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 28) -> WeightStream:
     """(name, full tensor) of every weight and persistent buffer, on every rank; tied ones once, under the first name.
 
     Names and shapes match the Hugging Face checkpoint: fused expert weights are split, and LoRA adapters are merged.
@@ -52,6 +59,11 @@ def stream_weights(
 
     Differs: verl and OpenRLHF gather tensor by tensor, verl's FSDP path after a full state dict; slime also buckets.
     """
+    return WeightStream(model, _pairs(model, dtype, bucket_bytes))
+
+
+@torch.no_grad()
+def _pairs(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
     for bucket in _of_all_stages(_buckets(model, dtype, bucket_bytes), mesh_of(model)):
         while bucket:
             name = next(iter(bucket))

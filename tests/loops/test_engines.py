@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
+from dataclasses import replace
 
 import pytest
 import torch
-from small import async_grpo, call, small_model
+from small import async_grpo, call, small_model, tokenizer
 
+from rlkit.data.prompts import Prompt
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
 from rlkit.loops.rl import Task, rl
 from rlkit.model.forward import Policy
+from rlkit.model.weights import stream_weights
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.engines.vllm import VLLM
 from rlkit.rollout.shared import SharedEngine
@@ -53,3 +58,55 @@ def test_a_state_that_no_checkpoint_holds_is_refused(tmp_path):
     ):
         asyncio.run(training)
     assert not (tmp_path / "run").exists()
+
+
+async def odd_answers(_prompt, trajectories):
+    return [replace(t, reward=float(t.ids[0] % 2)) for t in trajectories]
+
+
+def run_on(make_engine, loop, output):
+    """The trained model, the engine, and the metrics of each of three steps at a high learning rate."""
+    model = small_model()
+    engine = make_engine(model)
+    options = {"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 4, "lr": 1e-2, "steps": 3, "output": output}
+    prompts = [Prompt(ids=[1, 2, 3 + i], row={}, index=i) for i in range(4)]
+    asyncio.run(call(loop, model, tokenizer(), engine, prompts=prompts, score=odd_answers, **options))
+    return model, engine, [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_local_engine_on_a_copy_samples_from_the_weights_that_train(tmp_path):
+    truth, _, _ = run_on(LocalEngine, grpo, tmp_path / "shared")
+    model, engine, lines = run_on(lambda m: LocalEngine(copy.deepcopy(m)), grpo, tmp_path / "copy")
+    assert max(line["mismatch/abs_max"] for line in lines) < 1e-4
+    for x, y, z in zip(model.parameters(), engine.model.parameters(), truth.parameters(), strict=True):
+        assert torch.equal(x, y)
+        assert torch.equal(x, z)
+
+
+def test_a_local_engine_on_a_copy_samples_while_a_step_trains(tmp_path):
+    model, engine, lines = run_on(lambda m: LocalEngine(copy.deepcopy(m)), async_grpo, tmp_path / "run")
+    assert lines[0]["staleness/max"] == 0
+    for x, y in zip(model.parameters(), engine.model.parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_local_engine_refuses_the_weights_of_another_model_and_keeps_its_own():
+    engine, other = LocalEngine(small_model()), small_model(hidden=16)
+    before = [p.clone() for p in engine.model.parameters()]
+    for weights, message in (
+        (stream_weights(other), "the engine's model has no such weights: .*embed_tokens"),
+        (list(stream_weights(other))[1:], "the new weights lack .*embed_tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(engine.update_weights(weights, version=1))
+    assert engine.version == 0
+    assert all(map(torch.equal, before, engine.model.parameters()))
+
+
+def test_a_local_engine_leaves_the_weights_of_its_own_model_unread():
+    model = small_model()
+    weights = stream_weights(model, dtype=torch.bfloat16)  # copied into the model, they would round it
+    before = [p.clone() for p in model.parameters()]
+    asyncio.run(LocalEngine(model).update_weights(weights, version=1))
+    assert all(map(torch.equal, before, model.parameters()))
+    assert len(list(weights)) == len(before)

@@ -275,7 +275,7 @@ def test_versions_are_stamped_per_token(model):
         for version in (4, 7):
             while len(engine._rows) == 0 or len(engine._rows.requests[0].ids) < version - 2:
                 await asyncio.sleep(0)
-            await engine.update_weights(iter([("ignored", None)]), version=version)
+            await engine.update_weights(version=version)
         return await running, await waiting
 
     running, waiting = asyncio.run(go(counting(model, max_batch=1)))

@@ -1,7 +1,8 @@
 """An embedded rollout engine: continuous batching in this process, over the trainer's own weights.
 
 For CPU and small models (it also runs on CUDA). There is no server, no second copy of the weights and no sync: the next
-token sees an optimizer step. Tokens in, tokens out.
+token sees an optimizer step. Tokens in, tokens out. On a copy of the model it samples from the weights of the last
+`update_weights`, as any other engine does.
 
     engine = LocalEngine(model, tokenizer=tokenizer)
     completion = await engine.generate(prompt_ids, params=SamplingParams(max_new_tokens=64, stop_token_ids=(2,)))
@@ -125,13 +126,32 @@ class LocalEngine:
     async def update_weights(self, weights: Any = None, *, version: int) -> None:
         """Stamp tokens sampled from here on with `version`. Call it after every optimizer step.
 
-        The weights are shared, so `weights`, which other engines load, is ignored. Later requests do not reuse cached
-        prompts of older weights. Requests in flight continue with the keys and values they have.
+        `stream_weights(model)` of the engine's own model is left unread, because its weights are in place. Those of
+        another model, and other (name, tensor) pairs, are copied into the engine's model, between two of its steps; the
+        pairs are held in memory until all names are checked. Later requests do not reuse cached prompts of older
+        weights. Requests in flight continue with the keys and values they have.
+
+        Errors: ValueError if names or shapes differ from the engine's model, whose weights are then unchanged.
         """
-        del weights
+        if weights is not None and not self._reads(getattr(weights, "model", None)):
+            self._load(dict(weights))
         self._decoder.refresh()
         self.version = version
         self._epoch += 1
+
+    def _reads(self, model: Any) -> bool:
+        """Whether these weights are the engine's own: `model` is its model, or a wrapper of it."""
+        return model is not None and next(model.parameters()) is next(self.model.parameters())
+
+    @torch.no_grad()
+    def _load(self, weights: dict[str, torch.Tensor]) -> None:
+        own = self.model.state_dict(keep_vars=True)
+        if missing := sorted({name for name, _ in self.model.named_parameters()} - weights.keys()):
+            raise ValueError(f"the new weights lack {missing[:4]} ({len(missing)} in all)")
+        if wrong := [name for name, x in weights.items() if name not in own or own[name].shape != x.shape]:
+            raise ValueError(f"the engine's model has no such weights: {wrong[:4]} ({len(wrong)} in all)")
+        for name, x in weights.items():
+            own[name].copy_(x)
 
     async def close(self) -> None:
         """Abort what is in flight and free the cache. A closed engine refuses `generate`."""
