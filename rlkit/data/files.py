@@ -29,6 +29,10 @@ Placed = Iterator[tuple[str, Any]]  # rows with the place of each, e.g. "line 3"
 
 _BOM = b"\xef\xbb\xbf"
 _POINTER = b"version https://git-lfs"
+_MAGIC = {
+    b"\x1f\x8b": ".gz", b"BZh91AY": ".bz2", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1\x15": ".parquet",
+    b"ARROW1\0": ".arrow",
+}  # fmt: skip
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -45,8 +49,12 @@ def read_file(path: Path) -> Placed:
     if path.stat().st_size == 0:
         raise ValueError(f"{path}: the file is empty (0 bytes)")
     with path.open("rb") as file:
-        if file.read(len(_POINTER)) == _POINTER:
-            raise ValueError(f"{path}: a pointer of Git LFS, not the data: run `git lfs pull`")
+        start = file.read(len(_POINTER))
+    if start == _POINTER:
+        raise ValueError(f"{path}: a pointer of Git LFS, not the data: run `git lfs pull`")
+    packed = next((suffix for magic, suffix in _MAGIC.items() if start.startswith(magic)), "")
+    if packed and READERS[kind] is not _table and path.suffix.lower() not in PACKED:
+        raise ValueError(f"{path}: holds {packed} data, which its name does not tell: rename it to end with {packed}")
     return READERS[kind](path)
 
 
@@ -114,7 +122,20 @@ def _json_lines(path: Path) -> Placed:
                     row, end = _DECODER.raw_decode(text)
                     if end < len(text):
                         raise json.JSONDecodeError("Extra data", text, _SPACE.match(text, end).end())  # type: ignore[union-attr]
+                if number == 1 and _is_by_columns(row):
+                    raise ValueError(
+                        f"{path}: a table by columns, as pandas writes it, and not rows: write it with "
+                        'to_json(path, orient="records", lines=True)'
+                    )
                 yield f"line {number}", row
+
+
+def _is_by_columns(row: Any) -> bool:
+    """Whether an object is a whole table of pandas: `{"column": {"0": ..., "1": ...}}`, or of orient "split"."""
+    columns = [*row.values()] if isinstance(row, dict) else []
+    split = bool(columns) and {"columns", "data"} <= {*row} <= {"columns", "index", "data"}
+    keys = [[*column] if isinstance(column, dict) else [] for column in columns]
+    return split or (bool(keys) and keys[0][:1] == ["0"] and all(names == keys[0] for names in keys))
 
 
 def _json_list(path: Path) -> Placed:
@@ -159,7 +180,8 @@ def _text(place: str, data: bytes) -> str:
         return data.removeprefix(_BOM).decode("utf-8")
     except UnicodeDecodeError as error:
         at = f"byte {error.object[error.start]:#04x} at offset {error.start}"
-        raise ValueError(f"{place}: not UTF-8 ({at}); save it as UTF-8") from None
+        fix = "save it as UTF-8, e.g. with iconv -f cp1252 -t utf-8 for a file of a Western European Windows"
+        raise ValueError(f"{place}: not UTF-8 ({at}); {fix}") from None
 
 
 @contextmanager
@@ -190,7 +212,14 @@ def _csv(path: Path) -> Placed:
             names = list(reader.fieldnames or ())
             if len(set(names)) < len(names):
                 raise ValueError(f"{path}: two columns have the same name: {names}")
+            if blank := [name for name in names if name != name.strip()]:
+                raise ValueError(
+                    f"{path}: blanks around {blank[0]!r} in the header {names}: write none around commas, where they "
+                    "are part of the cells"
+                )
             for row in reader:
+                if [*row.values()] == names and len(names) > 1:
+                    raise ValueError(f"{path}, line {reader.line_num}: the header again, as a row: delete that line")
                 if None in row or None in row.values():
                     raise ValueError(
                         f"{path}, line {reader.line_num}: not {len(names)} cells, as the header {names} has"
@@ -199,8 +228,11 @@ def _csv(path: Path) -> Placed:
     except csv.Error as error:
         after = reader.line_num if reader else 0
         raise ValueError(f"{path}, in the row after line {after}: malformed CSV: {error}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error}); save it as UTF-8") from None
+    except UnicodeDecodeError:
+        with _opened(path) as raw:
+            for number, line in enumerate(raw, start=1):
+                _text(f"{path}, line {number}", line)
+        raise
 
 
 def _after(first: str, file: IO[str]) -> Iterator[str]:
@@ -209,8 +241,8 @@ def _after(first: str, file: IO[str]) -> Iterator[str]:
 
 
 def _delimiter(header: str, path: Path) -> str:
-    """The comma, or the semicolon or tab if that splits the header into more columns (spreadsheets write both)."""
-    choices = "\t" if format_of(path) == ".tsv" else ",;\t"
+    """The comma, or the semicolon, tab or bar if that splits the header into more columns (spreadsheets write them)."""
+    choices = "\t" if format_of(path) == ".tsv" else ",;\t|"
     return max(choices, key=lambda mark: len(next(csv.reader([header], delimiter=mark), ())))
 
 

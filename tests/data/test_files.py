@@ -36,6 +36,7 @@ def name_of(value):
         ("a.tsv", CSV.replace(b",", b"\t")),
         ("a.csv", CSV.replace(b",", b";")),
         ("b.csv", CSV.replace(b",", b"\t")),
+        ("c.csv", CSV.replace(b",", b"|")),
     ],
     ids=name_of,
 )
@@ -84,6 +85,25 @@ def test_zstandard_is_read_where_a_library_reads_it(tmp_path, monkeypatch):
         ("a.parquet.gz", b"x", r"cannot tell the format from the suffix '\.parquet\.gz'"),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", r"a\.parquet: a pointer of Git LFS, not the"),
         ("a.tsv", b"a\ta\n1\t2\n", "two columns have the same name"),
+        (
+            "a.jsonl",
+            gzip.compress(LINES),
+            r"a\.jsonl: holds \.gz data, which its name does not tell: rename it to",
+        ),
+        ("a.csv", bz2.compress(CSV), r"a\.csv: holds \.bz2 data, which its name does not tell"),
+        ("a.csv", b"a, b\n1, 2\n", r"a\.csv: blanks around ' b' in the header \['a', ' b'\]: write none around commas"),
+        ("a.csv", b"a,b\n1,2\na,b\n", r"a\.csv, line 3: the header again, as a row: delete that line"),
+        (
+            "a.csv",
+            b"a,b\n1,2\nM\xfcnchen,3\n",
+            r"a\.csv, line 3: not UTF-8 \(byte 0xfc at offset 1\); .*iconv -f",
+        ),
+        (
+            "a.json",
+            b'{"a": {"0": "x", "1": "y"}, "b": {"0": "z", "1": "w"}}',
+            r"a\.json: a table by columns, as pandas writes it, .* to_json\(path, orient=\"records\", lines=True\)",
+        ),
+        ("a.json", b'{"columns": ["a"], "index": [0], "data": [["x"]]}', r"a\.json: a table by columns"),
     ],
     ids=name_of,
 )
