@@ -26,12 +26,11 @@ from rlkit.rewards.call import (
     Sample,
     WrongResult,
     check_signature,
-    name_of,
     needs_of,
     run_reward,
     run_reward_each,
-    unwrapped,
 )
+from rlkit.rewards.failures import name_of, unwrapped
 from rlkit.rewards.text import GOLD_COLUMNS, first_value, no_gold_answer
 from rlkit.rollout.calling import is_async
 

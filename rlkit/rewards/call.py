@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import multiprocessing
-import sysconfig
-import traceback
+import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rlkit._numbers import show as _show
 from rlkit._numbers import to_number
-from rlkit.rewards.load import PRIVATE
+from rlkit.rewards.failures import fix_of, lost_processes, name_of, place_in
 from rlkit.rewards.timeouts import TimedOut, run_async, run_in_thread
 from rlkit.rollout.calling import is_async, own_copy
 
@@ -42,7 +38,6 @@ _FOREIGN_FORMS = {  # forms of other libraries that have no adapter: their names
     "sample": "a step of RL2, env_step(sample), is an environment: give it as --env",
 }
 
-_PACKAGE = Path(__file__).parents[1]  # rlkit
 RESERVED = ("mean", "std", "failed")  # of `reward/NAME` in metrics.jsonl: no name for one of several functions
 
 
@@ -260,48 +255,18 @@ def _failed(function: Callable[..., Any], error: BaseException, sample: Sample |
     if isinstance(error, TimedOut | WrongResult):
         cause, fix = error.args
     else:
-        cause = f"{type(error).__name__}: {error}"
-        if frame := _users_frame(function, error):
-            cause += f" ({Path(frame.filename).name}, line {frame.lineno})"
-        fix = (
-            "handle it in the function: return what such an answer is worth; or allow a share of the samples to fail, "
-            "as calls to a server may: max_failed (--reward-max-failed)"
-        )
-        if "signal only works in main thread" in str(error):
-            fix = "turn its own alarm off (math_verify: timeout_seconds=None, parsing_timeout=None) and use timeout_s"
+        cause = f"{type(error).__name__}: {error}{place_in(function, error)}"
         hint = getattr(function, "hint", None)  # of an adapter
-        fix = (hint and hint(error)) or fix
-    fix = _lost_processes(function, error) or fix
+        own = fix_of(function, error, None if sample is None else sample.row)
+        fix = (hint and hint(error)) or own or f"{_HANDLE}; {_ALLOW}"
+    fix = lost_processes(function, error) or fix
     failed = _error(function, cause, fix, sample)
     failed.__cause__ = error
     return failed
 
 
-def _users_frame(function: Callable[..., Any], error: BaseException) -> traceback.FrameSummary | None:
-    """The last frame in the function's file, else in a file outside of Python and its packages, else the last one."""
-    frames = traceback.extract_tb(error.__traceback__)
-    file = getattr(getattr(unwrapped(function), "__code__", None), "co_filename", None)
-    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(_PACKAGE), "<frozen")
-    in_file = [frame for frame in frames if frame.filename == file]
-    own = in_file or [frame for frame in frames if not frame.filename.startswith(libraries)] or frames
-    return own[-1] if own else None
-
-
-def _lost_processes(function: Callable[..., Any], error: BaseException) -> str:
-    """The fix where processes that the function started may have ended without a result; empty elsewhere."""
-    waits = any("PoolWorker" in process.name for process in multiprocessing.active_children())
-    if not (isinstance(error, BrokenExecutor) or (isinstance(error, TimedOut) and waits)):
-        return ""
-    module = getattr(unwrapped(function), "__module__", None) or ""
-    if module.startswith(PRIVATE):
-        stem = module.removeprefix(PRIVATE).rpartition("_")[0]
-        return f"rename {stem}.py: another module is named {stem!r}, so processes with spawn cannot import the function"
-    if isinstance(error, BrokenExecutor):
-        return "a process that the function started has ended; its own error, if it wrote one, is above"
-    return (
-        "it waits for a multiprocessing.Pool, which never returns if a process ends before its result, killed or by an "
-        "error (see above): concurrent.futures.ProcessPoolExecutor raises one. Or raise timeout_s (--reward-timeout)"
-    )
+_HANDLE = "handle it in the function: return what such an answer is worth"
+_ALLOW = "or allow a share of the samples to fail, as calls to a server may: max_failed (--reward-max-failed)"
 
 
 def _reward(function: Callable[..., Any], value: Any, sample: Sample, missing: float | None) -> Reward | RewardError:
@@ -342,6 +307,8 @@ def _number(function: Callable[..., Any], value: Any, sample: Sample, key: str) 
                 "; None often comes from a path without `return`. A function that cannot judge every sample needs a "
                 "second one that does (--reward takes several), or --reward-max-failed, which leaves samples out"
             )
+        if (shape := getattr(value, "shape", ())) and math.prod(shape) == 1:
+            fix = "return a finite number: it has a dimension too many, so use .squeeze(-1) on the results, or .item()"
         if inspect.iscoroutine(value):
             value.close()
             fix = "declare the function itself with `async def`"
@@ -356,21 +323,3 @@ def _error(function: Callable[..., Any], cause: str, fix: str, sample: Sample | 
         shown = repr(text) if len(text) <= 240 else f"{text[:120]!r} ... {text[-120:]!r}"
         lines.insert(1, f"  completion ({len(text)} characters): {shown}")
     return RewardError("\n".join(lines), index=None if sample is None else sample.index, cause=cause)
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function for errors: `my_rewards.py:reward`, or only the name if the file is unknown.
-
-    Of a partial or a wrapper it is that of the wrapped function.
-    """
-    inner = unwrapped(function)
-    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
-    code = getattr(inner, "__code__", None)
-    return f"{Path(code.co_filename).name}:{name}" if code else name
-
-
-def unwrapped(function: Any) -> Any:
-    """The function that partials and wrappers call."""
-    while isinstance(function, partial) or hasattr(function, "__wrapped__"):
-        function = function.func if isinstance(function, partial) else function.__wrapped__
-    return function

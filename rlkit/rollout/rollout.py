@@ -168,10 +168,20 @@ async def _episode(env: Env, prompt: Prompt, sample: Sampler) -> Group:
     try:
         out = await env(replace(prompt, row=own_copy(prompt.row)), sample)  # a group shares the row, and the run
     except Exception as error:
-        error.add_note(f"in an episode of row {prompt.index + 1}")
+        if getattr(error, "index", None) != prompt.index:  # of `envs.failing`, which names the row
+            error.add_note(f"in an episode of row {prompt.index + 1}")
         raise
-    if isinstance(out, Trajectory):
-        return [out]
-    if not out:
-        raise ValueError(f"row {prompt.index + 1}: the environment returned no trajectory; return at least one piece")
-    return [t if t.continues == bool(i) else replace(t, continues=bool(i)) for i, t in enumerate(out)]
+    pieces = pieces_of(out, f"row {prompt.index + 1}: ")
+    return [t if t.continues == bool(i) else replace(t, continues=bool(i)) for i, t in enumerate(pieces)]
+
+
+def pieces_of(returned: Any, place: str = "") -> Group:
+    """What an environment returned, as a list of pieces; ValueError, with what to return, for anything else."""
+    pieces = [returned] if isinstance(returned, Trajectory) else returned
+    if isinstance(pieces, list | tuple) and pieces and all(isinstance(piece, Trajectory) for piece in pieces):
+        return [*pieces]
+    fix = "return at least one piece: a Trajectory, or a list of them"
+    found = "no trajectory" if returned is None or pieces == [] else show(returned)
+    if hasattr(returned, "end"):
+        fix = f"return {type(returned).__name__.lower()}.end(reward=...)"
+    raise ValueError(f"{place}the environment returned {found}; {fix}")

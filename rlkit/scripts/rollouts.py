@@ -321,6 +321,7 @@ def environment(
     from rlkit.rewards.combine import weighted
     from rlkit.rollout.envs import tools
     from rlkit.rollout.envs.adapters import adapted
+    from rlkit.rollout.envs.failing import made
     from rlkit.rollout.limits import limited
     from rlkit.rollout.rollout import single_turn
 
@@ -328,7 +329,8 @@ def environment(
     env: Any = single_turn
     if how.env is not None:
         foreign = foreign or load_env(how)
-        env = adapted(foreign, tokenizer) or _make_env(foreign, tokenizer, spec=how.env)
+        spec = how.env
+        env = made(lambda: adapted(foreign, tokenizer) or _make_env(foreign, tokenizer, spec=spec), foreign, spec)
     elif how.tools:
         chat: Any = {"system_prompt": args.data.system_prompt, "template_args": args.data.template() or None}
         parse = getattr(tools, f"{how.tool_calls}_calls")

@@ -130,10 +130,59 @@ async def three(prompt, sample, tokenizer):
 
 async def others(client, model):
     return []
+
+
+async def nothing(prompt, sample):
+    await sample(prompt.ids)
+
+
+def of_chat(tokenizer):
+    async def env(prompt, sample):
+        chat = Chat(prompt, sample, tokenizer=tokenizer)
+        async for turn in chat:
+            return chat
+
+    return env
+
+
+class Broken(Game):
+    def step(self, turn):
+        return helper(turn)
+
+
+def helper(turn):
+    import urllib.request
+
+    urllib.request.urlopen("http://127.0.0.1:9/step", timeout=2)
+
+
+class OldGym(Gymnasium):
+    def step(self, action):
+        return "no", 0.5, True, {}
+
+
+async def never_done(state, action, extra_info):
+    return {"next_state": state, "reward": 1.0}
+
+
+async def no_column(prompt, sample):
+    return prompt.row["solution"]
+
+
+def load_environment():
+    import a_missing_package
 '''
 RUNS = {  # the mean reward: turns of at most 4 tokens are cut, so an episode has one turn
     "own": 1, "short_names": 1, "of_tokenizer": 3, "Game": 0.5, "Gymnasium": 0.25, "step": 1, "env_step": 2, "rl2": 1,
     "AgentInstance": 0.75, "interact --reward env.py:reward_fn": 3,
+}  # fmt: skip
+FAILS = {  # the first line, and a later one
+    "nothing": ("env.py:nothing failed on row 1: the environment returned no trajectory; return at least one piece", ""),
+    "of_chat": ("env.py:of_chat failed on row 1: the environment returned Chat <", "return chat.end(reward=...)"),
+    "Broken": ("env.py:Broken failed on row 1: URLError: <urlopen error", "(env.py, line {line})\n  fix: correct it, or handle"),
+    "OldGym": ("env.py:OldGym failed on row 1: OldGym.step must return (observation, reward, termina", "step five values"),
+    "never_done": ("env.py:never_done failed on row 1: step must return a dict with reward, done, got a dict with", ""),
+    "no_column": ("env.py:no_column failed on row 1: KeyError: 'solution' (env.py, line", "columns found: ['answer', 'p"),
 }  # fmt: skip
 PLAIN = "--no-chat-template"
 OWN = "works on messages for the chat template: drop --no-chat-template; a base model needs a tokenizer.chat_template"
@@ -177,6 +226,32 @@ def test_an_environment_runs_unchanged(given, folder, tmp_path, monkeypatch):
     (dump,) = (tmp_path / "run" / "trajectories").glob("train_*")
     episodes = [json.loads(line) for line in dump.read_text().splitlines()]
     assert {episode["gold"] for episode in episodes} <= {"1", "2", "3", "4"}
+
+
+@pytest.mark.parametrize("given", FAILS)
+def test_a_failing_environment_ends_the_run_in_one_line(given, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    with no_pictures(), pytest.raises(SystemExit) as ended:
+        run(grpo.main, grpo.Args, None, argv=flags(given, tmp_path / "run"))
+    said, (first, later) = capsys.readouterr().err.partition("error: environment ")[2], FAILS[given]
+    line = next(i for i, text in enumerate(SOURCE.splitlines(), 1) if "urlopen" in text)
+    assert ended.value.code == 1
+    assert said.startswith(first)
+    assert later.format(line=line) in said
+    assert said.endswith("--debug shows the traceback\n")
+    assert "Traceback" not in said
+
+
+def test_a_factory_that_fails_is_refused_with_its_line(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as ended:
+        run(grpo.main, grpo.Args, None, argv=flags("load_environment", tmp_path / "run"))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert ended.value.code == 2
+    assert (
+        "--env env.py:load_environment: ModuleNotFoundError: No module named 'a_missing_package' (env.py, line" in line
+    )
+    assert "install it where rlkit runs" in line
 
 
 @pytest.mark.parametrize("given", REFUSED)

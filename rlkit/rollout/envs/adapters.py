@@ -91,11 +91,12 @@ def rl2(
         while (turn := await text.reply(state)) is not None:
             now.state_text, now.action_text, now.turn = state, turn.text, now.turn + 1
             answer = await (call(step, now) if by_sample else call(step, state, turn.text, extra_info))
+            _need(answer, "step", "reward", "done")
             rewards.append(answer["reward"])
             scores.append(answer.get("score", answer["reward"]))
             if answer["done"]:
                 break
-            if not isinstance(answer["next_state"], str):
+            if not isinstance(_need(answer, "step", "next_state")["next_state"], str):
                 raise TypeError(f"next_state must be text where done is false, got {answer['next_state']!r:.80}")
             state, extra_info = answer["next_state"], answer.get("extra_info", extra_info)
         info = {"metrics": {name: sum(values) / len(values) for name, values in now.metrics.items() if values}}
@@ -103,6 +104,14 @@ def rl2(
         return text.end(**given, score=sum(scores), info=info)
 
     return env
+
+
+def _need(answer: Any, method: str, *keys: str) -> dict[str, Any]:
+    """The dict that a method returned; ValueError, with what to return, where a key is missing."""
+    found = f"a dict with the keys {sorted(answer)}" if isinstance(answer, Mapping) else f"{answer!r:.80}"
+    if not isinstance(answer, Mapping) or not {*keys} <= {*answer}:
+        raise ValueError(f"{method} must return a dict with {', '.join(keys)}, got {found}")
+    return dict(answer)
 
 
 def interact(interact: Callable[[list[dict[str, Any]]], Any], tokenizer: PreTrainedTokenizerBase) -> Env:
@@ -118,6 +127,8 @@ def interact(interact: Callable[[list[dict[str, Any]]], Any], tokenizer: PreTrai
         async for _ in chat:
             if not (answers := await call(interact, chat.messages)):
                 break
+            if isinstance(answers, dict | str) or not all(isinstance(answer, dict | str) for answer in answers):
+                raise ValueError(f"interact must return a list of messages to add, got {answers!r:.80}")
             chat.add(*answers)
         return chat.end()
 
@@ -139,11 +150,12 @@ def openrlhf(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase) -> Env
     async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
         agent, text = make(), Text(prompt, sample, tokenizer=tokenizer)
         label, total, score, logs = prompt.row.get("label"), 0.0, 0.0, dict[str, Any]()
-        observation = (await call(agent.reset, {"observation": text.start, "label": label}))["observation"]
+        opening = await call(agent.reset, {"observation": text.start, "label": label})
+        observation = _need(opening, "reset", "observation")["observation"]
         while (turn := await text.reply(observation)) is not None:
             action = tokenizer.decode(turn.ids, skip_special_tokens=False)
             states = {"observation_text": observation, "action_text": action, "label": label, "sampling_params": None}
-            answer = await call(agent.step, states)
+            answer = _need(await call(agent.step, states), "step", "rewards", "environment_feedback", "done")
             total += float(answer["rewards"])
             score, logs = float(answer.get("scores", total)), answer.get("extra_logs") or {}
             if answer["done"]:

@@ -135,7 +135,7 @@ def _step(game: Any, returned: Any, gymnasium: bool) -> Step:
         form = f"Step({', '.join(Step._fields)})"
         if 0 < num <= len(Step._fields) and not isinstance(returned[-1], Mapping):
             return Step(*returned)
-    old = num == 4 and not gymnasium
+    old = num == 4
     fix = "; in Gymnasium's form reset returns (observation, info), step five values, and it gets the turn's text"
     raise TypeError(f"{type(game).__name__}.step must return {form}, got {returned!r:.200}{fix if old else ''}")
 
