@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -9,6 +10,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+from rlkit._numbers import show
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,6 +54,24 @@ def check_no_nan(mask: Tensor | None, **tensors: Tensor) -> None:
     for name, x in tensors.items():
         if readable(x) and masked(x, mask).isnan().any():
             raise ValueError(f"{name} must not be NaN where trainable, got {int(masked(x, mask).isnan().sum())} NaN")
+
+
+FILLED_BY = {  # the streams of a batch that are None at first
+    "old_logp": "with_old_logp(policy, batch, max_tokens=...)",
+    "ref_logp": "with_ref_logp(reference, batch, max_tokens=...)",
+    "kept_mass": "with_kept_mass(policy, batch, params=..., max_tokens=...)",
+    "advantages": "with_advantages(batch, group_centered)",
+    "values": "with_gae(batch, ...)",
+    "returns": "with_gae(batch, ...)",
+}
+
+
+def check_given(**tensors: Tensor | None) -> None:
+    """None of them is None. The error about a stream of a batch gives the function that fills it."""
+    for name, x in tensors.items():
+        if x is None:
+            fix = f"batch = {FILLED_BY[name]} fills it" if name in FILLED_BY else "give a tensor"
+            raise TypeError(f"{name} is None: {fix}")
 
 
 def check_float(**tensors: Tensor | None) -> None:
@@ -157,6 +178,22 @@ def check_below(num: int, **ids: Tensor) -> None:
     for name, x in ids.items():
         if readable(x) and x.numel() and x.max() >= num:
             raise ValueError(f"{name} must be below {num}, the number of entries they index, got {x.max().item()}")
+
+
+def check_call(name: str, function: object, call: str) -> None:
+    """`function` is a function that takes the arguments of `call`, e.g. "baseline(rewards, group_ids=group_ids)"."""
+    if not callable(function):
+        raise TypeError(f"{name} must be a function, called as {call}, got {show(function)}")
+    arguments = [part.strip().split("=") for part in call[call.index("(") + 1 : -1].split(",")]
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have none
+        return
+    try:
+        signature.bind(*[x for x, *rest in arguments if not rest], **{x: x for x, *rest in arguments if rest})
+    except TypeError as error:
+        function_name = getattr(function, "__name__", type(function).__name__)
+        raise TypeError(f"{name} is called as {call}, which {function_name} does not take: {error}") from None
 
 
 def readable(x: Tensor) -> bool:

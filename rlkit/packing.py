@@ -11,9 +11,10 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rlkit._numbers import show
 from rlkit._tensors import check_bool, check_same_device, check_same_shape, masked
 from rlkit.balancing import plan_microbatches
 from rlkit.segments import broadcast_to_tokens, cumulative, episode_advantages, seq_lens
@@ -32,7 +34,7 @@ _PER_SEQ = ("rewards", "truncated")
 _IDS = ("group_ids", "episode_ids")
 
 
-def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) -> Batch:
+def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) -> Batch:
     """Pack groups of trajectories into one batch. Targets are shifted here, and only here.
 
     With `share_prompts` (default) every distinct prompt of a group is stored once, as a prefix, and a sequence is
@@ -41,18 +43,13 @@ def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) 
     bootstrap value. The terminal reward is on the last action; float streams are 0 where the mask is False.
     The pieces of one episode (`Trajectory.continues`) have equal `episode_ids`; each ends with the episode's reward.
 
-    Errors: ValueError, naming group and sample, for an empty prompt, streams of different lengths, a non-finite
+    Errors: TypeError, naming group, sample and field, for anything but lists of numbers; ValueError, naming group and
+    sample, for an empty prompt, a log-prob above 0, streams of different lengths, a non-finite
     log-prob or reward at a trained token, a trajectory without tokens that is not truncated, and a piece that follows
     no other piece or whose reward differs from the one before it; and for trajectories of different temperatures.
     """
-    if isinstance(groups, Tensor | Mapping):
-        raise TypeError(
-            f"groups must be lists of Trajectory, one list per prompt, got a {type(groups).__name__}; padded tensors "
-            "need no Batch: use streams, cu_seqlens = from_padded(*tensors, padding_mask=padding_mask)"
-        )
+    groups = _lists(groups)
     for g, group in enumerate(groups):
-        if isinstance(group, Trajectory):
-            raise TypeError(f"groups[{g}] must be a list of trajectories, one list per prompt, got a Trajectory")
         for i, t in enumerate(group):
             _check(t, f"groups[{g}][{i}]")
             if t.continues:
@@ -103,6 +100,23 @@ def pack(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = True) 
         versions=stream(lambda t: t.versions, np.int64, fill=-1).where(mask, -1),
         temperature=temperatures[0] if temperatures else None,
     )
+
+
+def _lists(groups: Any) -> list[list[Trajectory]]:
+    """The groups as lists, so that an iterator is read once."""
+    if isinstance(groups, Tensor | Mapping | str | Trajectory) or not isinstance(groups, Iterable):
+        fix = "padded tensors need no Batch: use streams, cu_seqlens = from_padded(*tensors, padding_mask=padding_mask)"
+        fix = "use pack([[trajectory]])" if isinstance(groups, Trajectory) else fix
+        fix = "await it: groups = await rollout(...)" if isinstance(groups, Awaitable) else fix
+        kind = type(groups).__name__
+        raise TypeError(f"groups must be lists of Trajectory, one list per prompt, got a {kind}; {fix}")
+    out = []
+    for g, group in enumerate(groups):
+        if isinstance(group, str | Trajectory) or not isinstance(group, Iterable):
+            kind = type(group).__name__
+            raise TypeError(f"groups[{g}] must be a list of trajectories, one list per prompt, got a {kind}")
+        out.append(list(group))
+    return out
 
 
 def _flat(parts: Iterable[Iterable[float]], dtype: type) -> Tensor:
@@ -247,6 +261,10 @@ def microbatches(
     `whole_groups` keeps groups intact, e.g. preference pairs, whose loss couples the samples. Data parallel rank `rank`
     of `ranks` gets its share; all ranks get the same number of micro-batches, some possibly empty.
     """
+    if not isinstance(streams, tuple | list) or not isinstance(streams[0], Batch):
+        raise TypeError(
+            f"streams must be a tuple that starts with a Batch, e.g. (batch, weights), got {_kinds(streams)}"
+        )
     batch, *tensors = streams
     for i, x in enumerate(tensors, start=1):
         if x.shape[:1] != batch.tokens.shape:
@@ -263,6 +281,12 @@ def microbatches(
             index = part if whole else part[torch.tensor(members, dtype=torch.long)]
             rows, _ = _rows(batch.cu_seqlens, index)
             yield (subset if whole else select(batch, index), *(x[rows] for x in tensors))
+
+
+def _kinds(x: Any) -> str:
+    if isinstance(x, tuple | list):
+        return f"({', '.join(type(one).__name__ for one in x)})"
+    return f"a {type(x).__name__}; use ({'batch' if isinstance(x, Batch) else '...'},)"
 
 
 def join(batch: Batch) -> tuple[Int[Tensor, "PT"], Int[Tensor, "PT"]]:
@@ -328,12 +352,31 @@ def _last_true(mask: list[bool]) -> int:
     return len(mask) - 1 - mask[::-1].index(True)
 
 
+_NUMBERS = {
+    "prompt_ids": Integral, "ids": Integral, "mask": Real, "logp": Real, "versions": Integral, "token_rewards": Real,
+}  # fmt: skip
+
+
+def _check_numbers(x: Any, kind: type, name: str) -> None:
+    """A list (or another sequence) of integers or of real numbers, Python's or numpy's; None for no token rewards."""
+    if x is None and name.endswith("token_rewards"):
+        return
+    if isinstance(x, str) or not isinstance(x, Sequence):
+        shape = f"of shape {list(x.shape)}; use {name.split()[-1]}.tolist()" if hasattr(x, "tolist") else ""
+        raise TypeError(f"{name} must be a list, got a {type(x).__name__.lower()} {shape}".rstrip())
+    if set(map(type, x)) <= ({int} if kind is Integral else {float, int, bool}):
+        return
+    for j, value in enumerate(x):
+        if not isinstance(value, kind) and type(value).__name__ not in ("bool", "bool_"):
+            what = "an integer" if kind is Integral else "a number"
+            raise TypeError(f"{name}[{j}] must be {what}, got {show(value)}")
+
+
 def _check(t: Trajectory, where: str) -> None:
-    for name in ("prompt_ids", "ids", "mask", "logp", "versions", "token_rewards"):
-        if isinstance(x := getattr(t, name), Tensor):
-            raise TypeError(
-                f"{where}: {name} must be a list, got a tensor of shape {list(x.shape)}; use {name}.tolist()"
-            )
+    if not isinstance(t, Trajectory):
+        raise TypeError(f"{where} must be a Trajectory, got {show(t)}")
+    for name, kind in _NUMBERS.items():
+        _check_numbers(getattr(t, name), kind, f"{where}: {name}")
     if not t.prompt_ids:
         raise ValueError(f"{where}: prompt_ids is empty; a sequence starts with at least one token (e.g. the BOS id)")
     if not t.ids and not t.truncated:
@@ -344,10 +387,14 @@ def _check(t: Trajectory, where: str) -> None:
             raise ValueError(f"{where}: {name} has {len(x)} entries for {len(t.ids)} ids")
     if not set(t.mask) <= {False, True}:
         raise ValueError(f"{where}: mask must hold bools; use [label != -100 for label in labels]")
+    if not isinstance(t.reward, Real) and getattr(t.reward, "shape", None) != ():
+        raise TypeError(f"{where}: reward must be a number, got {show(t.reward)}")
     if not math.isfinite(t.reward):
         raise ValueError(f"{where}: reward is {t.reward}; it must be finite")
     for j, (trained, logp) in enumerate(zip(t.mask, t.logp, strict=True)):
         if trained and not math.isfinite(logp):
             raise ValueError(f"{where}: logp[{j}] is {logp} at a trained token; did the engine return log-probs?")
+        if trained and logp > 0.01:  # engines round log-probs of almost 0
+            raise ValueError(f"{where}: logp[{j}] is {logp}, above 0 at a trained token; use math.log of a probability")
     if t.token_rewards and any(r != 0 and not m for r, m in zip(t.token_rewards, t.mask, strict=True)):
         raise ValueError(f"{where}: token_rewards must be 0 at tokens that the policy did not sample (mask False)")

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from rlkit._tensors import (
     check_bounds,
+    check_call,
     check_cu_seqlens,
     check_float,
     check_ids,
@@ -156,6 +157,7 @@ def episode_advantages(baseline: Callable[..., Float[Tensor, "E"]], batch: Batch
     Differs:  if each piece counted as a sample of the group, an episode of many pieces would count many times in its
               own baseline, and `leave_one_out` would compare it with itself.
     """
+    check_call("baseline", baseline, "baseline(rewards, group_ids=group_ids)")
     first = is_first_piece(batch.episode_ids)
     per_episode = baseline(batch.rewards[first], group_ids=batch.group_ids[first])
     shape = getattr(per_episode, "shape", None)

@@ -30,6 +30,7 @@ from rlkit._tensors import (
     check_bool,
     check_cu_seqlens,
     check_float,
+    check_given,
     check_mask,
     check_same_device,
     check_same_shape,
@@ -54,6 +55,7 @@ __all__ = [
 
 def prepared(mask: Tensor, cu_seqlens: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
     """Check the `[T]` tensors; return them in the order given, in one dtype (fp32 or fp64), 0 where masked."""
+    check_given(**tensors)
     check_float(**tensors)
     name, first = next(iter(tensors.items()))
     check_same_shape(**tensors)

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rlkit._tensors import FILLED_BY
 from rlkit.losses import constant_length, k3, ppo_clip, prompt_mean, ratio_stats, tis, token_mean, unbiased_kl
 from rlkit.metrics import Metrics, largest, mean, merge
 from rlkit.model.forward import Policy
@@ -172,21 +173,11 @@ def grpo_update(
     return reduce_metrics(metrics, mesh=mesh)
 
 
-_FILLED_BY = {
-    "old_logp": "with_old_logp(policy, batch, max_tokens=...)",
-    "ref_logp": "with_ref_logp(reference, batch, max_tokens=...)",
-    "kept_mass": "with_kept_mass(policy, batch, params=..., max_tokens=...)",
-    "advantages": "with_advantages(batch, group_centered)",
-    "values": "with_gae(batch, ...)",
-    "returns": "with_gae(batch, ...)",
-}
-
-
 def check_streams(batch: Batch, **needed_by: str) -> None:
     """Refuse a batch that lacks one of the streams: ValueError with what needs it and the function that fills it."""
     for name, what in needed_by.items():
         if getattr(batch, name) is None:
-            raise ValueError(f"{what} needs `{name}`, and the batch has none: batch = {_FILLED_BY[name]}")
+            raise ValueError(f"{what} needs `{name}`, and the batch has none: batch = {FILLED_BY[name]}")
 
 
 def has_gradient_without_advantage(surrogate: Surrogate, batch: Batch) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkit._tensors import check_float, check_mask, check_same_shape, masked, upcast
+from rlkit._tensors import check_float, check_given, check_mask, check_same_shape, masked, upcast
 
 
 def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
     """Check the tensors; return them in the order given, in fp32 or fp64, 0 where the mask is False."""
+    check_given(**tensors)
     check_float(**tensors)
     check_same_shape(**tensors)
     name, first = next(iter(tensors.items()))
@@ -20,21 +21,21 @@ def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
 def check_at_least(bound: float, **values: float | Tensor) -> None:
     """Each Python number is at least `bound` (NaN fails). Tensors are not checked: reading them costs a device sync."""
     for name, x in values.items():
-        if not isinstance(x, Tensor) and not x >= bound:
+        if x is None or (not isinstance(x, Tensor) and not x >= bound):
             raise ValueError(f"{name} must be at least {bound:g}, got {x}")
 
 
 def check_positive(**values: float) -> None:
     """Each number is above 0 (NaN fails)."""
     for name, x in values.items():
-        if not x > 0:
+        if x is None or not x > 0:
             raise ValueError(f"{name} must be positive, got {x}")
 
 
 def check_between(low: float, high: float, **values: float) -> None:
     """Each number is in [low, high] (NaN fails)."""
     for name, x in values.items():
-        if not low <= x <= high:
+        if x is None or not low <= x <= high:
             raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {x}")
 
 
