@@ -31,6 +31,9 @@ def check_model_path(path: str | os.PathLike[str]) -> None:
     if str(path).endswith(".gguf"):
         what = "rlkit reads folders saved by save_pretrained; docs/models.md has the lines that convert it"
         raise ValueError(f"model {str(path)!r} is a GGUF file: {what}")
+    if Path(path).is_file():
+        folder = Path(path).parent
+        raise NotADirectoryError(f"model {str(path)!r} is a file: give its folder, {str(folder)!r}")
     looks_local = os.path.isabs(path) or str(path).startswith((".", "~")) or Path(path).exists() or "/" not in str(path)
     if looks_local and not (Path(path) / "config.json").is_file():
         what = "a folder without config.json" if Path(path).is_dir() else "no folder"

@@ -77,7 +77,7 @@ def _check_names(model: nn.Module, targets: str | list[str]) -> None:
     for target in [] if isinstance(targets, str) else targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             linear = ", ".join(sorted({n.rpartition(".")[2] for n, m in model.named_modules() if is_linear(m)}))
-            raise ValueError(f"LoRA target {target!r}: the model has no such module; its linear layers: {linear}")
+            raise ValueError(f"`lora_targets` {target}: the model has no such module; its linear layers: {linear}")
 
 
 def _check_layers(model: Any) -> None:

@@ -65,7 +65,9 @@ class Args:
         wrong = self.system_prompt and not self.chat_template
         for name in ("prompt", "system_prompt"):
             text = getattr(self, name) or ""
-            refuse_if(text != text.encode(errors="replace").decode(), f"`{name}` is not UTF-8 text: {text[:60]!a}")
+            locale = sys.getfilesystemencoding()
+            why = "" if locale == "utf-8" else f"; the locale is {locale}: set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+            refuse_if(text != text.encode(errors="replace").decode(), f"`{name}` is not UTF-8 text: {text[:60]!a}{why}")
         refuse_if(wrong, "`system_prompt` is part of the chat template: drop it, or --no-chat-template")
 
 

@@ -15,6 +15,7 @@ import io
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from rlkit.run.console import TRAINING, encode_anything, warnings_that_fit, wrap
 from rlkit.run.cores import SPINS
 from rlkit.run.signals import resume_command
 from rlkit.scripts import foreign
-from rlkit.scripts.flags import FLAT, flags_of, help_text, list_flags, wrong_words
+from rlkit.scripts.flags import FLAT, flags_of, help_text, is_flag, list_flags, wrong_words
 from rlkit.settings import collected
 
 X = TypeVar("X")
@@ -122,25 +123,33 @@ def _help(kind: type, description: str | None) -> NoReturn:
 
 def _refuse_wrong(argv: Sequence[str], own: Sequence[str], kind: type) -> None:
     """Refuse flags that the script does not have, wrong values and other systems' names: all of them at once."""
-    names, in_python = {flag.name for flag in list_flags(kind)}, {name for name, _ in flags_of(kind)}
-    wrong = {}
+    flags = list(list_flags(kind))
+    aliases = {alias for flag in flags for alias in flag.aliases}
+    names, in_python = {flag.name for flag in flags}, {name for name, _ in flags_of(kind)}
+    _refuse_assignments(own, names)
+    wrong, ours_only = {}, True
     for word, value in zip(own, [*own[1:], ""]):
         given = word.split("=")[0].lstrip("+")
         name = given.lstrip("-").replace("-", "_")
         known = names & {name, name.removeprefix("no_"), name.replace(".no_", ".")}
-        hydra = "=" in word and given.partition(".")[0] in foreign.PREFIXES
-        if hydra or (word.startswith("--") and not known):
+        hydra = "=" in word and given.partition(".")[0] in foreign.PREFIXES and ":" not in given
+        short = is_flag(word) and word[1:2] != "-" and len(name) > 1 and given not in aliases
+        if short and known:
+            wrong[given] = f"needs two dashes: -{given}"
+        elif hydra or short or (word.startswith("--") and not known):
             only = "is set in Python only" if name in in_python else None
-            wrong[given] = only or foreign.answer(name, names) or _nearest(name, names)
+            there = _elsewhere(name) if not foreign.answer(name, names) and "command" not in names else None
+            ours_only = ours_only and bool(there)
+            wrong[given] = only or foreign.answer(name, names) or there or _nearest(name, names)
         elif word.startswith("--") and (ours := foreign.VALUES.get(name, {}).get(value)):
-            wrong[f"{given} {value}"] = f"is {ours} here"
+            wrong[f"{given} {value}"], ours_only = f"is {ours} here", False
     unknown = bool(wrong)
     wrong = wrong or wrong_words(argv, kind)
     if not wrong:
         return
-    rest = (
-        "; docs/migrating.md has all options" if unknown else "; --help lists the flags" if "missing" in wrong else ""
-    )
+    rest = "; --help lists the flags" if "missing" in wrong else ""
+    if unknown and not ours_only:
+        rest = "; docs/migrating.md has all options"
     if "command" in names and "--" not in argv:
         rest = "; the command to run comes after --, as in: rlkit sweep --log-range lr 1e-6 1e-4 -- rlkit grpo ..."
     if len(wrong) == 1:
@@ -148,6 +157,31 @@ def _refuse_wrong(argv: Sequence[str], own: Sequence[str], kind: type) -> None:
     width = max(map(len, wrong))
     lines = [f"  {given:{width}}  {what}" for given, what in wrong.items()]
     fail("\n".join([f"{len(wrong)} flags are {'not known here' if unknown else 'wrong'}{rest}", *lines]))
+
+
+def _refuse_assignments(own: Sequence[str], names: set[str]) -> None:
+    """Refuse `model=m data=d`, flags as Hydra writes them, in one line with what to write."""
+    found = []
+    for before, word in zip(["", *own], own):
+        name, equals, value = word.lstrip("+").partition("=")
+        of_flag = is_flag(before) and "=" not in before  # the value of a flag, which may hold a `=`
+        if equals and not of_flag and name.replace("-", "_") in names and not is_flag(word):
+            found.append((word, f"--{name.replace('_', '-')} {shlex.quote(value)}"))
+    if found:
+        given, better = (" ".join(words) for words in zip(*found))
+        fail(f"{given} {'is' if len(found) == 1 else 'are'} no flag{'s' * (len(found) > 1)}: write {better}")
+
+
+def _elsewhere(name: str) -> str | None:
+    """The commands that have a flag which this one has not."""
+    found = []
+    for script in ("grpo", "ppo", "sft", "dpo", "kto", "reward_model"):
+        kind = importlib.import_module(f"rlkit.scripts.{script}").Args
+        if name in {flag.name for flag in list_flags(kind)}:
+            found.append(script)
+    if len(found) > 3:
+        return "is a flag of the commands that train"
+    return f"is for rlkit {' and '.join(found)}" if found else None
 
 
 def _nearest(name: str, names: set[str]) -> str:
@@ -279,6 +313,6 @@ def fail(text: str, *, code: int = 2) -> NoReturn:
     """Print `error: ...` to stderr, and exit: all errors that are one line end here."""
     if sys.stderr is not None:
         text = printable(masked(text))
-        lines = wrapped(f"error:\xa0{text}", sys.stderr)  # no line of its own for "error:" before a long path
-        sys.stderr.write(lines.replace("\xa0", " ", 1) + "\n")
+        glue = "\x1f"  # no line of its own for "error:" before a long path; `printable` leaves no other one
+        sys.stderr.write(wrapped(f"error:{glue}{text}", sys.stderr).replace(glue, " ") + "\n")
     raise SystemExit(code) from None

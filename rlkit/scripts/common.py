@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +22,7 @@ from rlkit.run.console import data_progress
 from rlkit.scripts.cli import LossError, flags_of
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.imports import defer_compiler, no_collections, remember_names
-from rlkit.settings import Count, CountOr0, Optim, ParallelArgs, Schedule, check, is_default, refuse_if
+from rlkit.settings import Count, CountOr0, ParallelArgs, Schedule, check, is_default, refuse_if
 
 log = logging.getLogger("rlkit.scripts")
 
@@ -195,6 +197,19 @@ def check_device(device: str) -> None:
         raise ValueError(f"`device` {device}: this torch ({torch.__version__}) finds none here; cpu is always there")
 
 
+def check_ranks(parallel: ParallelArgs) -> None:
+    """ValueError in a plain process for sizes that need the ranks of torchrun. Does not import torch."""
+    names = [name for name in ("replicate", "shard", "cp", "tp", "pp", "ep") if getattr(parallel, name) > 1]
+    if not names or "RANK" in os.environ:
+        return
+    given = " ".join(f"--parallel.{name} {getattr(parallel, name)}" for name in names)
+    ranks = math.prod(getattr(parallel, name) for name in names if name != "ep")
+    ranks = ranks if ranks > 1 else parallel.ep  # taken out of the others
+    program = re.sub(r"^rlkit ", "-m rlkit.scripts.", sys.argv[0])
+    start = f"torchrun --nproc-per-node {ranks} {program} ..."
+    raise ValueError(f"{given} takes {ranks} processes, and this is one: start them with {start}")
+
+
 def warn_of_steps(schedule: Schedule, data: Data) -> None:
     """Warn of a run without steps or evaluation, and of held-out data that is not used."""
     if schedule.steps == 0 and not data.eval_data:
@@ -213,13 +228,15 @@ def warn_of_clip(args: Any) -> None:
         )  # fmt: skip
 
 
-def warn_of_warmup(optim: Optim, schedule: Schedule) -> None:
+def warn_of_warmup(args: Any) -> None:
     """Warn of a warm-up that is longer than the run."""
-    if optim.warmup_steps > schedule.steps > 0:
+    warmup, steps = args.optim.warmup_steps, args.schedule.steps
+    if warmup > steps > 0:
+        default = next(f.default for f in fields(args) if f.name == "optim")
+        whose = " (the default)" if getattr(default, "warmup_steps", None) == warmup else ""
         log.warning(
-            "--warmup-steps %d is not below --steps %d: the learning rate never reaches --lr",
-            optim.warmup_steps, schedule.steps,
-        )  # fmt: skip
+            "--warmup-steps %d%s is not below --steps %d: the learning rate never reaches --lr", warmup, whose, steps
+        )
 
 
 def warn_of_repeats(flag: str, num: int, num_rows: int) -> None:
@@ -315,8 +332,9 @@ def offline(
     args: Any, read: Callable[..., tuple[list[Any], int]], *forms: Any, reference: str | None = None
 ) -> tuple[Any, Any, Any, Any]:
     """The flags (see `begin`), the tokenizer, and the training and held-out examples that `read` makes of rows."""
+    check_ranks(args.model.parallel)
     rows, held_out = args.data.rows(*forms)
-    warn_of_warmup(args.optim, args.schedule)
+    warn_of_warmup(args)
     args = begin(args)
     tokenizer = load_tokenizer(args.model.model, reference, chat_template=template_file(args))
     render: dict[str, Any] = {
@@ -339,8 +357,10 @@ def function_of(flag: str, spec: str) -> Any:
 
     try:
         return load_function(spec)
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, FileNotFoundError) as error:
         raise ValueError(f"`{flag}` {spec}: {error}") from None
+    except ImportError as error:
+        raise ImportError(f"`{flag}` {spec}: {error}", name=error.name) from None
 
 
 def named_or_file(flag: str, spec: str, names: tuple[str, ...]) -> Any:
@@ -349,10 +369,10 @@ def named_or_file(flag: str, spec: str, names: tuple[str, ...]) -> Any:
         return None
     if ":" not in spec:
         raise ValueError(f"`{flag}` {spec}: choose one of {', '.join(names)}, or name a function as FILE.py:FUNCTION")
-    return _checked_loss(spec, function_of(flag, spec))
+    return _checked_loss(f"--{flag} {spec}", spec, function_of(flag, spec))
 
 
-def _checked_loss(spec: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _checked_loss(given: str, spec: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The loss function; LossError, with the user's line, where it raises or returns no loss per element."""
     calls = 0
 
@@ -367,15 +387,18 @@ def _checked_loss(spec: str, function: Callable[..., Any]) -> Callable[..., Any]
             file = str(Path(spec.rpartition(":")[0]).expanduser().absolute())
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
             where = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
-            raise LossError(f"loss {spec} failed: {type(error).__name__}: {error}{where}") from error
+            raise LossError(f"{given} failed: {type(error).__name__}: {error}{where}") from error
         expected = f"a loss for each element, a tensor of shape {list(x.shape)} like its first argument"
         if not isinstance(found, torch.Tensor):
-            raise LossError(f"loss {spec} must return {expected}, got {type(found).__name__} {found!r:.80}")
+            raise LossError(f"{given} must return {expected}, got {type(found).__name__} {found!r:.80}")
         if found.shape != x.shape:
-            raise LossError(f"loss {spec} must return {expected}, got shape {list(found.shape)}: do not average it")
+            raise LossError(f"{given} must return {expected}, got shape {list(found.shape)}: do not average it")
+        if x.requires_grad and torch.is_grad_enabled() and not found.requires_grad:
+            fix = "compute it with torch, without .detach(), .item() or no_grad"
+            raise LossError(f"{given} must return {expected}, and it has no gradient with respect to that: {fix}")
         calls += 1
         if calls == 1 and found.numel() and bool(found.isnan().all()):
-            raise LossError(f"loss {spec} must return {expected}, and all of it is NaN at the first call")
+            raise LossError(f"{given} must return {expected}, and all of it is NaN at the first call")
         return found
 
     return checked

@@ -130,7 +130,7 @@ def _assigned(argv: Sequence[str], flags: list[Flag]) -> tuple[dict[str, list[st
     left, last = list(argv), ""
     while left and left[0] != "--":
         word = left.pop(0)
-        if not _is_flag(word):
+        if not is_flag(word):
             (found[last] if last and not places else loose).append(word)  # more than the flag takes, or a positional
             continue
         given, equals, value = word.partition("=")
@@ -140,13 +140,13 @@ def _assigned(argv: Sequence[str], flags: list[Flag]) -> tuple[dict[str, list[st
             last = ""
             continue
         last, words, count = flag.name, [value] if equals else [], 0 if flag.hint is bool else _count(flag.hint)
-        while left and not _is_flag(left[0]) and (count is None or len(words) < count):
+        while left and not is_flag(left[0]) and (count is None or len(words) < count):
             words.append(left.pop(0))
         found[last] = words
     return found, loose + left[1:]
 
 
-def _is_flag(word: str) -> bool:
+def is_flag(word: str) -> bool:
     """Whether a word is a flag or `--`, and no value: `-1`, `-.5` and `-inf` are numbers."""
     name = word.partition("=")[0]
     number = name[:1] == "-" and name[1:].lower() in ("inf", "infinity", "nan")

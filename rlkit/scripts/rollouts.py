@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import AsyncIterator
+import re
+import socket
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +17,7 @@ from rlkit._extras import lacks
 from rlkit.run.console import data_progress
 from rlkit.scripts.common import (
     begin,
+    check_ranks,
     function_of,
     load_policies,
     load_tokenizer,
@@ -189,6 +192,7 @@ def has_own_threads(engine: Engine) -> bool:
 
 def check_rl(args: Any) -> None:
     """Refuse combinations of flags of several settings that have no effect or fail late (ValueError)."""
+    check_ranks(args.model.parallel)
     penalties, rollouts = args.penalties, args.rollouts
     moves, has_reference = penalties.ref_sync_steps, needs_reference(args)
     refuse_if(args.reference and not has_reference, "`reference` is for `kl_coef`, `kl_limit` or `eval_kl`: give one")
@@ -200,7 +204,37 @@ def check_rl(args: Any) -> None:
         has_own_threads(args.engine) and not rollouts.overlap, "`engine_threads` and `engine_cpus` are for `overlap`"
     )
     warn_of_clip(args)
-    warn_of_warmup(args.optim, args.schedule)
+    warn_of_warmup(args)
+    warn_of_escapes(rollouts.stop)
+
+
+def warn_of_escapes(stop: Sequence[str]) -> None:
+    """Warn of a stop string with the two characters that stand for a line break elsewhere: a shell keeps them."""
+    for text in stop:
+        if found := re.search(r"\\[nrt](?![a-z])", text):
+            what = {"n": "line break", "r": "carriage return", "t": "tab"}[found[0][1]]
+            said = "--stop '%s' has a backslash and the letter %s; for a %s write --stop $'%s'"
+            log.warning(said, text, found[0][1], what, text)
+
+
+def check_servers(urls: Sequence[str]) -> None:
+    """ValueError if none of the addresses takes a connection: before a model is loaded."""
+    from urllib.parse import urlsplit
+
+    said = []
+    for url in urls:
+        parts = urlsplit(url)
+        try:
+            socket.create_connection((parts.hostname, parts.port or 80), timeout=5).close()
+        except OSError as error:
+            said.append(f"{url} ({error.strerror or error})")
+        else:
+            return
+    refuse_if(
+        said,
+        f"`engine_urls`: no SGLang server answers at {', '.join(said)}: start one with `python -m sglang.launch_server "
+        "--model-path MODEL --port 30000`, or drop the flag to launch one here",
+    )
 
 
 def needs_reference(args: Any) -> bool:
@@ -212,6 +246,8 @@ def needs_reference(args: Any) -> bool:
 def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     """The flags (see `begin`), the tokenizer and the `Task`; `options` are further fields of the task."""
     check_rl(args)
+    if os.environ.get("RANK", "0") == "0":
+        check_servers(args.engine.engine_urls)
     from rlkit.data.forms import PROMPT
 
     rows = args.data.rows(PROMPT, limit=args.episodes.eval_limit)  # before torch is loaded
@@ -232,6 +268,7 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     check_lengths(args, prompts + held_out, config)
     beyond = [i for i in args.rollouts.stop_token_ids if not 0 <= i < config.vocab_size]
     refuse_if(beyond, f"`stop_token_ids` {beyond}: the model's token ids are 0 to {config.vocab_size - 1}")
+    held_out = held_out if args.schedule.eval_steps else []
     return args, tokenizer, Task(prompts, score, env=env, eval_prompts=held_out, **options)
 
 

@@ -167,7 +167,7 @@ def test_data_that_cannot_train_ends_in_one_line(task, tmp_path, case, where):
     assert re.search(message, said), said
 
 
-def test_wrong_flags_and_files_end_in_one_line(task, tmp_path):
+def test_wrong_flags_and_files_end_in_one_line(task, tmp_path, capsys):
     cut = tmp_path / "cut"
     shutil.copytree(task / "chat", cut)
     os.truncate(cut / "model.safetensors", 3000)
@@ -190,16 +190,26 @@ def test_wrong_flags_and_files_end_in_one_line(task, tmp_path):
         ("sft", ["--device", "gpu"], "--device gpu: this torch"),
         ("sft", ["--model", str(cut)], "its safetensors are damaged"),
         ("sft", ["--output", ""], "--output is empty or the current folder"),
-        ("grpo", ["--engine", "sglang", "--engine-urls", nowhere], "no SGLang server answers"),
+        (
+            "grpo",
+            ["--model", "m", "--engine", "sglang", "--engine-urls", nowhere],
+            f"error: --engine-urls: no SGLang server answers at {nowhere} (Connection refused): start one with",
+        ),
         ("sft", ["--max-tokens", "5"], "max_tokens=5 is what a micro-batch holds"),
         ("dpo", ["--loss", "ipo", "--label-smoothing", "0.1"], "--label-smoothing is not part of ipo"),
         ("grpo", ["--reward", f"{task / 'reward.py'}:other"], "has no 'other'; it has ['score']"),
-        ("grpo", ["--reward", f"{task / 'no.py'}:score"], "no file"),
-        ("grpo", ["--reward", "no_such_module:score"], "no module 'no_such_module'"),
+        ("grpo", ["--reward", f"{task / 'no.py'}:score"], f"error: --reward {task / 'no.py'}:score: no file"),
+        ("grpo", ["--reward", "no_such_module:score"], "error: --reward no_such_module:score: no module 'no_such_mod"),
+        ("sft", ["--lora-rank", "2", "--lora-targets", "nope"], "error: --lora-targets nope: the model has no such"),
+        ("sft", ["--model", str(task / "chat/config.json")], f"is a file: give its folder, '{task / 'chat'}'"),
         ("ppo", ["--critic", str(tmp_path / "nothing")], "no folder; give a folder saved by save_pretrained"),
         ("ppo", ["--critic", str(swapped)], "has other tokens"),
     ]:
         assert message in refused(script, flags_of(task, script, tmp_path / "run", *flags))
+    (task / "cannot.py").write_text("1 / 0\n")
+    with pytest.raises(SystemExit):
+        call("grpo", flags_of(task, "grpo", tmp_path / "run", "--reward", f"{task / 'cannot.py'}:score"))
+    assert f"error: --reward {task / 'cannot.py'}:score: {task / 'cannot.py'} failed" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     for script, flags, message in [
         (["examples/tool_use.py"], ["--task", "code"], "--task code needs --data"),
@@ -237,7 +247,7 @@ def test_debug_shows_the_traceback(task, tmp_path):
         call("sft", flags_of(task, "sft", tmp_path, "--debug", "--data", str(tmp_path / "no.jsonl")))
 
 
-def test_flags_that_make_a_run_learn_little_are_warned_of(task, tmp_path, caplog):
+def test_flags_that_make_a_run_learn_little_are_warned_of(task, tmp_path, caplog, capfd):
     one = write(tmp_path / "one.jsonl", [{**row, "label": True} for row in ROWS["labelled"]])
     call("kto", flags_of(task, "kto", tmp_path / "kto", "--data", str(one), "--warmup-steps", "3", "--device", "cpu"))
     assert [r.getMessage() for r in caplog.records if r.name == "rlkit.scripts"] == [
@@ -250,6 +260,21 @@ def test_flags_that_make_a_run_learn_little_are_warned_of(task, tmp_path, caplog
     caplog.clear()
     call("sft", flags_of(task, "sft", tmp_path / "none", "--steps", "0", "--eval-data", "None", "--device", "cpu"))
     assert "nothing is trained or measured" in caplog.text
+    caplog.clear()
+    short = [x for x in flags_of(task, "sft", tmp_path / "short", "--device", "cpu") if x != "--warmup-steps"]
+    call("sft", [x for x, before in zip(short, ["", *short]) if (x, before) != ("0", "2")])
+    assert "--warmup-steps 20 (the default) is not below --steps 2: the learning rate never reaches" in caplog.text
+    caplog.clear()
+    capfd.readouterr()
+    ends = ["--stop", r"\n", r"Q:\neq", "\n"]
+    call("grpo", flags_of(task, "grpo", tmp_path / "rl", "--eval-steps", "0", "--device", "cpu", *ends))
+    assert [
+        r.getMessage() for r in caplog.records if r.getMessage().startswith(("--stop", "--eval-data is not used"))
+    ] == [
+        r"--stop '\n' has a backslash and the letter n; for a line break write --stop $'\n'",
+        "--eval-data is not used with --eval-steps 0",
+    ]
+    assert "eval_prompts" not in capfd.readouterr().out
     caplog.clear()
     refused("ppo", flags_of(task, "ppo", tmp_path, "--critic-steps", "2", "--data", str(tmp_path / "no.csv")))
     assert {r.getMessage() for r in caplog.records} == {

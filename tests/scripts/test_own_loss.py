@@ -51,6 +51,9 @@ def number(log_ratio, batch):
 def average(log_ratio, batch):
     return log_ratio.mean()
 
+def detached(log_ratio, batch):
+    return -batch.advantages * log_ratio.detach().exp()
+
 def nothing(log_ratio, batch):
     return log_ratio * float("nan")
 """
@@ -60,6 +63,7 @@ def nothing(log_ratio, batch):
     ("broken", "failed: AttributeError: 'Tensor' object has no attribute 'advantages' (own.py, line 12)"),
     ("number", "must return a loss for each element, a tensor of shape [*] like its first argument, got int 3"),
     ("average", "must return a loss for each element, a tensor of shape [*] like its first argument, got shape []: do"),
+    ("detached", "must return a loss for each element, a tensor of shape [*] like its first argument, and it has no g"),
     ("nothing", "must return a loss for each element, a tensor of shape [*] like its first argument, and all of it is"),
 ])  # fmt: skip
 def test_a_loss_that_fails_or_returns_no_loss_is_one_error(task, tmp_path, name, message):
@@ -70,7 +74,7 @@ def test_a_loss_that_fails_or_returns_no_loss_is_one_error(task, tmp_path, name,
     def call():
         train(task, tmp_path / f"run{next(runs)}", "--loss", spec)
 
-    pattern = re.escape(f"error: loss {spec} {message}").replace(r"\[\*\]", r"\[\d+\]")
+    pattern = re.escape(f"error: --loss {spec} {message}").replace(r"\[\*\]", r"\[\d+\]")
     for where in screens.EVERYWHERE:
         found = screens.said(call, where)
         (said,) = screens.errors(found.out + found.err)

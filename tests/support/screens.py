@@ -71,6 +71,7 @@ PLACES = {
     "stderr in a file": Place(80, COLOURS, True),
     "ascii": Place(0, {"PYTHONIOENCODING": "ascii"}),
     "latin-1 terminal": Place(80, {**COLOURS, "PYTHONIOENCODING": "latin-1"}),
+    "ascii terminal": Place(80, {**COLOURS, "PYTHONIOENCODING": "ascii"}),
 }
 EVERYWHERE = ("terminal", "pipe", "latin-1")
 
