@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlkit.data.load import Row, Rows, column_error
+from rlkit.data.load import Row, Rows, column_error, place_of
 
 MEDIA = (
     "images", "image", "videos", "video", "audios", "audio", "image_url", "image_urls", "input_audio", "pixel_values",
@@ -24,9 +24,15 @@ FOR_REWARDS = (
     "chosen", "rejected",
 )  # fmt: skip
 _IDENTITY = re.compile(
-    r"(.*_)?(id|idx|index|uuid|guid|hash|source|url|split|license)|dataset(_name)?|extra_info|meta(data)?|ability|"
-    r"lang(uage)?|(created|updated)(_at)?|timestamp"
+    r"(.*_)?(id|idx|index|uuid|guid|hash|source|split|license)|(source_|page_)?url|dataset(_name)?|extra_info|"
+    r"meta(data)?|ability|(created|updated)(_at)?|timestamp"
 )  # say where a row is from
+_SENTENCE = 6  # words: no name of a source is that long
+_MEDIA_FILE = re.compile(
+    r"\S+\.(jpe?g|png|gif|webp|bmp|tiff?|mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|pdf)", re.IGNORECASE
+)
+_COPY = 12  # characters: a shorter value stands in many texts by chance
+_TEXTS = ("prompt", "problem", "question", "instruction", "query", "input", "output", "response", "completion")
 _KNOWN = (
     "role", "content", "from", "value", "tool_calls", "function_call", "tool_call_id", "train_detail", "prefix",
     "reasoning_content", "reasoning", "thinking",
@@ -107,59 +113,109 @@ def is_trained(message: Mapping[str, Any], place: str) -> bool:
     return all(flags.values())
 
 
+def refuse_flags(row: Row, place: str) -> None:
+    """ValueError for a row with a flag of a turn (`FLAGS`) in a column of its own that excludes it, or parts of it."""
+    for name in FLAGS:
+        value = row.get(name)
+        listed = [*map(truth, value)] if isinstance(value, list | tuple) else [truth(value)]
+        if False in listed:
+            found = f"column {name!r} is {repr(value)[:60]}, which excludes a row or a turn from the loss"
+            fix = f"drop the row, write {name!r} into the messages that are not to be trained, or train on the row with"
+            raise column_error(place, found, row, f"; {fix} --rename {name} OTHER")
+
+
+def is_unknown_key(key: Any, value: Any) -> bool:
+    """Whether the key of a message is none that every template or rlkit itself reads, and its value could matter."""
+    known = key in _KNOWN or key in FLAGS or (_IDENTITY.fullmatch(str(key)) and not _is_content(value))
+    return not known and not is_empty(value)
+
+
 class Unused:
     """Collects what the rows of a file have and no form reads, for one line each."""
 
-    def __init__(self, template: str) -> None:
-        """`template`: the text of the chat template; "" without one."""
-        self._template = template
-        self._columns: dict[str, None] = {}
-        self._keys: dict[str, None] = {}
-        self._arguments: dict[str, None] = {}
-        self._roles: dict[str, None] = {}
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+        self._found: dict[tuple[str, str], dict[tuple[Any, ...], None]] = {}  # (file, kind) -> names
+        self._spaced: dict[tuple[str, str], tuple[set[int], int]] = {}  # (file, column) -> texts, rows
+        self._marked: dict[str, list[tuple[int, str]]] = {}  # file -> rows with markup of the template
 
-    def add(self, row: Row, used: Iterable[str], texts: Sequence[str], args: Iterable[str]) -> None:
-        """Look at a row that is rendered as `texts` with the template's arguments `args`."""
-        own, used = getattr(row, "own", row), {*used}
+    def add(self, index: int, row: Row, used: Iterable[str], texts: Sequence[str], lost: Iterable[Any]) -> None:
+        """Look at a row that is rendered as `texts`, where `lost` are its keys and arguments that are in none."""
+        own, used, file = getattr(row, "own", row), {*used}, self._file(index)
+        columns = self._found.setdefault((file, "column"), {})
         for name, value in own.items():
-            unread = name not in self._columns and name not in used and not _IDENTITY.fullmatch(name)
-            if unread and not is_empty(value) and not _is_copied(value, texts):
-                self._columns[name] = None
-        if self._template:
-            self._arguments |= dict.fromkeys(name for name in args if not self._writes(name))
-            for message in _messages(row):
-                self._look_at(message)
+            if ("column", name) in columns or name in used or is_empty(value):
+                continue
+            if _IDENTITY.fullmatch(name) and not _is_content(value):
+                self._note_text(file, name, value)
+            elif not _is_copied(value, texts, 1 if name in _TEXTS else _COPY):
+                columns["column", name] = None
+        for name in lost:
+            if name[0] == "markup":
+                self._marked.setdefault(file, []).append((index, name[1]))
+            else:
+                self._found.setdefault((file, name[0]), {})[name] = None
+        for message in _messages(row):
+            if message.get("role") != "assistant" and any(truth(message.get(key)) for key in ("train", "training")):
+                self._found.setdefault((file, "role"), {})["role", str(message.get("role"))] = None
 
-    def _look_at(self, message: Mapping[str, Any]) -> None:
-        if message.get("role") != "assistant" and any(truth(message.get(key)) for key in ("train", "training")):
-            self._roles[str(message.get("role"))] = None
-        for key, value in message.items():
-            known = key in _KNOWN or key in FLAGS or key in self._keys or _IDENTITY.fullmatch(str(key))
-            if not known and not is_empty(value) and not self._writes(key):
-                self._keys[key] = None
+    def _file(self, index: int) -> str:
+        if not isinstance(self._rows, Rows):
+            return ""
+        return self._rows.source or self._rows.places[index].rpartition(", ")[0]
 
-    def _writes(self, key: str) -> bool:
-        return re.search(rf"\b{re.escape(key)}\b", self._template) is not None
+    def _note_text(self, file: str, name: str, value: Any) -> None:
+        """Count the texts of several words in a column that says where a row is from."""
+        texts, num = self._spaced.get((file, name), (set(), 0))
+        if isinstance(value, str) and " " in value.strip():
+            texts.add(hash(value))
+        self._spaced[file, name] = texts, num + 1
 
-    def report(self, rows: Sequence[Row], *, rl: bool) -> None:
-        """Log one line for the columns, and one for each kind of key."""
-        source = f"{rows.source}: " if isinstance(rows, Rows) and rows.source else ""
+    def _report_markup(self) -> None:
+        for file, found in self._marked.items():
+            places = ", ".join(place_of(self._rows, i, with_source=False) for i in [*dict(found)][:5])
+            source = f"{file}: " if isinstance(self._rows, Rows) and self._rows.source else ""
+            _log.warning(
+                "%s%d of the rows hold %s in their text, which the chat template writes itself (ready-made prompts and "
+                "responses are read with --no-chat-template): %s%s",
+                source, len(dict(found)), repr(found[0][1]), places, ", ..." * (len(dict(found)) > 5),
+            )  # fmt: skip
+
+    def report(self, not_read: Callable[[Sequence[Any]], Iterable[tuple[str, str]]], *, rl: bool) -> None:
+        """Log one line for the columns, and one for each kind of key. `not_read`: those of `lost` to be named."""
+        self._report_markup()
         where = "the prompt (rewards see all columns)" if rl else "the prompt or the response"
-        for names, what, fact in (
-            (self._columns, "column", f"not part of {where}"),
-            (self._keys, "message key", "not written by the chat template"),
-            (self._arguments, "template argument", "not read by the chat template"),
-            (self._roles, "role", "not trained, though its turns have 'train': true: assistant turns are"),
+        for (file, name), (texts, num) in self._spaced.items():
+            if len(texts) > 1 and 2 * len(texts) > num:  # another text in every row is part of a task
+                self._found.setdefault((file, "column"), {})["column", name] = None
+        for what, fact in (
+            ("column", f"not part of {where}"),
+            ("message key", "not written by the chat template"),
+            ("template argument", "not read by the chat template"),
+            ("role", "not trained, though its turns have 'train': true: assistant turns are"),
         ):
-            if names:
-                _log.warning("%s%s %s", source, _listed(what, [*names]), fact)
+            files: dict[tuple[str, ...], list[str]] = {}
+            for (file, kind), found in self._found.items():
+                names = tuple(name for _, name in not_read([*found])) if kind == what else ()
+                if names:
+                    files.setdefault(names, []).append(file)
+            for names, of in files.items():
+                source = f"{_short(of)}: " if of != [""] else ""
+                _log.warning("%s%s %s", source, _listed(what, names), fact)
 
 
-def _is_copied(value: Any, texts: Sequence[str]) -> bool:
-    """Whether the value stands in one of the texts, as whole words."""
+def _is_content(value: Any) -> bool:
+    """Whether a value is a sentence or a file of media, and no name or number."""
+    if not isinstance(value, str):
+        return False
+    return len(value.split()) >= _SENTENCE or _MEDIA_FILE.fullmatch(value.strip()) is not None
+
+
+def _is_copied(value: Any, texts: Sequence[str], shortest: int) -> bool:
+    """Whether the value, of at least `shortest` characters, stands in one of the texts, as whole words."""
     text = value.strip() if isinstance(value, str) else ""
     words = rf"(?<!\w){re.escape(text)}(?!\w)"
-    return text != "" and any(text in whole and re.search(words, whole) for whole in texts)
+    return len(text) >= shortest and any(text in whole and re.search(words, whole) for whole in texts)
 
 
 def _messages(row: Row) -> Iterator[Mapping[str, Any]]:
@@ -168,7 +224,11 @@ def _messages(row: Row) -> Iterator[Mapping[str, Any]]:
         yield from (m for m in value if isinstance(m, Mapping)) if isinstance(value, list | tuple) else ()
 
 
+def _short(names: Sequence[str]) -> str:
+    """ "a", "a, b and 4 more"."""
+    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+
+
 def _listed(what: str, names: Sequence[str]) -> str:
     """ "column a is", "columns a, b and 4 more are"."""
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return f"{what}{'s' * (len(names) > 1)} {', '.join(names[:_MOST])}{more} {'are' if len(names) > 1 else 'is'}"
+    return f"{what}{'s' * (len(names) > 1)} {_short(names)} {'are' if len(names) > 1 else 'is'}"

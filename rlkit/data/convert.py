@@ -158,15 +158,16 @@ def json_of(value: Any) -> Any:
 
 
 def system_of(row: Row, place: str) -> str | None:
-    """The system message in the row's own column `system` or `system_prompt`."""
-    for name in ("system", "system_prompt"):
-        value = row.get(name)
-        if not is_empty(value):
-            if not isinstance(value, str):
-                found = f"column {name!r} is the system message and must be a string, got {repr(value)[:80]}"
-                raise column_error(place, found, row, f"; rename a column of other content with --rename {name} OTHER")
-            return value
-    return None
+    """The system message in the row's own column `system` or `system_prompt`; ValueError where they differ."""
+    found = {name: row[name] for name in ("system", "system_prompt") if not is_empty(row.get(name))}
+    for name, value in found.items():
+        if not isinstance(value, str):
+            what = f"column {name!r} is the system message and must be a string, got {repr(value)[:80]}"
+            raise column_error(place, what, row, f"; rename a column of other content with --rename {name} OTHER")
+    if len({*found.values()}) > 1:
+        fix = "; rename the one that is not meant, e.g. --rename system_prompt OTHER"
+        raise column_error(place, "columns 'system' and 'system_prompt' are two system messages", row, fix)
+    return next(iter(found.values()), None)
 
 
 def common_prompt(row: Row) -> Row:

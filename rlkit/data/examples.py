@@ -280,7 +280,7 @@ def _continued(tokenizer: PreTrainedTokenizerBase, turn: Turn, prompt: list[int]
     raise ValueError(
         f"{turn.place}: the chat template opens a turn with {opened!r} but writes the assistant's message as "
         f"{written!r}, so that what is trained is not what would be sampled; give the conversation up to that turn as "
-        "'prompt' and the turn, reasoning included, as 'response' (taken literally), or change tokenizer.chat_template"
+        "'prompt' and the turn, reasoning included, as 'response' (taken literally), or change the chat template"
     )
 
 

@@ -110,19 +110,22 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         raise ValueError(f"{name} must be at least 1, got {value}")
     turns = []
     found = check_columns(rows, *forms, apply_chat_template=template.apply)
-    unused = columns.Unused(template.source if template.apply else "")
+    unused = columns.Unused(rows)
     for index, (form, row) in enumerate(found):
         place = place_of(rows, index)
         own = template.of_row(row, place) if template.apply else template
         turns.append(form.read(row, place, own))
+        for turn in turns[-1] if template.apply else ():
+            if turn.whole and turn.literal:
+                own.refuse_markup(turn.whole.removeprefix(turn.prompt), f"{place}: a response")
         used = _used(row, form, plain=not template.apply)
         if form is PROMPT:
             used |= {*columns.FOR_REWARDS}
         texts = [text for turn in turns[-1] for text in (turn.prompt, turn.whole)]
-        unused.add(row, used, texts, own.args or ())
+        unused.add(index, row, used, texts, own.lost)
         if len(turns) % 1000 == 0:
             _progress.info("rendering: %d of %d rows", len(turns), len(rows))
-    unused.report(rows, rl=PROMPT in forms)
+    unused.report(template.not_read, rl=PROMPT in forms)
     return turns
 
 
@@ -175,6 +178,8 @@ def _check_values(row: Row, form: Form, place: str, plain: bool) -> None:
     """ValueError for a row with images, or with text that cannot be tokenized."""
     own = getattr(row, "own", row)
     columns.refuse_media(own, place)
+    if form is not PROMPT:
+        columns.refuse_flags(own, place)
     for name in _used(row, form, plain=plain) & {*own}:
         columns.refuse_surrogates(own[name], place, name)
 
@@ -475,11 +480,15 @@ def _check_conversation(row: Row, place: str, _plain: bool) -> None:
     roles = ["user"] if isinstance(value, str) else [m.get("role") for m in convert.mappings(value)]
     if roles and not {"assistant", *convert.CALLS} & {*roles}:
         raise _no_answer(row, place, roles)
-    label = row.get("label")
-    if isinstance(label, bool) or (label is not None and row.get("kto_tag") is not None):
-        name = "label" if row.get("kto_tag") is None else "kto_tag"
-        found = f"is a conversation with a label (column {name!r} is {label}), and sft trains on every row"
-        raise column_error(place, found, row, f"; rlkit kto reads it, or --rename {name} OTHER trains all of them")
+    _refuse_label(row, place, "a conversation with a label")
+
+
+def _refuse_label(row: Row, place: str, what: str) -> None:
+    """ValueError for a row with a label of KTO: true or false, 1 or 0, or their text."""
+    for name in ("kto_tag", "label"):
+        if columns.truth(row.get(name)) is not None:
+            found = f"is {what} (column {name!r} is {row[name]}), and sft trains on every row"
+            raise column_error(place, found, row, f"; rlkit kto reads it, or --rename {name} OTHER trains all of them")
 
 
 def _conversation(row: Row, place: str, template: Template) -> list[Turn]:
@@ -508,9 +517,7 @@ def _turns(messages: list[dict[str, Any]], ends: Sequence[int], place: str, temp
 
 
 def _check_response(row: Row, place: str, _plain: bool) -> None:
-    if "response" not in row and columns.truth(row.get("label")) is not None:
-        found = "needs an assistant message or the column 'response', got a labelled response"
-        raise column_error(place, found, row, "; rlkit kto reads it, or --rename label OTHER trains every completion")
+    _refuse_label(row, place, "a labelled response")
 
 
 def _response(
@@ -536,6 +543,8 @@ def _response(
         context = prompt_messages(row, system_prompt=template.system_prompt, place=place)
         start = len(context) - len(messages)
         return _turns(context, [start + end for end in ends if start + end], place, template)
+    unknown = [key for key, value in messages[-1].items() if columns.is_unknown_key(key, value)]
+    template.lost.update(("message key", key, "response") for key in unknown)
     prompt, _ = _context({**row, "messages": row["messages"][:-1]}, place, template)
     return [Turn(place, prompt, prompt + response, empty=not response.strip(), label=label)]
 

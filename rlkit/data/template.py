@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlkit.data import convert
-from rlkit.data.chat import TURN_TEXTS, Message, render_text
+from rlkit.data import columns, convert
+from rlkit.data.chat import TURN_TEXTS, Message, end_of_turn_id, render_text
 from rlkit.data.load import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+X = TypeVar("X")
 ROLES = ("system", "user", "assistant", "tool")  # that every chat template is expected to know
 _OTHER_NAMES = {  # of these, for templates that do not name them
     "developer": "system", "function": "tool", "observation": "tool",
     "tool_response": "tool", "function_response": "tool",
 }  # fmt: skip
+_ARGUMENTS = (  # of `apply_chat_template`, which rlkit gives itself
+    "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)  # fmt: skip
+_CALL = "{'type': 'function', 'function': {'name': 'weather', 'arguments': {'city': 'Rome'}}}"
+_TRIES = 16  # rows of a file that may show whether the template reads a key or an argument
 
 
 @dataclass(frozen=True)
@@ -30,8 +38,12 @@ class Template:
     apply: bool
     tools: Sequence[Any] | None
     args: Mapping[str, Any] | None
-    written: set[str] = field(default_factory=set, compare=False)
-    """the roles, and "tools", that `refuse_unwritten` has found in the text of a row"""
+    of_run: bool = True
+    """whether the tools are those of the run, which the environment checks, and not the row's"""
+    seen: dict[Any, Any] = field(default_factory=dict, compare=False)
+    """in how many rows a key or argument changed no text, -1 where it changed that of one row; and `_markup`"""
+    lost: set[Any] = field(default_factory=set, compare=False)
+    """the keys and arguments of a row that changed none of its texts, and markup of the template in its texts"""
 
     def __post_init__(self) -> None:
         options = {"system_prompt": self.system_prompt, "tools": self.tools, "template_args": self.args}
@@ -40,6 +52,7 @@ class Template:
             raise ValueError(
                 f"without the chat template there is no place for {' and '.join(given)}: write it into the prompt"
             )
+        _check_arguments(self.args, "template_args")
 
     @property
     def source(self) -> str:
@@ -49,10 +62,11 @@ class Template:
 
     def of_row(self, row: Row, place: str) -> Template:
         """The template with the row's own arguments, which win, and its tools where none are given."""
+        own = convert.row_template_args(row, place)
+        _check_arguments(own, f"{place}: chat_template_kwargs")
         tools = convert.row_tools(row, place) if self.tools is None else self.tools
-        if self.tools is not None:
-            self.written.add("tools")  # those of the run are checked by the environment
-        return replace(self, tools=tools, args={**(self.args or {}), **convert.row_template_args(row, place)})
+        args = {**(self.args or {}), **own}
+        return replace(self, tools=tools, args=args, of_run=self.tools is not None, lost=set())
 
     def text(self, messages: Sequence[Message], place: str, *, opened: bool) -> str:
         """The conversation as text, with the generation prompt if `opened`. Errors name the row."""
@@ -77,12 +91,15 @@ class Template:
             raise ValueError(f"{place}: cannot be rendered: {type(error).__name__}: {error}") from error
 
     def refuse_unwritten(self, messages: Sequence[Message], place: str) -> None:
-        """ValueError for a tool call, reasoning, role or tools that the template does not write.
+        """ValueError for a content, tool call, reasoning or tools that the template does not write.
 
-        Each is written if a change of it changes the text: of the conversation up to a call or reasoning, since
-        templates drop the reasoning of past turns; of a role and of the tools once per file.
+        Each row is rendered with and without: a content is written if a mark at its end is in the text. Of a call or
+        reasoning the text is that of the conversation up to it, since templates drop the reasoning of past turns.
+        Keys and arguments that change no text are collected in `lost`.
         """
         for number, message in enumerate(messages):
+            _check_calls(message, f"{place}: messages[{number}]")
+            self.refuse_markup(str(message.get("content") or ""), f"{place}: the text of the {message['role']}")
             for key in ("tool_calls", *TURN_TEXTS[1:]):
                 if message.get(key) and not self._changes(messages[:number], message, key, place):
                     raise ValueError(
@@ -90,30 +107,141 @@ class Template:
                         "would be trained or shown without it; write it into 'content' as the model would, drop it, or "
                         "use a model whose template has it"
                     )
-            if (role := message["role"]) in ("system", "tool", "developer") and role not in self.written:
-                if message["content"] and not self._changes(messages[:number], message, "content", place):
-                    raise ValueError(f"{place}: the chat template does not write messages of the role {role!r}")
-                self.written.add(role)
-        if self.tools and "tools" not in self.written:
-            names = [str(tool.get("function", tool).get("name")) for tool in self.tools]
-            text = self.text(messages, place, opened=False)
-            if not any(name in text for name in names):
-                raise ValueError(
-                    f"{place}: the chat template does not write the tools of the row; use a model whose template has "
-                    "tools, or drop the column, e.g. with --rename tools OTHER"
-                )
-            self.written.add("tools")
+        unwritten = self._unwritten(messages, place)
+        if unwritten is not None:
+            role, content = messages[unwritten]["role"], str(messages[unwritten]["content"])
+            raise ValueError(
+                f"{place}: the chat template does not write the content of messages[{unwritten}], of the role "
+                f"{role!r}: {content[:60]!r}; move it into a message that is written, drop it, or use a model whose "
+                "template has it"
+            )
+        if self.tools and not self.of_run and not self._writes_tools(messages, place):
+            raise ValueError(
+                f"{place}: the chat template does not write the tools of the row; use a model whose template has "
+                "tools, or drop the column, e.g. with --rename tools OTHER"
+            )
+        self._find_lost(messages, place)
+
+    def refuse_markup(self, text: str, what: str) -> None:
+        """ValueError for a text that begins with markup that the template writes; elsewhere it goes into `lost`.
+
+        A response may end with the end of its turn.
+        """
+        pattern, end = self._markup()
+        found = pattern.search(text) if pattern else None
+        if not found or (found[0] == end and found.end() == len(text)):
+            return
+        if not text[: found.start()].strip():
+            raise ValueError(
+                f"{what} begins with {found[0]!r}, which the chat template writes itself; ready-made prompts and "
+                "responses are strings for --no-chat-template"
+            )
+        self.lost.add(("markup", found[0]))
+
+    def _markup(self) -> tuple[re.Pattern[str] | None, str]:
+        """The special tokens, and words like [INST], around two messages of text; and the end of the turn."""
+        if "markup" not in self.seen:
+            tokenizer: Any = self.tokenizer
+            asked = [{"role": "user", "content": "x"}]
+            try:
+                text = self.text(asked, "", opened=True)
+                text += self.text([*asked, {"role": "assistant", "content": "x"}], "", opened=False)
+            except ValueError:
+                text = ""
+            special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+            marks = {token for token in special if token and token in text} | {*re.findall(r"\[/?[A-Z_]{2,}\]", text)}
+            longest = sorted(marks, key=len, reverse=True)
+            end = end_of_turn_id(tokenizer) if text else None
+            self.seen["markup"] = (
+                re.compile("|".join(map(re.escape, longest))) if marks else None,
+                "" if end is None else tokenizer.decode([end]),
+            )
+        return self.seen["markup"]
 
     def _changes(self, before: Sequence[Message], message: Message, key: str, place: str) -> bool:
-        """Whether the text of a conversation changes with `message[key]`; True where one of the two is refused."""
+        """Whether the text of a conversation has `message[key]`; True where the marked one is refused.
+
+        Of calls, each one must be there: their names are marked.
+        """
         value = message[key]
-        call = {"type": "function", "function": {"name": "x", "arguments": {}}}
-        other = [call, *value] if key == "tool_calls" else f"{value}x"
+        if key == "tool_calls":
+            names = [f"{call['function']['name']}_mark_{n}_" for n, call in enumerate(value)]
+            other: Any = [
+                {**call, "function": {**call["function"], "name": name}}
+                for call, name in zip(value, names, strict=True)
+            ]
+        else:
+            names, other = [], f"{value}x"
         try:
             texts = [self.text([*before, {**message, key: item}], place, opened=False) for item in (value, other)]
         except ValueError:
             return True
-        return texts[0] != texts[1]
+        return texts[0] != texts[1] and all(name in texts[1] for name in names)
+
+    def _unwritten(self, messages: Sequence[Message], place: str) -> int | None:
+        """The first message whose content is not in the text of the conversation; None where all are."""
+        marked = [dict(message) for message in messages]
+        marks = {n: f" (mark {n} of a message)" for n, m in enumerate(messages) if str(m.get("content") or "").strip()}
+        for number, mark in marks.items():
+            marked[number]["content"] += mark
+        try:
+            text = self.text(marked, place, opened=False)
+        except ValueError:
+            return None
+        return next((number for number, mark in marks.items() if mark not in text), None)
+
+    def _writes_tools(self, messages: Sequence[Message], place: str) -> bool:
+        """Whether each tool is named more often in the text than in that without tools."""
+        found = [tool.get("function", tool) for tool in self.tools or ()]
+        names = [tool["name"] for tool in found if isinstance(tool, Mapping) and isinstance(tool.get("name"), str)]
+        text = self.text(messages, place, opened=False)
+        try:
+            without = replace(self, tools=None).text(messages, place, opened=False)
+        except ValueError:
+            return True
+        return text != without and all(text.count(name) > without.count(name) for name in names)
+
+    def _find_lost(self, messages: Sequence[Message], place: str) -> None:
+        """Collect the keys of messages, and the arguments, that the text does not depend on."""
+
+        def conversation(given: Sequence[Message]) -> Iterator[str]:
+            yield self.text(given, place, opened=False)
+
+        def arguments(given: Mapping[str, Any]) -> Iterator[str]:
+            yield from (replace(self, args=given).text(messages, place, opened=opened) for opened in (True, False))
+
+        for number, message in enumerate(messages):
+            for key in (key for key, value in message.items() if columns.is_unknown_key(key, value)):
+                less = {name: value for name, value in message.items() if name != key}
+                rest = [
+                    messages[number + 1 :],
+                    *([[]] if message["role"] == "assistant" else []),
+                ]  # now, or in the past
+                name = ("message key", key, message["role"], number == 0)
+                for after in rest:
+                    both = ([*messages[:number], item, *after] for item in (message, less))
+                    self._try(name, conversation, *both)
+        args = dict(self.args or {})
+        for key, value in args.items():
+            others = [{name: item for name, item in args.items() if name != key}]
+            others += [{**args, key: not value if isinstance(value, bool) else f"{value}x"}]
+            for other in others if re.search(rf"\b{re.escape(key)}\b", self.source) else ():
+                self._try(("template argument", key), arguments, args, other)
+            self.lost.add(("template argument", key))
+
+    def _try(self, name: tuple[Any, ...], texts: Callable[[X], Iterator[str]], given: X, other: X) -> None:
+        """Whether one of the texts of `given` and `other` differs, in `seen` and `lost`."""
+        self.lost.add(name)
+        if 0 <= (tries := self.seen.get(name, 0)) < _TRIES:
+            try:
+                differs = any(one != two for one, two in zip(texts(given), texts(other), strict=True))
+            except ValueError:
+                differs = True
+            self.seen[name] = -1 if differs else tries + 1
+
+    def not_read(self, names: Sequence[tuple[Any, ...]]) -> dict[tuple[str, str], None]:
+        """Those (kind, name) of `lost` that no row shows in its text."""
+        return {name[:2]: None for name in names if self.seen.get(name) != -1}
 
     def _names(self, role: str) -> bool:
         return f"'{role}'" in self.source or f'"{role}"' in self.source
@@ -130,3 +258,21 @@ class Template:
         messages = [self._with_known_role(message) for message in messages]
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, **(self.args or {})}
         return apply(messages, tools=self.tools, **options)["assistant_masks"]
+
+
+def _check_arguments(args: Mapping[str, Any] | None, what: str) -> None:
+    """ValueError for an argument of the chat template that rlkit sets."""
+    found = [name for name in _ARGUMENTS if name in (args or {})]
+    if found:
+        raise ValueError(f"{what}: {', '.join(map(repr, found))} is set by rlkit and cannot be given: drop it")
+
+
+def _check_calls(message: Message, where: str) -> None:
+    """ValueError for a tool call without the name of a function."""
+    calls = message.get("tool_calls") or ()
+    if not isinstance(calls, list | tuple):
+        raise ValueError(f"{where}.tool_calls must be a list of calls like {_CALL}, got {repr(calls)[:80]}")
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where}.tool_calls[{number}] must be a call like {_CALL}, got {repr(call)[:80]}")

@@ -63,7 +63,8 @@ def read_template(path: str | Path) -> tuple[ChatTemplate, Path]:
         raise ValueError(f"{path}: none of {', '.join(_IN_FOLDER)} in this folder has a chat template")
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: no such file of a chat template (looked for {path.absolute()}); the model's own needs none"
+            f"{path}: no such file of a chat template (looked for {path.absolute()}); without "
+            "--chat-template the model's own is used"
         )
     if not (found := _of_file(path)):
         raise ValueError(f"{path}: there is no chat template in this file")
@@ -89,6 +90,8 @@ def _of_file(file: Path) -> ChatTemplate | None:
     try:
         text = file.read_text("utf-8")
         if file.suffix.lower() != ".json":
+            if text.strip().startswith('"') and _is_json_text(text):
+                raise ValueError("it is quoted as in JSON; write it without the quotes, and its \\n as line breaks")
             return text if text.strip() else None
         config = json.loads(text)
     except ValueError as error:
@@ -100,6 +103,13 @@ def _of_file(file: Path) -> ChatTemplate | None:
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{file}: chat_template must be text, or a list of {{name, template}}, got {repr(found)[:80]}")
     return found or None
+
+
+def _is_json_text(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), str)
+    except ValueError:
+        return False
 
 
 def _check(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:

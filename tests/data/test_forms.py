@@ -53,7 +53,7 @@ def test_a_text_is_read_without_a_prompt():
     [
         (preference_pairs, "labelled response", "no column 'chosen'.* looks most like a labelled response;"),
         (labelled_examples, "prompt with a response", "no column 'label'.* looks most like a prompt with a response;"),
-        (sft_examples, "labelled response", "needs an assistant message.*; columns found: .'completion', 'label', 'pr"),
+        (sft_examples, "labelled response", "is a labelled response .*; columns found: .'completion', 'label', "),
         (rl_prompts, "preference pair", None),
     ],
 )  # fmt: skip

@@ -311,12 +311,17 @@ NAMED = {  # what the screen says of the row above
     ),
     "Dolly": "{file}: column category is not part of the prompt or the response",
     "Hermes": "{file}: column category is not part of the prompt or the response",
+    "OpenAI function_call and functions": "{file}: message key name is not written by the chat template",
     "HotpotQA": "{file}: column context is not part of the prompt (rewards see all columns)",
     "MMLU": "{file}: column choices is not part of the prompt (rewards see all columns)",
     "a question about a context": "{file}: column context is not part of the prompt or the response",
 }
 
 WHO = [user("<image>Who?"), answer("cat")]
+BOTH = ", and sft trains on every row; columns found: "
+KTO = "; rlkit kto reads it, or --rename {} OTHER trains all of them"
+EXCLUDES = ", which excludes a row or a turn from the loss; columns found: "
+WRITES = ", which the chat template writes itself; ready-made prompts and responses are strings for --no-chat-template"
 WITHOUT = "holds media, and rlkit trains on text only; columns found: "
 PLAIN_CALL = (
     "the chat template does not write 'tool_calls' of messages[1], so that the turn would be trained or shown without "
@@ -371,6 +376,79 @@ REFUSED = {  # script, row, the message after the file and the place
         "sft", {"system": "be", "messages": [said("system", "do"), user("hi"), answer("yo")]},
         ": the system message of column 'messages' is another one than that of column 'system'; columns found: "
         "['messages', 'system']; rename the one that is not meant, e.g. --rename system OTHER",
+    ),
+    "two columns of system messages": (
+        "sft", {"system": "be", "system_prompt": "do", "prompt": "hi", "response": "yo"},
+        ": columns 'system' and 'system_prompt' are two system messages; columns found: ['prompt', 'response', "
+        "'system', 'system_prompt']; rename the one that is not meant, e.g. --rename system_prompt OTHER",
+    ),
+    "a conversation with the label 0": (
+        "sft", {"messages": [user("hi"), answer("no")], "label": 0},
+        f": is a conversation with a label (column 'label' is 0){BOTH}['label', 'messages']{KTO.format('label')}",
+    ),
+    "a conversation with the label FALSE": (
+        "sft", {"conversations": [human("hi"), gpt("no")], "label": "FALSE"},
+        ": is a conversation with a label (column 'label' is FALSE)"
+        f"{BOTH}['conversations', 'label']{KTO.format('label')}",
+    ),
+    "an instruction with response and label": (
+        "sft", {"instruction": "hi", "response": "no", "label": 0},
+        ": is a labelled response (column 'label' is 0)"
+        f"{BOTH}['instruction', 'label', 'response']{KTO.format('label')}",
+    ),
+    "an instruction with response and kto_tag": (
+        "sft", {"instruction": "hi", "response": "no", "kto_tag": False},
+        ": is a labelled response (column 'kto_tag' is False)"
+        f"{BOTH}['instruction', 'kto_tag', 'response']{KTO.format('kto_tag')}",
+    ),
+    "a prompt with response and label": (
+        "sft", {"prompt": "hi", "response": "no", "label": "1"},
+        f": is a labelled response (column 'label' is 1){BOTH}['label', 'prompt', 'response']{KTO.format('label')}",
+    ),
+    "a prompt with query, response and kto_tag": (
+        "sft", {"prompt": "hi", "query": "", "response": "no", "kto_tag": True},
+        ": is a labelled response (column 'kto_tag' is True)"
+        f"{BOTH}['kto_tag', 'prompt', 'query', 'response']{KTO.format('kto_tag')}",
+    ),
+    "an input with response and label": (
+        "sft", {"input": "hi", "response": "no", "label": 1.0},
+        f": is a labelled response (column 'label' is 1.0){BOTH}['input', 'label', 'response']{KTO.format('label')}",
+    ),
+    "a row that is not to be trained": (
+        "sft", {"messages": [user("hi"), answer("yo")], "train": False},
+        f": column 'train' is False{EXCLUDES}['messages', 'train']; drop the row, write 'train' into the messages that "
+        "are not to be trained, or train on the row with --rename train OTHER",
+    ),
+    "a pair of weight 0": (
+        "dpo", {"prompt": "hi", "chosen": "yo", "rejected": "no", "weight": 0.0},
+        f": column 'weight' is 0.0{EXCLUDES}['chosen', 'prompt', 'rejected', 'weight']; drop the row, write 'weight' "
+        "into the messages that are not to be trained, or train on the row with --rename weight OTHER",
+    ),
+    "a loss mask beside a text": (
+        "sft", {"text": "Once.", "loss_mask": [1, 0]},
+        f": column 'loss_mask' is [1, 0]{EXCLUDES}['loss_mask', 'text']; drop the row, write 'loss_mask' into the "
+        "messages that are not to be trained, or train on the row with --rename loss_mask OTHER",
+    ),
+    "a prompt in the markup of the template": (
+        "sft", {"prompt": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "completion": "yo"},
+        f": the text of the user begins with '<|im_start|>'{WRITES}",
+    ),
+    "a system message in the markup of the template": (
+        "grpo", {"system": "<|im_start|>system\nbe", "prompt": "hi"},
+        f": the text of the system begins with '<|im_start|>'{WRITES}",
+    ),
+    "a response in the markup of the template": (
+        "dpo", {"prompt": "hi", "chosen": "yo", "rejected": "<|im_start|>assistant\nno"},
+        f": a response begins with '<|im_start|>'{WRITES}",
+    ),
+    "an argument that rlkit sets": (
+        "sft", {"prompt": "hi", "response": "yo", "chat_template_kwargs": {"add_generation_prompt": False}},
+        ": chat_template_kwargs: 'add_generation_prompt' is set by rlkit and cannot be given: drop it",
+    ),
+    "a call whose function is a name": (
+        "sft", {"messages": [user("hi"), answer(None, tool_calls=[{"function": "f", "arguments": {"a": 1}}])]},
+        ": messages[1].tool_calls[0] must be a call like {'type': 'function', 'function': {'name': 'weather', "
+        "'arguments': {'city': 'Rome'}}}, got {'function': 'f', 'arguments': {'a': 1}}",
     ),
     "a label of null": ("kto", {"prompt": "hi", "completion": "yo", "label": None},
                         ": column 'label' must be true or false, got None; columns found: ['completion', 'label', "
@@ -617,13 +695,13 @@ def test_a_template_that_joins_arguments_to_text_gets_their_json_text(tmp_path):
 def test_a_template_that_drops_a_role_or_the_tools_is_refused(tmp_path):
     template = CALLS.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
     path = write(tmp_path / "rows.jsonl", [{"system": "be", "prompt": "hi", "response": "yo"}])
-    with pytest.raises(ValueError, match=r"line 1: the chat template does not write messages of the role 'system'"):
+    with pytest.raises(
+        ValueError, match=r"line 1: the chat template does not write the content of messages\[0\], of the role 'sys"
+    ):
         read(path, "sft", tokenizer_of(template))
     path = write(tmp_path / "tools.jsonl", [{"prompt": "hi", "tools": [tool("add", x=NUMBER)]}])
     with pytest.raises(ValueError, match=r"line 1: the chat template does not write the tools of the row; use a model"):
         read(path, "grpo", tokenizer_of(CALLS.replace("if tools", "if false")))
-    path = write(tmp_path / "listed.jsonl", [{"prompt": "call add: hi", "tools": [tool("add", x=NUMBER)]}])
-    assert read(path, "grpo", tokenizer_of(CALLS.replace("if tools", "if false"))) == ["<user>call add: hi;<assistant>"]
 
 
 def test_columns_that_no_one_reads_may_hold_several_types(tmp_path, caplog):
@@ -649,11 +727,137 @@ def test_unused_columns_are_one_line_and_where_a_row_is_from_is_none(tmp_path, c
         "url": "u",
     }
     more = dict.fromkeys("abcdefgh", 1)
-    empty = {"images": [], "note": "", "video": None, "copy": "hi"}
-    path = write(tmp_path / "rows.jsonl", [{"prompt": "hi", "response": "yo", **known, **more, **empty}])
-    assert read(path, "sft", tokenizer_of()) == [HI_YO]
+    empty = {"images": [], "note": "", "video": None, "copy": "hi, my friend"}
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "hi, my friend", "response": "yo", **known, **more, **empty}])
+    assert read(path, "sft", tokenizer_of()) == [("<user>hi, my friend;<assistant>yo;", ["yo;"])]
     assert [r.getMessage() for r in caplog.records] == [
         f"{path}: columns a, b, c, d, e, f and 2 more are not part of the prompt or the response"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([{"source": "The river rose by two metres on Tuesday."}], "source"),
+        ([{"source": "Der Hund"}, {"source": "Die Katze"}], "source"),
+        ([{"source": "Common Crawl"}, {"source": "Stack Exchange"}, {"source": "Common Crawl"}] * 3, None),
+        ([{"source": "aqua_rat"}, {"source": "gsm8k"}], None),
+        ([{"language": "Rust"}, {"language": "Python"}], "language"),
+        ([{"picture_url": "https://x.org/a"}], "picture_url"),
+        ([{"url": "https://x.org/a.jpg"}], "url"),
+        ([{"url": "https://x.org/a", "source_url": "https://x.org/", "id": "a b", "row_hash": "f0"}], None),
+        ([{"meta": {"note": "Answer as one would in a letter."}}], None),
+        ([{"meta": "Answer as one would in a letter."}], "meta"),
+        ([{"correct": 1}], "correct"),
+        ([{"correct": "yo"}], "correct"),
+        ([{"problem": "hi"}], None),
+    ],
+)
+def test_columns_that_say_where_a_row_is_from_are_named_if_they_hold_a_text(tmp_path, caplog, rows, named):
+    path = write(tmp_path / "rows.jsonl", [{"messages": [user("hi"), answer("yo")], **row} for row in rows])
+    assert read(path, "sft", tokenizer_of()) == [HI_YO] * len(rows)
+    line = f"{path}: column {named} is not part of the prompt or the response"
+    assert [r.getMessage() for r in caplog.records] == ([line] if named else [])
+
+
+def test_the_line_of_unused_columns_names_its_files(tmp_path, caplog):
+    row = {"prompt": "hi", "response": "yo"}
+    more = {"a.jsonl": {"mood": 1}, "b.jsonl": {}, "c.parquet": {"mood": 1}, "d.csv": {"hint": "x"}}
+    paths = [write(tmp_path / name, [{**row, **columns}]) for name, columns in more.items()]
+    sft_examples(load_rows(paths), tokenizer=tokenizer_of(), max_example_tokens=99)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{paths[0]}, {paths[2]}: column mood is not part of the prompt or the response",
+        f"{paths[3]}: column hint is not part of the prompt or the response",
+    ]
+
+
+def test_markup_of_the_template_inside_a_text_is_named(tmp_path, caplog):
+    """What begins a text is refused; a response may end with the end of its turn, which is not written twice."""
+    rows = [{"prompt": "hi", "response": "yo<|im_end|>"}, {"prompt": "hi", "response": "yo<|im_end|>\n"}]
+    path = write(tmp_path / "rows.jsonl", [*rows, {"prompt": "What is <|im_start|>?", "response": "a token"}])
+    texts = read(path, "sft", tokenizer_of())
+    assert texts[0] == HI_YO
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{path}: 2 of the rows hold '<|im_end|>' in their text, which the chat template writes itself (ready-made "
+        "prompts and responses are read with --no-chat-template): line 2, line 3"
+    ]
+
+
+FIRST = (  # writes a system message at the start only, and the first of several calls
+    "{% for m in messages if m.role in ['user', 'assistant'] or loop.first %}<|im_start|>{{ m.role }}\n"
+    "{{ '<call>' ~ m.tool_calls[0].function.name if m.tool_calls else m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+).replace("or loop.first", "or m == messages[0]")
+DROPPED = "the chat template does not write the content of messages[{}], of the role '{}': '{}'; move it into a message"
+
+
+@pytest.mark.parametrize(
+    ("script", "row", "message"),
+    [
+        ("sft", {"messages": [user("a"), answer("b"), said("system", "a"), user("hi"), answer("yo")]},
+         DROPPED.format(2, "system", "a")),
+        ("grpo", {"messages": [user("a"), answer("b"), said("tool", "b"), user("hi")]}, DROPPED.format(2, "tool", "b")),
+        ("dpo", {"prompt": [user("a"), answer("b"), said("developer", "b"), user("hi")], "chosen": "yo",
+                 "rejected": "no"}, DROPPED.format(2, "system", "b").replace("'system'", "'developer'")),
+        ("sft", {"messages": [user("hi"), answer("Let us see", tool_calls=[call("f", {})]), user("a"), answer("b")]},
+         DROPPED.format(1, "assistant", "Let us see")),
+        ("sft", {"messages": [user("hi"), answer("", tool_calls=[call("f", {}), call("g", {})])]},
+         PLAIN_CALL),
+    ],
+)  # fmt: skip
+def test_each_message_of_each_row_must_be_written(tmp_path, script, row, message):
+    """The first row is written: what holds of it says nothing of the second."""
+    answers = {"chosen": "yo", "rejected": "no"} if script == "dpo" else {}
+    first = {next(iter(row)): [said("system", "be"), user("hi"), *([answer("yo")] if script == "sft" else [])]}
+    path = write(tmp_path / "rows.jsonl", [{**first, **answers}, row])
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}, line 2: {re.escape(message)}"):
+        read(path, script, tokenizer_of(FIRST))
+
+
+@pytest.mark.parametrize(
+    ("first", "line"),
+    [({"prompt": [said("system", "be"), user("hi")]}, 2), ({"prompt": "call add: hi"}, 1)],
+)
+def test_the_tools_of_each_row_must_be_written(tmp_path, first, line):
+    """By a template that writes them after a system message; the name of a tool in a prompt says nothing."""
+    template = CALLS.replace("if tools", "if tools and messages[0].role == 'system'")
+    tools = {"tools": [tool("add", x=NUMBER)]}
+    path = write(tmp_path / "rows.jsonl", [{**first, **tools}, {"prompt": "call add: hi", **tools}])
+    message = f"^{re.escape(str(path))}, line {line}: the chat template does not write the tools of the row"
+    with pytest.raises(ValueError, match=message):
+        read(path, "grpo", tokenizer_of(template))
+
+
+def test_a_key_is_written_if_the_text_changes_with_it(tmp_path, caplog):
+    """`name` and `tools` stand in the source of the template, which writes `name` of users only."""
+    template = CALLS.replace("{{ m.role }}", "{{ m.role }}{{ ' ' ~ m.name if m.name and m.role == 'user' }}")
+    system = said("system", "be", tools="x")
+    rows = [{"messages": [system, user("hi", name="Bob"), answer("yo")]}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    sft_examples(load_rows(path), tokenizer=tokenizer_of(template), max_example_tokens=99)
+    path = write(tmp_path / "more.jsonl", [{"messages": [user("hi"), answer("yo", name="Al")]}])
+    sft_examples(load_rows(path), tokenizer=tokenizer_of(template), max_example_tokens=99)
+    pair = {"prompt": "hi", "chosen": [answer("yo", name="Al")], "rejected": [answer("no")]}
+    pairs = write(tmp_path / "pairs.jsonl", [pair])
+    preference_pairs(load_rows(pairs), tokenizer=tokenizer_of(template), max_example_tokens=99)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{tmp_path / 'rows.jsonl'}: message key tools is not written by the chat template",
+        f"{path}: message key name is not written by the chat template",
+        f"{pairs}: message key name is not written by the chat template",
+    ]
+
+
+def test_an_argument_is_read_if_the_text_changes_with_it(tmp_path, caplog):
+    """`thinking` stands in the template as a key of messages; `enable_thinking` is read where it is false."""
+    template = CALLS.replace(
+        "<|im_start|>assistant\n", "<|im_start|>assistant\n{% if enable_thinking is false %}.{% endif %}"
+    )
+    template = template.replace("{% if m.reasoning", "{{ m.thinking }}{% if m.reasoning")
+    args = {"enable_thinking": True, "thinking": True}
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "hi", "chat_template_kwargs": args}])
+    assert read(path, "grpo", tokenizer_of(template)) == ["<user>hi;<assistant>"]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{path}: template argument thinking is not read by the chat template"
     ]
 
 

@@ -74,6 +74,8 @@ def test_templates_by_name_are_kept_by_name(tmp_path):
          r"a\.jinja: the chat template does not write the content of the user's message: '<\|im_start\|>user:"),
         (TEMPLATE.replace("m.content", "m.content if m.role == 'user'"), "not write the content of the assistant's"),
         (" \n", r"a\.jinja: there is no chat template in this file"),
+        (json.dumps(TEMPLATE + "\n"), r"a\.jinja: cannot be read as a chat template: it is quoted as in JSON; write it "
+         r"without the quotes, and its \\n as line breaks$"),
     ],
 )  # fmt: skip
 def test_a_template_that_cannot_be_used_is_one_line(tmp_path, text, message):

@@ -337,11 +337,11 @@ GOOD = {"prompt": "hi", "response": "yo"}
 STEPS = {"prompt": "hi", "completions": ["a", "b"], "labels": [True, False]}
 REFUSED = [  # script, rows, flags, the line of the row, the message
     ("sft", [{"prompt": "hi", "completion": "yo", "label": True}], (), 1,
-     "needs an assistant message or the column 'response', got a labelled response; columns found: ['completion', "
-     "'label', 'prompt']; rlkit kto reads it, or --rename label OTHER trains every completion"),
+     "is a labelled response (column 'label' is True), and sft trains on every row; columns found: ['completion', "
+     "'label', 'prompt']; rlkit kto reads it, or --rename label OTHER trains all of them"),
     ("sft", [{"input": "hi", "output": "yo", "label": 1}], (), 1,
-     "needs an assistant message or the column 'response', got a labelled response; columns found: ['input', 'label', "
-     "'output']; rlkit kto reads it, or --rename label OTHER trains every completion"),
+     "is a labelled response (column 'label' is 1), and sft trains on every row; columns found: ['input', 'label', "
+     "'output']; rlkit kto reads it, or --rename label OTHER trains all of them"),
     ("sft", [VERL], (), 1,
      "no response to train on: needs the column 'completion' or 'response', or an assistant message; columns found: "
      "['ability', 'data_source', 'extra_info', 'prompt', 'reward_model']"),
