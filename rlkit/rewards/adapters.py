@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import logging
-import textwrap
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Real
 from statistics import fmean
-from types import CodeType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rlkit._numbers import show
@@ -30,7 +28,17 @@ from rlkit.rewards.call import (
     run_reward,
     run_reward_each,
 )
-from rlkit.rewards.failures import name_of, unwrapped
+from rlkit.rewards.failures import name_of
+from rlkit.rewards.source import (
+    absent_columns,
+    chat_header,
+    code_of,
+    constants,
+    gives_away,
+    line_of_items,
+    line_of_messages,
+    line_of_texts,
+)
 from rlkit.rewards.text import GOLD_COLUMNS, first_value, no_gold_answer
 from rlkit.rollout.calling import is_async
 
@@ -163,7 +171,7 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     names, first = {*parameters}, next(iter(parameters), "")
     kinds = {p.kind for p in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds <= _VARIABLE:
-        read = {constant for constant in _constants(_code_of(function)) if isinstance(constant, str)}
+        read = {constant for constant in constants(code_of(function)) if isinstance(constant, str)}
         ours = {"completions": trl, "prompts": trl, "solution_str": verl}
         return next((adapter(function) for name, adapter in ours.items() if name in read), function)
     if names & {"rows", "row"}:
@@ -205,28 +213,15 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     given, asked = {"prompts", "completions", "completion_ids", "log_extra", "log_metric"}, _required(reward_func)
     foreign = [name for name in asked if name in ("trainer_state", "environments", "prompt")]
     reward = _as(reward_func, call, foreign, [name for name in asked if name not in given])
-    reward.hint, reward.line_of_messages = _trl_hint, partial(_line_of_messages, reward_func)
-    constants = _constants(_code_of(reward_func))
-    if "trainer_state" in (*inspect.signature(reward_func).parameters, *constants):
+    reward.hint, reward.check_form = _trl_hint, partial(_check_form, reward_func, set())
+    texts = constants(code_of(reward_func))
+    if "trainer_state" in (*inspect.signature(reward_func).parameters, *texts):
         _log.warning(
             "%s reads trainer_state, which rlkit does not give: it keeps its default, and what depends on its step "
             "does not change during training",
             name_of(reward_func),
         )
     return reward
-
-
-def _code_of(function: Any) -> Any:
-    """The code of a function, of a partial's, or of the `__call__` of an object; None without one."""
-    inner = unwrapped(function)
-    call = inspect.getattr_static(type(inner), "__call__", None)
-    return getattr(inner, "__code__", None) or getattr(call, "__code__", None)
-
-
-def _constants(code: Any) -> list[Any]:
-    """The constants of a function's code and of the comprehensions and functions within; none without code."""
-    found = [*getattr(code, "co_consts", ())]
-    return found + [value for constant in found if isinstance(constant, CodeType) for value in _constants(constant)]
 
 
 def _trl_hint(error: BaseException) -> str:
@@ -245,44 +240,29 @@ _TRL_FORM = (
 )
 
 
-def _line_of_messages(function: Callable[..., Any]) -> int | None:
-    """The first line that reads `[0]["content"]` of completions or prompts, in a function without another way.
+def _check_form(function: Callable[..., Any], said: set[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Refuse (ValueError), or warn of, a function in TRL's form that reads completions in another form than they have,
+    and warn, of what is not in `said`, of columns that it would read with a default and that are not there."""
 
-    It reads the source, runs nothing, and gives None for what it does not know: a function that asks for the type, an
-    element that comes from elsewhere, a helper that is called.
-    """
-    try:
-        lines, first = inspect.getsourcelines(unwrapped(function))
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    if called & {"isinstance", "type", "hasattr"} or any(isinstance(node, ast.Try) for node in ast.walk(tree)):
-        return None
-    known = {"completions", "prompts"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.For | ast.comprehension):
-            known |= _elements(node.target, node.iter, known)
-    for node in ast.walk(tree):
-        match node:
-            case ast.Subscript(slice=ast.Constant("content"), value=ast.Subscript(value=base, slice=index)):
-                while isinstance(base, ast.Subscript):
-                    base = base.value
-                if isinstance(base, ast.Name) and base.id in known and not isinstance(index, ast.Name):
-                    return first + node.lineno - 1
-    return None
+    def warn(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            _log.warning("%s%s", name_of(function), text)
 
-
-def _elements(target: ast.expr, source: ast.expr, known: set[str]) -> set[str]:
-    """The names that a loop gives to elements of what is known: directly, or by zip or enumerate."""
-    match target, source:
-        case ast.Name(name), ast.Name(of):
-            return {name} if of in known else set()
-        case ast.Tuple([_, inner]), ast.Call(ast.Name("enumerate"), [of]):
-            return _elements(inner, of, known)
-        case ast.Tuple(inners), ast.Call(ast.Name("zip"), sources):
-            return {name for inner, of in zip(inners, sources) for name in _elements(inner, of, known)}
-    return set()
+    first = with_prompt(rows[0])  # a column has one type in all rows
+    chat = not isinstance(first.get("prompt"), str)
+    if line := (line_of_texts if chat else line_of_messages)(function):
+        reads, prompt = ("texts", "a list of messages") if chat else ("messages", "a string")
+        what = f"{name_of(function)}, line {line}, reads {reads}, and the prompt is {prompt}"
+        raise ValueError(f"{place_of(rows, 0)}: {what}: {_TRL_FORM}")
+    if not chat and (line := line_of_items(function)):
+        warn(f", line {line}, reads one character of a completion: {_TRL_FORM}")
+    if chat and gives_away(function):
+        warn(" gets completions as lists of messages, as in TRL: [{'role': 'assistant', 'content': ...}]")
+    columns = set[str]().union(*(row.keys() for row in rows))
+    known = {"trainer_state", "log_extra", "log_metric", "prompts", "completions", "completion_ids", *columns}
+    if absent := absent_columns(function, known):
+        warn(f" reads {', '.join(map(repr, absent))}, of which the data has no column: the default is used")
 
 
 def _trl_logs(num: int) -> tuple[dict[str, Callable[..., Any]], Callable[[Any], Any]]:
@@ -355,6 +335,14 @@ def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     Differs: there the queries have special tokens and a rendered prompt; here a query is the two texts, joined.
     """
 
+    if header := chat_header(reward_func):
+        _log.warning(
+            "%s looks for %r, which a query does not have here: it is the prompt's text and the completion, joined; "
+            "the completion is query.removeprefix(prompt)",
+            name_of(reward_func),
+            header[:40],
+        )
+
     def call(completion: str, row: dict[str, Any]) -> _Call:
         prompt = row["prompt"] if isinstance(row.get("prompt"), str) else prompt_messages(row)[-1]["content"]
         return reward_func([prompt + completion], [prompt], [_gold(row, "label")]), read
@@ -386,8 +374,15 @@ class _Slime(SimpleNamespace):
     """The two arguments of a reward function of slime, with the fields that there are."""
 
     def __getattr__(self, name: str) -> Any:
-        what = f"slime's {vars(self).get('called')}.{name} is not here"
-        raise AttributeError(f"{what}: set the value in the function, or by functools.partial")
+        raise AttributeError(f"slime's {vars(self).get('called')}.{name} is not here")
+
+
+def _slime_hint(error: BaseException) -> str:
+    if "slime's sample." in str(error):
+        return (
+            "a sample has prompt, response, label and metadata; for its tokens write (completion, row, completion_ids)"
+        )
+    return "set the value in the function, or by functools.partial" if "slime's args." in str(error) else ""
 
 
 def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
@@ -418,7 +413,9 @@ def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
         return _logged({"reward": result["score"], **result} if has_score else result)
 
     batched = "samples" in inspect.signature(custom_rm).parameters
-    return _as(custom_rm, call_batched if batched else call, _required(custom_rm)[2:], always_async=True)
+    reward = _as(custom_rm, call_batched if batched else call, _required(custom_rm)[2:], always_async=True)
+    reward.hint = _slime_hint
+    return reward
 
 
 def rl2(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -474,14 +471,12 @@ def check_rows(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> 
     may be null.
 
     Raises ValueError for the first row that lacks one, with its place (`rlkit.data.load.place_of`) and its columns; and
-    for a function in TRL's form that reads completions as messages (`completion[0]["content"]`), where
-    prompts are strings.
+    for a function in TRL's form that reads completions as messages (`completion[0]["content"]`) where prompts are
+    strings, or as texts where prompts are messages. What is not seen in its source is logged as a warning.
     """
     needs = needs_of(function)
-    first = with_prompt(rows[0]).get("prompt") if rows else None  # a column has one type in all rows
-    if isinstance(first, str) and (line := getattr(function, "line_of_messages", lambda: None)()):
-        what = f"{name_of(function)}, line {line}, reads messages, and the prompt is a string"
-        raise ValueError(f"{place_of(rows, 0)}: {what}: {_TRL_FORM}")
+    if rows and (check := getattr(function, "check_form", None)):
+        check(rows)
     for index, row in enumerate(rows):
         for need in needs:
             if need in row if isinstance(need, str) else first_value(row, *need) is not None:

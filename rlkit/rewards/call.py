@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from rlkit._numbers import show as _show
 from rlkit._numbers import to_number
-from rlkit.rewards.failures import fix_of, lost_processes, name_of, place_in
+from rlkit.rewards.failures import fix_of, lost_processes, name_of, place_in, unwrapped
 from rlkit.rewards.timeouts import TimedOut, run_async, run_in_thread
 from rlkit.rollout.calling import is_async, own_copy
 
@@ -180,8 +180,10 @@ def check_signature(function: Callable[..., Any], available: set[str] | None = N
     except (TypeError, ValueError):
         return "", []
     kinds = {p.kind for p in parameters}
+    if inspect.isclass(function):
+        raise TypeError(_of_class(function, parameters))
     leading = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
-    if wrong := _not_ours(leading, parameters):
+    if wrong := _not_ours(getattr(unwrapped(function), "__name__", "NAME"), leading, parameters):
         raise TypeError(f"{name_of(function)} {wrong}")
     further = [p for p in parameters if p not in leading and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     first = leading[0].name if leading else ""
@@ -199,23 +201,48 @@ def check_signature(function: Callable[..., Any], available: set[str] | None = N
     return first, sorted(names)
 
 
-def _not_ours(leading: list[inspect.Parameter], parameters: list[inspect.Parameter]) -> str:
+def _not_ours(name: str, leading: list[inspect.Parameter], parameters: list[inspect.Parameter]) -> str:
     """Why a function is not one of (completion, row), and what to write; empty if it is one."""
     names, all_names = [p.name for p in leading], {p.name for p in parameters}
     variable = any(p.kind == p.VAR_POSITIONAL for p in parameters)
     hints = [hint for known, hint in _FOREIGN_FORMS.items() if {*known.split()} <= all_names]
+    ordinary = [p for p in parameters if p.kind not in _VARIABLE]
+    if ordinary and all(p.default is not p.empty for p in ordinary):
+        hints += [f"if it makes the function, write `reward = {name}(...)` in the file and give that as --reward"]
     if len(leading) < 2 and not variable:
         shown = ", ".join(map(str, parameters))
         return f"must take (completion, row) or (completions, rows), got ({shown}){'; '.join(['', *hints[:1]])}"
     typed = len(leading) == 2 and all(_is_typed(p, kinds) for p, kinds in zip(leading, (_TEXTS, _DICTS)))
     meant = all(_means(p.name, words, typed) for p, words in zip(leading, (_COMPLETION, _ROW)))
     optional = len(leading) == 2 and leading[1].default is not inspect.Parameter.empty and "row" not in names[1]
-    if meant and not optional:
+    if meant and not optional and not _other_letters(names):
         return ""
     fix = (hints or ["row has all columns of the data"])[0]
     return f"would get a completion and its row, and names them {names}: write (completion, row); {fix}"
 
 
+def _other_letters(names: list[str]) -> bool:
+    """Whether a name of one letter says prompt or row where a completion comes, or completion or text for the row."""
+    if len(names) < 2:
+        return False
+    first, second = (name.lower().strip("_") for name in names)
+    response = first == "r" and len(second) > 1  # (r, row)
+    return (first in ("p", "r") and not response) or second in ("c", "t")
+
+
+def _of_class(kind: type, parameters: list[inspect.Parameter]) -> str:
+    """What to write in place of a class."""
+    given = ", ".join(f"{p.name}=..." for p in parameters if p.default is p.empty and p.kind not in _VARIABLE)
+    name, call = kind.__name__, inspect.getattr_static(kind, "__call__", None)
+    if inspect.isfunction(call) and "data" in inspect.signature(call).parameters:
+        return f"{name_of(kind)} is a class; {_FOREIGN_FORMS['data return_dict']}"
+    methods = [key for key, value in vars(kind).items() if inspect.isfunction(value) and not key.startswith("_")]
+    file = name_of(kind).rpartition(":")[0] or "FILE.py"
+    made = f"{name}({given})" + (f".{methods[0]}" if methods and not inspect.isfunction(call) else "")
+    return f"{name_of(kind)} is a class: write `reward = {made}` in the file, and give --reward {file}:reward"
+
+
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _TEXTS, _DICTS = ("str",), ("dict", "Dict", "Mapping", "MutableMapping")
 
 

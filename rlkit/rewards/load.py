@@ -135,5 +135,11 @@ def _import_error(place: str, error: BaseException) -> ImportError:
             f"{place}{line}: a file is loaded by itself, so a relative import finds no package: write `from NAME "
             "import ...` (its folder is on sys.path), or give the function as PACKAGE.MODULE:FUNCTION"
         )
+    if isinstance(error, SystemExit):
+        line = f", line {frames.tb_lineno}" if frames else ""
+        return ImportError(
+            f"{place}{line}: the file ends the program (exit code {error.code}) while it is imported: what reads the "
+            'command line, such as parse_args(), belongs under `if __name__ == "__main__":`'
+        )
     text = "".join(traceback.format_exception(type(error), error, frames, chain=False))
     return ImportError(f"{place} failed while it was imported:\n{text}")

@@ -502,8 +502,11 @@ async def test_slimes_group_form_and_what_args_lacks():
         return len(sample.tokens)
 
     assert await results(batch_rm, "4", "5") == [(2.0, 2.0, {"right": 1.0}, {}), (2.0, 2.0, {"right": 0.0}, {})]
-    for function, name in ((needs_url, r"args\.rm_url"), (needs_tokens, r"sample\.tokens")):
-        with pytest.raises(RewardError, match=rf"AttributeError: slime's {name} is not here: set the val"):
+    for function, name, fix in (
+        (needs_url, r"args\.rm_url", "set the value in the function"),
+        (needs_tokens, r"sample\.tokens", "a sample has prompt, response, label and metadata; for its tokens write"),
+    ):
+        with pytest.raises(RewardError, match=rf"AttributeError: slime's {name} is not here(.*\n)*.*fix: {fix}"):
             await results(function, "4")
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from rlkit.data.load import Rows
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rewards import load_function, scorer
+from rlkit.rewards.adapters import adapted, check_rows
 from rlkit.rollout.rollout import Prompt, sample_group
 from rlkit.scripts import grpo
 from rlkit.scripts.cli import run
@@ -219,6 +221,27 @@ REFUSED = {
         "def f(prompts, completions, **kwargs):\n    for i, p in enumerate(prompts):\n        q = p[-1]['content']\n    return [1.0]",
         "rows.jsonl, line 1: reward.py:f, line 12, reads messages",
     ),
+    "one letter, of a prompt": ("def f(p, c):\n    return 1.0", "names them ['p', 'c']: write (completion, row)"),
+    "one letter, of a row": ("f = lambda r, x: 1.0", "names them ['r', 'x']: write (completion, row)"),
+    "one letter, of a text": ("def f(completion, t):\n    return 1.0", "names them ['completion', 't']: write"),
+    "a class": (
+        "class f:\n    def __init__(self, url, model='m'): ...\n    def __call__(self, completion, row): ...",
+        "reward.py:f is a class: write `reward = f(url=...)` in the file, and give --reward reward.py:reward",
+    ),
+    "a class with a method": (
+        "class f:\n    def score(self, completion, row): ...",
+        "reward.py:f is a class: write `reward = f().score` in the file",
+    ),
+    "verl's manager, the class": (
+        "class f:\n    def __init__(self, tokenizer, num_examine): ...\n    def __call__(self, data, return_dict=False): ...",
+        "reward.py:f is a class; verl's reward manager gets a whole batch: give its compute_score function",
+    ),
+    "a factory": ("def f(weight=1.0):\n    return 1.0", "(weight=1.0); if it makes the function, write `reward = f(...)`"),
+    "a factory of two": ("def f(row=None, text='x'):\n    return 1.0", "if it makes the function, write `reward = f(...)`"),
+    "a command line": (
+        "import argparse\nargs = argparse.ArgumentParser().parse_args()",
+        "reward.py, line 11: the file ends the program (exit code 2) while it is imported: what reads the command line",
+    ),
     "a relative import": ("from .other import f", "reward.py, line 10: a file is loaded by itself, so a relative import"),
 }  # fmt: skip
 
@@ -258,10 +281,115 @@ def test_a_function_is_refused_in_one_line_before_the_model_is_loaded(name, tmp_
     given = ["--model", "none", "--data", "rows.jsonl", "--reward", of(source, tmp_path)]
     with pytest.raises(SystemExit) as ended:
         run(grpo.main, grpo.Args, None, argv=given)
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("usage: ", "__main__.py"))]
     assert ended.value.code == 2
     assert line.startswith("error: ")
     assert message in line
+
+
+def checked(source, row, folder):
+    """Load a function and check it on rows, as a script does."""
+    check_rows(adapted(load_function(of(source, folder))), Rows([row], source="rows.jsonl", places=(1,)))
+
+
+def each(expression):
+    return f"def f(completions, **kwargs):\n    return [float(bool({expression})) for c in completions]"
+
+
+READ_AS_TEXTS = [
+    each("c.count('a')"),
+    each("c.strip()"),
+    each("'a' in c"),
+    each("len(c)"),
+    each("c == 'a'"),
+    "def f(completions, answer, **kw):\n    return [float(c != a) for c, a in zip(completions, answer)]",
+    "def f(completions, **kw):\n    return [len(completions[i]) / 9 for i in range(len(completions))]",
+    "def f(**kwargs):\n    return [float('a' in c) for c in kwargs['completions']]",
+    "def f(completions, **kw):\n    out = []\n    for i, c in enumerate(completions):\n        out.append('a' in c)\n    return out",
+]
+
+
+@pytest.mark.parametrize("source", READ_AS_TEXTS)
+def test_a_function_that_reads_messages_as_texts_is_refused(source, tmp_path):
+    message = r"reward\.py:f, line \d+, reads texts, and the prompt is a list of messages: as in TRL"
+    with pytest.raises(ValueError, match=message):
+        checked(source, CHAT, tmp_path)
+    checked(source, TEXT, tmp_path)
+
+
+READ_RIGHT = [
+    "def f(completions, **kw):\n    texts = [c[0]['content'] for c in completions]\n    return [len(c) for c in texts]",
+    "def f(completions, **kw):\n    completions = [c[0]['content'] for c in completions]\n    return [len(c) for c in completions]",
+    "def f(completions, **kw):\n    return [len(c) if isinstance(c, str) else len(c[0]['content']) for c in completions]",
+    "def f(completions, **kw):\n    texts = text_of(completions)\n    return [float('a' in c) for c in texts]",
+    "def f(completions, **kw):\n    return [1.0] * len(completions)",
+    "def f(completions, **kw):\n    out = []\n    for c in completions:\n        c = c[-1]['content']\n        out.append(len(c))\n    return out",
+]
+
+
+@pytest.mark.parametrize("source", READ_RIGHT)
+def test_a_function_that_reads_messages_is_not_refused_nor_warned_of(source, tmp_path, caplog):
+    checked(source, CHAT, tmp_path)
+    assert not caplog.records
+
+
+HELPER = "def f(completions, **kw):\n    return [extract(c) for c in completions]"
+OPENRLHF = "def f(queries, prompts, labels):\n    return [float(len(q.split({})[-1])) for q in queries]"
+WARNED = {  # row, source, what is said of it
+    "a helper": (CHAT, HELPER, "gets completions as lists of messages, as in TRL: [{'role': 'assistant', 'content': "),
+    "an item": (TEXT, each("c[-1]"), "reward.py:f, line 11, reads one character of a completion: as in TRL"),
+    "the first": (TEXT, each("c[0] == '<'"), "reward.py:f, line 11, reads one character of a completion"),
+    "no such column": (
+        TEXT,
+        "def f(completions, **kwargs):\n    gold = kwargs.get('target', [''] * 2)\n    return [float(g in c) for c, g in zip(completions, gold)]",
+        "reward.py:f reads 'target', of which the data has no column: the default is used",
+    ),
+    "a chat header": (TEXT, OPENRLHF.format("'<|im_start|>assistant'"), "looks for '<|im_start|>assistant', which a query"),
+    "Llama's header": (TEXT, OPENRLHF.format("'[/INST]'"), "looks for '[/INST]', which a query does not have here"),
+    "a header of the file": (TEXT, "HEAD = 'ASSISTANT:'\n" + OPENRLHF.format("HEAD"), "looks for 'ASSISTANT:'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_a_function_may_misread_is_named(name, tmp_path, caplog):
+    row, source, said = WARNED[name]
+    checked(source, row, tmp_path)
+    assert said in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_columns_that_are_there_and_plain_queries_are_not_warned_of(tmp_path, caplog):
+    checked("def f(completions, **kwargs):\n    return [kwargs.get('id', [0])[0]] * 2", TEXT, tmp_path)
+    checked(
+        "def f(queries, prompts, labels):\n    return [float(len(q.removeprefix(p))) for q, p in zip(queries, prompts)]",
+        TEXT,
+        tmp_path,
+    )
+    assert not caplog.records
+
+
+FIXES = {  # the line of the function, and the fix
+    "a column": ("return row['solution']", "the row has no column 'solution'; columns found: ['answer', 'data_source'"),
+    "a key": ("return row['extra_info']['level']", "the row's extra_info has no key 'level'; keys found: ['split']"),
+    "a package": ("import rlkit_no_such_package", "install it where rlkit runs"),
+    "a name": ("return lenght", "correct this line"),
+    "a method": ("return completion.lenght()", "correct this line"),
+    "nothing found": ("return re.search('x', 'y').group()", "handle it in the function"),
+    "a message": ("return row['prompt'][0]['content']", "the prompt of the row is a string, not a list of messages"),
+    "a loop": ("return asyncio.get_event_loop()", "or call asyncio.run(...) in a plain function"),
+    "a pickle": ("import pickle; return pickle.dumps(lambda: 1)", "only functions that are at the top level of a file"),
+    "an exit": ("exit(1)", "do not call exit() in it"),
+    "a dimension": ("return np.array([1.0])", "use .squeeze(-1) on the results"),
+}
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_the_fix_is_that_of_the_error(name, tmp_path):
+    line, fix = FIXES[name]
+    function = load_function(of(f"def f(completion, row):\n    {line}", tmp_path))
+    with pytest.raises(RuntimeError) as raised:
+        judged(function, dict(TEXT))
+    assert fix in str(raised.value).partition("\n  fix: ")[2]
 
 
 CHANGES = {

@@ -111,7 +111,6 @@ def test_what_is_missing_is_named_with_what_is_there(folder):
         ("import json\ndef f():\n    return 1 / 0\nf()", r'broken\.py", line 3, in f\n.*\n(.*\n)?ZeroDivisionError'),
         ("def f(:\n", r'broken\.py", line 1\n(.*\n)+SyntaxError'),
         ("import rlkit_test_no_such_module", r'broken\.py", line 1.*\n(.*\n)*ModuleNotFoundError: No module named'),
-        ("raise SystemExit(2)", r"broken\.py\", line 1, in <module>\n.*\n(.*\n)?SystemExit: 2"),
     ],
 )
 def test_code_that_fails_while_imported_shows_its_own_traceback(folder, source, message, monkeypatch):
@@ -122,6 +121,5 @@ def test_code_that_fails_while_imported_shows_its_own_traceback(folder, source, 
     assert "failed while it was imported" in str(caught.value)
     assert "importlib" not in str(caught.value)
     assert not [name for name in sys.modules if name.startswith("_rlkit_broken")]
-    if "SystemExit" not in source:
-        with pytest.raises(ImportError, match=message):
-            load_function("broken:score")
+    with pytest.raises(ImportError, match=message):
+        load_function("broken:score")

@@ -1,0 +1,185 @@
+"""What the source of a reward function says of the form of completions that it reads. Runs nothing."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+from rlkit.rewards.failures import unwrapped
+
+_OF_STRINGS = {name for name in dir(str) if not name.startswith("_")}
+_HEADERS = ("<|", "assistant", "[/inst]", "<start_of_turn>")  # of chat templates, before an answer
+
+
+def code_of(function: Any) -> Any:
+    """The code of a function, of a partial's, or of the `__call__` of an object; None without one."""
+    inner = unwrapped(function)
+    call = inspect.getattr_static(type(inner), "__call__", None)
+    return getattr(inner, "__code__", None) or getattr(call, "__code__", None)
+
+
+def constants(code: Any) -> list[Any]:
+    """The constants of a function's code and of the comprehensions and functions within; none without code."""
+    found = [*getattr(code, "co_consts", ())]
+    return found + [value for constant in found if isinstance(constant, CodeType) for value in constants(constant)]
+
+
+def chat_header(function: Any) -> str:
+    """A text of a chat template that a function, or a text or a function of its file that it names, looks for."""
+    inner, code = unwrapped(function), code_of(function)
+    doc, places = getattr(inner, "__doc__", None), getattr(inner, "__globals__", {})
+    named = [places.get(name) for part in (code, *constants(code)) for name in getattr(part, "co_names", ())]
+    helpers = [x for x in named if getattr(getattr(x, "__code__", None), "co_filename", "") == code.co_filename]
+    found = [*constants(code), *named]
+    found += [text for x in helpers for text in constants(x.__code__) if text != x.__doc__]
+    texts = [text for text in found if isinstance(text, str) and text != doc]
+    return next((text for text in texts if any(header in text.lower() for header in _HEADERS)), "")
+
+
+def absent_columns(function: Callable[..., Any], columns: set[str]) -> list[str]:
+    """The names that a function reads by `kwargs.get("NAME", default)` and that are no column."""
+    tree, _ = _tree(function)
+    variable = {node.kwarg.arg for node in ast.walk(tree) if isinstance(node, ast.arguments) and node.kwarg}
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Attribute(ast.Name(of), "get"), [ast.Constant(str() as name), *_]) if of in variable:
+                found.append(name)
+    return sorted({*found} - columns)
+
+
+def line_of_messages(function: Callable[..., Any]) -> int | None:
+    """The first line that reads `[0]["content"]` of completions or prompts, in a function without another way.
+
+    It gives None for what it does not know: a function that asks for the type, an element that comes from elsewhere, a
+    helper that is called.
+    """
+    tree, first = _tree(function)
+    if _asks_for_types(tree):
+        return None
+    known = _names(tree, {"completions", "prompts"})
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(slice=ast.Constant("content"), value=ast.Subscript(value=base, slice=index)):
+                while isinstance(base, ast.Subscript):
+                    base = base.value
+                if isinstance(base, ast.Name) and base.id in known and not isinstance(index, ast.Name):
+                    return first + node.lineno - 1
+    return None
+
+
+def line_of_items(function: Callable[..., Any]) -> int | None:
+    """The first line that takes one item of a completion, `c[0]` or `c[-1]`: a message, or a character of a text."""
+    tree, first = _tree(function)
+    is_one = _completions_of(tree)
+    if _asks_for_types(tree):
+        return None
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=base, slice=ast.Constant(int()) | ast.UnaryOp()) if is_one(base):
+                return first + node.lineno - 1
+    return None
+
+
+def line_of_texts(function: Callable[..., Any]) -> int | None:
+    """The first line that reads a completion as a text (`c.split()`, `x in c`, `len(c)`, `c == x`), in a function that
+    never takes an item of one and asks for no type."""
+    tree, first = _tree(function)
+    if _asks_for_types(tree):
+        return None
+    is_one = _completions_of(tree)
+    if any(isinstance(node, ast.Subscript) and is_one(node.value) for node in ast.walk(tree)):
+        return None
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=base, attr=name) if is_one(base) and name in _OF_STRINGS:
+                return first + node.lineno - 1
+            case ast.Call(ast.Name("len"), [base]) if is_one(base):
+                return first + node.lineno - 1
+            case ast.Compare(left, operators, others):
+                for before, operator, after in zip([left, *others], operators, others):
+                    either = isinstance(operator, ast.Eq | ast.NotEq) and (is_one(before) or is_one(after))
+                    if either or (isinstance(operator, ast.In | ast.NotIn) and is_one(after)):
+                        return first + node.lineno - 1
+    return None
+
+
+def gives_away(function: Callable[..., Any]) -> bool:
+    """Whether a function hands completions to other code and takes no item of one itself: their form is not seen."""
+    tree, _ = _tree(function)
+    is_one = _completions_of(tree)
+    if _asks_for_types(tree) or any(isinstance(x, ast.Subscript) and is_one(x.value) for x in ast.walk(tree)):
+        return False
+    return any(isinstance(node, ast.Call) and any(map(is_one, node.args)) for node in ast.walk(tree))
+
+
+def _tree(function: Callable[..., Any]) -> tuple[ast.AST, int]:
+    """The syntax of a function and its first line; an empty module for what has no source."""
+    try:
+        lines, first = inspect.getsourcelines(unwrapped(function))
+        return ast.parse(textwrap.dedent("".join(lines))), first
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], []), 1
+
+
+def _asks_for_types(tree: ast.AST) -> bool:
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return bool(called & {"isinstance", "type", "hasattr"}) or any(isinstance(node, ast.Try) for node in ast.walk(tree))
+
+
+def _loops(tree: ast.AST) -> Iterator[ast.For | ast.comprehension]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.For | ast.comprehension))
+
+
+def _names(tree: ast.AST, known: set[str]) -> set[str]:
+    """The known names, and those that loops give to their elements."""
+    for node in _loops(tree):
+        known = known | _elements(node.target, node.iter, known)
+    return known
+
+
+def _completions_of(tree: ast.AST) -> Callable[[ast.expr], bool]:
+    """Whether an expression is one completion: a name that loops over `completions` alone give, or `completions[i]`."""
+    lists, wrong = {"completions"}, set[str]()
+    mine = [*_loops(tree)]
+    ones = set[str]().union(*(_elements(node.target, node.iter, lists) for node in mine))
+    for node in mine:
+        there = {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)}
+        wrong |= there - _elements(node.target, node.iter, lists)
+    looped = {id(name) for node in mine for name in ast.walk(node.target)}
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in looped]
+    wrong |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    wrong |= {argument.arg for node in ast.walk(tree) if isinstance(node, ast.Lambda) for argument in node.args.args}
+
+    def is_one(node: ast.expr) -> bool:
+        if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Slice):
+            return "completions" not in wrong and _is_list(node.value, lists)
+        return isinstance(node, ast.Name) and node.id in ones - wrong
+
+    return is_one if "completions" not in wrong else lambda _: False
+
+
+def _is_list(node: ast.expr, known: set[str]) -> bool:
+    """Whether an expression is a known list: by its name, or `kwargs["NAME"]`."""
+    match node:
+        case ast.Name(of):
+            return of in known
+        case ast.Subscript(value=ast.Name(), slice=ast.Constant(of)):
+            return of in known
+    return False
+
+
+def _elements(target: ast.expr, source: ast.expr, known: set[str]) -> set[str]:
+    """The names that a loop gives to elements of what is known: directly, or by zip or enumerate."""
+    match target, source:
+        case ast.Name(name), _ if _is_list(source, known):
+            return {name}
+        case ast.Tuple([_, inner]), ast.Call(ast.Name("enumerate"), [of]):
+            return _elements(inner, of, known)
+        case ast.Tuple(inners), ast.Call(ast.Name("zip"), sources):
+            return {name for inner, of in zip(inners, sources) for name in _elements(inner, of, known)}
+    return set()
