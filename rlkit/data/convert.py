@@ -13,7 +13,7 @@ from rlkit.data.columns import is_empty, truth, without_nulls
 from rlkit.data.load import Row, as_messages, column_error, turns_of_text
 
 _MESSAGES = ("messages", "prompt", "completion", "response", "chosen", "rejected")
-_ROLES = ("user", "assistant")
+_ROLES, _TEXTS = ("user", "assistant"), ("input", "output")
 CALLS = ("function_call", "tool_call")  # roles of LLaMA-Factory and ms-swift: the turn's text is a call
 
 
@@ -32,6 +32,14 @@ def sharegpt(row: Row) -> Row:
     if isinstance(found, list) and [turn.get("role") for turn in mappings(found)][:1] != ["system"]:
         found = [*_system(row), *found]
     return {"messages": found, **_label(row)}
+
+
+def conversation(row: Row) -> Row:
+    """`{conversation}`, of messages, or of turns with an `input` and an `output` (Capybara)."""
+    found = messages_of(row["conversation"])
+    if all({"input", "output"} <= {*turn} for turn in mappings(found)):
+        found = [_message(role, turn[name]) for turn in found for role, name in zip(_ROLES, _TEXTS, strict=True)]
+    return {"messages": [*_system(row), *found], **_label(row)}
 
 
 def alpaca(row: Row) -> Row:

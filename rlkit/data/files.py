@@ -180,7 +180,8 @@ def _text(place: str, data: bytes) -> str:
         return data.removeprefix(_BOM).decode("utf-8")
     except UnicodeDecodeError as error:
         at = f"byte {error.object[error.start]:#04x} at offset {error.start}"
-        fix = "save it as UTF-8, e.g. with iconv -f cp1252 -t utf-8 for a file of a Western European Windows"
+        other = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "cp1252"
+        fix = f"save it as UTF-8, e.g. with iconv -f {other} -t utf-8 FILE"
         raise ValueError(f"{place}: not UTF-8 ({at}); {fix}") from None
 
 

@@ -8,6 +8,7 @@ A row of another library's form is read as `rlkit.data.convert` makes it. docs/d
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,6 +34,13 @@ _PROMPT, _RESPONSE, _LABELLED = (
     ("completion", "response", "messages"),
 )
 _PAIR_COLUMNS = ("chosen", "rejected")
+_RESPONSE_LIKE = re.compile("respon|reject|chosen|prefer")
+_CHOICE = re.compile(r"(response|answer|completion|output)_?(\d|[ab])", re.IGNORECASE)
+_UNREAD = {
+    "input_ids": "tokens, which are not read: give the text or the messages, and rlkit tokenizes them",
+    "segments": "axolotl's segments with a label each, which are not read: give a prompt and a response",
+    "contents": "the turns of Gemini, which are not read: write them as 'messages' of 'role' and 'content'",
+}
 _COLUMN_FIX = "check which columns hold the texts: one under another name is renamed with --rename"
 
 
@@ -320,9 +328,7 @@ def cell(
     there = [name for name in names if name in row]
     if not there:
         lacks = f"no column {names[0]!r}" if len(names) == 1 else f"neither {' nor '.join(map(repr, names))} is there"
-        near = [c for c in row for name in names if c.startswith(f"{name}_") or c.endswith(f"_{name}")]
-        example = f", e.g. --rename {near[0]} {names[0]}" if len(near) == 1 else ""
-        fix = f"; {form}{_looks(row, form, first)}; a column under another name is renamed with --rename{example}"
+        fix = f"; {form}{_looks(row, form, first)}; {_instead(row, form)}"
         if plain and row.get("messages") is not None:
             fix = "; messages need a chat template: drop --no-chat-template, or give --chat-template FILE"
         raise column_error(place, lacks, row, fix)
@@ -333,6 +339,10 @@ def cell(
         note = " (messages need a chat template)" if plain and isinstance(value, list) else ""
         found = f"column {name!r} must be {' or '.join(kinds)}{note}, got {repr(value)[:80]}"
         raise column_error(place, found, row)
+    texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+    if texts and name in ("prompt", *_RESPONSE, *_PAIR_COLUMNS):
+        found = f"column {name!r} is a list of texts, got {repr(value)[:80]}"
+        raise column_error(place, found, row, "; write one row for each of them")
     return name, value
 
 
@@ -341,10 +351,40 @@ def _looks(row: Row, form: Form, first: str = "") -> str:
     own = getattr(row, "own", row)
     whole = [known for known in FORMS if not known.missing(own) and known.fits(own)]
     near = max(whole, key=lambda known: known.likeness(own), default=form)
-    if near.columns == form.columns:
+    answered = near is PROMPT and any(_RESPONSE_LIKE.search(name) for name in own)
+    if near.columns == form.columns or (answered and not first):
         return ""
-    hint = f"{first}, and all rows must be in one form" if first else near.hint
+    hint = f"{first}, and all rows must be in one form" if first else near.hint.replace(form.hint or "-", "")
     return f", and the row looks most like {near.title}" + (f"; {hint}" if hint else "")
+
+
+def _instead(row: Row, form: Form) -> str:
+    """What to do about a row without the columns of `form`, by the columns that it has."""
+    own = getattr(row, "own", row)
+    for name, fix in _UNREAD.items():
+        if name in own:
+            return f"column {name!r} holds {fix}"
+    every = {name for known in FORMS for names in (known.optional, *known.columns) for name in names}
+    pairs = {name: name.lower() for name in own if name not in every and name.lower() in every}
+    fix = "a column under another name is renamed with --rename"
+    theirs = [known for known in THEIRS if known.known(own) and len(known.missing(own)) == 1]
+    near = max(theirs, key=lambda known: known.likeness(own), default=None)
+    part = near if near and form.missing(own)[:1] == [_PROMPT] and not pairs else None
+    if part:
+        has, lacks = sorted(part.known(own)), " or ".join(map(repr, part.missing(own)[0]))
+        fix = f"of {part.title} it has {', '.join(map(repr, has))} and lacks {lacks}; {fix}"
+    wanted = [name for names in (*form.missing(own), *(part.missing(own) if part else ())) for name in names]
+    for name in wanted:
+        found = [c for c in own if c != name and re.fullmatch(f"{name}(_.*|Key)|.*_{name}", c) and not pairs.get(c)]
+        pairs |= {found[0]: name} if len(found) == 1 and name not in pairs.values() else {}
+    if "prompt" in wanted and "query" in own:
+        pairs["query"] = "prompt"
+    choices = [name for name in own if _CHOICE.fullmatch(name)]
+    if form is PAIR and len(choices) > 1 and not pairs:
+        return f"write the better of {', '.join(choices)} as 'chosen' and the worse as 'rejected'"
+    if any(not re.match(r"[^\W\d]|$", name) or name.endswith(("?", ".")) for name in own):
+        fix += " (line 1 of a CSV file is its header)"
+    return fix + (", e.g. --rename " + " ".join(f"{old} {new}" for old, new in pairs.items()) if pairs else "")
 
 
 def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = "the row") -> list[dict[str, Any]]:
@@ -578,23 +618,24 @@ def _before(row: Row, column: str, response: Sequence[Message], place: str) -> l
     if begins and not name:
         return []
     prompt = prompt_messages(row, place=place)
-    closes = prompt[-1]["role"] == "assistant"
+    chosen = convert.messages_of(row.get("chosen"))
+    pairs = [response, [{"content": chosen}] if isinstance(chosen, str) else convert.mappings(chosen) or response]
+    answers = [messages[-1 if begins else 0].get("content") for messages in pairs]
+    closes = prompt[-1]["role"] == "assistant" and len(prompt) > 1 and not prompt[-1].get("tool_calls")
+    if closes and prompt[-1]["content"] in answers and response[0]["role"] != "tool":
+        prompt = prompt[:-1]
     if begins:
-        said = "".join(str(message["content"]) for message in response)
-        asked = [row[name]] if isinstance(row[name], str) else [str(message["content"]) for message in prompt]
-        if all(text.strip() in said for text in asked):
+        said = [str(message["content"]) for message in response]
+        asked = [str(message["content"]) for message in prompt]
+        if all(text.strip() in "".join(said) for text in asked):
             return []
-        if response[0]["role"] == "user" and prompt[-1]["role"] in ("assistant", *_SYSTEM):
+        if response[0]["role"] == "user" and prompt[-1]["role"] in ("assistant", *_SYSTEM) and said[0] not in asked:
             return prompt
         found = f"{column!r} begins with a {response[0]['role']} message, and column {name!r} is not part of it"
         fix = f"; --rename {name} system for a system prompt, --rename {name} OTHER to leave it out, or write it into "
         raise column_error(place, found, row, f"{fix}{column!r}")
-    if not closes or response[0]["role"] != "assistant":
+    if prompt[-1]["role"] != "assistant" or response[0]["role"] != "assistant":
         return prompt
-    answers = [response[0], *convert.mappings(convert.messages_of(row.get("chosen")))[:1]]
-    texts = [*(answer["content"] for answer in answers), row.get("chosen")]
-    if len(prompt) > 1 and not prompt[-1].get("tool_calls") and prompt[-1]["content"] in texts:
-        return prompt[:-1]
     raise ValueError(
         f"{place}: column {name!r} ends with an assistant message, and {column!r} is another answer; drop one of them "
         "(rlkit does not continue an answer that is begun in the prompt)"
@@ -686,6 +727,11 @@ THEIRS = (
     Form(
         "row with a context of messages", (("context_messages", "context"),), _response, (), _PAIRS, None,
         convert.context, lambda row: bool(convert.mappings(convert.context(row)["messages"])),
+    ),
+    # hub data sets LDJnr/Capybara (input and output of each turn) and lmsys/lmsys-chat-1m (messages)
+    Form(
+        "row with a conversation", (("conversation",),), _conversation, ("system", "kto_tag"), _SFT, None,
+        convert.conversation, lambda row: bool(convert.mappings(convert.messages_of(row["conversation"]))),
     ),
     # OpenAI's preference fine-tuning
     Form(

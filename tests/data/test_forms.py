@@ -26,6 +26,7 @@ ROWS = {
     "row of OpenRLHF or slime": {"input": "hi", "output": "yo"},
     "row of LLaMA-Factory": {"prompt": "hi", "query": "", "response": "yo"},
     "row with a context of messages": {"context": CONVERSATION[:1], "completion": "yo"},
+    "row with a conversation": {"conversation": [{"input": "hi", "output": "yo"}]},
     "preference row of OpenAI": {
         "input": {"messages": CONVERSATION[:1]},
         "preferred_output": CONVERSATION[1:],

@@ -284,6 +284,15 @@ READ = {
         "grpo", {"instruction": "hi", "input": "", "output": "yo", "history": [["a", "b"]]},
         "<user>a;<assistant>b;<user>hi;<assistant>",
     ),
+    "Capybara": (
+        "sft", {"conversation": [{"input": "a", "output": "b"}, {"input": "hi", "output": "yo"}]},
+        ("<user>a;<assistant>b;<user>hi;<assistant>yo;", ["b;", "yo;"]),
+    ),
+    "LMSYS": ("sft", {"conversation": [user("hi"), answer("yo")], "conversation_id": "x"}, HI_YO),
+    "UltraFeedback, pair": (
+        "dpo", {"prompt": "hi", "messages": [user("hi"), answer("yo")], "chosen": [user("hi"), answer("yo")],
+                "rejected": [user("hi"), answer("no")]}, PAIR_OF,
+    ),
     "an answer that is the JSON text of messages": (
         "sft", {"prompt": "hi", "response": '[{"role": "user", "content": "a"}]'},
         ('<user>hi;<assistant>[{"role": "user", "content": "a"}];', ['[{"role": "user", "content": "a"}];']),
@@ -470,12 +479,62 @@ REFUSED = {  # script, row, the message after the file and the place
     "responses under other names": (
         "dpo", {"prompt": "hi", "chosen_response": "yo", "rejected_response": "no"},
         ": no column 'chosen'; columns found: ['chosen_response', 'prompt', 'rejected_response']; a preference pair "
-        "has {messages or prompt, chosen, rejected}, and the row looks most like a prompt; rlkit grpo and ppo read it; "
-        "a column under another name is renamed with --rename, e.g. --rename chosen_response chosen",
+        "has {messages or prompt, chosen, rejected}; a column under another name is renamed with --rename, e.g. "
+        "--rename chosen_response chosen rejected_response rejected",
     ),
     "SQuAD": ("sft", {"context": "Bob is", "question": "Who?", "answers": {"text": ["Bob"]}},
               ": neither 'messages' nor 'prompt' is there; columns found: ['answers', 'context', 'question']; a "
-              "conversation has {messages or prompt}; a column under another name is renamed with --rename"),
+              "conversation has {messages or prompt}; of a question with an answer it has 'question' and lacks "
+              "'response' or 'completion' or 'answer' or 'chosen'; a column under another name is renamed "
+              "with --rename"),
+    "ARC": ("grpo", {"question": "Who?", "answerKey": "B"},
+            ": neither 'messages' nor 'prompt' is there; columns found: ['answerKey', 'question']; a prompt has "
+            "{messages or prompt}; of a question with an answer it has 'question' and lacks 'response' or 'completion' "
+            "or 'answer' or 'chosen'; a column under another name is renamed with --rename, e.g. --rename answerKey "
+            "answer"),
+    "query and response": ("sft", {"query": "hi", "response": "yo"},
+                           ": neither 'messages' nor 'prompt' is there; columns found: ['query', 'response']; a "
+                           "conversation has {messages or prompt}; of a row of LLaMA-Factory it has 'query', "
+                           "'response' and lacks 'prompt'; a column under another name is renamed with --rename, "
+                           "e.g. --rename query prompt"),
+    "names in capitals": ("sft", {"Question": "hi", "Complex_CoT": "hm", "Response": "yo"},
+                          ": neither 'messages' nor 'prompt' is there; columns found: ['Complex_CoT', 'Question', "
+                          "'Response']; a conversation has {messages or prompt}; a column under another name is "
+                          "renamed with --rename, e.g. --rename Question question Response response"),
+    "axolotl segments": ("sft", {"segments": [{"label": True, "text": "hi"}]},
+                         ": neither 'messages' nor 'prompt' is there; columns found: ['segments']; a conversation has "
+                         "{messages or prompt}; column 'segments' holds axolotl's segments with a label each, which "
+                         "are not read: give a prompt and a response"),
+    "tokens": ("sft", {"input_ids": [1, 2], "labels": [1, 2]},
+               ": neither 'messages' nor 'prompt' is there; columns found: ['input_ids', 'labels']; a conversation has "
+               "{messages or prompt}; column 'input_ids' holds tokens, which are not read: give the text or the "
+               "messages, and rlkit tokenizes them"),
+    "Gemini": ("sft", {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]},
+               ": neither 'messages' nor 'prompt' is there; columns found: ['contents']; a conversation has {messages "
+               "or prompt}; column 'contents' holds the turns of Gemini, which are not read: write them as 'messages' "
+               "of 'role' and 'content'"),
+    "a header that is data": ("sft", {"What is 2+2?": "What is 3+3?", "4": "6"},
+                              ": neither 'messages' nor 'prompt' is there; columns found: ['4', 'What is 2+2?']; a "
+                              "conversation has {messages or prompt}; a column under another name is renamed with "
+                              "--rename (line 1 of a CSV file is its header)"),
+    "ms-swift rejected_response": (
+        "dpo", {"messages": [user("hi"), answer("yo")], "rejected_response": "no"},
+        ": no column 'chosen'; columns found: ['messages', 'rejected_response']; a preference pair has {messages or "
+        "prompt, chosen, rejected}; a column under another name is renamed with --rename, e.g. --rename "
+        "rejected_response rejected",
+    ),
+    "HelpSteer 3": (
+        "dpo", {"context": [user("hi")], "response1": "yo", "response2": "no", "overall_preference": -2},
+        ": no column 'chosen'; columns found: ['context', 'overall_preference', 'response1', 'response2']; a "
+        "preference pair has {messages or prompt, chosen, rejected}, and the row looks most like a row with a context "
+        "of messages; write the better of response1, response2 as 'chosen' and the worse as 'rejected'",
+    ),
+    "several answers": ("sft", {"prompt": "hi", "response": ["yo", "hey"]},
+                        ": column 'response' is a list of texts, got ['yo', 'hey']; columns found: ['prompt', "
+                        "'response']; write one row for each of them"),
+    "several rejected answers": ("dpo", {"prompt": "hi", "chosen": "yo", "rejected": ["no", "go"]},
+                                 ": column 'rejected' is a list of texts, got ['no', 'go']; columns found: ['chosen', "
+                                 "'prompt', 'rejected']; write one row for each of them"),
     "OpenAI preference without messages": (
         "dpo", {"input": {"text": "hi"}, "preferred_output": [answer("yo")], "non_preferred_output": [answer("no")]},
         ": cannot be read as a preference row of OpenAI: 'input' must have 'messages', got ['text']; columns found: "
@@ -514,6 +573,12 @@ REFUSED = {  # script, row, the message after the file and the place
         ": 'completion' begins with a user message, and column 'prompt' is not part of it; columns found: "
         "['completion', 'label', 'prompt']; --rename prompt system for a system prompt, --rename prompt OTHER to leave "
         "it out, or write it into 'completion'",
+    ),
+    "a prompt of the same question with another answer": (
+        "sft", {"prompt": [user("hi"), answer("hey")], "completion": [user("hi"), answer("yo")]},
+        ": 'completion' begins with a user message, and column 'prompt' is not part of it; columns found: "
+        "['completion', 'prompt']; --rename prompt system for a system prompt, --rename prompt OTHER to leave it out, "
+        "or write it into 'completion'",
     ),
     "Alpaca history as Python text": (
         "sft", {"instruction": "hi", "output": "yo", "history": "[['a', 'b']]"},
