@@ -369,7 +369,7 @@ def _instead(row: Row, form: Form) -> str:
     fix = "a column under another name is renamed with --rename"
     theirs = [known for known in THEIRS if known.known(own) and len(known.missing(own)) == 1]
     near = max(theirs, key=lambda known: known.likeness(own), default=None)
-    part = near if near and form.missing(own)[:1] == [_PROMPT] and not pairs else None
+    part = near if near and form.missing(own)[:1] == [_PROMPT] and not (pairs or _looks(row, form)) else None
     if part:
         has, lacks = sorted(part.known(own)), " or ".join(map(repr, part.missing(own)[0]))
         fix = f"of {part.title} it has {', '.join(map(repr, has))} and lacks {lacks}; {fix}"

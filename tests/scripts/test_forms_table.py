@@ -177,6 +177,9 @@ CASES = [
       "rejected": [{"from": "assistant", "content": "no"}]}, [(HI, YO, NO)], ()),
     ("context of messages", "OpenRLHF", RL, {"context_messages": [user("hi")], "label": "4"}, HI, ()),
     ("context of messages", "OpenRLHF", ("sft",), {"context_messages": [user("hi")], "response": "yo"}, ONCE, ()),
+    ("conversation in turns", "Capybara", ("sft",), {"conversation": [{"input": "hi", "output": "yo"}]}, ONCE, ()),
+    ("conversation in turns", "LMSYS, kto_tag", ("kto",), {"conversation": [user("hi"), answer("yo")], "kto_tag": True},
+     [(HI, YO, True)], ()),
     ("preference of OpenAI", "OpenAI", PAIRS,
      {"input": {"messages": [user("hi")]}, "preferred_output": [answer("yo")], "non_preferred_output": [answer("no")]},
      [(HI, YO, NO)], ()),
@@ -364,7 +367,7 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
      "the row looks most like a text; rlkit sft reads it; a column under another name is renamed with --rename"),
     ("grpo", [{"query": "hi"}], (), 1,
      "neither 'messages' nor 'prompt' is there; columns found: ['query']; a prompt has {messages or prompt}; a column "
-     "under another name is renamed with --rename"),
+     "under another name is renamed with --rename, e.g. --rename query prompt"),
     ("grpo", [{"chosen": "yo", "rejected": "no"}], (), 1,
      "neither 'messages' nor 'prompt' is there; columns found: ['chosen', 'rejected']; a prompt has {messages or "
      "prompt}, and the row looks most like a preference pair; rlkit dpo, kto and reward_model read it; a column under "
@@ -422,7 +425,7 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
     ("sft", [{"conversations": "hi"}], (), 1,
      "column 'messages' must be a list of at least one message, got 'hi'; columns found: ['conversations']"),
     ("sft", [{"instruction": 3, "output": "yo", "input": "hi"}], (), 1,
-     "cannot be read as an Alpaca row: sequence item 0: expected str instance, int found; columns found: ['input', "
+     "cannot be read as an Alpaca row: column 'instruction' must be a string, got 3; columns found: ['input', "
      "'instruction', 'output']"),
     ("sft", [{"messages": [user("hi"), answer("yo", weight=0)]}], (), 1,
      "every assistant message is excluded from the loss: drop the row"),
