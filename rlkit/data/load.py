@@ -98,6 +98,10 @@ def load_rows(
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1 or None (all rows), got {limit}")
     given = [path_or_id] if isinstance(path_or_id, str | Path) else list(path_or_id)
+    if wrong := [x for x in given if not isinstance(x, str | Path)]:
+        raise TypeError(
+            f"path_or_id must be a path or hub id, or a list of them, got a list of {type(wrong[0]).__name__}"
+        )
     if not given:
         raise ValueError("no file is given: path_or_id is an empty list")
     sources = [

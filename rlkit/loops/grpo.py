@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkit._tensors import check_call
 from rlkit.advantages import group_centered
 from rlkit.loops import coefficients
-from rlkit.loops.rl import Step, Task, rl
-from rlkit.loops.updates import PolicyLoss, grpo_update
+from rlkit.loops.rl import Step, Task, check_settings, rl
+from rlkit.loops.updates import PolicyLoss, check_loss, grpo_update
 from rlkit.metrics import Metrics, mean
 from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.optim import adamw, learning_rate
@@ -66,6 +67,8 @@ async def grpo(
     Errors: ValueError if `penalties` need a `reference` and it is None, and for a `group_size` of 1 with a baseline
     that compares the samples of a group; those of `rlkit.loops.rl.rl`.
     """
+    check_settings(task=task, rollouts=rollouts, schedule=schedule, optim=optim, penalties=penalties)
+    check_loss(loss)
     check_baseline(baseline, group_size=rollouts.group_size)
     has_kl = coefficients.has_kl(penalties, reference)
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
@@ -97,7 +100,8 @@ async def grpo(
 
 
 def check_baseline(baseline: Callable[..., Tensor], *, group_size: int) -> None:
-    """Refuse groups of one sample where `baseline` gives them advantage 0, whatever their rewards."""
+    """Refuse a function of another form, and one that gives every group of one sample advantage 0."""
+    check_call("baseline", baseline, "baseline(rewards, group_ids=group_ids)")
     if group_size == 1 and not baseline(torch.tensor([0.0, 1.0, 3.0]), group_ids=torch.arange(3)).any():
         raise ValueError(
             "`group_size` 1: the baseline compares the samples of a group, so that a single one has advantage 0 and "

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlkit import losses
 from rlkit.data.examples import Labelled, Pair
-from rlkit.loops.supervised import Losses, check_fits, response, train_examples
+from rlkit.loops.supervised import Losses, check_examples, check_fits, response, train_examples
 from rlkit.metrics import Metrics, mean
 from rlkit.model.forward import make_policy, reference_policy, score, with_ref_logp
 from rlkit.packing import pack, select, with_streams
@@ -59,6 +59,7 @@ def dpo(
     Errors: ValueError where only some pairs have a `ref_logp`, or all have one and there is a `reference` too; and for
     a pair longer than `optim.max_tokens`.
     """
+    check_pairs(pairs=pairs, eval_pairs=eval_pairs)
     policy = make_policy(model, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference)
 
@@ -84,6 +85,12 @@ def dpo(
         model, tokenizer, pairs, schedule, optim, pack=lambda groups: prepare(pack(groups)), pair_losses=pair_losses,
         batch_size=batch_size, eval_pairs=eval_pairs,
     )  # fmt: skip
+
+
+def check_pairs(**given: Sequence[Pair]) -> None:
+    """Refuse rows that are not tokenized pairs, and no pairs at all."""
+    for name, pairs in given.items():
+        check_examples(name, pairs, ("prompt", "chosen", "rejected"), "preference_pairs")
 
 
 def with_reference(pairs: Sequence[Pair], model: Any, optim: Optim = Optim()) -> list[Pair]:
@@ -186,6 +193,8 @@ def kto(
     mismatches responses once, in the order of the file, and therefore does not shuffle it.
     Reference: arXiv:2402.01306; TRL kto_trainer.py.
     """
+    for name, some in (("examples", examples), ("eval_examples", eval_examples)):
+        check_examples(name, some, ("prompt", "response", "desirable"), "labelled_examples")
     paired = reference_point is not None
     _check(examples, eval_examples, batch_size=batch_size, max_tokens=optim.max_tokens, paired=paired)
     policy = make_policy(model, dtype=optim.dtype)

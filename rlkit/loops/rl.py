@@ -24,13 +24,13 @@ from rlkit.model.forward import DTYPES, Policy, PolicyFn
 from rlkit.model.weights import export_hf, stream_weights
 from rlkit.ranks import on_all_ranks, on_this_device, world_size
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
-from rlkit.rollout.rollout import Env, Group, Prompt, Score, single_turn
+from rlkit.rollout.rollout import Env, Group, Prompt, Score, check_sampling, single_turn
 from rlkit.rollout.shared import SharedEngine, SharedStream
 from rlkit.rollout.stream import GroupStream
 from rlkit.run import saving
 from rlkit.run.folder import Run
 from rlkit.run.samples import Samples
-from rlkit.settings import Penalties, Rollouts, Schedule
+from rlkit.settings import Critic, Optim, Penalties, Rollouts, Schedule
 from rlkit.types import Batch, Engine
 
 X = TypeVar("X")
@@ -110,6 +110,7 @@ async def rl(
     engine that reads the trainer's weights, for a policy or reference at another temperature than the rollouts', for a
     batch without `kept_mass` under top-p or top-k, and at a NaN or infinity (see `rlkit.loops.nans`).
     """
+    check_settings(task=task, rollouts=rollouts, schedule=schedule, penalties=penalties)
     check_engine(engine)
     check_temperatures(rollouts, policy=policy, reference=reference)
     if unknown := sorted(state.keys() - {"model", "optimizer", "reference"}):
@@ -127,6 +128,7 @@ async def rl(
             f"overlap needs an engine with weights of its own, and {type(engine).__name__} reads those that train: use "
             "rlkit.rollout.engines.process.launch or SGLang"
         )
+    check_task(task, tokenizer)
     folder, steps, params = schedule.output, schedule.steps, rollouts.params
     staleness = float(rollouts.overlap) if rollouts.staleness is None else rollouts.staleness
     num_samples = rollouts.prompts_per_step * rollouts.group_size
@@ -219,6 +221,27 @@ async def rl(
             if hasattr(model, "save_pretrained") and model is not policy.model:
                 export_hf(model, tokenizer, run.folder / name)
         return saving.export(run, policy.model, tokenizer)
+
+
+_SETTINGS = {"task": Task, "rollouts": Rollouts, "schedule": Schedule, "optim": Optim, "penalties": Penalties}
+_SETTINGS |= {"critic": Critic}
+
+
+def check_settings(**given: Any) -> None:
+    """Refuse a dict, a path or another object in place of one of the settings: TypeError."""
+    for name, x in given.items():
+        if not isinstance(x, kind := _SETTINGS[name]):
+            raise TypeError(f"{name} must be {kind.__name__}(...), got a {type(x).__name__}")
+
+
+def check_task(task: Task, tokenizer: Any) -> None:
+    """Refuse a task without prompts or with functions of another form, and a tokenizer that does not decode."""
+    if not len(task.prompts):
+        raise ValueError("task.prompts is empty: there is nothing to train on")
+    for prompts in (task.prompts, task.eval_prompts):
+        check_sampling(prompts, env=task.env, score=task.score, keep_group=task.keep_group)
+    if not callable(getattr(tokenizer, "decode", None)):
+        raise TypeError(f"tokenizer must have `decode`, to show samples, got a {type(tokenizer).__name__}")
 
 
 def check_engine(engine: Engine) -> None:

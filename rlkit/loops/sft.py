@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlkit.loops.supervised import check_fits, response, supervised
+from rlkit.loops.supervised import check_examples, check_fits, response, supervised
 from rlkit.loops.updates import per_token
 from rlkit.metrics import Metrics, mean, merge
 from rlkit.model.forward import make_policy, score
@@ -56,6 +56,8 @@ def sft(
 
     Errors: ValueError for an example longer than `optim.max_tokens`.
     """
+    for name, some in (("examples", examples), ("eval_examples", eval_examples)):
+        check_examples(name, some, ("ids", "mask"), "sft_examples")
     policy, max_tokens = make_policy(model, dtype=optim.dtype), optim.max_tokens
     mesh = policy.mesh
     check_fits((len(e.ids) - 1 for e in (*examples, *eval_examples)), max_tokens=max_tokens, what="example")

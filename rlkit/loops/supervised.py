@@ -25,6 +25,16 @@ Backward = Callable[[list[int]], tuple[Metrics, int]]  # indices of a batch -> i
 Losses = Callable[[Batch], tuple[Tensor, Metrics]]  # a micro-batch -> one loss per example in it, and metrics
 
 
+def check_examples(name: str, examples: Sequence[Any], fields: tuple[str, ...], maker: str) -> None:
+    """Refuse rows that are not tokenized, and none at all: an error with the function that makes the examples."""
+    for i, x in enumerate(examples):
+        if missing := [field for field in fields if not hasattr(x, field)]:
+            fix = f"{name} = {maker}(rows, tokenizer=tokenizer, max_example_tokens=...)"
+            raise TypeError(f"{name}[{i}] is a {type(x).__name__} without `{missing[0]}`: {fix}")
+    if not len(examples) and not name.startswith("eval"):
+        raise ValueError(f"{name} is empty: there is nothing to train on")
+
+
 def check_fits(sizes: Iterable[int], *, max_tokens: int, what: str) -> None:
     """ValueError before the first step where an example of `sizes` tokens does not fit a micro-batch."""
     longest = max(sizes, default=0)

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rlkit._numbers import show
 from rlkit._tensors import FILLED_BY
 from rlkit.losses import constant_length, k3, ppo_clip, prompt_mean, ratio_stats, tis, token_mean, unbiased_kl
 from rlkit.metrics import Metrics, largest, mean, merge
@@ -92,11 +93,21 @@ class PolicyLoss:
         object.__setattr__(self, "surrogate", as_surrogate(self.surrogate))
 
 
+def check_loss(loss: PolicyLoss) -> None:
+    """Refuse a bare loss function, or its name: TypeError."""
+    if not isinstance(loss, PolicyLoss):
+        given = getattr(loss, "__name__", None)
+        fix = f"PolicyLoss({given})" if given else "PolicyLoss(ppo_clip)"
+        raise TypeError(f"loss must be a PolicyLoss, e.g. {fix}, got {show(loss)}")
+
+
 def as_surrogate(function: Callable[..., Tensor]) -> Surrogate:
     """`f(log_ratio, batch)` as it is, or `f(log_ratio, advantages, *, mask, cu_seqlens)` with the fields of a batch.
 
     Errors: ValueError for a function that takes less, or needs more.
     """
+    if not callable(function):
+        raise TypeError(f"surrogate must be a function of (log_ratio, batch), e.g. ppo_clip, got {show(function)}")
     parameters = [p for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
     fields = [p.name for p in parameters if p.name in ("mask", "cu_seqlens")]
     missing = [p.name for p in parameters[2:] if p.default is p.empty and p.name not in fields]
@@ -169,7 +180,9 @@ def grpo_update(
                 if needs_grad:
                     backward(total.sum())
                 metrics = merge(metrics, policy_metrics(out, old_logp, micro) | clip_shares(slope, micro))
-        metrics = merge(metrics, optimizer_step(optimizer, max_norm=optim.max_norm))
+        untrained: Metrics = {"grad_norm": mean(0.0), "skipped_step": mean(0.0)}  # on every rank: `needed` is shared
+        stepped = optimizer_step(optimizer, max_norm=optim.max_norm) if any(needed) else untrained
+        metrics = merge(metrics, stepped)
     return reduce_metrics(metrics, mesh=mesh)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import re
 import warnings
 import zlib
@@ -24,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import rlkit
+from rlkit._tensors import readable
 from rlkit.files import cache_folder, replace_file
 from rlkit.model.pretrained import NO_CODE
 from rlkit.packing import pack
@@ -245,6 +247,28 @@ def check_architecture(config: Any, *, model_class: Any = None) -> bool:
         raise _refusal(config, reason)
     _remember(key, config)
     return True
+
+
+def check_model(model: Any, name: str = "model") -> None:
+    """Refuse a path, a `Policy`, an iterator of parameters, None: TypeError with what to pass instead."""
+    if isinstance(model, str | os.PathLike):
+        raise TypeError(f"{name} is a path: give load_model({str(model)!r})")
+    if not isinstance(model, nn.Module) and isinstance(getattr(model, "model", None), nn.Module):
+        raise TypeError(f"{name} is a {type(model).__name__}: give its model, {name}.model")
+    if not callable(model):
+        raise TypeError(f"{name} must be a model, e.g. load_model(path), got a {type(model).__name__}")
+
+
+def check_prompt_ids(ids: Tensor, model: Any, name: str = "prompt_ids") -> None:
+    """Each id has a row in the model's embedding (values: on the CPU): ValueError with the id and the range."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    size = getattr(embedding, "num_embeddings", None)
+    if size is None or not ids.numel() or not readable(ids):
+        return
+    low, high = map(int, ids.aminmax())
+    if low < 0 or high >= size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"{name} must be in [0, {size}), the model's vocabulary, got {wrong}: is this its tokenizer?")
 
 
 def check_loaded(model: Any) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlkit.files import no_code
 from rlkit.kernels.layer import has_kernels
@@ -23,6 +23,8 @@ from rlkit.model.families import (
     check_causal_lm,
     check_leftover,
     check_loaded,
+    check_model,
+    check_prompt_ids,
     logit_scale,
     longest_sequence,
 )
@@ -54,6 +56,9 @@ class Policy:
     model: Any
     temperature: float = 1.0
     dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -92,6 +97,7 @@ class Policy:
 
 def make_policy(model: Any, *, temperature: float = 1.0, dtype: str | None = None) -> Policy:
     """The `Policy` of a model; `dtype=None` is bf16 on a CUDA GPU that supports it, else fp32."""
+    check_model(model)
     return Policy(model, temperature=temperature, dtype=dtype or default_dtype(device_of(model)))
 
 
@@ -165,6 +171,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
 
     Errors: ValueError for a model type whose packed log-probs differ from its own forward.
     """
+    check_model(model)
     check_loaded(model)
     model.set_attn_implementation(register())
     return model.eval()
@@ -189,8 +196,14 @@ def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, d
     return LogProbs(*token_outputs(model, batch, head, outputs=2, dtype=kind))
 
 
+def _check_batch(batch: Batch) -> None:
+    if not isinstance(batch, Batch):
+        raise TypeError(f"batch must be a Batch, e.g. pack(groups), got a {type(batch).__name__}")
+
+
 def _check_temperature(batch: Batch, temperature: float) -> None:
     """Refuse log-probs at another temperature than that of `batch.rollout_logp`: their ratio compares two models."""
+    _check_batch(batch)
     if batch.temperature not in (None, temperature):
         raise ValueError(
             f"the batch was sampled at temperature {batch.temperature:g}, and the log-probs are at {temperature:g}: "
@@ -236,6 +249,7 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
         few = is_dense and dtype == torch.float32 and has_kernels(model.base_model.embed_tokens.weight)
         layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype), few=few)
         joined = join(some)
+        check_prompt_ids(joined[0], model, "the batch's prompt and input ids")
         _check_length(model.config, joined[1])
         if is_dense:
             last = tail(layout.plan, layout.start)
@@ -319,6 +333,7 @@ def reference_policy(policy: Policy, reference: Any, *, moves: bool = False) -> 
     """
     if reference is None:
         return None
+    check_model(reference, "reference")
     if reference is not policy.model:
         return replace(policy, model=reference)
     if moves or not adapters(reference):
@@ -362,6 +377,10 @@ def with_kept_mass(
 
 def score(policy: PolicyFn, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Float[Tensor, "T"]:
     """The policy's log-probs over the whole batch; see `score_tokens`."""
+    _check_batch(batch)
+    if isinstance(policy, nn.Module) or not callable(policy):
+        fix = "policy(batch) gives log-probs: Policy(model)"
+        raise TypeError(f"policy must be a Policy or another function of a batch, got a {type(policy).__name__}; {fix}")
     return score_tokens(lambda micro: policy(micro).logp, batch, max_tokens=max_tokens, mesh=mesh)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlkit.metrics import Metrics, mean
+from rlkit.model.families import check_model
 from rlkit.parallel.pipeline import sum_copies
 from rlkit.ranks import distributed, reshard
 from rlkit.settings import Optim
@@ -31,6 +33,7 @@ def adamw(
     gathered are resharded first, because the optimizer must hold the shards.
     Reference: arXiv:1711.05101
     """
+    check_model(model)
     reshard(model)
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
@@ -56,7 +59,8 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Metr
 
     With a non-finite norm the step is skipped: parameters and states do not change, and `skipped_step` is 1. All ranks,
     pipeline stages included, use the same bits of the norm, so they skip together.
-    Returns `grad_norm` (before clipping) and `skipped_step`.
+    Returns `grad_norm` (before clipping) and `skipped_step`. A process on its own warns where no parameter has a
+    gradient, as before the first `backward()`; among several ranks one may have none.
 
     Errors: ValueError for `max_norm <= 0`. In other libraries 0 turns clipping off; here `math.inf` does.
     """
@@ -65,6 +69,12 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Metr
     params = [p for group in optimizer.param_groups for p in group["params"]]
     norm = global_norm([p.grad for p in sum_copies(params) if p.grad is not None])
     grads = [p.grad for p in params if p.grad is not None]
+    if not grads and not distributed():
+        warnings.warn(
+            "optimizer_step: no parameter has a gradient, so nothing trains: call loss.backward() first, on a loss of "
+            "the model whose parameters the optimizer holds",
+            stacklevel=3,  # past `no_grad`
+        )
     size = float(norm)
     finite = math.isfinite(size)
     if finite and grads:

@@ -71,6 +71,9 @@ def scorer(
     score of the rest of its group (0 if all failed), which leaves a group baseline unchanged; the cause is in
     `info["error"]` and in the log, and the metric `failed` counts it.
     """
+    if not callable(function):
+        what = f"function must be a reward function of (completion, row), got {show(function)}"
+        raise TypeError(f"{what}; rlkit.rewards.load.load_function reads one from FILE.py:FUNCTION")
     settle, function = _settler(max_failed), adapted(function)
     check_signature(function)  # before anything is sampled
 

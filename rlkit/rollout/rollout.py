@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from rlkit._numbers import is_number, show
+from rlkit._tensors import check_call
 from rlkit.data.prompts import Prompt
 from rlkit.rollout.calling import own_copy
 from rlkit.types import Completion, Generate, SamplingParams, Trajectory
@@ -67,9 +68,35 @@ async def rollout(
             on_group(prompt, group)
         return group
 
+    check_sampling(prompts, env=env, score=score)
+    engine = callable(getattr(generate, "generate", None))
+    if engine and not callable(generate):
+        raise TypeError(f"generate is the engine, a {type(generate).__name__}: give engine.generate")
+    check_call("generate", generate, "generate(prompt_ids, params=params)")
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params must be SamplingParams(max_new_tokens=..., ...), got a {type(params).__name__}")
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     return await all_or_cancel([one_group(index, prompt) for index, prompt in enumerate(prompts)])
+
+
+def check_sampling(prompts: Sequence[Prompt], *, env: Env, score: Score | None, keep_group: Any = None) -> None:
+    """Refuse, before anything is sampled, prompts that are not tokenized and functions of another form: TypeError."""
+    for i, prompt in enumerate(prompts):
+        if not hasattr(prompt, "ids"):
+            fix = "rl_prompts(rows, tokenizer=tokenizer, max_prompt_tokens=...) makes prompts of rows"
+            raise TypeError(f"prompts[{i}] must be a Prompt, got {show(prompt)}: {fix}")
+    check_call("env", env, "env(prompt, sample)")
+    if score is not None:
+        if callable(score) and _TEXTS & set(getattr(getattr(score, "__code__", None), "co_varnames", ())[:2]):
+            raise TypeError(_REWARD_FUNCTION)
+        check_call("score", score, "score(prompt, trajectories)")
+    if keep_group is not None:
+        check_call("keep_group", keep_group, "keep_group(group)")
+
+
+_TEXTS = {"completion", "completions", "row", "rows"}
+_REWARD_FUNCTION = "score is a reward function: give scorer(score, tokenizer=tokenizer, timeout_s=...)"
 
 
 async def sample_group(
@@ -87,7 +114,10 @@ async def sample_group(
     episodes = await all_or_cancel([_episode(env, prompt, sample) for sample in samplers])
     last = [pieces[-1] for pieces in episodes]
     if score is not None:
-        scored = await score(prompt, last)
+        scores = score(prompt, last)
+        if not isinstance(scores, Awaitable):
+            raise TypeError(f"score must be an async function of (prompt, trajectories). {_REWARD_FUNCTION}")
+        scored = await scores
         if len(scored) != len(last):
             raise ValueError(f"score returned {len(scored)} trajectories for {len(last)}: return one for each")
         last = scored

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlkit.model.families import check_model, check_prompt_ids
 from rlkit.model.parallelize import mesh_of
 from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
 from rlkit.rollout.engines.local.rows import Request, Rows, StopStrings, runs
@@ -66,6 +67,7 @@ class LocalEngine:
         seed: int = 0,
         compile: bool = False,
     ) -> None:
+        check_model(model)
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         if mesh_of(model) is not None:
@@ -101,9 +103,9 @@ class LocalEngine:
         frees its row.
 
         Raises:
-            ValueError: `prompt_ids` is empty or leaves no room below `max_len`; `stop` without a tokenizer; `rid` is
-            in use. RuntimeError: the engine is closed, or serves another running event loop.
-            Whatever a step raised, in every call that was in flight.
+            ValueError: `prompt_ids` is empty, leaves no room below `max_len` or has an id outside the vocabulary;
+            `stop` without a tokenizer; `rid` is in use. RuntimeError: the engine is closed, or serves another running
+            event loop. Whatever a step raised, in every call that was in flight.
         """
         request = self._request(prompt_ids, params, rid)
         self._ensure_driver()
@@ -180,6 +182,7 @@ class LocalEngine:
             raise ValueError(
                 f"prompt_ids must hold 1 to {self.max_len - 1} tokens (max_len - 1), got {len(prompt_ids)}: {fix}"
             )
+        check_prompt_ids(torch.as_tensor(prompt_ids), self.model)
         if params.stop and self._tokenizer is None:
             raise ValueError("stop strings need LocalEngine(..., tokenizer=...); use stop_token_ids without one")
         if rid is not None and rid in self._rids:
