@@ -51,7 +51,7 @@ def rl_prompts(
 
     Differs: verl `rollout.prompt_length` cuts a longer prompt on the left, so training sees the end of a question only.
     """
-    template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args)
+    template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, of_run=True)
     turns = read_rows(rows, template, PROMPT, max_prompt_tokens=max_prompt_tokens)
     left = drop(
         rows, [(i, turn) for i, (turn,) in enumerate(turns)], lambda t: t.empty, what="prompts", why="have no text"

@@ -38,8 +38,8 @@ class Template:
     apply: bool
     tools: Sequence[Any] | None
     args: Mapping[str, Any] | None
-    of_run: bool = True
-    """whether the tools are those of the run, which the environment checks, and not the row's"""
+    of_run: bool = False
+    """whether the tools are those of an RL run: its environment checks them, and a system prompt may list them"""
     seen: dict[Any, Any] = field(default_factory=dict, compare=False)
     """in how many rows a key or argument changed no text, -1 where it changed that of one row; and `_markup`"""
     lost: set[Any] = field(default_factory=set, compare=False)
@@ -66,7 +66,7 @@ class Template:
         _check_arguments(own, f"{place}: chat_template_kwargs")
         tools = convert.row_tools(row, place) if self.tools is None else self.tools
         args = {**(self.args or {}), **own}
-        return replace(self, tools=tools, args=args, of_run=self.tools is not None, lost=set())
+        return replace(self, tools=tools, args=args, of_run=self.of_run and self.tools is not None, lost=set())
 
     def text(self, messages: Sequence[Message], place: str, *, opened: bool) -> str:
         """The conversation as text, with the generation prompt if `opened`. Errors name the row."""
@@ -148,7 +148,7 @@ class Template:
                 text += self.text([*asked, {"role": "assistant", "content": "x"}], "", opened=False)
             except ValueError:
                 text = ""
-            special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+            special = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special}
             marks = {token for token in special if token and token in text} | {*re.findall(r"\[/?[A-Z_]{2,}\]", text)}
             longest = sorted(marks, key=len, reverse=True)
             end = end_of_turn_id(tokenizer) if text else None

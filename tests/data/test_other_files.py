@@ -893,6 +893,17 @@ def test_the_tools_of_each_row_must_be_written(tmp_path, first, line):
         read(path, "grpo", tokenizer_of(template))
 
 
+def test_tools_that_are_given_must_be_written_too():
+    rows = [{"prompt": "call add: hi", "response": "yo"}]
+    with pytest.raises(ValueError, match=r"^row 1: the chat template does not write the tools of the row"):
+        sft_examples(
+            rows,
+            tokenizer=tokenizer_of(CALLS.replace("if tools", "if false")),
+            max_example_tokens=99,
+            tools=[tool("add")],
+        )
+
+
 def test_a_key_is_written_if_the_text_changes_with_it(tmp_path, caplog):
     """`name` and `tools` stand in the source of the template, which writes `name` of users only."""
     template = CALLS.replace("{{ m.role }}", "{{ m.role }}{{ ' ' ~ m.name if m.name and m.role == 'user' }}")
