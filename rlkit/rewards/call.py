@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from rlkit._numbers import show as _show
 from rlkit._numbers import to_number
 from rlkit.rewards.failures import fix_of, lost_processes, name_of, place_in, unwrapped
-from rlkit.rewards.timeouts import TimedOut, run_async, run_in_thread
+from rlkit.rewards.timeouts import AWAIT, TimedOut, run_async, run_in_thread
 from rlkit.rollout.calling import is_async, own_copy
 
 _COMPLETION = {  # words that mean the text of a sample, in the name of the first parameter
@@ -38,6 +39,7 @@ _FOREIGN_FORMS = {  # forms of other libraries that have no adapter: their names
     "sample": "a step of RL2, env_step(sample), is an environment: give it as --env",
 }
 
+_log = logging.getLogger("rlkit.rewards")
 RESERVED = ("mean", "std", "failed")  # of `reward/NAME` in metrics.jsonl: no name for one of several functions
 
 
@@ -119,8 +121,9 @@ async def run_reward(function: Callable[..., Any], samples: Sequence[Sample], *,
     `timeout_s` bounds each call. Sync calls run one after another in one thread, and only one batch per event loop at a
     time, so a function need not be thread-safe and waiting does not count; write slow calls (a judge behind HTTP) as
     `async def`. A thread cannot be stopped: after a timeout the hanging call continues in its daemon thread, which does
-    not keep the process alive. An async function that blocks the event loop cannot be timed out. The time that an
-    async reward of this package waits for a free worker or connection does not count either.
+    not keep the process alive. An async function that blocks the event loop beyond its deadline fails when it returns;
+    one that blocks for 1 s is logged as a warning. The time that an async reward of this package waits for a free
+    worker or connection does not count.
 
     Differs: verl and TRL turn failures of common verifiers into reward 0 (verl issue 3407, TRL pull request 5281).
     """
@@ -158,11 +161,23 @@ async def _results(
     else:
         given = [{name: own_copy(sample[name]) for name in names} for sample in known]
         calls = [partial(function, s.completion, own_copy(s.row), **extra) for s, extra in zip(samples, given)]
-    run = run_async(calls, timeout_s) if is_async(function) else run_in_thread(calls, timeout_s, go_on=go_on)
-    values = await run
+    if is_async(function):
+        values = await run_async(calls, timeout_s, go_on=go_on, on_block=partial(_warn_of_block, function))
+    else:
+        values = await run_in_thread(calls, timeout_s, go_on=go_on)
     if batched:
         values = _one_each(function, values[0], len(samples))
     return [_reward(function, value, sample, missing) for value, sample in zip(values, samples)]
+
+
+def _warn_of_block(function: Callable[..., Any], seconds: float) -> None:
+    """Say once of a function that it blocks the event loop."""
+    if (name := name_of(function)) not in _blocking:
+        _blocking.add(name)
+        _log.warning("%s is async and ran for %.1f s without an await: %s", name, seconds, AWAIT)
+
+
+_blocking: set[str] = set()
 
 
 def check_signature(function: Callable[..., Any], available: set[str] | None = None) -> tuple[str, list[str]]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import faulthandler
 import math
 import os
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -107,21 +109,102 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
 
 
-async def run_async(calls: Sequence[Callable[[], Any]], timeout_s: float) -> list[Any]:
-    """The result or the exception of each call. They run concurrently."""
+async def run_async(
+    calls: Sequence[Callable[[], Any]], timeout_s: float, *, go_on: bool, on_block: Callable[[float], object]
+) -> list[Any]:
+    """The result or the exception of each call. They run concurrently.
+
+    A call that blocks the event loop beyond its deadline cannot be stopped: it has timed out when it returns, and
+    unless `go_on` so have those that have not started. One that blocks for 1 s is reported to `on_block`.
+    """
+    blocked: list[TimedOut] = []
 
     async def one(call: Callable[[], Any]) -> Any:
-        limit = asyncio.timeout(timeout_s)
+        if blocked and not go_on:
+            raise blocked[0]
+        limit, steps = asyncio.timeout(timeout_s), _Steps(call())
         try:
             async with limit:
                 _clock.set(_Clock(limit))
-                return await call()
+                return await steps
         except TimeoutError as error:
             if limit.expired():
                 raise _timed_out(timeout_s) from error
             raise
+        finally:
+            if steps.longest_s > timeout_s and not isinstance(sys.exception(), asyncio.CancelledError):
+                blocked.append(TimedOut(f"blocked the event loop for {steps.longest_s:.1f} s", AWAIT))
+                raise blocked[-1]
+            if steps.longest_s > _BLOCKS_S:
+                on_block(steps.longest_s)
 
-    return await asyncio.gather(*map(one, calls), return_exceptions=True)
+    with _watched(timeout_s):
+        return await asyncio.gather(*map(one, calls), return_exceptions=True)
+
+
+_BLOCKS_S = 1.0
+_SILENT_S = 10.0
+AWAIT = (
+    "await in it (asyncio.sleep, httpx.AsyncClient, asyncio.to_thread), or make it a plain `def`, which runs in a "
+    "thread: while it blocks, nothing else is sampled or judged, and its timeout cannot end it"
+)
+
+
+class _Steps:
+    """A coroutine, and the longest time that it ran without an await."""
+
+    def __init__(self, coroutine: Any) -> None:
+        self._coroutine, self.longest_s = coroutine, 0.0
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps = self._coroutine.__await__()
+        resume = partial(next, steps)
+        while True:
+            begun = time.monotonic()
+            try:
+                waits_for = resume()
+            except StopIteration as end:
+                return end.value
+            finally:
+                self.longest_s = max(self.longest_s, time.monotonic() - begun)
+            try:
+                yield waits_for
+                resume = partial(next, steps)
+            except GeneratorExit:
+                steps.close()
+                raise
+            except BaseException as error:  # of the task, such as a cancellation
+                resume = partial(steps.throw, error)
+
+
+@contextmanager
+def _watched(timeout_s: float) -> Iterator[None]:
+    """Print the stack of every thread if the event loop does nothing for five timeouts while rewards are computed.
+
+    A function that holds Python's lock, as a regular expression does, stops the loop, all timeouts and Ctrl-C.
+    """
+    limit_s, loop = min(max(_SILENT_S, 5 * timeout_s), 86400.0), asyncio.get_running_loop()
+
+    def alive() -> None:
+        nonlocal handle
+        with suppress(OSError, ValueError, RuntimeError, AttributeError):  # no stderr
+            faulthandler.dump_traceback_later(limit_s, file=sys.__stderr__)  # replaces the one before
+        handle = loop.call_later(limit_s / 5, alive)
+
+    global _num_watched
+    handle: Any = None
+    _num_watched += 1
+    alive()
+    try:
+        yield
+    finally:
+        handle.cancel()
+        _num_watched -= 1
+        if not _num_watched:
+            faulthandler.cancel_dump_traceback_later()
+
+
+_num_watched = 0
 
 
 async def run_in_thread(calls: Sequence[Callable[[], Any]], timeout_s: float, *, go_on: bool) -> list[Any]:
@@ -132,11 +215,12 @@ async def run_in_thread(calls: Sequence[Callable[[], Any]], timeout_s: float, *,
     """
     results: list[Any] = []
     queue = _queues.setdefault(asyncio.get_running_loop(), _Queue())
-    async with off_the_clock():
-        while len(results) < len(calls):
-            results += await _in_turn(queue, _Job(calls[len(results) :], go_on=go_on), timeout_s)
-            if not go_on and isinstance(results[-1], BaseException):
-                break
+    with _watched(timeout_s):
+        async with off_the_clock():
+            while len(results) < len(calls):
+                results += await _in_turn(queue, _Job(calls[len(results) :], go_on=go_on), timeout_s)
+                if not go_on and isinstance(results[-1], BaseException):
+                    break
     return results
 
 
@@ -156,6 +240,15 @@ async def _in_turn(queue: _Queue, job: _Job, timeout_s: float) -> list[Any]:
         if not job.finished.done():
             job.finished.cancel()
             queue.give_up(job)
+
+
+@cache
+def _keep_stdin() -> None:
+    """Never close stdin: a thread that waits in input() holds its lock, and Python would abort (134) at the end."""
+    import ctypes
+
+    for stream in (sys.stdin, getattr(sys.stdin, "buffer", None)):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))
 
 
 class _Job:
@@ -207,6 +300,7 @@ class _Queue:
                 self._start()
 
     def _start(self) -> None:
+        _keep_stdin()
         if self._next() is not None:
             _thread.start_new_thread(self._work, (self._running,))  # Thread.start waits until the thread runs: 0.3 ms
 
