@@ -29,6 +29,12 @@ TURN_TEXTS = (
     "thinking",
 )  # the fields of a message in which templates look for text
 
+_ARGUMENTS = (  # of `apply_chat_template`, which rlkit gives itself
+    "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)  # fmt: skip
+
 
 def render(
     tokenizer: PreTrainedTokenizerBase,
@@ -67,6 +73,7 @@ def render_text(
             "--chat-template FILE), take an instruction-tuned model's tokenizer, or use plain text with "
             "apply_chat_template=False (scripts: --no-chat-template)"
         )
+    check_arguments(template_args, "`template_args`")
     apply: Any = tokenizer.apply_chat_template
     options = {"tools": None if tools is None else list(tools), "add_generation_prompt": add_generation_prompt}
     options |= {"tokenize": False, **(template_args or {})}
@@ -79,6 +86,13 @@ def render_text(
         if not arguments:
             raise
     return apply([_with_texts(message) for message in messages], **options)
+
+
+def check_arguments(args: Mapping[str, Any] | None, what: str) -> None:
+    """ValueError for an argument of the chat template that rlkit sets."""
+    found = [name for name in _ARGUMENTS if name in (args or {})]
+    if found:
+        raise ValueError(f"{what}: {', '.join(map(repr, found))} is set by rlkit and cannot be given: drop it")
 
 
 def _objects(messages: Sequence[Message]) -> list[Any]:

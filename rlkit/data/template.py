@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlkit.data import columns, convert
-from rlkit.data.chat import TURN_TEXTS, Message, end_of_turn_id, render_text
+from rlkit.data.chat import TURN_TEXTS, Message, check_arguments, end_of_turn_id, render_text
 from rlkit.data.load import Row
 
 if TYPE_CHECKING:
@@ -20,11 +20,6 @@ _OTHER_NAMES = {  # of these, for templates that do not name them
     "developer": "system", "function": "tool", "observation": "tool",
     "tool_response": "tool", "function_response": "tool",
 }  # fmt: skip
-_ARGUMENTS = (  # of `apply_chat_template`, which rlkit gives itself
-    "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
-    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-)  # fmt: skip
 _CALL = "{'type': 'function', 'function': {'name': 'weather', 'arguments': {'city': 'Rome'}}}"
 _TRIES = 16  # rows of a file that may show whether the template reads a key or an argument
 
@@ -52,7 +47,7 @@ class Template:
             raise ValueError(
                 f"without the chat template there is no place for {' and '.join(given)}: write it into the prompt"
             )
-        _check_arguments(self.args, "template_args")
+        check_arguments(self.args, "`template_args`")
 
     @property
     def source(self) -> str:
@@ -63,7 +58,7 @@ class Template:
     def of_row(self, row: Row, place: str) -> Template:
         """The template with the row's own arguments, which win, and its tools where none are given."""
         own = convert.row_template_args(row, place)
-        _check_arguments(own, f"{place}: chat_template_kwargs")
+        check_arguments(own, f"{place}: chat_template_kwargs")
         tools = convert.row_tools(row, place) if self.tools is None else self.tools
         args = {**(self.args or {}), **own}
         return replace(self, tools=tools, args=args, of_run=self.of_run and self.tools is not None, lost=set())
@@ -258,13 +253,6 @@ class Template:
         messages = [self._with_known_role(message) for message in messages]
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, **(self.args or {})}
         return apply(messages, tools=self.tools, **options)["assistant_masks"]
-
-
-def _check_arguments(args: Mapping[str, Any] | None, what: str) -> None:
-    """ValueError for an argument of the chat template that rlkit sets."""
-    found = [name for name in _ARGUMENTS if name in (args or {})]
-    if found:
-        raise ValueError(f"{what}: {', '.join(map(repr, found))} is set by rlkit and cannot be given: drop it")
 
 
 def _check_calls(message: Message, where: str) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.data.chat import check_same_tokens, end_of_turn_id, render, stop_token_ids, turn_tokens
+from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_tokenizer
 
 START, END, SYSTEM, USER, ASSISTANT, TOOL, NL = 257, 258, 259, 260, 261, 262, 10
@@ -58,6 +59,14 @@ def test_render_is_what_the_template_writes():
     assert ids == [START, SYSTEM, NL, *b'[{"f": 1}]', END, NL, START, USER, NL, *b"hi", END, NL, START, ASSISTANT, NL]
     shout = with_template("{% for m in messages %}{{ m.content * times }}{% endfor %}")
     assert render(shout, [user("a")], add_generation_prompt=True, template_args={"times": 3}) == [97, 97, 97]
+
+
+@pytest.mark.parametrize("name", ["tokenize", "messages", "tools", "continue_final_message", "add_generation_prompt"])
+def test_arguments_that_rlkit_sets_are_refused(name):
+    with pytest.raises(ValueError, match=f"^`template_args`: '{name}' is set by rlkit and cannot be given: drop it$"):
+        render(TOKENIZER, [user("hi")], add_generation_prompt=True, template_args={name: None})
+    with pytest.raises(ValueError, match=f"^`template_args`: '{name}' is set by rlkit"):
+        rl_prompts([{"prompt": "hi"}], tokenizer=TOKENIZER, max_prompt_tokens=99, template_args={name: None})
 
 
 def test_a_missing_template_is_said_with_the_fix():
