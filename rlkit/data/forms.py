@@ -134,6 +134,9 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         if len(turns) % 1000 == 0:
             _progress.info("rendering: %d of %d rows", len(turns), len(rows))
     unused.report(template.not_read, rl=PROMPT in forms)
+    pairs = [(index, row) for index, (form, row) in enumerate(found) if form is PAIR]
+    why = "repeat the prompt at the beginning of both responses, so that it stands twice"
+    drop(rows, pairs, _repeats_prompt, what="pairs", why=why, keep=True)
     return turns
 
 
@@ -650,6 +653,13 @@ def _pair(row: Row, place: str, template: Template) -> list[Turn]:
             f"{place}: chosen and rejected differ before their last message; a pair answers one prompt twice"
         )
     return [chosen, rejected]
+
+
+def _repeats_prompt(row: Row) -> bool:
+    """Whether both responses begin with the words of the prompt, all three as text."""
+    texts = [row.get(name) for name in ("prompt", *_PAIR_COLUMNS)]
+    prompt, *responses = (text.strip() if isinstance(text, str) else "" for text in texts)
+    return bool(prompt) and all(re.match(rf"{re.escape(prompt)}(?!\w)", response) for response in responses)
 
 
 def _check_pair(row: Row, place: str, plain: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rlkit.data.files import PACKED, READERS, Placed, format_of, need_datasets, numbered, read_file
 
+_log = logging.getLogger("rlkit.data")
 _SPLITS = {  # the words by which file and folder names name a split, as `datasets` knows them
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
@@ -81,9 +83,17 @@ def _in_folder(path: Path, split: str | None, *, held_out: bool) -> list[Source]
             f"give the files, or a glob such as '{path}/*{files[0].suffix}'"
         )
     chosen = _choose([key or "train" for key in splits], split, str(path), held_out=held_out)
-    files = splits[chosen if None not in splits else None]
+    found, files = files, splits[chosen if None not in splits else None]
     _check_shards(path, chosen, files)
+    usual = chosen in _HELD_OUT if held_out else chosen == "train"
+    if split is None and None not in splits and (len(files) < len(found) or not usual):
+        left = _listed([file for file in found if file not in files])
+        _log.warning("%s: reads the split %s: %s%s", path, chosen, _listed(files), f", and not {left}" if left else "")
     return [Source(str(path / file), partial(read_file, path / file)) for file in files]
+
+
+def _listed(files: Sequence[Path]) -> str:
+    return ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
 
 
 def _holds_data(file: Path, folder: Path) -> bool:

@@ -289,6 +289,10 @@ READ = {
         ("<user>a;<assistant>b;<user>hi;<assistant>yo;", ["b;", "yo;"]),
     ),
     "LMSYS": ("sft", {"conversation": [user("hi"), answer("yo")], "conversation_id": "x"}, HI_YO),
+    "responses that repeat the prompt": (
+        "dpo", {"prompt": "Q: hi A:", "chosen": "Q: hi A: yo", "rejected": "Q: hi A: no"},
+        ("<user>Q: hi A:;<assistant>", "Q: hi A: yo;", "Q: hi A: no;"),
+    ),
     "UltraFeedback, pair": (
         "dpo", {"prompt": "hi", "messages": [user("hi"), answer("yo")], "chosen": [user("hi"), answer("yo")],
                 "rejected": [user("hi"), answer("no")]}, PAIR_OF,
@@ -315,6 +319,10 @@ READ = {
 }  # fmt: skip
 
 NAMED = {  # what the screen says of the row above
+    "responses that repeat the prompt": (
+        "{file}: kept 1 of 1 pairs that repeat the prompt at the beginning of both responses, so that it stands twice: "
+        "{place}"
+    ),
     "ShareGPT that gpt opens": (
         "{file}: kept 1 of 1 rows that begin with an assistant turn, which is not trained: {place}"
     ),

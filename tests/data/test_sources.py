@@ -106,6 +106,20 @@ def test_the_files_of_a_folder_are_those_of_one_split(tmp_path, files, split, tr
     assert numbers(f"{tmp_path}{split}", held_out=True) == held_out
 
 
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, caplog):
+    put(tmp_path, one__a=[1], one__b=[2], two__train_qa=[1], two__unit_test_writing=[2], three__test=[1])
+    assert numbers(tmp_path / "one") == [1, 2]
+    assert caplog.messages == []
+    assert numbers(tmp_path / "two") == [1]
+    assert numbers(tmp_path / "three") == [1]
+    assert numbers(tmp_path / "three", held_out=True) == [1]
+    assert numbers(f"{tmp_path}/two:test") == [2]
+    assert caplog.messages == [
+        f"{tmp_path}/two: reads the split train: train_qa.jsonl, and not unit_test_writing.jsonl",
+        f"{tmp_path}/three: reads the split test: test.jsonl",
+    ]
+
+
 UNCLEAR = [
     ({"train": [1], "test": [2], "validation": [3]}, True, r"the splits \['test', 'train', 'validation'\], and not"),
     ({"a-00000_of_00001": [1], "b-00000_of_00001": [2]}, False, r"the splits \['a', 'b'\], and not 'train': name one"),
