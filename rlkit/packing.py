@@ -362,8 +362,10 @@ def _check_numbers(x: Any, kind: type, name: str) -> None:
     if x is None and name.endswith("token_rewards"):
         return
     if isinstance(x, str) or not isinstance(x, Sequence):
-        shape = f"of shape {list(x.shape)}; use {name.split()[-1]}.tolist()" if hasattr(x, "tolist") else ""
-        raise TypeError(f"{name} must be a list, got a {type(x).__name__.lower()} {shape}".rstrip())
+        shape = getattr(x, "shape", None)
+        fix = "" if shape is None else f" of shape {list(shape)}; use {name.split()[-1]}.tolist()"
+        kind_of = type(x).__name__.removesuffix("Type").lower()
+        raise TypeError(f"{name} must be a list, got a {kind_of}{fix}")
     if set(map(type, x)) <= ({int} if kind is Integral else {float, int, bool}):
         return
     for j, value in enumerate(x):

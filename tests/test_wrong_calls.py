@@ -33,7 +33,7 @@ PACKED = [
     ({"prompt_ids": ["a"]}, "groups[0][1]: prompt_ids[0] must be an integer, got str 'a'"),
     ({"ids": "ab"}, "groups[0][1]: ids must be a list, got a str"),
     ({"ids": np.array([4, 5])}, "groups[0][1]: ids must be a list, got a ndarray of shape [2]; use ids.tolist()"),
-    ({"mask": None}, "groups[0][1]: mask must be a list, got a nonetype"),
+    ({"mask": None}, "groups[0][1]: mask must be a list, got a none"),
     ({"versions": [0.5, 1]}, "groups[0][1]: versions[0] must be an integer, got float 0.5"),
     ({"logp": [None, -1.0]}, "groups[0][1]: logp[0] must be a number, got NoneType None"),
     ({"logp": [-1.0, 0.9]}, "groups[0][1]: logp[1] is 0.9, above 0 at a trained token"),
