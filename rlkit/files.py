@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import shutil
+import socket
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,9 +25,10 @@ _CHUNK = 1 << 22
 
 
 def check_model_path(path: str | os.PathLike[str]) -> None:
-    """FileNotFoundError for a path that looks like a folder and has no config.json; other names are hub ids.
+    """FileNotFoundError for a folder without config.json, and for a hub id that cannot be had without a network.
 
-    transformers takes a missing folder for a hub id, and reports a connection error. ValueError for a GGUF file.
+    transformers takes a missing folder for a hub id, and reports a connection error after half a minute. ValueError for
+    a GGUF file, NotADirectoryError for any other.
     """
     if str(path).endswith(".gguf"):
         what = "rlkit reads folders saved by save_pretrained; docs/models.md has the lines that convert it"
@@ -34,10 +36,41 @@ def check_model_path(path: str | os.PathLike[str]) -> None:
     if Path(path).is_file():
         folder = Path(path).parent
         raise NotADirectoryError(f"model {str(path)!r} is a file: give its folder, {str(folder)!r}")
-    looks_local = os.path.isabs(path) or str(path).startswith((".", "~")) or Path(path).exists() or "/" not in str(path)
-    if looks_local and not (Path(path) / "config.json").is_file():
-        what = "a folder without config.json" if Path(path).is_dir() else "no folder"
-        raise FileNotFoundError(f"model {str(path)!r}: {what}; give a folder saved by save_pretrained, or a hub id a/b")
+    if (Path(path) / "config.json").is_file():
+        return
+    what = "a folder without config.json" if Path(path).is_dir() else "no folder"
+    beside = _beside(Path(path))
+    if Path(path).is_dir() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)):
+        fix = f"give a folder saved by save_pretrained, or a hub id a/b{beside}"
+        raise FileNotFoundError(f"model {str(path)!r}: {what}; {fix}")
+    if reason := _no_hub(str(path)):
+        raise FileNotFoundError(f"model {str(path)!r}: no folder{beside}, and no hub id in the cache, and {reason}")
+
+
+def _beside(path: Path) -> str:
+    """The folders beside a missing one, as ` (o/ holds a, b)`."""
+    if not path.parent.name or not path.parent.is_dir():
+        return ""
+    names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir() and entry.name[0] != ".")
+    return f" ({path.parent}/ holds {', '.join(names[:6])}{', ...' * (len(names) > 6)})" if names else ""
+
+
+def _no_hub(name: str) -> str | None:
+    """Why a model that is not in the cache cannot be downloaded, found out at once; transformers retries for 35 s."""
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+
+    kept = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    if constants.HF_HUB_OFFLINE or getproxies() or kept.exists():
+        return None
+    url = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((url.hostname, url.port or (80 if url.scheme == "http" else 443)), timeout=10).close()
+    except OSError as error:
+        return f"{url.hostname} cannot be reached ({error.strerror or error})"
+    return None
 
 
 @contextmanager

@@ -327,7 +327,7 @@ def load_latest(
     _check_formats(Path(folder))
     folder, complete = Path(folder), _complete(Path(folder))
     torn = {path for path in folder.glob("step_*") if path.is_dir()} - {*complete}
-    skipped = [f"{path} has no {_MANIFEST}, or files that are missing or cut off" for path in sorted(torn)]
+    skipped = [_fault(path) for path in sorted(torn)]
     for path in reversed(complete):
         try:
             return load_checkpoint(path, model=model, optimizer=optimizer), skipped
@@ -450,6 +450,20 @@ def _manifest(path: Path) -> dict[str, Any]:
         return manifest if isinstance(manifest["step"], int) else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+
+
+def _fault(path: Path) -> str:
+    """Why a folder is no complete checkpoint: the file, and what is wrong with it."""
+    files = _manifest(path).get("files")
+    if not isinstance(files, dict):
+        return f"{path} has no {_MANIFEST}{' that can be read' if (path / _MANIFEST).exists() else ''}"
+    for name, entry in files.items():
+        if not (path / name).is_file():
+            return f"{path}: {name} is missing"
+        wanted = entry.get("size") if isinstance(entry, dict) else None
+        if (size := (path / name).stat().st_size) != wanted:
+            return f"{path}: {name} is damaged: it has {size} bytes, and was written with {wanted}"
+    return f"{path}: {_MANIFEST} is damaged"
 
 
 def _is_whole(path: Path, manifest: dict[str, Any]) -> bool:

@@ -57,6 +57,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
 @contextmanager
 def _explained(path: str | os.PathLike[str], what: str) -> Iterator[None]:
     """One line with the folder, and where it is damaged JSON with the file, for the errors of transformers."""
+    hub = logging.getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(logging.ERROR)  # or it prints a line for each of its retries, before the error
     try:
         yield
     except Exception as error:
@@ -68,6 +71,8 @@ def _explained(path: str | os.PathLike[str], what: str) -> Iterator[None]:
             raise
         text = str(error).partition("\n")[0]
         raise ValueError(f"model {str(path)!r}: its {what} cannot be read: {type(error).__name__}: {text}") from error
+    finally:
+        hub.setLevel(level)
 
 
 def _not_json(folder: Path) -> Path | None:

@@ -23,7 +23,6 @@ import secrets
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -297,7 +296,7 @@ def drop_after(folder: Path | str, step: int) -> None:
         kept = [line for line in lines if _step_of(line) <= step]
         last = max(map(_step_of, kept), default=-1)
         if last < step and step > 0:
-            say(f"{path} has no lines of steps {last + 1:.0f} to {step}, which were trained: they are lost")
+            say(f"{path} has no lines of steps {max(1, last + 1):.0f} to {step}, which were trained: they are lost")
         if kept == lines[: len(kept)]:
             os.truncate(path, sum(map(len, kept)))  # needs no space on a full disk
         else:
@@ -311,6 +310,8 @@ def drop_after(folder: Path | str, step: int) -> None:
 def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, without a last line that is incomplete (being written, or cut off by a crash)."""
     path = Path(folder) / "metrics.jsonl"
+    if Path(folder).is_file():
+        raise NotADirectoryError(f"{folder} is a file: give its folder, {Path(folder).parent}")
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no metrics.jsonl: give the folder of a run")
     rows = []
@@ -348,5 +349,5 @@ def _step_of(line: bytes) -> float:
     try:
         return json.loads(line)["step"] if line.endswith(b"\n") else float("inf")
     except (ValueError, KeyError, TypeError):
-        warnings.warn(f"rlkit: dropped a broken line of metrics.jsonl: {line[:80]!r}", stacklevel=3)
+        say(f"dropped a broken line of metrics.jsonl: {line[:80]!r}")
         return float("inf")

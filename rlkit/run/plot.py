@@ -79,7 +79,7 @@ def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | N
     to the names of the runs. Only `matplotlib.figure.Figure` is used: pyplot's state and back end do not change.
 
     Errors: ModuleNotFoundError, which names the extra, without matplotlib; FileNotFoundError for a folder without
-    metrics; ValueError if there is nothing to draw.
+    metrics or that `out` is not in; ValueError if there is nothing to draw, or for another suffix.
     """
     if not folders:
         raise ValueError("give at least one run folder")
@@ -96,6 +96,11 @@ def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | N
     optional("matplotlib", "plot", "plots need")
     from matplotlib.figure import Figure
 
+    target = Path(out) if out is not None else Path(folders[0]) / "metrics.png"
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"`out` {target}: there is no folder {target.parent}")
+    if target.suffix and target.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():
+        raise ValueError(f"`out` {target}: {target.suffix} is no format of a picture: take .png, .pdf or .svg")
     figure = Figure(figsize=(5.6 * columns, 3.5 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat[len(panels) :]:
@@ -104,7 +109,6 @@ def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | N
         _draw(axis, panel, runs)
     names = ", ".join(runs) if len(runs) < 4 else f"{len(runs)} runs"
     figure.suptitle(title or names, fontsize=13, fontweight="bold")
-    target = Path(out) if out is not None else Path(folders[0]) / "metrics.png"
     picture = io.BytesIO()
     figure.savefig(picture, dpi=130, format=target.suffix[1:] or "png")
     replace_file(target, picture.getvalue())

@@ -26,6 +26,7 @@ from typing import Annotated, Any
 import tyro
 
 from rlkit._text import printable
+from rlkit.files import check_model_path
 from rlkit.run.folder import read_args
 from rlkit.scripts.cli import run
 from rlkit.scripts.common import Data, check_device
@@ -150,6 +151,8 @@ def main(args: Args) -> None:
     options = {**kept, **given, "chat_template": template}
     rendering = {n: options[n] for n in ("system_prompt", "template_args", "chat_template") if n in options}
     data = Data("-", **rendering)
+    if not kept and not (folder / "model" / "config.json").is_file():
+        check_model_path(args.run)  # before torch is loaded
     model, tokenizer = load(folder, kept, device=args.device)
     from rlkit.data.chat import stop_token_ids
     from rlkit.data.template_files import set_template

@@ -31,7 +31,7 @@ from rlkit.run.console import TRAINING, encode_anything, warnings_that_fit, wrap
 from rlkit.run.cores import SPINS
 from rlkit.run.signals import resume_command
 from rlkit.scripts import foreign
-from rlkit.scripts.flags import FLAT, flags_of, help_text, is_flag, list_flags, wrong_words
+from rlkit.scripts.flags import FLAT, Flag, flags_of, help_text, is_flag, list_flags, wrong_words
 from rlkit.settings import collected
 
 X = TypeVar("X")
@@ -148,6 +148,8 @@ def _refuse_wrong(argv: Sequence[str], own: Sequence[str], kind: type) -> None:
     if not wrong:
         return
     rest = "; --help lists the flags" if "missing" in wrong else ""
+    if "missing" in wrong and "--resume" in own and (kept := _kept_args(own, flags)):
+        rest = f"; a resumed run takes its flags again: they are in {kept}"
     if unknown and not ours_only:
         rest = "; docs/migrating.md has all options"
     if "command" in names and "--" not in argv:
@@ -157,6 +159,15 @@ def _refuse_wrong(argv: Sequence[str], own: Sequence[str], kind: type) -> None:
     width = max(map(len, wrong))
     lines = [f"  {given:{width}}  {what}" for given, what in wrong.items()]
     fail("\n".join([f"{len(wrong)} flags are {'not known here' if unknown else 'wrong'}{rest}", *lines]))
+
+
+def _kept_args(own: Sequence[str], flags: Sequence[Flag]) -> Path | None:
+    """The args.json of the run folder on a command line, if there is one."""
+    default = next((flag.default for flag in flags if flag.name == "schedule.output" or flag.name == "output"), None)
+    given = [after if word == "--output" else word.partition("=")[2]
+             for word, after in zip(own, [*own[1:], ""]) if word.partition("=")[0] == "--output"]  # fmt: skip
+    path = Path(given[-1] if given else str(default)) / "args.json"
+    return path if path.is_file() else None
 
 
 def _refuse_assignments(own: Sequence[str], names: set[str]) -> None:
@@ -294,12 +305,23 @@ def spelled(message: str, settings: Any) -> str:
 
 def _copy(argv: list[str]) -> None:
     scripts = [name for name in COMMANDS if name != "copy"]
-    if len(argv) != 2 or argv[0] not in scripts:
-        fail(f"usage: rlkit copy SCRIPT FILE.py, where SCRIPT is one of {', '.join(scripts)}")
+    usage = f"usage: rlkit copy SCRIPT FILE.py, where SCRIPT is one of {', '.join(scripts)}"
+    if {"-h", "--help"} & {*argv}:
+        return _print(usage)
+    name = argv[0].replace("-", "_") if argv else ""
+    if argv and name not in scripts:
+        near = "".join(f" (perhaps {x})" for x in get_close_matches(name, scripts, n=1))
+        fail(f"no script {argv[0]!r}{near}: {usage}")
+    if len(argv) != 2:
+        fail(usage)
     target = Path(argv[1])
+    if target.is_dir():
+        fail(f"{target} is a folder: give a file, such as {target / f'my_{name}.py'}")
+    if target.exists():
+        fail(f"{target} is there already, and is not overwritten: give a new file, such as my_{name}.py")
     try:
         with target.open("x") as file:
-            file.write(Path(__file__).with_name(f"{argv[0]}.py").read_text())
+            file.write(Path(__file__).with_name(f"{name}.py").read_text())
     except OSError as error:
         fail(f"{target}: {error.strerror}")
     _print(f"{target}: run it with python {target} --help, or torchrun {target} ...")

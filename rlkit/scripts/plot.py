@@ -1,7 +1,9 @@
 """Draw the curves of one run, or of several runs in one picture.
 
-rlkit plot runs/grpo                       metrics.png in the run folder
-rlkit plot runs/a runs/b -o both.pdf
+    rlkit plot runs/grpo                       metrics.png in the run folder
+    rlkit plot runs/a runs/b -o both.pdf
+
+A panel is drawn for what any of the runs has measured.
 """
 
 from __future__ import annotations

@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import shlex
+import signal
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +28,11 @@ import tyro
 from rlkit._extras import optional
 from rlkit.run.console import say
 from rlkit.run.folder import read_metrics
+from rlkit.run.signals import resume_command
 from rlkit.scripts.cli import fail, run
 from rlkit.scripts.flags import list_flags, wrong_words
 from rlkit.scripts.foreign import answer
-from rlkit.settings import Count, Seed, check
+from rlkit.settings import Count, Seed, check, refuse_if
 
 DEFAULTS = {  # the metric of each script, and whether less is better
     "grpo": ("eval/sampled", False), "ppo": ("eval/sampled", False), "dpo": ("eval/accuracy", False),
@@ -63,6 +68,16 @@ class Args:
 
     def __post_init__(self) -> None:
         check(self, may_be_empty=("command",))
+        for name, (low, high) in self.range.items():
+            refuse_if(low > high, f"`range` {name}: lowest first, got {low:g} {high:g}")
+        for name, (low, high) in self.log_range.items():
+            refuse_if(not 0 < low <= high, f"`log_range` {name}: lowest first and above 0, got {low:g} {high:g}")
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, after the trial that trained has ended."""
+
+    number = signal.SIGINT  # `rlkit.scripts.cli.on_ranks` ends by it, and prints nothing
 
 
 def main(args: Args) -> Any:
@@ -105,8 +120,10 @@ def main(args: Args) -> Any:
                 fail(f"{number} failed, so the sweep stops: {error}", code=1)
             say(f"trial {trial.number}: failed, and the sweep goes on: {error}")
             continue
-        except BaseException:
+        except BaseException as error:
             study.tell(trial, state=states.FAIL)
+            if isinstance(error, Interrupted):
+                say(f"trial {trial.number} was stopped; the sweep goes on with: {resume_command()}")
             raise
         state = states.PRUNED if pruned else states.FAIL if math.isnan(value) else states.COMPLETE
         ended.append(state)
@@ -123,6 +140,12 @@ def check_command(args: Args) -> tuple[str, bool]:
     Of a command of rlkit, the searched flags, their values and the evaluation are checked; others are not known.
     """
     words = list(args.command)
+    for name in {**args.range, **args.log_range, **args.choice}:
+        same = [
+            w for w in words if w[:2] == "--" and w[2:].partition("=")[0].replace("_", "-") == name.replace("_", "-")
+        ]
+        if same:
+            raise ValueError(f"{same[0]} of the command is searched by the sweep: drop it there")
     script = next((name for name in DEFAULTS for word in words[:8] if word in (name, f"rlkit.scripts.{name}")), None)
     if script is None or not any(word.endswith("rlkit") or word.startswith("rlkit.") for word in words[:8]):
         if args.metric is None:
@@ -170,13 +193,34 @@ def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tupl
                 if seen and trial.should_prune():
                     return list(seen.values())[-1], True
                 time.sleep(0.2)
+        except KeyboardInterrupt:
+            _wait_for_stop(process)
+            raise Interrupted from None
         finally:
             process.terminate()
     if process.returncode:
         raise RuntimeError(f"exit code {process.returncode} of {shlex.join(command)}")
     if not seen:
-        raise ValueError(f"no line of {folder / 'metrics.jsonl'} has {metric!r}: is it one of {sorted(rows[-1])}?")
+        keys = sorted({key for row in rows for key in row if key != "step" and not key.startswith("time/")})
+        near = get_close_matches(metric, keys, n=3, cutoff=0.5)
+        there = f"perhaps {' or '.join(near)}" if near else f"it has {', '.join(keys)}"
+        raise ValueError(f"`metric` {metric}: no line of {folder / 'metrics.jsonl'} has it; {there}")
     return list(seen.values())[-1], False
+
+
+def _wait_for_stop(process: subprocess.Popen[bytes]) -> None:
+    """After Ctrl-C, wait until the run has ended: a terminal interrupts it, too, and it saves after its step.
+
+    A further Ctrl-C, also of both, ends it without saving.
+    """
+    of_terminal = False
+    with suppress(OSError), open("/dev/tty") as terminal:
+        of_terminal = os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    if not of_terminal:
+        process.send_signal(signal.SIGINT)
+    while process.poll() is None:
+        with suppress(KeyboardInterrupt):
+            process.wait()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Send the metrics of a run folder to Weights & Biases, MLflow or TensorBoard.
 
-rlkit track runs/grpo --to wandb --project sorting
-rlkit track runs/grpo --to tensorboard --follow     while the run trains
+    rlkit track runs/grpo --to wandb --project sorting
+    rlkit track runs/grpo --to tensorboard --follow     while the run trains
+
+Steps that were sent before are not sent again.
 """
 
 from __future__ import annotations

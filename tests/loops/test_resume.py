@@ -84,13 +84,13 @@ def test_a_damaged_checkpoint_is_skipped_and_named(task, tmp_path, script):
         assert numbers(output) == whole
     if script == "sft":
         before = (output / "metrics.jsonl").read_bytes()
-        (newest / "state.pt").unlink()
+        os.truncate(newest / "__0_0.distcp", 100)
         flip_a_byte(older / "state.pt")
         done = run(task, script, output, "--resume")
         assert done.returncode == 2
         last = done.stderr.strip().splitlines()[-1]
         assert last.startswith(
-            f"error: {output / 'checkpoints'}: no checkpoint is whole: {newest} has no manifest.json"
+            f"error: {output / 'checkpoints'}: no checkpoint is whole: {newest}: __0_0.distcp is damaged: it has 100"
         )
         assert f"{older}: state.pt changed" in last
         assert (output / "metrics.jsonl").read_bytes() == before

@@ -95,13 +95,16 @@ def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
         assert not list((folder / "trajectories").iterdir())
 
 
-def test_a_broken_line_in_the_middle_is_named_and_dropped_on_resume(tmp_path):
+def test_a_broken_line_in_the_middle_is_named_and_dropped_on_resume(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\0\0\0\n{"step": 2}\n{"step"')
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is not JSON"):
         read_metrics(tmp_path)
-    with pytest.warns(UserWarning, match="dropped a broken line"):
-        drop_after(tmp_path, 9)
+    capsys.readouterr()
+    drop_after(tmp_path, 9)
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0] == r"dropped a broken line of metrics.jsonl: b'\x00\x00\x00\n'"
+    assert said.err == ""
     assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
@@ -113,6 +116,12 @@ def test_lines_that_are_missing_on_resume_are_reported(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     drop_after(tmp_path, 3)
     assert capsys.readouterr().out == f"{path} has no lines of steps 1 to 3, which were trained: they are lost\n"
+
+
+def test_step_0_is_no_step_that_was_trained(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/')
+    drop_after(tmp_path, 1)
+    assert "has no lines of steps 1 to 1, which were trained" in capsys.readouterr().out
 
 
 def test_dropping_lines_is_atomic_and_needs_no_space_at_the_end_of_the_file(tmp_path, monkeypatch):

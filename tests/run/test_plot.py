@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +125,10 @@ def test_nothing_to_draw_and_no_run_are_errors(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(tmp_path / "a.png")
     for place in (tmp_path, tmp_path / "nowhere" / "a.png", tmp_path / "a.png" / "b.png"):
         screens.refused(cli.main, ["plot", str(run), "-o", str(place)])
+    wrong = screens.refused(cli.main, ["plot", str(run), "-o", str(tmp_path / "nowhere" / "a.png")])
+    assert wrong == f"error: --out {tmp_path}/nowhere/a.png: there is no folder {tmp_path}/nowhere"
+    wrong = screens.refused(cli.main, ["plot", str(run / "metrics.jsonl")])
+    assert wrong == f"error: {run}/metrics.jsonl is a file: give its folder, {run}"
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
@@ -238,4 +241,5 @@ def test_the_suffix_selects_the_picture_format(tmp_path):
     run = write_run(tmp_path / "run", SMALL)
     for name, start in (("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a", b"\x89PNG")):
         assert plot_run(run, out=tmp_path / name).read_bytes().startswith(start)
-    assert re.match("error: .*xyz", screens.refused(cli.main, ["plot", str(run), "-o", str(tmp_path / "a.xyz")]))
+    wrong = screens.refused(cli.main, ["plot", str(run), "-o", str(tmp_path / "a.xyz")])
+    assert wrong == f"error: --out {tmp_path}/a.xyz: .xyz is no format of a picture: take .png, .pdf or .svg"

@@ -221,6 +221,31 @@ def test_wrong_flags_and_files_end_in_one_line(task, tmp_path, capsys):
         assert done.stderr.startswith(f"error: {message}")
 
 
+def test_a_model_that_is_neither_a_folder_nor_to_be_had_is_refused_at_once(tmp_path, monkeypatch):
+    """transformers asks the hub six times, for 35 s, and prints each."""
+    from huggingface_hub import constants
+
+    for name in ("first", "second"):
+        (tmp_path / "own" / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        why = "and no hub id in the cache, and 127.0.0.1 cannot be reached (Connection refused)"
+        rows = str(write(tmp_path / "rows.jsonl", ROWS["sft"]))
+        for script, flags in (("sft", ["--data", rows, "--model"]), ("chat", [])):
+            said = refused(script, [*flags, "own/nope"])
+            assert said == f"error: model 'own/nope': no folder (own/ holds first, second), {why}"
+            assert refused(script, [*flags, "other/nope"]) == f"error: model 'other/nope': no folder, {why}"
+            message = "no folder; give a folder saved by save_pretrained, or a hub id a/b (own/first/ holds "
+            (tmp_path / "own/first/x").mkdir(exist_ok=True)
+            assert refused(script, [*flags, "own/first/nope"]).startswith(f"error: model 'own/first/nope': {message}x)")
+
+
 def test_a_run_folder_in_use_ends_in_one_line_and_a_failing_reward_in_its_message(task, tmp_path, capsys):
     flags = flags_of(task, "grpo", tmp_path / "run")
     (task / "breaks.py").write_text("def score(completion, row):\n    raise ValueError('mine')\n")

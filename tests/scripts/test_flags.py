@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -296,6 +297,27 @@ def test_help_loads_no_torch():
     assert all("usage: " in text for text in shown)
 
 
+@pytest.mark.parametrize(("script", "examples"), [("plot", 2), ("track", 2), ("copy", 1)])
+def test_help_has_each_example_in_a_line_of_its_own(script, examples, capsys):
+    with suppress(SystemExit):
+        cli.main([script, "--help"])
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.count(f"rlkit {script} ") for line in shown if f"rlkit {script} " in line][-examples:] == [
+        1
+    ] * examples
+    assert (
+        sum(f"rlkit {script} " in line for line in shown[0:1] + [x for x in shown if x.startswith("    ")])
+        > examples - 1
+    )
+
+
+def test_a_resumed_run_without_flags_is_told_where_they_are(tmp_path):
+    (tmp_path / "args.json").write_text("{}")
+    said = screens.refused(cli.main, ["grpo", "--output", str(tmp_path), "--resume"])
+    where = f"a resumed run takes its flags again: they are in {tmp_path}/args.json"
+    assert said == f"error: missing --model and --data; {where}"
+
+
 def test_all_wrong_flags_are_answered_at_once(capsys):
     argv = [
         "--model_name_or_path",
@@ -395,6 +417,9 @@ WRONG = [
     ("grpo --model m --data d --reward a:b --beta 0.1 --steps 1", "--beta is --kl-coef here"),
     ("nothing", "no command 'nothing': choose one of grpo, ppo"),
     ("copy grpo", "usage: rlkit copy SCRIPT FILE.py"),
+    ("copy grop my.py", "no script 'grop' (perhaps grpo): usage: rlkit copy SCRIPT FILE.py"),
+    ("copy grpo /", "/ is a folder: give a file, such as /my_grpo.py"),
+    ("copy reward-model /etc/passwd", "/etc/passwd is there already, and is not overwritten: give a new file, such as"),
 ]
 REFUSED = """
 import json, sys
@@ -429,7 +454,7 @@ def test_a_copied_script_has_the_same_flags(tmp_path, script, capsys):
     assert shown[0].partition("\n\n")[2] == shown[1].partition("\n\n")[2] != ""
     with pytest.raises(SystemExit):
         cli.main(["copy", script, str(tmp_path / "mine.py")])
-    assert f"error: {tmp_path / 'mine.py'}: File exists" in capsys.readouterr().err
+    assert f"error: {tmp_path / 'mine.py'} is there already, and is not overwritten" in capsys.readouterr().err
 
 
 def test_the_demo_deletes_nothing_but_a_demo(tmp_path):

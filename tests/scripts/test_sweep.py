@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import optuna
 import pytest
@@ -67,13 +72,55 @@ def test_a_worse_run_is_ended_early(tmp_path, capsys):
 def test_an_impossible_sweep_is_an_error(tmp_path, capsys):
     for flags, train, message in [
         ([], [], "nothing to search over"),
-        ([*SPACE, "--metric", "reward"], [], "has 'reward': is it one of ['score', 'step', 'x']"),
+        ([*SPACE, "--metric", "reward"], [], "--metric reward: no line of "),
+        ([*SPACE, "--metric", "scores"], [], "/metrics.jsonl has it; perhaps score"),
+        ([*SPACE, "--metric", "loss"], [], "/metrics.jsonl has it; it has score, x"),
+        ([*SPACE], ["--x", "3"], "--x of the command is searched by the sweep: drop it there"),
+        (["--log-range", "x", "3", "1"], [], "--log-range x: lowest first and above 0, got 3 1"),
+        (["--log-range", "x", "0", "1"], [], "--log-range x: lowest first and above 0, got 0 1"),
+        (["--range", "x", "3", "1"], [], "--range x: lowest first, got 3 1"),
     ]:
         with pytest.raises((SystemExit, RuntimeError)) as ended:
             sweep(tmp_path, *flags, train=train)
         assert str(ended.value) != "0"
         assert message in capsys.readouterr().err + str(ended.value)
     assert {t.state.name for t in trials_of(tmp_path)} == {"FAIL"}
+
+
+STEPS = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--output") + 1])
+folder.mkdir()
+asked = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda *_: asked.append(1))
+print("training", flush=True)
+while not asked:
+    time.sleep(0.05)
+time.sleep(1)  # the step, and the save
+print("saved" if len(asked) == 1 else "aborted", flush=True)
+"""
+
+
+def test_one_ctrl_c_ends_the_trial_and_the_sweep_once(tmp_path):
+    (tmp_path / "steps.py").write_text(STEPS)
+    flags = ["--output", str(tmp_path / "out"), "--metric", "x", "--range", "x", "0", "1"]
+    command = [sys.executable, "-m", "rlkit.scripts.sweep", *flags, "--", sys.executable, str(tmp_path / "steps.py")]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+        os.execv(command[0], command)
+    shown = b""
+    with suppress(OSError):  # nobody has the terminal any more
+        while data := os.read(terminal, 4096):
+            shown += data
+            if data.strip().endswith(b"training"):
+                os.write(terminal, b"\x03")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
+    text = shown.decode()
+    assert "saved" in text, text
+    assert "trial 0 was stopped; the sweep goes on with: " in text
+    assert not {"aborted", "KeyboardInterrupt", "Traceback"} & {*text.replace(":", " ").split()}, text
 
 
 def test_trials_that_fail_are_named_and_the_sweep_goes_on_unless_the_first_three_do(tmp_path, capfd):
