@@ -185,7 +185,8 @@ def test_what_no_trial_could_run_with_is_refused_before_the_first(tmp_path, spac
 
 def test_the_default_metric_is_one_that_the_command_writes(tmp_path, task, capfd):
     argv = ["--output", str(tmp_path), "--trials", "1", "--log-range", "lr", "1e-5", "1e-3", "--"]
-    data = str(task / "rows.jsonl")
+    data = str(tmp_path / "rows.jsonl")
+    Path(data).write_text('{"prompt": "1+1=", "response": "2"}\n' * 4)
     command = [
         sys.executable,
         "-m",
