@@ -33,9 +33,11 @@ def chat_header(function: Any) -> str:
     inner, code = unwrapped(function), code_of(function)
     doc, places = getattr(inner, "__doc__", None), getattr(inner, "__globals__", {})
     named = [places.get(name) for part in (code, *constants(code)) for name in getattr(part, "co_names", ())]
-    helpers = [x for x in named if getattr(getattr(x, "__code__", None), "co_filename", "") == code.co_filename]
+    helpers = [(x, getattr(x, "__code__", None)) for x in named]
     found = [*constants(code), *named]
-    found += [text for x in helpers for text in constants(x.__code__) if text != x.__doc__]
+    for helper, of in helpers:
+        if getattr(of, "co_filename", "") == code.co_filename:
+            found += [text for text in constants(of) if text != helper.__doc__]
     texts = [text for text in found if isinstance(text, str) and text != doc]
     return next((text for text in texts if any(header in text.lower() for header in _HEADERS)), "")
 

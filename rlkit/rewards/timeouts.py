@@ -183,16 +183,17 @@ def _watched(timeout_s: float) -> Iterator[None]:
 
     A function that holds Python's lock, as a regular expression does, stops the loop, all timeouts and Ctrl-C.
     """
+    global _num_watched
+    handle: Any = None
     limit_s, loop = min(max(_SILENT_S, 5 * timeout_s), 86400.0), asyncio.get_running_loop()
 
     def alive() -> None:
         nonlocal handle
-        with suppress(OSError, ValueError, RuntimeError, AttributeError):  # no stderr
-            faulthandler.dump_traceback_later(limit_s, file=sys.__stderr__)  # replaces the one before
+        if sys.__stderr__ is not None:
+            with suppress(OSError, ValueError):  # it is closed
+                faulthandler.dump_traceback_later(limit_s, file=sys.__stderr__)  # replaces the one before
         handle = loop.call_later(limit_s / 5, alive)
 
-    global _num_watched
-    handle: Any = None
     _num_watched += 1
     alive()
     try:

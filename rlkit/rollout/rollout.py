@@ -198,7 +198,7 @@ async def _episode(env: Env, prompt: Prompt, sample: Sampler) -> Group:
     try:
         out = await env(replace(prompt, row=own_copy(prompt.row)), sample)  # a group shares the row, and the run
     except Exception as error:
-        if getattr(error, "index", None) != prompt.index:  # of `envs.failing`, which names the row
+        if getattr(error, "index", None) != prompt.index:  # of `rlkit.rewards.episodes`, which names the row
             error.add_note(f"in an episode of row {prompt.index + 1}")
         raise
     pieces = pieces_of(out, f"row {prompt.index + 1}: ")

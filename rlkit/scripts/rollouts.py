@@ -356,9 +356,9 @@ def environment(
     """
     from rlkit.rewards.adapters import env_rewards, scorer
     from rlkit.rewards.combine import weighted
+    from rlkit.rewards.episodes import made
     from rlkit.rollout.envs import tools
     from rlkit.rollout.envs.adapters import adapted
-    from rlkit.rollout.envs.failing import made
     from rlkit.rollout.limits import limited
     from rlkit.rollout.rollout import single_turn
 
