@@ -203,7 +203,7 @@ class Rollouts:
     top_k: CountOr0 = 0
     """sample from the k most likely tokens (0: off)"""
     stop: tuple[str, ...] = ()
-    """strings that end a turn, in addition to the model's own stop tokens"""
+    """strings that end a turn, in addition to the model's own stop tokens; a shell writes a line break as $'\\n'"""
     stop_token_ids: tuple[int, ...] = ()
     """token ids that end a turn, in addition to the model's own stop tokens"""
     drop_truncated: bool = False
