@@ -65,7 +65,7 @@ def make_task(folder: Path) -> list[str | Path]:
         folder / "rows.jsonl",
     ]
     command += ["--reward", f"{folder / 'reward.py'}:digits", "--prompts-per-step", "8", "--group-size", "8"]
-    return [*command, "--max-new-tokens", "16", "--save-steps", "1000"]
+    return [*command, "--max-new-tokens", "16", "--save-steps", "1000", "--no-chat-template"]
 
 
 def run(command: list[str | Path], output: Path, loops: int, args: Args) -> tuple[float, int]:

@@ -67,7 +67,8 @@ def keys(folder) -> dict[str, set[str]]:
     tokenizer.save_pretrained(folder / "model")
     (folder / "reward.py").write_text(REWARD)
     for name, row in ROWS.items():
-        rows = [{k: x.format(i=i) for k, x in row.items()} | {"label": i % 2 == 0} for i in range(8)]
+        label = [{"label": i % 2 == 0} if name == "labelled" else {} for i in range(8)]
+        rows = [{k: x.format(i=i) for k, x in row.items()} | label[i] for i in range(8)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = {}
     for name, (script, data, flags) in RUNS.items():
