@@ -104,16 +104,27 @@ def openai_pair(row: Row) -> Row:
 def one_message(row: Row) -> Row:
     """The columns that hold one message, turns of `from`, or the JSON text of messages, as lists of messages.
 
-    An answer that is JSON text stays text: `load_rows` has read those of a CSV file.
+    An answer that is JSON text is read if all its objects are messages: a role that is known, and content.
     """
     given = {name: row[name] for name in _MESSAGES if isinstance(row.get(name), Mapping | str | list)}
     new = {}
     for name, value in given.items():
         if isinstance(value, str) and name in ("messages", "prompt"):
             new[name] = turns_of_text(value, any_role=name == "messages")
-        elif not isinstance(value, str):
+        elif isinstance(value, str):
+            new[name] = _answer(value)
+        else:
             new[name] = messages_of(value)
     return {name: value for name, value in new.items() if value is not row[name]}
+
+
+def _answer(text: str) -> Any:
+    """Messages from the JSON text of nothing else; else the text, also where it is Python's."""
+    with suppress(ValueError):
+        found = turns_of_text(text)
+        if isinstance(found, list) and all("content" in turn for turn in found):
+            return found
+    return text
 
 
 def messages_of(value: Any) -> Any:

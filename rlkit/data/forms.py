@@ -34,6 +34,7 @@ _PROMPT, _RESPONSE, _LABELLED = (
     ("completion", "response", "messages"),
 )
 _PAIR_COLUMNS = ("chosen", "rejected")
+_ANSWERS = {"output", "response", "completion", "answer", "solution"}
 _RESPONSE_LIKE = re.compile("respon|reject|chosen|prefer")
 _CHOICE = re.compile(r"(response|answer|completion|output)_?(\d|[ab])", re.IGNORECASE)
 _UNREAD = {
@@ -178,10 +179,15 @@ def _without_null_columns(row: Row, rows: Sequence[Row]) -> Row:
 
 def _used(row: Row, form: Form, *, plain: bool) -> set[str]:
     """The columns of which a row's text is made, and its label."""
-    source = getattr(row, "source", None)
-    used = form.used(getattr(row, "own", row))
+    own: Row = getattr(row, "own", row)
+    source, used = getattr(row, "source", None), form.used(own)
     if source:
-        used = (used - {*_RESPONSE, "label"}) | source.used(row.own)  # type: ignore[attr-defined]
+        if {name for names in (source.optional, *source.columns) for name in names} & _ANSWERS:
+            used -= _ANSWERS
+        used |= source.used(own)
+    used -= ({*_ANSWERS} if form is PAIR else {*_PAIR_COLUMNS}) | {"label", "kto_tag"}
+    if form is LABELLED:
+        used.add("kto_tag" if source and "kto_tag" in source.optional and own.get("kto_tag") is not None else "label")
     return used | ({*columns.ROW_ARGS, *_PROMPT} if not plain and form is not TEXT else set())
 
 
@@ -266,7 +272,8 @@ def _in_our_columns(row: Row, source: Form | None, forms: Sequence[Form], place:
         raise column_error(place, f"is not {source.title}, as {start} is", row, "; write all rows in one form")
     try:
         new = convert.one_message(row)
-        new |= source.convert(row) if source else {}
+        answers = {name: new[name] for name in (*_RESPONSE, *_PAIR_COLUMNS) if name in new}
+        new |= source.convert({**row, **answers}) if source else {}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise column_error(place, f"cannot be read{f' as {source.title}' if source else ''}: {error}", row) from None
     if PROMPT in forms and new.get("messages", row.get("messages")):

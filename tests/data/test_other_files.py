@@ -298,9 +298,43 @@ READ = {
                 "rejected": [user("hi"), answer("no")]}, PAIR_OF,
     ),
     "an answer that is the JSON text of messages": (
-        "sft", {"prompt": "hi", "response": '[{"role": "user", "content": "a"}]'},
-        ('<user>hi;<assistant>[{"role": "user", "content": "a"}];', ['[{"role": "user", "content": "a"}];']),
+        "sft", {"prompt": "hi", "response": '[{"role": "assistant", "content": "yo"}]'}, HI_YO,
     ),
+    "an answer of an Alpaca row that is the JSON text of messages": (
+        "sft", {"instruction": "hi", "response": '[{"from": "gpt", "value": "yo"}]'}, HI_YO,
+    ),
+    "a pair that is the JSON text of messages": (
+        "dpo", {"prompt": "hi", "chosen": '[{"role": "assistant", "content": "yo"}]',
+                "rejected": '[{"role": "assistant", "content": "no"}]'}, PAIR_OF,
+    ),
+    "an answer that is the JSON text of a message and another object": (
+        "sft", {"prompt": "hi", "response": '[{"role": "assistant", "content": "a"}, {"role": "admin", "content": ""}]'},
+        ('<user>hi;<assistant>[{"role": "assistant", "content": "a"}, {"role": "admin", "content": ""}];',
+         ['[{"role": "assistant", "content": "a"}, {"role": "admin", "content": ""}];']),
+    ),
+    "an answer that is the JSON text of roles without content": (
+        "sft", {"prompt": "hi", "response": '[{"role": "user", "name": "Al"}]'},
+        ('<user>hi;<assistant>[{"role": "user", "name": "Al"}];', ['[{"role": "user", "name": "Al"}];']),
+    ),
+    "a pair beside the answer of a question": (
+        "dpo", {"question": "hi", "answer": "other text", "chosen": "yo", "rejected": "no"}, PAIR_OF,
+    ),
+    "a pair beside the output of an Alpaca row": (
+        "dpo", {"instruction": "hi", "output": "other text", "chosen": "yo", "rejected": "no"}, PAIR_OF,
+    ),
+    "an Alpaca row beside a pair": (
+        "sft", {"instruction": "hi", "output": "yo", "chosen": "fine text here", "rejected": "other text here"}, HI_YO,
+    ),
+    "a labelled answer": ("kto", {"question": "hi", "answer": "yo", "label": True},
+                          ("<user>hi;<assistant>", "yo;", True)),
+    "a labelled solution": ("kto", {"problem": "hi", "solution": "yo", "label": False},
+                            ("<user>hi;<assistant>", "yo;", False)),
+    "a labelled ShareGPT conversation": ("kto", {"conversations": [human("hi"), gpt("yo")], "label": True},
+                                         ("<user>hi;<assistant>", "yo;", True)),
+    "an Alpaca row with a label of another kind": (
+        "sft", {"instruction": "hi", "output": "yo", "label": "positive"}, HI_YO,
+    ),
+    "a labelled pair": ("dpo", {"instruction": "hi", "chosen": "yo", "rejected": "no", "label": 1}, PAIR_OF),
     "a chosen answer that is JSON text": (
         "dpo", {"prompt": "hi", "chosen": '[{"from": "Al", "value": 10}]', "rejected": "[]"},
         ("<user>hi;<assistant>", '[{"from": "Al", "value": 10}];', "[];"),
@@ -326,6 +360,11 @@ NAMED = {  # what the screen says of the row above
     "ShareGPT that gpt opens": (
         "{file}: kept 1 of 1 rows that begin with an assistant turn, which is not trained: {place}"
     ),
+    "a pair beside the answer of a question": "{file}: column answer is not part of the prompt or the response",
+    "a pair beside the output of an Alpaca row": "{file}: column output is not part of the prompt or the response",
+    "an Alpaca row beside a pair": "{file}: columns chosen, rejected are not part of the prompt or the response",
+    "an Alpaca row with a label of another kind": "{file}: column label is not part of the prompt or the response",
+    "a labelled pair": "{file}: column label is not part of the prompt or the response",
     "Dolly": "{file}: column category is not part of the prompt or the response",
     "Hermes": "{file}: column category is not part of the prompt or the response",
     "OpenAI function_call and functions": "{file}: message key name is not written by the chat template",
