@@ -25,6 +25,7 @@ FOR_REWARDS = (
 )  # fmt: skip
 _IDENTITY = re.compile(
     r"(.*_)?(id|idx|index|uuid|guid|hash|source|split|license)|(source_|page_)?url|dataset(_name)?|extra_info|"
+    r"|__index_level_\d+__|Unnamed: 0|"  # the index of pandas, in its own files without a name
     r"meta(data)?|ability|(created|updated)(_at)?|timestamp"
 )  # say where a row is from
 _SENTENCE = 6  # words: no name of a source is that long

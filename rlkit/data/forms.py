@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from rlkit.data import columns, convert
 from rlkit.data.chat import TURN_TEXTS, Message
 from rlkit.data.convert import Converted
-from rlkit.data.load import Row, Rows, column_error, place_of
+from rlkit.data.load import PythonText, Row, Rows, column_error, place_of
 from rlkit.data.template import ROLES, Template
 
 X = TypeVar("X")
@@ -202,7 +202,17 @@ def _check_values(row: Row, form: Form, place: str, plain: bool) -> None:
 
 
 def source_of(row: Row, place: str) -> Form | None:
-    """The form of another library that a row is in; None for a row with a prompt in rlkit's columns."""
+    """The form of another library that a row is in; None for a row with a prompt in rlkit's columns.
+
+    Raises ValueError, with `place`, for a row in two forms of different content, and for Python's text of messages.
+    """
+    try:
+        return _source_of(row, place)
+    except PythonText as error:
+        raise column_error(place, f"cannot be read: {error}", row) from None
+
+
+def _source_of(row: Row, place: str) -> Form | None:
     there = {name: value for name, value in row.items() if value is not None}
     fits = [form for form in THEIRS if not form.missing(there) and form.fits(there)]
     if there.keys() & {*_PROMPT}:
@@ -594,7 +604,7 @@ def _response(
         start = len(context) - len(messages)
         return _turns(context, [start + end for end in ends if start + end], place, template)
     unknown = [key for key, value in messages[-1].items() if columns.is_unknown_key(key, value)]
-    template.lost.update(("message key", key, "response") for key in unknown)
+    template.lost.update({("message key", key, "response"): None for key in unknown})
     prompt, _ = _context({**row, "messages": row["messages"][:-1]}, place, template)
     return [Turn(place, prompt, prompt + response, empty=not response.strip(), label=label)]
 
@@ -628,8 +638,9 @@ def _before(row: Row, column: str, response: Sequence[Message], place: str) -> l
     if begins and not name:
         return []
     prompt = prompt_messages(row, place=place)
-    chosen = convert.messages_of(row.get("chosen"))
-    pairs = [response, [{"content": chosen}] if isinstance(chosen, str) else convert.mappings(chosen) or response]
+    chosen = row.get("chosen")
+    first = [{"content": chosen}] if isinstance(chosen, str) else convert.mappings(convert.messages_of(chosen))
+    pairs = [response, first or response]
     answers = [messages[-1 if begins else 0].get("content") for messages in pairs]
     closes = prompt[-1]["role"] == "assistant" and len(prompt) > 1 and not prompt[-1].get("tool_calls")
     if closes and prompt[-1]["content"] in answers and response[0]["role"] != "tool":

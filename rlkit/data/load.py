@@ -26,6 +26,10 @@ _PROGRESS = 1000  # rows between two log lines
 _progress = logging.getLogger("rlkit.data.progress")
 
 
+class PythonText(ValueError):
+    """A cell holds messages as Python writes them, and not as JSON."""
+
+
 class Rows(list[Row]):
     """Rows and where each came from: the file (`source`) and e.g. "line 3" (`places`). See `place_of`.
 
@@ -208,7 +212,7 @@ def turns_of_text(value: Any, *, any_role: bool = False) -> Any:
     if not isinstance(value, str) or not _JSON_TURNS.match(value):
         return value
     if _PYTHON_TURNS.match(value):
-        raise ValueError(f"messages must be JSON text, got Python's {value[:60]!r}: write them with json.dumps")
+        raise PythonText(f"messages must be JSON text, got Python's {value[:60]!r}: write them with json.dumps")
     try:
         read = json.loads(value)
     except ValueError:

@@ -37,7 +37,7 @@ class Template:
     """whether the tools are those of an RL run: its environment checks them, and a system prompt may list them"""
     seen: dict[Any, Any] = field(default_factory=dict, compare=False)
     """in how many rows a key or argument changed no text, -1 where it changed that of one row; and `_markup`"""
-    lost: set[Any] = field(default_factory=set, compare=False)
+    lost: dict[Any, None] = field(default_factory=dict, compare=False)
     """the keys and arguments of a row that changed none of its texts, and markup of the template in its texts"""
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Template:
         check_arguments(own, f"{place}: chat_template_kwargs")
         tools = convert.row_tools(row, place) if self.tools is None else self.tools
         args = {**(self.args or {}), **own}
-        return replace(self, tools=tools, args=args, of_run=self.of_run and self.tools is not None, lost=set())
+        return replace(self, tools=tools, args=args, of_run=self.of_run and self.tools is not None, lost={})
 
     def text(self, messages: Sequence[Message], place: str, *, opened: bool) -> str:
         """The conversation as text, with the generation prompt if `opened`. Errors name the row."""
@@ -131,7 +131,7 @@ class Template:
                 f"{what} begins with {found[0]!r}, which the chat template writes itself; ready-made prompts and "
                 "responses are strings for --no-chat-template"
             )
-        self.lost.add(("markup", found[0]))
+        self.lost["markup", found[0]] = None
 
     def _markup(self) -> tuple[re.Pattern[str] | None, str]:
         """The special tokens, and words like [INST], around two messages of text; and the end of the turn."""
@@ -222,11 +222,11 @@ class Template:
             others += [{**args, key: not value if isinstance(value, bool) else f"{value}x"}]
             for other in others if re.search(rf"\b{re.escape(key)}\b", self.source) else ():
                 self._try(("template argument", key), arguments, args, other)
-            self.lost.add(("template argument", key))
+            self.lost["template argument", key] = None
 
     def _try(self, name: tuple[Any, ...], texts: Callable[[X], Iterator[str]], given: X, other: X) -> None:
         """Whether one of the texts of `given` and `other` differs, in `seen` and `lost`."""
-        self.lost.add(name)
+        self.lost[name] = None
         if 0 <= (tries := self.seen.get(name, 0)) < _TRIES:
             try:
                 differs = any(one != two for one, two in zip(texts(given), texts(other), strict=True))

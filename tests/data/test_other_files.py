@@ -308,9 +308,9 @@ READ = {
                 "rejected": '[{"role": "assistant", "content": "no"}]'}, PAIR_OF,
     ),
     "an answer that is the JSON text of a message and another object": (
-        "sft", {"prompt": "hi", "response": '[{"role": "assistant", "content": "a"}, {"role": "admin", "content": ""}]'},
-        ('<user>hi;<assistant>[{"role": "assistant", "content": "a"}, {"role": "admin", "content": ""}];',
-         ['[{"role": "assistant", "content": "a"}, {"role": "admin", "content": ""}];']),
+        "sft", {"prompt": "hi", "response": '[{"role": "assistant", "content": "a"}, {"role": "x", "content": ""}]'},
+        ('<user>hi;<assistant>[{"role": "assistant", "content": "a"}, {"role": "x", "content": ""}];',
+         ['[{"role": "assistant", "content": "a"}, {"role": "x", "content": ""}];']),
     ),
     "an answer that is the JSON text of roles without content": (
         "sft", {"prompt": "hi", "response": '[{"role": "user", "name": "Al"}]'},
@@ -324,6 +324,10 @@ READ = {
     ),
     "an Alpaca row beside a pair": (
         "sft", {"instruction": "hi", "output": "yo", "chosen": "fine text here", "rejected": "other text here"}, HI_YO,
+    ),
+    "a chosen answer that is Python's text": (
+        "dpo", {"prompt": "hi", "chosen": "[{'role': 1}]", "rejected": "no"},
+        ("<user>hi;<assistant>", "[{'role': 1}];", "no;"),
     ),
     "a labelled answer": ("kto", {"question": "hi", "answer": "yo", "label": True},
                           ("<user>hi;<assistant>", "yo;", True)),
@@ -749,6 +753,35 @@ def test_half_a_character_is_refused_with_its_row(tmp_path, script):
 )  # fmt: skip
 def test_a_csv_file_holds_messages_as_json_text(tmp_path, script, row, expected):
     assert read(write(tmp_path / "rows.csv", [row]), script, tokenizer_of()) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("script", "row", "text"),
+    [
+        ("sft", {"conversations": "[{'from': 'human', 'value': 'hi'}]"}, "[{'from': 'human', 'value': 'hi'}]"),
+        ("dpo", {"prompt": "hi", "chosen": "[{'role': 'user'}]", "rejected": "no"}, "[{'role': 'user'}]"),
+    ],
+)
+def test_python_text_in_a_csv_file_is_refused_with_its_line(tmp_path, script, row, text):
+    path = write(tmp_path / "rows.csv", [row])
+    message = f'{path}, line 2: cannot be read: messages must be JSON text, got Python\'s "{text}": write them with'
+    with pytest.raises(ValueError, match=f"^{re.escape(message)} json.dumps; columns found: "):
+        read(path, script, tokenizer_of())
+
+
+def test_the_index_of_pandas_is_not_named(tmp_path, caplog):
+    row = {"": "0", "__index_level_0__": "3", "Unnamed: 0": "1", "prompt": "hi", "response": "yo"}
+    assert read(write(tmp_path / "rows.csv", [row]), "sft", tokenizer_of()) == [HI_YO]
+    assert caplog.records == []
+
+
+def test_message_keys_are_named_in_the_order_of_the_file(tmp_path, caplog):
+    more = dict.fromkeys(("zeta", "alpha", "mid", "beta", "omega"), "x")
+    path = write(tmp_path / "rows.jsonl", [{"messages": [user("hi", **more), answer("yo")]}])
+    assert read(path, "sft", tokenizer_of()) == [HI_YO]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{path}: message keys zeta, alpha, mid, beta, omega are not written by the chat template"
+    ]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
