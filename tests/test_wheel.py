@@ -169,8 +169,8 @@ NAMED = {  # a beginning of modules -> the extra that they need as a whole
 USED = {  # what the use of each optional package says without it
     "lora": "error: --lora-rank needs peft: pip install 'rlkit-lm[lora]'",
     "sglang": "error: --engine sglang needs aiohttp: pip install 'rlkit-lm[http]'",
-    "math": f"error: {NAMED['rlkit.rewards.math']}",
-    "math in a file": f"error: {NAMED['rlkit.rewards.math']}",
+    "math": f"error: --reward rlkit.rewards.math:boxed: {NAMED['rlkit.rewards.math']}",
+    "math in a file": f"error: --reward {ROOT / 'examples/math_reward.py'}:score: {NAMED['rlkit.rewards.math']}",
     "sweep": "error: sweeps need optuna: pip install 'rlkit-lm[sweep]'",
     "add_lora": "MissingExtra: LoRA needs peft: pip install 'rlkit-lm[lora]'",
     "plot": "error: plots need matplotlib: pip install 'rlkit-lm[plot]'",

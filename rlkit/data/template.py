@@ -187,8 +187,7 @@ class Template:
 
     def _writes_tools(self, messages: Sequence[Message], place: str) -> bool:
         """Whether each tool is named more often in the text than in that without tools."""
-        found = [tool.get("function", tool) for tool in self.tools or ()]
-        names = [tool["name"] for tool in found if isinstance(tool, Mapping) and isinstance(tool.get("name"), str)]
+        names = [name for tool in self.tools or () if (name := _name_of(tool))]
         text = self.text(messages, place, opened=False)
         try:
             without = replace(self, tools=None).text(messages, place, opened=False)
@@ -264,3 +263,12 @@ def _check_calls(message: Message, where: str) -> None:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(f"{where}.tool_calls[{number}] must be a call like {_CALL}, got {repr(call)[:80]}")
+
+
+def _name_of(tool: Any) -> str | None:
+    """The name in a tool's schema, or of a function; None if it has none."""
+    if not isinstance(tool, Mapping):
+        return getattr(tool, "__name__", None)
+    inner = tool.get("function", tool)
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    return name if isinstance(name, str) else None

@@ -17,7 +17,7 @@ from rlkit.loops.rl import Step, Task, check_settings, rl
 from rlkit.loops.updates import PolicyLoss, check_loss, check_streams, clipped, grpo_update, per_token
 from rlkit.losses import kl_in_reward, value_clip
 from rlkit.metrics import Mean, Metrics, mean, merge
-from rlkit.model.families import check_model
+from rlkit.model.families import check_is_model
 from rlkit.model.forward import Policy, make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.heads import bootstraps, score_values
 from rlkit.model.heads import values as values_of
@@ -150,8 +150,8 @@ async def ppo(
     """
     check_settings(task=task, rollouts=rollouts, schedule=schedule, optim=optim, penalties=penalties, critic=critic)
     check_loss(loss)
-    check_model(model)
-    check_model(value_model, "value_model")
+    check_is_model(model)
+    check_is_model(value_model, "value_model")
     has_kl = coefficients.has_kl(penalties, reference)
     both = nn.ModuleDict({"policy": model, "critic": value_model})
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)

@@ -13,7 +13,7 @@ from rlkit import losses
 from rlkit.data.examples import Pair
 from rlkit.loops.preference import check_pairs, pair_metrics, train_pairs
 from rlkit.metrics import Metrics, mean
-from rlkit.model.families import check_model
+from rlkit.model.families import check_is_model
 from rlkit.model.forward import make_policy
 from rlkit.model.heads import pack_whole, rewards
 from rlkit.settings import Optim, Schedule
@@ -41,7 +41,7 @@ def reward_model(
     a served export as a reward. A padding id that also ends the responses is removed from the config, because
     transformers would read the token before it.
     """
-    check_model(model)
+    check_is_model(model)
     check_pairs(pairs=pairs, eval_pairs=eval_pairs)
     if model.config.pad_token_id in {ids[-1] for pair in pairs for ids in (pair.chosen, pair.rejected)}:
         model.config.pad_token_id = None

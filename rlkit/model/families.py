@@ -249,7 +249,7 @@ def check_architecture(config: Any, *, model_class: Any = None) -> bool:
     return True
 
 
-def check_model(model: Any, name: str = "model") -> None:
+def check_is_model(model: Any, name: str = "model") -> None:
     """Refuse a path, a `Policy`, an iterator of parameters, None: TypeError with what to pass instead."""
     if isinstance(model, str | os.PathLike):
         raise TypeError(f"{name} is a path: give load_model({str(model)!r})")

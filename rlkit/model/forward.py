@@ -21,9 +21,9 @@ from rlkit.model import dense
 from rlkit.model.families import (
     check_architecture,
     check_causal_lm,
+    check_is_model,
     check_leftover,
     check_loaded,
-    check_model,
     check_prompt_ids,
     logit_scale,
     longest_sequence,
@@ -58,7 +58,7 @@ class Policy:
     dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        check_model(self.model)
+        check_is_model(self.model)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -97,7 +97,7 @@ class Policy:
 
 def make_policy(model: Any, *, temperature: float = 1.0, dtype: str | None = None) -> Policy:
     """The `Policy` of a model; `dtype=None` is bf16 on a CUDA GPU that supports it, else fp32."""
-    check_model(model)
+    check_is_model(model)
     return Policy(model, temperature=temperature, dtype=dtype or default_dtype(device_of(model)))
 
 
@@ -171,7 +171,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
 
     Errors: ValueError for a model type whose packed log-probs differ from its own forward.
     """
-    check_model(model)
+    check_is_model(model)
     check_loaded(model)
     model.set_attn_implementation(register())
     return model.eval()
@@ -333,7 +333,7 @@ def reference_policy(policy: Policy, reference: Any, *, moves: bool = False) -> 
     """
     if reference is None:
         return None
-    check_model(reference, "reference")
+    check_is_model(reference, "reference")
     if reference is not policy.model:
         return replace(policy, model=reference)
     if moves or not adapters(reference):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlkit.metrics import Metrics, mean
-from rlkit.model.families import check_model
+from rlkit.model.families import check_is_model
 from rlkit.parallel.pipeline import sum_copies
 from rlkit.ranks import distributed, reshard
 from rlkit.settings import Optim
@@ -33,7 +33,7 @@ def adamw(
     gathered are resharded first, because the optimizer must hold the shards.
     Reference: arXiv:1711.05101
     """
-    check_model(model)
+    check_is_model(model)
     reshard(model)
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:

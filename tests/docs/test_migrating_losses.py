@@ -37,6 +37,9 @@ def logp_of(theta: Tensor, state: int, action: int) -> Tensor:
 class Table(Policy):
     """A policy whose model is a table of logits."""
 
+    def __post_init__(self) -> None:
+        """A table is no model."""
+
     def __call__(self, batch: Batch) -> LogProbs:
         return policy(self.model, batch)
 

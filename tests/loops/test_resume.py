@@ -29,9 +29,10 @@ FLAGS = {
 
 def command(task, script, output, *flags):
     reward = ["--reward", f"{task / 'reward.py'}:score"] if FLAGS[script] is SAMPLED else []
+    data = task / ("labelled.jsonl" if script == "kto" else "rows.jsonl")
     return [
         sys.executable, "-m", *f"rlkit.scripts.{script}".split(), "--model", str(task / "model"), "--data",
-        str(task / "rows.jsonl"), "--output", str(output), "--save-steps", "2", "--steps", "6", "--lr", "1e-3",
+        str(data), "--output", str(output), "--save-steps", "2", "--steps", "6", "--lr", "1e-3",
         *FLAGS[script].split(), *reward, *flags,
     ]  # fmt: skip
 

@@ -126,7 +126,9 @@ def test_an_adapter_of_the_head_is_refused(targets):
 
 def test_a_target_that_no_module_has_is_refused():
     """peft ignores it, where another one fits."""
-    with pytest.raises(ValueError, match=r"target 'qproj': the model has no such module; its linear layers: .*q_proj"):
+    with pytest.raises(
+        ValueError, match=r"`lora_targets` qproj: the model has no such module; its linear layers: .*q_proj"
+    ):
         add_lora(built("llama"), rank=2, targets=["qproj", "v_proj"])
     with pytest.raises(ValueError, match=r"^LoRA on LlamaForCausalLM: [^\n]+$"):
         add_lora(built("llama"), rank=2, targets=["embed_tokens", "norm"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -279,9 +280,12 @@ def test_a_function_is_refused_in_one_line_before_the_model_is_loaded(name, tmp_
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(json.dumps(TEXT))
     given = ["--model", "none", "--data", "rows.jsonl", "--reward", of(source, tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["rlkit grpo", *given])
     with pytest.raises(SystemExit) as ended:
         run(grpo.main, grpo.Args, None, argv=given)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("usage: ", "__main__.py"))]
+    (line,) = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith(("usage: ", "rlkit grpo: "))
+    ]
     assert ended.value.code == 2
     assert line.startswith("error: ")
     assert message in line

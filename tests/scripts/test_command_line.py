@@ -122,7 +122,7 @@ def test_a_base_model_without_the_flag_is_an_error_that_names_it(task, tmp_path)
 
 BAD = {
     "responses that are empty": ("sft", [{"prompt": "a", "response": ""}] * 2, "all 2 rows have an empty response"),
-    "responses that are null": ("sft", [{"prompt": "a", "response": None}], "line 1: column 'response' must be a str"),
+    "responses that are null": ("sft", [{"prompt": "a", "response": None}], "line 1: no response to train on"),
     "turns that are null": (
         "sft",
         [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]}],

@@ -28,7 +28,7 @@ SCRIPTS = {
 
 
 def command(task: Path, script: str, output: Path, *flags: str) -> list[str]:
-    data = str(task / "rows.jsonl")
+    data = str(task / ("labelled.jsonl" if script == "kto" else "rows.jsonl"))
     more = SCRIPTS[script].replace("REWARD", f"{task / 'reward.py'}:score").split() or ["--batch-size", "8"]
     line = [sys.executable, "-m", *f"rlkit.scripts.{script}".split(), "--model", str(task / "model"), "--data", data]
     return [*line, "--eval-data", data, "--output", str(output), "--lr", "1e-3", "--steps", "3", *more, *flags]

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlkit.model.families import check_model, check_prompt_ids
+from rlkit.model.families import check_is_model, check_prompt_ids
 from rlkit.model.parallelize import mesh_of
 from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
 from rlkit.rollout.engines.local.rows import Request, Rows, StopStrings, runs
@@ -67,7 +67,7 @@ class LocalEngine:
         seed: int = 0,
         compile: bool = False,
     ) -> None:
-        check_model(model)
+        check_is_model(model)
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         if mesh_of(model) is not None:
