@@ -46,13 +46,9 @@ export_hf(tiny_model(tokenizer, seed=0), tokenizer, sys.argv[1])
 """
 IMPORTS = """
 import time
-from rlkit.scripts.imports import defer_compiler, no_collections, remember_names
-with no_collections():
-    remember_names()
-    import torch
-    defer_compiler()
-    import rlkit.loops.grpo, rlkit.rollout.engines.local
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+import torch
+import rlkit.loops.grpo, rlkit.rollout.engines.local
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 print(time.process_time())
 """
 
@@ -71,15 +67,11 @@ def load(*names):
     return lambda: [__import__(name) for name in names]
 part("Python")
 part("flags, data", load("rlkit.scripts.grpo", "tyro", "rlkit.data.load", "rlkit.rewards.adapters", "asyncio"))
-from rlkit.scripts.imports import defer_compiler, no_collections, remember_names
-with no_collections():
-    remember_names()
-    part("numpy", load("numpy"))
-    part("torch", load("torch"))
-    part("transformers", load("transformers.models.auto.tokenization_auto"))
-    defer_compiler()
-    part("rlkit", load("rlkit.loops.grpo", "rlkit.rollout.engines.local"))
-    part("the model's class", load("transformers.models.qwen3.modeling_qwen3"))
+part("numpy", load("numpy"))
+part("torch", load("torch"))
+part("transformers", load("transformers.models.auto.tokenization_auto"))
+part("rlkit", load("rlkit.loops.grpo", "rlkit.rollout.engines.local"))
+part("the model's class", load("transformers.models.qwen3.modeling_qwen3"))
 from rlkit.run.folder import Run
 from rlkit.scripts import cli, grpo
 load_models, log = grpo.load_models, Run.log

@@ -21,7 +21,6 @@ from rlkit.files import check_model_path
 from rlkit.run.console import data_progress
 from rlkit.scripts.cli import LossError, flags_of
 from rlkit.scripts.flags import ChatTemplate
-from rlkit.scripts.imports import defer_compiler, no_collections, remember_names
 from rlkit.settings import Count, CountOr0, ParallelArgs, Schedule, check, is_default, refuse_if
 
 log = logging.getLogger("rlkit.scripts")
@@ -154,7 +153,6 @@ def begin(args: Any) -> Any:
     check_folder(args.schedule.output, resume=args.schedule.resume)
     file = template_file(args)
     template = read_template(file) if file else None
-    remember_names()
     import torch
 
     from rlkit.model.launch import choose_device, make_deterministic
@@ -164,8 +162,6 @@ def begin(args: Any) -> Any:
     cuda = torch.cuda.is_available()
     bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     device, dtype = choose_device(args.model.device, args.optim.dtype, cuda=cuda, bf16=bf16)
-    if device == "cpu" and not getattr(getattr(args, "engine", None), "compile", False):
-        defer_compiler()
     args = replace(args, model=replace(args.model, device=device), optim=replace(args.optim, dtype=dtype))
     script = Path(getattr(sys.modules[type(args).__module__], "__file__", None) or "notebook").name
     flags = dict(flags_of(args))
@@ -272,7 +268,6 @@ def where(args: Any) -> dict[str, Any]:
     return {"args": args.model.parallel, "device": args.model.device, "dtype": args.optim.dtype}
 
 
-@no_collections()
 def load_policies(args: Any, *, has_reference: bool) -> tuple[Any, Any]:
     """Load the model, print one line about it, and return it with the reference model or None."""
     from rlkit.model.launch import load_policy, reference_of, report_model
@@ -327,7 +322,6 @@ def load_tokenizer(path: str, *others: str | None, chat_template: str | Path | N
     return tokenizer
 
 
-@no_collections()
 def offline(
     args: Any, read: Callable[..., tuple[list[Any], int]], *forms: Any, reference: str | None = None
 ) -> tuple[Any, Any, Any, Any]:

@@ -28,7 +28,6 @@ from rlkit.scripts.common import (
     warn_of_repeats,
     warn_of_warmup,
 )
-from rlkit.scripts.imports import no_collections
 from rlkit.settings import Count, Limit, Positive, Rollouts, Share, check, is_default, refuse_if
 
 _OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds of environments
@@ -151,7 +150,7 @@ class Engine:
     max_batch: Count = 64
     """sequences that the local engine decodes at once"""
     compile: bool = False
-    """torch.compile the local engine's decoding where it has no kernels in C (in bf16, on CUDA): ten seconds or more"""
+    """torch.compile the local engine's decoding; ten seconds or more at the start"""
     engine_threads: Count = 1
     """CPU threads of the local engine (with --overlap)"""
     engine_cpus: tuple[int, ...] = ()
@@ -242,7 +241,6 @@ def needs_reference(args: Any) -> bool:
     return args.penalties.has_kl or args.episodes.eval_kl
 
 
-@no_collections()
 def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     """The flags (see `begin`), the tokenizer and the `Task`; `options` are further fields of the task."""
     check_rl(args)

@@ -165,9 +165,6 @@ if __name__ == "__main__":
     status: int | None = None  # of a command that has ended; Ctrl-C ends it by the signal, later
     atexit.register(leave)  # before the imports register theirs, which run first
     gc.disable()
-    from rlkit.scripts.imports import defer_compiler
-
-    defer_compiler()
     for module in PRELOAD:
         importlib.import_module(module)
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
