@@ -6,8 +6,8 @@ the saved activations. A layer is two autograd functions with attention between 
     project   q, k, v = rotate(norm(W_qkv norm(x)))
     finish    y = x + W_o attention;  z = y + W_down (silu(W_gate norm(y)) * W_up norm(y))
 
-In fp32 both are C, products included (`rlkit.kernels.layer.halves`), else the torch code below; where all prompts and
-answers are short, all layers are one call. Prompts that a group shares give only keys and values in the last layer.
+Gradients are functions of their own, so that several operators share one autograd function. A shared prompt needs only
+keys and values in the last layer.
 Everything else (GPUs, sharded models, adapters, hooks, frozen parameters) runs the model's own forward; `covers`
 decides.
 """
@@ -15,8 +15,7 @@ decides.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +23,34 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rlkit.kernels.layer import rms_norm, rms_norm_backward, rotary, rotary_backward
-from rlkit.kernels.layer.halves import FIRST, Finish, Layer, Layers, Project, alike_for_c
 from rlkit.parallel.attention import AttentionPlan, attend
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 BF16_ROWS = 128  # oneDNN compiles and keeps a kernel of a few hundred KB for each shape of a bf16 product
 _LEAVES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
+
+
+class Layer(NamedTuple):
+    """The weights of a decoder layer."""
+
+    norm: Tensor
+    q: Tensor
+    q_bias: Tensor | None
+    k: Tensor
+    k_bias: Tensor | None
+    v: Tensor
+    v_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    mlp_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+FIRST = Layer._fields.index("o")  # number of weights before attention
 
 
 def covers(model: Any) -> bool:
@@ -102,23 +122,15 @@ def hidden_states(
         plan, last = (p._replace(out_index=_padded(p.out_index[:, None])[:, 0]) for p in (plan, last))  # type: ignore
     with torch.no_grad():
         cos, sin = rotary_table(base, x, positions)
-    eps, layers = base.config.rms_norm_eps, [weights_of(layer) for layer in base.layers]
-    spans, buckets = (plan.few, last.few), (*plan.buckets, *last.buckets)
-    if dtype == torch.float32 and None not in spans and not buckets and alike_for_c(layers):
-        numbers = len(tokens) - num_tokens, eps, base.layers[0].self_attn.scaling
-        trains = torch.is_grad_enabled() and x.requires_grad
-        return Layers.apply(
-            x, base.norm.weight.contiguous(), cos, sin, *spans, numbers, trains, *(w for l in layers for w in l)
-        )
-    for layer, weights in zip(base.layers, layers, strict=True):
-        in_c = dtype == torch.float32 and weights.is_for_c
-        project, finish = (Project.apply, Finish.apply) if in_c else (partial(_Project.apply, dtype), _Finish.apply)
-        q, k, v, x = project(x, cos, sin, eps, *weights[:FIRST])
+    eps = base.config.rms_norm_eps
+    for layer in base.layers:
+        weights = weights_of(layer)
+        q, k, v, x = _Project.apply(dtype, x, cos, sin, eps, *weights[:FIRST])
         if layer is base.layers[-1]:
             plan, x = last, x[len(tokens) - num_tokens : len(tokens)]
             x = x if dtype == x.dtype else _padded(x)
         out = attend(q, k, v, plan, scale=layer.self_attn.scaling).flatten(1)
-        x = finish(x, out, eps, *weights[FIRST:])
+        x = _Finish.apply(x, out, eps, *weights[FIRST:])
     return base.norm(x[:num_tokens])
 
 
@@ -140,7 +152,8 @@ def _padded(x: Tensor) -> Tensor:
 
 
 class _Project(torch.autograd.Function):
-    """`Project` in torch's operators, with products in `dtype`."""
+    """q, k, v = W norm(x) as [T, heads, head_dim], q and k normed and rotated, with products in `dtype`; and x itself,
+    so that its two gradients are added in one pass."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, cos: Tensor, sin: Tensor, eps: float, *weights: Any) -> Any:
@@ -162,9 +175,10 @@ class _Project(torch.autograd.Function):
         with torch.autocast("cpu", enabled=False):
             dy = torch.empty_like(y)
             (q, k, _), (dq, dk, dv) = (_heads(t, q_w, k_w, v_w, cos) for t in (y, dy))
-            d_q_norm = rotary_backward(grads[0], q, q_norm, cos, sin, eps=ctx.eps, dx=dq)
-            d_k_norm = rotary_backward(grads[1], k, k_norm, cos, sin, eps=ctx.eps, dx=dk)
-            dv.copy_(grads[2])
+            d_q, d_q_norm = rotary_backward(grads[0], q, q_norm, cos, sin, eps=ctx.eps)
+            d_k, d_k_norm = rotary_backward(grads[1], k, k_norm, cos, sin, eps=ctx.eps)
+            for part, grad in zip((dq, dk, dv), (d_q, d_k, grads[2]), strict=True):
+                part.copy_(grad)
             dh = torch.mm(dy, torch.cat((q_w, k_w, v_w)).to(dy.dtype)).to(x.dtype)
             dx, d_norm, h = rms_norm_backward(dh, x, norm, scale, grads[3])
             sizes = [len(q_w), len(k_w), len(v_w)]
@@ -180,7 +194,7 @@ def _heads(y: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor) -> list[Tens
 
 
 class _Finish(torch.autograd.Function):
-    """`Finish` in torch's operators."""
+    """y = x + attended W_o^T, then y + (silu(W_gate norm(y)) * W_up norm(y)) W_down^T."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, attended: Tensor, eps: float, *weights: Any) -> Tensor:
@@ -224,6 +238,77 @@ def rotary_table(base: Any, x: Tensor, positions: Int[Tensor, "T"]) -> tuple[Ten
     cos, sin = (t[0, :, None] for t in base.rotary_emb(x[None], positions[None]))
     half = cos.shape[-1] // 2
     return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+
+
+def rms_norm(
+    x: Float[Tensor, "T D"], weight: Float[Tensor, "D"], eps: float
+) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T 1"]]:
+    """x * scale * weight with scale = 1 / sqrt(mean(x^2) + eps) of each row, and the scale."""
+    scale = _inverse_rms(x, eps)
+    return (x * scale).mul_(weight), scale
+
+
+def rms_norm_backward(
+    grad: Float[Tensor, "T D"],
+    x: Float[Tensor, "T D"],
+    weight: Float[Tensor, "D"],
+    scale: Float[Tensor, "T 1"],
+    residual: Float[Tensor, "T D"],
+) -> tuple[Float[Tensor, "T D"], Float[Tensor, "D"], Float[Tensor, "T D"]]:
+    """Gradients of x (plus `residual`, its gradient from elsewhere) and of `weight`, and the output again.
+
+        dx = scale * (g - n * mean(g * n)) + residual      g = grad * weight, n = x * scale
+    """  # fmt: skip
+    normed = x * scale
+    d_weight = (grad * normed).sum(0)
+    dx = _through_norm(grad * weight, normed, scale).add_(residual)
+    return dx, d_weight, normed.mul_(weight)
+
+
+def rotary(
+    x: Float[Tensor, "T H n"],
+    norm: Float[Tensor, "n"] | None,
+    cos: Float[Tensor, "T 1 n"],
+    sin: Float[Tensor, "T 1 n"],
+    *,
+    eps: float,
+) -> Float[Tensor, "T H n"]:
+    """Each head RMS-normed to y (if there is a norm), then rotated to its position: y * cos + swap(y) * sin, where swap
+    exchanges the halves; `sin` has the sign of its half."""
+    x = x.to(cos.dtype)
+    y = x if norm is None else F.rms_norm(x, norm.shape, norm, eps)
+    return (y * cos).addcmul_(y.roll(y.shape[-1] // 2, -1), sin)
+
+
+def rotary_backward(
+    grad: Float[Tensor, "T H n"],
+    x: Float[Tensor, "T H n"],
+    norm: Float[Tensor, "n"] | None,
+    cos: Float[Tensor, "T 1 n"],
+    sin: Float[Tensor, "T 1 n"],
+    *,
+    eps: float,
+) -> tuple[Float[Tensor, "T H n"], Float[Tensor, "n"] | None]:
+    """The gradients of x and of the norm's weight, from that of `rotary`."""
+    grad, x, d_norm = grad.to(cos.dtype), x.to(cos.dtype), None
+    dy = (grad * cos).add_((grad * sin).roll(grad.shape[-1] // 2, -1))
+    if norm is not None:
+        scale = _inverse_rms(x, eps)
+        normed = x * scale
+        d_norm = (dy * normed).sum((0, 1))
+        dy = _through_norm(dy.mul_(norm), normed, scale)
+    return dy, d_norm
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) of each row, in fewer operators than F.rms_norm has on the CPU."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _through_norm(grad: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
+    """The gradient of x, where normed = x * scale, from that of `normed`, which it overwrites."""
+    return grad.addcmul_(normed, (grad * normed).mean(-1, keepdim=True), value=-1).mul_(scale)
 
 
 def _add_product(x: Tensor, h: Tensor, weight: Tensor) -> Tensor:

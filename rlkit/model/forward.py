@@ -15,7 +15,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rlkit.files import no_code
-from rlkit.kernels.layer import has_kernels
 from rlkit.kernels.linear_logp import FusedLoss, fused_loss, linear_log_kept_mass, linear_logp
 from rlkit.model import dense
 from rlkit.model.families import (
@@ -246,8 +245,7 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         mesh = mesh_of(model)
         is_dense = mesh is None and dense.covers(model)
-        few = is_dense and dtype == torch.float32 and has_kernels(model.base_model.embed_tokens.weight)
-        layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype), few=few)
+        layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype))
         joined = join(some)
         check_prompt_ids(joined[0], model, "the batch's prompt and input ids")
         _check_length(model.config, joined[1])

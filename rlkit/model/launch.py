@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from rlkit.kernels.layer.compiled import library
 from rlkit.model.forward import DTYPES, load_model
 from rlkit.model.heads import load_reward_model, load_value_model
 from rlkit.model.lora import adapters, add_lora, lora_config
@@ -117,7 +116,6 @@ def report_model(model: Any, *, dtype: str, name: str = "model") -> None:
     kinds = ": " + ", ".join(sorted({key.rpartition(".")[2] for key in modules})) if lora else ""
     what = f"LoRA of rank {lora_config(model).r} on {len(modules)} modules" if lora else "all weights"
     where = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-    where += ", without C kernels (docs/kernels.md)" if device.type == "cpu" and library() is None else ""
     where += f" and {world_size() - 1} other ranks" if world_size() > 1 else ""
     if rank() == 0:
         size = sum(num for num, _ in params.values()) - lora

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from inspect import signature
-from itertools import compress
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,14 +25,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from rlkit._tensors import uncompiled
-from rlkit.kernels import layer
 from rlkit.segments import cumulative, seq_lens
 from rlkit.types import Batch
 
 X = TypeVar("X")
 Rows = Int[Tensor, "R"] | slice
 FEW_QUERIES = 16  # up to here plain matrix products beat the CPU's fused attention: 2.7x at 7 queries over 25 keys
-FEW_KEYS = 32  # and up to here for the prompts of such answers, as all layers are then one call
 _SLACK = 1.25  # a bucket may hold this many times the query-key pairs of its segments,
 _FREE_PAIRS = 8192  # or this many more pairs, which cost as much as one more call
 
@@ -69,18 +66,10 @@ class Varlen(NamedTuple):
     max_k: int
 
 
-class Few(NamedTuple):
-    """Segments of few queries, for `rlkit.kernels.layer.Attention`; its output follows those of the buckets."""
-
-    spans: Int[Tensor, "N C"]
-    num_pairs: int
-
-
 class AttentionPlan(NamedTuple):
     """Made once per micro-batch, used in every layer. `*_index` are rows of the packed streams, segment by segment.
 
-    `buckets` is set on the CPU and in fp32, `few` instead for short segments where the caller asked for it (`q_index`
-    and `k_index` are then rows of the buckets), `varlen` for flash kernels. `exchange(q, k, v, attend)` distributes one
+    `buckets` is set on the CPU and in fp32, `varlen` for flash kernels. `exchange(q, k, v, attend)` distributes one
     call over context parallel ranks (see `rlkit.parallel.context`).
     """
 
@@ -89,7 +78,6 @@ class AttentionPlan(NamedTuple):
     out_index: Rows
     buckets: tuple[Bucket, ...] = ()
     varlen: Varlen | None = None
-    few: Few | None = None
     exchange: Callable[..., Tensor] | None = None
 
     def to(self, device: torch.device | str) -> AttentionPlan:
@@ -112,11 +100,8 @@ def segments(batch: Batch) -> list[Segment]:
     return out + [Segment(*own, [prefixes[p], own]) for own, p in zip(sequences, batch.prefix_ids.tolist())]
 
 
-def plan(spans: Sequence[Segment], *, flash: bool = False, few: bool = False) -> AttentionPlan:
+def plan(spans: Sequence[Segment], *, flash: bool = False) -> AttentionPlan:
     """A plan from segments, on the CPU, for `flash` kernels or (default) for padded buckets.
-
-    few: segments of up to `FEW_QUERIES` queries or `FEW_KEYS` keys go to `rlkit.kernels.layer.Attention`, which has
-    neither windows nor softcaps.
 
     Causality is bottom-right: the last query of a segment sees all its keys, the one before all but the last, and so
     on. The queries must tile a nonempty stream; a segment needs at least as many keys as queries.
@@ -125,9 +110,7 @@ def plan(spans: Sequence[Segment], *, flash: bool = False, few: bool = False) ->
     for i, s in enumerate(spans):
         if s.length > s.num_keys:
             raise ValueError(f"segment {i} has {s.num_keys} keys for {s.length} queries; a query sees at least itself")
-    if flash:
-        return _varlen_plan(spans)
-    return _plan_with_few(spans) if few else _bucket_plan(spans)
+    return _varlen_plan(spans) if flash else _bucket_plan(spans)
 
 
 def _varlen_plan(spans: Sequence[Segment]) -> AttentionPlan:
@@ -167,27 +150,6 @@ def _bucket_plan(spans: Sequence[Segment]) -> AttentionPlan:
     return AttentionPlan(torch.from_numpy(q), torch.from_numpy(k), torch.from_numpy(out_index), tuple(buckets))
 
 
-def _plan_with_few(spans: Sequence[Segment]) -> AttentionPlan:
-    """Rows of the stream follow the buckets, so that the output of a short segment is where the segment is."""
-    is_few = [(s.length <= FEW_QUERIES and s.num_keys <= layer.LONGEST) or s.num_keys <= FEW_KEYS for s in spans]
-    short, long = list(compress(spans, is_few)), [s for s, few in zip(spans, is_few) if not few]
-    if not short:
-        return _bucket_plan(spans)
-    none = torch.arange(0)
-    made = _bucket_plan(long) if long else AttentionPlan(none, none, none)
-    start = sum(b.size * b.q_len for b in made.buckets)
-    out_index = torch.arange(start, start + sum(s.length for s in spans))
-    if long:
-        rows = torch.from_numpy(_rows([s[:2] for s in long]))
-        out_index[rows] = made.out_index[rows]  # type: ignore[index]
-    queries, lens = np.array([s[:2] for s in short]), np.array([s.num_keys for s in short])
-    pairs = (queries[:, 1] * lens).cumsum()
-    most = max(len(s.keys) for s in short)
-    keys = np.array([[*s.keys, *[(0, 0)] * (most - len(s.keys))] for s in short]).reshape(len(short), -1)
-    table = np.column_stack((queries, lens, pairs - queries[:, 1] * lens, keys))
-    return made._replace(out_index=out_index, few=Few(torch.from_numpy(table), int(pairs[-1])))
-
-
 def _bucketed(order: Sequence[tuple[int, bool, int, int, int]]) -> list[slice]:
     """Cut the sorted segments into runs with bounded padding and one kind: as many ranges of keys (so that prompts are
     apart from the samples that share them), and few queries or many."""
@@ -204,7 +166,7 @@ def _bucketed(order: Sequence[tuple[int, bool, int, int, int]]) -> list[slice]:
 
 
 def tail(plan: AttentionPlan, start: int) -> AttentionPlan:
-    """Of a plan in buckets, the queries from row `start` of the stream on, where the prompts end, and their outputs."""
+    """Restrict a bucketed plan to the queries from row `start` of the stream on, after the shared prompts."""
     if start == 0:
         return plan
     assert not isinstance(plan.out_index, slice)
@@ -215,10 +177,7 @@ def tail(plan: AttentionPlan, start: int) -> AttentionPlan:
             break
         q, k, skipped = q + bucket.size * bucket.q_len, k + bucket.size * bucket.k_len, skipped + 1
     queries, keys = (index[first:] for index, first in ((plan.q_index, q), (plan.k_index, k)))  # type: ignore[index]
-    out_index, few = plan.out_index[start:] - q, plan.few
-    if few is not None:
-        few = few._replace(spans=few.spans[few.spans[:, 0] >= start])
-    return AttentionPlan(queries, keys, out_index, plan.buckets[skipped:], few=few)
+    return AttentionPlan(queries, keys, plan.out_index[start:] - q, plan.buckets[skipped:])
 
 
 def _rows(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -262,9 +221,6 @@ def attend(
     `window`: the maximum number of keys per query, including itself. `softcap`: z -> softcap tanh(z / softcap) on the
     scaled scores.
     """
-    few = [] if plan.few is None else [layer.Attention.apply(q, k, v, *plan.few, scale)]
-    if few and not plan.buckets:
-        return few[0][len(q) - len(plan.out_index) :]  # type: ignore[arg-type]
     q, k, v = rows(q, plan.q_index), rows(k, plan.k_index), rows(v, plan.k_index)
     if plan.varlen is not None:
         return rows(flash(q, k, v, plan.varlen, scale=scale, window=window, softcap=softcap), plan.out_index)
@@ -274,7 +230,7 @@ def attend(
         qb, kb, vb = (x.unflatten(0, (bucket.size, -1)).transpose(1, 2) for x in parts)
         mask = _windowed(bucket, window, q.device)
         out.append(_bucket_attention(qb, kb, vb, mask, scale=scale, softcap=softcap).transpose(1, 2).flatten(0, 1))
-    return rows(torch.cat(out + few), plan.out_index)
+    return rows(torch.cat(out), plan.out_index)
 
 
 def rows(x: Float[Tensor, "T *rest"], index: Rows) -> Float[Tensor, "R *rest"]:

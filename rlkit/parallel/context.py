@@ -74,14 +74,12 @@ class Layout(NamedTuple):
         return self._replace(start=self.size, token_index=self.token_index[:0])
 
 
-def plan_layout(
-    batch: Batch, mesh: Mesh | None, *, device: torch.device, flash: bool = False, few: bool = False
-) -> Layout:
-    """The rows of this rank and the attention plan over them; `few` as in `plan`, without context parallelism."""
+def plan_layout(batch: Batch, mesh: Mesh | None, *, device: torch.device, flash: bool = False) -> Layout:
+    """The rows of this rank and the attention plan over them."""
     spans = segments(batch)
     prefix, num_rows = batch.prefix_tokens.numel(), batch.prefix_tokens.numel() + batch.num_tokens
     if mesh is None or mesh.sizes.cp == 1:
-        return Layout(plan(spans, flash=flash, few=few).to(device), prefix)
+        return Layout(plan(spans, flash=flash).to(device), prefix)
     cp, rank, group = mesh.sizes.cp, mesh.cp_rank, mesh.group("cp")
     chunk = -(-num_rows // (2 * cp))
     size = 2 * cp * chunk

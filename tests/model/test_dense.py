@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from rlkit.kernels import layer
 from rlkit.model import dense
 from rlkit.model.forward import forward, prepare, token_outputs
 from rlkit.model.heads import values
@@ -83,18 +82,14 @@ def test_values_and_gradients_equal_those_of_transformers(monkeypatch, name, sha
 
 @pytest.mark.parametrize("prompts", [(5, 1, 20), (4, 2), (40, 30)])
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "one key head"])
-def test_the_same_in_fp32_with_and_without_kernels(monkeypatch, name, prompts):
+def test_the_same_in_fp32(monkeypatch, name, prompts):
     """With segments of few queries only, of many, and of both."""
     model, batch = make(name), make_batch(prompts=prompts)
-    with monkeypatch.context() as patch:
-        patch.setattr(layer, "library", lambda: None)
-        truth = own(monkeypatch, outputs, model, batch)
-        assert distance(outputs(model, batch), truth) < 2e-5
-    assert distance(outputs(model, batch), truth) < 2e-5
+    assert distance(outputs(model, batch), own(monkeypatch, outputs, model, batch)) < 2e-5
 
 
 def test_layers_of_different_sizes(monkeypatch):
-    """Where hidden numbers of an MLP were taken out, no call reads all layers with the sizes of the first."""
+    """As after structured pruning."""
     model, batch = make(), make_batch(prompts=(4, 2))
     mlp = model.model.layers[-1].mlp
     for linear, dim in ((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)):

@@ -50,8 +50,7 @@ class LocalEngine:
         eos_token_ids: end every request, in addition to its own `stop_token_ids`; `()` for none; by default the
             `eos_token_id` of the model's generation config.
         seed: seed of the generator that gives a seed to requests without one.
-        compile: torch.compile the decoding step where it has no kernels in C (in bf16, on CUDA), once for all lengths
-            and batch sizes: ten seconds or more.
+        compile: torch.compile the decoding step, once for all lengths and batch sizes: ten seconds or more.
 
     Memory: the cache takes 2 * layers * max_batch * kv_heads * head_dim * (longest sequence so far) elements.
     """

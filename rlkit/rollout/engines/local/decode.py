@@ -18,9 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rlkit._tensors import upcast
-from rlkit.kernels.layer import LONGEST, has_kernels, rms_norm, rotary
-from rlkit.kernels.layer.halves import FIRST, Finish, Layer, Project, alike_for_c, decode
-from rlkit.model.dense import rotary_table, why_not_dense
+from rlkit.model.dense import Layer, rotary, rotary_table, why_not_dense
 from rlkit.model.dense import weights_of as layer_weights
 from rlkit.model.lora import adapter_of, is_low_rank, merged
 from rlkit.parallel.attention import causal_sdpa
@@ -54,8 +52,7 @@ class Decoder:
     into further slots, and `decode` reads one token per row 0..B-1 (row = slot) and gives the logits of the next; B is
     one of `sizes`.
 
-    With `compile` a decoding step is one compiled graph for all lengths and batch sizes, except where
-    `rlkit.kernels.layer` has kernels, which are faster.
+    With `compile` a decoding step is one compiled graph for all lengths and batch sizes.
     """
 
     def __init__(self, model: Any, *, max_batch: int, max_len: int, compile: bool = False) -> None:
@@ -64,7 +61,7 @@ class Decoder:
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
         self.refresh()
-        self._compiled = compile and not has_kernels(self._weights.embed)
+        self._compiled = compile
         smallest = (2, 4) if self._compiled else (1, 2, 4)  # a compiler takes 1 for a constant
         self.sizes = sorted({*(n for n in smallest if n < max_batch), *range(8, max_batch, 8), max_batch})
         # one call of C++ per step on the CPU, where the Python around short operators counts
@@ -149,9 +146,6 @@ class Decoder:
     @torch.inference_mode()
     def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
         """Logits after reading `tokens[i]` at `positions[i]` of slot i."""
-        in_c = has_kernels(self._weights.embed) and len(self._range) <= LONGEST
-        if in_c and alike_for_c(self._weights.layers):
-            return self._decode_in_c(tokens, positions)
         if self._lanes[0][0].shape[0] != tokens.shape[0] * self._kv_heads:
             self._lanes = [(k[: len(tokens)].flatten(0, 1), v[: len(tokens)].flatten(0, 1)) for k, v in self._cache]
         if self._compiled:
@@ -160,15 +154,6 @@ class Decoder:
             for t in (t for layer in self._lanes for t in layer):
                 torch._dynamo.maybe_mark_dynamic(t, (0, 1))
         return self._step(tokens, positions, self._weights, self._lanes, self._table, self._range, self._eps)
-
-    def _decode_in_c(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """The same as `step`."""
-        weights, gate = self._weights, self._weights.layers[0].gate
-        heads = len(weights.layers[0].q) // self._head_dim
-        sizes = {"hidden": len(gate), "heads": heads, "kv_heads": self._kv_heads, "length": len(self._range)}
-        x = F.embedding(tokens, weights.embed)
-        x = decode(x, weights.layers, self._cache, positions, *self._table, eps=self._eps, **sizes)
-        return F.linear(rms_norm(x, weights.norm, self._eps)[0], weights.head)
 
 
 def step(
@@ -209,8 +194,6 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
 
 def _project(x: Tensor, layer: Layer, angles: Rotary, eps: float) -> tuple[Tensor, ...]:
     """Queries, keys and values [T, heads, head_dim] of one layer, normed and turned to their positions."""
-    if layer.is_for_c:
-        return Project.apply(x, *angles, eps, *layer[:FIRST])[:3]
     h, head_dim = F.rms_norm(x, layer.norm.shape, layer.norm, eps), angles.cos.shape[-1]
     projections = (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)
     q, k, v = (F.linear(h, *p).view(len(x), -1, head_dim) for p in projections)
@@ -219,8 +202,6 @@ def _project(x: Tensor, layer: Layer, angles: Rotary, eps: float) -> tuple[Tenso
 
 def _finish(x: Tensor, attended: Tensor, layer: Layer, eps: float) -> Tensor:
     """The rest of a layer: output projection, gated MLP, residuals."""
-    if layer.is_for_c:
-        return Finish.apply(x, attended, eps, *layer[FIRST:])
     x = F.linear(attended, layer.o, layer.o_bias).add_(x)
     h = F.rms_norm(x, layer.mlp_norm.shape, layer.mlp_norm, eps)
     if x.device.type == "cpu" and (torch.compiler.is_compiling() or x.shape[0] in TALL):
