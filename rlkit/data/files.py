@@ -33,6 +33,10 @@ _MAGIC = {
     b"\x1f\x8b": ".gz", b"BZh91AY": ".bz2", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1\x15": ".parquet",
     b"ARROW1\0": ".arrow",
 }  # fmt: skip
+_OF_A_ROW = {
+    "messages", "prompt", "conversations", "conversation", "instruction", "question", "problem", "input", "text",
+    "context", "context_messages", "query", "chosen", "response", "completion",
+}  # fmt: skip
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -109,7 +113,34 @@ def _zstd(path: Path, mode: str) -> IO[bytes]:
 def _json(path: Path) -> Placed:
     with _opened(path) as file:
         is_list = file.read(4096).removeprefix(_BOM).lstrip().startswith(b"[")
-    return _json_list(path) if is_list else _json_lines(path)
+    if is_list:
+        return _json_list(path)
+    _refuse_one_object(path)
+    return _json_lines(path)
+
+
+def _refuse_one_object(path: Path) -> None:
+    """ValueError for a file of one object with lists of rows in it, such as {"version": ..., "data": [...]}."""
+    with _opened(path) as file:
+        data = file.read()
+    try:
+        whole = json.loads(data.removeprefix(_BOM))
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(whole, dict) or _OF_A_ROW & {*whole}:
+        return
+    lists = [name for name, value in whole.items() if _is_rows(value)]
+    if lists:
+        keys, names = ", ".join(map(repr, whole)), " and ".join(map(repr, lists))
+        fix = "write that list" if len(lists) == 1 else "write each list to a file of its own"
+        raise ValueError(f"{path}: one object with the keys {keys[:200]}; the rows are under {names}: {fix}")
+
+
+def _is_rows(value: Any) -> bool:
+    """Whether a value is a list of objects that are no messages or tools of one row."""
+    if not isinstance(value, list) or not value or not all(isinstance(item, dict) and item for item in value):
+        return False
+    return not any({"role", "from", "function", "input_schema"} & {*item} for item in value)
 
 
 def _json_lines(path: Path) -> Placed:

@@ -149,3 +149,32 @@ def test_compressed_json_needs_neither_datasets_nor_pyarrow(tmp_path):
         f"assert len(load_rows([{str(tmp_path)!r}, {str(tmp_path / '*.gz')!r}])) == 6"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"version": "1", "data": ROWS}, "'version', 'data'; the rows are under 'data': write that list"),
+        ({"train": ROWS, "test": ROWS},
+         "'train', 'test'; the rows are under 'train' and 'test': write each list to a file of its own"),
+    ],
+)  # fmt: skip
+def test_one_object_with_the_rows_in_it_is_refused(tmp_path, content, message, indent):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(content, indent=indent))
+    with pytest.raises(ValueError, match=f"^{path}: one object with the keys {message}$"):
+        load_rows(path)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversation": [{"input": "hi", "output": "yo"}]},
+        {"prompt": "hi", "citations": [{"title": "a"}]},
+        {"dialog": [{"role": "user", "content": "hi"}]},
+    ],
+)
+def test_one_object_that_is_a_row_is_read(tmp_path, row):
+    (tmp_path / "a.json").write_text(json.dumps(row))
+    assert load_rows(tmp_path / "a.json") == [row]
