@@ -34,6 +34,7 @@ _PROMPT, _RESPONSE, _LABELLED = (
     ("completion", "response", "messages"),
 )
 _PAIR_COLUMNS = ("chosen", "rejected")
+_REPEATED = 12  # characters: a response may begin with a shorter prompt by chance ("hi")
 _ANSWERS = {"output", "response", "completion", "answer", "solution"}
 _RESPONSE_LIKE = re.compile("respon|reject|chosen|prefer")
 _CHOICE = re.compile(r"(response|answer|completion|output)_?(\d|[ab])", re.IGNORECASE)
@@ -138,6 +139,9 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
     pairs = [(index, row) for index, (form, row) in enumerate(found) if form is PAIR]
     why = "repeat the prompt at the beginning of both responses, so that it stands twice"
     drop(rows, pairs, _repeats_prompt, what="pairs", why=why, keep=True)
+    answered = [(index, row) for index, (form, row) in enumerate(found) if form in (RESPONSE, LABELLED)]
+    why = "repeat the prompt at the beginning of the response, so that it stands twice"
+    drop(rows, answered, _response_repeats_prompt, what="rows", why=why, keep=True)
     return turns
 
 
@@ -357,13 +361,25 @@ def cell(
     kinds = [kind for kind in _COLUMNS.get(name, (_STRING, _MESSAGES)) if not (plain and kind == _MESSAGES)]
     if not any(_KINDS[kind](value) for kind in kinds):
         note = " (messages need a chat template)" if plain and isinstance(value, list) else ""
-        found = f"column {name!r} must be {' or '.join(kinds)}{note}, got {repr(value)[:80]}"
+        found = f"column {_own_name(row, name)!r} must be {' or '.join(kinds)}{note}, got {repr(value)[:80]}"
         raise column_error(place, found, row)
     texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
     if texts and name in ("prompt", *_RESPONSE, *_PAIR_COLUMNS):
-        found = f"column {name!r} is a list of texts, got {repr(value)[:80]}"
+        found = f"column {_own_name(row, name)!r} is a list of texts, got {repr(value)[:80]}"
         raise column_error(place, found, row, "; write one row for each of them")
     return name, value
+
+
+def _own_name(row: Row, name: str) -> str:
+    """The name in the file of a column of the converted row; `name` where it was made of several columns."""
+    own, source = getattr(row, "own", row), getattr(row, "source", None)
+    if source is None or row.get(name) is own.get(name):
+        return name
+    same = [column for column in own if row.get(name) is not None and own[column] is row[name]]
+    whole = source.columns[0][0]
+    if name == "messages" and whole in ("conversations", "conversation") and not own.get("system"):
+        same.append(whole)
+    return same[0] if same else name
 
 
 def _looks(row: Row, form: Form, first: str = "") -> str:
@@ -420,14 +436,20 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
     Raises ValueError for a row without `messages` and `prompt`, for a malformed message, and for any other content:
     null, a number, or a part that is not text, such as an image.
     """
-    row = with_prompt(Converted(row, convert.one_message(row)))
+    given, row = row, with_prompt(Converted(row, convert.one_message(row)))
     column, value = cell(row, _PROMPT, place, form=PROMPT)
+    column = _own_name(given, column)
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else convert.messages_of(value)
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(
                 f"{place}: {column}[{number}] must be an object like {{'role': 'user', 'content': '...'}}, "
                 f"got {repr(message)[:80]}"
+            )
+        if "content" not in message and isinstance(message.get("value"), str):
+            raise ValueError(
+                f"{place}: {column}[{number}] has its text under the key 'value': beside 'role' the key is 'content', "
+                "and 'value' goes with 'from'"
             )
     try:
         messages = convert.turns(messages)
@@ -593,7 +615,9 @@ def _response(
         prompt, _ = _context(row, place, template)
         return [Turn(place, prompt, prompt + response, empty=not response.strip(), label=label)]
     messages = [{"role": "assistant", "content": response}]
-    messages = messages if text else prompt_messages({"messages": response}, place=f"{place}, {column!r}")
+    messages = (
+        messages if text else prompt_messages({"messages": response}, place=f"{place}, {_own_name(row, column)!r}")
+    )
     ends = [end for end, message in enumerate(messages) if message["role"] == "assistant"]
     several = names is _RESPONSE and len(ends) > 1
     response = "" if several else _last(messages, column, place)["content"]
@@ -673,9 +697,15 @@ def _pair(row: Row, place: str, template: Template) -> list[Turn]:
     return [chosen, rejected]
 
 
-def _repeats_prompt(row: Row) -> bool:
-    """Whether both responses begin with the words of the prompt, all three as text."""
-    texts = [row.get(name) for name in ("prompt", *_PAIR_COLUMNS)]
+def _response_repeats_prompt(row: Row) -> bool:
+    """Whether the response begins with the words of a prompt of some length, both as text."""
+    name = next((name for name in _RESPONSE[::-1] if row.get(name) is not None), "")
+    return len(str(row.get("prompt")).strip()) >= _REPEATED and _repeats_prompt(row, (name,))
+
+
+def _repeats_prompt(row: Row, names: Sequence[str] = _PAIR_COLUMNS) -> bool:
+    """Whether all responses, by default of a pair, begin with the words of the prompt, all of them as text."""
+    texts = [row.get(name) for name in ("prompt", *names)]
     prompt, *responses = (text.strip() if isinstance(text, str) else "" for text in texts)
     return bool(prompt) and all(re.match(rf"{re.escape(prompt)}(?!\w)", response) for response in responses)
 

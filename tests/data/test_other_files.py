@@ -293,6 +293,17 @@ READ = {
         "dpo", {"prompt": "Q: hi A:", "chosen": "Q: hi A: yo", "rejected": "Q: hi A: no"},
         ("<user>Q: hi A:;<assistant>", "Q: hi A: yo;", "Q: hi A: no;"),
     ),
+    "a response that repeats the prompt": (
+        "sft", {"prompt": "Q: Who is it? A:", "response": "Q: Who is it? A: Bob"},
+        ("<user>Q: Who is it? A:;<assistant>Q: Who is it? A: Bob;", ["Q: Who is it? A: Bob;"]),
+    ),
+    "a labelled completion that repeats the prompt": (
+        "kto", {"prompt": "Q: Who is it? A:", "completion": "Q: Who is it? A: Bob", "label": True},
+        ("<user>Q: Who is it? A:;<assistant>", "Q: Who is it? A: Bob;", True),
+    ),
+    "a response that greets as the prompt does": (
+        "sft", {"prompt": "hi", "response": "hi you"}, ("<user>hi;<assistant>hi you;", ["hi you;"]),
+    ),
     "UltraFeedback, pair": (
         "dpo", {"prompt": "hi", "messages": [user("hi"), answer("yo")], "chosen": [user("hi"), answer("yo")],
                 "rejected": [user("hi"), answer("no")]}, PAIR_OF,
@@ -359,6 +370,14 @@ READ = {
 NAMED = {  # what the screen says of the row above
     "responses that repeat the prompt": (
         "{file}: kept 1 of 1 pairs that repeat the prompt at the beginning of both responses, so that it stands twice: "
+        "{place}"
+    ),
+    "a response that repeats the prompt": (
+        "{file}: kept 1 of 1 rows that repeat the prompt at the beginning of the response, so that it stands twice: "
+        "{place}"
+    ),
+    "a labelled completion that repeats the prompt": (
+        "{file}: kept 1 of 1 rows that repeat the prompt at the beginning of the response, so that it stands twice: "
         "{place}"
     ),
     "ShareGPT that gpt opens": (
@@ -583,6 +602,24 @@ REFUSED = {  # script, row, the message after the file and the place
     "several answers": ("sft", {"prompt": "hi", "response": ["yo", "hey"]},
                         ": column 'response' is a list of texts, got ['yo', 'hey']; columns found: ['prompt', "
                         "'response']; write one row for each of them"),
+    "several answers of a question": (
+        "sft", {"question": "hi", "answer": ["yo", "hey"]},
+        ": column 'answer' is a list of texts, got ['yo', 'hey']; columns found: ['answer', 'question']; write one row "
+        "for each of them",
+    ),
+    "an answer that is a number": (
+        "sft", {"question": "hi", "answer": 3},
+        ": column 'answer' must be a string or a list of at least one message, got 3; columns found: ['answer', "
+        "'question']",
+    ),
+    "conversations without a text": (
+        "sft", {"conversations": [human(3), gpt(4)]}, ": conversations[0].content must be a string, got 3",
+    ),
+    "role and value": (
+        "sft", {"messages": [{"role": "user", "value": "hi"}, {"role": "assistant", "value": "yo"}]},
+        ": messages[0] has its text under the key 'value': beside 'role' the key is 'content', and 'value' goes with "
+        "'from'",
+    ),
     "several rejected answers": ("dpo", {"prompt": "hi", "chosen": "yo", "rejected": ["no", "go"]},
                                  ": column 'rejected' is a list of texts, got ['no', 'go']; columns found: ['chosen', "
                                  "'prompt', 'rejected']; write one row for each of them"),

@@ -420,10 +420,10 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
      "like a preference pair; {file}, line 1 is a labelled response, and all rows must be in one form; a column under "
      "another name is renamed with --rename"),
     ("sft", [{"question": "hi", "answer": 4}], (), 1,
-     "column 'completion' must be a string or a list of at least one message, got 4; columns found: ['answer', "
+     "column 'answer' must be a string or a list of at least one message, got 4; columns found: ['answer', "
      "'question']"),
     ("sft", [{"conversations": "hi"}], (), 1,
-     "column 'messages' must be a list of at least one message, got 'hi'; columns found: ['conversations']"),
+     "column 'conversations' must be a list of at least one message, got 'hi'; columns found: ['conversations']"),
     ("sft", [{"instruction": 3, "output": "yo", "input": "hi"}], (), 1,
      "cannot be read as an Alpaca row: column 'instruction' must be a string, got 3; columns found: ['input', "
      "'instruction', 'output']"),
