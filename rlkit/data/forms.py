@@ -400,6 +400,8 @@ def _instead(row: Row, form: Form) -> str:
     for name, fix in _UNREAD.items():
         if name in own:
             return f"column {name!r} holds {fix}"
+    if form is PAIR and {"messages", "rejected_response"} <= {*own}:  # of ms-swift
+        return "write the last assistant message of 'messages' as 'chosen', and 'rejected_response' as 'rejected'"
     every = {name for known in FORMS for names in (known.optional, *known.columns) for name in names}
     pairs = {name: name.lower() for name in own if name not in every and name.lower() in every}
     fix = "a column under another name is renamed with --rename"

@@ -590,8 +590,8 @@ REFUSED = {  # script, row, the message after the file and the place
     "ms-swift rejected_response": (
         "dpo", {"messages": [user("hi"), answer("yo")], "rejected_response": "no"},
         ": no column 'chosen'; columns found: ['messages', 'rejected_response']; a preference pair has {messages or "
-        "prompt, chosen, rejected}; a column under another name is renamed with --rename, e.g. --rename "
-        "rejected_response rejected",
+        "prompt, chosen, rejected}; write the last assistant message of 'messages' as 'chosen', and "
+        "'rejected_response' as 'rejected'",
     ),
     "HelpSteer 3": (
         "dpo", {"context": [user("hi")], "response1": "yo", "response2": "no", "overall_preference": -2},
