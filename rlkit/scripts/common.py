@@ -242,9 +242,13 @@ def warn_of_repeats(flag: str, num: int, num_rows: int) -> None:
 
 
 def note_strings(data: Data, rows: list[dict[str, Any]]) -> None:
-    """Log that a string prompt becomes a user message, if a row has one: TRL takes the raw text."""
+    """Log that a string prompt becomes a user message (TRL takes the raw text), or that messages lose their roles."""
     from rlkit.data.forms import with_prompt
 
+    if not data.chat_template:
+        turns = (row.get("messages") or row.get("prompt") for row in map(with_prompt, rows))
+        if any(isinstance(messages, list) and len(messages) > 1 for messages in turns):
+            logging.getLogger("rlkit.data").warning("--no-chat-template joins messages as plain text, without roles")
     prompts = (row.get("prompt") for row in map(with_prompt, rows) if row.get("messages") is None)
     if data.chat_template and any(isinstance(prompt, str) for prompt in prompts):
         logging.getLogger("rlkit.data").warning(

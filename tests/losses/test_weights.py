@@ -145,6 +145,8 @@ def test_errors_name_the_argument() -> None:
         token_mean(torch.ones(3))
     with pytest.raises(ValueError, match="num_tokens must be at least 0"):
         token_mean(MASK, num_tokens=-1)
+    with pytest.raises(ValueError, match=f"num_tokens is 0, and this mask alone has {int(MASK.sum())}"):
+        token_mean(MASK, num_tokens=0)
     with pytest.raises(ValueError, match="max_length must be positive"):
         constant_length(MASK, cu_seqlens=CU, max_length=0)
     with pytest.raises(ValueError, match="group_ids must have one entry for each value"):

@@ -191,6 +191,16 @@ def test_string_prompts_are_reported_once(files, caplog, row, flags, num):
     assert sum("string prompts are one user message" in line for line in caplog.messages) == num
 
 
+def test_roles_that_plain_text_leaves_out_are_reported(files, caplog):
+    turns = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
+    (files / "data.jsonl").write_text(f"{json.dumps({'prompt': turns, 'answer': 'x'})}\n" * 3)
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(files / "model")
+    tiny_model(tokenizer).config.save_pretrained(files / "model")
+    open_task(args_of(files, device="cpu", chat_template=False))
+    assert caplog.messages.count("--no-chat-template joins messages as plain text, without roles") == 1
+
+
 def test_lengths_fit_the_model_and_a_micro_batch(files):
     (prompt,) = [Prompt([1] * 30, {}, 0)]
     config = SimpleNamespace(max_position_embeddings=512)
