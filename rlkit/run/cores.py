@@ -30,7 +30,7 @@ class Usage(NamedTuple):
 def usage() -> Usage:
     """The CPU time used so far; `everyone` is 0 where the system does not tell."""
     ticks = 0
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, AttributeError):  # macOS has neither
         mine = {f"cpu{n}" for n in os.sched_getaffinity(0)}
         for line in Path("/proc/stat").read_text().splitlines():
             name, *fields = line.split()
