@@ -40,6 +40,7 @@ _FULL_FIX = "Free space there and resume: all up to the last checkpoint is safe.
 _DRAW = "import sys; from rlkit.run.plot import plot_run; plot_run(sys.argv[1])"
 _DRAW_S = 60.0  # seconds until `Run.plot` draws itself
 _held: dict[Path, IO[str]] = {}  # lock files of the run folders that this process holds
+_resumed: dict[Path, bytes] = {}  # new args.json of runs that have not loaded their checkpoint yet
 
 
 class Run:
@@ -146,8 +147,9 @@ class Run:
 def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resume: bool) -> None:
     """Lock a run folder and write the flags `args` of a `script` to its `args.json`, on the first rank.
 
-    A resumed run continues with the new flags; those that changed are printed. Nothing is written if the run is
-    refused. The folder stays locked until the run that `open_run` opens there ends.
+    A resumed run continues with the new flags; those that changed are printed, and `open_run` writes them if there are
+    steps left to train with them. Nothing is written if the run is refused. The folder stays locked until the run that
+    `open_run` opens there ends.
 
     Errors: on every rank, FileExistsError for a folder that holds a run (without `resume`) and FileNotFoundError for
     one that holds none (with `resume`); on the first, BlockingIOError if another process has it open, ValueError for a
@@ -164,6 +166,7 @@ def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resum
     text = json.dumps(kept, indent=1, default=str) + "\n"
     with explain_full_disk(path.name, folder, needed=len(text), fix=_FULL_FIX):
         hold(folder)
+        _resumed.pop(folder.resolve(), None)
         changed = True
         if old:
             new = json.loads(text)
@@ -180,7 +183,9 @@ def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resum
                 if name not in added:
                     say(f"resumed with {name} {new.get(name)!r} (it was {old.get(name)!r})")
             changed = bool(names) or masked(path.read_text()) != path.read_text()
-        if changed:
+        if resume and changed:
+            _resumed[folder.resolve()] = text.encode()
+        elif changed:
             replace_file(path, text.encode())
 
 
@@ -276,6 +281,8 @@ def open_run(
         (folder / "trajectories").mkdir(exist_ok=True)
         if resume:
             drop_after(folder, start)
+            if (text := _resumed.pop(folder.resolve(), None)) and start < steps:
+                replace_file(folder / "args.json", text)
     progress = RunDisplay(steps=steps, start=start, print_steps=print_steps)
     run = Run(folder, progress)
     try:

@@ -68,7 +68,8 @@ def open_training(schedule: Schedule, *, start: int) -> Iterator[tuple[Run, Stop
             BackgroundSaver(run.checkpoints, keep=schedule.keep) as saver,
         ):
             if start >= steps > 0:
-                run.say(f"nothing to train: the newest checkpoint is of step {start}, and steps is {steps}")
+                what = f"the newest checkpoint is of step {start}, and steps is {steps}"
+                run.say(f"nothing to train: {what}; args.json stays as it was")
             started = True
             yield run, stop, saver
     except Exception as error:

@@ -283,6 +283,8 @@ def test_a_run_resumed_with_other_arguments_names_them(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     keep(lr=0.5, resume=True)
     assert capsys.readouterr().out == "resumed with lr 0.5 (it was 1e-06)\n"
+    with open_run(tmp_path, steps=1, start=0, resume=True):
+        pass
     later = {"lr": 0.5, "output": tmp_path, "added": "", "used": "x", "resume": True}  # flags of a later version
     keep_args(tmp_path, later, script="a.py", resume=True)
     assert capsys.readouterr().out == "resumed with used 'x' (it was None)\n"
@@ -291,6 +293,18 @@ def test_a_run_resumed_with_other_arguments_names_them(tmp_path, capsys):
     with pytest.raises(FileExistsError, match="--resume"):
         keep(resume=False)
     assert json.loads((tmp_path / "args.json").read_text())["lr"] == 0.5
+
+
+def test_args_are_those_that_trained_where_a_resumed_run_trains_nothing(tmp_path):
+    """All steps are done, or the run is refused before it opens its folder: another model, no memory."""
+    keep_args(tmp_path, {"lr": 1e-6}, script="a.py", resume=False)
+    kept = (tmp_path / "args.json").read_bytes()
+    keep_args(tmp_path, {"lr": 0.5}, script="a.py", resume=True)
+    assert (tmp_path / "args.json").read_bytes() == kept
+    with open_run(tmp_path, steps=3, start=3, resume=True):
+        assert (tmp_path / "args.json").read_bytes() == kept
+    with open_run(tmp_path, steps=4, start=3, resume=True):  # of no `keep_args`
+        assert (tmp_path / "args.json").read_bytes() == kept
 
 
 def test_a_folder_without_a_run_is_not_resumed(tmp_path):
@@ -335,7 +349,8 @@ def test_args_are_not_written_into_a_run_that_another_process_has_open(tmp_path,
     assert capsys.readouterr().out == ""
     keep_args(tmp_path / "run", {"lr": 0.9}, script="a.py", resume=True)
     assert capsys.readouterr().out == "resumed with lr 0.9 (it was 1e-06)\n"
-    assert json.loads((tmp_path / "run/args.json").read_text())["lr"] == 0.9
+    with open_run(tmp_path / "run", steps=1, start=-1, resume=True):
+        assert json.loads((tmp_path / "run/args.json").read_text())["lr"] == 0.9
 
 
 def test_a_run_of_another_script_or_format_or_with_damaged_args_is_refused(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlkit.rollout.engines.http import ReplicaError
-from rlkit.run.folder import keep_args, read_args
+from rlkit.run.folder import keep_args, open_run, read_args
 from rlkit.run.samples import table
 
 sys.path.append(str(Path(__file__).parents[1] / "terminal"))
@@ -80,6 +80,8 @@ def test_passwords_are_in_no_file_and_no_message(tmp_path, capsys):
     (tmp_path / "args.json").write_text(text.replace("***", "SECRET"))  # as version 0.1.0 wrote it
     assert "SECRET" not in str(read_args(tmp_path))
     keep_args(tmp_path, flags, script="grpo.py", resume=True)
+    with open_run(tmp_path, steps=1, start=-1, resume=True):
+        pass
     assert "SECRET" not in (tmp_path / "args.json").read_text() + capsys.readouterr().out
     assert (
         str(ReplicaError("http://me:SECRET@host:1/generate: status 500")) == "http://me:***@host:1/generate: status 500"
