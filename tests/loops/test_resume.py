@@ -172,8 +172,8 @@ def test_a_full_disk_on_resume_is_one_line_and_loses_nothing(task, tmp_path):
         pytest.skip("this machine does not allow mounting a small filesystem")
     assert json.loads(done.stdout) == [[2, 2, 0], True], done
     last = (tmp_path / "other_flags.err").read_text().strip().splitlines()[-1]
-    assert last.startswith(f"error: {output}: cannot save args.json, the disk is full: it needs ")
-    assert re.search(r" needs [01]\.\d kB, 0\.0 kB are free\. Free space there and resume", last)
+    assert last.startswith(f"error: {output}: cannot save the run, the disk is full: it needs ")
+    assert re.search(r" needs 65\.5 kB, 0\.0 kB are free\. Free space there and resume", last)
     last = (tmp_path / "same_flags.err").read_text().strip().splitlines()[-1]
     assert last.startswith("error: ")
     assert "the disk is full: it needs" in last
