@@ -235,13 +235,19 @@ def _parsing(place: str) -> Iterator[None]:
 
 
 def _csv(path: Path) -> Placed:
+    """The rows with the line where each begins: a cell may hold line breaks."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # its own limit is 128 KiB a cell
-    reader = None
+    start = 1
     try:
         with _opened(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
             first = file.readline()
-            reader = csv.DictReader(_after(first, file), strict=True, delimiter=_delimiter(first, path))
-            names = list(reader.fieldnames or ())
+            mark = re.fullmatch(r'"?sep=(.)"?\s*', first, re.IGNORECASE)  # of Excel, before the header
+            before = 1 if mark else 0
+            first = file.readline() if mark else first
+            reader = csv.reader(_after(first, file), strict=True, delimiter=mark[1] if mark else _delimiter(first, path))
+            names = next(reader, [])
+            if first and not names:
+                raise ValueError(f"{path}, line {before + 1}: blank, and the header belongs there: delete that line")
             if len(set(names)) < len(names):
                 raise ValueError(f"{path}: two columns have the same name: {names}")
             if blank := [name for name in names if name != name.strip()]:
@@ -249,17 +255,17 @@ def _csv(path: Path) -> Placed:
                     f"{path}: blanks around {blank[0]!r} in the header {names}: write none around commas, where they "
                     "are part of the cells"
                 )
-            for row in reader:
-                if [*row.values()] == names and len(names) > 1:
-                    raise ValueError(f"{path}, line {reader.line_num}: the header again, as a row: delete that line")
-                if None in row or None in row.values():
-                    raise ValueError(
-                        f"{path}, line {reader.line_num}: not {len(names)} cells, as the header {names} has"
-                    )
-                yield f"line {reader.line_num}", row
+            start = before + reader.line_num + 1
+            for cells in reader:
+                place, start = f"line {start}", before + reader.line_num + 1
+                if cells == names and len(names) > 1:
+                    raise ValueError(f"{path}, {place}: the header again, as a row: delete that line")
+                if len(cells) not in (0, len(names)):
+                    raise ValueError(f"{path}, {place}: not {len(names)} cells, as the header {names} has")
+                if cells:
+                    yield place, dict(zip(names, cells, strict=True))
     except csv.Error as error:
-        after = reader.line_num if reader else 0
-        raise ValueError(f"{path}, in the row after line {after}: malformed CSV: {error}") from None
+        raise ValueError(f"{path}, line {start}: malformed CSV: {error}") from None
     except UnicodeDecodeError:
         with _opened(path) as raw:
             for number, line in enumerate(raw, start=1):

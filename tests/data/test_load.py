@@ -210,12 +210,29 @@ def test_a_csv_cell_is_text_whatever_it_looks_like(tmp_path):
     assert load_rows(path, limit=1, rename={"answer": "label"}) == [{"prompt": "0066", "label": "007"}]
 
 
+def test_the_place_of_a_csv_row_is_the_line_where_it_begins(tmp_path):
+    path = write(tmp_path / "a.csv", 'a,b\r\n"1\r\n2","3\r\n4"\r\n\r\n5,6\r\n"7\r\n8",9\r\n')
+    rows = load_rows(path)
+    assert rows == [{"a": "1\r\n2", "b": "3\r\n4"}, {"a": "5", "b": "6"}, {"a": "7\r\n8", "b": "9"}]
+    assert rows.places == ["line 2", "line 6", "line 7"]
+
+
+@pytest.mark.parametrize("first", ["sep=;", "SEP=;\r", '\ufeff"sep=;"'])
+def test_the_line_of_excel_that_names_the_delimiter_is_read(tmp_path, first):
+    path = write(tmp_path / "a.csv", f"{first}\na,b;c\n1;2\n")
+    assert load_rows(path) == [{"a,b": "1", "c": "2"}]
+    assert load_rows(path).places == ["line 3"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a,b\n1,2\n3\n", r"bad\.csv, line 3: not 2 cells, as the header \['a', 'b'\] has"),
         ("a,b\n1,2,3\n", r"bad\.csv, line 2: not 2 cells"),
-        ('a\n"1\n2\n', r"bad\.csv, in the row after line 1: malformed CSV: "),
+        ('a\n"1\n2\n', r"bad\.csv, line 2: malformed CSV: unexpected end of data"),
+        ('a,b\n1,2\n"3\n4",5,6\n7,8\n', r"bad\.csv, line 3: not 2 cells"),
+        ('sep=;\na;b\n"1\n2";3\n4\n', r"bad\.csv, line 5: not 2 cells, as the header \['a', 'b'\] has"),
+        ("\na;b\n1;2\n", r"bad\.csv, line 1: blank, and the header belongs there: delete that line"),
         ("a,a\n1,2\n", "two columns have the same name"),
         ("a,b\n", "no rows"),
     ],

@@ -167,6 +167,16 @@ def test_data_that_cannot_train_ends_in_one_line(task, tmp_path, case, where):
     assert re.search(message, said), said
 
 
+def test_a_row_of_a_csv_file_is_named_by_the_line_where_it_begins(task, tmp_path):
+    path = tmp_path / "bad.csv"
+    path.write_text('sep=;\nprompt;completion;label\n"a\nb";"c\nd";1\n"a\nb";"c\nd";good\n')
+    said = refused("kto", flags_of(task, "kto", tmp_path / "run", data=path))
+    assert said == (
+        f"error: {path}, line 6: column 'label' must be true or false, got 'good'; columns found: "
+        "['completion', 'label', 'prompt']"
+    )
+
+
 def test_wrong_flags_and_files_end_in_one_line(task, tmp_path, capsys):
     cut = tmp_path / "cut"
     shutil.copytree(task / "chat", cut)
