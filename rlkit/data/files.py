@@ -244,7 +244,8 @@ def _csv(path: Path) -> Placed:
             mark = re.fullmatch(r'"?sep=(.)"?\s*', first, re.IGNORECASE)  # of Excel, before the header
             before = 1 if mark else 0
             first = file.readline() if mark else first
-            reader = csv.reader(_after(first, file), strict=True, delimiter=mark[1] if mark else _delimiter(first, path))
+            delimiter = mark[1] if mark else _delimiter(first, path)
+            reader = csv.reader(_after(first, file), strict=True, delimiter=delimiter)
             names = next(reader, [])
             if first and not names:
                 raise ValueError(f"{path}, line {before + 1}: blank, and the header belongs there: delete that line")
