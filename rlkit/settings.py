@@ -23,10 +23,15 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 
 class Range(NamedTuple):
-    """The numbers that a field allows: `Annotated[int, Range("at least 1", lambda x: x >= 1)]`."""
+    """The values that a field allows: `Annotated[int, Range("at least 1", lambda x: x >= 1)]`."""
 
     meaning: str
-    allows: Callable[[float], bool]
+    allows: Callable[[Any], bool]
+
+
+def named(*names: str) -> Range:
+    """One of the names, or a function of the user."""
+    return Range(f"one of {', '.join(names)} or FILE.py:FUNCTION", lambda x: x in names or ":" in x)
 
 
 POSITIVE = Range("above 0", lambda x: 0 < x < inf)
@@ -136,8 +141,8 @@ def check(settings: Any, *, may_be_empty: tuple[str, ...] = ()) -> None:
             refuse_if(True, f"`{f.name}` must be {_meaning(hints[f.name])}, got {value!r}")
             continue
         for x in value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,):
-            if isinstance(x, str):
-                refuse_if(not x and f.name not in may_be_empty, f"`{f.name}` is empty: give a value, or leave it out")
+            if x == "":
+                refuse_if(f.name not in may_be_empty, f"`{f.name}` is empty: give a value, or leave it out")
             elif f.name in allowed and x is not None:
                 refuse_if(not allowed[f.name].allows(x), f"`{f.name}` must be {allowed[f.name].meaning}, got {x}")
 

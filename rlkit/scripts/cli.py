@@ -89,18 +89,10 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     if {"-h", "--help"} & {*own}:
         _help(kind, description)
     _refuse_wrong(argv, own, kind)
-    import tyro
-
-    printed = io.StringIO()
     try:
-        with collected() as wrong, redirect_stderr(printed):
-            flags: Any = tyro.cli(kind, args=argv, description=description, config=(tyro.conf.SuppressFixed,))
-    except SystemExit as stopped:
-        if stopped.code in (None, 0):
-            raise
-        fail(_plain(printed.getvalue()))
-    if wrong:
-        fail(spelled(wrong[0], kind))
+        flags = parsed(argv, kind)
+    except ValueError as error:
+        fail(str(error))
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded
     with warnings_that_fit():
@@ -108,6 +100,21 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     if isinstance(result, Path) and os.environ.get("RANK", "0") == "0":
         _print(f"exported {result}")
     return result
+
+
+def parsed(argv: Sequence[str], kind: type) -> Any:
+    """The flags of a command line as the dataclass `kind`; ValueError for the first wrong value or combination."""
+    import tyro
+
+    printed = io.StringIO()
+    try:
+        with collected() as wrong, redirect_stderr(printed):
+            flags: Any = tyro.cli(kind, args=argv, config=(tyro.conf.SuppressFixed,))
+    except SystemExit:
+        raise ValueError(_plain(printed.getvalue())) from None
+    if wrong:
+        raise ValueError(spelled(wrong[0], kind))
+    return flags
 
 
 def _help(kind: type, description: str | None) -> NoReturn:

@@ -361,13 +361,9 @@ def function_of(flag: str, spec: str) -> Any:
         raise ImportError(f"`{flag}` {spec}: {error}", name=error.name) from None
 
 
-def named_or_file(flag: str, spec: str, names: tuple[str, ...]) -> Any:
-    """None if `spec` is one of the `names`, else the function of `FILE.py:FUNCTION`."""
-    if spec in names:
-        return None
-    if ":" not in spec:
-        raise ValueError(f"`{flag}` {spec}: choose one of {', '.join(names)}, or name a function as FILE.py:FUNCTION")
-    return _checked_loss(f"--{flag} {spec}", spec, function_of(flag, spec))
+def own_loss(spec: str) -> Any:
+    """The function of `--loss FILE.py:FUNCTION`; None for the name of one of rlkit."""
+    return _checked_loss(f"--loss {spec}", spec, function_of("loss", spec)) if ":" in spec else None
 
 
 def _checked_loss(given: str, spec: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,11 +14,11 @@ import gc
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.common import Data, Examples, Lora, Model, load_policies, named_or_file, offline, where
-from rlkit.settings import NotNegative, Optim, Positive, Schedule, Share, check, is_default, refuse_if
+from rlkit.scripts.common import Data, Examples, Lora, Model, load_policies, offline, own_loss, where
+from rlkit.settings import NotNegative, Optim, Positive, Schedule, Share, check, is_default, named, refuse_if
 
 LOSSES = ("dpo", "ipo", "hinge", "robust_dpo", "exo_pair", "apo_zero", "nca_pair", "simpo", "orpo", "cpo")
 NO_REFERENCE = ("simpo", "orpo", "cpo")
@@ -29,7 +29,7 @@ SMOOTHED = ("dpo", "cpo", "simpo", "robust_dpo", "exo_pair")
 class Loss:
     """The loss of a pair."""
 
-    loss: str = "dpo"
+    loss: Annotated[str, named(*LOSSES)] = "dpo"
     """dpo, ipo, hinge, robust_dpo, exo_pair, apo_zero, nca_pair; without a reference model: simpo, orpo, cpo.
     Or FILE.py:FUNCTION, `def loss(chosen, rejected)` of a pair's log-ratios. See docs/preference.md"""
     beta: Positive = 0.1
@@ -76,7 +76,7 @@ def main(args: Args) -> Path:
     from rlkit.data.forms import PAIR
 
     flags, has_reference = args.loss, args.loss.loss not in NO_REFERENCE
-    own = named_or_file("loss", flags.loss, LOSSES)
+    own = own_loss(flags.loss)
     why = f"`loss` {flags.loss} compares log-probs without a reference"
     refuse_if(args.reference and not has_reference, f"{why}: drop `reference`")
     refuse_if(args.precompute_reference and not has_reference, f"{why}: drop `precompute_reference`")

@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.common import Data, Lora, Model, named_or_file
+from rlkit.scripts.common import Data, Lora, Model, own_loss
 from rlkit.scripts.rollouts import Correction, Engine, Episodes, load_models, open_engine, open_task
-from rlkit.settings import Finite, LimitOr0, Optim, Penalties, Rollouts, Schedule, check, refuse_if
+from rlkit.settings import Finite, LimitOr0, Optim, Penalties, Rollouts, Schedule, check, named, refuse_if
 
 CONSTANTS: dict[str, dict[str, float]] = {  # of the papers, see docs/recipes.md
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28},
@@ -36,7 +36,7 @@ EPISODE_MEAN = ("gspo", "gmpo", "sapo")
 class Loss:
     """The policy loss and the advantages."""
 
-    loss: str = "ppo_clip"
+    loss: Annotated[str, named(*CONSTANTS)] = "ppo_clip"
     """ppo_clip, dual_clip, gspo, gmpo, cispo or sapo; all coincide on-policy (one minibatch, one epoch).
     Or FILE.py:FUNCTION, `def loss(log_ratio, batch)`, which returns a loss per token"""
     clip_low: LimitOr0 | None = None
@@ -93,7 +93,7 @@ def main(args: Args) -> Path:
         args.rollouts.max_dropped is not None and args.loss.success_range is None,
         "`max_dropped` is a limit on `success_range`: give one",
     )
-    own = named_or_file("loss", args.loss.loss, tuple(CONSTANTS))
+    own = own_loss(args.loss.loss)
     args, tokenizer, task = open_task(args, keep_group=keep_group(args.loss))
     from rlkit import advantages
     from rlkit.loops.grpo import grpo

@@ -14,18 +14,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.common import Data, Examples, Lora, Model, load_policies, log, named_or_file, offline
-from rlkit.settings import NotNegative, Optim, Positive, Schedule, check
+from rlkit.scripts.common import Data, Examples, Lora, Model, load_policies, log, offline, own_loss
+from rlkit.settings import NotNegative, Optim, Positive, Schedule, check, named
 
 
 @dataclass(frozen=True)
 class Loss:
     """The loss of a labelled response."""
 
-    loss: str = "kto"
+    loss: Annotated[str, named("kto", "apo_zero")] = "kto"
     """kto, or apo_zero: reference point 0 instead of a KL estimate, which saves a forward of mismatched responses.
     Or FILE.py:FUNCTION, `def loss(log_ratio, desirable, *, kl, beta, desirable_weight, undesirable_weight)`"""
     beta: Positive = 0.1
@@ -60,7 +60,7 @@ def main(args: Args) -> Path:
     from rlkit.data.forms import LABELLED, PAIR
 
     flags = args.loss
-    own = named_or_file("loss", flags.loss, ("kto", "apo_zero"))
+    own = own_loss(flags.loss)
     args, tokenizer, examples, held_out = offline(args, labelled_examples, PAIR, LABELLED, reference=args.reference)
     warn_of_labels(args, examples)
     from rlkit import losses

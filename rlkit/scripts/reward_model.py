@@ -15,10 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.common import Data, Examples, Model, named_or_file, offline, where
-from rlkit.settings import NotNegative, Optim, Schedule, check, is_default, refuse_if
+from rlkit.scripts.common import Data, Examples, Model, offline, own_loss, where
+from rlkit.settings import NotNegative, Optim, Schedule, check, is_default, named, refuse_if
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Args:
     examples: Flat[Examples] = Examples()
     schedule: Flat[Schedule] = Schedule(Path("runs/reward_model"), steps=300, eval_steps=50, save_steps=100)
     optim: Flat[Optim] = Optim(lr=1e-5, lr_schedule="linear", warmup_steps=20)
-    loss: str = "bradley_terry"
+    loss: Annotated[str, named("bradley_terry")] = "bradley_terry"
     """bradley_terry, or FILE.py:FUNCTION, `def loss(chosen, rejected)` of a pair's rewards"""
     center_coef: NotNegative = 0.01
     """weight of the penalty that pulls a pair's rewards towards 0"""
@@ -46,7 +47,7 @@ def main(args: Args) -> Path:
     from rlkit.data.examples import preference_pairs
     from rlkit.data.forms import PAIR
 
-    own = named_or_file("loss", args.loss, ("bradley_terry",))
+    own = own_loss(args.loss)
     args, tokenizer, pairs, held_out = offline(args, preference_pairs, PAIR)
     from rlkit.loops.reward_model import reward_model
     from rlkit.losses import bradley_terry

@@ -29,7 +29,7 @@ from rlkit._extras import optional
 from rlkit.run.console import say
 from rlkit.run.folder import read_metrics
 from rlkit.run.signals import resume_command
-from rlkit.scripts.cli import fail, run
+from rlkit.scripts.cli import fail, parsed, run
 from rlkit.scripts.flags import list_flags, wrong_words
 from rlkit.scripts.foreign import answer
 from rlkit.settings import Count, Seed, check, refuse_if
@@ -155,15 +155,20 @@ def check_command(args: Args) -> tuple[str, bool]:
     kind = importlib.import_module(f"rlkit.scripts.{script}").Args
     ends = {name: [str(x) for x in pair] for name, pair in {**args.range, **args.log_range}.items()}
     searched = ends | {name: values.split(",") for name, values in args.choice.items()}
+    first = [word for name, values in searched.items() for word in (f"--{name}", values[0])]
     known = {flag.name for flag in list_flags(kind)}
     for name, values in searched.items():
         if name.replace("-", "_") not in known:
             better = answer(name.replace("-", "_"), known)
             raise ValueError(f"rlkit {script} has no flag --{name}" + (f": it {better}" if better else ""))
         for value in values:
-            wrong = wrong_words([*words[at + 1 :], f"--{name}", value], kind)
-            if wrong:
+            given = [*words[at + 1 :], *first, f"--{name}", value]
+            if wrong := wrong_words(given, kind):
                 raise ValueError("rlkit {}: {} {}".format(script, *wrong.popitem()))
+            try:
+                parsed(given, kind)
+            except ValueError as error:
+                raise ValueError(f"rlkit {script}: {error}") from None
     metric, minimize = (args.metric, args.minimize) if args.metric else DEFAULTS[script]
     evaluated = any(word.partition("=")[0] in ("--eval-data", "--eval_data") for word in words)
     if metric.startswith("eval/") and not evaluated:

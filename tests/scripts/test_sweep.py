@@ -169,6 +169,21 @@ WRONG = [
     ),
     ("--choice lr 1", "sft --data d", "rlkit sft: missing --model"),
     (
+        "--choice loss gspo,grpo",
+        "grpo --model m --data d --reward r.py:f --eval-data d",
+        "rlkit grpo: --loss must be one of ppo_clip, dual_clip, gspo, gmpo, cispo, sapo or FILE.py:FUNCTION, got grpo",
+    ),
+    (
+        "--choice loss ppo_clip,sapo --range clip-low 0.1 0.3",
+        "grpo --model m --data d --reward r.py:f --eval-data d",
+        "rlkit grpo: --clip-low and --clip-high are not part of --loss sapo: drop them",
+    ),
+    (
+        "--range label-smoothing 0.1 2",
+        "dpo --model m --data d --eval-data d",
+        "rlkit dpo: --label-smoothing must be from 0 to 1, got 2.0",
+    ),
+    (
         "--choice lr 1",
         "sft --model m --data d --eval-data d --output x",
         "--output of the command is set by the sweep: dr",
