@@ -103,13 +103,16 @@ def refuse_surrogates(value: Any, place: str, name: str) -> None:
 
 def is_trained(message: Mapping[str, Any], place: str) -> bool:
     """False for a turn that its row excludes from the loss; ValueError for a turn that is to be trained in part."""
+    shown = repr(dict(message))[:80]
     if not is_empty(message.get("train_detail")):
-        raise ValueError(f"{place} has 'train_detail', and rlkit trains whole turns: split the turn or drop the key")
+        fix = "split the turn or drop the key"
+        raise ValueError(f"{place}: a message has 'train_detail', and rlkit trains whole turns: {fix}: {shown}")
     flags = {key: truth(message[key]) for key in FLAGS if message.get(key) is not None}
     for key, flag in flags.items():
         if flag is None:
             raise ValueError(
-                f"{place}: {key!r} must be 0 or 1, false or true (a turn is trained or not), got {message[key]!r}"
+                f"{place}: {key!r} must be 0 or 1, false or true (a turn is trained or not), got {message[key]!r} in "
+                f"the message {shown}"
             )
     return all(flags.values())
 

@@ -293,7 +293,7 @@ def _in_our_columns(row: Row, source: Form | None, forms: Sequence[Form], place:
     if PROMPT in forms and new.get("messages", row.get("messages")):
         answer = rl_row({**row, **new}, place)
         new |= {"messages": answer["messages"]}
-    _check_roles({**row, **new}, place)
+    _check_roles(Converted(row, new, source), place)
     messages = new.get("messages") or row.get("prompt") or row.get("messages")
     if plain and PROMPT in forms and messages and isinstance(messages, list | tuple):
         new["prompt"] = "".join(m["content"] for m in prompt_messages({"messages": messages}, place=place))
@@ -308,8 +308,8 @@ def _check_roles(row: Row, place: str) -> None:
         for number, message in enumerate(convert.mappings(row.get(name))):
             if isinstance(message.get("role", message.get("from")), list | tuple | Mapping):
                 raise ValueError(
-                    f"{place}: {name}[{number}] must be an object like {{'role': 'user', 'content': '...'}}, "
-                    f"got {repr(message)[:80]}"
+                    f"{place}: {_own_name(row, name)}[{number}] must be an object like {{'role': 'user', 'content': "
+                    f"'...'}}, got {repr(message)[:80]}"
                 )
 
 
@@ -335,7 +335,9 @@ def _without_conflict(row: Row, form: Form, forms: Sequence[Form], place: str) -
         name, response = cell(row, _RESPONSE, place, form=RESPONSE)
         if response in (said[-1], [messages[-1]]):
             return CONVERSATION
-    found = f"columns 'messages' and {name!r} hold different texts ({CONVERSATION.title} and {form.title})"
+    name = _own_name(row, name)
+    both = f"{_own_name(row, 'messages')!r} and {name!r}"
+    found = f"columns {both} hold different texts ({CONVERSATION.title} and {form.title})"
     raise column_error(place, found, row, f"; rename the one that is not meant, e.g. --rename {name} OTHER")
 
 
@@ -371,15 +373,14 @@ def cell(
 
 
 def _own_name(row: Row, name: str) -> str:
-    """The name in the file of a column of the converted row; `name` where it was made of several columns."""
+    """The name in the file of a column of the converted row: of a prompt that of the first column it is made of."""
     own, source = getattr(row, "own", row), getattr(row, "source", None)
-    if source is None or row.get(name) is own.get(name):
+    if row.get(name) is None or row[name] is own.get(name):
         return name
-    same = [column for column in own if row.get(name) is not None and own[column] is row[name]]
-    whole = source.columns[0][0]
-    if name == "messages" and whole in ("conversations", "conversation") and not own.get("system"):
-        same.append(whole)
-    return same[0] if same else name
+    made = ("history", *(source.optional if source.read is _pair else source.columns[0])) if source else ()
+    same = [column for column in own if own[column] is row[name]]
+    same += [column for column in made if name in _PROMPT and not columns.is_empty(own.get(column))]
+    return same[0] if same and name not in own else name
 
 
 def _looks(row: Row, form: Form, first: str = "") -> str:
@@ -442,7 +443,9 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
     column, value = cell(row, _PROMPT, place, form=PROMPT)
     column = _own_name(given, column)
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else convert.messages_of(value)
-    for number, message in enumerate(messages):
+    system = given.get("system") if isinstance(given, Converted) else None  # stands before them in the converted row
+    start = -1 if system and convert.mappings(messages[:1]) and messages[0].get("content") is system else 0
+    for number, message in enumerate(messages, start):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(
                 f"{place}: {column}[{number}] must be an object like {{'role': 'user', 'content': '...'}}, "
@@ -457,7 +460,7 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
         messages = convert.turns(messages)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
-    messages = [_with_text(message, f"{place}: {column}[{number}]") for number, message in enumerate(messages)]
+    messages = [_with_text(message, f"{place}: {column}[{number}]") for number, message in enumerate(messages, start)]
     own, first = convert.system_of(row, place), messages[0] if messages[0]["role"] in _SYSTEM else {}
     if own is not None and first and first["content"] != own:
         found = f"the system message of column {column!r} is another one than that of column 'system'"
@@ -541,8 +544,9 @@ def _prompt(row: Row, place: str, template: Template) -> list[Turn]:
     text, messages = _context(row, place, template)
     if messages and messages[-1]["role"] == "assistant":
         fix = "drop that message (a known answer belongs in a column of its own)"
-        others = {name: value for name, value in getattr(row, "own", row).items() if name != "messages"}
-        if "messages" in row and any(name in with_prompt(others) for name in _PROMPT):
+        own = getattr(row, "own", row)
+        others = {name: value for name, value in own.items() if name != "messages"}
+        if "messages" in own and any(name in with_prompt(others) for name in _PROMPT):
             fix = "drop that message, or read the prompt from the other columns with --rename messages OTHER"
         raise ValueError(
             f"{place}: the conversation ends with an assistant message, so there is nothing to answer; {fix}"
@@ -589,7 +593,7 @@ def _turns(messages: list[dict[str, Any]], ends: Sequence[int], place: str, temp
     template.refuse_unwritten(messages[: ends[-1] + 1], place)
     turns = []
     for end in ends:
-        if not columns.is_trained(messages[end], f"{place}: messages[{end}]"):
+        if not columns.is_trained(messages[end], place):
             continue
         prompt = template.text(messages[:end], place, opened=True)
         whole, blocks = template.text(messages[: end + 1], place, opened=False), template.blocks(messages[: end + 1])
@@ -617,12 +621,12 @@ def _response(
         prompt, _ = _context(row, place, template)
         return [Turn(place, prompt, prompt + response, empty=not response.strip(), label=label)]
     messages = [{"role": "assistant", "content": response}]
-    messages = (
-        messages if text else prompt_messages({"messages": response}, place=f"{place}, {_own_name(row, column)!r}")
-    )
+    name = _own_name(row, column)
+    if not text:
+        messages = prompt_messages(Converted({name: response}, {"messages": response}), place=place)
     ends = [end for end, message in enumerate(messages) if message["role"] == "assistant"]
     several = names is _RESPONSE and len(ends) > 1
-    response = "" if several else _last(messages, column, place)["content"]
+    response = "" if several else _last(messages, name, place)["content"]
     before = [] if column == "messages" else _before(row, column, messages, place)
     row = {"system": row.get("system"), "system_prompt": row.get("system_prompt"), "messages": before + messages}
     if several:
@@ -648,7 +652,7 @@ def _last(messages: Sequence[Message], column: str, place: str) -> Message:
             f"{place}: the last message of {column!r} holds {' and '.join(more)} beside its content, and a "
             "response is text: write all of it into 'content' as the model would"
         )
-    if not columns.is_trained(last, f"{place}: the last message of {column!r}"):
+    if not columns.is_trained(last, place):
         raise ValueError(f"{place}: the last message of {column!r} is excluded from the loss: drop the row")
     return last
 
@@ -678,14 +682,15 @@ def _before(row: Row, column: str, response: Sequence[Message], place: str) -> l
             return []
         if response[0]["role"] == "user" and prompt[-1]["role"] in ("assistant", *_SYSTEM) and said[0] not in asked:
             return prompt
+        name, column = _own_name(row, name), _own_name(row, column)
         found = f"{column!r} begins with a {response[0]['role']} message, and column {name!r} is not part of it"
         fix = f"; --rename {name} system for a system prompt, --rename {name} OTHER to leave it out, or write it into "
         raise column_error(place, found, row, f"{fix}{column!r}")
     if prompt[-1]["role"] != "assistant" or response[0]["role"] != "assistant":
         return prompt
     raise ValueError(
-        f"{place}: column {name!r} ends with an assistant message, and {column!r} is another answer; drop one of them "
-        "(rlkit does not continue an answer that is begun in the prompt)"
+        f"{place}: column {_own_name(row, name)!r} ends with an assistant message, and {_own_name(row, column)!r} is "
+        "another answer; drop one of them (rlkit does not continue an answer that is begun in the prompt)"
     )
 
 

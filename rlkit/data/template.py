@@ -93,22 +93,19 @@ class Template:
         Keys and arguments that change no text are collected in `lost`.
         """
         for number, message in enumerate(messages):
-            _check_calls(message, f"{place}: messages[{number}]")
+            _check_calls(message, place)
             self.refuse_markup(str(message.get("content") or ""), f"{place}: the text of the {message['role']}")
             for key in ("tool_calls", *TURN_TEXTS[1:]):
                 if message.get(key) and not self._changes(messages[:number], message, key, place):
                     raise ValueError(
-                        f"{place}: the chat template does not write {key!r} of messages[{number}], so that the turn "
-                        "would be trained or shown without it; write it into 'content' as the model would, drop it, or "
-                        "use a model whose template has it"
+                        f"{place}: the chat template does not write {key!r} of the message {repr(dict(message))[:80]}; "
+                        "write it into 'content' as the model would, drop it, or use a model whose template has it"
                     )
         unwritten = self._unwritten(messages, place)
         if unwritten is not None:
-            role, content = messages[unwritten]["role"], str(messages[unwritten]["content"])
             raise ValueError(
-                f"{place}: the chat template does not write the content of messages[{unwritten}], of the role "
-                f"{role!r}: {content[:60]!r}; move it into a message that is written, drop it, or use a model whose "
-                "template has it"
+                f"{place}: the chat template does not write the content of the message {repr(unwritten)[:80]}; move "
+                "it into a message that is written, drop it, or use a model whose template has it"
             )
         if self.tools and not self.of_run and not self._writes_tools(messages, place):
             raise ValueError(
@@ -173,7 +170,7 @@ class Template:
             return True
         return texts[0] != texts[1] and all(name in texts[1] for name in names)
 
-    def _unwritten(self, messages: Sequence[Message], place: str) -> int | None:
+    def _unwritten(self, messages: Sequence[Message], place: str) -> Message | None:
         """The first message whose content is not in the text of the conversation; None where all are."""
         marked = [dict(message) for message in messages]
         marks = {n: f" (mark {n} of a message)" for n, m in enumerate(messages) if str(m.get("content") or "").strip()}
@@ -183,7 +180,7 @@ class Template:
             text = self.text(marked, place, opened=False)
         except ValueError:
             return None
-        return next((number for number, mark in marks.items() if mark not in text), None)
+        return next((dict(messages[number]) for number, mark in marks.items() if mark not in text), None)
 
     def _writes_tools(self, messages: Sequence[Message], place: str) -> bool:
         """Whether each tool is named more often in the text than in that without tools."""
@@ -254,15 +251,15 @@ class Template:
         return apply(messages, tools=self.tools, **options)["assistant_masks"]
 
 
-def _check_calls(message: Message, where: str) -> None:
+def _check_calls(message: Message, place: str) -> None:
     """ValueError for a tool call without the name of a function."""
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, list | tuple):
-        raise ValueError(f"{where}.tool_calls must be a list of calls like {_CALL}, got {repr(calls)[:80]}")
-    for number, call in enumerate(calls):
+        raise ValueError(f"{place}: 'tool_calls' must be a list of calls like {_CALL}, got {repr(calls)[:80]}")
+    for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ValueError(f"{where}.tool_calls[{number}] must be a call like {_CALL}, got {repr(call)[:80]}")
+            raise ValueError(f"{place}: a call in 'tool_calls' must be like {_CALL}, got {repr(call)[:80]}")
 
 
 def _name_of(tool: Any) -> str | None:

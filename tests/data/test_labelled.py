@@ -106,5 +106,5 @@ def test_an_unknown_role_and_a_part_that_is_not_text_are_refused():
     with pytest.raises(ValueError, match="row 2: unknown role 'human'"):
         examples(FORMATS["strings"], {**whole, "prompt": "hi"})
     image = {"prompt": "hi", "completion": messages([{"type": "image_url", "image_url": "x"}]), "label": True}
-    with pytest.raises(ValueError, match=r"row 2, 'completion': messages\[0\].content\[0\] is 'image_url'"):
+    with pytest.raises(ValueError, match=r"row 2: completion\[0\].content\[0\] is 'image_url'"):
         examples(FORMATS["strings"], image)

@@ -402,9 +402,12 @@ KTO = "; rlkit kto reads it, or --rename {} OTHER trains all of them"
 EXCLUDES = ", which excludes a row or a turn from the loss; columns found: "
 WRITES = ", which the chat template writes itself; ready-made prompts and responses are strings for --no-chat-template"
 WITHOUT = "holds media, and rlkit trains on text only; columns found: "
-PLAIN_CALL = (
-    "the chat template does not write 'tool_calls' of messages[1], so that the turn would be trained or shown without "
-    "it; write it into 'content' as the model would, drop it, or use a model whose template has it"
+UNWRITTEN = (
+    "the chat template does not write {!r} of the message {}; write it into 'content' as the model would, drop it, or "
+    "use a model whose template has it"
+)
+PLAIN_CALL = UNWRITTEN.format(
+    "tool_calls", "{'role': 'assistant', 'tool_calls': [{'id': 'c1', 'type': 'function', 'function'"
 )
 REFUSED = {  # script, row, the message after the file and the place
     "LLaMA-Factory images": ("sft", {"messages": WHO, "images": ["1.jpg"]},
@@ -434,10 +437,12 @@ REFUSED = {  # script, row, the message after the file and the place
     "axolotl train_detail": (
         "sft", {"messages": [user("hi"), answer("yo", train_detail=[{"begin_offset": 0, "end_offset": 1,
                                                                      "train": False}])]},
-        ": messages[1] has 'train_detail', and rlkit trains whole turns: split the turn or drop the key",
+        ": a message has 'train_detail', and rlkit trains whole turns: split the turn or drop the key: {'role': "
+        "'assistant', 'content': 'yo', 'train_detail': [{'begin_offset': 0, 'end",
     ),
     "a weight of a half": ("sft", {"messages": [user("hi"), answer("yo", weight=0.5)]},
-                           ": messages[1]: 'weight' must be 0 or 1, false or true (a turn is trained or not), got 0.5"),
+                           ": 'weight' must be 0 or 1, false or true (a turn is trained or not), got 0.5 in the "
+                           "message {'role': 'assistant', 'content': 'yo', 'weight': 0.5}"),
     "an excluded response": ("dpo", {"prompt": "hi", "chosen": [answer("yo", weight=0)], "rejected": [answer("no")]},
                              ": the last message of 'chosen' is excluded from the loss: drop the row"),
     "calls of a template without": ("sft", {"messages": WEATHER}, f": {PLAIN_CALL}"),
@@ -445,7 +450,7 @@ REFUSED = {  # script, row, the message after the file and the place
     "calls before a pair": ("dpo", {"messages": WEATHER[:3], "chosen": "yo", "rejected": "no"}, f": {PLAIN_CALL}"),
     "reasoning of a template without": (
         "sft", {"messages": [user("hi"), answer("yo", reasoning_content="hm")]},
-        ": " + PLAIN_CALL.replace("tool_calls", "reasoning_content"),
+        ": " + UNWRITTEN.format("reasoning_content", answer("yo", reasoning_content="hm")),
     ),
     "kto_tag in sft": ("sft", {"conversations": [human("hi"), gpt("no")], "kto_tag": False},
                        ": is a conversation with a label (column 'kto_tag' is False), and sft trains on every row; "
@@ -526,7 +531,7 @@ REFUSED = {  # script, row, the message after the file and the place
     ),
     "a call whose function is a name": (
         "sft", {"messages": [user("hi"), answer(None, tool_calls=[{"function": "f", "arguments": {"a": 1}}])]},
-        ": messages[1].tool_calls[0] must be a call like {'type': 'function', 'function': {'name': 'weather', "
+        ": a call in 'tool_calls' must be like {'type': 'function', 'function': {'name': 'weather', "
         "'arguments': {'city': 'Rome'}}}, got {'function': 'f', 'arguments': {'a': 1}}",
     ),
     "a label of null": ("kto", {"prompt": "hi", "completion": "yo", "label": None},
@@ -614,6 +619,54 @@ REFUSED = {  # script, row, the message after the file and the place
     ),
     "conversations without a text": (
         "sft", {"conversations": [human(3), gpt(4)]}, ": conversations[0].content must be a string, got 3",
+    ),
+    "a turn of ShareGPT without a text, after a system message": (
+        "sft", {"system": "be", "conversations": [human("hi"), gpt("yo"), human(None), gpt("yo")]},
+        ": conversations[2].content must be a string, got None",
+    ),
+    "messages of an answer": (
+        "sft", {"problem": "hi", "solution": [answer(4)]}, ": solution[0].content must be a string, got 4",
+    ),
+    "an answer that ends with a question": (
+        "sft", {"question": "hi", "answer": [user("yo")]},
+        ": 'answer' must end with an assistant message of text that answers another message, got {'role': 'user', "
+        "'content': 'yo'}",
+    ),
+    "a labelled conversation without an answer": (
+        "kto", {"conversations": [human("hi")], "kto_tag": True},
+        ": 'conversations' must end with an assistant message of text that answers another message, got {'role': "
+        "'user', 'content': 'hi'}",
+    ),
+    "an excluded answer of ShareGPT": (
+        "kto", {"conversations": [human("hi"), gpt("yo", weight=0)], "kto_tag": True},
+        ": the last message of 'conversations' is excluded from the loss: drop the row",
+    ),
+    "OpenAI preference of a question": (
+        "dpo", {"input": {"messages": [user("hi")]}, "preferred_output": [user("yo")],
+                "non_preferred_output": [answer("no")]},
+        ": 'preferred_output' must end with an assistant message of text that answers another message, got {'role': "
+        "'user', 'content': 'yo'}",
+    ),
+    "OpenAI preference after another answer": (
+        "dpo", {"input": {"messages": [user("hi"), answer("hey")]}, "preferred_output": [answer("yo")],
+                "non_preferred_output": [answer("no")]},
+        ": column 'input' ends with an assistant message, and 'preferred_output' is another answer; drop one of them "
+        "(rlkit does not continue an answer that is begun in the prompt)",
+    ),
+    "an answer beside a whole conversation": (
+        "sft", {"input": [user("hi"), answer("hey")], "output": "yo"},
+        ": columns 'input' and 'output' hold different texts (a conversation and a prompt with a response); columns "
+        "found: ['input', 'output']; rename the one that is not meant, e.g. --rename output OTHER",
+    ),
+    "a conversation of ShareGPT without a question": (
+        "grpo", {"conversations": [human("hi"), gpt("yo")]},
+        ": the conversation ends with an assistant message, so there is nothing to answer; drop that message (a known "
+        "answer belongs in a column of its own)",
+    ),
+    "a role of ShareGPT that is a list": (
+        "sft", {"conversations": [{"from": ["gpt"], "value": "yo"}]},
+        ": conversations[0] must be an object like {'role': 'user', 'content': '...'}, got {'from': ['gpt'], 'value': "
+        "'yo'}",
     ),
     "role and value": (
         "sft", {"messages": [{"role": "user", "value": "hi"}, {"role": "assistant", "value": "yo"}]},
@@ -878,7 +931,7 @@ def test_a_template_that_drops_a_role_or_the_tools_is_refused(tmp_path):
     template = CALLS.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
     path = write(tmp_path / "rows.jsonl", [{"system": "be", "prompt": "hi", "response": "yo"}])
     with pytest.raises(
-        ValueError, match=r"line 1: the chat template does not write the content of messages\[0\], of the role 'sys"
+        ValueError, match=r"line 1: the chat template does not write the content of the message {'role': 'system'"
     ):
         read(path, "sft", tokenizer_of(template))
     path = write(tmp_path / "tools.jsonl", [{"prompt": "hi", "tools": [tool("add", x=NUMBER)]}])
@@ -970,21 +1023,24 @@ FIRST = (  # writes a system message at the start only, and the first of several
     "{{ '<call>' ~ m.tool_calls[0].function.name if m.tool_calls else m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 ).replace("or loop.first", "or m == messages[0]")
-DROPPED = "the chat template does not write the content of messages[{}], of the role '{}': '{}'; move it into a message"
+DROPPED = (
+    "the chat template does not write the content of the message {{'role': '{}', 'content': '{}'}}; move it into a "
+    "message that is written"
+)
 
 
 @pytest.mark.parametrize(
     ("script", "row", "message"),
     [
         ("sft", {"messages": [user("a"), answer("b"), said("system", "a"), user("hi"), answer("yo")]},
-         DROPPED.format(2, "system", "a")),
-        ("grpo", {"messages": [user("a"), answer("b"), said("tool", "b"), user("hi")]}, DROPPED.format(2, "tool", "b")),
+         DROPPED.format("system", "a")),
+        ("grpo", {"messages": [user("a"), answer("b"), said("tool", "b"), user("hi")]}, DROPPED.format("tool", "b")),
         ("dpo", {"prompt": [user("a"), answer("b"), said("developer", "b"), user("hi")], "chosen": "yo",
-                 "rejected": "no"}, DROPPED.format(2, "system", "b").replace("'system'", "'developer'")),
+                 "rejected": "no"}, DROPPED.format("developer", "b")),
         ("sft", {"messages": [user("hi"), answer("Let us see", tool_calls=[call("f", {})]), user("a"), answer("b")]},
-         DROPPED.format(1, "assistant", "Let us see")),
+         "the chat template does not write the content of the message {'role': 'assistant', 'content': 'Let us see', "),
         ("sft", {"messages": [user("hi"), answer("", tool_calls=[call("f", {}), call("g", {})])]},
-         PLAIN_CALL),
+         "the chat template does not write 'tool_calls' of the message {'role': 'assistant', 'content': '', "),
     ],
 )  # fmt: skip
 def test_each_message_of_each_row_must_be_written(tmp_path, script, row, message):
