@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from rlkit.ranks import rank, world_size
+from rlkit.rollout.engines import EngineError
 
 X = TypeVar("X")
 
@@ -31,10 +32,11 @@ async def from_first(work: Callable[[], Awaitable[X]]) -> X:
         try:
             sent[0] = await work()
         except Exception as e:
-            error, sent[1] = e, repr(e)
+            of_engine = isinstance(e, EngineError)  # its message says all: one line on every rank
+            error, sent[1] = e, EngineError(str(e)) if of_engine else RuntimeError(f"rank 0: {e!r}")
     dist.broadcast_object_list(sent, src=0)
     if sent[1] is not None:
-        raise error or RuntimeError(f"rank 0: {sent[1]}")
+        raise error or sent[1]
     return sent[0]
 
 

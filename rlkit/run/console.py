@@ -145,7 +145,7 @@ class _Progress(logging.Handler):
         if sys.stderr is None or time.monotonic() < self.due:
             return
         live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        text = record.getMessage()
+        text = printable(record.getMessage())
         sys.stderr.write(f"\r\x1b[K{text[: _columns(sys.stderr) - 1]}" if live else f"{text}\n")
         sys.stderr.flush()
         self.shown, self.due = live, time.monotonic() + (0.2 if live else 10.0)

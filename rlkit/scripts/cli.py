@@ -18,6 +18,7 @@ import re
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import is_dataclass
@@ -158,7 +159,7 @@ def _refuse_wrong(argv: Sequence[str], own: Sequence[str], kind: type) -> None:
     if "missing" in wrong and "--resume" in own and (kept := _kept_args(own, flags)):
         rest = f"; a resumed run takes its flags again: they are in {kept}"
     if unknown and not ours_only:
-        rest = "; docs/migrating.md has all options"
+        rest = "; docs/migrating.md has all options" if "model" in names else "; --help lists the flags"
     if "command" in names and "--" not in argv:
         rest = "; the command to run comes after --, as in: rlkit sweep --log-range lr 1e-6 1e-4 -- rlkit grpo ..."
     if len(wrong) == 1:
@@ -218,14 +219,14 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
 
     ValueError, OSError and ImportError (in flags, data or files) before training starts are printed to stderr as one
     line, `error: ...`, with exit code 2; so is, at any time, an OSError of the run folder. A reward function that fails
-    in one process ends the run with its message and exit code 1, and so does an engine that is gone. `--debug` shows
-    the traceback; any other error has one.
+    in one process ends the run with its message and exit code 1, and so does an engine that is gone, also on several
+    ranks. `--debug` shows the traceback; any other error has one.
 
     A rank that raises leaves at once; the others may be waiting for it in a collective. torchrun then ends them, and
     reports the first rank that failed, with its traceback, as the cause. After a stop request and the save, a plain
     process ends by SIGINT, so that a shell's loop ends with it, or with 143 after SIGTERM; ranks exit with 0.
     """
-    alone, result = "RANK" not in os.environ, None
+    alone, result, sys.excepthook = "RANK" not in os.environ, None, _show_traceback
     if os.environ.get("RANK", "0") != "0":
         logging.getLogger("rlkit").setLevel(logging.ERROR)  # rank 0 warns for all ranks
     call: Callable[..., X | None] = _with_short_errors
@@ -253,6 +254,12 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
     return result
 
 
+def _show_traceback(_kind: type[BaseException], error: BaseException, _frames: Any) -> None:
+    """Python's traceback without control characters: a message may hold what a model wrote."""
+    if sys.stderr is not None:
+        sys.stderr.write(printable(masked("".join(traceback.format_exception(error)))))
+
+
 def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
     given = _given(args)
     try:
@@ -263,7 +270,7 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
         started = any(note.startswith(TRAINING) for note in getattr(error, "__notes__", ()))
         if given.get("debug"):
             raise
-        if started and _is_of_engine(error) and "RANK" not in os.environ:
+        if started and _is_of_engine(error):
             fail("\n  ".join([str(error), f"go on from the last checkpoint: {resume_command('--resume')}"]), code=1)
         if started and not of_folder:
             raise

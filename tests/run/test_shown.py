@@ -8,6 +8,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import screens
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -93,3 +94,21 @@ def test_a_sample_table_has_no_control_characters():
     lines = "\n".join(table([row | {"completion": "\x1b]0;x\x07\u202e\x85"}], question="\x7f", width=120))
     assert r'"\u001b]0;x\u0007\u202e\x85"' in lines
     assert r'"\x7f"   gold: "\x9b1m"' in lines
+
+
+RAISES = r"""
+from rlkit.scripts.cli import on_ranks
+def main():
+    raise KeyError("\x1b]0;of a model\x07 at http://me:SECRET@host")
+on_ranks(main)
+"""
+
+
+@pytest.mark.parametrize("where", ["terminal", "pipe"])
+def test_a_traceback_has_no_control_characters_and_no_passwords(where):
+    code, out, err = screens.run([sys.executable, "-c", RAISES], where)
+    assert code == 1
+    assert "Traceback (most recent call last):" in out + err
+    assert r"]0;of a model\x07 at http://me:***@host" in out + err
+    assert "\x1b" not in err
+    assert "SECRET" not in out + err

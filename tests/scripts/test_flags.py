@@ -21,6 +21,8 @@ import screens
 import tyro
 
 import rlkit
+from rlkit.rollout.engines import EngineError
+from rlkit.run.console import TRAINING
 from rlkit.scripts import cli, grpo, ppo
 from rlkit.scripts.cli import COMMANDS, flags_of, spelled
 from rlkit.scripts.common import Data, Model, check_device
@@ -355,6 +357,7 @@ WRONG = [
     ("grpo --model m --reward a:b", "missing --data; --help"),
     ("dpo", "missing --model and --data; --help"),
     ("chat", "missing RUN; --help"),
+    ("plot --wrong", "--wrong is no flag; --help lists the flags"),
     ("grpo", "missing --model and --data; --help lists the flags"),
     ("grpo --model m --data d --steps x", "--steps must be a whole number, got 'x'"),
     ("grpo --model m --data d --steps=1e3", "--steps must be a whole number, got '1e3'"),
@@ -516,3 +519,18 @@ def test_a_swept_command_keeps_its_own_flags():
     argv = ["--range", "x", "0", "1", "--", "rlkit", "dpo", "--beta", "0.1", "--max-steps", "3"]
     found = cli.run(lambda args: args.command, importlib.import_module("rlkit.scripts.sweep").Args, None, argv=argv)
     assert found == ("rlkit", "dpo", "--beta", "0.1", "--max-steps", "3")
+
+
+@pytest.mark.parametrize("rank", [None, "0", "1"])
+def test_an_engine_that_is_gone_is_one_line_also_on_several_ranks(monkeypatch, rank):
+    def main():
+        error = EngineError("http://host: no answer for 31 s")
+        error.add_note(f"{TRAINING}; the run folder is runs/a")
+        raise error
+
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    found = screens.everywhere(lambda: cli.on_ranks(main))
+    assert isinstance(found.error, SystemExit)
+    assert found.err.startswith("error: http://host: no answer for 31 s\n  go on from the last checkpoint: ")
+    assert found.err.count("\n") == 2
