@@ -24,27 +24,27 @@ _FULL = {
 _CHUNK = 1 << 22
 
 
-def check_model_path(path: str | os.PathLike[str]) -> None:
+def check_model_path(path: str | os.PathLike[str], *, of: str = "model") -> None:
     """FileNotFoundError for a folder without config.json, and for a hub id that cannot be had without a network.
 
     transformers takes a missing folder for a hub id, and reports a connection error after half a minute. ValueError for
-    a GGUF file, NotADirectoryError for any other.
+    a GGUF file, NotADirectoryError for any other. `of` names what the path is of in them.
     """
     if str(path).endswith(".gguf"):
         what = "rlkit reads folders saved by save_pretrained; docs/models.md has the lines that convert it"
-        raise ValueError(f"model {str(path)!r} is a GGUF file: {what}")
+        raise ValueError(f"{of} {str(path)!r} is a GGUF file: {what}")
     if Path(path).is_file():
         folder = Path(path).parent
-        raise NotADirectoryError(f"model {str(path)!r} is a file: give its folder, {str(folder)!r}")
+        raise NotADirectoryError(f"{of} {str(path)!r} is a file: give its folder, {str(folder)!r}")
     if (Path(path) / "config.json").is_file():
         return
     what = "a folder without config.json" if Path(path).is_dir() else "no folder"
     beside = _beside(Path(path))
     if Path(path).is_dir() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)):
         fix = f"give a folder saved by save_pretrained, or a hub id a/b{beside}"
-        raise FileNotFoundError(f"model {str(path)!r}: {what}; {fix}")
+        raise FileNotFoundError(f"{of} {str(path)!r}: {what}; {fix}")
     if reason := _no_hub(str(path)):
-        raise FileNotFoundError(f"model {str(path)!r}: no folder{beside}, and no hub id in the cache, and {reason}")
+        raise FileNotFoundError(f"{of} {str(path)!r}: no folder{beside}, and no hub id in the cache, and {reason}")
 
 
 def _beside(path: Path) -> str:

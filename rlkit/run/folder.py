@@ -320,7 +320,8 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     if Path(folder).is_file():
         raise NotADirectoryError(f"{folder} is a file: give its folder, {Path(folder).parent}")
     if not path.exists():
-        raise FileNotFoundError(f"{folder} holds no metrics.jsonl: give the folder of a run")
+        what = "no finished step yet" if holds_run(folder) else "no metrics.jsonl: give the folder of a run"
+        raise FileNotFoundError(f"{folder} holds {what}")
     rows = []
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):

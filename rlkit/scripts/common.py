@@ -150,6 +150,9 @@ def begin(args: Any) -> Any:
     warn_of_steps(args.schedule, args.data)
     args = replace(args, data=args.data.expanded())
     check_model_path(args.model.model)  # and the folder: before torch is loaded
+    for name in ("reference", "critic"):
+        if (path := getattr(args, name, None)) is not None:
+            check_model_path(path, of=f"`{name}`")
     check_folder(args.schedule.output, resume=args.schedule.resume)
     file = template_file(args)
     template = read_template(file) if file else None

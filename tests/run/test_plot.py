@@ -118,7 +118,13 @@ def test_nothing_to_draw_and_no_run_are_errors(tmp_path, capsys):
     empty = write_run(tmp_path / "empty", [])
     with pytest.raises(ValueError, match=r"no metric to draw in .*empty"):
         plot_run(empty)
-    for arguments, message in (([tmp_path / "absent"], "holds no metrics.jsonl"), ([], "missing FOLDERS")):
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun/args.json").write_text("{}")
+    for arguments, message in (
+        ([tmp_path / "absent"], "holds no metrics.jsonl"),
+        ([tmp_path / "begun"], "begun holds no finished step yet"),
+        ([], "missing FOLDERS"),
+    ):
         assert message in screens.refused(cli.main, ["plot", *map(str, arguments)])
     run = write_run(tmp_path / "run", SMALL)
     cli.main(["plot", str(run), "--out", str(tmp_path / "a.png")])

@@ -212,7 +212,7 @@ def test_wrong_flags_and_files_end_in_one_line(task, tmp_path, capsys):
         ("grpo", ["--reward", "no_such_module:score"], "error: --reward no_such_module:score: no module 'no_such_mod"),
         ("sft", ["--lora-rank", "2", "--lora-targets", "nope"], "error: --lora-targets nope: the model has no such"),
         ("sft", ["--model", str(task / "chat/config.json")], f"is a file: give its folder, '{task / 'chat'}'"),
-        ("ppo", ["--critic", str(tmp_path / "nothing")], "no folder; give a folder saved by save_pretrained"),
+        ("ppo", ["--critic", str(tmp_path / "nothing")], f"error: --critic '{tmp_path / 'nothing'}': no folder; give"),
         ("ppo", ["--critic", str(swapped)], "has other tokens"),
     ]:
         assert message in refused(script, flags_of(task, script, tmp_path / "run", *flags))

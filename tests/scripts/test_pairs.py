@@ -98,7 +98,7 @@ def test_conflicting_flags_are_refused(task, tmp_path, capsys):
             "cpo compares log-probs without a reference: drop --precompute-reference",
         ),
         (["--loss", "hinge", "--gamma", "2"], "--gamma is the margin of simpo, and not part of hinge: drop it"),
-        (["--reference", str(task / "nothing")], "no folder; give a folder saved by save_pretrained"),
+        (["--reference", str(task / "nothing")], f"error: --reference '{task / 'nothing'}': no folder; give a"),
     ]:
         with pytest.raises(SystemExit) as ended:
             cli.run(dpo.main, dpo.Args, None, argv=command(task, "dpo", tmp_path / "run", *flags))
