@@ -4,14 +4,18 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 import warm
 from fake_server import serving
 
 from rlkit.rollout.engines import hosts
 from rlkit.rollout.engines.sglang import ReplicaError, SGLang
+from rlkit.rollout.engines.sglang.weights import _store
 
 ELSEWHERE = "192.0.2.1"  # reserved for documentation: no machine has it
 
@@ -71,3 +75,13 @@ async def test_an_update_to_another_machine_names_the_transports_that_reach_it(m
             await engine.update_weights([("x", torch.zeros(1))], version=1)
         await engine.close()
     assert not seen
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_rendezvous_of_weights_listens_at_its_own_address_only(host):
+    store = _store(host, 0, 2, timeout=timedelta(seconds=5))
+    listening = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert [c.laddr.ip for c in listening if c.laddr.port == store.port] in (["127.0.0.1"], ["::1"])
+    other = dist.TCPStore(host, store.port, 2, is_master=False, timeout=timedelta(seconds=5))
+    other.set("a", "b")
+    assert store.get("a") == b"b"

@@ -7,6 +7,7 @@ import base64
 import io
 import os
 import shutil
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -227,7 +228,7 @@ class FromGroup:
         limit = timedelta(seconds=self._timeout)
         self._name = f"rlkit-{uuid4().hex[:8]}"
         size = 1 + sum(server.num_ranks for server in servers)
-        store = dist.TCPStore(self._host, self._port, size, is_master=True, timeout=limit, wait_for_workers=False)
+        store = _store(self._host, self._port, size, timeout=limit)
         body = {
             "master_address": self._host, "master_port": store.port, "world_size": size, "group_name": self._name,
             "backend": self._backend,
@@ -267,6 +268,16 @@ class FromGroup:
             self._group.broadcast([tensor], options).wait()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _store(host: str, port: int, size: int, *, timeout: timedelta) -> dist.TCPStore:
+    """The rendezvous, which listens at `host` only: without a socket of ours it would at every address."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.create_server(address[:2], family=family)
+    number = listening.getsockname()[1]
+    return dist.TCPStore(
+        host, number, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
 
 
 def _failed(future: asyncio.Future[Any]) -> bool:
