@@ -37,6 +37,8 @@ _PAIR_COLUMNS = ("chosen", "rejected")
 _REPEATED = 12  # characters: a response may begin with a shorter prompt by chance ("hi")
 _ANSWERS = {"output", "response", "completion", "answer", "solution"}
 _RESPONSE_LIKE = re.compile("respon|reject|chosen|prefer")
+_QUESTIONS = ("question", "problem", "instruction")
+_NOT_IN_SFT = {*_PAIR_COLUMNS, "label", "kto_tag", "input", "history"}  # of rows that lack a column
 _CHOICE = re.compile(r"(response|answer|completion|output)_?(\d|[ab])", re.IGNORECASE)
 _UNREAD = {
     "input_ids": "tokens, which are not read: give the text or the messages, and rlkit tokenizes them",
@@ -386,7 +388,9 @@ def _own_name(row: Row, name: str) -> str:
 def _looks(row: Row, form: Form, first: str = "") -> str:
     """What a row looks like that is not in the `form`, and what reads it; of a form only with all of its columns."""
     own = getattr(row, "own", row)
-    whole = [known for known in FORMS if not known.missing(own) and known.fits(own)]
+    half = {*_PAIR_COLUMNS} if not {*_PAIR_COLUMNS} <= {*own} else {}
+    rest = {name: value for name, value in own.items() if name not in half}
+    whole = [known for known in FORMS if not known.missing(rest) and known.fits(rest)]
     near = max(whole, key=lambda known: known.likeness(own), default=form)
     answered = near is PROMPT and any(_RESPONSE_LIKE.search(name) for name in own)
     if near.columns == form.columns or (answered and not first):
@@ -406,18 +410,21 @@ def _instead(row: Row, form: Form) -> str:
     every = {name for known in FORMS for names in (known.optional, *known.columns) for name in names}
     pairs = {name: name.lower() for name in own if name not in every and name.lower() in every}
     fix = "a column under another name is renamed with --rename"
-    theirs = [known for known in THEIRS if known.known(own) and len(known.missing(own)) == 1]
-    near = max(theirs, key=lambda known: known.likeness(own), default=None)
-    part = near if near and form.missing(own)[:1] == [_PROMPT] and not (pairs or _looks(row, form)) else None
+    read = {name: value for name, value in own.items() if name not in _NOT_IN_SFT}
+    theirs = [known for known in THEIRS if known.known(read) and len(known.missing(own)) == 1]
+    near = max(theirs, key=lambda known: known.likeness(read), default=None)
+    sft = form in SFT and form.missing(own)[:1] == [_PROMPT] and not (pairs or _looks(row, form))
+    part, lacks = near if sft else None, []
     if part:
-        has, lacks = sorted(part.known(own)), " or ".join(map(repr, part.missing(own)[0]))
-        fix = f"of {part.title} it has {', '.join(map(repr, has))} and lacks {lacks}; {fix}"
-    wanted = [name for names in (*form.missing(own), *(part.missing(own) if part else ())) for name in names]
+        has, lacks = sorted(part.known(read)), [name for name in part.missing(own)[0] if name not in _NOT_IN_SFT]
+        fix = f"of {part.title} it has {', '.join(map(repr, has))} and lacks {' or '.join(map(repr, lacks))}; {fix}"
+    wanted = [*(name for names in form.missing(own) for name in names), *lacks]
     for name in wanted:
         found = [c for c in own if c != name and re.fullmatch(f"{name}(_.*|Key)|.*_{name}", c) and not pairs.get(c)]
         pairs |= {found[0]: name} if len(found) == 1 and name not in pairs.values() else {}
-    if "prompt" in wanted and "query" in own:
-        pairs["query"] = "prompt"
+    asked = [name for name in ("query", *(() if part else _QUESTIONS)) if name in own]
+    if "prompt" in wanted and asked and not pairs:
+        pairs[asked[0]] = "prompt"
     choices = [name for name in own if _CHOICE.fullmatch(name)]
     if form is PAIR and len(choices) > 1 and not pairs:
         return f"write the better of {', '.join(choices)} as 'chosen' and the worse as 'rejected'"

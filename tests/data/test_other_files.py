@@ -560,13 +560,20 @@ REFUSED = {  # script, row, the message after the file and the place
     "SQuAD": ("sft", {"context": "Bob is", "question": "Who?", "answers": {"text": ["Bob"]}},
               ": neither 'messages' nor 'prompt' is there; columns found: ['answers', 'context', 'question']; a "
               "conversation has {messages or prompt}; of a question with an answer it has 'question' and lacks "
-              "'response' or 'completion' or 'answer' or 'chosen'; a column under another name is renamed "
-              "with --rename"),
+              "'response' or 'completion' or 'answer'; a column under another name is renamed with --rename"),
     "ARC": ("grpo", {"question": "Who?", "answerKey": "B"},
             ": neither 'messages' nor 'prompt' is there; columns found: ['answerKey', 'question']; a prompt has "
-            "{messages or prompt}; of a question with an answer it has 'question' and lacks 'response' or 'completion' "
-            "or 'answer' or 'chosen'; a column under another name is renamed with --rename, e.g. --rename answerKey "
-            "answer"),
+            "{messages or prompt}; a column under another name is renamed with --rename, e.g. --rename question "
+            "prompt"),
+    "an answer of a pair, in sft": ("sft", {"chosen": "yo", "label": "x"},
+                                    ": neither 'messages' nor 'prompt' is there; columns found: ['chosen', 'label']; a "
+                                    "conversation has {messages or prompt}; a column under another name is renamed "
+                                    "with --rename"),
+    "a question with half of a pair": (
+        "dpo", {"question": "hi", "chosen": "yo"},
+        ": no column 'rejected'; columns found: ['chosen', 'question']; a preference pair has {messages or prompt, "
+        "chosen, rejected}; a column under another name is renamed with --rename",
+    ),
     "query and response": ("sft", {"query": "hi", "response": "yo"},
                            ": neither 'messages' nor 'prompt' is there; columns found: ['query', 'response']; a "
                            "conversation has {messages or prompt}; of a row of LLaMA-Factory it has 'query', "
