@@ -52,6 +52,7 @@ _log = logging.getLogger("rlkit.rewards")
 _RECENT = 100  # samples that `max_failed` is a share of
 _NOTE = 500  # characters of a list or dict in the notes
 _VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+_OF_TRL = {"trainer_state", "log_extra", "log_metric", "prompts", "completions", "completion_ids"}  # of its `**kwargs`
 _Call = tuple[Any, Callable[[Any], Any]]  # the result of a function, or its coroutine, and how to read it
 
 
@@ -244,8 +245,8 @@ _TRL_FORM = (
 
 
 def _check_form(function: Callable[..., Any], said: set[str], rows: Sequence[dict[str, Any]]) -> None:
-    """Refuse (ValueError), or warn of, a function in TRL's form that reads completions in another form than they have,
-    and warn, of what is not in `said`, of columns that it would read with a default and that are not there."""
+    """Refuse (ValueError), or warn of, a function in TRL's form that reads completions in another form than they have;
+    it warns of what is not in `said`."""
 
     def warn(text: str) -> None:
         if text not in said:
@@ -262,10 +263,6 @@ def _check_form(function: Callable[..., Any], said: set[str], rows: Sequence[dic
         warn(f", line {line}, reads one character of a completion: {_TRL_FORM}")
     if chat and gives_away(function):
         warn(" gets completions as lists of messages, as in TRL: [{'role': 'assistant', 'content': ...}]")
-    columns = set[str]().union(*(row.keys() for row in rows))
-    known = {"trainer_state", "log_extra", "log_metric", "prompts", "completions", "completion_ids", *columns}
-    if absent := absent_columns(function, known):
-        warn(f" reads {', '.join(map(repr, absent))}, of which the data has no column: the default is used")
 
 
 def _trl_logs(num: int) -> tuple[dict[str, Callable[..., Any]], Callable[[Any], Any]]:
@@ -467,18 +464,33 @@ _ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
-def check_rows(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Check that the rows have the columns that an `adapted` function, or one of this package, needs.
+def check_rows(function: Callable[..., Any], *parts: Sequence[dict[str, Any]]) -> None:
+    """Check that the rows of each part have the columns that an `adapted` function, or one of this package, needs.
 
     A gold answer or tests must not be null, under one of their names. A column that a function names must be there, and
     may be null.
 
     Raises ValueError for the first row that lacks one, with its place (`rlkit.data.load.place_of`) and its columns; and
     for a function in TRL's form that reads completions as messages (`completion[0]["content"]`) where prompts are
-    strings, or as texts where prompts are messages. What is not seen in its source is logged as a warning.
+    strings, or as texts where prompts are messages. What is not seen in its source is logged as a warning, and so are
+    columns that it reads and that no row of a part has: they give its default, or an error when it is called.
     """
+    said = list[str]()
+    for rows in filter(len, parts):
+        _check_needs(function, rows)
+        columns, is_trl = set[str]().union(*rows), hasattr(function, "check_form")
+        read = absent_columns(function, columns | _OF_TRL if is_trl else columns, kwargs=is_trl)
+        absent = [name for name in read if name not in with_prompt(rows[0])]
+        if absent and absent != said:
+            names, said = ", ".join(map(repr, absent)), absent
+            found = f"columns found: {', '.join(sorted(columns))}"
+            _log.warning("%s reads %s, of which the data has no column; %s", name_of(function), names, found)
+
+
+def _check_needs(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Check the rows of one part."""
     needs = needs_of(function)
-    if rows and (check := getattr(function, "check_form", None)):
+    if check := getattr(function, "check_form", None):
         check(rows)
     for index, row in enumerate(rows):
         for need in needs:

@@ -42,16 +42,36 @@ def chat_header(function: Any) -> str:
     return next((text for text in texts if any(header in text.lower() for header in _HEADERS)), "")
 
 
-def absent_columns(function: Callable[..., Any], columns: set[str]) -> list[str]:
-    """The names that a function reads by `kwargs.get("NAME", default)` and that are no column."""
+def absent_columns(function: Callable[..., Any], columns: set[str], *, kwargs: bool = False) -> list[str]:
+    """The names that a function reads of its row, or of its `**kwargs`, and that are no column: by `["NAME"]`, `get` or
+    `in`, of a parameter that has one meaning and to which it adds nothing. What it calls is not followed."""
+    code = code_of(function)
+    if code is None:
+        return []
     tree, _ = _tree(function)
+    first, second, *_ = [*inspect.signature(function).parameters, "", ""]
     variable = {node.kwarg.arg for node in ast.walk(tree) if isinstance(node, ast.arguments) and node.kwarg}
-    found = []
+    own = variable if kwargs else {second} & {*code.co_varnames[: code.co_argcount]}
+    arguments = [node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own = {name for name in own - stored if arguments.count(name) == 1}
+    is_item = _items_of(tree, second) if own and first == "completions" and not kwargs else None
+
+    def is_row(node: ast.expr) -> bool:
+        return is_item(node) if is_item else isinstance(node, ast.Name) and node.id in own
+
+    read, added = set[str](), set[str]()
     for node in ast.walk(tree):
         match node:
-            case ast.Call(ast.Attribute(ast.Name(of), "get"), [ast.Constant(str() as name), *_]) if of in variable:
-                found.append(name)
-    return sorted({*found} - columns)
+            case ast.Call(ast.Attribute(base, "get"), [ast.Constant(str() as name), *_]) if is_row(base):
+                read.add(name)
+            case ast.Subscript(base, ast.Constant(str() as name)) if is_row(base):
+                (read if isinstance(node.ctx, ast.Load) else added).add(name)
+            case ast.Compare(ast.Constant(str() as name), [ast.In() | ast.NotIn()], [base]) if is_row(base):
+                read.add(name)
+            case ast.Attribute(base, "update" | "setdefault") if is_row(base):
+                return []
+    return sorted(read - added - columns)
 
 
 def line_of_messages(function: Callable[..., Any]) -> int | None:
@@ -77,7 +97,7 @@ def line_of_messages(function: Callable[..., Any]) -> int | None:
 def line_of_items(function: Callable[..., Any]) -> int | None:
     """The first line that takes one item of a completion, `c[0]` or `c[-1]`: a message, or a character of a text."""
     tree, first = _tree(function)
-    is_one = _completions_of(tree)
+    is_one = _items_of(tree)
     if _asks_for_types(tree):
         return None
     for node in ast.walk(tree):
@@ -93,7 +113,7 @@ def line_of_texts(function: Callable[..., Any]) -> int | None:
     tree, first = _tree(function)
     if _asks_for_types(tree):
         return None
-    is_one = _completions_of(tree)
+    is_one = _items_of(tree)
     if any(isinstance(node, ast.Subscript) and is_one(node.value) for node in ast.walk(tree)):
         return None
     for node in ast.walk(tree):
@@ -113,7 +133,7 @@ def line_of_texts(function: Callable[..., Any]) -> int | None:
 def gives_away(function: Callable[..., Any]) -> bool:
     """Whether a function hands completions to other code and takes no item of one itself: their form is not seen."""
     tree, _ = _tree(function)
-    is_one = _completions_of(tree)
+    is_one = _items_of(tree)
     if _asks_for_types(tree) or any(isinstance(x, ast.Subscript) and is_one(x.value) for x in ast.walk(tree)):
         return False
     return any(isinstance(node, ast.Call) and any(map(is_one, node.args)) for node in ast.walk(tree))
@@ -122,7 +142,7 @@ def gives_away(function: Callable[..., Any]) -> bool:
 def _tree(function: Callable[..., Any]) -> tuple[ast.AST, int]:
     """The syntax of a function and its first line; an empty module for what has no source."""
     try:
-        lines, first = inspect.getsourcelines(unwrapped(function))
+        lines, first = inspect.getsourcelines(code_of(function))
         return ast.parse(textwrap.dedent("".join(lines))), first
     except (OSError, TypeError, SyntaxError):
         return ast.Module([], []), 1
@@ -144,9 +164,9 @@ def _names(tree: ast.AST, known: set[str]) -> set[str]:
     return known
 
 
-def _completions_of(tree: ast.AST) -> Callable[[ast.expr], bool]:
+def _items_of(tree: ast.AST, known: str = "completions") -> Callable[[ast.expr], bool]:
     """Whether an expression is one completion: a name that loops over `completions` alone give, or `completions[i]`."""
-    lists, wrong = {"completions"}, set[str]()
+    lists, wrong = {known}, set[str]()
     mine = [*_loops(tree)]
     ones = set[str]().union(*(_elements(node.target, node.iter, lists) for node in mine))
     for node in mine:
@@ -159,10 +179,10 @@ def _completions_of(tree: ast.AST) -> Callable[[ast.expr], bool]:
 
     def is_one(node: ast.expr) -> bool:
         if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Slice):
-            return "completions" not in wrong and _is_list(node.value, lists)
+            return known not in wrong and _is_list(node.value, lists)
         return isinstance(node, ast.Name) and node.id in ones - wrong
 
-    return is_one if "completions" not in wrong else lambda _: False
+    return is_one if known not in wrong else lambda _: False
 
 
 def _is_list(node: ast.expr, known: set[str]) -> bool:

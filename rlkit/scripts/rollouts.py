@@ -305,8 +305,7 @@ def reward_functions(episodes: Episodes, *parts: Any) -> dict[str, Any]:
         try:
             found[name] = function = adapted(function)
             check_signature(function, set(ONE_TURN) if one_turn else None)
-            for rows in parts:
-                check_rows(function, rows)
+            check_rows(function, *parts)
         except (TypeError, ValueError) as error:
             raise ValueError(f"`reward` {spec}: {error}") from None
     return found

@@ -346,7 +346,32 @@ WARNED = {  # row, source, what is said of it
     "no such column": (
         TEXT,
         "def f(completions, **kwargs):\n    gold = kwargs.get('target', [''] * 2)\n    return [float(g in c) for c, g in zip(completions, gold)]",
-        "reward.py:f reads 'target', of which the data has no column: the default is used",
+        "reward.py:f reads 'target', of which the data has no column; columns found: answer, data_source, extra_info, id, prompt",
+    ),
+    "a column without a default": (
+        TEXT,
+        "def f(completions, **kwargs):\n    return [float(g == c) for c, g in zip(completions, kwargs['target'])]",
+        "reward.py:f reads 'target', of which the data has no column",
+    ),
+    "a column of the row": (
+        TEXT,
+        "def f(completion, row):\n    return float(row.get('gold', row.get('id')) == completion)",
+        "reward.py:f reads 'gold', of which the data has no column; columns found: answer, ",
+    ),
+    "a column that may fail": (
+        TEXT,
+        "def f(text, example):\n    try:\n        return float(example['gold'] == text)\n    except KeyError:\n        return 0.0",
+        "reward.py:f reads 'gold', of which the data has no column",
+    ),
+    "a column of a list": (
+        TEXT,
+        "def f(completions, rows):\n    return [float('b' in r and r['a'] == rows[0]['c']) for c, r in zip(completions, rows)]",
+        "reward.py:f reads 'a', 'b', 'c', of which the data has no column",
+    ),
+    "a column of an object's": (
+        TEXT,
+        "class F:\n    def __call__(self, completion, row):\n        return float(row.get('gold') == completion)\nf = F()",
+        "reads 'gold', of which the data has no column",
     ),
     "a chat header": (TEXT, OPENRLHF.format("'<|im_start|>assistant'"), "looks for '<|im_start|>assistant', which a query"),
     "Llama's header": (TEXT, OPENRLHF.format("'[/INST]'"), "looks for '[/INST]', which a query does not have here"),
@@ -360,6 +385,31 @@ def test_what_a_function_may_misread_is_named(name, tmp_path, caplog):
     checked(source, row, tmp_path)
     assert said in caplog.text
     assert len(caplog.records) == 1
+
+
+NOT_A_COLUMN = {  # what looks like a column of the row that is not there, and is none
+    "added": "def f(completion, row):\n    row['x'] = 1\n    return row['x']",
+    "updated": "def f(completion, row):\n    row.update(x=1)\n    return row['x']",
+    "another dict": "def f(completion, row):\n    row = row['extra_info']\n    return len(row['x'])",
+    "a column's own": "def f(completion, row):\n    return len(row['extra_info']['x'])",
+    "an argument within": "def f(completion, row):\n    return sum(map(lambda row: row['x'], []))",
+    "other samples' fields": "def f(completion, row, **kwargs):\n    return kwargs.get('truncated', 0.0)",
+    "a local of verl's": "def f(solution_str, ground_truth):\n    return sum((lambda row: row['x'])(r) for r in [])",
+    "slices": "def f(completions, rows):\n    return [len(rows[:1]) for row in rows]",
+    "a list's other elements": "def f(completions, rows):\n    rows = [r['extra_info'] for r in rows]\n    return [r['x'] for r in rows]",
+}
+
+
+def test_the_prompt_of_a_row_that_has_it_by_another_name_is_not_warned_of(tmp_path, caplog):
+    row = {"question": "2+2?", "answer": "4"}
+    checked("def f(completion, row):\n    return float(row['prompt'] == row['question'])", row, tmp_path)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", NOT_A_COLUMN)
+def test_what_is_no_column_of_the_row_is_not_warned_of(name, tmp_path, caplog):
+    checked(NOT_A_COLUMN[name], TEXT, tmp_path)
+    assert not caplog.records
 
 
 def test_columns_that_are_there_and_plain_queries_are_not_warned_of(tmp_path, caplog):
