@@ -204,8 +204,8 @@ def _cell(column: Column, metrics: Mapping[str, Any]) -> str:
     if not found:
         return "-"
     value = sum(found) * column.scale
-    text = format(value, column.format)
-    return text if len(text) <= column.width else format(value, ".0e")
+    texts = [format(value, form) for form in (column.format, ".1f", ".0f", ".1e", ".0e")]
+    return next((text for text in texts if len(text) <= column.width), texts[-1])
 
 
 class RunDisplay:

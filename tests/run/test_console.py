@@ -11,6 +11,7 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,6 +50,14 @@ def test_columns_are_fixed_whatever_the_numbers(metrics, step):
     assert len(line) <= 120
     if all(x is not None and abs(x) < 1000 for x in evals):
         assert len(step_line(step, metrics | {"eval/sampled": evals[0], "eval/greedy": evals[1]})) <= 120
+
+
+@pytest.mark.parametrize(
+    ("reward", "shown"),
+    [(0.25, "0.250"), (5008.0, "5008.0"), (12345.68, "12345.7"), (-123456.4, "-123456"), (98765432.0, "9.9e+07")],
+)
+def test_a_large_reward_is_shown_with_the_digits_that_fit(reward, shown):
+    assert step_line(1, {"reward/mean": reward}).split()[3] == shown
 
 
 def test_columns_appear_with_their_metrics_and_the_header_returns(capsys):
