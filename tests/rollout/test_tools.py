@@ -237,6 +237,12 @@ async def test_a_template_without_tools_is_refused_unless_the_prompt_lists_them(
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     with pytest.raises(ValueError, match=r"does not list the tools \['add'\].*describe them"):
         await episode([add], "x", tokenizer=tokenizer)
+
+    def question() -> str:  # a word of the prompt
+        """Ask."""
+
+    with pytest.raises(ValueError, match=r"does not list the tools \['question'\]"):
+        await episode([question], "x", tokenizer=tokenizer)
     shown = {"system_prompt": "You may call add(a, b)."}
     prompt = prompt_of(tokenizer, **shown)
     (piece,) = await tool_env([add], tokenizer=tokenizer, **shown)(prompt, Script(tokenizer, hermes("add", a=1), "2"))

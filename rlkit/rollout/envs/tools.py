@@ -341,20 +341,27 @@ def _structured(
 
 
 def _wants_structure(messages: Sequence[Mapping[str, Any]], tokenizer: Any, schemas: Sequence[Any]) -> bool:
-    """Whether the template refuses a tool's message after a turn without `tool_calls`; raises if it lists no tool."""
+    """Whether the template refuses a tool's message after a turn without `tool_calls`; raises for untold tools."""
     plain = [*messages, {"role": "assistant", "content": "x"}, {"role": "tool", "name": "x", "content": "x"}]
-    refused = False
+    text, refused = partial(render_text, tokenizer, add_generation_prompt=True), False
     try:
-        text = render_text(tokenizer, plain, add_generation_prompt=True, tools=schemas)
+        listed = text(plain, tools=schemas) != text(plain)
     except Exception:  # whatever a template raises
-        refused, text = True, render_text(tokenizer, messages, add_generation_prompt=True, tools=schemas)
+        refused, listed = True, text(messages, tools=schemas) != text(messages)
     names = [s["function"]["name"] for s in schemas]
-    if names and not any(name in text for name in names):
+    if not listed and not all(_is_told(name, messages) for name in names):
         raise ValueError(
             f"the chat template does not list the tools {names}, so the model cannot know them: describe them and how "
             "to call one in system_prompt, or use a template that lists `tools`"
         )
     return refused
+
+
+def _is_told(name: str, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a system message has the name, or another one has it as code: `name`, "name", name(...) or name: ..."""
+    word = rf"(?<!\w){re.escape(name)}"
+    ends = [r"(?!\w)" if m["role"] == "system" else "[\"'`(:]" for m in messages]
+    return any(re.search(word + end, str(m.get("content"))) for m, end in zip(messages, ends, strict=True))
 
 
 def _special_texts(tokenizer: Any) -> list[str]:
