@@ -353,7 +353,7 @@ def _number(function: Callable[..., Any], value: Any, sample: Sample, key: str) 
             fix = "return a finite number: it has a dimension too many, so use .squeeze(-1) on the results, or .item()"
         if inspect.iscoroutine(value):
             value.close()
-            fix = "declare the function itself with `async def`"
+            fix = "await it" if is_async(function) else "declare the function itself with `async def`"
     raise _error(function, cause, fix, sample)
 
 

@@ -85,6 +85,8 @@ def fix_of(function: Callable[..., Any], error: BaseException, row: Mapping[str,
             return fix
     if isinstance(error, SystemExit) or "SystemExit" in text:
         return "do not call exit() in it, which would end the run: return what such an answer is worth"
+    if isinstance(error, FileNotFoundError):
+        return f"make the file, or correct its path: a relative one starts at {Path.cwd()}"
     if isinstance(error, ImportError):
         return f"install it where rlkit runs ({sys.executable} -m pip install ...), or correct the name"
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and "environ" not in line:

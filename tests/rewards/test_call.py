@@ -9,6 +9,7 @@ import threading
 import time
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -229,6 +230,17 @@ async def test_a_coroutine_from_a_plain_function_is_explained():
         RewardError, match=r"returned coroutine .*\n.*\n  fix: declare the function itself with `async def`"
     ):
         await run(lambda completion, row: per_sample_async(completion, row), samples("a"))
+
+    async def forgets(completion, row):
+        return per_sample_async(completion, row)
+
+    with pytest.raises(RewardError, match=r"returned coroutine .*\n.*\n  fix: await it"):
+        await run(forgets, samples("a"))
+
+
+async def test_a_missing_file_is_no_answers_fault():
+    with pytest.raises(RewardError, match=r"fix: make the file, or correct its path: a relative one starts at /"):
+        await run(lambda completion, row: len(Path("no_such_file").read_text()), samples("a"))
 
 
 async def test_a_long_completion_is_shown_by_its_ends():
