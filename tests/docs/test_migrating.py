@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow
 import pytest
+import screens
 import torch
 import tyro
 from pyarrow import parquet
@@ -26,7 +27,7 @@ from rlkit.loops.grpo import grpo
 from rlkit.rewards import Sample, run_reward
 from rlkit.rewards.adapters import adapted
 from rlkit.rewards.load import load_function
-from rlkit.scripts.cli import flags_of, run
+from rlkit.scripts.cli import flags_of, main, run
 from rlkit.scripts.foreign import FLAGS, NO_FLAG, answer
 from rlkit.scripts.rollouts import Engine
 from rlkit.settings import ParallelArgs
@@ -59,9 +60,10 @@ def value_of(script: str, flag: str) -> Any:
     return value
 
 
-def table_rows() -> list[tuple[str, list[str], list[str]]]:
-    """(script, flags, stated defaults) of every row of every table that names options of ours."""
-    rows, where = [], None
+def table_rows() -> list[tuple[str, list[str], int]]:
+    """(script, cells, index of ours) of every row of every table that names options of ours."""
+    rows: list[tuple[str, list[str], int]] = []
+    where = None
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] if line.startswith("|") else []
         heads = [re.match(r"here \(`rlkit (\w+)`\)", cell) for cell in cells]
@@ -71,15 +73,15 @@ def table_rows() -> list[tuple[str, list[str], list[str]]]:
         elif not cells:
             where = None
         elif where and not set(line) <= set("|-"):
-            script, at = where
-            rows.append((script, re.findall(r"`([^`]+)`", cells[at]), [x for x in cells[at + 1].split(", ") if x]))
+            rows.append((where[0], cells, where[1]))
     return rows
 
 
 def test_the_flags_and_defaults_of_the_tables_match_the_scripts() -> None:
     rows = table_rows()
     assert len(rows) > 115
-    for script, flags, defaults in rows:
+    for script, cells, at in rows:
+        flags, defaults = re.findall(r"`([^`]+)`", cells[at]), [x for x in cells[at + 1].split(", ") if x]
         assert len(flags) == len(defaults), (flags, defaults)
         for flag, stated in zip(flags, defaults, strict=True):
             value = value_of(script, flag)
@@ -270,19 +272,10 @@ def options_of(cell: str) -> list[str]:
 def pairs_of_the_page() -> dict[tuple[str, str], set[str]]:
     """(script, option of another system): the flags beside it, of all rows that have it."""
     found: dict[tuple[str, str], set[str]] = {}
-    where = None
-    for line in PAGE.splitlines():
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] if line.startswith("|") else []
-        heads = [re.match(r"here \(`rlkit (\w+)`\)", cell) for cell in cells]
-        if any(heads):
-            at = next(i for i, head in enumerate(heads) if head)
-            where = (heads[at][1], at)
-        elif not cells:
-            where = None
-        elif where and where[1] and not set(line) <= set("|-"):
-            ours = {flag.replace("--no-", "--") for flag in re.findall(r"`(--[^`]+)`", cells[where[1]])}
-            for option in options_of(cells[0]):
-                found.setdefault((where[0], option), set()).update(ours)
+    for script, cells, at in table_rows():
+        ours = {flag.replace("--no-", "--") for flag in re.findall(r"`(--[^`]+)`", cells[at])}
+        for option in options_of(cells[0]) if at else ():
+            found.setdefault((script, option), set()).update(ours)
     return found
 
 
@@ -299,12 +292,10 @@ def test_the_command_line_translates_the_options_of_the_tables_as_the_page_does(
     assert not wrong
 
 
-def test_the_command_of_rl2_is_answered_word_by_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_of_rl2_is_answered_word_by_word() -> None:
     (line,) = re.findall(r"-m RL2\.trainer\.ppo (.*?) +#", PAGE.replace("\\\n", " "))
-    with pytest.raises(SystemExit):
-        run(None, module_of("grpo").Args, None, argv=shlex.split(line))
-    said = dict(row.split(maxsplit=1) for row in capsys.readouterr().err.splitlines()[1:])
-    assert {name: re.findall(r"--[\w.-]+", text)[0] for name, text in said.items()} == {
+    said = screens.refused(main, ["grpo", *shlex.split(line)])
+    assert dict(re.findall(r"([\w.]+) is (--[\w-]+)", said)) == {
         "train_data.path": "--data", "train_data.prompts_per_rollout": "--prompts-per-step",
         "train_data.responses_per_prompt": "--group-size", "actor.model_name": "--model",
         "rollout.train_sampling_params.max_new_tokens": "--max-new-tokens", "rollout.env_path": "--env",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import math
 import re
 import signal
@@ -320,31 +319,12 @@ def test_a_resumed_run_without_flags_is_told_where_they_are(tmp_path):
     assert said == f"error: missing --model and --data; {where}"
 
 
-def test_all_wrong_flags_are_answered_at_once(capsys):
-    argv = [
-        "--model_name_or_path",
-        "m",
-        "--dataset_name",
-        "d",
-        "--learning_rate",
-        "1e-6",
-        "--loss",
-        "sigmoid",
-        "--foo",
-        "3",
-        "--no-debug",
-    ]
-    with pytest.raises(SystemExit):
-        cli.run(None, importlib.import_module("rlkit.scripts.dpo").Args, None, argv=argv)
-    first, *lines = capsys.readouterr().err.splitlines()
-    assert first == "error: 5 flags are not known here; docs/migrating.md has all options"
-    assert [line.split(maxsplit=1) for line in lines if "sigmoid" not in line] == [
-        ["--model_name_or_path", "is --model here"],
-        ["--dataset_name", "is --data here"],
-        ["--learning_rate", "is --lr here"],
-        ["--foo", "is no flag"],
-    ]
-    assert "  --loss sigmoid        is dpo here" in lines
+def test_all_wrong_flags_are_answered_at_once():
+    flags = "--model_name_or_path m --dataset_name d --learning_rate 1e-6 --loss sigmoid --foo 3 --no-debug"
+    assert screens.refused(cli.main, ["dpo", *flags.split()]) == (
+        "error: 5 flags are not known here; docs/migrating.md has all options --model_name_or_path is --model here "
+        "--dataset_name is --data here --learning_rate is --lr here --loss sigmoid is dpo here --foo is no flag"
+    )
 
 
 WRONG = [
@@ -424,25 +404,13 @@ WRONG = [
     ("copy grpo /", "/ is a folder: give a file, such as /my_grpo.py"),
     ("copy reward-model /etc/passwd", "/etc/passwd is there already, and is not overwritten: give a new file, such as"),
 ]
-REFUSED = """
-import json, sys
-from rlkit.scripts import cli
-for flags in json.loads(sys.argv[1]):
-    try:
-        cli.main(flags.split())
-    except SystemExit as ended:
-        assert ended.code == 2
-    assert "torch" not in sys.modules, flags
-"""
 
 
 @pytest.mark.parametrize("where", screens.PLACES)
 def test_a_wrong_flag_or_file_is_one_line_before_torch_is_loaded(where):
     wrong = WRONG if where in screens.EVERYWHERE else WRONG[::4]
-    command = [sys.executable, "-c", REFUSED, json.dumps([flags for flags, _ in wrong])]
-    code, out, err = screens.run(command, where)
-    assert code == 0, out + err
-    for line, (flags, message) in zip(screens.errors(out + err), wrong, strict=True):
+    found = screens.refused_early([flags.split() for flags, _ in wrong], where)
+    for line, (flags, message) in zip(found, wrong, strict=True):
         assert line.startswith(f"error: {message}"), flags
 
 

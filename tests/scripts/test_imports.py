@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import screens
 
 ROOT = Path(__file__).parents[2]
 REWARD = """
@@ -64,7 +65,8 @@ WRONG = [
 ]
 
 
-def test_a_mistake_is_answered_before_torch_is_loaded(task, tmp_path):
+@pytest.mark.parametrize("where", screens.EVERYWHERE)
+def test_a_mistake_is_answered_before_torch_is_loaded(task, tmp_path, where):
     (task / "broken.jsonl").write_text('{"prompt": "1"}\n{"prompt": \n')
     (task / "metrics.jsonl").write_text("")
     given = {"--model": f"{task}/model", "--data": f"{task}/train.jsonl", "--output": f"{tmp_path}/run"}
@@ -73,18 +75,7 @@ def test_a_mistake_is_answered_before_torch_is_loaded(task, tmp_path):
     for flag, value, _ in WRONG:
         flags = given | {flag: value.format(task=task)}
         argv.append(["grpo", *(word for name, text in flags.items() for word in (name, *text.split()))])
-    code = f"""
-import sys
-from rlkit.scripts import cli
-for argv in {argv!r}:
-    try:
-        cli.main(argv)
-    except SystemExit as ended:
-        print(ended.code, {{"torch", "numpy", "transformers"}} & sys.modules.keys(), len(sys.modules) < 500)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False)
-    assert done.stdout == "2 set() True\n" * len(WRONG), done.stderr
-    for line, (flag, _, said) in zip(done.stderr.splitlines(), WRONG, strict=True):
+    for line, (flag, _, said) in zip(screens.refused_early(argv, where, cwd=ROOT), WRONG, strict=True):
         assert said in line, flag
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import screens
 from pictures import no_pictures
 from transformers import AutoTokenizer
 
@@ -240,25 +238,14 @@ WRONG = [
         "bare.jsonl, line 1: reward.py:length needs the column 'solution'; columns found: ['prompt']",
     ),
 ]
-REFUSED = """
-import json, sys
-sys.path.append(sys.argv[2])
-import screens
-from rlkit.scripts import grpo
-from rlkit.scripts.cli import run
-for given in json.loads(sys.argv[1]):
-    argv = ["--model", "none", "--data", "rows.jsonl", "--reward", *given]
-    print(screens.refused(lambda argv: run(grpo.main, grpo.Args, None, argv=argv), argv))
-    assert "torch" not in sys.modules
-"""
 
 
-def test_what_is_wrong_with_a_reward_is_one_line_before_torch_is_imported(task):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", REFUSED, json.dumps([given for given, _ in WRONG]), str(ROOT / "tests/support")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False, cwd=task)
-    assert done.returncode == 0, done.stderr
-    for line, (given, message) in zip(done.stdout.splitlines(), WRONG, strict=True):
+@pytest.mark.parametrize("where", screens.EVERYWHERE)
+def test_what_is_wrong_with_a_reward_is_one_line_before_torch_is_imported(task, where):
+    wrong = WRONG if where == "pipe" else WRONG[::4]
+    commands = [["grpo", "--model", "none", "--data", "rows.jsonl", "--reward", *given] for given, _ in wrong]
+    found = screens.refused_early(commands, where, cwd=task, env={"PYTHONPATH": str(ROOT)})
+    for line, (given, message) in zip(found, wrong, strict=True):
         assert message in line, given
     assert not (task / "runs").exists()
 

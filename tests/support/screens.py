@@ -1,13 +1,15 @@
 """What a person sees of a command: in a terminal, in a pipe, and where the streams are not UTF-8.
 
 `refused(call)` and `everywhere(call)` run a call of this process on three kinds of streams and compare its errors;
-`run(command, where)` starts a process in one of `PLACES`. In a terminal, text that the screen cuts within a word fails.
+`run(command, where)` starts a process in one of `PLACES`, and `refused_early` one that must not load torch. In a
+terminal, text that the screen cuts within a word fails.
 """
 
 from __future__ import annotations
 
 import fcntl
 import io
+import json
 import os
 import re
 import struct
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -95,7 +97,7 @@ def refused(call: Callable[..., Any], *args: Any, code: int = 2) -> str:
     found = everywhere(partial(call, *args))
     assert isinstance(found.error, SystemExit), found
     assert found.error.code == code, found
-    assert [line.startswith("error: ") for line in found.err.strip().splitlines()][-1:] == [True], found.err
+    assert re.search(r"^error: .*(\n  .*)*\s*\Z", found.err, flags=re.MULTILINE), found.err
     (message,) = errors(found.err)
     return message
 
@@ -115,6 +117,28 @@ def run(command: Sequence[Any], where: str, **options: Any) -> tuple[int, str, s
         shown = _read(main)
         err = process.stderr.read().decode() if process.stderr else ""
     return process.returncode, _shown(shown, place.columns), err
+
+
+REFUSED = """
+import json, sys
+from rlkit.scripts import cli
+for argv in json.loads(sys.argv[1]):
+    try:
+        cli.main(argv)
+    except SystemExit as ended:
+        assert ended.code == 2, argv
+    assert not {"torch", "numpy", "transformers"} & sys.modules.keys() and len(sys.modules) < 500, argv
+"""
+
+
+def refused_early(commands: Iterable[Sequence[str]], where: str, **options: Any) -> list[str]:
+    """The error of each command line of `rlkit`, before torch is imported: all in one process."""
+    commands = [*commands]
+    code, out, err = run([sys.executable, "-c", REFUSED, json.dumps(commands)], where, **options)
+    assert code == 0, out + err
+    found = errors(out + err)
+    assert len(found) == len(commands), out + err
+    return found
 
 
 def everywhere(call: Callable[[], Any]) -> Said:
