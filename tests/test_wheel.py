@@ -15,6 +15,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+import screens
 from packaging.requirements import Requirement
 
 import rlkit
@@ -183,7 +184,8 @@ USED = {  # what the use of each optional package says without it
 
 @pytest.mark.timeout(900)
 def test_without_extras_everything_runs_or_names_its_extra_in_one_line(install, tmp_path):
-    out = run(install(), PROGRAMS / "without_extras.py", tmp_path, cwd=tmp_path)
+    python = install()
+    out = run(python, PROGRAMS / "without_extras.py", tmp_path, cwd=tmp_path)
     assert out.returncode == 0, out.stdout + out.stderr
     said = json.loads((tmp_path / "out.json").read_text())
     assert said["found"] == [], "the environment has extras"
@@ -201,3 +203,7 @@ def test_without_extras_everything_runs_or_names_its_extra_in_one_line(install, 
         assert (tmp_path / folder / "model" / "config.json").exists(), uses
     assert uses["sft"].splitlines()[-2] == f"no plot: {USED['plot'].removeprefix('error: ')}"
     assert uses["sft"].splitlines()[-1] == f"exported {tmp_path / 'sft' / 'model'}"
+    for where in screens.EVERYWHERE:
+        plot = [python, "-m", "rlkit", "plot", tmp_path / "sft"]
+        code, shown, err = screens.run(plot, where, cwd=tmp_path, env={"PYTHONPATH": ""})
+        assert (code, screens.errors(shown + err)) == (2, [USED["plot"]])
