@@ -185,10 +185,12 @@ class Unused:
                 source, len(dict(found)), repr(found[0][1]), places, ", ..." * (len(dict(found)) > 5),
             )  # fmt: skip
 
-    def report(self, not_read: Callable[[Sequence[Any]], Iterable[tuple[str, str]]], *, rl: bool) -> None:
-        """Log one line for the columns, and one for each kind of key. `not_read`: those of `lost` to be named."""
+    def report(self, not_read: Callable[[Sequence[Any]], Iterable[tuple[str, str]]], *, where: str) -> None:
+        """Log one line for the columns, and one for each kind of key. `not_read`: those of `lost` to be named.
+
+        `where` says what a column that is reported is not part of.
+        """
         self._report_markup()
-        where = "the prompt (rewards see all columns)" if rl else "the prompt or the response"
         for (file, name), (texts, num) in self._spaced.items():
             if len(texts) > 1 and 2 * len(texts) > num:  # another text in every row is part of a task
                 self._found.setdefault((file, "column"), {})["column", name] = None

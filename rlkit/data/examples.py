@@ -88,7 +88,7 @@ def sft_examples(
     why = "have an empty assistant turn"
     drop(rows, turns, lambda ts: 0 < sum(t.empty for t in ts) < len(ts), what="rows", why=why, keep=True)
     why = "begin with an assistant turn, which is not trained"
-    drop(rows, turns, lambda ts: ts[0].opened, what="rows", why=why, keep=True)
+    drop(rows, turns, lambda ts: ts[0].untrained, what="rows", why=why, keep=True)
     tokens = _tokenized([of_row for _, of_row in left], template)
     _note_split(rows, left, tokens)
     found = [(i, example) for (i, _), of_row in zip(left, tokens, strict=True) for example in of_row]
@@ -203,9 +203,9 @@ def labelled_examples(
         {"prompt": "2+2?", "chosen": "4", "rejected": "5"}                      two examples, the first desirable
 
     A label is true or false, 1 or 0, also as text. Prompt and response are rendered as by `preference_pairs`, which
-    also reads rows that are pairs. An example of more than `max_example_tokens` is dropped (of a pair, both), never
-    cut, and so is a desirable response that is empty; undesirable ones are kept. Each is counted (in rows) and logged,
-    and the number dropped is returned.
+    also reads rows that are pairs. Of several assistant messages the last is trained, and the row is logged. An example
+    of more than `max_example_tokens` is dropped (of a pair, both), never cut, and so is a desirable response that is
+    empty; undesirable ones are kept. Each is counted (in rows) and logged, and the number dropped is returned.
 
     Raises ValueError, with the row (see `place_of`), for a row without the columns, a label that is not a boolean, a
     response that is not text, data in which only some rows are pairs, and where no example is left.
@@ -223,6 +223,8 @@ def labelled_examples(
         drop(rows, turns, lambda t: t.empty, what="examples", why=why)
     left = drop(rows, turns, lambda t: t.empty and t.label, what="examples", why=f"{why} and are desirable")
     drop(rows, turns, lambda t: t.empty and not t.label, what="examples", why=f"{why} and are undesirable", keep=True)
+    why = "hold several assistant messages, of which only the last is trained"
+    drop(rows, left, lambda t: t.untrained, what="examples", why=why, keep=True)
     tokens = _tokenized([[turn] for _, turn in left], template)
     examples = [(i, Labelled(*_split(e), bool(turn.label))) for (i, turn), (e,) in zip(left, tokens, strict=True)]
     examples = drop_long(rows, examples, _length, what="examples", max_example_tokens=max_example_tokens)

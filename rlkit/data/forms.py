@@ -52,8 +52,8 @@ class Turn(NamedTuple):
     """The text of a context up to the generation prompt (`prompt`), and the same with the assistant's turn (`whole`).
 
     A `literal` turn still lacks its end-of-turn token. `blocks` is the mask of the template's `{% generation %}`.
-    `empty`: the turn (of a prompt: the prompt) has neither text nor a tool call. `opened`: an assistant's message opens
-    the conversation.
+    `empty`: the turn (of a prompt: the prompt) has neither text nor a tool call. `untrained`: another assistant message
+    of the row is context, though the row does not exclude it from the loss.
     """
 
     place: str
@@ -63,7 +63,7 @@ class Turn(NamedTuple):
     label: bool | None = None
     literal: bool = True
     blocks: list[int] | None = None
-    opened: bool = False
+    untrained: bool = False
 
 
 class Form(NamedTuple):
@@ -137,7 +137,8 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         unused.add(index, row, used, texts, own.lost)
         if len(turns) % 1000 == 0:
             _progress.info("rendering: %d of %d rows", len(turns), len(rows))
-    unused.report(template.not_read, rl=PROMPT in forms)
+    where = {PROMPT: "the prompt (rewards see all columns)", TEXT: "the text"}.get(form, "the prompt or the response")
+    unused.report(template.not_read, where=where)
     pairs = [(index, row) for index, (form, row) in enumerate(found) if form is PAIR]
     why = "repeat the prompt at the beginning of both responses, so that it stands twice"
     drop(rows, pairs, _repeats_prompt, what="pairs", why=why, keep=True)
@@ -604,8 +605,8 @@ def _turns(messages: list[dict[str, Any]], ends: Sequence[int], place: str, temp
             continue
         prompt = template.text(messages[:end], place, opened=True)
         whole, blocks = template.text(messages[: end + 1], place, opened=False), template.blocks(messages[: end + 1])
-        empty, opened = _is_empty(messages[end]), messages[0]["role"] == "assistant"
-        turns.append(Turn(place, prompt, whole, empty=empty, literal=False, blocks=blocks, opened=opened))
+        empty, untrained = _is_empty(messages[end]), messages[0]["role"] == "assistant"
+        turns.append(Turn(place, prompt, whole, empty=empty, literal=False, blocks=blocks, untrained=untrained))
     if not turns:
         raise ValueError(f"{place}: every assistant message is excluded from the loss: drop the row")
     return turns
@@ -643,7 +644,8 @@ def _response(
     unknown = [key for key, value in messages[-1].items() if columns.is_unknown_key(key, value)]
     template.lost.update({("message key", key, "response"): None for key in unknown})
     prompt, _ = _context({**row, "messages": row["messages"][:-1]}, place, template)
-    return [Turn(place, prompt, prompt + response, empty=not response.strip(), label=label)]
+    more = names is _LABELLED and any(columns.is_trained(messages[end], place) for end in ends[:-1])
+    return [Turn(place, prompt, prompt + response, empty=not response.strip(), label=label, untrained=more)]
 
 
 def _last(messages: Sequence[Message], column: str, place: str) -> Message:

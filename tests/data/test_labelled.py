@@ -81,6 +81,23 @@ def test_a_bad_labelled_response_is_named_with_its_row(message):
         examples(FORMATS["strings"], BAD[message])
 
 
+def test_rows_with_assistant_messages_that_are_not_trained_are_named(caplog):
+    two = messages("yo") + messages("ok?", "user") + messages("no!")
+    context = [START, USER, NL, *b"hi", END, NL, START, ASSISTANT, NL, *b"yo", END, NL, START, USER, NL, *b"ok?", END]
+    last = Labelled([*context, NL, START, ASSISTANT, NL], [*b"no!", END], True)
+    excluded = [{**two[0], "weight": 0}, *two[1:]]
+    rows = [
+        {"prompt": "hi", "completion": two, "label": True},
+        {"messages": messages("hi", "user") + two, "label": True},
+        {"prompt": "hi", "completion": excluded, "label": True},
+        {"messages": messages("hi", "user") + two[:2], "response": "no!", "label": True},
+    ]
+    assert examples(*rows) == ([last] * 4, 0)
+    assert [r.getMessage() for r in caplog.records] == [
+        "kept 2 of 4 examples that hold several assistant messages, of which only the last is trained: row 1, row 2"
+    ]
+
+
 def test_no_rows_are_refused():
     with pytest.raises(ValueError, match="rows is empty"):
         examples()

@@ -958,6 +958,12 @@ def test_columns_that_no_one_reads_may_hold_several_types(tmp_path, caplog):
     assert read(path, "grpo", tokenizer_of()) == ["<user>hi;<assistant>"] * 2
 
 
+def test_a_column_beside_a_text_is_not_called_part_of_a_prompt(tmp_path, caplog):
+    path = write(tmp_path / "rows.jsonl", [{"text": "hi", "mood": "good"}])
+    read(path, "sft", tokenizer_of())
+    assert [r.getMessage() for r in caplog.records] == [f"{path}: column mood is not part of the text"]
+
+
 def test_unused_columns_are_one_line_and_where_a_row_is_from_is_none(tmp_path, caplog):
     known = {
         "id": 1,
