@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
@@ -20,7 +21,7 @@ def to_number(value: Any) -> float:
     if type(value) is not float:
         if getattr(value, "shape", None) == ():
             value = value.item()
-        if not isinstance(value, Real):
+        if not isinstance(value, Real | Decimal):  # a Decimal is no Real
             raise TypeError(f"not a real number: {show(value)}")
     try:
         number = float(value)

@@ -166,7 +166,7 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     | `messages`, `answer`                                                 | `with_messages` |
     | only `**kwargs`, of which it reads `completions` or `solution_str`   | `trl`, `verl`   |
 
-    Any other function is returned unchanged.
+    Any other function is returned unchanged. TypeError for a wrapper of such a function that hides its parameters.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -177,7 +177,14 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.Parameter.VAR_KEYWORD in kinds <= _VARIABLE:
         read = {constant for constant in constants(code_of(function)) if isinstance(constant, str)}
         ours = {"completions": trl, "prompts": trl, "solution_str": verl}
-        return next((adapter(function) for name, adapter in ours.items() if name in read), function)
+        if found := [adapter for name, adapter in ours.items() if name in read]:
+            return found[0](function)
+        for cell in getattr(function, "__closure__", None) or ():
+            inner = cell.cell_contents
+            if inspect.isfunction(inner) and inner is not function and adapted(inner) is not inner:
+                fix = "add @functools.wraps(...) to it in the decorator, so that its parameters are seen"
+                raise TypeError(f"{name_of(function)} hides the parameters of {name_of(inner)}, which it calls: {fix}")
+        return function
     if names & {"rows", "row"}:
         return function
     if "completions" in names or first == "completion_ids":

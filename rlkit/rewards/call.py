@@ -225,8 +225,8 @@ def _not_ours(name: str, leading: list[inspect.Parameter], parameters: list[insp
     if ordinary and all(p.default is not p.empty for p in ordinary):
         hints += [f"if it makes the function, write `reward = {name}(...)` in the file and give that as --reward"]
     if len(leading) < 2 and not variable:
-        shown = ", ".join(map(str, parameters))
-        return f"must take (completion, row) or (completions, rows), got ({shown}){'; '.join(['', *hints[:1]])}"
+        shown = inspect.Signature(parameters)  # with the `*` of keyword-only ones
+        return f"must take (completion, row) or (completions, rows), got {shown}{'; '.join(['', *hints[:1]])}"
     typed = len(leading) == 2 and all(_is_typed(p, kinds) for p, kinds in zip(leading, (_TEXTS, _DICTS)))
     meant = all(_means(p.name, words, typed) for p, words in zip(leading, (_COMPLETION, _ROW)))
     optional = len(leading) == 2 and leading[1].default is not inspect.Parameter.empty and "row" not in names[1]

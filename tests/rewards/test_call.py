@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,8 @@ async def test_no_samples_call_nothing():
         (np.array(2), 2.0),
         (np.int64(3), 3.0),
         (torch.tensor(0.25), 0.25),
+        (Fraction(1, 4), 0.25),
+        (Decimal("0.25"), 0.25),
     ],
 )
 async def test_scalars_of_all_libraries_are_numbers(value, number):
@@ -164,6 +167,7 @@ BAD = [
     (10**400, "returned int 1000", "decide what such an answer is worth"),
     (10**5000, "returned int .*4300 digits", "decide what such an answer is worth"),  # Python refuses to print it
     (Fraction(10**400), r"returned Fraction Fraction\(1000", "decide what such an answer is worth"),
+    (Decimal("1e400"), "returned inf", "decide what such an answer is worth"),
     (-1e39, r"returned -1e\+39", "at most 3.4e38"),  # infinite in float32
     (torch.ones(2), r"returned Tensor tensor\(\[1., 1.\]\)", "return a finite number"),
     (torch.tensor(1 + 0j), "returned Tensor", "return a finite number"),

@@ -192,6 +192,8 @@ def f(data_source, solution_str, ground_truth, extra_info=None):
     ),
 }
 OURS = "write (completion, row)"
+HIDES = "def hides(function):\n    def inner(*args, **kwargs):\n        return function(*args, **kwargs)\n    return inner\n"
+WRAPS = "reward.py:hides.inner hides the parameters of reward.py:f, which it calls: add @functools.wraps(...) to it"
 REFUSED = {
     "verl's manager": ("def f(data, return_dict=False):\n    return 1.0", "verl's reward manager gets a whole batch: give its compute_score"),
     "OpenAI's grader": ("def f(sample, item):\n    return 1.0", "for OpenAI's grader: sample['output_text'] is the completion"),
@@ -208,6 +210,9 @@ REFUSED = {
     "lists of texts": ("def f(texts, rows):\n    return [1.0]", "names them ['texts', 'rows']: write (completion, row)"),
     "one argument": ("def f(completion):\n    return 1.0", "must take (completion, row) or (completions, rows), got (completion)"),
     "unknown keywords": ("def f(**kwargs):\n    return 1.0", "must take (completion, row) or (completions, rows), got (**kwargs)"),
+    "keywords only": ("def f(*, completion, row):\n    return 1.0", "(completions, rows), got (*, completion, row)"),
+    "verl's, wrapped": (HIDES + "@hides\ndef f(data_source, solution_str, ground_truth):\n    return 1.0", WRAPS),
+    "TRL's, wrapped": (HIDES + "@hides\ndef f(completions, **kwargs):\n    return [1.0]", WRAPS),
     "unknown names": ("def f(foo, bar):\n    return 1.0", "names them ['foo', 'bar']: write (completion, row); row has all columns"),
     "TRL's state": ("def f(completions, trainer_state, **kwargs):\n    return [1.0]", "requires ['trainer_state'], which only its own library has"),
     "AReaL": (
