@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -44,6 +45,13 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session")
+def smollm() -> Path:
+    """The folder of SmolLM2-135M-Instruct; `make smollm` has made it, or it is fetched now."""
+    tool = Path(__file__).parents[1] / "tools" / "smollm.py"
+    return Path(subprocess.run([sys.executable, tool], check=True, stdout=subprocess.PIPE, text=True).stdout.strip())
 
 
 @pytest.fixture(scope="session")
