@@ -426,6 +426,9 @@ def _instead(row: Row, form: Form) -> str:
     asked = [name for name in ("query", *(() if part else _QUESTIONS)) if name in own]
     if "prompt" in wanted and asked and not pairs:
         pairs[asked[0]] = "prompt"
+    answers = [name for name in own if name in _ANSWERS]
+    if "response" in wanted and answers and not pairs:
+        pairs[answers[0]] = "response"
     choices = [name for name in own if _CHOICE.fullmatch(name)]
     if form is PAIR and len(choices) > 1 and not pairs:
         return f"write the better of {', '.join(choices)} as 'chosen' and the worse as 'rejected'"
@@ -565,10 +568,11 @@ def _prompt(row: Row, place: str, template: Template) -> list[Turn]:
 def _no_answer(row: Row, place: str, roles: Sequence[Any]) -> ValueError:
     if "assistant" in roles:
         return column_error(place, f"needs an assistant message with a message before it, got roles {roles}", row)
+    if unknown := [role for role in roles if role not in (*ROLES, *_SYSTEM)]:
+        return ValueError(f"{place}: unknown role {unknown[0]!r}, and no message of the role 'assistant' to train on")
     lacks = "no response to train on: needs the column 'completion' or 'response', or an assistant message"
-    lacks += f", got roles {roles}" if {*roles} - {*ROLES} else ""
     lacks += "".join(f" (column {name!r} is null)" for name in _RESPONSE if name in row and row[name] is None)
-    return column_error(place, lacks, row, _looks(row, CONVERSATION))
+    return column_error(place, lacks, row, _looks(row, CONVERSATION) or f"; {_instead(row, RESPONSE)}")
 
 
 def _check_conversation(row: Row, place: str, _plain: bool) -> None:

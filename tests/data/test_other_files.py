@@ -689,8 +689,12 @@ REFUSED = {  # script, row, the message after the file and the place
         "['input', 'non_preferred_output', 'preferred_output']",
     ),
     "the role of Gemma": ("sft", {"messages": [user("hi"), said("model", "yo")]},
-                          ": no response to train on: needs the column 'completion' or 'response', or an assistant "
-                          "message, got roles ['user', 'model']; columns found: ['messages']"),
+                          ": unknown role 'model', and no message of the role 'assistant' to train on"),
+    "no answer after a developer's message": (
+        "sft", {"messages": [said("developer", "be"), user("hi")]},
+        ": no response to train on: needs the column 'completion' or 'response', or an assistant message; columns "
+        "found: ['messages']; a column under another name is renamed with --rename",
+    ),
     "an object of lists of different lengths": (
         "sft", {"messages": {"role": ["user", "assistant"], "content": ["hi"]}},
         ": messages[0] must be an object like {'role': 'user', 'content': '...'}, got {'role': ['user', 'assistant'], "

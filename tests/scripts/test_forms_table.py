@@ -347,7 +347,13 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
      "'output']; rlkit kto reads it, or --rename label OTHER trains all of them"),
     ("sft", [VERL], (), 1,
      "no response to train on: needs the column 'completion' or 'response', or an assistant message; columns found: "
-     "['ability', 'data_source', 'extra_info', 'prompt', 'reward_model']"),
+     "['ability', 'data_source', 'extra_info', 'prompt', 'reward_model']; a column under another name is renamed with "
+     "--rename"),
+    ("sft", [{"prompt": "hi", "answer": "yo"}], (), 1,
+     "no response to train on: needs the column 'completion' or 'response', or an assistant message; columns found: "
+     "['answer', 'prompt']; a column under another name is renamed with --rename, e.g. --rename answer response"),
+    ("sft", [{"conversations": [human("hi"), {"from": "asistant", "value": "yo"}]}], (), 1,
+     "unknown role 'asistant', and no message of the role 'assistant' to train on"),
     ("sft", [STEPS], (), 1,
      "no response to train on: needs the column 'completion' or 'response', or an assistant message; columns found: "
      "['completions', 'labels', 'prompt'], and the row looks most like a row of stepwise supervision; no rlkit script "
