@@ -324,7 +324,9 @@ def report_no_signal(run: Run, batch: Batch, *, before: Signal) -> Signal:
     now = Signal(bool((batch.advantages != 0).any()), min([before.low, *rewards]), max([before.high, *rewards]))
     if not before.present or now.present:
         return now
-    if not batch.mask.any():
+    if batch.num_tokens == int(batch.truncated.sum()):  # only the last token that a truncated sequence keeps
+        run.say("no token of this step is trained on: no episode asked the policy for an answer")
+    elif not batch.mask.any():
         run.say("no token of this step is trained on: a limit cut every answer, or all are older than allowed")
     elif min(rewards) < now.high or now.low == now.high:
         low, high = min(rewards), max(rewards)

@@ -30,7 +30,7 @@ from typing import IO, Any
 
 from rlkit._text import masked
 from rlkit.files import append_file, explain_full_disk, replace_file, sync
-from rlkit.run.console import RunDisplay, say
+from rlkit.run.console import RunDisplay, say, wrapped
 from rlkit.run.cores import Waiting
 
 FORMAT = 1  # of a run folder; increased when the files that a resume reads change
@@ -83,10 +83,10 @@ class Run:
         if self._progress is not None:
             self._progress.status(text)
 
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
+    def say(self, text: str, *, whole: bool = False) -> None:
+        """Print a line above the bar; on a terminal it is broken between words, unless `whole` (to be copied)."""
         if self._progress is not None:
-            self._progress.say(text)
+            self._progress.say(text if whole else wrapped(text, sys.stdout))
 
     def sync(self) -> None:
         """Sync all logged lines to disk. Call it before a checkpoint, which must not be ahead of the log."""

@@ -89,7 +89,7 @@ class Samples:
         if rows and self._print_steps and (step == 1 or step % self._print_steps == 0):
             shown = max(range(len(rows)), key=lambda i: _spread(rows[i]))
             for line in table(rows[shown], question=self._question(prompts[shown]), width=line_width()):
-                self._run.say(line)
+                self._run.say(line, whole=True)
 
     def _rows(
         self, prompt: Prompt, group: Sequence[Trajectory], *, step: int, advantages: Mapping[int, float] | None = None

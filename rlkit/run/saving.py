@@ -124,7 +124,7 @@ def save_if_due(
     elif not every and then is not None:
         then()
     if stopping:
-        run.say(f"saved after step {step}; go on with: {resume_command('--resume')}")
+        run.say(f"saved after step {step}; go on with: {resume_command('--resume')}", whole=True)
     return stopping
 
 

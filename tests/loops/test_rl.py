@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import screens
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,7 +154,7 @@ def saving(tmp_path):
     optimizer = torch.optim.AdamW(net.parameters())
     stream, said, stop, schedule = Stream(), [], Stop(), Schedule(tmp_path / "run", steps=8, save_steps=2)
     with open_run(tmp_path / "run", steps=8) as run, BackgroundSaver(run.checkpoints, keep=2) as saver:
-        run.say = said.append
+        run.say = lambda text, **_: said.append(text)
 
         def due(step, *, wait=False):
             stream.state = {"at": step}
@@ -266,3 +267,20 @@ def test_no_signal_is_reported_once_unless_all_answers_are_the_best_so_far(tmp_p
             got.append(capsys.readouterr().out)
     assert ["no learning signal" in line for line in got] == [bool(s) for s in said]
     assert all(f"({s})" in line for s, line in zip(said, got, strict=True) if s)
+
+
+@pytest.mark.parametrize("where", ["terminal", "narrow", "pipe"])
+def test_what_a_step_says_is_broken_between_words_and_a_command_to_copy_is_not(tmp_path, where):
+    def steps():
+        with open_run(tmp_path / "run", steps=9, active=True) as run:
+            for episode in (sampled(0.0), sampled(0.0, ids=(), versions=(), truncated=True)):
+                report_no_signal(run, with_advantages(pack([[episode] * 2]), group_centered), before=Signal())
+            run.say("go on with: rlkit " + " ".join(["x"] * 40), whole=True)
+
+    shown = screens.said(steps, where)
+    assert shown.error is None
+    text = " ".join(shown.out.split())
+    assert "all rewards are equal in every group (all 0): no learning signal in this step. Training goes on;" in text
+    assert "no token of this step is trained on: no episode asked the policy for an answer" in text
+    assert "a limit cut" not in text
+    assert "rlkit " + " ".join(["x"] * 40) in shown.out

@@ -67,7 +67,7 @@ async def main():
             await asyncio.sleep(float(sys.argv[2]))
             run.log(step, {"x": 1.0})
             if stop.requested:
-                run.say("saved; resume with " + resume_command("--resume"))
+                run.say("saved; resume with " + resume_command("--resume"), whole=True)
                 return
 asyncio.run(main())
 """

@@ -38,7 +38,7 @@ with open_run(folder, steps=int(steps), active=True) as run, stop_on_interrupt()
         wait()
         run.log(step, line)
         if stop.requested:
-            run.say("saved; go on with: " + resume_command("--resume"))
+            run.say("saved; go on with: " + resume_command("--resume"), whole=True)
             break
 """
 
