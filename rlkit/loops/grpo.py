@@ -12,7 +12,7 @@ from torch import Tensor
 from rlkit._tensors import check_call
 from rlkit.advantages import group_centered
 from rlkit.loops import coefficients
-from rlkit.loops.rl import Step, Task, check_settings, rl
+from rlkit.loops.rl import Step, Task, check_rewarded, check_settings, rl
 from rlkit.loops.updates import PolicyLoss, check_loss, grpo_update
 from rlkit.metrics import Metrics, mean
 from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
@@ -69,6 +69,7 @@ async def grpo(
     """
     check_settings(task=task, rollouts=rollouts, schedule=schedule, optim=optim, penalties=penalties)
     check_loss(loss)
+    check_rewarded(task)
     check_baseline(baseline, group_size=rollouts.group_size)
     has_kl = coefficients.has_kl(penalties, reference)
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)

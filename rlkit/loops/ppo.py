@@ -13,7 +13,7 @@ from torch import nn
 
 from rlkit.advantages import gae_decoupled, whiten
 from rlkit.loops import coefficients
-from rlkit.loops.rl import Step, Task, check_settings, rl
+from rlkit.loops.rl import Step, Task, check_rewarded, check_settings, rl
 from rlkit.loops.updates import PolicyLoss, check_loss, check_streams, clipped, grpo_update, per_token
 from rlkit.losses import kl_in_reward, value_clip
 from rlkit.metrics import Mean, Metrics, mean, merge
@@ -150,6 +150,7 @@ async def ppo(
     """
     check_settings(task=task, rollouts=rollouts, schedule=schedule, optim=optim, penalties=penalties, critic=critic)
     check_loss(loss)
+    check_rewarded(task)
     check_is_model(model)
     check_is_model(value_model, "value_model")
     has_kl = coefficients.has_kl(penalties, reference)

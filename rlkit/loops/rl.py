@@ -244,6 +244,13 @@ def check_task(task: Task, tokenizer: Any) -> None:
         raise TypeError(f"tokenizer must have `decode`, to show samples, got a {type(tokenizer).__name__}")
 
 
+def check_rewarded(task: Task) -> None:
+    """Refuse a task in which nothing gives a reward: all would be 0, and nothing would train."""
+    if task.score is None and task.env is single_turn:
+        fix = "give scorer(reward_function, tokenizer=tokenizer, timeout_s=...), or an env that rewards its episodes"
+        raise ValueError(f"task.score is None, so every reward is 0 and nothing would train: {fix}")
+
+
 def check_engine(engine: Engine) -> None:
     """Refuse an engine that lacks `generate`, `abort` or `update_weights`: TypeError on every rank, naming them."""
 

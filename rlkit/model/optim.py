@@ -64,6 +64,8 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Metr
 
     Errors: ValueError for `max_norm <= 0`. In other libraries 0 turns clipping off; here `math.inf` does.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer must be an optimizer, e.g. adamw(model, lr=1e-6), got a {type(optimizer).__name__}")
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}: inf clips nothing, 0 would train nothing")
     params = [p for group in optimizer.param_groups for p in group["params"]]

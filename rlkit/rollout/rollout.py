@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -77,6 +78,8 @@ async def rollout(
         raise TypeError(f"params must be SamplingParams(max_new_tokens=..., ...), got a {type(params).__name__}")
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
+    if group_size > 1 and params.temperature == 0:
+        warnings.warn("temperature 0: all samples of a group are the same, so nothing would train", stacklevel=2)
     return await all_or_cancel([one_group(index, prompt) for index, prompt in enumerate(prompts)])
 
 
@@ -86,6 +89,8 @@ def check_sampling(prompts: Sequence[Prompt], *, env: Env, score: Score | None, 
         if not hasattr(prompt, "ids"):
             fix = "rl_prompts(rows, tokenizer=tokenizer, max_prompt_tokens=...) makes prompts of rows"
             raise TypeError(f"prompts[{i}] must be a Prompt, got {show(prompt)}: {fix}")
+        if isinstance(prompt.ids, str):
+            raise TypeError(f"prompts[{i}].ids must be token ids, got {show(prompt.ids)}: give tokenizer.encode(text)")
     check_call("env", env, "env(prompt, sample)")
     if score is not None:
         if callable(score) and _TEXTS & set(getattr(getattr(score, "__code__", None), "co_varnames", ())[:2]):

@@ -45,6 +45,10 @@ def async_grpo(*args, rollouts, **options):
 
 
 @cache
+async def unchanged(_prompt, trajectories):
+    return trajectories
+
+
 def tokenizer():
     return tiny_tokenizer()
 

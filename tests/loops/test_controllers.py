@@ -8,7 +8,7 @@ import json
 import math
 
 import pytest
-from small import SIZES, CopyEngine, async_grpo, call, small_model, tokenizer
+from small import SIZES, CopyEngine, async_grpo, call, small_model, tokenizer, unchanged
 from torch import nn
 
 from rlkit.data.prompts import Prompt
@@ -194,7 +194,7 @@ def test_flags_that_do_not_fit_each_other_are_refused(flags, message):
 def test_a_controller_of_an_unknown_name_is_refused(tmp_path):
     model = small_model()
     options = {
-        "score": None, "output": tmp_path, "steps": 1, "controllers": {"kl_coef": None}, "prompts": PROMPTS,
+        "score": unchanged, "output": tmp_path, "steps": 1, "controllers": {"kl_coef": None}, "prompts": PROMPTS,
     }  # fmt: skip
     with pytest.raises(ValueError, match="controllers must be named kl, kl_limit, entropy, entropy_limit; got kl_coef"):
         asyncio.run(call(grpo, model, tokenizer(), LocalEngine(model), **options))

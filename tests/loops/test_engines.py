@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import async_grpo, call, small_model, tokenizer
+from small import async_grpo, call, small_model, tokenizer, unchanged
 
 from rlkit.data.prompts import Prompt
 from rlkit.loops.grpo import grpo
@@ -30,7 +30,7 @@ def test_an_engine_that_cannot_be_trained_with_is_refused_before_anything_runs(l
     model = small_model()
     models = [model] * (2 if loop is ppo else 1)
     engine = SharedEngine(vllm) if shared else vllm
-    training = call(loop, *models, None, engine, prompts=[], score=None, output=tmp_path / "run", steps=1)
+    training = call(loop, *models, None, engine, prompts=[], score=unchanged, output=tmp_path / "run", steps=1)
     with pytest.raises(TypeError, match="the engine VLLM has no abort and no update_weights: it can generate"):
         asyncio.run(training)
     assert not (tmp_path / "run").exists()
@@ -38,7 +38,7 @@ def test_an_engine_that_cannot_be_trained_with_is_refused_before_anything_runs(l
 
 def test_overlap_is_refused_for_an_engine_that_reads_the_weights_that_train(tmp_path):
     model = small_model()
-    options = {"prompts": [], "score": None, "output": tmp_path / "run", "steps": 1}
+    options = {"prompts": [], "score": unchanged, "output": tmp_path / "run", "steps": 1}
     training = call(async_grpo, model, None, LocalEngine(model), **options)
     with pytest.raises(ValueError, match="overlap needs an engine with weights of its own, and LocalEngine reads"):
         asyncio.run(training)

@@ -56,6 +56,7 @@ LOOP = [
     ({"prompts": []}, "task.prompts is empty"),
     ({"prompts": ["a"]}, "prompts[0] must be a Prompt, got str 'a': rl_prompts(rows, tokenizer=tokenizer"),
     ({"eval_prompts": [{"prompt": "a"}], "eval_steps": 1}, "prompts[0] must be a Prompt, got dict"),
+    ({"score": None}, "task.score is None, so every reward is 0 and nothing would train: give scorer(reward_function"),
     ({"score": reward}, "score is a reward function: give scorer(score, tokenizer=tokenizer, timeout_s=...)"),
     ({"score": lambda prompt: prompt}, "score is called as score(prompt, trajectories), which <lambda> does not take"),
     ({"keep_group": 0.5}, "keep_group must be a function, called as keep_group(group), got float 0.5"),
@@ -122,6 +123,11 @@ def test_rollout_names_a_wrong_argument():
             asyncio.run(rollout(PROMPTS, **right | wrong))
     with pytest.raises(TypeError, match=re.escape("prompts[0] must be a Prompt, got str 'a'")):
         asyncio.run(rollout(["a"], **right))
+    with pytest.raises(TypeError, match=re.escape("prompts[0].ids must be token ids, got str '2+2'")):
+        asyncio.run(rollout([Prompt(ids="2+2", row={}, index=0)], **right))
+    greedy = {"params": SamplingParams(max_new_tokens=2, temperature=0.0), "group_size": 2}
+    with pytest.warns(UserWarning, match="temperature 0: all samples of a group"):
+        asyncio.run(rollout(PROMPTS, **right | greedy))
     [[t], _] = asyncio.run(rollout(PROMPTS, **right | {"score": zero}))
     assert len(t.ids) == 2
 
@@ -136,6 +142,10 @@ def test_a_model_in_another_form_is_named():
         (lambda: LocalEngine(Policy(model)), "model is a Policy: give its model, model.model"),
         (lambda: Policy(None), "model must be a model, e.g. load_model(path), got a NoneType"),
         (lambda: adamw(model.parameters(), lr=1e-3), "model must be a model, e.g. load_model(path), got a generator"),
+        (
+            lambda: optimizer_step(model, max_norm=1.0),
+            "optimizer must be an optimizer, e.g. adamw(model, lr=1e-6)",
+        ),
         (lambda: Policy(model)(torch.ones(1, 2)), "batch must be a Batch, e.g. pack(groups), got a Tensor"),
         (lambda: with_old_logp(model, batch, max_tokens=9), "policy must be a Policy or another function of a batch"),
         (

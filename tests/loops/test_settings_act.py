@@ -9,7 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from small import call, small_model, tokenizer
+from small import call, small_model, tokenizer, unchanged
 
 from rlkit.advantages import whiten
 from rlkit.data.prompts import Prompt
@@ -136,7 +136,7 @@ def test_the_table_has_every_field():
 )
 def test_a_setting_that_could_not_act_is_refused(changes, message, tmp_path):
     model = small_model()
-    task = {"prompts": PROMPTS, "score": None, "output": tmp_path / "run"}
+    task = {"prompts": PROMPTS, "score": unchanged, "output": tmp_path / "run"}
     with pytest.raises(ValueError, match=message):
         asyncio.run(call(grpo, model, tokenizer(), LocalEngine(model, max_len=64), **BASE | task | changes))
     assert not (tmp_path / "run").exists()
