@@ -267,7 +267,7 @@ class Schedule:
     output: Path
     """run folder: metrics, samples, plot, checkpoints, exported model"""
     steps: CountOr0
-    """training steps, of one batch each"""
+    """training steps, of one batch each; 0 only evaluates"""
     eval_steps: CountOr0 = 0
     """steps between evaluations, the first before training; 0: none"""
     print_steps: Count = 1

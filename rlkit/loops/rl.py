@@ -85,6 +85,8 @@ async def rl(
 ) -> Path:
     """Train `policy.model` in place on rewards of its own samples; returns the folder of the exported model.
 
+    With `schedule.steps` 0 it only evaluates, exports nothing and returns `schedule.output`.
+
     Each step takes `rollouts.prompts_per_step` groups of `rollouts.group_size` episodes, and calls
 
         batch   = prepare(groups, step)
@@ -216,6 +218,8 @@ async def rl(
                 if save(done):
                     break
         run.plot()
+        if max(start, steps) < 1:
+            return folder
         models = state["model"].items() if isinstance(state["model"], nn.ModuleDict) else ()
         for name, model in models:
             if hasattr(model, "save_pretrained") and model is not policy.model:

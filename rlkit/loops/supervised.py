@@ -105,6 +105,8 @@ def supervised(
 ) -> Path:
     """Train `model` in place on `schedule.steps` batches of examples; returns the folder of the exported model.
 
+    With 0 steps it only evaluates, exports nothing and returns `schedule.output`.
+
     `backward(indices)` computes the loss of a batch's examples, micro-batch by micro-batch, and leaves the gradients on
     the parameters; its weights hold the denominators of the whole batch. `evaluate` returns metrics of held-out data,
     reduced over ranks, and runs at step 0, every `eval_steps` steps and after the last one.
@@ -139,4 +141,6 @@ def supervised(
             ):
                 break
         run.plot()
+        if max(start, schedule.steps) < 1:
+            return schedule.output
         return saving.export(run, model, tokenizer)

@@ -235,6 +235,8 @@ def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any
     newest = latest_checkpoint(folder / "checkpoints")
     if newest is None or "critic_lr" in kept or kept.get("ref_sync_steps"):
         what = "no model/ yet, and no checkpoint of the policy alone: wait for the run's end, or resume it (--resume)"
+        if kept.get("steps") == 0:
+            what = f"nothing was trained there (--steps 0): talk to its model, rlkit chat {kept.get('model')}"
         raise FileNotFoundError(errno.ENOENT, what, str(folder))
     lora: dict[str, Any] = {name: kept[name] for name in ("lora_rank", "lora_targets") if name in kept}
     model = load_policy(kept["model"], ParallelArgs(), device=device, **lora)

@@ -98,7 +98,8 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded
     with warnings_that_fit():
         result = on_ranks(script, flags)
-    if isinstance(result, Path) and os.environ.get("RANK", "0") == "0":
+    exported = isinstance(result, Path) and result != _given([flags]).get("output")  # of 0 steps there is nothing
+    if exported and os.environ.get("RANK", "0") == "0":
         _print(f"exported {result}")
     return result
 

@@ -212,7 +212,7 @@ def check_ranks(parallel: ParallelArgs) -> None:
 def warn_of_steps(schedule: Schedule, data: Data) -> None:
     """Warn of a run without steps or evaluation, and of held-out data that is not used."""
     if schedule.steps == 0 and not data.eval_data:
-        log.warning("--steps 0 without --eval-data: nothing is trained or measured, the model is exported unchanged")
+        log.warning("--steps 0 without --eval-data: nothing is trained or measured")
     if data.eval_data and schedule.eval_steps == 0:
         log.warning("--eval-data is not used with --eval-steps 0")
 

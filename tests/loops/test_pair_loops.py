@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from functools import cache, partial
 
 import pytest
@@ -186,6 +187,10 @@ def test_at_step_0_only_the_untrained_model_is_evaluated(tmp_path, capsys):
     nll = torch.cat([-table[:-1].gather(1, row[1:, None])[:, 0] for table, row in zip(tables, rows, strict=True)])
     assert line["eval/loss"] == pytest.approx(nll.mean().item(), rel=1e-5)
     assert [line["step"] for line in run(tmp_path / "some", sft, steps=4)] == [0, 1, 2, 3, 4]
+    assert not (tmp_path / "none" / "model").exists()
+    shutil.rmtree(tmp_path / "some" / "model")
+    run(tmp_path / "some", sft, steps=4, resume=True)  # killed before its export
+    assert (tmp_path / "some" / "model" / "config.json").exists()
     lines = run(tmp_path / "some", sft, steps=6, resume=True)
     assert [line["step"] for line in lines if "eval/loss" in line] == [0, 3, 4, 6]
     assert [line["step"] for line in run(tmp_path / "never", sft, eval_steps=0, steps=2)] == [1, 2]

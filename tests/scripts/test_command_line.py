@@ -282,6 +282,17 @@ def test_debug_shows_the_traceback(task, tmp_path):
         call("sft", flags_of(task, "sft", tmp_path, "--debug", "--data", str(tmp_path / "no.jsonl")))
 
 
+@pytest.mark.parametrize("script", ["sft", "ppo"])
+def test_no_step_exports_no_model(task, tmp_path, capfd, script):
+    """It wrote a copy of the whole model, and said that it had exported it."""
+    sent = flags_of(task, script, tmp_path / "run", "--device", "cpu")
+    call(script, [*sent, "--steps", "0"])
+    assert {path.name for path in (tmp_path / "run").iterdir()}.isdisjoint({"model", "critic"})
+    assert "exported" not in capfd.readouterr().out
+    message = refused("chat", [str(tmp_path / "run")])
+    assert "nothing was trained there (--steps 0): talk to its model, rlkit chat" in message
+
+
 def test_flags_that_make_a_run_learn_little_are_warned_of(task, tmp_path, caplog, capfd):
     one = write(tmp_path / "one.jsonl", [{**row, "label": True} for row in ROWS["labelled"]])
     call("kto", flags_of(task, "kto", tmp_path / "kto", "--data", str(one), "--warmup-steps", "3", "--device", "cpu"))

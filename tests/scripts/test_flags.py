@@ -223,7 +223,9 @@ def test_help_has_examples_then_the_flags_that_matter_then_groups_and_fits_the_s
         known.add("--no-chat-template")  # the other flag of chat_template
         assert {flag.replace("[no-]", "") for flag in flags} == known
     assert re.search(
-        r"^  --steps INT +training steps, of one batch each \(default: 200\)$", help_of(capsys, "ppo"), re.M
+        r"^  --steps INT +training steps, of one batch each; 0 only\s+evaluates\s+\(default: 200\)$",
+        help_of(capsys, "ppo"),
+        re.M,
     )
     assert "--lr-schedule constant|linear|cosine" in help_of(capsys, "sft")
 
