@@ -38,6 +38,8 @@ def check_model_path(path: str | os.PathLike[str], *, of: str = "model") -> None
         raise NotADirectoryError(f"{of} {str(path)!r} is a file: give its folder, {str(folder)!r}")
     if (Path(path) / "config.json").is_file():
         return
+    if (Path(path) / "model" / "config.json").is_file():
+        raise FileNotFoundError(f"{of} {str(path)!r} is a run folder: give its model, {str(Path(path) / 'model')!r}")
     what = "a folder without config.json" if Path(path).is_dir() else "no folder"
     beside = _beside(Path(path))
     if Path(path).is_dir() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)):

@@ -228,6 +228,7 @@ def select(batch: Batch, index: Int[Tensor, "M"] | Sequence[int]) -> Batch:
 
 def split(batch: Batch, num_minibatches: int, *, epochs: int = 1, seed: int = 0) -> Iterator[Batch]:
     """Mini-batches of whole groups, `num_minibatches` per epoch; the order is reshuffled each epoch from `seed`."""
+    check_batch(batch)
     group_ids = batch.group_ids.unique()
     if not 1 <= num_minibatches <= max(1, group_ids.numel()):
         raise ValueError(
@@ -309,6 +310,12 @@ def with_streams(batch: Batch, **streams: Tensor) -> Batch:
     return replace(batch, **where_sampled)
 
 
+def check_batch(batch: Any) -> None:
+    """Refuse groups that are not packed yet, and any other object: TypeError."""
+    if not isinstance(batch, Batch):
+        raise TypeError(f"batch must be a Batch, e.g. pack(groups), got a {type(batch).__name__}")
+
+
 def with_advantages(batch: Batch, baseline: Callable[..., Float[Tensor, "E"]]) -> Batch:
     """The batch with `advantages [T]`: each token gets the advantage of its episode, 0 where the mask is False.
 
@@ -319,6 +326,7 @@ def with_advantages(batch: Batch, baseline: Callable[..., Float[Tensor, "E"]]) -
 
     Example:  batch = with_advantages(pack(groups), group_centered)
     """
+    check_batch(batch)
     advantages = episode_advantages(baseline, batch)
     return with_streams(batch, advantages=broadcast_to_tokens(advantages, cu_seqlens=batch.cu_seqlens))
 

@@ -89,7 +89,11 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if getattr(error, "errno", None) is not None:
             raise
-        raise ValueError(f"{path}: cannot be decompressed: {error}; the file is damaged or incomplete") from None
+        damaged = "the file is damaged or incomplete"
+        with path.open("rb") as file:
+            if file.read(1) in (b"{", b"["):
+                damaged = f"it is not compressed: rename it, without {path.suffix}"
+        raise ValueError(f"{path}: cannot be decompressed: {error}; {damaged}") from None
 
 
 def _zstd(path: Path, mode: str) -> IO[bytes]:
@@ -234,6 +238,10 @@ def _parsing(place: str) -> Iterator[None]:
         raise ValueError(f"{place}: {error}") from None
 
 
+_QUOTED = 'a cell that begins with a quote ends with one, and quotes in it are doubled ("")'
+_QUOTES_OF_ANOTHER_ROW = f"in a later row, so that both are one: {_QUOTED}"
+
+
 def _csv(path: Path) -> Placed:
     """The rows with the line where each begins: a cell may hold line breaks."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # its own limit is 128 KiB a cell
@@ -249,6 +257,10 @@ def _csv(path: Path) -> Placed:
             names = next(reader, [])
             if first and not names:
                 raise ValueError(f"{path}, line {before + 1}: blank, and the header belongs there: delete that line")
+            if names.count("") > 1:
+                which = f"column {names.index('') + 1} of {len(names)} has no name in the header {names}"
+                fix = "delete such columns, or the lines before the header"
+                raise ValueError(f"{path}, line {before + 1}: {which}: {fix}")
             if len(set(names)) < len(names):
                 raise ValueError(f"{path}: two columns have the same name: {names}")
             if blank := [name for name in names if name != name.strip()]:
@@ -263,10 +275,12 @@ def _csv(path: Path) -> Placed:
                     raise ValueError(f"{path}, {place}: the header again, as a row: delete that line")
                 if len(cells) not in (0, len(names)):
                     raise ValueError(f"{path}, {place}: not {len(names)} cells, as the header {names} has")
+                if delimiter == "\t" and any("\t" in cell and "\n" in cell for cell in cells):
+                    raise ValueError(f"{path}, {place}: a quote that opens there closes {_QUOTES_OF_ANOTHER_ROW}")
                 if cells:
                     yield place, dict(zip(names, cells, strict=True))
     except csv.Error as error:
-        raise ValueError(f"{path}, line {start}: malformed CSV: {error}") from None
+        raise ValueError(f"{path}, line {start}: malformed CSV: {error}; {_QUOTED}") from None
     except UnicodeDecodeError:
         with _opened(path) as raw:
             for number, line in enumerate(raw, start=1):

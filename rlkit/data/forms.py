@@ -39,7 +39,7 @@ _ANSWERS = {"output", "response", "completion", "answer", "solution"}
 _RESPONSE_LIKE = re.compile("respon|reject|chosen|prefer")
 _QUESTIONS = ("question", "problem", "instruction")
 _NOT_IN_SFT = {*_PAIR_COLUMNS, "label", "kto_tag", "input", "history"}  # of rows that lack a column
-_CHOICE = re.compile(r"(response|answer|completion|output)_?(\d|[ab])", re.IGNORECASE)
+_CHOICE = re.compile(r"(response|answer|completion|output|human_ref)_?(\d|[ab])", re.IGNORECASE)
 _UNREAD = {
     "input_ids": "tokens, which are not read: give the text or the messages, and rlkit tokenizes them",
     "segments": "axolotl's segments with a label each, which are not read: give a prompt and a response",
@@ -157,6 +157,10 @@ def check_columns(rows: Sequence[Row], *forms: Form, apply_chat_template: bool =
     """
     found: list[tuple[Form, Row]] = []
     plain = not apply_chat_template
+    if isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows):
+        wrong = rows if isinstance(rows, str) else next(row for row in rows if not isinstance(row, Mapping))
+        fix = "load_rows(path) reads a file; of strings give [{'prompt': text} for text in texts]"
+        raise TypeError(f"rows must be dicts, got {repr(wrong)[:80]}: {fix}")
     for index, row in enumerate(rows):
         place = place_of(rows, index)
         if index == 0:
@@ -731,6 +735,11 @@ def _repeats_prompt(row: Row, names: Sequence[str] = _PAIR_COLUMNS) -> bool:
 
 
 def _check_pair(row: Row, place: str, plain: bool) -> None:
+    own = getattr(row, "own", row)
+    for name in _PAIR_COLUMNS:
+        if isinstance(row[name], str) and row[name] in {*own} - {*_PAIR_COLUMNS}:
+            found = f"column {_own_name(row, name)!r} holds {row[name]!r}, the name of another column"
+            raise column_error(place, found, row, "; write the text of that column there")
     if isinstance(row["chosen"], str) and not any(name in row for name in _PROMPT):
         lacks = "no column 'prompt'" if plain else "neither 'messages' nor 'prompt' is there"
         fix = (

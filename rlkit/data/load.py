@@ -57,6 +57,7 @@ def load_rows(
     rename: Mapping[str, str] | None = None,
     limit: int | None = None,
     held_out: bool = False,
+    unused: set[str] | None = None,
 ) -> Rows:
     """The rows of files, folders or hub data sets, as a list of dicts.
 
@@ -84,6 +85,7 @@ def load_rows(
     columns:  names every row must have, after renaming.
     rename:   from the column names of the data to the names that rlkit reads. A file without the column is unchanged,
               if another one has it.
+    unused:   takes the names of `rename` that no file has, in place of an error.
     limit:    keep the first `limit` rows.
     held_out: without a `split`, take the only test or validation split in place of train.
 
@@ -127,11 +129,14 @@ def load_rows(
         num_rows += len(read)
         if num_rows == limit:
             break
-    return _joined(files, columns, rename or {})
+    return _joined(files, columns, rename or {}, unused)
 
 
 def _joined(
-    files: Sequence[tuple[str, list[tuple[str, Any]]]], columns: Sequence[str], rename: Mapping[str, str]
+    files: Sequence[tuple[str, list[tuple[str, Any]]]],
+    columns: Sequence[str],
+    rename: Mapping[str, str],
+    unused: set[str] | None,
 ) -> Rows:
     """The rows of (name, placed rows) under their new names."""
     rows, places, used = [], [], set()
@@ -146,7 +151,9 @@ def _joined(
         rows += [_checked(f"{source}, {place}", row, columns, here, cells=cells) for place, row in read]
         places += [place if len(files) == 1 else f"{source}, {place}" for place, _ in read]
     for old in rename:
-        if old not in used:
+        if old not in used and unused is not None:
+            unused.add(old)
+        elif old not in used:
             source, ((place, row), *_) = files[0]
             raise column_error(f"{source}, {place}", f"no column {old!r} to rename", row)
     names = [source for source, _ in files]

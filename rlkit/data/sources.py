@@ -38,7 +38,7 @@ def expand(spec: str | Path) -> list[str]:
         return [text]
     found = sorted(glob(str(path), recursive=True))
     if not found:
-        raise FileNotFoundError(f"{text}: no file matches (looked from {Path.cwd()})")
+        raise FileNotFoundError(_separate(text) or f"{text}: no file matches (looked from {Path.cwd()})")
     return found
 
 
@@ -61,7 +61,7 @@ def find(spec: str | Path, *, name: str | None, split: str | None, held_out: boo
     if colon and Path(start).expanduser().is_file():
         raise ValueError(f"{text}: a file has no splits; give {start} alone")
     if format_of(path) in READERS or path.suffix.lower() in PACKED or path.is_absolute():
-        raise FileNotFoundError(_missing(path))
+        raise FileNotFoundError(_separate(text) or _missing(path))
     return [_on_hub(text, name, split, path, held_out=held_out)]
 
 
@@ -89,6 +89,8 @@ def _in_folder(path: Path, split: str | None, *, held_out: bool) -> list[Source]
     if split is None and None not in splits and (len(files) < len(found) or not usual):
         left = _listed([file for file in found if file not in files])
         _log.warning("%s: reads the split %s: %s%s", path, chosen, _listed(files), f", and not {left}" if left else "")
+    elif len(files) > 1 and not all(_SHARD.match(file.name) for file in files):
+        _log.warning("%s: reads %d files: %s", path, len(files), _listed(files))
     return [Source(str(path / file), partial(read_file, path / file)) for file in files]
 
 
@@ -190,6 +192,13 @@ def _not_on_hub(dataset_id: str, path: Path, name: str | None, split: str | None
         f"{dataset_id}: no such file or folder ({path.absolute()}), and as a hub data set (name={name!r}, "
         f"split={split!r}) it fails with {type(error).__name__}: {error}"
     )
+
+
+def _separate(text: str) -> str:
+    """The message for a list of files in one argument; "" for anything else."""
+    parts = [part.strip(" '\"") for part in text.strip("[]").split(",")]
+    there = len(parts) > 1 and all(Path(part).expanduser().exists() for part in parts)
+    return f"{text}: several files are separated by blanks: {' '.join(parts)}" if there else ""
 
 
 def _missing(path: Path) -> str:

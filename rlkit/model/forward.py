@@ -31,7 +31,7 @@ from rlkit.model.lora import adapters, without_adapter
 from rlkit.model.parallelize import device_of, dtype_of, inside, mesh_of
 from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.model.weights import read_small
-from rlkit.packing import join, pack, with_streams
+from rlkit.packing import check_batch, join, pack, with_streams
 from rlkit.parallel.attention import IMPLEMENTATION, has_flash, register, tail
 from rlkit.parallel.context import plan_layout
 from rlkit.parallel.data import rank_microbatches, summed
@@ -195,14 +195,9 @@ def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, d
     return LogProbs(*token_outputs(model, batch, head, outputs=2, dtype=kind))
 
 
-def _check_batch(batch: Batch) -> None:
-    if not isinstance(batch, Batch):
-        raise TypeError(f"batch must be a Batch, e.g. pack(groups), got a {type(batch).__name__}")
-
-
 def _check_temperature(batch: Batch, temperature: float) -> None:
     """Refuse log-probs at another temperature than that of `batch.rollout_logp`: their ratio compares two models."""
-    _check_batch(batch)
+    check_batch(batch)
     if batch.temperature not in (None, temperature):
         raise ValueError(
             f"the batch was sampled at temperature {batch.temperature:g}, and the log-probs are at {temperature:g}: "
@@ -375,7 +370,7 @@ def with_kept_mass(
 
 def score(policy: PolicyFn, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Float[Tensor, "T"]:
     """The policy's log-probs over the whole batch; see `score_tokens`."""
-    _check_batch(batch)
+    check_batch(batch)
     if isinstance(policy, nn.Module) or not callable(policy):
         fix = "policy(batch) gives log-probs: Policy(model)"
         raise TypeError(f"policy must be a Policy or another function of a batch, got a {type(policy).__name__}; {fix}")

@@ -487,11 +487,15 @@ def check_rows(function: Callable[..., Any], *parts: Sequence[dict[str, Any]]) -
         _check_needs(function, rows)
         columns, is_trl = set[str]().union(*rows), hasattr(function, "check_form")
         read = absent_columns(function, columns | _OF_TRL if is_trl else columns, kwargs=is_trl)
+        if is_trl:
+            defaults = {n for n, p in inspect.signature(function).parameters.items() if p.default is None}
+            read += sorted(defaults - columns - _OF_TRL)
         absent = [name for name in read if name not in with_prompt(rows[0])]
         if absent and absent != said:
             names, said = ", ".join(map(repr, absent)), absent
             found = f"columns found: {', '.join(sorted(columns))}"
-            _log.warning("%s reads %s, of which the data has no column; %s", name_of(function), names, found)
+            where = ", ".join(getattr(rows, "sources", ())[:2]) or "the data"
+            _log.warning("%s reads %s, of which %s has no column; %s", name_of(function), names, where, found)
 
 
 def _check_needs(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> None:

@@ -87,12 +87,21 @@ def fix_of(function: Callable[..., Any], error: BaseException, row: Mapping[str,
         return "do not call exit() in it, which would end the run: return what such an answer is worth"
     if isinstance(error, FileNotFoundError):
         return f"make the file, or correct its path: a relative one starts at {Path.cwd()}"
+    if isinstance(error, ImportError) and "'slime" in text:
+        return "remove the import: a sample has slime's attributes, and is not of its class"
     if isinstance(error, ImportError):
         return f"install it where rlkit runs ({sys.executable} -m pip install ...), or correct the name"
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and "environ" not in line:
         return _no_key(error.args[0], row, line)
-    if isinstance(error, TypeError) and "string indices must be" in text and isinstance((row or {}).get("prompt"), str):
-        return "the prompt of the row is a string, not a list of messages: read row['prompt'] as it is"
+    if isinstance(error, TypeError) and "string indices must be" in text:
+        if "completion" in line:
+            return "the completion is a text here, not a list of messages: read it as it is"
+        if isinstance((row or {}).get("prompt"), str):
+            return "the prompt of the row is a string, not a list of messages: read row['prompt'] as it is"
+    if isinstance(error, TypeError) and "'coroutine'" in text:
+        return "await the async function that this line calls"
+    if isinstance(error, AttributeError) and text.startswith("AttributeError: 'Turn' object"):
+        return "step gets a Turn: read turn.text"
     none = "NoneType" in text  # a search that found nothing in an answer
     if isinstance(error, NameError) or (isinstance(error, AttributeError) and not none):
         return "correct this line: the error is in the code, whatever the answer"

@@ -148,7 +148,10 @@ def table(rows: Sequence[Mapping[str, Any]], *, question: str, width: int) -> li
     order = sorted((row for row in rows if "continues" not in row), key=lambda row: row["reward"], reverse=True)
     shown = order if len(order) <= _NUM_SHOWN else [order[0], order[len(order) // 2], order[-1]]
     first = shown[0]
-    gold = "" if first["gold"] is None else f"   gold: {_quoted(first['gold'], width // 3)}"
+    shown_gold = _quoted(first["gold"], width // 3)
+    if isinstance(first["gold"], int | float):  # which no text equals
+        shown_gold = f"{first['gold']} (a number, not a text)"
+    gold = "" if first["gold"] is None else f"   gold: {shown_gold}"
     title = f"  step {first['step']}, row {first['group'] + 1} of the data: "
     parts = [name for name in first["rewards"] if "/" not in name]
     columns = ["reward", "advantage", *parts]

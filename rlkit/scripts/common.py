@@ -68,6 +68,11 @@ class Data:
         check(self, may_be_empty=("system_prompt", "template_args"))
         message = f'`template_args` must be a JSON object like {{"name": true}}, got {self.template_args!r}'
         refuse_if(not isinstance(self.template(), dict), message)
+        if self.system_prompt and len(self.system_prompt) < 200 and Path(self.system_prompt).is_file():
+            fix = f'give the text: "$(cat {self.system_prompt})"'
+            raise ValueError(
+                f"`system_prompt` {self.system_prompt!r} is the name of a file, and would be the message: {fix}"
+            )
 
     def template(self) -> Any:
         """The parsed `template_args`; None if it is not JSON."""
@@ -82,9 +87,13 @@ class Data:
         from rlkit.data.forms import PROMPT, check_columns
         from rlkit.data.load import Rows, load_rows, mixed_types
 
-        rows, held_out = load_rows(self.data, rename=self.rename), Rows((), source="", places=())
-        if self.eval_data:
-            held_out = load_rows(self.eval_data, rename=self.rename, limit=limit, held_out=True)
+        held_out, elsewhere = Rows((), source="", places=()), set[str]()
+        rows = load_rows(self.data, rename=self.rename, unused=elsewhere if self.eval_data else None)
+        if self.eval_data:  # a column that one of the two has need not be in the other
+            absent = set[str]()
+            held_out = load_rows(self.eval_data, rename=self.rename, limit=limit, held_out=True, unused=absent)
+            if both := sorted(elsewhere & absent):
+                raise ValueError(f"--rename {both[0]}: neither --data nor --eval-data has that column")
         for part in (rows, held_out):
             check_columns(part, *forms, apply_chat_template=bool(self.chat_template))
         for column in mixed_types(rows) if PROMPT in forms else ():

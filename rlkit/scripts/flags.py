@@ -104,8 +104,10 @@ def _in_python_only(hint: Any) -> bool:
 def wrong_words(argv: Sequence[str], kind: type) -> dict[str, str]:
     """What is wrong with the values on a command line whose flags are all known: `{"--steps": "must be ..."}`."""
     flags = list(list_flags(kind))
-    found, loose = _assigned(argv, flags)
+    found, loose, twice = _assigned(argv, flags)
     wrong: dict[str, str] = {}
+    for flag in (flag for flag in flags if flag.name in twice and _count(flag.hint) is None):
+        wrong[str(flag)] = "is given twice, and the later one would replace the other: list all values after one"
     for flag in (flag for flag in flags if flag.positional):
         count = _count(flag.hint)
         found[flag.name], loose = loose[:count], loose[count:] if count else []
@@ -121,12 +123,14 @@ def wrong_words(argv: Sequence[str], kind: type) -> dict[str, str]:
     return wrong
 
 
-def _assigned(argv: Sequence[str], flags: list[Flag]) -> tuple[dict[str, list[str]], list[str]]:
-    """The words of each flag that is given, and those of no flag; of a flag that is given twice, the later ones."""
+def _assigned(argv: Sequence[str], flags: list[Flag]) -> tuple[dict[str, list[str]], list[str], set[str]]:
+    """The words of each flag that is given, the later ones of one that is given twice; those of no flag; and which
+    flags are given twice."""
     by_name = {name: flag for flag in flags for name in (flag.name, *flag.aliases)}
     places = any(flag.positional for flag in flags)
     found: dict[str, list[str]] = {}
     loose: list[str] = []
+    twice: set[str] = set()
     left, last = list(argv), ""
     while left and left[0] != "--":
         word = left.pop(0)
@@ -142,8 +146,9 @@ def _assigned(argv: Sequence[str], flags: list[Flag]) -> tuple[dict[str, list[st
         last, words, count = flag.name, [value] if equals else [], 0 if flag.hint is bool else _count(flag.hint)
         while left and not is_flag(left[0]) and (count is None or len(words) < count):
             words.append(left.pop(0))
+        twice |= {last} & {*found}
         found[last] = words
-    return found, loose + left[1:]
+    return found, loose + left[1:], twice
 
 
 def is_flag(word: str) -> bool:
@@ -214,9 +219,12 @@ def _fits(hint: Any, words: list[str]) -> bool:
 def _complaint(hint: Any, words: list[str]) -> str:
     expected = _expected(hint)
     if hint is bool:
-        return f"takes no value, got {' '.join(words)}: leave it out"
+        off = words[0].lower() in ("false", "0", "no", "off")
+        return "takes no value: " + ("for off give its --no- form" if off else f"leave {' '.join(words)!r} out")
     if not words:
         return f"needs {expected}"
+    if expected == "pairs of a name and a value" and len(words) > 2:
+        return f"must be {expected}, got {' '.join(words)}: several values are separated by commas, a,b,c"
     if expected == "a value":
         return f"takes one value, got {len(words)}: {' '.join(words)}"
     return f"must be {expected}, got {words[0]!r}" if len(words) == 1 else f"must be {expected}, got {' '.join(words)}"

@@ -104,6 +104,18 @@ def test_zstandard_is_read_where_a_library_reads_it(tmp_path, monkeypatch):
             r"a\.json: a table by columns, as pandas writes it, .* to_json\(path, orient=\"records\", lines=True\)",
         ),
         ("a.json", b'{"columns": ["a"], "index": [0], "data": [["x"]]}', r"a\.json: a table by columns"),
+        (
+            "a.csv",
+            b"a;b;;\n1;2;;\n",
+            r"line 1: column 3 of 4 has no name in the header .*: delete such columns",
+        ),
+        (
+            "a.csv",
+            b'a,b\n1,"2\n',
+            r"line 2: malformed CSV: .*; a cell that begins with a quote ends with one",
+        ),
+        ("a.tsv", b'a\tb\n1\t"to be\n2\tx\n3\ty"\n', "line 2: a quote that opens there closes in a later row, so"),
+        ("a.jsonl.gz", LINES, r"cannot be decompressed: .*; it is not compressed: rename it, without \.gz"),
     ],
     ids=name_of,
 )

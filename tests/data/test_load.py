@@ -245,3 +245,10 @@ def test_a_bad_csv_file_is_named_with_its_line(tmp_path, text, message):
 def test_a_limit_of_zero_rows_is_refused():
     with pytest.raises(ValueError, match="limit must be at least 1"):
         load_rows("x.jsonl", limit=0)
+
+
+def test_a_column_to_rename_may_be_in_another_part_of_the_data(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    unused = set()
+    rows = load_rows(tmp_path / "a.jsonl", rename={"label": "answer", "prompt": "question"}, unused=unused)
+    assert (list(rows), unused) == ([{"question": "a"}], {"label"})

@@ -410,6 +410,9 @@ PLAIN_CALL = UNWRITTEN.format(
     "tool_calls", "{'role': 'assistant', 'tool_calls': [{'id': 'c1', 'type': 'function', 'function'"
 )
 REFUSED = {  # script, row, the message after the file and the place
+    "names of columns as answers": ("dpo", {"prompt": "hi", "a": "yo", "b": "no", "chosen": "a", "rejected": "b"},
+                                    ": column 'chosen' holds 'a', the name of another column; columns found: ['a', "
+                                    "'b', 'chosen', 'prompt', 'rejected']; write the text of that column there"),
     "LLaMA-Factory images": ("sft", {"messages": WHO, "images": ["1.jpg"]},
                              f": column 'images' {WITHOUT}['images', 'messages']; drop the row, or train on its text "
                              "with --rename images OTHER"),

@@ -109,7 +109,8 @@ def test_the_files_of_a_folder_are_those_of_one_split(tmp_path, files, split, tr
 def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, caplog):
     put(tmp_path, one__a=[1], one__b=[2], two__train_qa=[1], two__unit_test_writing=[2], three__test=[1])
     assert numbers(tmp_path / "one") == [1, 2]
-    assert caplog.messages == []
+    assert caplog.messages == [f"{tmp_path}/one: reads 2 files: a.jsonl, b.jsonl"]
+    caplog.clear()
     assert numbers(tmp_path / "two") == [1]
     assert numbers(tmp_path / "three") == [1]
     assert numbers(tmp_path / "three", held_out=True) == [1]
@@ -199,3 +200,10 @@ def test_held_out_rows_of_the_hub_are_not_its_training_split(monkeypatch):
     load_rows("a/b:main:train", held_out=True)
     load_rows("a/b:main")
     assert asked == ["test", "train", "train"]
+
+
+@pytest.mark.parametrize("given", ["{0}/a.jsonl,{0}/b.jsonl", "['{0}/a.jsonl', '{0}/b.jsonl']"])
+def test_a_list_of_files_in_one_argument_is_told_apart(tmp_path, given):
+    put(tmp_path, a=[1], b=[2])
+    with pytest.raises(FileNotFoundError, match=f"several files are separated by blanks: {tmp_path}/a.jsonl"):
+        load_rows(given.format(tmp_path))

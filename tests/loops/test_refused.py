@@ -11,9 +11,9 @@ import torch
 from small import call, small_model, tokenizer
 
 from rlkit import losses
-from rlkit.advantages import gae
+from rlkit.advantages import gae, group_zscore
 from rlkit.data.load import load_rows
-from rlkit.data.prompts import Prompt
+from rlkit.data.prompts import Prompt, rl_prompts
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
 from rlkit.loops.preference import dpo, kto
@@ -23,7 +23,7 @@ from rlkit.loops.sft import sft
 from rlkit.loops.updates import PolicyLoss
 from rlkit.model.forward import Policy, make_policy, prepare, with_old_logp, with_ref_logp
 from rlkit.model.optim import adamw, optimizer_step
-from rlkit.packing import pack
+from rlkit.packing import pack, split, with_advantages
 from rlkit.rewards.adapters import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.rollout import rollout
@@ -151,6 +151,19 @@ def test_a_model_in_another_form_is_named():
         (
             lambda: with_ref_logp(batch, Policy(model), max_tokens=9),
             "batch must be a Batch, e.g. pack(groups)",
+        ),
+        (
+            lambda: with_advantages([[trajectory()]], group_zscore),
+            "batch must be a Batch, e.g. pack(groups), got a list",
+        ),
+        (lambda: [*split([[trajectory()]], 2)], "batch must be a Batch, e.g. pack(groups), got a list"),
+        (
+            lambda: rl_prompts("train.jsonl", tokenizer=tokenizer(), max_prompt_tokens=9),
+            "rows must be dicts, got 'train.js",
+        ),
+        (
+            lambda: rl_prompts(["2+2"], tokenizer=tokenizer(), max_prompt_tokens=9),
+            "rows must be dicts, got '2+2': load_rows(",
         ),
         (lambda: PolicyLoss("ppo_clip"), "surrogate must be a function of (log_ratio, batch), e.g. ppo_clip, got str"),
         (lambda: scorer("r.py:f", tokenizer=tokenizer(), timeout_s=5), "function must be a reward function of (comp"),

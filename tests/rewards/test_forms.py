@@ -351,32 +351,32 @@ WARNED = {  # row, source, what is said of it
     "no such column": (
         TEXT,
         "def f(completions, **kwargs):\n    gold = kwargs.get('target', [''] * 2)\n    return [float(g in c) for c, g in zip(completions, gold)]",
-        "reward.py:f reads 'target', of which the data has no column; columns found: answer, data_source, extra_info, id, prompt",
+        "reward.py:f reads 'target', of which rows.jsonl has no column; columns found: answer, data_source, extra_info, id, prompt",
     ),
     "a column without a default": (
         TEXT,
         "def f(completions, **kwargs):\n    return [float(g == c) for c, g in zip(completions, kwargs['target'])]",
-        "reward.py:f reads 'target', of which the data has no column",
+        "reward.py:f reads 'target', of which rows.jsonl has no column",
     ),
     "a column of the row": (
         TEXT,
         "def f(completion, row):\n    return float(row.get('gold', row.get('id')) == completion)",
-        "reward.py:f reads 'gold', of which the data has no column; columns found: answer, ",
+        "reward.py:f reads 'gold', of which rows.jsonl has no column; columns found: answer, ",
     ),
     "a column that may fail": (
         TEXT,
         "def f(text, example):\n    try:\n        return float(example['gold'] == text)\n    except KeyError:\n        return 0.0",
-        "reward.py:f reads 'gold', of which the data has no column",
+        "reward.py:f reads 'gold', of which rows.jsonl has no column",
     ),
     "a column of a list": (
         TEXT,
         "def f(completions, rows):\n    return [float('b' in r and r['a'] == rows[0]['c']) for c, r in zip(completions, rows)]",
-        "reward.py:f reads 'a', 'b', 'c', of which the data has no column",
+        "reward.py:f reads 'a', 'b', 'c', of which rows.jsonl has no column",
     ),
     "a column of an object's": (
         TEXT,
         "class F:\n    def __call__(self, completion, row):\n        return float(row.get('gold') == completion)\nf = F()",
-        "reads 'gold', of which the data has no column",
+        "reads 'gold', of which rows.jsonl has no column",
     ),
     "a chat header": (TEXT, OPENRLHF.format("'<|im_start|>assistant'"), "looks for '<|im_start|>assistant', which a query"),
     "Llama's header": (TEXT, OPENRLHF.format("'[/INST]'"), "looks for '[/INST]', which a query does not have here"),

@@ -142,20 +142,22 @@ def openrlhf(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase) -> Env
         async step(states)  -> rewards, environment_feedback, done     states: observation_text, action_text, label
 
     All four are dicts. The first observation is the prompt with its template, and `label` the row's column of that
-    name. An action ends with its end-of-turn token, and the feedback follows it as it is. The reward is the sum of the
-    `rewards`, the score the last `scores` (without one, the sum so far), and the last `extra_logs` are logged. Returned
-    `sampling_params` are ignored: the rollout sets them. Follows openrlhf/utils/agent.py at commit 04655bc.
+    name (none for a row without it). An action ends with its end-of-turn token, and the feedback follows it as it
+    is. The reward is the sum of the `rewards`, the score the last `scores` (without one, the sum so far), and the last
+    `extra_logs` are logged. Returned `sampling_params` are ignored: the rollout sets them. Follows
+    openrlhf/utils/agent.py at commit 04655bc.
     """
 
     async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
         agent, text = make(), Text(prompt, sample, tokenizer=tokenizer)
-        label, total, score, logs = prompt.row.get("label"), 0.0, 0.0, dict[str, Any]()
-        opening = await call(agent.reset, {"observation": text.start, "label": label})
+        label = {name: value for name, value in prompt.row.items() if name == "label"}
+        total, score, logs = 0.0, 0.0, dict[str, Any]()
+        opening = await call(agent.reset, {"observation": text.start} | label)
         observation = _need(opening, "reset", "observation")["observation"]
         while (turn := await text.reply(observation)) is not None:
             action = tokenizer.decode(turn.ids, skip_special_tokens=False)
-            states = {"observation_text": observation, "action_text": action, "label": label, "sampling_params": None}
-            answer = _need(await call(agent.step, states), "step", "rewards", "environment_feedback", "done")
+            states = {"observation_text": observation, "action_text": action, "sampling_params": None}
+            answer = _need(await call(agent.step, states | label), "step", "rewards", "environment_feedback", "done")
             total += float(answer["rewards"])
             score, logs = float(answer.get("scores", total)), answer.get("extra_logs") or {}
             if answer["done"]:

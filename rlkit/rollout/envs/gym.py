@@ -134,7 +134,11 @@ def _step(game: Any, returned: Any, gymnasium: bool) -> Step:
     if not gymnasium:
         form = f"Step({', '.join(Step._fields)})"
         if 0 < num <= len(Step._fields) and not isinstance(returned[-1], Mapping):
-            return Step(*returned)
+            answer = Step(*returned)
+            if isinstance(answer.reward, bool) and isinstance(answer.done, float):
+                found = f"reward {answer.reward} and done {answer.done}"
+                raise TypeError(f"{type(game).__name__}.step returned {found}: the order is {form}")
+            return answer
     old = num == 4
     fix = "; in Gymnasium's form reset returns (observation, info), step five values, and it gets the turn's text"
     raise TypeError(f"{type(game).__name__}.step must return {form}, got {returned!r:.200}{fix if old else ''}")
