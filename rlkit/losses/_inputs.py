@@ -13,8 +13,6 @@ def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
     check_given(**tensors)
     check_float(**tensors)
     check_same_shape(**tensors)
-    if (advantages := tensors.get("advantages")) is not None and advantages.requires_grad:
-        raise ValueError("advantages requires grad: detach it, or give log_ratio and advantages in their order")
     name, first = next(iter(tensors.items()))
     check_mask(mask, **{name: first})
     return tuple(masked(upcast(x), mask) for x in tensors.values())

@@ -7,6 +7,7 @@ help are written here, from the types, the defaults and the docstrings of the fi
 from __future__ import annotations
 
 import ast
+import logging
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,9 @@ except ModuleNotFoundError:  # a machine without a command line can still call `
 ChatTemplate = Annotated[str | bool, TEMPLATE]  # --chat-template FILE and --no-chat-template
 
 MAIN = ("model", "data", "reward", "eval_data", "steps", "output")  # the first flags of `--help`
+
+
+_log = logging.getLogger("rlkit.scripts.flags")
 
 
 class Flag(NamedTuple):
@@ -107,7 +111,7 @@ def wrong_words(argv: Sequence[str], kind: type) -> dict[str, str]:
     found, loose, twice = _assigned(argv, flags)
     wrong: dict[str, str] = {}
     for flag in (flag for flag in flags if flag.name in twice and _count(flag.hint) is None):
-        wrong[str(flag)] = "is given twice, and the later one would replace the other: list all values after one"
+        _log.warning("%s is given twice: the later values replace the others (several follow one flag)", flag)
     for flag in (flag for flag in flags if flag.positional):
         count = _count(flag.hint)
         found[flag.name], loose = loose[:count], loose[count:] if count else []
