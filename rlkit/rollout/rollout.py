@@ -146,6 +146,8 @@ def sampled_at(params: SamplingParams, group: Group) -> Group:
 
 def wrong_reward(trajectory: Trajectory, *, is_valid: Callable[[Any], bool] = is_number) -> str | None:
     """Describe which of reward, score and trained token rewards is not a finite number; None if all are."""
+    if trajectory.reward is None:
+        return "reward is missing (end(reward=...) gives the one that trains; a score is only logged)"
     tokens = trajectory.token_rewards or () if any(trajectory.mask) else ()
     score = () if trajectory.score is None else (trajectory.score,)
     for name, values in (("reward", (trajectory.reward,)), ("score", score), ("token_rewards", tokens)):

@@ -160,11 +160,11 @@ async def answer(ids, *, max_new_tokens=None):
     return Completion([*b"x", END], [0.0, 0.0], [0, 0], "stop")
 
 
-def turn_env(reward, turn_rewards=None):
+def turn_env(reward, turn_rewards=None, score=None):
     async def env(prompt, sample):
         turns = Turns(prompt.ids, sample)
         await turns.sample()
-        return turns.pieces(reward=reward, turn_rewards=turn_rewards)
+        return turns.pieces(reward=reward, turn_rewards=turn_rewards, score=score)
 
     return env
 
@@ -185,7 +185,8 @@ OWN = {
     "a fraction": (turn_env(Fraction(10**400)), "reward is Fraction"),
     "nan": (turn_env(math.nan), "reward is float nan"),
     "a tensor": (turn_env(torch.ones(2)), "reward is Tensor"),
-    "none": (turn_env(None), "reward is NoneType None"),
+    "none": (turn_env(None), "reward is missing"),
+    "a score alone": (turn_env(None, score=1.0), "reward is missing .end.reward=....* a score is only logged"),
     "of a turn": (turn_env(0.0, [10**400]), "token_rewards is int 1000"),
     "of a game": (game_env(10**400), "reward is int 1000"),
     "of a game's token": (game_env(math.nan, token_rewards=True), "score is float nan"),

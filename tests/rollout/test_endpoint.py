@@ -197,6 +197,7 @@ def test_many_episodes_at_once_and_no_server_afterwards():
             if reply["choices"][0]["finish_reason"] == "length":
                 break
             messages += [reply["choices"][0]["message"], user("more")]
+        return {"reward": 0.0}
 
     env = agent_env(agent, tokenizer=tokenizer)
 

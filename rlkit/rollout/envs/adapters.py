@@ -130,7 +130,7 @@ def interact(interact: Callable[[list[dict[str, Any]]], Any], tokenizer: PreTrai
             if isinstance(answers, dict | str) or not all(isinstance(answer, dict | str) for answer in answers):
                 raise ValueError(f"interact must return a list of messages to add, got {answers!r:.80}")
             chat.add(*answers)
-        return chat.end()
+        return chat.end(reward=0.0)
 
     return env
 

@@ -120,7 +120,7 @@ class Chat:
     def end(
         self,
         *,
-        reward: float = 0.0,
+        reward: float | None = None,
         turn_rewards: Sequence[float] | None = None,
         score: float | None = None,
         truncated: bool | None = None,

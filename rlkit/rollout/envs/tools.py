@@ -236,7 +236,7 @@ def tool_env(
                 answers = [_tool_message(c, r) for c, r in zip(calls, results, strict=True)]
             box.num_calls += len(calls)
             chat.add(*answers)
-        return chat.end(info=box.counts())
+        return chat.end(reward=0.0, info=box.counts())
 
     return env
 

@@ -68,7 +68,7 @@ class Turns:
     def pieces(
         self,
         *,
-        reward: float = 0.0,
+        reward: float | None = None,
         turn_rewards: Sequence[float] | None = None,
         score: float | None = None,
         truncated: bool | None = None,
@@ -78,12 +78,14 @@ class Turns:
 
         Every piece has `reward` and `truncated` (by default: whether the last turn was cut); the last one has `score`
         and `info` with `num_turns` and `finish_reason`. `turn_rewards` become `token_rewards` at the end of each turn.
+        Without `reward` and `turn_rewards`, the reward is None: an error unless a reward function scores the episode.
         """
         if self._reason is None:
             raise ValueError("the episode ends before its first turn was sampled")
         pieces = [*self._done, self._now] if self._now.ids or not self._done else self._done
         if turn_rewards is not None:
             pieces = self._with_rewards(pieces, turn_rewards)
+            reward = 0.0 if reward is None else reward
         cut = self.truncated if truncated is None else truncated
         pieces = [
             replace(t, reward=_number(reward), truncated=cut or not t.ids, continues=i > 0)
