@@ -342,8 +342,11 @@ def report_no_signal(run: Run, batch: Batch, *, before: Signal) -> Signal:
     elif min(rewards) < now.high or now.low == now.high:
         low, high = min(rewards), max(rewards)
         shown = f"all {low:g}" if low == high else f"between {low:g} and {high:g}"
+        never = "compare answers and gold in trajectories/ (the reward may match never, or always); " * (
+            now.low == now.high
+        )
         run.say(
             f"all rewards are equal in every group ({shown}): no learning signal in this step. Training goes on; "
-            "easier, harder or more varied prompts, a larger group_size or a finer reward would help"
+            f"{never}easier, harder or more varied prompts, a larger group_size or a finer reward would help"
         )
     return now

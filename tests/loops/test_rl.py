@@ -267,6 +267,9 @@ def test_no_signal_is_reported_once_unless_all_answers_are_the_best_so_far(tmp_p
             got.append(capsys.readouterr().out)
     assert ["no learning signal" in line for line in got] == [bool(s) for s in said]
     assert all(f"({s})" in line for s, line in zip(said, got, strict=True) if s)
+    so_far = [{r for rewards in steps[: i + 1] for group in rewards for r in group} for i in range(len(steps))]
+    same = [bool(s) and len(values) == 1 for s, values in zip(said, so_far, strict=True)]
+    assert ["compare answers and gold in trajectories/" in line for line in got] == same
 
 
 @pytest.mark.parametrize("where", ["terminal", "narrow", "pipe"])
