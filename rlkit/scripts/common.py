@@ -100,6 +100,8 @@ class Data:
             log.warning("%s: a reward sees the value of each row as it is", column)
         if both := [name for name in rows.sources if name in held_out.sources]:
             log.warning("--eval-data is not held out: %s is also in --data", both[0])
+        elif held_out and not {*map(_hashed, held_out)}.difference(map(_hashed, rows)):
+            log.warning("--eval-data is not held out: all its rows (%s) are also in --data", held_out.sources[0])
         return rows, held_out
 
     def files(self) -> list[str]:
@@ -115,6 +117,11 @@ class Data:
             return tuple(found) if len(found) > 1 else next(iter(found), None)
 
         return replace(self, data=files(self.data), eval_data=files(self.eval_data))
+
+
+def _hashed(row: dict[str, Any]) -> int:
+    """The same number for the same row, in any order of its columns."""
+    return hash(repr(sorted(row.items())))
 
 
 @dataclass(frozen=True)

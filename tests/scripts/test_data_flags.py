@@ -73,6 +73,12 @@ def test_held_out_rows_that_also_train_are_named(task, tmp_path, caplog, monkeyp
     assert "held out" not in caplog.text
     call(task, tmp_path / "2", "--data", "shards", "--eval-data", "shards:train")
     assert "--eval-data is not held out: shards/train.jsonl is also in --data" in caplog.text
+    caplog.clear()
+    rows = [json.loads(line) for line in (task / "b.jsonl").read_text().splitlines()]
+    copied = "".join(json.dumps(dict(reversed(row.items()))) + "\n" for row in reversed(rows))
+    (tmp_path / "copy.jsonl").write_text(copied)
+    call(task, tmp_path / "3", "--data", "a.jsonl", "b.jsonl", "--eval-data", str(tmp_path / "copy.jsonl"))
+    assert f"--eval-data is not held out: all its rows ({tmp_path / 'copy.jsonl'}) are also in --data" in caplog.text
 
 
 def test_a_column_of_several_types_stops_no_run_and_a_reward_is_told(task, tmp_path, caplog, monkeypatch):
