@@ -295,8 +295,10 @@ def reward_functions(episodes: Episodes, *parts: Any) -> dict[str, Any]:
     ValueError for a function that does not exist, that cannot be called with what a sample has, or that needs a column
     which a row lacks. Does not import torch.
     """
+    from rlkit.data.forms import drop
     from rlkit.rewards.adapters import adapted, check_rows
     from rlkit.rewards.call import check_signature
+    from rlkit.rewards.text import gold_answer
 
     one_turn = episodes.env is None and not episodes.tools
     found = {}
@@ -308,6 +310,11 @@ def reward_functions(episodes: Episodes, *parts: Any) -> dict[str, Any]:
             check_rows(function, *parts)
         except (TypeError, ValueError) as error:
             raise ValueError(f"`reward` {spec}: {error}") from None
+    for rows in parts if found else ():
+        golds = [(index, gold_answer(row)) for index, row in enumerate(rows)]
+        if any(gold is not None for _, gold in golds):
+            why = "have no gold answer (missing or null)"
+            drop(rows, golds, lambda gold: gold is None, what="rows", why=why, keep=True)
     return found
 
 

@@ -12,12 +12,13 @@ import screens
 from pictures import no_pictures
 from transformers import AutoTokenizer
 
+from rlkit.data.load import load_rows
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rewards import scorer
 from rlkit.rollout.rollout import Prompt, sample_group
 from rlkit.scripts import grpo
 from rlkit.scripts.cli import run
-from rlkit.scripts.rollouts import ONE_TURN, Episodes
+from rlkit.scripts.rollouts import ONE_TURN, Episodes, reward_functions
 from rlkit.types import Completion
 
 ROOT = Path(__file__).parents[2]
@@ -263,6 +264,15 @@ async def test_what_a_sample_of_one_turn_has_is_what_a_reward_may_ask_for():
     (prompt,) = [Prompt([1], {}, 0)]
     await sample_group(prompt, [answer], score=scorer(everything, tokenizer=tiny_tokenizer(), timeout_s=60))
     assert sorted(seen) == sorted(ONE_TURN)
+
+
+def test_a_row_without_a_gold_answer_is_named_once(task, caplog):
+    own = Episodes(reward=(f"{task / 'other.py'}:score", f"{task / 'reward.py'}:score"))
+    rows = load_rows(task / "null.jsonl")
+    reward_functions(own, rows, load_rows(task / "bare.jsonl"))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{task / 'null.jsonl'}: kept 1 of 2 rows that have no gold answer (missing or null): line 2"
+    ]
 
 
 def test_the_weights_of_the_flag():
