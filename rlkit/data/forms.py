@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from rlkit.data import columns, convert
@@ -139,13 +140,23 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
             _progress.info("rendering: %d of %d rows", len(turns), len(rows))
     where = {PROMPT: "the prompt (rewards see all columns)", TEXT: "the text"}.get(form, "the prompt or the response")
     unused.report(template.not_read, where=where)
-    pairs = [(index, row) for index, (form, row) in enumerate(found) if form is PAIR]
-    why = "repeat the prompt at the beginning of both responses, so that it stands twice"
-    drop(rows, pairs, _repeats_prompt, what="pairs", why=why, keep=True)
-    answered = [(index, row) for index, (form, row) in enumerate(found) if form in (RESPONSE, LABELLED)]
-    why = "repeat the prompt at the beginning of the response, so that it stands twice"
-    drop(rows, answered, _response_repeats_prompt, what="rows", why=why, keep=True)
+    _name_oddities(rows, found)
     return turns
+
+
+def _name_oddities(rows: Sequence[Row], found: Sequence[tuple[Form, Row]]) -> None:
+    """Log, in a line each, what is trained as it is and seldom meant."""
+    twice = "so that it stands twice"
+    for forms, what, bad, why in (
+        ((PAIR,), "pairs", _repeats_prompt, f"repeat the prompt at the beginning of both responses, {twice}"),
+        (
+            (RESPONSE, LABELLED), "rows", _response_repeats_prompt,
+            f"repeat the prompt at the beginning of the response, {twice}",
+        ),
+        ((CONVERSATION,), "conversations", _answers_twice, "have two assistant turns in a row, both trained"),
+    ):  # fmt: skip
+        items = [(index, row) for index, (form, row) in enumerate(found) if form in forms]
+        drop(rows, items, bad, what=what, why=why, keep=True)
 
 
 def check_columns(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True) -> list[tuple[Form, Row]]:
@@ -732,6 +743,13 @@ def _repeats_prompt(row: Row, names: Sequence[str] = _PAIR_COLUMNS) -> bool:
     texts = [row.get(name) for name in ("prompt", *names)]
     prompt, *responses = (text.strip() if isinstance(text, str) else "" for text in texts)
     return bool(prompt) and all(re.match(rf"{re.escape(prompt)}(?!\w)", response) for response in responses)
+
+
+def _answers_twice(row: Row) -> bool:
+    """Whether two assistant messages of text follow each other after the first message, and the row trains both."""
+    said = convert.mappings(row.get("messages") or row.get("prompt"))[1:]
+    text = [m.get("role") == "assistant" and not m.get("tool_calls") and columns.is_trained(m, "") for m in said]
+    return any(a and b for a, b in pairwise(text))
 
 
 def _check_pair(row: Row, place: str, plain: bool) -> None:

@@ -293,6 +293,14 @@ READ = {
         "dpo", {"prompt": "Q: hi A:", "chosen": "Q: hi A: yo", "rejected": "Q: hi A: no"},
         ("<user>Q: hi A:;<assistant>", "Q: hi A: yo;", "Q: hi A: no;"),
     ),
+    "two answers in a row": (
+        "sft", {"messages": [user("hi"), answer("yo"), answer("oh")]},
+        ("<user>hi;<assistant>yo;<assistant>oh;", ["yo;", "oh;"]),
+    ),
+    "two answers in a row, of which one trains": (
+        "sft", {"messages": [user("hi"), answer("yo", weight=0), answer("oh")]},
+        ("<user>hi;<assistant>yo;<assistant>oh;", ["oh;"]),
+    ),
     "a response that repeats the prompt": (
         "sft", {"prompt": "Q: Who is it? A:", "response": "Q: Who is it? A: Bob"},
         ("<user>Q: Who is it? A:;<assistant>Q: Who is it? A: Bob;", ["Q: Who is it? A: Bob;"]),
@@ -371,6 +379,9 @@ NAMED = {  # what the screen says of the row above
     "responses that repeat the prompt": (
         "{file}: kept 1 of 1 pairs that repeat the prompt at the beginning of both responses, so that it stands twice: "
         "{place}"
+    ),
+    "two answers in a row": (
+        "{file}: kept 1 of 1 conversations that have two assistant turns in a row, both trained: {place}"
     ),
     "a response that repeats the prompt": (
         "{file}: kept 1 of 1 rows that repeat the prompt at the beginning of the response, so that it stands twice: "
