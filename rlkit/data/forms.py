@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -153,6 +154,7 @@ def _name_oddities(rows: Sequence[Row], found: Sequence[tuple[Form, Row]]) -> No
             (RESPONSE, LABELLED), "rows", _response_repeats_prompt,
             f"repeat the prompt at the beginning of the response, {twice}",
         ),
+        ((PAIR,), "pairs", _scored_less, "have a lower score for the chosen response than for the rejected one"),
         ((CONVERSATION,), "conversations", _answers_twice, "have two assistant turns in a row, both trained"),
     ):  # fmt: skip
         items = [(index, row) for index, (form, row) in enumerate(found) if form in forms]
@@ -743,6 +745,15 @@ def _repeats_prompt(row: Row, names: Sequence[str] = _PAIR_COLUMNS) -> bool:
     texts = [row.get(name) for name in ("prompt", *names)]
     prompt, *responses = (text.strip() if isinstance(text, str) else "" for text in texts)
     return bool(prompt) and all(re.match(rf"{re.escape(prompt)}(?!\w)", response) for response in responses)
+
+
+def _scored_less(row: Row) -> bool:
+    """Whether a pair's own columns of scores, as numbers or their text, contradict its choice."""
+    for names in (("chosen_score", "rejected_score"), ("score_chosen", "score_rejected")):
+        with suppress(TypeError, ValueError):
+            chosen, rejected = (float(str(row.get(name))) for name in names)
+            return chosen < rejected
+    return False
 
 
 def _answers_twice(row: Row) -> bool:

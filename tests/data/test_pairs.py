@@ -103,6 +103,17 @@ def test_a_bad_pair_is_named_with_its_row(message):
 EMPTY = {"strings": "", "white space": " \n", "messages": [answer("")], "null content": [answer(None)]}
 
 
+@pytest.mark.parametrize("names", [("chosen_score", "rejected_score"), ("score_chosen", "score_rejected")])
+def test_pairs_whose_scores_contradict_them_are_named_once(caplog, names):
+    pair = {"prompt": "hi", "chosen": "yo", "rejected": "no!"}
+    scores = [(2, 1.5), (1, 9), ("1", "1.5"), (None, 3), ("a", "b"), (1, 1)]
+    with caplog.at_level(logging.WARNING, logger="rlkit.data"):
+        assert pairs(*({**pair, **dict(zip(names, each, strict=True))} for each in scores))[1] == 0
+    assert [line for line in caplog.messages if "score for" in line] == [
+        "kept 2 of 6 pairs that have a lower score for the chosen response than for the rejected one: row 2, row 3"
+    ]
+
+
 @pytest.mark.parametrize("nothing", EMPTY.values(), ids=EMPTY)
 def test_a_pair_that_teaches_nothing_is_dropped_and_named(caplog, nothing):
     same = {"prompt": "hi", "chosen": "yo", "rejected": "yo"}
