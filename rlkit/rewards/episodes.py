@@ -46,11 +46,16 @@ def _failed(foreign: Any, error: Exception, prompt: Prompt) -> EpisodeError:
     place, text = place_in(foreign, error), " ".join(str(error).split())
     cause = f"{type(error).__name__}: {text}{place}" if place else text  # without a place, it is our own sentence
     fix = fix_of(foreign, error, prompt.row) or "correct it, or handle it there: return an episode with a reward"
+    if isinstance(error, AttributeError) and "NoneType" in text and getattr(error, "name", "") in _OF_TURN:
+        fix = "a turn is None where there is no room for another one: write `if turn is None: break` before this line"
     lines = [
         f"environment {name_of(foreign)} failed on row {prompt.index + 1}: {cause}",
         *[f"  fix: {fix}"] * bool(place),
     ]
     return EpisodeError("\n".join(lines), index=prompt.index, cause=cause)
+
+
+_OF_TURN = ("text", "ids", "finish_reason")  # of `rlkit.rollout.envs.chat.Turn`
 
 
 def made(make: Callable[[], Env], foreign: Any, spec: str) -> Env:

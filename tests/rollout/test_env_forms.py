@@ -145,6 +145,16 @@ def of_chat(tokenizer):
     return env
 
 
+def unchecked(tokenizer):
+    async def env(prompt, sample):
+        chat = Chat(prompt, sample, tokenizer=tokenizer)
+        while True:
+            turn = await chat.turn()
+            chat.add(turn.text)
+
+    return env
+
+
 class Broken(Game):
     def step(self, turn):
         return helper(turn)
@@ -180,6 +190,7 @@ FAILS = {  # the first line, and a later one
     "nothing": ("env.py:nothing failed on row 1: the environment returned no trajectory; return at least", ""),
     "of_chat": ("env.py:of_chat failed on row 1: the environment returned Chat <", "return chat.end(reward=...)"),
     "Broken": ("env.py:Broken failed on row 1: URLError: <urlopen error", "(env.py, line {line})\n  fix: correct it"),
+    "unchecked": ("env.py:unchecked failed on row 1: AttributeError: 'NoneType'", "fix: a turn is None where"),
     "OldGym": ("env.py:OldGym failed on row 1: OldGym.step must return (observation, rew", "step five values"),
     "never_done": ("env.py:never_done failed on row 1: step must return a dict with reward, done, got a dict with", ""),
     "no_column": ("env.py:no_column failed on row 1: KeyError: 'solution' (env.py, line", "columns found: ['answer'"),
