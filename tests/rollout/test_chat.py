@@ -192,9 +192,11 @@ async def test_misuse_raises():
     with pytest.raises(ValueError, match=r"no message was added since the last turn: call chat\.add"):
         await chat.turn()
     with pytest.raises(
-        ValueError, match=r"row 1: the prompt has \d+ tokens, but the row renders to \d+ others.*same tokenizer"
+        ValueError, match=r"row 1: .*rendered 'user\\nque.* 'system\\n.*: the environment's system_prompt is"
     ):
         Chat(prompt, Script(tokenizer), tokenizer=tokenizer, system_prompt="be brief")
+    with pytest.raises(ValueError, match=r"row 1: .*: give both the same tokenizer, system_prompt, tools"):
+        Chat(prompt, Script(tokenizer), tokenizer=tokenizer, tools=[TOOL])
     with pytest.raises(ValueError, match="turn_rewards must have one entry per turn, 1, got 2"):
         chat.end(turn_rewards=[0.0, 1.0])
 

@@ -59,10 +59,7 @@ class Chat:
         self.messages: list[dict[str, Any]] = prompt_messages(start, system_prompt=system_prompt, place=place)
         ids = self._render()
         if messages is None and ids != list(prompt.ids):
-            raise ValueError(
-                f"{place}: the prompt has {len(prompt.ids)} tokens, but the row renders to {len(ids)} others here; "
-                "give rl_prompts and the environment the same tokenizer, tools, system_prompt and template_args"
-            )
+            raise ValueError(f"{place}: {self._difference(list(prompt.ids), ids, system_prompt)}")
         self.turns = Turns(ids, sample)
         self._last: tuple[int, list[int]] | None = None  # index after the last sampled message, and its tokens
 
@@ -158,6 +155,15 @@ class Chat:
             self.turns.restart(self._render())
         else:
             self.turns.append(added)
+
+    def _difference(self, theirs: list[int], ours: list[int], system_prompt: str | None) -> str:
+        """Where the tokens of `rl_prompts` differ from those of the row here, and the fix."""
+        at = next((i for i, (a, b) in enumerate(zip(theirs, ours)) if a != b), min(len(theirs), len(ours)))
+        there, here = (self._tokenizer.decode(ids[at : at + 16]) or "nothing" for ids in (theirs, ours))
+        what = f"rl_prompts rendered {there!r} where the environment renders {here!r}"
+        if system_prompt and system_prompt not in self._tokenizer.decode(theirs):
+            return f"{what}: the environment's system_prompt is not that of rl_prompts (--system-prompt)"
+        return f"{what}: give both the same tokenizer, system_prompt, tools, template_args and the chat template"
 
     def _render(self) -> list[int]:
         return render(
