@@ -159,6 +159,9 @@ def _name_oddities(rows: Sequence[Row], found: Sequence[tuple[Form, Row]]) -> No
     ):  # fmt: skip
         items = [(index, row) for index, (form, row) in enumerate(found) if form in forms]
         drop(rows, items, bad, what=what, why=why, keep=True)
+    texts = [(index, _missing_values(form, row)) for index, (form, row) in enumerate(found)]
+    why = "have a text that is a missing value, as pandas writes it"
+    drop(rows, texts, bool, what="rows", why=why, keep=True, note=lambda found: f" ({', '.join(found)})")
 
 
 def check_columns(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True) -> list[tuple[Form, Row]]:
@@ -745,6 +748,14 @@ def _repeats_prompt(row: Row, names: Sequence[str] = _PAIR_COLUMNS) -> bool:
     texts = [row.get(name) for name in ("prompt", *names)]
     prompt, *responses = (text.strip() if isinstance(text, str) else "" for text in texts)
     return bool(prompt) and all(re.match(rf"{re.escape(prompt)}(?!\w)", response) for response in responses)
+
+
+def _missing_values(form: Form, row: Row) -> list[str]:
+    """What stands alone as a text of the row, other than a tool's, where a missing value has become text."""
+    values = [row.get(name) for names in (form.optional, *form.columns) for name in names]
+    said = [m.get("content") for value in values for m in convert.mappings(value) if m.get("role") != "tool"]
+    found = (text for text in (*values, *said) if isinstance(text, str) and text in ("nan", "NaN", "None"))
+    return [*map(repr, dict.fromkeys(found))]
 
 
 def _scored_less(row: Row) -> bool:

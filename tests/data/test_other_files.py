@@ -293,6 +293,12 @@ READ = {
         "dpo", {"prompt": "Q: hi A:", "chosen": "Q: hi A: yo", "rejected": "Q: hi A: no"},
         ("<user>Q: hi A:;<assistant>", "Q: hi A: yo;", "Q: hi A: no;"),
     ),
+    "a missing value as text": ("sft", {"prompt": "hi", "response": "nan"}, ("<user>hi;<assistant>nan;", ["nan;"])),
+    "a missing value as a turn": (
+        "dpo", {"chosen": [user("NaN"), answer("yo")], "rejected": [user("NaN"), answer("None")]},
+        ("<user>NaN;<assistant>", "yo;", "None;"),
+    ),
+    "a gold answer that is None": ("grpo", {"prompt": "hi", "answer": "None"}, "<user>hi;<assistant>"),
     "two answers in a row": (
         "sft", {"messages": [user("hi"), answer("yo"), answer("oh")]},
         ("<user>hi;<assistant>yo;<assistant>oh;", ["yo;", "oh;"]),
@@ -379,6 +385,13 @@ NAMED = {  # what the screen says of the row above
     "responses that repeat the prompt": (
         "{file}: kept 1 of 1 pairs that repeat the prompt at the beginning of both responses, so that it stands twice: "
         "{place}"
+    ),
+    "a missing value as text": (
+        "{file}: kept 1 of 1 rows that have a text that is a missing value, as pandas writes it: {place} ('nan')"
+    ),
+    "a missing value as a turn": (
+        "{file}: kept 1 of 1 rows that have a text that is a missing value, as pandas writes it: {place} ('NaN', "
+        "'None')"
     ),
     "two answers in a row": (
         "{file}: kept 1 of 1 conversations that have two assistant turns in a row, both trained: {place}"
