@@ -148,6 +148,9 @@ class Lora:
 
     def __post_init__(self) -> None:
         check(self)
+        if joined := next((target for target in self.lora_targets if "," in target), None):
+            apart = " ".join(part.strip(" []'\"") for part in joined.split(","))
+            refuse_if(True, f"`lora_targets` {joined}: several names are separated by blanks: {apart}")
         refuse_if(self.lora_targets and not self.lora_rank, "`lora_targets` is for `lora_rank`: give one")
         refuse_if(self.lora_rank and not find_spec("peft"), lacks("peft", "lora", "`lora_rank` needs"))
 

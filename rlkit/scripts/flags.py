@@ -229,6 +229,8 @@ def _complaint(hint: Any, words: list[str]) -> str:
         return f"needs {expected}"
     if expected == "pairs of a name and a value" and len(words) > 2:
         return f"must be {expected}, got {' '.join(words)}: several values are separated by commas, a,b,c"
+    if expected in ("whole numbers", "numbers") and any("," in word for word in words):
+        return f"must be {expected}, got {' '.join(words)}: several values are separated by blanks"
     if expected == "a value":
         return f"takes one value, got {len(words)}: {' '.join(words)}"
     return f"must be {expected}, got {words[0]!r}" if len(words) == 1 else f"must be {expected}, got {' '.join(words)}"
