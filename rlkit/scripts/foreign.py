@@ -77,6 +77,9 @@ FLAGS = {  # the flag here: the first of several ("a | b") that the script has, 
     "dynamic_sampling_filter_path": "success_range", "partial_rollout": "staleness (or --overlap)",
     "over_sampling_batch_size": "staleness (extra groups / groups of a step)",
     "mask_offpolicy_in_partial_rollout": "drop_off_policy", "expert_model_parallel_size": "parallel.ep",
+    # what several others call them
+    "eval_every": "eval_steps", "eval_freq": "eval_steps", "save_every": "save_steps", "log_every": "print_steps",
+    "log_interval": "print_steps", "print_every": "print_steps", "checkpoint_every": "save_steps",
     # TRL, verl and OpenRLHF: what their tables in docs/migrating.md have besides
     "generation_batch_size": "prompts_per_step (completions / num_generations)",
     "steps_per_generation": "minibatches", "use_bias_correction_kl": "kl_coef (with this correction, always)",

@@ -398,6 +398,8 @@ WRONG = [
     ("sweep --log-range lr 1e-6 -- rlkit", "--log-range must be a name and two numbers for each flag, got lr 1e-6"),
     ("grop", "no command 'grop' (perhaps grpo): choose one of"),
     ("grpo --model m --data d --group-sizes 4", "--group-sizes is no flag: perhaps --group-size"),
+    ("sft --eval-every 5", "--eval-every is --eval-steps here"),
+    ("grpo --model m --data d --stop-token-ids 1,2", "--stop-token-ids must be whole numbers, got 1,2: several values"),
     ("grpo --rollout.n 8", "--rollout.n is --group-size here"),
     ("grpo actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n is --group-size here"),
     ("grpo --report_to wandb", "--report_to has no flag here: rlkit track RUN --to wandb"),
