@@ -47,6 +47,7 @@ _UNREAD = {
     "segments": "axolotl's segments with a label each, which are not read: give a prompt and a response",
     "contents": "the turns of Gemini, which are not read: write them as 'messages' of 'role' and 'content'",
 }
+_RENAME = "; a column under another name is renamed with --rename"
 _COLUMN_FIX = "check which columns hold the texts: one under another name is renamed with --rename"
 
 
@@ -377,7 +378,7 @@ def cell(
     there = [name for name in names if name in row]
     if not there:
         lacks = f"no column {names[0]!r}" if len(names) == 1 else f"neither {' nor '.join(map(repr, names))} is there"
-        fix = f"; {form}{_looks(row, form, first)}; {_instead(row, form)}"
+        fix = _hint(row, form, first)
         if plain and row.get("messages") is not None:
             fix = "; messages need a chat template: drop --no-chat-template, or give --chat-template FILE"
         raise column_error(place, lacks, row, fix)
@@ -406,6 +407,12 @@ def _own_name(row: Row, name: str) -> str:
     return same[0] if same and name not in own else name
 
 
+def _hint(row: Row, form: Form, first: str = "") -> str:
+    """The first that applies: the form of the first row, what to do about the columns, or what reads the row."""
+    instead = "" if first and _looks(row, form, first) else _instead(row, form)
+    return instead or _looks(row, form, first) or f"; {form}{_RENAME}"
+
+
 def _looks(row: Row, form: Form, first: str = "") -> str:
     """What a row looks like that is not in the `form`, and what reads it; of a form only with all of its columns."""
     own = getattr(row, "own", row)
@@ -417,20 +424,26 @@ def _looks(row: Row, form: Form, first: str = "") -> str:
     if near.columns == form.columns or (answered and not first):
         return ""
     hint = f"{first}, and all rows must be in one form" if first else near.hint.replace(form.hint or "-", "")
-    return f", and the row looks most like {near.title}" + (f"; {hint}" if hint else "")
+    return f"; the row looks most like {near.title}; {hint}" if hint else ""
 
 
 def _instead(row: Row, form: Form) -> str:
-    """What to do about a row without the columns of `form`, by the columns that it has."""
+    """What to do about a row without the columns of `form`, if the columns that it has tell; else ""."""
     own = getattr(row, "own", row)
     for name, fix in _UNREAD.items():
         if name in own:
-            return f"column {name!r} holds {fix}"
+            return f"; column {name!r} holds {fix}"
     if form is PAIR and {"messages", "rejected_response"} <= {*own}:  # of ms-swift
-        return "write the last assistant message of 'messages' as 'chosen', and 'rejected_response' as 'rejected'"
+        return "; write the last assistant message of 'messages' as 'chosen', and 'rejected_response' as 'rejected'"
     every = {name for known in FORMS for names in (known.optional, *known.columns) for name in names}
     pairs = {name: name.lower() for name in own if name not in every and name.lower() in every}
-    fix = "a column under another name is renamed with --rename"
+    if form is PAIR and {"response", "rejected_response"} <= {*own}:  # of ms-swift
+        swift = {"response": "chosen", "rejected_response": "rejected", "query": "prompt"}
+        pairs |= {old: new for old, new in swift.items() if old in own}
+    for asked, answered in () if form is PAIR or {*_PROMPT} & {*own} else (("user", "assistant"), ("source", "target")):
+        if {asked, answered} <= {*own}:
+            pairs |= {asked: "prompt"} | ({} if form is PROMPT else {answered: "response"})
+    fix = ""
     read = {name: value for name, value in own.items() if name not in _NOT_IN_SFT}
     theirs = [known for known in THEIRS if known.known(read) and len(known.missing(own)) == 1]
     near = max(theirs, key=lambda known: known.likeness(read), default=None)
@@ -438,23 +451,23 @@ def _instead(row: Row, form: Form) -> str:
     part, lacks = near if sft else None, []
     if part:
         has, lacks = sorted(part.known(read)), [name for name in part.missing(own)[0] if name not in _NOT_IN_SFT]
-        fix = f"of {part.title} it has {', '.join(map(repr, has))} and lacks {' or '.join(map(repr, lacks))}; {fix}"
+        fix = f"; of {part.title} it has {', '.join(map(repr, has))} and lacks {' or '.join(map(repr, lacks))}{_RENAME}"
     wanted = [*(name for names in form.missing(own) for name in names), *lacks]
     for name in wanted:
         found = [c for c in own if c != name and re.fullmatch(f"{name}(_.*|Key)|.*_{name}", c) and not pairs.get(c)]
         pairs |= {found[0]: name} if len(found) == 1 and name not in pairs.values() else {}
-    asked = [name for name in ("query", *(() if part else _QUESTIONS)) if name in own]
-    if "prompt" in wanted and asked and not pairs:
-        pairs[asked[0]] = "prompt"
-    answers = [name for name in own if name in _ANSWERS]
+    questions = [name for name in ("query", *(() if part else _QUESTIONS)) if name in own]
+    if "prompt" in wanted and questions and not pairs:
+        pairs[questions[0]] = "prompt"
+    answers = [name for name in own if name in _ANSWERS and own[name] is not None]
     if "response" in wanted and answers and not pairs:
         pairs[answers[0]] = "response"
     choices = [name for name in own if _CHOICE.fullmatch(name)]
     if form is PAIR and len(choices) > 1 and not pairs:
-        return f"write the better of {', '.join(choices)} as 'chosen' and the worse as 'rejected'"
+        return f"; write the better of {', '.join(choices)} as 'chosen' and the worse as 'rejected'"
     if any(not re.match(r"[^\W\d]|$", name) or name.endswith(("?", ".")) for name in own):
-        fix += " (line 1 of a CSV file is its header)"
-    return fix + (", e.g. --rename " + " ".join(f"{old} {new}" for old, new in pairs.items()) if pairs else "")
+        fix = f"{_RENAME} (line 1 of a CSV file is its header)"
+    return "; rename columns, e.g. --rename " + " ".join(f"{old} {new}" for old, new in pairs.items()) if pairs else fix
 
 
 def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = "the row") -> list[dict[str, Any]]:
@@ -592,7 +605,7 @@ def _no_answer(row: Row, place: str, roles: Sequence[Any]) -> ValueError:
         return ValueError(f"{place}: unknown role {unknown[0]!r}, and no message of the role 'assistant' to train on")
     lacks = "no response to train on: needs the column 'completion' or 'response', or an assistant message"
     lacks += "".join(f" (column {name!r} is null)" for name in _RESPONSE if name in row and row[name] is None)
-    return column_error(place, lacks, row, _looks(row, CONVERSATION) or f"; {_instead(row, RESPONSE)}")
+    return column_error(place, lacks, row, _looks(row, CONVERSATION) or _instead(row, RESPONSE) or _RENAME)
 
 
 def _check_conversation(row: Row, place: str, _plain: bool) -> None:

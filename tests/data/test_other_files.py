@@ -580,18 +580,16 @@ REFUSED = {  # script, row, the message after the file and the place
     ),
     "responses under other names": (
         "dpo", {"prompt": "hi", "chosen_response": "yo", "rejected_response": "no"},
-        ": no column 'chosen'; columns found: ['chosen_response', 'prompt', 'rejected_response']; a preference pair "
-        "has {messages or prompt, chosen, rejected}; a column under another name is renamed with --rename, e.g. "
-        "--rename chosen_response chosen rejected_response rejected",
+        ": no column 'chosen'; columns found: ['chosen_response', 'prompt', 'rejected_response']; rename columns, "
+        "e.g. --rename chosen_response chosen rejected_response rejected",
     ),
     "SQuAD": ("sft", {"context": "Bob is", "question": "Who?", "answers": {"text": ["Bob"]}},
-              ": neither 'messages' nor 'prompt' is there; columns found: ['answers', 'context', 'question']; a "
-              "conversation has {messages or prompt}; of a question with an answer it has 'question' and lacks "
+              ": neither 'messages' nor 'prompt' is there; columns found: ['answers', 'context', 'question']; "
+              "of a question with an answer it has 'question' and lacks "
               "'response' or 'completion' or 'answer'; a column under another name is renamed with --rename"),
     "ARC": ("grpo", {"question": "Who?", "answerKey": "B"},
-            ": neither 'messages' nor 'prompt' is there; columns found: ['answerKey', 'question']; a prompt has "
-            "{messages or prompt}; a column under another name is renamed with --rename, e.g. --rename question "
-            "prompt"),
+            ": neither 'messages' nor 'prompt' is there; columns found: ['answerKey', 'question']; rename "
+            "columns, e.g. --rename question prompt"),
     "an answer of a pair, in sft": ("sft", {"chosen": "yo", "label": "x"},
                                     ": neither 'messages' nor 'prompt' is there; columns found: ['chosen', 'label']; a "
                                     "conversation has {messages or prompt}; a column under another name is renamed "
@@ -602,41 +600,54 @@ REFUSED = {  # script, row, the message after the file and the place
         "chosen, rejected}; a column under another name is renamed with --rename",
     ),
     "query and response": ("sft", {"query": "hi", "response": "yo"},
-                           ": neither 'messages' nor 'prompt' is there; columns found: ['query', 'response']; a "
-                           "conversation has {messages or prompt}; of a row of LLaMA-Factory it has 'query', "
-                           "'response' and lacks 'prompt'; a column under another name is renamed with --rename, "
-                           "e.g. --rename query prompt"),
+                           ": neither 'messages' nor 'prompt' is there; columns found: ['query', 'response']; "
+                           "rename columns, e.g. --rename query prompt"),
+    "user and assistant": ("sft", {"user": "hi", "assistant": "yo"},
+                           ": neither 'messages' nor 'prompt' is there; columns found: ['assistant', 'user']; "
+                           "rename columns, e.g. --rename user prompt assistant response"),
+    "source and target": ("grpo", {"source": "hi", "target": "yo"},
+                          ": neither 'messages' nor 'prompt' is there; columns found: ['source', 'target']; rename "
+                          "columns, e.g. --rename source prompt"),
+    "a response that is null": (
+        "sft", {"prompt": "hi", "response": None},
+        ": no response to train on: needs the column 'completion' or 'response', or an assistant message (column "
+        "'response' is null); columns found: ['prompt', 'response']; a column under another name is renamed with "
+        "--rename",
+    ),
     "names in capitals": ("sft", {"Question": "hi", "Complex_CoT": "hm", "Response": "yo"},
                           ": neither 'messages' nor 'prompt' is there; columns found: ['Complex_CoT', 'Question', "
-                          "'Response']; a conversation has {messages or prompt}; a column under another name is "
-                          "renamed with --rename, e.g. --rename Question question Response response"),
+                          "'Response']; rename columns, e.g. --rename Question question Response response"),
     "axolotl segments": ("sft", {"segments": [{"label": True, "text": "hi"}]},
-                         ": neither 'messages' nor 'prompt' is there; columns found: ['segments']; a conversation has "
-                         "{messages or prompt}; column 'segments' holds axolotl's segments with a label each, which "
+                         ": neither 'messages' nor 'prompt' is there; columns found: ['segments']; "
+                         "column 'segments' holds axolotl's segments with a label each, which "
                          "are not read: give a prompt and a response"),
     "tokens": ("sft", {"input_ids": [1, 2], "labels": [1, 2]},
-               ": neither 'messages' nor 'prompt' is there; columns found: ['input_ids', 'labels']; a conversation has "
-               "{messages or prompt}; column 'input_ids' holds tokens, which are not read: give the text or the "
+               ": neither 'messages' nor 'prompt' is there; columns found: ['input_ids', 'labels']; "
+               "column 'input_ids' holds tokens, which are not read: give the text or the "
                "messages, and rlkit tokenizes them"),
     "Gemini": ("sft", {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]},
-               ": neither 'messages' nor 'prompt' is there; columns found: ['contents']; a conversation has {messages "
-               "or prompt}; column 'contents' holds the turns of Gemini, which are not read: write them as 'messages' "
+               ": neither 'messages' nor 'prompt' is there; columns found: ['contents']; "
+               "column 'contents' holds the turns of Gemini, which are not read: write them as 'messages' "
                "of 'role' and 'content'"),
     "a header that is data": ("sft", {"What is 2+2?": "What is 3+3?", "4": "6"},
                               ": neither 'messages' nor 'prompt' is there; columns found: ['4', 'What is 2+2?']; a "
-                              "conversation has {messages or prompt}; a column under another name is renamed with "
+                              "column under another name is renamed with "
                               "--rename (line 1 of a CSV file is its header)"),
     "ms-swift rejected_response": (
         "dpo", {"messages": [user("hi"), answer("yo")], "rejected_response": "no"},
-        ": no column 'chosen'; columns found: ['messages', 'rejected_response']; a preference pair has {messages or "
-        "prompt, chosen, rejected}; write the last assistant message of 'messages' as 'chosen', and "
+        ": no column 'chosen'; columns found: ['messages', 'rejected_response']; "
+        "write the last assistant message of 'messages' as 'chosen', and "
         "'rejected_response' as 'rejected'",
+    ),
+    "ms-swift response and rejected_response": (
+        "dpo", {"query": "hi", "response": "yo", "rejected_response": "no"},
+        ": no column 'chosen'; columns found: ['query', 'rejected_response', 'response']; rename columns, e.g. "
+        "--rename response chosen rejected_response rejected query prompt",
     ),
     "HelpSteer 3": (
         "dpo", {"context": [user("hi")], "response1": "yo", "response2": "no", "overall_preference": -2},
-        ": no column 'chosen'; columns found: ['context', 'overall_preference', 'response1', 'response2']; a "
-        "preference pair has {messages or prompt, chosen, rejected}, and the row looks most like a row with a context "
-        "of messages; write the better of response1, response2 as 'chosen' and the worse as 'rejected'",
+        ": no column 'chosen'; columns found: ['context', 'overall_preference', 'response1', 'response2']; "
+        "write the better of response1, response2 as 'chosen' and the worse as 'rejected'",
     ),
     "several answers": ("sft", {"prompt": "hi", "response": ["yo", "hey"]},
                         ": column 'response' is a list of texts, got ['yo', 'hey']; columns found: ['prompt', "

@@ -351,33 +351,29 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
      "--rename"),
     ("sft", [{"prompt": "hi", "answer": "yo"}], (), 1,
      "no response to train on: needs the column 'completion' or 'response', or an assistant message; columns found: "
-     "['answer', 'prompt']; a column under another name is renamed with --rename, e.g. --rename answer response"),
+     "['answer', 'prompt']; rename columns, e.g. --rename answer response"),
     ("sft", [{"conversations": [human("hi"), {"from": "asistant", "value": "yo"}]}], (), 1,
      "unknown role 'asistant', and no message of the role 'assistant' to train on"),
     ("sft", [STEPS], (), 1,
      "no response to train on: needs the column 'completion' or 'response', or an assistant message; columns found: "
-     "['completions', 'labels', 'prompt'], and the row looks most like a row of stepwise supervision; no rlkit script "
+     "['completions', 'labels', 'prompt']; the row looks most like a row of stepwise supervision; no rlkit script "
      "trains on labels of steps, and reward_model learns one reward per response"),
     ("reward_model", [STEPS], (), 1,
-     "no column 'chosen'; columns found: ['completions', 'labels', 'prompt']; a preference pair has {messages or "
-     "prompt, chosen, rejected}, and the row looks most like a row of stepwise supervision; no rlkit script trains on "
-     "labels of steps, and reward_model learns one reward per response; a column under another name is renamed with "
-     "--rename"),
+     "no column 'chosen'; columns found: ['completions', 'labels', 'prompt']; the row looks most like a row of "
+     "stepwise supervision; no rlkit script trains on labels of steps, and reward_model learns one reward per "
+     "response"),
     ("kto", [STEPS], (), 1,
      "neither 'completion' nor 'response' nor 'messages' is there; columns found: ['completions', 'labels', 'prompt']; "
-     "a labelled response has {messages or prompt, completion or response or messages, label}, and the row looks most "
-     "like a row of stepwise supervision; no rlkit script trains on labels of steps, and reward_model learns one "
-     "reward per response; a column under another name is renamed with --rename"),
+     "the row looks most like a row of stepwise supervision; no rlkit script trains on labels of steps, and "
+     "reward_model learns one reward per response"),
     ("dpo", [{"text": "hi"}], (), 1,
-     "no column 'chosen'; columns found: ['text']; a preference pair has {messages or prompt, chosen, rejected}, and "
-     "the row looks most like a text; rlkit sft reads it; a column under another name is renamed with --rename"),
+     "no column 'chosen'; columns found: ['text']; the row looks most like a text; rlkit sft reads it"),
     ("grpo", [{"query": "hi"}], (), 1,
-     "neither 'messages' nor 'prompt' is there; columns found: ['query']; a prompt has {messages or prompt}; a column "
-     "under another name is renamed with --rename, e.g. --rename query prompt"),
+     "neither 'messages' nor 'prompt' is there; columns found: ['query']; rename columns, e.g. --rename query "
+     "prompt"),
     ("grpo", [{"chosen": "yo", "rejected": "no"}], (), 1,
-     "neither 'messages' nor 'prompt' is there; columns found: ['chosen', 'rejected']; a prompt has {messages or "
-     "prompt}, and the row looks most like a preference pair; rlkit dpo, kto and reward_model read it; a column under "
-     "another name is renamed with --rename"),
+     "neither 'messages' nor 'prompt' is there; columns found: ['chosen', 'rejected']; the row looks most like a "
+     "preference pair; rlkit dpo, kto and reward_model read it"),
     ("dpo", [{"chosen": "a b", "rejected": "a c"}], (), 1,
      "neither 'messages' nor 'prompt' is there; columns found: ['chosen', 'rejected']; give the prompt as 'prompt', or "
      "train on the two as plain text, as TRL does: --no-chat-template, where their common beginning is the prompt"),
@@ -412,19 +408,16 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
     ("grpo", [*[{"question": "hi", "answer": "4"}] * 2, *[{"prompt": "hi"}] * 2], (), 3,
      "is not a question with an answer, as {file}, line 1 is; columns found: ['prompt']; write all rows in one form"),
     ("sft", [GOOD, {"text": "hi"}], (), 2,
-     "neither 'messages' nor 'prompt' is there; columns found: ['text']; a conversation has {messages or prompt}, and "
-     "the row looks most like a text; {file}, line 1 is a prompt with a response, and all rows must be in one form; a "
-     "column under another name is renamed with --rename"),
+     "neither 'messages' nor 'prompt' is there; columns found: ['text']; the row looks most like a text; {file}, line "
+     "1 is a prompt with a response, and all rows must be in one form"),
     ("sft", [{"text": "hi"}, GOOD], (), 2,
-     "no column 'text'; columns found: ['prompt', 'response']; a text has {text}, and the row looks most like a prompt "
-     "with a response; {file}, line 1 is a text, and all rows must be in one form; a column under another name is "
-     "renamed with --rename"),
+     "no column 'text'; columns found: ['prompt', 'response']; the row looks most like a prompt with a response; "
+     "{file}, line 1 is a text, and all rows must be in one form"),
     ("kto", [{"prompt": "hi", "completion": "yo", "label": True}, {"prompt": "hi", "chosen": "yo", "rejected": "no"}],
      (), 2,
-     "neither 'completion' nor 'response' nor 'messages' is there; columns found: ['chosen', 'prompt', 'rejected']; a "
-     "labelled response has {messages or prompt, completion or response or messages, label}, and the row looks most "
-     "like a preference pair; {file}, line 1 is a labelled response, and all rows must be in one form; a column under "
-     "another name is renamed with --rename"),
+     "neither 'completion' nor 'response' nor 'messages' is there; columns found: ['chosen', 'prompt', 'rejected']; "
+     "the row looks most like a preference pair; {file}, line 1 is a labelled response, and all rows must be in one "
+     "form"),
     ("sft", [{"question": "hi", "answer": 4}], (), 1,
      "column 'answer' must be a string or a list of at least one message, got 4; columns found: ['answer', "
      "'question']"),
