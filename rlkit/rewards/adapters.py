@@ -38,6 +38,7 @@ from rlkit.rewards.source import (
     line_of_items,
     line_of_messages,
     line_of_texts,
+    names_in,
 )
 from rlkit.rewards.text import GOLD_COLUMNS, first_value, no_gold_answer
 from rlkit.rollout.calling import is_async
@@ -350,6 +351,14 @@ def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
             header[:40],
         )
 
+    if found := sorted({*names_in(code_of(reward_func))} & _OF_BATCHES):
+        _log.warning(
+            "%s uses %s, and gets one query per call, as in OpenRLHF 0.11: to compare the answers of a group, write "
+            "(completions, rows)",
+            name_of(reward_func),
+            ", ".join(found),
+        )
+
     def call(completion: str, row: dict[str, Any]) -> _Call:
         prompt = row["prompt"] if isinstance(row.get("prompt"), str) else prompt_messages(row)[-1]["content"]
         return reward_func([prompt + completion], [prompt], [_gold(row, "label")]), read
@@ -365,6 +374,9 @@ def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         return {**_logged(logs), "reward": reward, "score": reward if scores is None else _only(scores)}
 
     return _as(reward_func, call, _required(reward_func)[3:], [GOLD_COLUMNS])
+
+
+_OF_BATCHES = {"mean", "std", "fmean", "stdev", "pstdev", "median", "argsort", "unique", "Counter", "most_common"}
 
 
 def _only(values: Any) -> Any:

@@ -28,11 +28,16 @@ def constants(code: Any) -> list[Any]:
     return found + [value for constant in found if isinstance(constant, CodeType) for value in constants(constant)]
 
 
+def names_in(code: Any) -> list[str]:
+    """The globals and attributes that a function's code and the code within it use; none without code."""
+    return [name for part in (code, *constants(code)) for name in getattr(part, "co_names", ())]
+
+
 def chat_header(function: Any) -> str:
     """A text of a chat template that a function, or a text or a function of its file that it names, looks for."""
     inner, code = unwrapped(function), code_of(function)
     doc, places = getattr(inner, "__doc__", None), getattr(inner, "__globals__", {})
-    named = [places.get(name) for part in (code, *constants(code)) for name in getattr(part, "co_names", ())]
+    named = [places.get(name) for name in names_in(code)]
     helpers = [(x, getattr(x, "__code__", None)) for x in named]
     found = [*constants(code), *named]
     for helper, of in helpers:

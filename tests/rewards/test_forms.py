@@ -380,6 +380,11 @@ WARNED = {  # row, source, what is said of it
     ),
     "a chat header": (TEXT, OPENRLHF.format("'<|im_start|>assistant'"), "looks for '<|im_start|>assistant', which a query"),
     "Llama's header": (TEXT, OPENRLHF.format("'[/INST]'"), "looks for '[/INST]', which a query does not have here"),
+    "a mean of the batch": (
+        TEXT,
+        "def f(queries, prompts, labels):\n    n = torch.tensor([len(q) for q in queries])\n    return n - n.mean()",
+        "reward.py:f uses mean, and gets one query per call, as in OpenRLHF 0.11: to compare the answers of a group, write",
+    ),
     "a header of the file": (TEXT, "HEAD = 'ASSISTANT:'\n" + OPENRLHF.format("HEAD"), "looks for 'ASSISTANT:'"),
 }  # fmt: skip
 
