@@ -135,6 +135,12 @@ def _import_error(place: str, error: BaseException) -> ImportError:
             f"{place}{line}: a file is loaded by itself, so a relative import finds no package: write `from NAME "
             "import ...` (its folder is on sys.path), or give the function as PACKAGE.MODULE:FUNCTION"
         )
+    if isinstance(error, ModuleNotFoundError) and frames and frames.tb_next is None:
+        return ImportError(
+            f"{place}, line {frames.tb_lineno}: no module {error.name!r}: remove the import (no class of another "
+            "system, as slime's Sample, is needed), or install it where rlkit runs "
+            f"({sys.executable} -m pip install ...)"
+        )
     if isinstance(error, SystemExit):
         line = f", line {frames.tb_lineno}" if frames else ""
         return ImportError(
