@@ -7,8 +7,12 @@ made on first use with the project's version of torch. Both train in fp32 with T
 and divided by their group's standard deviation, token mean, no KL, AdamW, gradient norm clipped to 1. Neither
 evaluates or saves during the run; both save the model at its end. With `--defaults` TRL keeps its own, bf16 and
 activation checkpointing, and rlkit takes bf16. `--prefix 256` puts 256 tokens before each prompt and rewards each digit
-in its place, since the model is not used to such prompts. trl_grpo.py says how TRL is set up; rlkit_grpo.py is
-rlkit grpo with one more timer. What is measured, each in a fresh process:
+in its place, since the model is not used to such prompts. `--model FOLDER` takes a chat model of yours on the two-digit
+sums of recipes/sums, without a warm start:
+
+    python benchmarks/peers/compare_trl.py --model $(make -s smollm) --prompts 4 --max-new-tokens 32 --lr 1e-5 --steps 8
+
+trl_grpo.py says how TRL is set up; rlkit_grpo.py is rlkit grpo with one more timer. What is measured, each in a fresh process:
 
     first update   seconds from starting the command until the first step's line is logged
     step           seconds between the lines of two steps; medians over the steps after the third, also of its parts:
@@ -43,7 +47,13 @@ import tyro
 from trl_setup import ROOT, TRL_ENV, make_task, make_trl_environment
 from trl_table import Run, common_level, measure, show, tabulate
 
-PROMPTS, GROUP = 8, 8
+SUMS = ROOT / "recipes" / "sums"
+COUNT = """  # in a process of its own: a child's peak memory starts at its parent's
+import json, sys, transformers
+tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+chat = [{"role": "user", "content": json.loads(open(sys.argv[2]).readline())["prompt"]}]
+print(len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)))
+"""
 DIGITS = f"{Path(__file__).with_name('digits_reward.py')}:score"
 
 
@@ -61,6 +71,14 @@ class Args:
     """constant learning rate"""
     sft_steps: int = 300
     """of the warm start"""
+    model: str | None = None
+    """folder of a chat model, to learn two-digit sums as it is; without: the demo's task"""
+    prompts: int = 8
+    """per step"""
+    group: int = 8
+    """answers per prompt"""
+    max_new_tokens: int = 8
+    """of an answer"""
     prefix: int = 0
     """tokens before each prompt, as instructions and examples are"""
     defaults: bool = False
@@ -78,10 +96,20 @@ def command(side: str, args: Args, task: dict[str, Any], *, steps: int, seed: in
     script = [TRL_ENV / "bin" / "python"] if side == "trl" else [sys.executable]
     common = [
         *("--model", task["model"], "--data", data(args, task), "--output", output, "--steps", steps, "--lr", args.lr),
-        *("--reward", f"{ROOT / 'examples' / 'sorting_reward.py'}:score" if not args.prefix else DIGITS),
-        *("--prompts-per-step", PROMPTS, "--group-size", GROUP, "--max-new-tokens", 8, "--seed", seed),
+        *("--reward", DIGITS if args.prefix and not args.model else task["reward"]),
+        *("--prompts-per-step", args.prompts, "--group-size", args.group, "--max-new-tokens", args.max_new_tokens),
+        *("--seed", seed),
     ]
-    own = ["--max-prompt-tokens", 32 + args.prefix, "--baseline", "group_zscore", "--eval-steps", 0, "--save-steps", 0]
+    own = [
+        "--max-prompt-tokens",
+        2 * task["prompt_tokens"] + 2 * args.prefix,
+        "--baseline",
+        "group_zscore",
+        "--eval-steps",
+        0,
+        "--save-steps",
+        0,
+    ]
     if args.defaults:
         own += ["--dtype", "bf16"]
         common += ["--defaults"] if side == "trl" else []
@@ -89,12 +117,24 @@ def command(side: str, args: Args, task: dict[str, Any], *, steps: int, seed: in
     return [str(part) for part in parts]
 
 
+def model_task(args: Args) -> dict[str, Any]:
+    """The sums of the recipe, and the length of their prompts as `args.model` renders them."""
+    prompts = SUMS / "train.jsonl"
+    tokens = subprocess.run(
+        [sys.executable, "-c", COUNT, str(args.model), str(prompts)], check=True, capture_output=True
+    )
+    reward = f"{SUMS / 'reward.py'}:correct"
+    return {"model": args.model, "data": str(prompts), "reward": reward, "prompt_tokens": int(tokens.stdout)}
+
+
 def data(args: Args, task: dict[str, Any]) -> Path:
-    """The prompts, with a prefix of that many tokens (the tokenizer is byte-level)."""
+    """The prompts, with a prefix of that many tokens (the demo's tokenizer is byte-level, for others: words)."""
     if not args.prefix:
         return Path(task["data"])
-    path = args.work.absolute() / f"prefix-{args.prefix}.jsonl"
+    path = args.work.absolute() / f"prefix-{args.prefix}{'-words' * bool(args.model)}.jsonl"
     text = ("Sort the digits: 394215 becomes 123459. " * args.prefix)[: args.prefix]
+    if args.model:
+        text = "word " * args.prefix
     rows = [json.loads(line) for line in Path(task["data"]).read_text().splitlines()]
     path.write_text("".join(json.dumps({**row, "prompt": text + row["prompt"]}) + "\n" for row in rows))
     return path
@@ -151,16 +191,18 @@ def main(args: Args) -> None:
         raise SystemExit("--steps must be at least 5 (the first 3 are not timed) and --rounds at least 1")
     versions = {"trl": make_trl_environment(args.trl)}
     versions["rlkit"] = {name: version(name) for name in ("torch", "transformers")}
-    task = make_task(args.work.absolute() / "task", args.sft_steps)
+    task = model_task(args) if args.model else make_task(args.work.absolute() / "task", args.sft_steps)
     runs = in_turns(args, task)
     level = common_level([*runs["trl"], *runs["rlkit"]], args.reward)
-    fixed = {"level": level, "prompt_tokens": task["prompt_tokens"] + args.prefix, "samples": PROMPTS * GROUP}
+    tokens, samples = task["prompt_tokens"] + args.prefix, args.prompts * args.group
+    fixed = {"level": level, "prompt_tokens": tokens, "samples": samples}
     figures = {side: [measure(run, **fixed) for run in done] for side, done in runs.items()}
     rows = tabulate(figures)
     show(rows)
     settings = {key: value for key, value in asdict(args).items() if not isinstance(value, Path)}
     result = {"args": settings, "machine": machine(), "versions": versions, "table": rows, "rounds": figures}
-    out = args.out.with_stem(args.out.stem + ("_defaults" if args.defaults else "") + "_prefix" * bool(args.prefix))
+    name = f"_{Path(args.model).name}_{args.prompts}x{args.group}x{args.max_new_tokens}" if args.model else ""
+    out = args.out.with_stem(args.out.stem + name + "_defaults" * args.defaults + "_prefix" * bool(args.prefix))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"\n{out}")

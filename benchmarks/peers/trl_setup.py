@@ -43,7 +43,8 @@ def make_trl_environment(trl: str) -> dict[str, str]:
 def make_task(folder: Path, sft_steps: int) -> dict[str, Any]:
     """The demo's data and its model after SFT, made once per `folder`: {model, data, prompt_tokens}."""
     path = folder / "task.json"
-    if not path.exists() or json.loads(path.read_text())["sft_steps"] != sft_steps:
+    made = json.loads(path.read_text()) if path.exists() else {}
+    if made.get("sft_steps") != sft_steps or "reward" not in made:
         # a process of its own: a child's peak memory starts at its parent's, which must stay small
         process = multiprocessing.get_context("spawn").Process(target=_make_task, args=(folder, sft_steps))
         process.start()
@@ -77,4 +78,5 @@ def _make_task(folder: Path, sft_steps: int) -> None:
     turn = [{"role": "user", "content": "000000"}]
     prompt = tokenizer.apply_chat_template(turn, tokenize=True, add_generation_prompt=True, return_dict=False)
     task = {"model": str(model), "data": str(folder / "train.jsonl"), "prompt_tokens": len(prompt)}
+    task["reward"] = f"{ROOT / 'examples' / 'sorting_reward.py'}:score"
     (folder / "task.json").write_text(json.dumps({**task, "sft_steps": sft_steps}))
