@@ -12,7 +12,9 @@ sums of recipes/sums, without a warm start:
 
     python benchmarks/peers/compare_trl.py --model $(make -s smollm) --prompts 4 --max-new-tokens 32 --lr 1e-5 --steps 8
 
-trl_grpo.py says how TRL is set up; rlkit_grpo.py is rlkit grpo with one more timer. What is measured, each in a fresh process:
+trl_grpo.py says how TRL is set up; rlkit_grpo.py is rlkit grpo with one more timer.
+
+What is measured, each in a fresh process:
 
     first update   seconds from starting the command until the first step's line is logged
     step           seconds between the lines of two steps; medians over the steps after the third, also of its parts:
