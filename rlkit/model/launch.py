@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from rlkit._text import printable
 from rlkit.model.forward import DTYPES, load_model
 from rlkit.model.heads import load_reward_model, load_value_model
 from rlkit.model.lora import adapters, add_lora, lora_config
@@ -54,6 +55,7 @@ def load_policy(
     all linear layers).
     """
     mesh = open_mesh(args, device=device)
+    _report_loading(path)
     if mesh is not None:
         return load_parallel(path, mesh, lora_rank=lora_rank, lora_targets=lora_targets, **_options(args, dtype))
     model = load_model(path, device=device)
@@ -80,9 +82,16 @@ def _load_whole(
     load: Callable[..., Any], path: str | os.PathLike[str], args: ParallelArgs, device: str, dtype: str
 ) -> Any:
     mesh = open_mesh(args, device=device)
+    _report_loading(path)
     if mesh is None:
         return load(path, device=device)
     return parallelize(load(path), mesh, **_options(args, dtype))
+
+
+def _report_loading(path: str | os.PathLike[str]) -> None:
+    """Tell a terminal what it waits for: a large model takes a minute."""
+    if rank() == 0 and sys.stderr is not None and sys.stderr.isatty():
+        sys.stderr.write(printable(f"loading {path}\n"))
 
 
 def _options(args: ParallelArgs, dtype: str) -> dict[str, Any]:

@@ -114,6 +114,7 @@ def save_if_due(
     if must:
         run.start_plot()
     if due:
+        run.status("saving a checkpoint")
         with _reported(run, fatal=must):
             on_all_ranks(run.sync)
             both, args = _with_reference(model, reference), read_args(run.folder)
@@ -178,6 +179,7 @@ def export(run: Run, model: Any, tokenizer: Any) -> Path:
     LoRA adapters are merged into its weights, and also written to `adapter/`, with the tokenizer, for
     `peft.AutoPeftModelForCausalLM.from_pretrained`.
     """
+    run.status("saving the model")
     if adapters(model):
         save_adapter(model, run.folder / "adapter", tokenizer=tokenizer)
     return export_hf(model, tokenizer, run.folder / "model")
