@@ -76,6 +76,9 @@ def scorer(
     if not callable(function):
         what = f"function must be a reward function of (completion, row), got {show(function)}"
         raise TypeError(f"{what}; rlkit.rewards.load.load_function reads one from FILE.py:FUNCTION")
+    if not callable(getattr(tokenizer, "decode", None)):
+        fix = "AutoTokenizer.from_pretrained(PATH) of transformers loads one"
+        raise TypeError(f"tokenizer must be the model's tokenizer, got {show(tokenizer)}: {fix}")
     settle, function = _settler(max_failed), adapted(function)
     check_signature(function)  # before anything is sampled
 

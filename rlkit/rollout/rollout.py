@@ -91,6 +91,9 @@ def check_sampling(prompts: Sequence[Prompt], *, env: Env, score: Score | None, 
             raise TypeError(f"prompts[{i}] must be a Prompt, got {show(prompt)}: {fix}")
         if isinstance(prompt.ids, str):
             raise TypeError(f"prompts[{i}].ids must be token ids, got {show(prompt.ids)}: give tokenizer.encode(text)")
+        if hasattr(prompt.ids, "tolist"):
+            what = f"prompts[{i}].ids must be a list of token ids, got a {type(prompt.ids).__name__}"
+            raise TypeError(f"{what}: give ids.tolist()")
     check_call("env", env, "env(prompt, sample)")
     if score is not None:
         if callable(score) and _TEXTS & set(getattr(getattr(score, "__code__", None), "co_varnames", ())[:2]):

@@ -125,6 +125,10 @@ def test_rollout_names_a_wrong_argument():
         asyncio.run(rollout(["a"], **right))
     with pytest.raises(TypeError, match=re.escape("prompts[0].ids must be token ids, got str '2+2'")):
         asyncio.run(rollout([Prompt(ids="2+2", row={}, index=0)], **right))
+    with pytest.raises(
+        TypeError, match=re.escape("prompts[0].ids must be a list of token ids, got a Tensor: give ids")
+    ):
+        asyncio.run(rollout([Prompt(ids=torch.tensor([1]), row={}, index=0)], **right))
     greedy = {"params": SamplingParams(max_new_tokens=2, temperature=0.0), "group_size": 2}
     with pytest.warns(UserWarning, match="temperature 0: all samples of a group"):
         asyncio.run(rollout(PROMPTS, **right | greedy))
@@ -167,6 +171,10 @@ def test_a_model_in_another_form_is_named():
         ),
         (lambda: PolicyLoss("ppo_clip"), "surrogate must be a function of (log_ratio, batch), e.g. ppo_clip, got str"),
         (lambda: scorer("r.py:f", tokenizer=tokenizer(), timeout_s=5), "function must be a reward function of (comp"),
+        (
+            lambda: scorer(reward, tokenizer="a/b", timeout_s=5),
+            "tokenizer must be the model's tokenizer, got str 'a/b': ",
+        ),
         (lambda: load_rows([{"prompt": "a"}]), "path_or_id must be a path or hub id, or a list of them, got a list of"),
     ):
         with pytest.raises(TypeError, match=re.escape(message)):
