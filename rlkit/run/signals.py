@@ -197,11 +197,16 @@ def _tell(text: bytes) -> None:
 def resume_command(*flags: str) -> str:
     """The command line of this process, with missing `flags` added: the command that resumes the run.
 
-    In an interactive session (a notebook), a text that names `resume=True` instead.
+    In an interactive session (a notebook), a text that names `resume=True` instead. Of a rank of torchrun, its command
+    on one node, or a text that names the flags.
     """
     if hasattr(sys, "ps1"):
         return "the same call with resume=True"
     typed = sys.orig_argv
+    if "TORCHELASTIC_RUN_ID" in os.environ and typed[1:2] == ["-u"]:  # torchrun starts `python -u [-m] ...`
+        if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+            return " ".join(["the same torchrun command on each node, with", *flags])
+        typed = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), *typed[2:]]
     if len(typed) > 1 and typed[1] == shutil.which(name := os.path.basename(typed[1])):  # a command: rlkit grpo ...
         typed = [name, *typed[2:]]
     return shlex.join([*map(masked, typed), *(flag for flag in flags if flag not in typed)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,6 +122,8 @@ def wrong_words(argv: Sequence[str], kind: type) -> dict[str, str]:
         words = found.get(flag.name)
         if words is not None and not _fits(flag.hint, words) and (words or not flag.positional):
             wrong[str(flag)] = _complaint(flag.hint, words)
+            if str(flag) == "--resume" and len(words) == 1 and words[0].lower() not in ("true", "false", "0", "1"):
+                wrong[str(flag)] = f"takes no value: write --resume --output {shlex.quote(words[0])}"
     missing = [flag for flag in flags if flag.default is MISSING and not found.get(flag.name)]
     if missing and not wrong:
         wrong["missing"] = " and ".join(f"{flag}{_choices(flag.hint)}" for flag in missing)

@@ -111,6 +111,16 @@ def test_the_resume_command_is_the_typed_command_and_the_flag(tmp_path):
         assert json.loads(argv) == expected
 
 
+def test_the_resume_command_of_a_rank_is_torchruns(monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/python", "-u", "-m", "rlkit.scripts.grpo", "--lr", "1e-5"])
+    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("LOCAL_WORLD_SIZE", "4"), ("GROUP_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    command = "torchrun --nproc-per-node 4 -m rlkit.scripts.grpo --lr 1e-5 --resume"
+    assert resume_command("--resume") == command
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert resume_command("--resume") == "the same torchrun command on each node, with --resume"
+
+
 def test_resume_command_of_this_process_has_its_own_arguments():
     assert resume_command() == shlex.join(sys.orig_argv)
 

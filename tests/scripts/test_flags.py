@@ -362,6 +362,7 @@ WRONG = [
     ("grpo --data m --model a b c --reward a:b", "--model takes one value, got 3: a b c"),
     ("grpo --model --data d", "--model needs a value"),
     ("grpo --model m --data d --overlap yes", "--overlap takes no value: leave 'yes' out"),
+    ("grpo --model m --data d --resume runs/a", "--resume takes no value: write --resume --output runs/a"),
     ("grpo --model m --data d --success-range 1", "--success-range must be two numbers or None, got '1'"),
     ("grpo --model m --data d --engine-cpus 1 b", "--engine-cpus must be whole numbers, got 1 b"),
     ("grpo --model m --data d --aggregate x", "--aggregate must be one of token, episode, prompt, length or None, got"),
