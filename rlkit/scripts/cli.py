@@ -137,6 +137,7 @@ def _refuse_wrong(argv: Sequence[str], own: Sequence[str], kind: type) -> None:
     names, in_python = {flag.name for flag in flags}, {name for name, _ in flags_of(kind)}
     _refuse_assignments(own, names)
     wrong, ours_only = {}, True
+    alone = next((flag.positional for flag in flags if flag.positional and flag.name != "command"), "")
     for word, value in zip(own, [*own[1:], ""]):
         given = word.split("=")[0].lstrip("+")
         name = given.lstrip("-").replace("-", "_")
@@ -149,7 +150,9 @@ def _refuse_wrong(argv: Sequence[str], own: Sequence[str], kind: type) -> None:
             only = "is set in Python only" if name in in_python else None
             there = _elsewhere(name) if not foreign.answer(name, names) and "command" not in names else None
             ours_only = ours_only and bool(there)
-            wrong[given] = only or foreign.answer(name, names) or there or _nearest(name, names)
+            bare = f"is no flag: give {alone} without one, as in {sys.argv[0]} runs/grpo"
+            bare = bare if alone and name in foreign.OF_RUN else ""
+            wrong[given] = only or foreign.answer(name, names) or bare or there or _nearest(name, names)
         elif word.startswith("--") and (ours := foreign.VALUES.get(name, {}).get(value)):
             wrong[f"{given} {value}"], ours_only = f"is {ours} here", False
     unknown = bool(wrong)

@@ -80,6 +80,8 @@ FLAGS = {  # the flag here: the first of several ("a | b") that the script has, 
     # what several others call them
     "eval_every": "eval_steps", "eval_freq": "eval_steps", "save_every": "save_steps", "log_every": "print_steps",
     "log_interval": "print_steps", "print_every": "print_steps", "checkpoint_every": "save_steps",
+    # of rlkit chat and plot
+    "max_tokens": "max_new_tokens", "message": "prompt", "system": "system_prompt", "output": "out", "save": "out",
     # TRL, verl and OpenRLHF: what their tables in docs/migrating.md have besides
     "generation_batch_size": "prompts_per_step (completions / num_generations)",
     "steps_per_generation": "minibatches", "use_bias_correction_kl": "kl_coef (with this correction, always)",
@@ -161,6 +163,10 @@ VALUES = {  # of a flag here
     "dtype": {"bfloat16": "bf16", "float32": "fp32", "auto": "the default: leave it out"},
     "engine": {"hf": "local", "vllm": "sglang"},
 }  # fmt: skip
+OF_RUN = (  # what chat, plot and track take as a word of its own
+    "checkpoint", "checkpoint_dir", "folder", "input", "log_dir", "logdir", "model", "model_name_or_path", "model_path",
+    "path", "run", "run_dir",
+)  # fmt: skip
 COMMANDS = {"reward": "reward_model", "rm": "reward_model", "train": "sft or grpo", "eval": "grpo --steps 0"}
 PREFIXES = (
     "actor",

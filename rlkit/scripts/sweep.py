@@ -68,6 +68,9 @@ class Args:
 
     def __post_init__(self) -> None:
         check(self, may_be_empty=("command",))
+        for name in self.choice:
+            fix = "several values are separated by commas, as in group-size 4,8"
+            refuse_if(not name[:1].isalpha(), f"`choice` {name} is no flag: {fix}")
         for name, (low, high) in self.range.items():
             refuse_if(low > high, f"`range` {name}: lowest first, got {low:g} {high:g}")
         for name, (low, high) in self.log_range.items():

@@ -347,11 +347,23 @@ WRONG = [
     ("grpo --model m --reward a:b", "missing --data; --help"),
     ("dpo", "missing --model and --data; --help"),
     ("chat", "missing RUN; --help"),
+    (
+        "chat --checkpoint runs/a",
+        "--checkpoint is no flag: give RUN without one, as in rlkit chat runs/grpo; --help",
+    ),
+    ("chat --model m", "--model is no flag: give RUN without one, as in rlkit chat runs/grpo"),
+    ("chat m --max-tokens 5", "--max-tokens is --max-new-tokens here"),
+    ("plot --logdir runs/a", "--logdir is no flag: give FOLDERS without one, as in rlkit plot runs/grpo"),
+    ("plot runs/a --output a.png", "--output is --out here"),
     ("plot --wrong", "--wrong is no flag; --help lists the flags"),
     ("grpo", "missing --model and --data; --help lists the flags"),
     (
         "sweep --choice group-size 2 4 -- rlkit grpo",
         "--choice must be pairs of a name and a value, got group-size 2 4: ",
+    ),
+    (
+        "sweep --choice group-size 2 4 8 -- rlkit grpo",
+        "--choice 4 is no flag: several values are separated by commas, as in group-size 4,8",
     ),
     ("grpo --model m --data d --reward a:b --drop-truncated false", "--drop-truncated takes no value: for off give"),
     ("grpo --model m --data d --steps x", "--steps must be a whole number, got 'x'"),
