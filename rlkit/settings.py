@@ -292,7 +292,7 @@ class Schedule:
 class Optim:
     """How a step trains: AdamW, its learning rate, gradient clipping, precision and micro-batches."""
 
-    lr: NotNegative = 1e-6
+    lr: Share = 1e-6
     """peak learning rate"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """learning rate after the warm-up: constant, or decay to 0 at the last step"""
@@ -388,7 +388,7 @@ class Penalties:
 class Critic:
     """PPO's critic and generalized advantage estimation."""
 
-    critic_lr: NotNegative = 1e-5
+    critic_lr: Share = 1e-5
     """peak learning rate of the critic, on the policy's schedule"""
     critic_steps: CountOr0 = 0
     """steps at the start that train only the critic"""

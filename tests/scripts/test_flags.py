@@ -338,7 +338,8 @@ def test_all_wrong_flags_are_answered_at_once():
 
 
 WRONG = [
-    ("grpo --model m --data no.jsonl --reward a:b --lr -1", "--lr must be at least 0, got -1.0"),
+    ("grpo --model m --data no.jsonl --reward a:b --lr -1", "--lr must be from 0 to 1, got -1.0"),
+    ("sft --model m --data no.jsonl --lr 1e6", "--lr must be from 0 to 1, got 1000000.0"),
     ("grpo --model m --data no.jsonl --reward a:b --kl-target 0.1", "--kl-target moves --kl-coef"),
     ("grpo --model m --data no.jsonl --reward a:b --group-size 1", "--group-size must be at least 2"),
     ("grpo --model m --data no.jsonl --reward a:b --max-dropped 3", "--max-dropped is a limit on --success-range"),
