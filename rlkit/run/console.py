@@ -211,7 +211,8 @@ def _cell(column: Column, metrics: Mapping[str, Any]) -> str:
 class RunDisplay:
     """Prints step lines, and on a terminal a bar with step, ETA and status (only then is `rich` imported).
 
-    A line is printed for every `print_steps`-th step, for the last step and for steps with an evaluation.
+    A line is printed for every `print_steps`-th step, for the last step and for steps with an evaluation. A run of no
+    step has no bar.
     """
 
     def __init__(self, *, steps: int, start: int = 0, print_steps: int = 1) -> None:
@@ -222,7 +223,7 @@ class RunDisplay:
         self._shown = self._evals = ""
         self._bar: Any = None
         encode_anything()
-        if sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        if steps and sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
             with _unless_lost():
                 self._open_bar(steps, max(start, 0))
 

@@ -77,6 +77,14 @@ def test_columns_appear_with_their_metrics_and_the_header_returns(capsys):
     assert lines[1].split() == ["0", "0.500/-"]
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_of_no_step_has_no_bar(capsys, monkeypatch, steps):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    RunDisplay(steps=steps).close()
+    assert ("step 0/" in capsys.readouterr().out) == bool(steps)
+
+
 SCRIPT = """
 import sys, time
 from rlkit.run.console import RunDisplay
