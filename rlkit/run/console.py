@@ -116,21 +116,22 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is not None:
-            sys.stderr.write(wrapped(printable(record.getMessage()), sys.stderr) + "\n")
+            sys.stderr.write(wrapped(printable(masked(self.format(record))), sys.stderr) + "\n")
 
 
 @contextmanager
 def warnings_that_fit() -> Iterator[None]:
-    """Inside the block, warnings of rlkit are broken between words on a terminal, unless logging is configured."""
-    logger, handler = logging.getLogger("rlkit"), _Warnings(logging.WARNING)
-    if logger.hasHandlers():
-        yield
-        return
-    logger.addHandler(handler)
+    """Inside the block, warnings of rlkit and asyncio are printable, and broken between words on a terminal, unless
+    logging is configured."""
+    handler, named = _Warnings(logging.WARNING), map(logging.getLogger, ("rlkit", "asyncio"))
+    loggers = [logger for logger in named if not logger.hasHandlers()]
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 class _Progress(logging.Handler):

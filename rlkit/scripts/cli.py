@@ -18,6 +18,7 @@ import re
 import shlex
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
@@ -231,6 +232,8 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
     process ends by SIGINT, so that a shell's loop ends with it, or with 143 after SIGTERM; ranks exit with 0.
     """
     alone, result, sys.excepthook = "RANK" not in os.environ, None, _show_traceback
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _show_in_thread
     if os.environ.get("RANK", "0") != "0":
         logging.getLogger("rlkit").setLevel(logging.ERROR)  # rank 0 warns for all ranks
     call: Callable[..., X | None] = _with_short_errors
@@ -262,6 +265,13 @@ def _show_traceback(_kind: type[BaseException], error: BaseException, _frames: A
     """Python's traceback without control characters: a message may hold what a model wrote."""
     if sys.stderr is not None:
         sys.stderr.write(printable(masked("".join(traceback.format_exception(error)))))
+
+
+def _show_in_thread(args: threading.ExceptHookArgs) -> None:
+    """The same of a thread."""
+    if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+        args.exc_value.add_note(f"in thread {args.thread.name if args.thread else 'unknown'}")
+        _show_traceback(args.exc_type, args.exc_value, args.exc_traceback)
 
 
 def _with_short_errors(script: Callable[..., X], *args: Any) -> X:

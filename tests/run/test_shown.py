@@ -103,6 +103,36 @@ def main():
 on_ranks(main)
 """
 
+RAISES_ELSEWHERE = r"""
+import asyncio, threading
+from dataclasses import dataclass
+from rlkit.scripts.cli import run
+@dataclass(frozen=True)
+class Args:
+    pass
+def fail(where):
+    raise KeyError(f"\x1b]0;of a {where}\x07 at http://me:SECRET@host")
+async def task():
+    asyncio.get_running_loop().call_soon(fail, "callback")
+    await asyncio.sleep(0.01)
+def main(args):
+    thread = threading.Thread(target=fail, args=("thread",), name="mine")
+    thread.start()
+    thread.join()
+    asyncio.run(task())
+run(main, Args, None, argv=[])
+"""
+
+
+def test_errors_of_threads_and_callbacks_have_no_control_characters_and_no_passwords():
+    code, out, err = screens.run([sys.executable, "-c", RAISES_ELSEWHERE], "pipe")
+    assert code == 0, out + err
+    for where in ("thread", "callback"):
+        assert rf"]0;of a {where}\x07 at http://me:***@host" in err
+    assert "in thread mine" in err
+    assert "\x1b" not in err
+    assert "SECRET" not in out + err
+
 
 @pytest.mark.parametrize("where", ["terminal", "pipe"])
 def test_a_traceback_has_no_control_characters_and_no_passwords(where):
