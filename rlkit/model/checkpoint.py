@@ -13,7 +13,8 @@ process group there is one rank. `BackgroundSaver` writes in a thread while the 
 carry the number of this format (`FORMAT`); a folder in another format is refused.
 
 Names of tensors do not depend on the layout: `model/NAME` is a weight or buffer, `optimizer/KEY/NAME` the optimizer's
-KEY (exp_avg, step, ...) of parameter NAME. DTensors stay DTensors: each rank writes and reads its own shards, and
+KEY (exp_avg, step, ...) of parameter NAME. The frozen weights under LoRA adapters are left out: a run that resumes has
+read them from its model's folder. DTensors stay DTensors: each rank writes and reads its own shards, and
 torch.distributed.checkpoint reshards. A pipeline stage has only its own names, and a tied weight is on two stages;
 lists of names that are stored or compared cover all stages. torch.distributed.checkpoint takes a second to import
 before transformers is loaded, so it is imported by the first checkpoint.
@@ -43,6 +44,7 @@ from torch.optim import Optimizer
 
 import rlkit
 from rlkit import files as _files
+from rlkit.model.lora import adapters
 from rlkit.model.parallelize import mesh_of
 from rlkit.model.weights import clean_name, model_tensors
 from rlkit.parallel.data import each_stage
@@ -105,6 +107,35 @@ def _check_reference(path: Path, model: nn.Module) -> None:
 
 def _clean(model: nn.Module) -> list[str]:
     return [clean_name(name) for name, _ in model.named_parameters()]
+
+
+def base_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The frozen weights under adapters. They never change: a checkpoint leaves them to the model's folder."""
+    parts = model.items() if isinstance(model, nn.ModuleDict) else [("", model)]
+    base: dict[str, Tensor] = {}
+    for key, part in parts:
+        frozen = [(name, p) for name, p in part.named_parameters() if not p.requires_grad and ".lora_" not in name]
+        base |= {f"model/{key}{'.' * bool(key)}{clean_name(name)}": p for name, p in frozen if adapters(part)}
+    return base
+
+
+def sums_of(base: dict[str, Tensor], model: nn.Module) -> dict[str, float]:
+    """The sum of each base weight, of all stages: enough to tell whether the model's folder holds other weights now."""
+    sums = {name: p.detach().sum(dtype=torch.float64) for name, p in base.items()}
+    here = {name: float(x.full_tensor() if hasattr(x, "full_tensor") else x) for name, x in sums.items()}
+    return {name: x for stage in of_stages(model, here) for name, x in stage.items()}
+
+
+def _check_base(path: Path, base: dict[str, Tensor], model: nn.Module, stored: dict[str, float]) -> None:
+    """ValueError if the base weights are not those that the adapters of the checkpoint were trained on."""
+    here = sums_of(base, model)
+    wrong = [name for name, x in stored.items() if not math.isclose(x, here.get(name, x), rel_tol=1e-6, abs_tol=1e-4)]
+    if wrong:
+        first = wrong[0].removeprefix("model/")
+        raise ValueError(
+            f"{path}: its adapters were trained on other weights than the model has now ({first} and {len(wrong) - 1} "
+            "others differ): give the model that the run started from"
+        )
 
 
 def _room(key: str, stored: Any, param: Tensor, group: dict[str, Any]) -> Tensor:
@@ -302,7 +333,10 @@ def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer 
     if not isinstance(side, dict) or not isinstance(side.get("state"), dict):
         raise ValueError(f"{path / 'state.pt'} is damaged, or no file of a checkpoint: it has no `state`")
     _check_format(path / "state.pt", side)
-    tensors = model_tensors(model)
+    base = base_weights(model)
+    left_out = base.keys() - _stored(path).keys()
+    _check_base(path, base, model, side.get("base", {}))
+    tensors = {name: x for name, x in model_tensors(model).items() if name not in left_out}
     if optimizer is not None:
         tensors |= empty_optimizer_tensors(path, model, optimizer, side["optimizer"])
     read_tensors(tensors, path, model)
@@ -357,7 +391,10 @@ def make_job(
     if keep < 1:
         raise ValueError(f"keep must be at least 1 (the checkpoint just written), got {keep}")
     side = {"format": FORMAT, "rlkit": rlkit.__version__, "state": plain(state, "state"), "optimizer": None}
-    tensors = model_tensors(model)
+    base = base_weights(model)
+    tensors = {name: x for name, x in model_tensors(model).items() if name not in base}
+    if base:
+        side["base"] = sums_of(base, model)
     if optimizer is not None:
         side["optimizer"] = optimizer_options(model, optimizer)
         tensors |= optimizer_tensors(model, optimizer)

@@ -15,8 +15,12 @@ import transformers as hf
 from model_types import config_of
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.model import checkpoint
+from rlkit.model.checkpoint import load_checkpoint, save_checkpoint
 from rlkit.model.families import shrunk
 from rlkit.model.lora import adapters, add_lora
+from rlkit.model.optim import adamw
 from rlkit.model.weights import export_hf, stream_weights
 from rlkit.scripts.common import Lora
 
@@ -140,3 +144,57 @@ def test_targets_need_a_rank():
     message = "`lora_targets` q_proj,v_proj: several names are separated by blanks: q_proj v_proj"
     with pytest.raises(ValueError, match=message):
         Lora(lora_rank=4, lora_targets=("q_proj,v_proj",))
+
+
+def adapted_model(seed: int = 0):
+    """The demo's model with adapters, and an optimizer that has taken a step."""
+    model = add_lora(tiny_model(tiny_tokenizer(), seed=seed), rank=4)
+    optimizer = adamw(model, lr=1e-2)
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def test_a_checkpoint_of_adapters_leaves_out_what_never_changes(tmp_path, monkeypatch):
+    model, optimizer = adapted_model()
+    path = save_checkpoint(tmp_path / "a", step=1, model=model, optimizer=optimizer, state={}, keep=1)
+    other = add_lora(tiny_model(tiny_tokenizer(), seed=0), rank=4, seed=7)
+    load_checkpoint(path, model=other, optimizer=adamw(other, lr=1e-2))
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    monkeypatch.setattr(checkpoint, "base_weights", lambda _: {})  # as up to version 0.1: all weights
+    full = save_checkpoint(tmp_path / "b", step=1, model=model, optimizer=optimizer, state={}, keep=1)
+    monkeypatch.undo()
+    assert size_of(path) < size_of(full) / 4
+    changed = add_lora(tiny_model(tiny_tokenizer(), seed=5), rank=4)
+    load_checkpoint(full, model=changed, optimizer=None)
+    for (name, a), b in zip(model.named_parameters(), changed.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_adapters_are_not_loaded_onto_other_weights(tmp_path):
+    model, optimizer = adapted_model()
+    path = save_checkpoint(tmp_path, step=1, model=model, optimizer=optimizer, state={}, keep=1)
+    other = add_lora(tiny_model(tiny_tokenizer(), seed=5), rank=4)
+    with pytest.raises(
+        ValueError, match=r"trained on other weights than the model has now \(\S+ and \d+ others differ\)"
+    ):
+        load_checkpoint(path, model=other, optimizer=adamw(other, lr=1e-2))
+
+
+def test_a_moving_reference_beside_a_model_with_adapters_is_kept(tmp_path):
+    model, _ = adapted_model()
+    both = torch.nn.ModuleDict(
+        {"policy": model, "reference": tiny_model(tiny_tokenizer(), seed=2).requires_grad_(False)}
+    )
+    path = save_checkpoint(tmp_path, step=1, model=both, optimizer=None, state={}, keep=1)
+    fresh = add_lora(tiny_model(tiny_tokenizer(), seed=0), rank=4)
+    other = torch.nn.ModuleDict({"policy": fresh, "reference": tiny_model(tiny_tokenizer(), seed=3)})
+    load_checkpoint(path, model=other, optimizer=None)
+    for (name, a), b in zip(both.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
