@@ -28,9 +28,10 @@ from rlkit.rewards.call import (
     run_reward,
     run_reward_each,
 )
-from rlkit.rewards.failures import name_of
+from rlkit.rewards.failures import ALARM, name_of
 from rlkit.rewards.source import (
     absent_columns,
+    alarm_in,
     chat_header,
     code_of,
     constants,
@@ -495,9 +496,12 @@ def check_rows(function: Callable[..., Any], *parts: Sequence[dict[str, Any]]) -
     Raises ValueError for the first row that lacks one, with its place (`rlkit.data.load.place_of`) and its columns; and
     for a function in TRL's form that reads completions as messages (`completion[0]["content"]`) where prompts are
     strings, or as texts where prompts are messages. What is not seen in its source is logged as a warning, and so are
-    columns that it reads and that no row of a part has: they give its default, or an error when it is called.
+    columns that it reads and that no row of a part has: they give its default, or an error when it is called; and an
+    alarm, which raises an error in the thread that runs it.
     """
     said = list[str]()
+    if alarm := alarm_in(function):
+        _log.warning("%s uses %s: %s", name_of(function), alarm, ALARM)
     for rows in filter(len, parts):
         _check_needs(function, rows)
         columns, is_trl = set[str]().union(*rows), hasattr(function, "check_form")

@@ -17,9 +17,14 @@ from rlkit.rewards.load import PRIVATE
 from rlkit.rewards.timeouts import TimedOut
 
 _PACKAGE = Path(__file__).parents[1]  # rlkit
+_NO_ALARM = (
+    "turn its own alarm off (math_verify: parse(..., parsing_timeout=None), verify(..., timeout_seconds=None)) and use "
+    "timeout_s (--reward-timeout); --reward rlkit.rewards.math:anywhere runs math_verify in processes"
+)
+ALARM = f"it works in the main thread only, and rewards run in others, where it raises an error; {_NO_ALARM}"
 _FIXES = {  # words of an error, all of which must be there, and the fix
-    ("signal only works in main thread",): "turn its own alarm off (math_verify: timeout_seconds=None, "
-    "parsing_timeout=None) and use timeout_s",
+    ("signal only works in main thread",): _NO_ALARM,
+    ("math-verify", "threaded environment"): _NO_ALARM,
     ("no current event loop",): "declare it `async def` and await in it, or call asyncio.run(...) in a plain function",
     ("cannot be called from a running event loop",): "await the coroutine: the function is `async def` already",
     ("can't pickle",): "a process gets only functions that are at the top level of a file: move it there",

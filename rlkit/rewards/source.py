@@ -47,6 +47,38 @@ def chat_header(function: Any) -> str:
     return next((text for text in texts if any(header in text.lower() for header in _HEADERS)), "")
 
 
+def alarm_in(function: Callable[..., Any]) -> str:
+    """The call of a plain function, or of a function or class of its file that it names, which works in the main thread
+    only: an alarm or a handler of `signal`, or math-verify's with a timeout. Empty where a process may be what runs it.
+    """
+    code = code_of(function)
+    if code is None or inspect.iscoroutinefunction(unwrapped(function)):
+        return ""
+    places = getattr(unwrapped(function), "__globals__", {})
+    left, seen, names, keywords = [code], set[CodeType](), set[str](), set[str]()
+    while left:
+        if (part := left.pop()) in seen:
+            continue
+        seen.add(part)
+        names.update(names_in(part))
+        keywords.update(word for value in constants(part) if isinstance(value, tuple) for word in value)
+        for named in [places[name] for name in names_in(part) if name in places]:
+            names.update((str(getattr(named, "__module__", None) or getattr(named, "__name__", "")).split(".")[0],))
+            methods = vars(named).values() if inspect.isclass(named) else [unwrapped(named)]
+            inner = [method.__code__ for method in methods if hasattr(method, "__code__")]
+            left += [of for of in inner if of.co_filename == code.co_filename]
+    if names & _PROCESSES:
+        return ""
+    for name in ("alarm", "setitimer"):
+        if names >= {"signal", name}:
+            return f"signal.{name}"
+    return "math_verify with a timeout" if "math_verify" in names and not keywords & _NO_TIMEOUT else ""
+
+
+_PROCESSES = {"multiprocessing", "Process", "Pool", "ProcessPool", "ProcessPoolExecutor", "subprocess"}
+_NO_TIMEOUT = {"parsing_timeout", "timeout_seconds"}
+
+
 def absent_columns(function: Callable[..., Any], columns: set[str], *, kwargs: bool = False) -> list[str]:
     """The names that a function reads of its row, or of its `**kwargs`, and that are no column: by `["NAME"]`, `get` or
     `in`, of a parameter that has one meaning and to which it adds nothing. What it calls is not followed."""

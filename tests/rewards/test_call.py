@@ -12,12 +12,15 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
+import math_verify
 import numpy as np
 import pytest
 import torch
 
 from rlkit.rewards import Reward, RewardError, Sample, run_reward, run_reward_each, timeouts
+from rlkit.rewards.adapters import adapted, check_rows
 from rlkit.rewards.call import check_signature
+from rlkit.rewards.load import load_function
 
 
 def samples(*texts, **extra):
@@ -260,6 +263,78 @@ async def test_an_alarm_off_the_main_thread_is_explained():
 
     with pytest.raises(RewardError, match=r"signal only works in main thread.*\n.*\n  fix: turn its own alarm off"):
         await run(alarmed, samples("a"))
+
+
+ALARMED = {  # functions whose own errors nobody sees, and what is said of them; nothing where none is raised
+    """
+def reward(solution_str, ground_truth):
+    try:
+        signal.alarm(3)
+        return 1.0
+    except ValueError:
+        return 0.0""": "signal.alarm",
+    """
+class limit:
+    def __enter__(self):
+        signal.setitimer(signal.ITIMER_REAL, 3)
+    def __exit__(self, *_):
+        pass
+def reward(completion, row):
+    with limit():
+        return 1.0""": "signal.setitimer",
+    """
+@contextmanager
+def limit():
+    signal.alarm(3)
+    yield
+def score(text):
+    with limit():
+        return 1.0
+def reward(completion, row):
+    return score(completion)""": "signal.alarm",
+    """
+def reward(completions, answer, **kwargs):
+    return [float(verify(parse(a), parse(c))) for a, c in zip(answer, completions)]""": "math_verify with a timeout",
+    """
+def reward(completion, row):
+    from math_verify import parse
+    return len(parse(completion))""": "math_verify with a timeout",
+    """
+def reward(completion, row):
+    return len(parse(completion, parsing_timeout=None))""": "",
+    """
+async def reward(completion, row):
+    signal.alarm(3)
+    return 1.0""": "",
+    """
+def work(text):
+    signal.alarm(3)
+def reward(completion, row):
+    multiprocessing.Process(target=work).start()
+    return 1.0""": "",
+    """
+def reward(completion, row):
+    return float("alarm" in row.get("signal", ""))""": "",
+}
+
+
+@pytest.mark.parametrize("source", ALARMED)
+def test_an_alarm_is_named_before_the_run(source, tmp_path, caplog):
+    imports = (
+        "import multiprocessing, signal\nfrom contextlib import contextmanager\nfrom math_verify import parse, verify"
+    )
+    (tmp_path / "mine.py").write_text(f"{imports}{source}\n")
+    check_rows(adapted(load_function(f"{tmp_path}/mine.py:reward")), [{"prompt": "q", "answer": "1", "signal": ""}])
+    said = [record.getMessage() for record in caplog.records if "main thread" in record.getMessage()]
+    assert len(said) == bool(ALARMED[source])
+    assert not said or (f"mine.py:reward uses {ALARMED[source]}" in said[0] and "--reward-timeout" in said[0])
+
+
+async def test_a_timeout_of_math_verify_is_explained():
+    with pytest.raises(
+        RewardError, match=r"threaded environment(.|\n)*  fix: turn its own alarm off \(math_verify: parse"
+    ):
+        await run(lambda completion, row: len(math_verify.parse(completion)), samples("a"))
 
 
 @pytest.mark.parametrize("form", ["sync", "async", "batched"])
