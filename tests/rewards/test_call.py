@@ -323,11 +323,11 @@ def test_an_alarm_is_named_before_the_run(source, tmp_path, caplog):
     imports = (
         "import multiprocessing, signal\nfrom contextlib import contextmanager\nfrom math_verify import parse, verify"
     )
-    (tmp_path / "mine.py").write_text(f"{imports}{source}\n")
-    check_rows(adapted(load_function(f"{tmp_path}/mine.py:reward")), [{"prompt": "q", "answer": "1", "signal": ""}])
+    (tmp_path / "alarming.py").write_text(f"{imports}{source}\n")
+    check_rows(adapted(load_function(f"{tmp_path}/alarming.py:reward")), [{"prompt": "q", "answer": "1", "signal": ""}])
     said = [record.getMessage() for record in caplog.records if "main thread" in record.getMessage()]
     assert len(said) == bool(ALARMED[source])
-    assert not said or (f"mine.py:reward uses {ALARMED[source]}" in said[0] and "--reward-timeout" in said[0])
+    assert not said or (f"alarming.py:reward uses {ALARMED[source]}" in said[0] and "--reward-timeout" in said[0])
 
 
 async def test_a_timeout_of_math_verify_is_explained():
