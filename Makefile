@@ -48,7 +48,7 @@ bench: $(VENV)/.ready-dev
 	$(RUN) benchmarks/context.py
 
 bench-trl: $(VENV)/.ready-dev
-	$(RUN) benchmarks/peers/compare_trl.py
+	$(RUN) benchmarks/peers/compare_trl.py $(FLAGS)
 
 # On a machine with a CUDA device, in this order, with its own Python; nothing is installed. See docs/gpu.md.
 gpu-test:  # tests of kernels and training, then the main shape with the shipped constants; 6 minutes

@@ -142,7 +142,7 @@ def ratios() -> dict[str, float]:
         found |= {f"{name}: {row['figure'].strip()}": round(row["better by"][0], 3) for row in rows}
     for row in _result("training_step_cpu").get("rows", []):
         name = "training: {model}, prompt {prompt}, {dtype}".format(**row)
-        found[name] = round(row["dense"]["ratio"][0], 3)
+        found[name] = round(row["packed"]["ratio"][0], 3)
     return found
 
 

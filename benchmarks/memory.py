@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 import tyro
@@ -225,7 +224,6 @@ def kept_bytes(model: Any, forward: Callable[[], Any]) -> int:
 
 def measured_activation_bytes(shape: Shape, *, dtype: torch.dtype, tokens: int = 384) -> float:
     """Bytes per layer and token that a model's own layers keep, as on a GPU: the difference of four layers and two."""
-    from rlkit.model import dense
     from rlkit.model.forward import forward, prepare
     from rlkit.packing import pack
     from rlkit.types import Trajectory
@@ -234,8 +232,7 @@ def measured_activation_bytes(shape: Shape, *, dtype: torch.dtype, tokens: int =
     found = []
     for layers in (2, 4):
         model = prepare(build(replace(shape, layers=layers))).to(dtype)
-        with mock.patch.object(dense, "covers", return_value=False):
-            found.append(kept_bytes(model, lambda model=model: forward(model, pack([[sequence]]))))
+        found.append(kept_bytes(model, lambda model=model: forward(model, pack([[sequence]]))))
     return (found[1] - found[0]) / 2 / tokens
 
 

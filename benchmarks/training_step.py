@@ -10,9 +10,8 @@ One optimizer step of GRPO on 8 prompts with 8 answers each, with SmolLM2-135M-I
                   log-softmax and loss at the answers (what trainers over transformers do); eight answers a micro-batch
                   where all together do not fit 2 GB of logits and activations
     packed        `grpo_update` with each prompt forwarded once, over the model's own layers
-    dense         the same with `rlkit.model.dense`, which is the default
 
-All three train on the same tokens; the gradient norms of the first step must agree. A ratio is padded / that side,
+Both train on the same tokens; the gradient norms of the first step must agree. A ratio is padded / that side,
 within a round.
 """
 
@@ -25,7 +24,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +35,6 @@ from torch import Tensor
 from rlkit import Trajectory, group_centered, pack, with_advantages
 from rlkit.loops.updates import PolicyLoss, grpo_update
 from rlkit.metrics import finalize
-from rlkit.model import dense
 from rlkit.model.forward import make_policy, prepare
 from rlkit.model.optim import adamw
 from rlkit.settings import Optim, Rollouts
@@ -113,14 +110,9 @@ def measure(name: str, prompt: int, dtype: str, args: Args) -> dict[str, Any]:
         )  # fmt: skip
         return finalize(metrics)["grad_norm"]
 
-    def own_layers() -> float:
-        with mock.patch.object(dense, "covers", return_value=False):
-            return packed()
-
     sides = {
         "padded": lambda: padded_step(plain, optimizers[0], ids, advantages, prompt, dtype),
-        "packed": own_layers,
-        "dense": packed,
+        "packed": packed,
     }
     times: dict[str, list[float]] = {side: [] for side in sides}
     begin = time.perf_counter()
@@ -147,16 +139,13 @@ def main(args: Args) -> None:
     torch.set_num_threads(args.threads)
     rows = []
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    print(f"{'model':8}{'prompt':>7}{'dtype':>7}{'padded ms':>11}   packed, times as fast   dense, times as fast")
+    print(f"{'model':8}{'prompt':>7}{'dtype':>7}{'padded ms':>11}   packed, times as fast")
     for name in args.models:
         for prompt in (n for n in args.prompts if n <= LONGEST.get(name, n)):
             for dtype in args.dtypes:
                 row = measure(name, prompt, dtype, args)
-                cells = ("{:8.2f} ({:.2f}-{:.2f})".format(*row[side]["ratio"]) for side in ("packed", "dense"))
-                print(
-                    f"{name:8}{prompt:7}{dtype:>7}{1e3 * row['padded']['seconds']:11.0f}   " + "   ".join(cells),
-                    flush=True,
-                )
+                ratio = "{:8.2f} ({:.2f}-{:.2f})".format(*row["packed"]["ratio"])
+                print(f"{name:8}{prompt:7}{dtype:>7}{1e3 * row['padded']['seconds']:11.0f}   {ratio}", flush=True)
                 rows.append(row)
                 args.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from rlkit.files import no_code
 from rlkit.kernels.linear_logp import FusedLoss, fused_loss, linear_log_kept_mass, linear_logp
-from rlkit.model import dense
 from rlkit.model.families import (
     check_architecture,
     check_causal_lm,
@@ -30,9 +29,8 @@ from rlkit.model.families import (
 from rlkit.model.lora import adapters, without_adapter
 from rlkit.model.parallelize import device_of, dtype_of, inside, mesh_of
 from rlkit.model.pretrained import NO_CODE, load_config
-from rlkit.model.weights import read_small
 from rlkit.packing import check_batch, join, pack, with_streams
-from rlkit.parallel.attention import IMPLEMENTATION, has_flash, register, tail
+from rlkit.parallel.attention import IMPLEMENTATION, has_flash, register
 from rlkit.parallel.context import plan_layout
 from rlkit.parallel.data import rank_microbatches, summed
 from rlkit.parallel.mesh import Mesh
@@ -119,9 +117,7 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrain
     config = load_config(path)
     check_causal_lm(config)
     check_architecture(config)
-    model, missing = read_small(config, path), list[str]()
-    if model is None:
-        model, missing = read_pretrained(AutoModelForCausalLM, path)
+    model, missing = read_pretrained(AutoModelForCausalLM, path)
     if missing:
         names = ", ".join(sorted(missing)[:5])
         raise ValueError(f"model {str(path)!r} has no weights for {names}: is it a causal language model?")
@@ -133,11 +129,15 @@ def read_pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> 
 
     The progress bar of transformers is shown only for checkpoints that take seconds: above 1 GB, or from the hub.
 
-    Errors: ValueError, with the path, for weights that cannot be read, have another shape or are quantized.
+    Errors: ValueError, with the path, for weights that cannot be read, have another shape or are quantized; OSError
+    for a damaged generation_config.json, whose stop tokens transformers would leave out in silence.
     """
     from safetensors import SafetensorError
+    from transformers import GenerationConfig
     from transformers.utils import logging
 
+    if (Path(path) / "generation_config.json").is_file():
+        GenerationConfig.from_pretrained(path)
     shown = logging.is_progress_bar_enabled()
     if Path(path).is_dir() and sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) < 1e9:
         logging.disable_progress_bar()
@@ -239,19 +239,14 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
     some = batch if batch.num_tokens else _dummy(batch.tokens.device)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         mesh = mesh_of(model)
-        is_dense = mesh is None and dense.covers(model)
         layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype))
         joined = join(some)
         check_prompt_ids(joined[0], model, "the batch's prompt and input ids")
         _check_length(model.config, joined[1])
-        if is_dense:
-            last = tail(layout.plan, layout.start)
-            hidden = dense.hidden_states(model.base_model, *joined, layout.plan, last, dtype=dtype)[: batch.num_tokens]
-        else:
-            ids, positions = (layout.local(move(x))[None] for x in joined)
-            out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, attention_plan=layout.plan)
-            layout = layout if batch.num_tokens else layout.empty()
-            hidden = layout.head_rows(out.last_hidden_state[0])
+        ids, positions = (layout.local(move(x))[None] for x in joined)
+        out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, attention_plan=layout.plan)
+        layout = layout if batch.num_tokens else layout.empty()
+        hidden = layout.head_rows(out.last_hidden_state[0])
     rows = head(hidden, lambda x: layout.spread(move(x)))
     return tuple(layout.collect(x).to(model.device, copy=True) for x in rows)  # FSDP2 warns about views
 

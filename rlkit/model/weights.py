@@ -1,15 +1,12 @@
 """The policy's weights for engines and files: full tensors under their Hugging Face checkpoint names.
 
 `stream_weights` feeds a rollout engine, `export_hf` writes a folder for `from_pretrained`. Both work on every layout
-(plain, FSDP2, tensor parallel, pipeline stages and their products) and never hold the whole model. `read_small` reads
-such a folder without the slow parts of `from_pretrained`.
+(plain, FSDP2, tensor parallel, pipeline stages and their products) and never hold the whole model.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,15 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlkit import files as _files
-from rlkit.model.dense import why_not_dense
 from rlkit.model.lora import Adapter, adapters, merged
 from rlkit.model.parallelize import mesh_of
-from rlkit.model.pretrained import NO_CODE
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh
 from rlkit.ranks import on_all_ranks, on_rank0, rank
 
-_SMALL = 1e9  # bytes; `from_pretrained` reads larger files in several threads
 _INDEX = "model.safetensors.index.json"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # added by torch.compile and by activation checkpointing
 _WHAT, _FIX = "the model", "The previous content of the path is untouched. Free space there or give another path."
@@ -147,45 +141,6 @@ def export_hf(
 
     on_all_ranks(gather)
     return path
-
-
-@torch.no_grad()
-def read_small(config: Any, path: str | os.PathLike[str]) -> Any:
-    """The causal LM of a folder as `from_pretrained` reads it in fp32, or None for a folder outside the limits.
-
-    `from_pretrained` builds the model on the meta device, whose operators import sympy: 0.25 s and 35 MB more.
-
-    Limits: models of the dense family (`rlkit.model.dense`) in one safetensors file of at most 1 GB, which holds
-    exactly the model's weights, beside a generation_config.json; no adapter and no quantization.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    folder = Path(path)
-    file, generation = folder / "model.safetensors", folder / "generation_config.json"
-    if why_not_dense(config) or not (file.is_file() and generation.is_file()) or file.stat().st_size > _SMALL:
-        return None
-    special = ("quantization_config", "auto_map")
-    if (folder / "adapter_config.json").exists() or any(getattr(config, name, None) for name in special):
-        return None
-    from transformers import AutoModelForCausalLM, GenerationConfig
-    from transformers.initialization import no_init_weights
-
-    try:
-        with safe_open(file, framework="pt") as saved:
-            with no_init_weights():
-                model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, **NO_CODE)
-            model.tie_weights()
-            weights = dict(model.named_parameters())
-            names: list[str] = saved.keys()
-            shapes = {name: saved.get_slice(name).get_shape() for name in names}
-            if shapes != {name: [*p.shape] for name, p in weights.items()}:
-                return None
-            for name, p in weights.items():
-                p.copy_(saved.get_tensor(name))
-    except SafetensorError:
-        return None
-    model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model.eval()
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -165,21 +165,6 @@ def _bucketed(order: Sequence[tuple[int, bool, int, int, int]]) -> list[slice]:
     return [slice(*bounds) for bounds in zip(starts, [*starts[1:], len(order)])]
 
 
-def tail(plan: AttentionPlan, start: int) -> AttentionPlan:
-    """Restrict a bucketed plan to the queries from row `start` of the stream on, after the shared prompts."""
-    if start == 0:
-        return plan
-    assert not isinstance(plan.out_index, slice)
-    first = int(plan.out_index[start:].min())
-    q = k = skipped = 0
-    for bucket in plan.buckets:
-        if q + bucket.size * bucket.q_len > first:
-            break
-        q, k, skipped = q + bucket.size * bucket.q_len, k + bucket.size * bucket.k_len, skipped + 1
-    queries, keys = (index[first:] for index, first in ((plan.q_index, q), (plan.k_index, k)))  # type: ignore[index]
-    return AttentionPlan(queries, keys, plan.out_index[start:] - q, plan.buckets[skipped:])
-
-
 def _rows(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
     return np.concatenate([np.arange(s, s + n) for s, n in ranges])
 

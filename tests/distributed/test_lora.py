@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.model import dense, launch
+from rlkit.model import launch
 from rlkit.model.checkpoint import load_checkpoint, save_checkpoint
 from rlkit.model.forward import forward, prepare, score
 from rlkit.model.lora import adapter_off, adapter_weights, adapters, add_lora, save_adapter, without_adapter
@@ -55,14 +55,6 @@ def train(model, mesh=None, steps=3):
 
 def logp(model):
     return score(partial(forward, model), batch(), max_tokens=64)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_forward():
-    """Models with and without an adapter compute the same bits."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dense, "covers", lambda _: False)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rlkit._tensors import upcast
-from rlkit.model.dense import Layer, rotary, rotary_table, why_not_dense
-from rlkit.model.dense import weights_of as layer_weights
 from rlkit.model.lora import adapter_of, is_low_rank, merged
 from rlkit.parallel.attention import causal_sdpa
 from rlkit.ranks import reshard
@@ -27,6 +25,27 @@ from rlkit.ranks import reshard
 KEEP_BYTES = 64 << 20
 TALL = range(16, 257)
 HALF = (torch.bfloat16, torch.float16)
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class Layer(NamedTuple):
+    """The weights of a decoder layer."""
+
+    norm: Tensor
+    q: Tensor
+    q_bias: Tensor | None
+    k: Tensor
+    k_bias: Tensor | None
+    v: Tensor
+    v_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    mlp_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
 
 
 class Weights(NamedTuple):
@@ -118,7 +137,7 @@ class Decoder:
 
     def _rotary(self, length: int) -> Rotary:
         embed = self._weights.embed
-        return Rotary(*rotary_table(self._model.model, embed[:1], torch.arange(length, device=embed.device)))
+        return Rotary(*_rotary_table(self._model.model, embed[:1], torch.arange(length, device=embed.device)))
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
@@ -197,7 +216,29 @@ def _project(x: Tensor, layer: Layer, angles: Rotary, eps: float) -> tuple[Tenso
     h, head_dim = F.rms_norm(x, layer.norm.shape, layer.norm, eps), angles.cos.shape[-1]
     projections = (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)
     q, k, v = (F.linear(h, *p).view(len(x), -1, head_dim) for p in projections)
-    return rotary(q, layer.q_norm, *angles, eps=eps), rotary(k, layer.k_norm, *angles, eps=eps), v
+    return _rotate(q, layer.q_norm, *angles, eps=eps), _rotate(k, layer.k_norm, *angles, eps=eps), v
+
+
+def _rotary_table(base: Any, x: Tensor, positions: Int[Tensor, "T"]) -> tuple[Tensor, Tensor]:
+    """cos, and sin with the sign of its half, [T, 1, head_dim], on the device and in the dtype of `x`."""
+    cos, sin = (t[0, :, None] for t in base.rotary_emb(x[None], positions[None]))
+    half = cos.shape[-1] // 2
+    return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+
+
+def _rotate(
+    x: Float[Tensor, "T H n"],
+    norm: Float[Tensor, "n"] | None,
+    cos: Float[Tensor, "T 1 n"],
+    sin: Float[Tensor, "T 1 n"],
+    *,
+    eps: float,
+) -> Float[Tensor, "T H n"]:
+    """Each head RMS-normed to y (if there is a norm), then rotated to its position: y * cos + swap(y) * sin, where swap
+    exchanges the halves; `sin` has the sign of its half."""
+    x = x.to(cos.dtype)
+    y = x if norm is None else F.rms_norm(x, norm.shape, norm, eps)
+    return (y * cos).addcmul_(y.roll(y.shape[-1] // 2, -1), sin)
 
 
 def _finish(x: Tensor, attended: Tensor, layer: Layer, eps: float) -> Tensor:
@@ -213,8 +254,16 @@ def _finish(x: Tensor, attended: Tensor, layer: Layer, eps: float) -> Tensor:
 def why_unsupported(model: Any, max_len: int) -> str | None:
     """Why `Decoder` cannot run this model, in words, or None if it can."""
     config = model.config
-    if (reason := why_not_dense(config)) is not None:
-        return reason
+    if config.model_type not in SUPPORTED:
+        return f"model type {config.model_type!r} is not one of {', '.join(SUPPORTED)}"
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"}:
+        return f"its layer types are {sorted(layer_types)}"
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if "dynamic" in rope or rope == "longrope":
+        return f"its rotary frequencies depend on the length ({rope})"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {config.hidden_act!r}"
     window = getattr(config, "sliding_window", None)
     if config.model_type == "mistral" and window is not None and window < max_len:
         return f"its sliding window {window} is shorter than max_len {max_len}"
@@ -231,10 +280,22 @@ def weights_of(model: Any) -> Weights:
     body = model.model
     return Weights(
         embed=plain(body.embed_tokens.weight),
-        layers=[layer_weights(layer, weight_of) for layer in body.layers],
+        layers=[_layer_weights(layer) for layer in body.layers],
         norm=plain(body.norm.weight),
         head=plain(model.lm_head.weight),
     )
+
+
+def _layer_weights(layer: Any) -> Layer:
+    """The weights of a decoder layer of transformers; see `weight_of`."""
+    a, mlp = layer.self_attn, layer.mlp
+    projections = [weight_of(p, name) for p in (a.q_proj, a.k_proj, a.v_proj) for name in ("weight", "bias")]
+    norms = (a._modules.get(name) for name in ("q_norm", "k_norm"))
+    head_norms = (None if norm is None else weight_of(norm, "weight") for norm in norms)
+    after = (weight_of(a.o_proj, "weight"), weight_of(a.o_proj, "bias"))
+    others = (layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    first = weight_of(layer.input_layernorm, "weight")
+    return Layer._make([first, *projections, *head_norms, *after, *(weight_of(m, "weight") for m in others)])
 
 
 def plain(p: Any) -> Any:
