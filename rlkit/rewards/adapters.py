@@ -28,7 +28,7 @@ from rlkit.rewards.call import (
     run_reward,
     run_reward_each,
 )
-from rlkit.rewards.failures import ALARM, name_of
+from rlkit.rewards.failures import ALARM, name_of, unwrapped
 from rlkit.rewards.source import (
     absent_columns,
     alarm_in,
@@ -507,7 +507,8 @@ def check_rows(function: Callable[..., Any], *parts: Sequence[dict[str, Any]]) -
         columns, is_trl = set[str]().union(*rows), hasattr(function, "check_form")
         read = absent_columns(function, columns | _OF_TRL if is_trl else columns, kwargs=is_trl)
         if is_trl:
-            defaults = {n for n, p in inspect.signature(function).parameters.items() if p.default is None}
+            parameters = inspect.signature(unwrapped(function)).parameters
+            defaults = {name for name, parameter in parameters.items() if parameter.default is None}
             read += sorted(defaults - columns - _OF_TRL)
         absent = [name for name in read if name not in with_prompt(rows[0])]
         if absent and absent != said:

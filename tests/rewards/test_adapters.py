@@ -579,3 +579,12 @@ def test_two_parameters_of_another_library_are_refused(parameters):
 @pytest.mark.parametrize("parameters", ["a, b", "text, item", "response, row", "solution_str, item"])
 def test_other_names_are_a_completion_and_a_row(parameters):
     assert check_signature(adapters.adapted(eval(f"lambda {parameters}: 0.0")))[1] == []
+
+
+def test_a_column_with_a_default_that_no_row_has_is_named_once(caplog):
+    def matches(completions, solution=None, *, worth=1.0, answer=None, **kwargs):
+        return [0.0 if solution is None else worth for _ in completions]
+
+    adapters.check_rows(adapters.adapted(matches), [{"prompt": "1 + 1 =", "answer": "2"}])
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith("matches reads 'solution', of which the data has no column; columns found: answer, prompt")
