@@ -23,9 +23,11 @@ _TEXT = "__rlkit_text__"  # of a module: the text of the file when it was execut
 def load_function(spec: str) -> Callable[..., Any]:
     """The function named by `"my_rewards.py:reward"` (a file) or `"package.module:reward"` (an importable module).
 
-    The folder of a file is appended to `sys.path`, so that the file can import files next to it. The file is executed
-    once, and again when its text has changed. Its module has the file's name, so that processes that the function
-    starts (`multiprocessing` with spawn) can import it; where another module has that name, it gets a private one.
+    The folder of a file, the one that holds its package (folders with `__init__.py`) and the current one are appended
+    to `sys.path`, so that the file can import files next to it, of its package and of the project. The file is executed
+    once, and again when its text has changed. Its module has the file's name, in its package, so that processes that
+    the function starts (`multiprocessing` with spawn) can import it; where another module has that name, it gets a
+    private one.
     Errors name what was looked for: ValueError (the form of `spec`), FileNotFoundError,
     ModuleNotFoundError, AttributeError (lists the functions of the module), TypeError (not callable), and ImportError
     with the traceback if the user's code fails while it is imported.
@@ -73,9 +75,11 @@ def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         near = sorted(p.name for p in path.parent.glob("*.py"))[:8] if path.parent.is_dir() else "no such folder"
         raise FileNotFoundError(f"no file {path} (Python files in that folder: {near})")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    name = path.stem if _finds(path.stem, path) else f"{PRIVATE}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    root = next(folder for folder in path.parents if not (folder / "__init__.py").is_file())
+    _append(path.parent, root, Path.cwd())
+    private = f"{PRIVATE}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    dotted = ".".join(path.relative_to(root).with_suffix("").parts)
+    name = next((name for name in (dotted, path.stem) if _finds(name, path)), private)
     text = path.read_bytes()
     if (loaded := sys.modules.get(name)) is not None and vars(loaded).get(_TEXT) == text:
         return loaded
@@ -95,13 +99,23 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
+def _append(*folders: Path) -> None:
+    """Add folders to the end of `sys.path`, where they shadow nothing."""
+    sys.path += [path for path in dict.fromkeys(map(str, folders)) if path not in sys.path]
+    importlib.invalidate_caches()  # their files may be new
+
+
 def _finds(name: str, path: Path) -> bool:
-    """Whether `import name` finds the file, in this process and in those that it starts."""
-    if "." in name:
-        return False
-    importlib.invalidate_caches()  # the file may be new
-    with suppress(ValueError):  # a module without a spec, such as __main__
-        spec = importlib.util.find_spec(name)
+    """Whether `import name` finds the file, in this process and in those that it starts. Imports its package."""
+    with suppress(ValueError, ModuleNotFoundError):  # a module without a spec, such as __main__; another package
+        try:
+            spec = importlib.util.find_spec(name)
+        except (MissingExtra, ValueError):
+            raise
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+                raise
+            raise _import_error(name.rpartition(".")[0], error) from error
         return (
             spec is not None and spec.origin is not None and Path(spec.origin).exists() and path.samefile(spec.origin)
         )
@@ -109,6 +123,7 @@ def _finds(name: str, path: Path) -> bool:
 
 
 def _from_module(place: str) -> ModuleType:
+    _append(Path.cwd())
     try:
         return importlib.import_module(place)
     except MissingExtra:
@@ -116,8 +131,7 @@ def _from_module(place: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
             raise _import_error(place, error) from error
-        hint = f"; the file is here: use '{place}.py:...'" if Path(f"{place}.py").is_file() else ""
-        raise ModuleNotFoundError(f"no module {error.name!r}{hint} (a file is given with its suffix .py)") from None
+        raise ModuleNotFoundError(f"no module {error.name!r} (a file is given with its suffix .py)") from None
     except Exception as error:
         raise _import_error(place, error) from error
 
@@ -132,8 +146,8 @@ def _import_error(place: str, error: BaseException) -> ImportError:
     if isinstance(error, ImportError) and "attempted relative import" in str(error):
         line = f", line {frames.tb_lineno}" if frames else ""
         return ImportError(
-            f"{place}{line}: a file is loaded by itself, so a relative import finds no package: write `from NAME "
-            "import ...` (its folder is on sys.path), or give the function as PACKAGE.MODULE:FUNCTION"
+            f"{place}{line}: a relative import finds no package: write `from NAME import ...` (the file's folder is on "
+            "sys.path), or make its folder a package by an empty __init__.py"
         )
     if isinstance(error, ModuleNotFoundError) and frames and frames.tb_next is None:
         return ImportError(

@@ -54,10 +54,45 @@ def test_two_functions_of_a_file_share_a_module_that_spawned_processes_can_impor
 def test_a_relative_import_is_refused_with_what_to_write(folder):
     write(folder / "mine.py", "import os\nfrom .sub import K\ndef score(c, r): ...")
     with pytest.raises(
-        ImportError, match=r"mine\.py, line 2: a file is loaded by itself, .* `from NAME import"
+        ImportError, match=r"mine\.py, line 2: a relative import finds no package: write `from NAME import"
     ) as raised:
         load_function("mine.py:score")
     assert "\n" not in str(raised.value)
+
+
+USES = "from rlkit_test_uses.utils import WORTH\ndef score(completion, row): return WORTH"
+RELATIVE = "from .utils import WORTH\nfrom dataclasses import dataclass\ndef score(completion, row): return WORTH"
+
+
+@pytest.mark.parametrize("text", [USES, RELATIVE])
+@pytest.mark.parametrize("place", ["rlkit_test_uses/mine.py", "rlkit_test_uses.mine"])
+@pytest.mark.parametrize("is_package", [True, False])
+def test_a_file_of_a_package_imports_from_it(folder, text, place, is_package):
+    write(folder / "rlkit_test_uses" / "utils.py", "WORTH = 7")
+    write(folder / "rlkit_test_uses" / "mine.py", text)
+    if is_package:
+        write(folder / "rlkit_test_uses" / "__init__.py", "")
+    try:
+        if text == RELATIVE and place.endswith(".py") and not is_package:
+            with pytest.raises(ImportError, match=r"finds no package: .* or make its folder a package by an empty"):
+                load_function(f"{place}:score")
+        else:
+            assert load_function(f"{place}:score")("", {}) == 7
+    finally:
+        for name in [name for name in sys.modules if name.startswith("rlkit_test_uses")]:
+            del sys.modules[name]
+
+
+def test_a_package_that_fails_while_imported_is_named(folder):
+    write(folder / "rlkit_test_fails" / "__init__.py", "import rlkit_test_slime")
+    write(folder / "rlkit_test_fails" / "mine.py", "def score(completion, row): return 1")
+    with pytest.raises(ImportError, match=r"^rlkit_test_fails, line 1: no module 'rlkit_test_slime'"):
+        load_function("rlkit_test_fails/mine.py:score")
+
+
+def test_a_file_of_the_current_folder_is_a_module_too(folder):
+    write(folder / "mine.py", "def score(completion, row): return 8")
+    assert load_function("mine:score")("", {}) == 8
 
 
 def test_a_module_is_loaded_by_its_dotted_name(folder, monkeypatch):
@@ -91,8 +126,8 @@ def test_trls_functions_are_known_by_name():
 
 def test_what_is_missing_is_named_with_what_is_there(folder):
     write(folder / "mine.py", "import os\nLIMIT = 3\ndef score(c, r): ...\ndef other(c, r): ...")
-    with pytest.raises(ModuleNotFoundError, match=r"no module 'mine'; the file is here: use 'mine\.py:\.\.\.'"):
-        load_function("mine:score")
+    with pytest.raises(ModuleNotFoundError, match=r"no module 'yours' \(a file is given with its suffix \.py\)"):
+        load_function("yours:score")
     with pytest.raises(FileNotFoundError, match=r"no file .*your\.py \(Python files in that folder: \['mine\.py'\]\)"):
         load_function("your.py:score")
     with pytest.raises(FileNotFoundError, match="no such folder"):
