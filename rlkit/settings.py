@@ -347,35 +347,35 @@ class Penalties:
     def __post_init__(self) -> None:
         check(self)
         rule, has_target = self.kl_controller, self.kl_target is not None
-        refuse_if(has_target and not self.kl_coef, "`kl_target` moves `kl_coef`: give one above 0")
+        refuse_if(has_target and not self.kl_coef, "`kl_target` requires `kl_coef` above 0")
         refuse_if(
             rule in ("linear", "exponential", "pid") and not has_target,
-            f"`kl_controller` {rule} holds `kl_target`: give one",
+            f"`kl_controller` {rule} requires `kl_target`",
         )
         refuse_if(
             rule in ("fixed", "decay", "cosine") and has_target,
             f"`kl_controller` {rule} holds no `kl_target`: drop it, or use linear, exponential or pid",
         )
-        refuse_if(rule and not self.kl_coef, "`kl_controller` moves `kl_coef`: give one above 0")
+        refuse_if(rule and not self.kl_coef, "`kl_controller` requires `kl_coef` above 0")
         refuse_if(
             rule != "exponential" and not is_default(self, "kl_horizon"),
             "`kl_horizon` is for `kl_controller` exponential: use that, or drop `kl_horizon`",
         )
         refuse_if(
             self.kl_limit is None and self.entropy_limit is None and not is_default(self, "limit_rate"),
-            "`limit_rate` is for `kl_limit` and `entropy_limit`: give one of them",
+            "`limit_rate` requires `kl_limit` or `entropy_limit`",
         )
         rules = {"kl": rule or has_target, "kl_limit": self.kl_limit, "entropy": self.entropy_target}
         rules |= {"entropy_limit": self.entropy_limit}
         twice = [name for name in self.controllers if rules.get(name) not in (None, False)]
-        refuse_if(twice, f"`controllers` has a rule {', '.join(twice)}, and so do the other fields: give one of them")
+        refuse_if(twice, f"`controllers` has a rule {', '.join(twice)}, and so do the other fields: drop one")
         refuse_if(
             self.entropy_target is not None and self.entropy_limit is not None,
-            "`entropy_target` and `entropy_limit` both move `entropy_coef`: give one of them",
+            "`entropy_target` and `entropy_limit` both move `entropy_coef`: drop one",
         )
         refuse_if(
             self.entropy_target is not None and self.entropy_coef < 0,
-            "`entropy_target` starts from `entropy_coef`: give one of at least 0",
+            "`entropy_target` starts from `entropy_coef`, which must be at least 0",
         )
 
     @property
@@ -408,7 +408,7 @@ class Critic:
     def __post_init__(self) -> None:
         check(self)
         refuse_if(
-            self.critic_lr_at and not is_default(self, "critic_lr"), "`critic_lr_at` replaces `critic_lr`: give one"
+            self.critic_lr_at and not is_default(self, "critic_lr"), "`critic_lr_at` replaces `critic_lr`: drop one"
         )
 
 

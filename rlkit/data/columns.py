@@ -129,7 +129,7 @@ def refuse_flags(row: Row, place: str) -> None:
 
 
 def is_unknown_key(key: Any, value: Any) -> bool:
-    """Whether the key of a message is none that every template or rlkit itself reads, and its value could matter."""
+    """Whether neither every template nor rlkit reads this key of a message, and its value could matter."""
     known = key in _KNOWN or key in FLAGS or (_IDENTITY.fullmatch(str(key)) and not _is_content(value))
     return not known and not is_empty(value)
 

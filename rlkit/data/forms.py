@@ -338,7 +338,7 @@ def _check_roles(row: Row, place: str) -> None:
 
 
 def _of_one_file(forms: Sequence[Form], row: Row, plain: bool) -> tuple[Form, ...]:
-    """Those of `forms` that the rows of a file may have whose first row is `row`."""
+    """Forms that the rows of a file may have after its first row `row`."""
     if TEXT in forms and is_text(row):
         return (TEXT,)
     if PAIR in forms and not PAIR.missing(row):

@@ -157,9 +157,9 @@ def check_update(line: Mapping[str, float], *, step: int, skip: bool) -> None:
             others = [name for name, x in line.items() if not math.isfinite(x) and name != norm]
             also = f" (also not finite: {', '.join(others)})" if others else ""
             raise ValueError(
-                f"step {step}: the gradient norm of the {model} is {line[norm]}{also}; every stream of the batch was "
-                "finite, so its forward or the loss makes it, and no such gradient was applied. Try a lower learning "
-                "rate or --dtype fp32, or skip such optimizer steps with --skip-nan (skip_nan=True)"
+                f"step {step}: the gradient norm of the {model} is {line[norm]}{also}; all inputs were "
+                "finite, so the model's forward or the loss produced it; the gradient was not applied. Try a lower "
+                "learning rate or --dtype fp32, or skip such optimizer steps with --skip-nan (skip_nan=True)"
             )
 
 

@@ -65,7 +65,9 @@ def dpo(
 
     scored = {pair.ref_logp is not None for pair in (*pairs, *eval_pairs)}
     if True in scored and (False in scored or reference is not None):
-        raise ValueError("pairs carry a reference's log-probs (`with_reference`): all of them, and without `reference`")
+        raise ValueError(
+            "either all pairs have reference log-probs (`with_reference`) and `reference` is None, or none has"
+        )
 
     def prepare(batch: Batch) -> Batch:
         if True in scored:

@@ -119,9 +119,9 @@ async def rl(
         what = "a number or tensor of your own is a buffer of a module in state['model']"
         raise ValueError(f"state holds model, optimizer and reference, got {', '.join(unknown)}: {what}")
     if rollouts.max_dropped is not None and task.keep_group is None:
-        raise ValueError("`max_dropped` is a limit on `task.keep_group`: give one")
+        raise ValueError("`max_dropped` requires `task.keep_group`")
     if rollouts.eval_samples > 1 and not task.eval_prompts:
-        raise ValueError("`eval_samples` is for `task.eval_prompts`: give some")
+        raise ValueError("`eval_samples` requires `task.eval_prompts`")
     needed = ["model", "optimizer", *(["reference"] if penalties.ref_sync_steps else [])]
     if missing := [name for name in needed if state.get(name) is None]:
         raise ValueError(f"state holds what is saved and restored, and has no {' and no '.join(missing)}")

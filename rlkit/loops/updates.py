@@ -242,7 +242,7 @@ def with_gradient(surrogate: Surrogate, log_ratio: Float[Tensor, "T"], batch: Ba
         if not isinstance(token_loss, Tensor) or token_loss.shape != x.shape:
             got = tuple(token_loss.shape) if isinstance(token_loss, Tensor) else repr(token_loss)
             what = f"the surrogate must return a loss per token, {tuple(x.shape)} as log_ratio, got {got}"
-            raise ValueError(f"{what}: averages are the part of `aggregate`")
+            raise ValueError(f"{what}: averaging belongs in `aggregate`")
         if not token_loss.requires_grad:
             raise ValueError("the surrogate's loss has no gradient with respect to log_ratio: is it detached?")
         return token_loss, torch.autograd.grad(token_loss.sum(), x, retain_graph=True)[0]

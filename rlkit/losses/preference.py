@@ -587,7 +587,7 @@ def reward_aware_kl(
     reward_scale: float = 1.0,
     mask: PairMask = None,
 ) -> Pairs:
-    """Reward-aware preference optimisation, KL from the given preference to the model's.
+    """Reward-aware preference optimisation, KL(given || model) of the two preferences.
 
         loss = KL(p || q)          p = sigmoid(reward_scale reward_gap), q = sigmoid(beta delta), as Bernoullis
 

@@ -74,7 +74,7 @@ def load_judge(path: str | os.PathLike[str], args: ParallelArgs, *, device: str 
 
 
 def load_critic(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
-    """`load_judge` for a critic."""
+    """Load a critic; see `load_judge`."""
     return _load_whole(load_value_model, path, args, device, dtype)
 
 

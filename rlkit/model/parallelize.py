@@ -63,7 +63,7 @@ def check_model(config: Any, *, tp: int = 1, cp: int = 1, ulysses: bool = False)
             "needs its tensor parallel plan and its attention checked against a single process first"
         )
     if getattr(text, "use_bidirectional_attention", False):
-        raise ValueError(f"model type {kind!r} with use_bidirectional_attention is no causal model")
+        raise ValueError(f"model type {kind!r} is not causal: `use_bidirectional_attention` is set")
     kv_heads = text.num_key_value_heads
     split = tp * (cp if ulysses else 1)
     if kv_heads % split:

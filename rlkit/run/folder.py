@@ -334,7 +334,7 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
 
 
 def _first_rank() -> bool:
-    """Also before there is a process group: torchrun sets RANK."""
+    """Works before init_process_group: torchrun sets RANK."""
     if "torch" in sys.modules:
         from rlkit.ranks import distributed, rank
 

@@ -151,7 +151,7 @@ class Lora:
         if joined := next((target for target in self.lora_targets if "," in target), None):
             apart = " ".join(part.strip(" []'\"") for part in joined.split(","))
             refuse_if(True, f"`lora_targets` {joined}: several names are separated by blanks: {apart}")
-        refuse_if(self.lora_targets and not self.lora_rank, "`lora_targets` is for `lora_rank`: give one")
+        refuse_if(self.lora_targets and not self.lora_rank, "`lora_targets` requires `lora_rank`")
         refuse_if(self.lora_rank and not find_spec("peft"), lacks("peft", "lora", "`lora_rank` needs"))
 
 
@@ -212,7 +212,7 @@ def check_device(device: str) -> None:
     except (RuntimeError, AttributeError):
         found = False
     if not found:
-        raise ValueError(f"`device` {device}: this torch ({torch.__version__}) finds none here; cpu is always there")
+        raise ValueError(f"`device` {device}: torch {torch.__version__} finds no such device; use --device cpu")
 
 
 def check_ranks(parallel: ParallelArgs) -> None:

@@ -91,7 +91,7 @@ def main(args: Args) -> Path:
     )
     refuse_if(
         args.rollouts.max_dropped is not None and args.loss.success_range is None,
-        "`max_dropped` is a limit on `success_range`: give one",
+        "`max_dropped` requires `success_range`",
     )
     own = own_loss(args.loss.loss)
     args, tokenizer, task = open_task(args, keep_group=keep_group(args.loss))

@@ -194,11 +194,11 @@ def check_rl(args: Any) -> None:
     check_ranks(args.model.parallel)
     penalties, rollouts = args.penalties, args.rollouts
     moves, has_reference = penalties.ref_sync_steps, needs_reference(args)
-    refuse_if(args.reference and not has_reference, "`reference` is for `kl_coef`, `kl_limit` or `eval_kl`: give one")
-    refuse_if(moves and not has_reference, "`ref_sync_steps` moves the reference of `kl_coef`: give one above 0")
+    refuse_if(args.reference and not has_reference, "`reference` requires `kl_coef`, `kl_limit` or `eval_kl`")
+    refuse_if(moves and not has_reference, "`ref_sync_steps` requires `kl_coef` above 0")
     refuse_if(moves and args.lora.lora_rank, "`ref_sync_steps` copies whole weights: not with `lora_rank`")
-    refuse_if(args.episodes.eval_kl and not args.data.eval_data, "`eval_kl` is measured on `eval_data`: give some")
-    refuse_if(rollouts.eval_samples > 1 and not args.data.eval_data, "`eval_samples` is for `eval_data`: give some")
+    refuse_if(args.episodes.eval_kl and not args.data.eval_data, "`eval_kl` requires `eval_data`")
+    refuse_if(rollouts.eval_samples > 1 and not args.data.eval_data, "`eval_samples` requires `eval_data`")
     refuse_if(
         has_own_threads(args.engine) and not rollouts.overlap, "`engine_threads` and `engine_cpus` are for `overlap`"
     )

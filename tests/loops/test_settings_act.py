@@ -125,8 +125,8 @@ def test_the_table_has_every_field():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_dropped": 3}, "`max_dropped` is a limit on `task.keep_group`"),
-        ({"eval_samples": 3}, "`eval_samples` is for `task.eval_prompts`"),
+        ({"max_dropped": 3}, "`max_dropped` requires `task.keep_group`"),
+        ({"eval_samples": 3}, "`eval_samples` requires `task.eval_prompts`"),
         ({"group_size": 1}, "`group_size` 1: the baseline compares the samples of a group"),
         ({"lr_at": AT, "lr": 0.1, "warmup_steps": 2}, "`lr_at` replaces `lr`, `warmup_steps`"),
         ({"kl_coef": 0.1, "kl_controller": "decay", "controllers": {"kl": None}}, "a rule kl, and so do"),

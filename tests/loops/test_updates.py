@@ -167,7 +167,7 @@ def test_a_function_that_is_no_surrogate_is_refused(function, message):
     [
         (
             lambda x, b: (b.advantages * x).mean(),
-            r"a loss per token, \(3,\) as log_ratio, got \(\): averages are the part",
+            r"a loss per token, \(3,\) as log_ratio, got \(\): averaging belongs",
         ),
         (lambda x, b: None, "a loss per token, .* got None"),
         (lambda x, b: (b.advantages * x).detach(), "no gradient with respect to log_ratio: is it detached"),

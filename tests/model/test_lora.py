@@ -139,7 +139,7 @@ def test_a_target_that_no_module_has_is_refused():
 
 
 def test_targets_need_a_rank():
-    with pytest.raises(ValueError, match="`lora_targets` is for `lora_rank`"):
+    with pytest.raises(ValueError, match="`lora_targets` requires `lora_rank`"):
         Lora(lora_targets=("q_proj",))
     message = "`lora_targets` q_proj,v_proj: several names are separated by blanks: q_proj v_proj"
     with pytest.raises(ValueError, match=message):

@@ -114,7 +114,7 @@ def refused(kind, **changes):
         ({"top_p": 0.9, "top_k": 5}, "--top-p and --top-k: engines combine them differently; use one of them"),
         ({"top_p": 0.9, "overlap": True}, "--top-p and --top-k need on-policy samples"),
         ({"reward": None}, "give --reward, --env or both: something has to judge"),
-        ({"eval_kl": True}, "--eval-kl is measured on --eval-data"),
+        ({"eval_kl": True}, "--eval-kl requires --eval-data"),
         ({"max_turns": 3}, "--max-turns is for --env or --tools"),
         ({"max_sampled_tokens": 3}, "--max-sampled-tokens is for many turns"),
         ({"tool_calls": "json"}, "--tool-calls says how calls of --tools are read"),
@@ -126,10 +126,10 @@ def refused(kind, **changes):
             {"entropy_target": 0.1, "entropy_limit": 0.1},
             "--entropy-target and --entropy-limit both move --entropy-coef",
         ),
-        ({"eval_samples": 4}, "--eval-samples is for --eval-data"),
+        ({"eval_samples": 4}, "--eval-samples requires --eval-data"),
         ({"epochs": 0}, "--epochs must be at least 1, got 0"),
-        ({"ref_sync_steps": 3}, "--ref-sync-steps moves the reference of --kl-coef"),
-        ({"reference": "x"}, "--reference is for --kl-coef, --kl-limit or --eval-kl"),
+        ({"ref_sync_steps": 3}, "--ref-sync-steps requires --kl-coef above 0"),
+        ({"reference": "x"}, "--reference requires --kl-coef, --kl-limit or --eval-kl"),
         ({"kl_coef": 0.1, "ref_sync_steps": 3, "lora_rank": 2}, "--ref-sync-steps copies whole weights"),
     ],
 )
@@ -159,7 +159,7 @@ def test_meaningful_values_are_accepted():
 
 def test_a_missing_device_is_named():
     for device in ("gpu", "meta"):
-        with pytest.raises(ValueError, match=f"`device` {device}: this torch .* finds none here"):
+        with pytest.raises(ValueError, match=f"`device` {device}: torch .* finds no such device"):
             check_device(device)
 
 
@@ -340,9 +340,9 @@ def test_all_wrong_flags_are_answered_at_once():
 WRONG = [
     ("grpo --model m --data no.jsonl --reward a:b --lr -1", "--lr must be from 0 to 1, got -1.0"),
     ("sft --model m --data no.jsonl --lr 1e6", "--lr must be from 0 to 1, got 1000000.0"),
-    ("grpo --model m --data no.jsonl --reward a:b --kl-target 0.1", "--kl-target moves --kl-coef"),
+    ("grpo --model m --data no.jsonl --reward a:b --kl-target 0.1", "--kl-target requires --kl-coef"),
     ("grpo --model m --data no.jsonl --reward a:b --group-size 1", "--group-size must be at least 2"),
-    ("grpo --model m --data no.jsonl --reward a:b --max-dropped 3", "--max-dropped is a limit on --success-range"),
+    ("grpo --model m --data no.jsonl --reward a:b --max-dropped 3", "--max-dropped requires --success-range"),
     ("grpo --model m --data no.jsonl --reward a:b --loss grpo2", "--loss must be one of ppo_clip, dual_clip"),
     ("grpo --model m --data no.jsonl --reward a:b --loss grpo", "--loss grpo is ppo_clip with --aggregate episode"),
     ("grpo --model m --reward a:b", "missing --data; --help"),

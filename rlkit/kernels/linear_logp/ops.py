@@ -229,7 +229,7 @@ def module(impl: str) -> Any:
 def present(mask: Tensor | None, device: torch.device | None = None) -> Tensor | None:
     """Indices of the True rows, on `device` (None: the mask's), or None if all are True.
 
-    The host waits for the device of the mask. With a mask on the CPU it waits for no device.
+    The host waits for the device of the mask. Pass a CPU mask to avoid a device sync.
     """
     if mask is None:
         return None

@@ -150,7 +150,7 @@ class LocalEngine:
         if missing := sorted({name for name, _ in self.model.named_parameters()} - weights.keys()):
             raise ValueError(f"the new weights lack {missing[:4]} ({len(missing)} in all)")
         if wrong := [name for name, x in weights.items() if name not in own or own[name].shape != x.shape]:
-            raise ValueError(f"the engine's model has no such weights: {wrong[:4]} ({len(wrong)} in all)")
+            raise ValueError(f"unknown weight names: {wrong[:4]} ({len(wrong)} in all)")
         for name, x in weights.items():
             own[name].copy_(x)
 

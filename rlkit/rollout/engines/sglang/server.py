@@ -123,7 +123,7 @@ def launch(
             f"SGLang servers run on Linux, this is {sys.platform}: start one there and give its address (--engine-urls)"
         )
     if port is not None and not _is_free(host, port):
-        raise ValueError(f"port {port} of {host} is taken: give another one, or none")
+        raise ValueError(f"port {port} of {host} is taken: pass another port, or omit it")
     port = _free_port(host) if port is None else port
     own = config_of(str(model_path)) if Path(model_path).is_dir() else {}
     dtype = dtype or own.get("dtype") or own.get("torch_dtype")
