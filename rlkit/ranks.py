@@ -1,13 +1,20 @@
-"""Calls that all ranks make together: an error on one rank is raised on all of them, so none waits for it forever."""
+"""The ranks of torchrun, and calls that all ranks make together: an error on one rank is raised on all of them, so none
+waits for it forever.
+
+The environment variables of torchrun are read here only. Importing this module does not import torch.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch.distributed import ProcessGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,18 +28,46 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
+def launched() -> bool:
+    """Whether torchrun started this process."""
+    return "RANK" in os.environ
+
+
+def local_rank() -> int | None:
+    """The number of this process on its machine, as torchrun gives it; None in a plain process."""
+    return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
+
+
+def local_world_size() -> int:
+    """Number of ranks on this machine; 1 in a plain process."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, also before there is a process group."""
+    if "torch" in sys.modules and distributed():
+        return rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
 def distributed() -> bool:
     """Whether there is a process group."""
+    import torch.distributed as dist
+
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
     """This process's rank; 0 without a process group."""
+    import torch.distributed as dist
+
     return dist.get_rank() if distributed() else 0
 
 
 def world_size() -> int:
     """Number of ranks; 1 without a process group."""
+    import torch.distributed as dist
+
     return dist.get_world_size() if distributed() else 1
 
 
@@ -44,6 +79,8 @@ def timeout_of(group: Any) -> timedelta:
 
 def on_this_device(work: Callable[P, T]) -> Callable[P, T]:
     """`work` for another thread, on this thread's GPU: a new thread starts on GPU 0, whatever the rank's GPU is."""
+    import torch
+
     if not torch.cuda.is_initialized():
         return work
     device = torch.cuda.current_device()
@@ -62,18 +99,20 @@ def reshard(model: Any) -> None:
             module.reshard()
 
 
-def on_rank0(work: Callable[[], object], *, group: dist.ProcessGroup | None = None) -> None:
+def on_rank0(work: Callable[[], object], *, group: ProcessGroup | None = None) -> None:
     """Run `work` on rank 0. Every rank waits for it, and raises its error."""
     on_all_ranks(lambda: work() if rank() == 0 else None, group=group)
 
 
-def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
+def on_all_ranks(work: Callable[[], T], *, group: ProcessGroup | None = None) -> list[T]:
     """Run `work` on every rank and return the results of all ranks; an error of any rank is raised on all of them.
 
     `group`: a process group of all ranks, for a thread whose collectives must not mix with those of the main thread.
     """
     if not distributed():
         return [work()]
+    import torch.distributed as dist
+
     result, error = None, None
     try:
         result = work()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -94,3 +95,9 @@ def test_private_modules_are_imported_by_their_own_package_only():
         if dot and not f"{i.user}.".startswith(f"{owner}."):
             found.add(f"{i.user} imports {i.used}")
     assert found == set()
+
+
+def test_the_variables_of_torchrun_are_read_in_ranks_only():
+    names = re.compile(r"environ.*\b(LOCAL_)?(RANK|WORLD_SIZE)\b")
+    lines = [(name, line) for name, path in MODULES.items() for line in path.read_text().splitlines()]
+    assert {name for name, line in lines if names.search(line)} == {"ranks"}

@@ -26,7 +26,6 @@ import errno
 import io
 import json
 import math
-import os
 import random
 import threading
 import warnings
@@ -48,7 +47,16 @@ from rlkit.model.lora import adapters
 from rlkit.model.parallelize import mesh_of
 from rlkit.model.weights import clean_name, model_tensors
 from rlkit.parallel.data import each_stage
-from rlkit.ranks import distributed, on_all_ranks, on_rank0, on_this_device, rank, timeout_of, world_size
+from rlkit.ranks import (
+    distributed,
+    local_world_size,
+    on_all_ranks,
+    on_rank0,
+    on_this_device,
+    rank,
+    timeout_of,
+    world_size,
+)
 
 T = TypeVar("T")
 
@@ -667,7 +675,7 @@ def _has_room(tensors: dict[str, Tensor]) -> bool:
     """Whether all ranks of this host can copy as many bytes as this one without running out of memory."""
     local = (x.to_local() if hasattr(x, "to_local") else x for x in tensors.values())
     taken = (1 << (x.nbytes - 1).bit_length() if x.is_cuda and x.nbytes else x.nbytes for x in local)  # pinned sizes
-    return sum(taken) * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < 0.9 * _free_memory()
+    return sum(taken) * local_world_size() < 0.9 * _free_memory()
 
 
 def _free_memory() -> float:

@@ -24,7 +24,7 @@ from rlkit.model.lora import adapters, add_lora, lora_config
 from rlkit.model.parallelize import device_of, load_parallel, mesh_of, parallelize
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh, make_mesh, start
-from rlkit.ranks import rank, world_size
+from rlkit.ranks import launched, rank, world_size
 from rlkit.settings import ParallelArgs
 
 X = TypeVar("X")
@@ -105,7 +105,7 @@ def _options(args: ParallelArgs, dtype: str) -> dict[str, Any]:
 
 def open_mesh(args: ParallelArgs, *, device: str) -> Mesh | None:
     """The mesh of these flags; None in a plain process without parallel flags."""
-    if "RANK" not in os.environ and args == ParallelArgs(timeout_s=args.timeout_s):
+    if not launched() and args == ParallelArgs(timeout_s=args.timeout_s):
         return None
     start(device=device, timeout_s=args.timeout_s)
     return make_mesh(args, device=device)

@@ -34,6 +34,7 @@ from rlkit.parallel.attention import register
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import read_experts, split_experts
 from rlkit.parallel.pipeline import cut_stage
+from rlkit.ranks import local_rank
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -328,7 +329,7 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
 
     check_causal_lm(load_config(path))  # before gigabytes are downloaded
     wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    if not local_rank():
         snapshot_download(str(path), allow_patterns=wanted)
     dist.barrier()
     return Path(snapshot_download(str(path), allow_patterns=wanted))

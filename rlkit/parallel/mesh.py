@@ -12,7 +12,6 @@ cp, tp): all ranks with the same `dp` coordinate work on the same sequences.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rlkit.ranks import timeout_of
+from rlkit.ranks import launched, local_rank, timeout_of
 from rlkit.settings import Parallel
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def start(*, device: str = "cpu", timeout_s: float = 1800.0) -> None:
         torch.cuda.set_device(local_gpu(device, num_gpus=torch.cuda.device_count()))
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_s)
-    if "RANK" in os.environ:
+    if launched():
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
@@ -95,7 +94,8 @@ def local_gpu(device: str, *, num_gpus: int) -> int:
 
     Errors: ValueError where this machine has more ranks than GPUs.
     """
-    index = int(os.environ.get("LOCAL_RANK", torch.device(device).index or 0))
+    given = local_rank()
+    index = (torch.device(device).index or 0) if given is None else given
     if index >= num_gpus:
         raise ValueError(
             f"rank {index} of this machine has no GPU of its own, there are {num_gpus}: start --nproc-per-node "

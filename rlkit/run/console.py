@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from rlkit._text import masked, printable
+from rlkit.ranks import is_first
 
 TRAINING = "training had started"  # starts the note on an error raised after the set-up of a run
 
@@ -164,7 +165,7 @@ class _Progress(logging.Handler):
 def data_progress(*, after_s: float = 2.0) -> Iterator[None]:
     """Inside the block, show how far the reading, rendering and tokenizing of data is, once it takes `after_s`."""
     logger, data = logging.getLogger("rlkit.data.progress"), logging.getLogger("rlkit.data")
-    if logger.handlers or os.environ.get("RANK", "0") != "0":
+    if logger.handlers or not is_first():
         yield
         return
     handler, kept = _Progress(after_s), (logger.level, logger.propagate)

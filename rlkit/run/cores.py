@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from rlkit.ranks import launched
+
 SPINS = "10000"  # of a waiting OpenMP thread before it sleeps; 100,000 outlast a scheduler's time slice
 _WINDOW_S = 20.0
 _WAITING = 0.3  # seconds per second that the run's threads wait for a core, from which on the user is told
@@ -65,7 +67,7 @@ def choose_threads(*, kept: int | None = None) -> tuple[int, str]:
     import torch
 
     threads = torch.get_num_threads()
-    if {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "RANK"} & os.environ.keys():
+    if launched() or {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
         return threads, ""
     if kept is not None:
         torch.set_num_threads(min(kept, num_cores()))

@@ -30,6 +30,7 @@ from typing import IO, Any
 
 from rlkit._text import masked
 from rlkit.files import append_file, explain_full_disk, replace_file, sync
+from rlkit.ranks import is_first
 from rlkit.run.console import RunDisplay, say, wrapped
 from rlkit.run.cores import Waiting
 
@@ -158,7 +159,7 @@ def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resum
     """
     folder = Path(folder)
     check_folder(folder, resume=resume)
-    if not _first_rank():
+    if not is_first():
         return
     path, old = folder / "args.json", read_args(folder) if resume else {}
     run = old.get("run") if resume else secrets.token_hex(4)  # each checkpoint names the run that wrote it
@@ -272,7 +273,7 @@ def open_run(
     Errors: those of `keep_args`.
     """
     folder = Path(folder)
-    if not (_first_rank() if active is None else active):
+    if not (is_first() if active is None else active):
         yield Run(folder, None)
         return
     check_folder(folder, resume=resume)
@@ -331,16 +332,6 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number} is not JSON: {line[:80]!r}; delete that line") from None
     return rows
-
-
-def _first_rank() -> bool:
-    """Works before init_process_group: torchrun sets RANK."""
-    if "torch" in sys.modules:
-        from rlkit.ranks import distributed, rank
-
-        if distributed():
-            return rank() == 0
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _number(key: str, value: Any) -> int | float:

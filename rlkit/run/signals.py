@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from rlkit._text import masked
+from rlkit.ranks import is_first, launched, local_world_size
 
 Handler = Callable[[int, Any], Any]
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -64,7 +65,7 @@ def stop_on_interrupt() -> Iterator[Stop]:
 
     def on_signal(number: int, _frame: Any) -> None:
         nonlocal count, asked
-        if "RANK" in os.environ and time.monotonic() < asked + 2:
+        if launched() and time.monotonic() < asked + 2:
             return
         if count == 2:
             _tell(b"")
@@ -72,7 +73,7 @@ def stop_on_interrupt() -> Iterator[Stop]:
             os.kill(os.getpid(), number)
         stop.number = number
         stop.requested, count, asked = True, count + 1, time.monotonic()  # set first: the next signal may arrive now
-        if os.environ.get("RANK", "0") == "0":
+        if is_first():
             _tell(_MESSAGES[count - 1])
         if count == 2:
             if task is None or task is _task_here():
@@ -206,7 +207,7 @@ def resume_command(*flags: str) -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ and typed[1:2] == ["-u"]:  # torchrun starts `python -u [-m] ...`
         if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
             return " ".join(["the same torchrun command on each node, with", *flags])
-        typed = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), *typed[2:]]
+        typed = ["torchrun", "--nproc-per-node", str(local_world_size()), *typed[2:]]
     if len(typed) > 1 and typed[1] == shutil.which(name := os.path.basename(typed[1])):  # a command: rlkit grpo ...
         typed = [name, *typed[2:]]
     return shlex.join([*map(masked, typed), *(flag for flag in flags if flag not in typed)])

@@ -29,6 +29,7 @@ from shutil import get_terminal_size
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from rlkit._text import masked, printable
+from rlkit.ranks import is_first, launched
 from rlkit.run.console import TRAINING, encode_anything, warnings_that_fit, wrapped
 from rlkit.run.cores import SPINS
 from rlkit.run.signals import resume_command
@@ -100,7 +101,7 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     with warnings_that_fit():
         result = on_ranks(script, flags)
     exported = isinstance(result, Path) and result != _given([flags]).get("output")  # of 0 steps there is nothing
-    if exported and os.environ.get("RANK", "0") == "0":
+    if exported and is_first():
         _print(f"exported {result}")
     return result
 
@@ -231,10 +232,10 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
     reports the first rank that failed, with its traceback, as the cause. After a stop request and the save, a plain
     process ends by SIGINT, so that a shell's loop ends with it, or with 143 after SIGTERM; ranks exit with 0.
     """
-    alone, result, sys.excepthook = "RANK" not in os.environ, None, _show_traceback
+    alone, result, sys.excepthook = not launched(), None, _show_traceback
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = _show_in_thread
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first():
         logging.getLogger("rlkit").setLevel(logging.ERROR)  # rank 0 warns for all ranks
     call: Callable[..., X | None] = _with_short_errors
     if not alone:
@@ -297,7 +298,7 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
     except RuntimeError as error:
         rewards = sys.modules.get("rlkit.rewards.call")
         of_user = isinstance(error, LossError) or (rewards is not None and isinstance(error, rewards.RewardError))
-        if not of_user or given.get("debug") or "RANK" in os.environ:
+        if not of_user or given.get("debug") or launched():
             raise
         notes = getattr(error, "__notes__", ())
         fail("\n  ".join([str(error), *notes, "--debug shows the traceback"]), code=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
 import sys
 import traceback
@@ -18,6 +17,7 @@ from typing import Any
 
 from rlkit._extras import lacks
 from rlkit.files import check_model_path
+from rlkit.ranks import is_first, launched
 from rlkit.run.console import data_progress
 from rlkit.scripts.cli import LossError, flags_of
 from rlkit.scripts.flags import ChatTemplate
@@ -193,7 +193,7 @@ def begin(args: Any) -> Any:
         if line:
             say(line)
     keep_args(args.schedule.output, flags, script=script, resume=args.schedule.resume)
-    if template is not None and os.environ.get("RANK", "0") == "0":
+    if template is not None and is_first():
         changed = keep_template(args.schedule.output, template[0])
         if changed and args.schedule.resume:
             say(f"resumed with the chat template of {template[1]}, which has changed")
@@ -218,7 +218,7 @@ def check_device(device: str) -> None:
 def check_ranks(parallel: ParallelArgs) -> None:
     """ValueError in a plain process for sizes that need the ranks of torchrun. Does not import torch."""
     names = [name for name in ("replicate", "shard", "cp", "tp", "pp", "ep") if getattr(parallel, name) > 1]
-    if not names or "RANK" in os.environ:
+    if not names or launched():
         return
     given = " ".join(f"--parallel.{name} {getattr(parallel, name)}" for name in names)
     ranks = math.prod(getattr(parallel, name) for name in names if name != "ep")

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from rlkit._extras import lacks
+from rlkit.ranks import is_first
 from rlkit.run.console import data_progress
 from rlkit.scripts.common import (
     begin,
@@ -244,7 +245,7 @@ def needs_reference(args: Any) -> bool:
 def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     """The flags (see `begin`), the tokenizer and the `Task`; `options` are further fields of the task."""
     check_rl(args)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         check_servers(args.engine.engine_urls)
     from rlkit.data.forms import PROMPT
 
