@@ -173,6 +173,15 @@ def check_ids(like: Tensor | None = None, **ids: Tensor) -> None:
             raise ValueError(f"{name} must be >= 0, got {x.min().item()}")
 
 
+def check_not_negative(**numbers: float | Tensor) -> None:
+    """Each number, or each value of a tensor (on the CPU, outside compilation), is at least 0."""
+    for name, x in numbers.items():
+        if isinstance(x, Tensor):
+            x = x.min().item() if readable(x) and x.numel() else 0.0
+        if not x >= 0:
+            raise ValueError(f"{name} must be at least 0, got {x}")
+
+
 def check_below(num: int, **ids: Tensor) -> None:
     """Each id is below `num`, the length of the indexed axis (values: on CPU tensors, outside compilation)."""
     for name, x in ids.items():

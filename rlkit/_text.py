@@ -11,6 +11,10 @@ _USER = re.compile(r"(\w+://)(?:([^\s/?#:@]*):)?[^\s/?#@]+@")  # of a URL: user:
 _QUERY = re.compile(r"([?&][\w-]*(?:key|token|secret|password|sig|signature)=)[^&\s#'\"]+", re.IGNORECASE)
 
 
+class Explained(RuntimeError):
+    """An error whose message says all: a script prints it without the traceback."""
+
+
 def printable(text: str) -> str:
     r"""The text with control characters as escapes, \x1b for example, so that a terminal shows and does not obey them.
 

@@ -12,7 +12,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_below, check_cu_seqlens, check_float, check_ids, check_mask, masked, upcast
+from rlkit._tensors import (
+    check_below,
+    check_cu_seqlens,
+    check_float,
+    check_ids,
+    check_mask,
+    check_not_negative,
+    masked,
+    upcast,
+)
 from rlkit.advantages.groups import group_centered, group_zscore
 from rlkit.advantages.traces import discounted_returns
 from rlkit.segments import broadcast_to_tokens
@@ -34,6 +43,7 @@ def whiten(
     """
     check_float(advantages=advantages)
     check_mask(mask, advantages=advantages)
+    check_not_negative(eps=eps)
     x = masked(upcast(advantages), mask)
     mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
     count = mask.sum()

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_float, check_ids, masked, upcast
+from rlkit._tensors import check_float, check_ids, check_not_negative, masked, upcast
 from rlkit.advantages.traces import end_values, prepared, scan
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.segments import cumulative, first_of_group, group_count, group_mean, group_sum, seq_ids
@@ -101,6 +101,7 @@ def max_rl(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], eps: flo
     """
     centered = group_centered(rewards, group_ids=group_ids)
     mean = group_mean(rewards, group_ids=group_ids)
+    check_not_negative(eps=eps)
     ratio = centered / torch.where(mean == 0, torch.ones_like(mean), mean + eps)
     return torch.where(mean == 0, torch.zeros_like(mean), ratio)
 
@@ -140,6 +141,7 @@ def opo(rewards: Float[Tensor, "N"], *, lengths: Int[Tensor, "N"], group_ids: In
     centered = group_centered(rewards, group_ids=group_ids)
     if lengths.shape != rewards.shape:
         raise ValueError(f"lengths must have the shape of rewards, {list(rewards.shape)}, got {list(lengths.shape)}")
+    check_not_negative(lengths=lengths)
     weights = lengths.to(centered.dtype)
     total = group_sum(weights, group_ids=group_ids)
     baseline = group_sum(weights * centered, group_ids=group_ids) / torch.where(total > 0, total, 1)
@@ -176,6 +178,7 @@ def _check_rewards(rewards: Tensor, group_ids: Tensor) -> None:
 
 def _over_std(centered: Tensor, sum_squares: Tensor, count: Tensor, eps: float) -> Tensor:
     """`centered / (std + eps)` with the unbiased std; 0, also in the gradient, where the std is 0."""
+    check_not_negative(eps=eps)
     var = sum_squares / (count - 1).clamp(min=1)
     std = torch.where(var == 0, torch.ones_like(var), var).sqrt()
     return torch.where(var == 0, torch.zeros_like(centered), centered / (std + eps))
@@ -220,11 +223,12 @@ def pass_at_k(
 
     The std is over all subsets (ddof 0), as in the paper. Rewards may be any real numbers.
 
-    Limits:   k = 1 is `group_zscore` with the biased std; k = n (one subset) gives 0; invariant to a shift and
-              (eps -> 0) a scale of the rewards.
+    Limits:   k = 1 is `group_zscore` with the biased std; k = n (one subset) and k > n (none) give 0; invariant to a
+              shift and (eps -> 0) a scale of the rewards.
     Reference: Chen et al. 2025, https://arxiv.org/abs/2508.10751, section 2.4
     """
     _check_k(k)
+    check_not_negative(eps=eps)
     g = _sorted_groups(rewards, group_ids)
     # The best of a subset has rank >= k - 1. Subtract the reward of that rank: equal maxima then give an exact zero.
     least = torch.arange(g.rank.numel(), device=g.rank.device) - g.rank + (g.size - 1).clamp(max=k - 1)

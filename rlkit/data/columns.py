@@ -33,11 +33,13 @@ _MEDIA_FILE = re.compile(
     r"\S+\.(jpe?g|png|gif|webp|bmp|tiff?|mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|pdf)", re.IGNORECASE
 )
 _COPY = 12  # characters: a shorter value stands in many texts by chance
-_TEXTS = ("prompt", "problem", "question", "instruction", "query", "input", "output", "response", "completion")
+_INPUTS = ("prompt", "problem", "question", "instruction", "query", "input", "context")
+_TEXTS = (*_INPUTS[:-1], "output", "response", "completion")
 _KNOWN = (
-    "role", "content", "from", "value", "tool_calls", "function_call", "tool_call_id", "train_detail", "prefix",
+    "role", "content", "from", "value", "tool_calls", "function_call", "tool_call_id", "train_detail",
     "reasoning_content", "reasoning", "thinking",
 )  # fmt: skip
+_KINDS = re.compile(r"source|split|license|dataset(_name)?|ability")  # columns with few values
 _MOST = 6  # names in a line
 
 _log = logging.getLogger("rlkit.data")
@@ -143,16 +145,28 @@ class Unused:
         self._spaced: dict[tuple[str, str], tuple[set[int], int]] = {}  # (file, column) -> texts, rows
         self._marked: dict[str, list[tuple[int, str]]] = {}  # file -> rows with markup of the template
 
-    def add(self, index: int, row: Row, used: Iterable[str], texts: Sequence[str], lost: Iterable[Any]) -> None:
-        """Look at a row that is rendered as `texts`, where `lost` are its keys and arguments that are in none."""
+    def add(
+        self, index: int, row: Row, used: Iterable[str], asked: Sequence[str], answers: Sequence[str],
+        lost: Iterable[Any],
+    ) -> None:  # fmt: skip
+        """Look at a row with the texts `asked` and `answers`, where `lost` are its keys and arguments in no text.
+
+        A column that repeats part of what is asked is not missed; of an answer it must be all, or an answer by name.
+        """
         own, used, file = getattr(row, "own", row), {*used}, self._file(index)
         columns = self._found.setdefault((file, "column"), {})
         for name, value in own.items():
             if ("column", name) in columns or name in used or is_empty(value):
                 continue
-            if _IDENTITY.fullmatch(name) and not _is_content(value):
+            if _IDENTITY.fullmatch(name) and not any(
+                _is_content(text) and not is_copied(text, [*asked, *answers]) for text in _leaves(value)
+            ):
                 self._note_text(file, name, value)
-            elif not _is_copied(value, texts, 1 if name in _TEXTS else _COPY):
+                continue
+            shortest = 1 if name in _TEXTS else _COPY
+            same = name not in _INPUTS and len(str(value)) >= _COPY and str(value).strip() in map(str.strip, answers)
+            answered = name in FOR_REWARDS and is_copied(value, answers, 1)
+            if not (same or answered or is_copied(value, asked, shortest)):
                 columns["column", name] = None
         for name in lost:
             if name[0] == "markup":
@@ -169,9 +183,9 @@ class Unused:
         return self._rows.source or self._rows.places[index].rpartition(", ")[0]
 
     def _note_text(self, file: str, name: str, value: Any) -> None:
-        """Count the texts of several words in a column that says where a row is from."""
+        """Count the different texts in a column that says where a row is from: of several words, or of a kind."""
         texts, num = self._spaced.get((file, name), (set(), 0))
-        if isinstance(value, str) and " " in value.strip():
+        if isinstance(value, str) and (" " in value.strip() or (_KINDS.fullmatch(name) and value.isalpha())):
             texts.add(hash(value))
         self._spaced[file, name] = texts, num + 1
 
@@ -217,7 +231,18 @@ def _is_content(value: Any) -> bool:
     return len(value.split()) >= _SENTENCE or _MEDIA_FILE.fullmatch(value.strip()) is not None
 
 
-def _is_copied(value: Any, texts: Sequence[str], shortest: int) -> bool:
+def _leaves(value: Any) -> Iterator[Any]:
+    """The value, or the values in its lists and objects but for those that are answers by name."""
+    if isinstance(value, Mapping):
+        value = [item for key, item in value.items() if key not in FOR_REWARDS]
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def is_copied(value: Any, texts: Sequence[str], shortest: int = _COPY) -> bool:
     """Whether the value, of at least `shortest` characters, stands in one of the texts, as whole words."""
     text = value.strip() if isinstance(value, str) else ""
     words = rf"(?<!\w){re.escape(text)}(?!\w)"

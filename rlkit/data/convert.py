@@ -9,7 +9,7 @@ from contextlib import suppress
 from os.path import commonprefix
 from typing import Any
 
-from rlkit.data.columns import is_empty, truth, without_nulls
+from rlkit.data.columns import is_copied, is_empty, truth, without_nulls
 from rlkit.data.load import Row, as_messages, column_error, turns_of_text
 
 _MESSAGES = ("messages", "prompt", "completion", "response", "chosen", "rejected")
@@ -65,7 +65,7 @@ def alpaca(row: Row) -> Row:
 def llama_factory(row: Row) -> Row:
     """`{prompt, query, response}`: an Alpaca row in the names that LLaMA-Factory's `columns` give it."""
     query = row.get("query") or ""
-    if query and query.strip() in row["prompt"]:
+    if is_copied(query, [row["prompt"]]):
         query = ""  # the question again, beside the prompt that was made of it
     return alpaca({**row, "instruction": row["prompt"], "input": query, "context": None, "output": row.get("response")})
 
@@ -130,7 +130,7 @@ def _answer(text: str) -> Any:
 def messages_of(value: Any) -> Any:
     """Messages from a list of turns, one message, or their JSON text (a CSV file has no lists); else the value."""
     value = as_messages(turns_of_text(value, any_role=True))
-    return [value] if isinstance(value, Mapping) else value
+    return [value] if isinstance(value, Mapping) and {"role", "from"} & {*value} else value
 
 
 def turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,6 +37,7 @@ _PROMPT, _RESPONSE, _LABELLED = (
     ("completion", "response", "messages"),
 )
 _PAIR_COLUMNS = ("chosen", "rejected")
+_ALL_ANSWERS = (*_RESPONSE, *_PAIR_COLUMNS)
 _REPEATED = 12  # characters: a response may begin with a shorter prompt by chance ("hi")
 _ANSWERS = {"output", "response", "completion", "answer", "solution"}
 _RESPONSE_LIKE = re.compile("respon|reject|chosen|prefer")
@@ -125,22 +127,24 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         raise ValueError(f"{name} must be at least 1, got {value}")
     turns = []
     found = check_columns(rows, *forms, apply_chat_template=template.apply)
-    unused = columns.Unused(rows)
+    unused, told = columns.Unused(rows), template.system_prompt
     for index, (form, row) in enumerate(found):
         place = place_of(rows, index)
         own = template.of_row(row, place) if template.apply else template
         turns.append(form.read(row, place, own))
+        told = None if told and any(told.strip() in turn.prompt for turn in turns[-1]) else told
         for turn in turns[-1] if template.apply else ():
             if turn.whole and turn.literal:
                 own.refuse_markup(turn.whole.removeprefix(turn.prompt), f"{place}: a response")
         used = _used(row, form, plain=not template.apply)
         if form is PROMPT:
             used |= {*columns.FOR_REWARDS}
-        texts = [text for turn in turns[-1] for text in (turn.prompt, turn.whole)]
-        unused.add(index, row, used, texts, own.lost)
+        unused.add(index, row, used, *_said(row, form), own.lost)
         if len(turns) % 1000 == 0:
             _progress.info("rendering: %d of %d rows", len(turns), len(rows))
     where = {PROMPT: "the prompt (rewards see all columns)", TEXT: "the text"}.get(form, "the prompt or the response")
+    if told:
+        _log.warning("the system prompt %r is in no row: each has a system message of its own", told[:60])
     unused.report(template.not_read, where=where)
     _name_oddities(rows, found)
     return turns
@@ -160,6 +164,9 @@ def _name_oddities(rows: Sequence[Row], found: Sequence[tuple[Form, Row]]) -> No
     ):  # fmt: skip
         items = [(index, row) for index, (form, row) in enumerate(found) if form in forms]
         drop(rows, items, bad, what=what, why=why, keep=True)
+    read = [(index, row) for index, (_, row) in enumerate(found) if any(map(partial(_was_text, row), _ALL_ANSWERS))]
+    why = "have a response that is the JSON text of messages, and train on their contents"
+    drop(rows, read, bool, what="rows", why=why, keep=True)
     texts = [(index, _missing_values(form, row)) for index, (form, row) in enumerate(found)]
     why = "have a text that is a missing value, as pandas writes it"
     drop(rows, texts, bool, what="rows", why=why, keep=True, note=lambda found: f" ({', '.join(found)})")
@@ -217,6 +224,22 @@ def _used(row: Row, form: Form, *, plain: bool) -> set[str]:
     if form is LABELLED:
         used.add("kto_tag" if source and "kto_tag" in source.optional and own.get("kto_tag") is not None else "label")
     return used | ({*columns.ROW_ARGS, *_PROMPT} if not plain and form is not TEXT else set())
+
+
+def _said(row: Row, form: Form) -> tuple[list[str], list[str]]:
+    """The texts of a row that are context, and those that are answers."""
+    asked, answers = list[str](), list[str]()
+    names = {TEXT: ("text",), PROMPT: (), PAIR: _PAIR_COLUMNS}.get(form, _RESPONSE)
+    for name in names if form is TEXT else (*_PROMPT, *names):
+        value, is_answer = row.get(name), name not in (*_PROMPT, "text")
+        turns = convert.mappings(value) if not isinstance(value, str) else [{"content": value}]
+        for number, turn in enumerate(turns, 1):
+            content = turn.get("content")
+            parts = [content] if isinstance(content, str) else [p.get("text") for p in convert.mappings(content)]
+            trained = number == len(turns) if is_answer else turn.get("role") == "assistant"
+            into = answers if trained and (is_answer or form in (CONVERSATION, LABELLED)) else asked
+            into += [str(part) for part in parts if part]
+    return asked, answers
 
 
 def _check_values(row: Row, form: Form, place: str, plain: bool) -> None:
@@ -278,7 +301,7 @@ def rl_row(row: Row, place: str = "the row") -> Row:
     if len(messages) > 1 and messages[-1].get("role") == "assistant":
         others = {name: value for name, value in row.items() if name != "messages"}
         asked = with_prompt(others, place).get("prompt")
-        known = messages[-1].get("content") in [row[name] for name in _OUTPUT[:3] if row.get(name)]
+        known = messages[-1].get("content") in [row[name] for name in (*_OUTPUT, *_ANSWERS) if row.get(name)]
         if known or [asked] == [message.get("content") for message in messages if message.get("role") == "user"]:
             return {**new, "messages": messages[:-1]}
     return new
@@ -320,10 +343,19 @@ def _in_our_columns(row: Row, source: Form | None, forms: Sequence[Form], place:
     _check_roles(Converted(row, new, source), place)
     messages = new.get("messages") or row.get("prompt") or row.get("messages")
     if plain and PROMPT in forms and messages and isinstance(messages, list | tuple):
-        new["prompt"] = "".join(m["content"] for m in prompt_messages({"messages": messages}, place=place))
+        turns = prompt_messages({"messages": messages}, place=place)
+        if lost := [key for turn in turns for key in ("tool_calls", *TURN_TEXTS[1:]) if turn.get(key)]:
+            found = f"a message holds {lost[0]!r}, and --no-chat-template joins the contents of messages only"
+            raise column_error(place, found, row, "; write it into the content, or use a chat template")
+        new["prompt"] = "".join(turn["content"] for turn in turns)
+    elif plain and source and "messages" in new and row.get("prompt") is not None:
+        more = [name for name in source.optional if not columns.is_empty(row.get(name)) and name != "rejected"]
+        found = f"{' and '.join(map(repr, more))} beside 'prompt' make a conversation, which needs a chat template"
+        fix = "; drop --no-chat-template, give --chat-template FILE, or write all of it into 'prompt'"
+        raise column_error(place, found, row, fix)
     if plain and PAIR in forms:
         new |= convert.common_prompt(row)
-    return Converted(row, new, source) if new or source else row
+    return Converted(row, new, source)
 
 
 def _check_roles(row: Row, place: str) -> None:
@@ -437,6 +469,8 @@ def _instead(row: Row, form: Form) -> str:
         return "; write the last assistant message of 'messages' as 'chosen', and 'rejected_response' as 'rejected'"
     every = {name for known in FORMS for names in (known.optional, *known.columns) for name in names}
     pairs = {name: name.lower() for name in own if name not in every and name.lower() in every}
+    if form is PAIR and {"messages", "rejected_messages"} <= {*own}:  # of ms-swift
+        pairs |= {"messages": "chosen", "rejected_messages": "rejected"}
     if form is PAIR and {"response", "rejected_response"} <= {*own}:  # of ms-swift
         swift = {"response": "chosen", "rejected_response": "rejected", "query": "prompt"}
         pairs |= {old: new for old, new in swift.items() if old in own}
@@ -453,6 +487,9 @@ def _instead(row: Row, form: Form) -> str:
         has, lacks = sorted(part.known(read)), [name for name in part.missing(own)[0] if name not in _NOT_IN_SFT]
         fix = f"; of {part.title} it has {', '.join(map(repr, has))} and lacks {' or '.join(map(repr, lacks))}{_RENAME}"
     wanted = [*(name for names in form.missing(own) for name in names), *lacks]
+    labels = [name for name in own if columns.truth(own[name]) is not None]
+    if form is LABELLED and "label" in wanted and len(labels) == 1:
+        pairs[labels[0]] = "label"
     for name in wanted:
         found = [c for c in own if c != name and re.fullmatch(f"{name}(_.*|Key)|.*_{name}", c) and not pairs.get(c)]
         pairs |= {found[0]: name} if len(found) == 1 and name not in pairs.values() else {}
@@ -483,7 +520,9 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
     Raises ValueError for a row without `messages` and `prompt`, for a malformed message, and for any other content:
     null, a number, or a part that is not text, such as an image.
     """
-    given, row = row, with_prompt(Converted(row, convert.one_message(row)))
+    given = row
+    if not isinstance(row, Converted):  # as `check_columns` gives them
+        row = with_prompt(Converted(row, convert.one_message(row)))
     column, value = cell(row, _PROMPT, place, form=PROMPT)
     column = _own_name(given, column)
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else convert.messages_of(value)
@@ -507,7 +546,7 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
     messages = [_with_text(message, f"{place}: {column}[{number}]") for number, message in enumerate(messages, start)]
     own, first = convert.system_of(row, place), messages[0] if messages[0]["role"] in _SYSTEM else {}
     if own is not None and first and first["content"] != own:
-        found = f"the system message of column {column!r} is another one than that of column 'system'"
+        found = "the messages begin with another system message than that of column 'system'"
         raise column_error(place, found, row, "; rename the one that is not meant, e.g. --rename system OTHER")
     if not first and (system_prompt if own is None else own) is not None:
         return [{"role": "system", "content": system_prompt if own is None else own}, *messages]
@@ -550,7 +589,7 @@ def drop_long(
     ((name, value),) = limit.items()
     fix = f"the shortest has {min(length(item) for _, item in items)} tokens: raise it, or give shorter ones"
     return drop(
-        rows, items, lambda item: length(item) > value, what=what, why=f"are longer than {name}={value}", fix=fix,
+        rows, items, lambda item: length(item) > value, what=what, why=f"are longer than `{name}` {value}", fix=fix,
         note=lambda item: f" ({length(item)} tokens)",
     )  # fmt: skip
 
@@ -610,7 +649,13 @@ def _no_answer(row: Row, place: str, roles: Sequence[Any]) -> ValueError:
 
 def _check_conversation(row: Row, place: str, _plain: bool) -> None:
     _, value = cell(row, _PROMPT, place, form=CONVERSATION)
-    roles = ["user"] if isinstance(value, str) else [m.get("role") for m in convert.mappings(value)]
+    messages = [] if isinstance(value, str) else convert.mappings(value)
+    roles = ["user"] if isinstance(value, str) else [m.get("role") for m in messages]
+    for number, message in enumerate(messages):
+        if message.get("role") is None:
+            shown = f"{place}: {_own_name(row, 'messages')}[{number}]"
+            forms = "{'role': 'user', 'content': '...'} or {'from': 'human', 'value': '...'}"
+            raise ValueError(f"{shown} must be an object like {forms}, got {repr(message)[:80]}")
     if roles and not {"assistant", *convert.CALLS} & {*roles}:
         raise _no_answer(row, place, roles)
     _refuse_label(row, place, "a conversation with a label")
@@ -673,14 +718,14 @@ def _response(
     several = names is _RESPONSE and len(ends) > 1
     response = "" if several else _last(messages, name, place)["content"]
     before = [] if column == "messages" else _before(row, column, messages, place)
-    row = {"system": row.get("system"), "system_prompt": row.get("system_prompt"), "messages": before + messages}
+    row = Converted(row, {"prompt": None, "messages": before + messages})
     if several:
         context = prompt_messages(row, system_prompt=template.system_prompt, place=place)
         start = len(context) - len(messages)
         return _turns(context, [start + end for end in ends if start + end], place, template)
     unknown = [key for key, value in messages[-1].items() if columns.is_unknown_key(key, value)]
     template.lost.update({("message key", key, "response"): None for key in unknown})
-    prompt, _ = _context({**row, "messages": row["messages"][:-1]}, place, template)
+    prompt, _ = _context(Converted(row, {"messages": row["messages"][:-1]}), place, template)
     more = names is _LABELLED and any(columns.is_trained(messages[end], place) for end in ends[:-1])
     return [Turn(place, prompt, prompt + response, empty=not response.strip(), label=label, untrained=more)]
 
@@ -722,7 +767,7 @@ def _before(row: Row, column: str, response: Sequence[Message], place: str) -> l
     if closes and prompt[-1]["content"] in answers and response[0]["role"] != "tool":
         prompt = prompt[:-1]
     if begins:
-        said = [str(message["content"]) for message in response]
+        said = [str(message["content"]) for message in response[:-1]]
         asked = [str(message["content"]) for message in prompt]
         if all(text.strip() in "".join(said) for text in asked):
             return []
@@ -756,11 +801,18 @@ def _response_repeats_prompt(row: Row) -> bool:
     return len(str(row.get("prompt")).strip()) >= _REPEATED and _repeats_prompt(row, (name,))
 
 
+def _was_text(row: Row, name: str) -> bool:
+    """Whether the messages of a column stand in the file as JSON text, beside a prompt that is text."""
+    own = getattr(row, "own", row)
+    return isinstance(own.get(name), str) and isinstance(row.get(name), list) and isinstance(row.get("prompt"), str)
+
+
 def _repeats_prompt(row: Row, names: Sequence[str] = _PAIR_COLUMNS) -> bool:
     """Whether all responses, by default of a pair, begin with the words of the prompt, all of them as text."""
     texts = [row.get(name) for name in ("prompt", *names)]
     prompt, *responses = (text.strip() if isinstance(text, str) else "" for text in texts)
-    return bool(prompt) and all(re.match(rf"{re.escape(prompt)}(?!\w)", response) for response in responses)
+    end = r"\b" if prompt[-1:].isalnum() else ""
+    return bool(prompt) and all(re.match(re.escape(prompt) + end, response) for response in responses)
 
 
 def _missing_values(form: Form, row: Row) -> list[str]:
@@ -773,10 +825,11 @@ def _missing_values(form: Form, row: Row) -> list[str]:
 
 def _scored_less(row: Row) -> bool:
     """Whether a pair's own columns of scores, as numbers or their text, contradict its choice."""
-    for names in (("chosen_score", "rejected_score"), ("score_chosen", "score_rejected")):
-        with suppress(TypeError, ValueError):
-            chosen, rejected = (float(str(row.get(name))) for name in names)
-            return chosen < rejected
+    for what in ("score", "rating", "reward"):
+        for names in ((f"chosen_{what}", f"rejected_{what}"), (f"{what}_chosen", f"{what}_rejected")):
+            with suppress(TypeError, ValueError):
+                chosen, rejected = (float(str(row.get(name))) for name in names)
+                return chosen < rejected
     return False
 
 
@@ -827,7 +880,10 @@ _SFT, _RL_SFT, _PAIRS = (
     "rlkit dpo, kto and reward_model read it",
 )
 _NONE = "no rlkit script trains on labels of steps, and reward_model learns one reward per response"
-PROMPT = Form("prompt", (_PROMPT,), _prompt, (), "rlkit grpo and ppo read it")
+PROMPT = Form(
+    "prompt", (_PROMPT,), _prompt, (), "rlkit grpo and ppo read it",
+    fits=lambda row: [m.get("role") for m in convert.mappings(row.get("messages"))][-1:] != ["assistant"],
+)  # fmt: skip
 CONVERSATION = Form("conversation", (_PROMPT,), _conversation, (), _SFT, _check_conversation)
 RESPONSE = Form("prompt with a response", (_PROMPT, _RESPONSE), _response, (), _SFT, _check_response)
 PAIR = Form("preference pair", (("chosen",), ("rejected",)), _pair, _PROMPT, _PAIRS, _check_pair)

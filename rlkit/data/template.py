@@ -45,7 +45,8 @@ class Template:
         given = [name for name, value in options.items() if value is not None]
         if given and not self.apply:
             raise ValueError(
-                f"without the chat template there is no place for {' and '.join(given)}: write it into the prompt"
+                f"without a chat template there is no place for {' and '.join(f'`{name}`' for name in given)}: drop "
+                "that, or use a chat template"
             )
         check_arguments(self.args, "`template_args`")
 

@@ -323,6 +323,7 @@ class Signal(NamedTuple):
     present: bool = True
     low: float = math.inf
     high: float = -math.inf
+    num_reports: int = 0
 
 
 def report_no_signal(run: Run, batch: Batch, *, before: Signal) -> Signal:
@@ -332,7 +333,8 @@ def report_no_signal(run: Run, batch: Batch, *, before: Signal) -> Signal:
     for the next step.
     """
     rewards = batch.rewards.tolist()
-    now = Signal(bool((batch.advantages != 0).any()), min([before.low, *rewards]), max([before.high, *rewards]))
+    low, high = min([before.low, *rewards]), max([before.high, *rewards])
+    now = Signal(bool((batch.advantages != 0).any()), low, high, before.num_reports)
     if not before.present or now.present:
         return now
     if batch.num_tokens == int(batch.truncated.sum()):  # only the last token that a truncated sequence keeps
@@ -345,8 +347,12 @@ def report_no_signal(run: Run, batch: Batch, *, before: Signal) -> Signal:
         never = "compare answers and gold in trajectories/ (the reward may match never, or always); " * (
             now.low == now.high
         )
-        run.say(
-            f"all rewards are equal in every group ({shown}): no learning signal in this step. Training goes on; "
-            f"{never}easier, harder or more varied prompts, a larger group_size or a finer reward would help"
-        )
+        now = now._replace(num_reports=before.num_reports + 1)
+        times = "" if now.num_reports == 1 else f" ({now.num_reports} times so far)"
+        if now.num_reports.bit_count() == 1:  # the first, second, fourth, eighth ... time
+            run.say(
+                f"all rewards are equal in every group ({shown}): no learning signal in this step{times}. Training "
+                f"goes on; {never}easier, harder or more varied prompts, a larger group_size or a finer reward would "
+                "help"
+            )
     return now

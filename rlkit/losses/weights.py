@@ -19,7 +19,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_below, check_float, check_ids, check_mask, check_same_shape
+from rlkit._tensors import (
+    check_below,
+    check_float,
+    check_ids,
+    check_mask,
+    check_not_negative,
+    check_same_shape,
+    readable,
+)
 from rlkit.losses._inputs import check_alone, check_one_number, check_positive
 from rlkit.segments import broadcast_to_tokens, group_sum, seq_count
 
@@ -149,18 +157,17 @@ def _count(name: str, given: Count | None, counted: Tensor) -> Count | Tensor:
     if given is None:
         check_alone(name)
         given = counted.sum()
-    if not isinstance(given, Tensor) and given == 0 and counted.device.type == "cpu" and counted.any():
+    check_one_number(**{name: given})
+    known = not isinstance(given, Tensor) or readable(given)
+    if known and bool(given == 0) and readable(counted) and bool(counted.any()):
         raise ValueError(f"{name} is 0, and this mask alone has {int(counted.sum())}: count over the whole step")
     return _at_least_one(name, given)
 
 
 def _at_least_one(name: str, count: Count | Tensor) -> Count | Tensor:
     check_one_number(**{name: count})
-    if isinstance(count, Tensor):
-        return count.clamp(min=1)
-    if count < 0:
-        raise ValueError(f"{name} must be at least 0, got {count}")
-    return max(count, 1)
+    check_not_negative(**{name: count})
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
 def _token_weights(per_seq: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:

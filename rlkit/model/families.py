@@ -363,6 +363,12 @@ def why_different(model: Any, groups: Sequence[Sequence[Trajectory]], own: Tenso
     return None
 
 
+def _first_nan(model: Any) -> str:
+    """Which parameter holds NaN, and the fix."""
+    name = next((name for name, p in model.named_parameters() if p.isnan().any()), None)
+    return f"its weights are damaged, {name} holds NaN: copy or download it again" if name else "its weights overflow"
+
+
 @torch.no_grad()
 def is_causal(model: Any, num_tokens: int = 8) -> bool:
     """Whether the logits of a token stay the same when the token after it changes, tried on `num_tokens` tokens."""
@@ -370,6 +376,8 @@ def is_causal(model: Any, num_tokens: int = 8) -> bool:
     other = torch.cat((ids[:, :-1], ids[:, :1]), 1)
     with as_inference(model):
         a, b = (model(input_ids=x, use_cache=False).logits[:, :-1].float() for x in (ids, other))
+    if a.isnan().any():
+        raise ValueError(f"{type(model).__name__} computes NaN: {_first_nan(model)}")
     tolerance = max(TOLERANCE, 8 * torch.finfo(model.dtype).eps * float(a.abs().max()) if a.numel() else 0.0)
     return bool(torch.allclose(a, b, atol=tolerance))
 

@@ -26,6 +26,8 @@ def load_config(path: str | os.PathLike[str]) -> Any:
     """The config of a folder or hub id. ValueError for one that needs code of its own, or that is damaged."""
     from transformers import AutoConfig
 
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be the folder of a model or a hub id, got {path!r:.80}")
     check_model_path(path)
     if (Path(path) / "adapter_config.json").is_file():  # transformers would load both into one model
         fix = "merge them (peft's merge_and_unload), and save the result"
@@ -49,6 +51,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     check_model_path(path)
     with _explained(path, "tokenizer"):
         tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **NO_CODE)
+    if len(tokenizer) < 2 or not tokenizer.encode("hello", add_special_tokens=False):
+        what = "no tokenizer with a vocabulary: copy tokenizer.json and tokenizer_config.json of its base model there"
+        raise ValueError(f"model {str(path)!r} has {what}")
     if tokenizer.init_kwargs.get("auto_map"):
         log.warning("%r has a tokenizer in Python (auto_map), which is not run: transformers' is used", str(path))
     return tokenizer
@@ -70,7 +75,9 @@ def _explained(path: str | os.PathLike[str], what: str) -> Iterator[None]:
         if isinstance(error, OSError | ImportError):
             raise
         text = str(error).partition("\n")[0]
-        raise ValueError(f"model {str(path)!r}: its {what} cannot be read: {type(error).__name__}: {text}") from error
+        fix = "; copy or download tokenizer.json again" * (what == "tokenizer")
+        found = f"its {what} cannot be read: {type(error).__name__}: {text}{fix}"
+        raise ValueError(f"model {str(path)!r}: {found}") from error
     finally:
         hub.setLevel(level)
 

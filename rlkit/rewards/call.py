@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from rlkit._numbers import show as _show
 from rlkit._numbers import to_number
+from rlkit._text import Explained
 from rlkit.rewards.failures import fix_of, lost_processes, name_of, place_in, unwrapped
 from rlkit.rewards.timeouts import AWAIT, TimedOut, run_async, run_in_thread
 from rlkit.rollout.calling import is_async, own_copy
@@ -63,7 +64,7 @@ class Reward:
     notes: dict[str, str] = field(default_factory=dict)
 
 
-class RewardError(RuntimeError):
+class RewardError(Explained):
     """A reward function gave no usable reward. `index` is the row's index (None: the whole batch), `cause` says why."""
 
     def __init__(self, message: str, *, index: int | None = None, cause: str = "") -> None:

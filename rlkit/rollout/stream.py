@@ -34,12 +34,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlkit._text import Explained
 from rlkit.files import append_file, explain_full_disk, replace_file
 from rlkit.rollout.limits import success
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, sample_group, sampled_at, sampler, single_turn
 from rlkit.types import Completion, Generate, SamplingParams
 
 NOTHING = Completion([], [], [], "abort")
+
+
+class NoSignal(Explained):
+    """Too many groups were dropped while sampling one step."""
 
 
 class Pausable:
@@ -407,14 +412,14 @@ class GroupStream:
         self._entries.remove(entry)
         self._dropped.append(success(group))
         if len(self._dropped) > self._max_dropped:
-            raise RuntimeError(self._explain())
+            raise NoSignal(self._explain())
         self._admit()
 
     def _explain(self) -> str:
         low, high = min(self._dropped), max(self._dropped)
         mean = sum(self._dropped) / len(self._dropped)
         return (
-            f"{len(self._dropped)} groups were dropped while sampling one step of {self._num} (max_dropped="
+            f"{len(self._dropped)} groups were dropped while sampling one step of {self._num} (`max_dropped` "
             f"{self._max_dropped}): their success rates are between {low:g} and {high:g}, {mean:.3g} on average; give "
             "prompts that are neither too hard nor too easy, more samples in a group, a wider range or a higher limit"
         )

@@ -150,7 +150,7 @@ def table(rows: Sequence[Mapping[str, Any]], *, question: str, width: int) -> li
     first = shown[0]
     shown_gold = _quoted(first["gold"], width // 3)
     if isinstance(first["gold"], int | float):  # which no text equals
-        shown_gold = f"{first['gold']} (a number, not a text)"
+        shown_gold = f"{first['gold']} (a number)"
     gold = "" if first["gold"] is None else f"   gold: {shown_gold}"
     title = f"  step {first['step']}, row {first['group'] + 1} of the data: "
     parts = [name for name in first["rewards"] if "/" not in name]

@@ -28,7 +28,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, Any, NoReturn, TypeVar
 
-from rlkit._text import masked, printable
+from rlkit._text import Explained, masked, printable
 from rlkit.ranks import is_first, launched
 from rlkit.run.console import TRAINING, encode_anything, warnings_that_fit, wrapped
 from rlkit.run.cores import SPINS
@@ -55,7 +55,7 @@ COMMANDS = {
 }
 
 
-class LossError(RuntimeError):
+class LossError(Explained):
     """A loss function of the user that failed, or returned something else than a loss per element."""
 
 
@@ -91,8 +91,9 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     own = argv[: argv.index("--")] if "--" in argv else argv  # what follows is another command's
     if {"-h", "--help"} & {*own}:
         _help(kind, description)
-    _refuse_wrong(argv, own, kind)
     try:
+        with warnings_that_fit():
+            _refuse_wrong(argv, own, kind)
         flags = parsed(argv, kind)
     except ValueError as error:
         fail(str(error))
@@ -295,13 +296,11 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
         if isinstance(error, OSError) and error.strerror and path is not None:
             text = f"{path}: {error.strerror}"
         fail(spelled(text or type(error).__name__, args[0] if args else None))
-    except RuntimeError as error:
-        rewards = sys.modules.get("rlkit.rewards.call")
-        of_user = isinstance(error, LossError) or (rewards is not None and isinstance(error, rewards.RewardError))
-        if not of_user or given.get("debug") or launched():
+    except Explained as error:
+        if given.get("debug") or launched():
             raise
-        notes = getattr(error, "__notes__", ())
-        fail("\n  ".join([str(error), *notes, "--debug shows the traceback"]), code=1)
+        lines = [spelled(str(error), args[0] if args else None), *getattr(error, "__notes__", ())]
+        fail("\n  ".join([*lines, "--debug shows the traceback"]), code=1)
 
 
 def _is_of_engine(error: Exception) -> bool:

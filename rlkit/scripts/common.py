@@ -21,7 +21,7 @@ from rlkit.ranks import is_first, launched
 from rlkit.run.console import data_progress
 from rlkit.scripts.cli import LossError, flags_of
 from rlkit.scripts.flags import ChatTemplate
-from rlkit.settings import Count, CountOr0, ParallelArgs, Schedule, check, is_default, refuse_if
+from rlkit.settings import Count, CountOr0, ParallelArgs, check, is_default, refuse_if
 
 log = logging.getLogger("rlkit.scripts")
 
@@ -66,6 +66,9 @@ class Data:
 
     def __post_init__(self) -> None:
         check(self, may_be_empty=("system_prompt", "template_args"))
+        for name in ("system_prompt", "template_args"):
+            unused = self.chat_template is False and not is_default(self, name)
+            refuse_if(unused, f"`{name}` has no place without a chat template: drop it, or --no-chat-template")
         message = f'`template_args` must be a JSON object like {{"name": true}}, got {self.template_args!r}'
         refuse_if(not isinstance(self.template(), dict), message)
         if self.system_prompt and len(self.system_prompt) < 200 and Path(self.system_prompt).is_file():
@@ -166,12 +169,14 @@ def begin(args: Any) -> Any:
     from rlkit.run.cores import choose_threads
     from rlkit.run.folder import check_folder, keep_args, read_args
 
-    warn_of_steps(args.schedule, args.data)
+    warn_of_steps(args)
     args = replace(args, data=args.data.expanded())
     check_model_path(args.model.model)  # and the folder: before torch is loaded
     for name in ("reference", "critic"):
         if (path := getattr(args, name, None)) is not None:
             check_model_path(path, of=f"`{name}`")
+    if Path(args.model.model).is_dir() and Path(args.model.model).resolve() == Path(args.schedule.output).resolve():
+        raise ValueError(f"`output` {args.schedule.output} is the folder of the model: give another one for the run")
     check_folder(args.schedule.output, resume=args.schedule.resume)
     file = template_file(args)
     template = read_template(file) if file else None
@@ -187,6 +192,8 @@ def begin(args: Any) -> Any:
     args = replace(args, model=replace(args.model, device=device), optim=replace(args.optim, dtype=dtype))
     script = Path(getattr(sys.modules[type(args).__module__], "__file__", None) or "notebook").name
     flags = dict(flags_of(args))
+    if device == "cpu" and args.model.parallel.offload:
+        log.warning("--parallel.offload has no effect on the CPU: it moves parameters there from a GPU")
     if device == "cpu":
         kept = read_args(args.schedule.output) if args.schedule.resume else {}
         flags["threads"], line = choose_threads(kept=kept.get("threads"))
@@ -217,6 +224,8 @@ def check_device(device: str) -> None:
 
 def check_ranks(parallel: ParallelArgs) -> None:
     """ValueError in a plain process for sizes that need the ranks of torchrun. Does not import torch."""
+    if parallel.ulysses and parallel.cp == 1:
+        raise ValueError("--parallel.ulysses requires --parallel.cp above 1")
     names = [name for name in ("replicate", "shard", "cp", "tp", "pp", "ep") if getattr(parallel, name) > 1]
     if not names or launched():
         return
@@ -228,8 +237,12 @@ def check_ranks(parallel: ParallelArgs) -> None:
     raise ValueError(f"{given} takes {ranks} processes, and this is one: start them with {start}")
 
 
-def warn_of_steps(schedule: Schedule, data: Data) -> None:
-    """Warn of a run without steps or evaluation, and of held-out data that is not used."""
+def warn_of_steps(args: Any) -> None:
+    """Warn of a run without steps or evaluation, and of held-out data, or steps to evaluate at, that are not used."""
+    schedule, data = args.schedule, args.data
+    default = next(f.default for f in fields(args) if f.name == "schedule")
+    if not data.eval_data and schedule.eval_steps not in (0, getattr(default, "eval_steps", None)):
+        log.warning("--eval-steps %d has no effect without --eval-data", schedule.eval_steps)
     if schedule.steps == 0 and not data.eval_data:
         log.warning("--steps 0 without --eval-data: nothing is trained or measured")
     if data.eval_data and schedule.eval_steps == 0:
@@ -237,7 +250,11 @@ def warn_of_steps(schedule: Schedule, data: Data) -> None:
 
 
 def warn_of_clip(args: Any) -> None:
-    """Warn of clip distances that cannot act: with one optimizer step on a batch every ratio is 1."""
+    """Warn of clip distances that cannot act, with one optimizer step on a batch every ratio is 1, and of bounds."""
+    low, high = args.loss.clip_low, args.loss.clip_high
+    if low is not None and high is not None and 0.5 <= low < 1 < high <= 1.5:
+        said = "--clip-low %g --clip-high %g are distances from 1: the ratio is clipped to %g and %g"
+        log.warning(said, low, high, 1 - low, 1 + high)
     given = [f"--{x.replace('_', '-')}" for x in ("clip_low", "clip_high") if not is_default(args.loss, x)]
     if given and args.rollouts.minibatches * args.rollouts.epochs == 1:
         log.warning(

@@ -277,12 +277,18 @@ def render(args: Any, tokenizer: Any, rows: list[Any]) -> list[Any]:
 
     if not rows:
         return []
-    longest = min(args.episodes.max_prompt_tokens, args.episodes.max_len(args.rollouts) - 1)  # room for one token
-    return rl_prompts(
-        rows, tokenizer=tokenizer, max_prompt_tokens=longest, system_prompt=args.data.system_prompt,
-        apply_chat_template=bool(args.data.chat_template), tools=load_tools(args.episodes) or None,
-        template_args=args.data.template() or None,
-    )[0]  # fmt: skip
+    longest, total = args.episodes.max_prompt_tokens, args.episodes.max_len(args.rollouts) - 1  # room for one token
+    try:
+        return rl_prompts(
+            rows, tokenizer=tokenizer, max_prompt_tokens=min(longest, total), system_prompt=args.data.system_prompt,
+            apply_chat_template=bool(args.data.chat_template), tools=load_tools(args.episodes) or None,
+            template_args=args.data.template() or None,
+        )[0]  # fmt: skip
+    except ValueError as error:
+        if total >= longest:
+            raise
+        given = f"the {total} tokens that `max_total_tokens` {total + 1} leaves for a prompt"
+        raise ValueError(str(error).replace(f"`max_prompt_tokens` {total}", given)) from None
 
 
 def load_tools(episodes: Episodes) -> list[Any]:

@@ -51,7 +51,7 @@ def test_labels_stay_with_their_responses_where_one_is_too_long(caplog):
         assert examples(*rows, max_example_tokens=len(HI) + 3) == ([YO], 1)
     assert "dropped 1 of 2 examples" in caplog.text
     assert "row 1 (41 tokens)" in caplog.text
-    with pytest.raises(ValueError, match="all 2 examples are longer than max_example_tokens=5"):
+    with pytest.raises(ValueError, match="all 2 examples are longer than `max_example_tokens` 5"):
         examples(*rows, max_example_tokens=5)
 
 

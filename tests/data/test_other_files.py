@@ -322,6 +322,48 @@ READ = {
         "dpo", {"prompt": "hi", "messages": [user("hi"), answer("yo")], "chosen": [user("hi"), answer("yo")],
                 "rejected": [user("hi"), answer("no")]}, PAIR_OF,
     ),
+    # an input that the answer repeats is not part of the prompt
+    "CommonGen": ("sft", {"prompt": "Write a sentence with the word.", "input": "cat", "completion": "The cat sat."},
+                  ("<user>Write a sentence with the word.;<assistant>The cat sat.;", ["The cat sat.;"])),
+    "a context that the answer repeats": (
+        "sft", {"question": "When?", "context": "built in 1900 by monks", "answer": "It was built in 1900 by monks."},
+        ("<user>When?;<assistant>It was built in 1900 by monks.;", ["It was built in 1900 by monks.;"]),
+    ),
+    "starter code that both responses repeat": (
+        "dpo", {"prompt": "hi", "starter_code": "def add(a, b):", "chosen": "def add(a, b): return a + b",
+                "rejected": "def add(a, b): pass"},
+        ("<user>hi;<assistant>", "def add(a, b): return a + b;", "def add(a, b): pass;"),
+    ),
+    "a word to repeat": ("sft", {"prompt": "Repeat it.", "input": "yo", "response": "yo"},
+                         ("<user>Repeat it.;<assistant>yo;", ["yo;"])),
+    "an input that is the name of a role": ("sft", {"prompt": "Who?", "input": "assistant", "response": "yo"},
+                                            ("<user>Who?;<assistant>yo;", ["yo;"])),
+    "GSM8K in messages": ("sft", {"messages": [user("hi"), answer("So #### 72")], "answer": "72"},
+                          ("<user>hi;<assistant>So #### 72;", ["So #### 72;"])),
+    "LLaMA-Factory query within a word of the prompt": (
+        "sft", {"prompt": "Translate into German.", "query": "man", "response": "Mann"},
+        ("<user>Translate into German.\nman;<assistant>Mann;", ["Mann;"]),
+    ),
+    "LLaMA-Factory query that the prompt repeats": (
+        "sft", {"prompt": "Q: What is the capital?\nA:", "query": "What is the capital?", "response": "yo"},
+        ("<user>Q: What is the capital?\nA:;<assistant>yo;", ["yo;"]),
+    ),
+    "LLaMA-Factory history and a response, RL": (
+        "grpo", {"prompt": "hi", "query": "", "response": "yo", "history": [["a", "b"]]},
+        "<user>a;<assistant>b;<user>hi;<assistant>",
+    ),
+    "messages that end with the answer, RL": (
+        "grpo", {"messages": [user("2+2?"), answer("4")], "answer": "4"}, "<user>2+2?;<assistant>",
+    ),
+    "messages of more than the question, RL": (
+        "grpo", {"problem": "2+2", "answer": "4", "messages": [user("2+2, please"), answer("4")]},
+        "<user>2+2, please;<assistant>",
+    ),
+    "a prompt that stands twice without a blank": (
+        "sft", {"prompt": "What is 2+2 here?", "response": "What is 2+2 here?4"},
+        ("<user>What is 2+2 here?;<assistant>What is 2+2 here?4;", ["What is 2+2 here?4;"]),
+    ),
+    "a prefix of the answer": ("sft", {"messages": [user("hi"), answer("yo", prefix=True)]}, HI_YO),
     "an answer that is the JSON text of messages": (
         "sft", {"prompt": "hi", "response": '[{"role": "assistant", "content": "yo"}]'}, HI_YO,
     ),
@@ -381,7 +423,24 @@ READ = {
     "UltraFeedback, RL": ("grpo", {"prompt": "hi", "messages": [user("hi"), answer("yo")]}, "<user>hi;<assistant>"),
 }  # fmt: skip
 
+AS_MESSAGES = (
+    "{file}: kept 1 of 1 rows that have a response that is the JSON text of messages, and train on their contents: "
+    "{place}"
+)
 NAMED = {  # what the screen says of the row above
+    "CommonGen": "{file}: column input is not part of the prompt or the response",
+    "a context that the answer repeats": "{file}: column context is not part of the prompt or the response",
+    "starter code that both responses repeat": "{file}: column starter_code is not part of the prompt or the response",
+    "a word to repeat": "{file}: column input is not part of the prompt or the response",
+    "an input that is the name of a role": "{file}: column input is not part of the prompt or the response",
+    "a prompt that stands twice without a blank": (
+        "{file}: kept 1 of 1 rows that repeat the prompt at the beginning of the response, so that it stands twice: "
+        "{place}"
+    ),
+    "a prefix of the answer": "{file}: message key prefix is not written by the chat template",
+    "an answer that is the JSON text of messages": AS_MESSAGES,
+    "an answer of an Alpaca row that is the JSON text of messages": AS_MESSAGES,
+    "a pair that is the JSON text of messages": AS_MESSAGES,
     "responses that repeat the prompt": (
         "{file}: kept 1 of 1 pairs that repeat the prompt at the beginning of both responses, so that it stands twice: "
         "{place}"
@@ -485,7 +544,7 @@ REFUSED = {  # script, row, the message after the file and the place
                        "trains all of them"),
     "two system messages": (
         "sft", {"system": "be", "messages": [said("system", "do"), user("hi"), answer("yo")]},
-        ": the system message of column 'messages' is another one than that of column 'system'; columns found: "
+        ": the messages begin with another system message than that of column 'system'; columns found: "
         "['messages', 'system']; rename the one that is not meant, e.g. --rename system OTHER",
     ),
     "two columns of system messages": (
@@ -572,11 +631,6 @@ REFUSED = {  # script, row, the message after the file and the place
         ": neither 'messages' nor 'prompt' is there; columns found: ['chosen', 'rejected']; give the prompt as "
         "'prompt', or train on the two as plain text, as TRL does: --no-chat-template, where their common beginning is "
         "the prompt",
-    ),
-    "a conversation of more than the question": (
-        "grpo", {"problem": "2+2", "answer": "4", "messages": [user("2+2, please"), answer("4")]},
-        ": the conversation ends with an assistant message, so there is nothing to answer; drop that message, or read "
-        "the prompt from the other columns with --rename messages OTHER",
     ),
     "responses under other names": (
         "dpo", {"prompt": "hi", "chosen_response": "yo", "rejected_response": "no"},
@@ -1036,7 +1090,11 @@ def test_unused_columns_are_one_line_and_where_a_row_is_from_is_none(tmp_path, c
         ([{"picture_url": "https://x.org/a"}], "picture_url"),
         ([{"url": "https://x.org/a.jpg"}], "url"),
         ([{"url": "https://x.org/a", "source_url": "https://x.org/", "id": "a b", "row_hash": "f0"}], None),
-        ([{"meta": {"note": "Answer as one would in a letter."}}], None),
+        ([{"meta": {"note": "Answer as one would in a letter."}}], "meta"),
+        ([{"extra_info": {"question": "hi", "answer": "It is a long answer of many words."}}], None),
+        ([{"source": ["The river rose by two metres on Tuesday."]}], "source"),
+        ([{"source": "Hund"}, {"source": "Katze"}], "source"),
+        ([{"source": "a1.txt"}, {"source": "b2.txt"}], None),
         ([{"meta": "Answer as one would in a letter."}], "meta"),
         ([{"correct": 1}], "correct"),
         ([{"correct": "yo"}], "correct"),

@@ -73,7 +73,7 @@ def test_a_pair_that_is_too_long_is_dropped_as_a_whole(caplog):
     assert (kept, dropped) == ([YO_NO, YO_NO], 1)
     assert "dropped 1 of 3 pairs" in caplog.text
     assert "row 2 (41 tokens)" in caplog.text
-    with pytest.raises(ValueError, match="all 1 pairs are longer than max_example_tokens=5"):
+    with pytest.raises(ValueError, match="all 1 pairs are longer than `max_example_tokens` 5"):
         pairs(long, max_example_tokens=5)
 
 

@@ -53,7 +53,7 @@ def test_plain_text_is_verbatim_after_the_tokenizers_own_start():
         81,
     ]
     assert rl_prompts(rows, tokenizer=starts, max_prompt_tokens=99)[0][0].ids[:2] == [START, USER]
-    with pytest.raises(ValueError, match="without the chat template there is no place for system_prompt"):
+    with pytest.raises(ValueError, match="without a chat template there is no place for `system_prompt`"):
         rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=9, apply_chat_template=False, system_prompt="be")
 
 
@@ -64,14 +64,14 @@ def test_too_long_prompts_are_dropped_counted_and_logged_once(caplog):
     assert [p.index for p in prompts] == [0, 2, 3]
     assert num_dropped == 6
     assert [r.getMessage() for r in caplog.records] == [
-        "dropped 6 of 9 prompts that are longer than max_prompt_tokens=17: row 2 (28 tokens), row 5 (38 tokens), "
+        "dropped 6 of 9 prompts that are longer than `max_prompt_tokens` 17: row 2 (28 tokens), row 5 (38 tokens), "
         "row 6 (39 tokens), row 7 (40 tokens), row 8 (41 tokens), ..."
     ]
     caplog.clear()
     rl_prompts(rows[:1], tokenizer=TOKENIZER, max_prompt_tokens=11)
     assert not caplog.records
     with pytest.raises(
-        ValueError, match=r"all 9 prompts are longer than max_prompt_tokens=9; the shortest has 10 tokens"
+        ValueError, match=r"all 9 prompts are longer than `max_prompt_tokens` 9; the shortest has 10 tokens"
     ):
         rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=9)
 

@@ -180,10 +180,10 @@ def test_too_long_examples_are_dropped_counted_and_logged(caplog):
         kept, num_dropped = sft_examples(rows, tokenizer=TOKENIZER, max_example_tokens=20)
     assert ([len(e.ids) for e in kept], num_dropped) == ([12, 13], 1)
     assert [r.getMessage() for r in caplog.records] == [
-        "dropped 1 of 3 examples that are longer than max_example_tokens=20: row 2 (40 tokens)"
+        "dropped 1 of 3 examples that are longer than `max_example_tokens` 20: row 2 (40 tokens)"
     ]
     with pytest.raises(
-        ValueError, match=r"all 3 examples are longer than max_example_tokens=5; the shortest has 12 tokens"
+        ValueError, match=r"all 3 examples are longer than `max_example_tokens` 5; the shortest has 12 tokens"
     ):
         sft_examples(rows, tokenizer=TOKENIZER, max_example_tokens=5)
 

@@ -53,7 +53,7 @@ def test_an_error_in_a_later_file_names_that_file_and_its_own_row(tmp_path, capl
     options = {"tokenizer": tiny_tokenizer(), "max_example_tokens": 30}
     assert len(sft_examples(load_rows(files), **options)[0]) == 4
     dropped = ", ".join(f"{files[1]}, line {n} (60 tokens)" for n in (2, 3))
-    assert f"dropped 2 of 6 examples that are longer than max_example_tokens=30: {dropped}" in caplog.text
+    assert f"dropped 2 of 6 examples that are longer than `max_example_tokens` 30: {dropped}" in caplog.text
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(f"{json.dumps(good)}\n\n{{}}".encode()))
     with pytest.raises(ValueError, match=rf"^{re.escape(str(files[1]))}, line 3: .*columns found: \[\]"):
         sft_examples(load_rows(files), **options)
