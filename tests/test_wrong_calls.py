@@ -9,8 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from rlkit import k3, microbatches, pack, ppo_clip, tis, unbiased_kl, with_advantages
-from rlkit.advantages import gae, group_centered
+from rlkit import k3, microbatches, pack, ppo_clip, tis, token_mean, unbiased_kl, with_advantages
+from rlkit.advantages import (
+    gae,
+    group_centered,
+    group_mean_batch_std,
+    group_zscore,
+    max_rl,
+    opo,
+    pass_at_k,
+    whiten,
+)
 from rlkit.types import Trajectory
 
 
@@ -99,3 +108,14 @@ def test_microbatches_name_the_tuple():
     b = batch()
     refused(lambda: list(microbatches(b, max_tokens=9)), "streams must be a tuple that starts with a Batch")
     refused(lambda: list(microbatches((b.mask, b), max_tokens=9)), "(batch, weights), got (Tensor, Batch)")
+
+
+def test_negative_numbers_that_would_turn_signs_are_refused():
+    rewards, ids = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1])
+    for estimator in (group_zscore, max_rl, group_mean_batch_std, partial(pass_at_k, k=1)):
+        refused(lambda f=estimator: f(rewards, group_ids=ids, eps=-0.5), "eps must be at least 0, got -0.5")
+    refused(lambda: whiten(rewards, eps=float("nan")), "eps must be at least 0, got nan")
+    refused(lambda: opo(rewards, lengths=torch.tensor([-1, 2, 3, 4]), group_ids=ids), "lengths must be at least 0")
+    mask = torch.tensor([True, True])
+    refused(lambda: token_mean(mask, num_tokens=torch.tensor(-3)), "num_tokens must be at least 0, got -3")
+    refused(lambda: token_mean(mask, num_tokens=torch.tensor(0)), "num_tokens is 0, and this mask alone has 2")

@@ -237,8 +237,8 @@ def _said(row: Row, form: Form) -> tuple[list[str], list[str]]:
             content = turn.get("content")
             parts = [content] if isinstance(content, str) else [p.get("text") for p in convert.mappings(content)]
             trained = number == len(turns) if is_answer else turn.get("role") == "assistant"
-            into = answers if trained and (is_answer or form in (CONVERSATION, LABELLED)) else asked
-            into += [str(part) for part in parts if part]
+            texts = answers if trained and (is_answer or form in (CONVERSATION, LABELLED)) else asked
+            texts.extend(str(part) for part in parts if part)
     return asked, answers
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -30,19 +30,19 @@ from rlkit.rewards.call import (
 )
 from rlkit.rewards.failures import ALARM, name_of, unwrapped
 from rlkit.rewards.source import (
-    absent_columns,
     alarm_in,
     chat_header,
     code_of,
     constants,
-    gives_away,
     line_of_items,
     line_of_messages,
     line_of_texts,
     names_in,
+    names_of_kwargs,
+    uses,
 )
-from rlkit.rewards.text import GOLD_COLUMNS, first_value, no_gold_answer
-from rlkit.rollout.calling import is_async
+from rlkit.rewards.text import GOLD_COLUMNS, first_value, last_boxed, no_gold_answer
+from rlkit.rollout.calling import Watched, is_async, report_absent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +55,7 @@ _RECENT = 100  # samples that `max_failed` is a share of
 _NOTE = 500  # characters of a list or dict in the notes
 _VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _OF_TRL = {"trainer_state", "log_extra", "log_metric", "prompts", "completions", "completion_ids"}  # of its `**kwargs`
+_OF_SAMPLES = {"index", "prompt_ids", "completion_ids", "truncated", "finish_reason", "messages"}
 _Call = tuple[Any, Callable[[Any], Any]]  # the result of a function, or its coroutine, and how to read it
 
 
@@ -83,7 +84,13 @@ def scorer(
     settle, function = _settler(max_failed), adapted(function)
     check_signature(function)  # before anything is sampled
 
+    replaced = False
+
     async def score_group(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
+        nonlocal replaced
+        if not replaced and any(trajectory.reward for trajectory in group):
+            replaced = True
+            _log.warning("rewards of the environment are replaced by those of %s", name_of(function))
         samples = [_sample(tokenizer, prompt, trajectory) for trajectory in group]
         return settle(
             group, await (run_reward_each if max_failed else run_reward)(function, samples, timeout_s=timeout_s)
@@ -222,9 +229,15 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         columns = {name: [row.get(name) for row in rows] for name in names}
         prompts = columns.pop("prompt", None) or columns.pop("messages", None) or [*map(prompt_messages, rows)]
         chat = not isinstance(prompts[0], str)
-        texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else completions
-        given = {**columns, "prompts": prompts, "completions": texts, "completion_ids": completion_ids, **logs}
-        return reward_func(**accepted(given)), added
+        turns = [ListOfMessages(text) for text in completions]
+        given = {"prompts": prompts, "completions": turns if chat else completions, "completion_ids": completion_ids}
+
+        def read(results: Any) -> Any:
+            if any(turn.as_text for turn in turns):
+                raise WrongResult("read a completion as a text, and it is a list of messages", _TRL_FORM)
+            return added(results)
+
+        return reward_func(**accepted({**columns, **given, **logs})), read
 
     given, asked = {"prompts", "completions", "completion_ids", "log_extra", "log_metric"}, _required(reward_func)
     foreign = [name for name in asked if name in ("trainer_state", "environments", "prompt")]
@@ -240,12 +253,53 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     return reward
 
 
+class ListOfMessages(list[dict[str, str]]):
+    """A completion as TRL gives it where prompts are messages."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__([{"role": "assistant", "content": text}])
+        self._used = self._read = False
+
+    @property
+    def as_text(self) -> bool:
+        """Whether it was used as a text only."""
+        return self._used and not self._read
+
+    def __getitem__(self, index: Any) -> Any:
+        self._read = True
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        self._read = True
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._used = True
+        return super().__len__()
+
+    def __repr__(self) -> str:  # also of str() and format()
+        self._used = True
+        return super().__repr__()
+
+    def __contains__(self, item: object) -> bool:
+        self._used |= isinstance(item, str)
+        return super().__contains__(item)
+
+    def __eq__(self, other: object) -> bool:
+        self._used |= isinstance(other, str)
+        return super().__eq__(other)
+
+    __hash__ = None
+
+
 def _trl_hint(error: BaseException) -> str:
     """The fix of errors that come from what TRL gives a function and we do not, or from the form of a completion."""
     text = str(error)
     if isinstance(error, KeyError) and "trainer_state" in text:
         return "rlkit gives no trainer_state: read it by kwargs.get('trainer_state'), and do without its step"
-    if isinstance(error, TypeError | AttributeError) and ("string indices must be" in text or "'list'" in text):
+    if isinstance(error, TypeError | AttributeError) and (
+        "string indices must be" in text or "'ListOfMessages'" in text
+    ):
         return _TRL_FORM
     return ""
 
@@ -272,9 +326,7 @@ def _check_form(function: Callable[..., Any], said: set[str], rows: Sequence[dic
         what = f"{name_of(function)}, line {line}, reads {reads}, and the prompt is {prompt}"
         raise ValueError(f"{place_of(rows, 0)}: {what}: {_TRL_FORM}")
     if not chat and (line := line_of_items(function)):
-        warn(f", line {line}, reads one character of a completion: {_TRL_FORM}")
-    if chat and gives_away(function):
-        warn(" gets completions as lists of messages, as in TRL: [{'role': 'assistant', 'content': ...}]")
+        warn(f", line {line}, reads one character of a completion or prompt: {_TRL_FORM}")
 
 
 def _trl_logs(num: int) -> tuple[dict[str, Callable[..., Any]], Callable[[Any], Any]]:
@@ -314,10 +366,14 @@ def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
     names = {f"{name}s" if batched else name: name for name in known}
     columns, accepted = [name for name in _required(compute_score) if name not in names], _acceptor(compute_score)
 
+    absent, found = set[str](), set[str]()
+
     def given(completion: str, row: dict[str, Any]) -> dict[str, Any]:
+        extra = Watched(row.get("extra_info") or {}, absent)
+        found.update(extra)
         return {
             "data_source": row.get("data_source"), "solution_str": completion,
-            "ground_truth": _gold(row, "reward_model"), "extra_info": row.get("extra_info") or {},
+            "ground_truth": _gold(row, "reward_model"), "extra_info": extra,
             **{name: _column(row, name) for name in columns},
         }  # fmt: skip
 
@@ -330,11 +386,14 @@ def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
         return compute_score(**accepted(lists)), partial(_each, scored)
 
     def scored(result: Any) -> Any:
+        report_absent(name_of(compute_score), absent, found, what="extra_info has no key")
         has_score = isinstance(result, dict) and "score" in result
         return _logged({**result, "reward": result["score"]} if has_score else result)
 
     foreign = [name for name in columns if name in ("reward_router_address", "reward_model_tokenizer")]
-    return _as(compute_score, call_batched if batched else call, foreign, [GOLD_COLUMNS, *columns])
+    reward = _as(compute_score, call_batched if batched else call, foreign, [GOLD_COLUMNS, *columns])
+    reward.reads = [column for name, column in names.items() if uses(compute_score, name)]
+    return reward
 
 
 def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
@@ -420,8 +479,11 @@ def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
     left out, and anything else is a note.
     """
 
+    absent, found = set[str](), set[str]()
+
     def sample(completion: str, row: dict[str, Any]) -> _Slime:
-        label, metadata = first_value(row, "label", *GOLD_COLUMNS), row.get("metadata") or {}
+        label, metadata = first_value(row, "label", *GOLD_COLUMNS), Watched(row.get("metadata") or {}, absent)
+        found.update(metadata)
         prompt = row.get("prompt", row.get("messages"))
         return _Slime(called="sample", prompt=prompt, response=completion, label=label, metadata=metadata)
 
@@ -432,6 +494,7 @@ def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
         return custom_rm(_Slime(called="args"), [*map(sample, completions, rows)]), partial(_each, scored)
 
     def scored(result: Any) -> Any:
+        report_absent(name_of(custom_rm), absent, found, what="sample.metadata has no key")
         has_score = isinstance(result, dict) and "score" in result
         return _logged({"reward": result["score"], **result} if has_score else result)
 
@@ -505,17 +568,34 @@ def check_rows(function: Callable[..., Any], *parts: Sequence[dict[str, Any]]) -
     for rows in filter(len, parts):
         _check_needs(function, rows)
         columns, is_trl = set[str]().union(*rows), hasattr(function, "check_form")
-        read = absent_columns(function, columns | _OF_TRL if is_trl else columns, kwargs=is_trl)
-        if is_trl:
-            parameters = inspect.signature(unwrapped(function)).parameters
-            defaults = {name for name, parameter in parameters.items() if parameter.default is None}
-            read += sorted(defaults - columns - _OF_TRL)
+        if "data_source" in getattr(function, "reads", ()) and "data_source" not in columns:
+            _log.warning("%s reads data_source, which is None: the data has no such column", name_of(function))
+        asked = names_of_kwargs(function)
+        if not is_trl:
+            _refuse_columns(function, asked, columns)
+            continue
+        read = sorted(asked - columns - _OF_TRL)
+        parameters = inspect.signature(unwrapped(function)).parameters
+        empty = {name for name, p in parameters.items() if p.default in (None, "", (), [], {})}  # no option has it
+        read += sorted(empty - columns - _OF_TRL)
         absent = [name for name in read if name not in with_prompt(rows[0])]
         if absent and absent != said:
             names, said = ", ".join(map(repr, absent)), absent
             found = f"columns found: {', '.join(sorted(columns))}"
             where = ", ".join(getattr(rows, "sources", ())[:2]) or "the data"
             _log.warning("%s reads %s, of which %s has no column; %s", name_of(function), names, where, found)
+
+
+def _refuse_columns(function: Callable[..., Any], asked: set[str], columns: set[str]) -> None:
+    """TypeError for a function of ours that asks for a column as a parameter with a default, or in its `**kwargs`."""
+    if hasattr(function, "needs"):  # of another library, or of this package
+        return
+    bound = function.keywords if isinstance(function, partial) else ()
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind not in _VARIABLE][2:]
+    named = {p.name for p in parameters if p.name not in bound} | asked
+    if found := sorted((named & columns) - _OF_SAMPLES):
+        fix = f"read row[{found[0]!r}]" if len(found) == 1 else f"read row[{found[0]!r}], row[{found[1]!r}], ..."
+        raise TypeError(f"{name_of(function)} asks for {', '.join(found)}, and columns of the data are in `row`: {fix}")
 
 
 def _check_needs(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> None:
@@ -536,10 +616,21 @@ def _check_needs(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -
 
 def _gold(row: dict[str, Any], *first: str) -> Any:
     """The first column that is not null of `first` and of `gold_answer`; ValueError for a row with none of them."""
-    found = first_value(row, *first, *GOLD_COLUMNS)
+    found = first_value(row, *first)
+    if found is None:
+        found = _final(first_value(row, *GOLD_COLUMNS))
     if found is None:
         raise no_gold_answer(row)
     return found
+
+
+def _final(gold: Any) -> Any:
+    """The final answer of a solution in the form of GSM8K (`#### 1,072`: 1072) or MATH (the last box), as verl and
+    OpenRLHF prepare their rows; anything else as it is."""
+    if not isinstance(gold, str):
+        return gold
+    _, marked, last = gold.rpartition("####")
+    return last.strip().replace(",", "") if marked else last_boxed(gold) or gold
 
 
 def _column(row: dict[str, Any], name: str) -> Any:

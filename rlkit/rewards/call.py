@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +16,7 @@ from rlkit._numbers import to_number
 from rlkit._text import Explained
 from rlkit.rewards.failures import fix_of, lost_processes, name_of, place_in, unwrapped
 from rlkit.rewards.timeouts import AWAIT, TimedOut, run_async, run_in_thread
-from rlkit.rollout.calling import is_async, own_copy
+from rlkit.rollout.calling import Watched, is_async, own_copy, report_absent, report_once
 
 _COMPLETION = {  # words that mean the text of a sample, in the name of the first parameter
     "completion", "completions", "response", "output", "text", "generation", "generated", "prediction", "predicted",
@@ -156,16 +157,22 @@ async def _results(
     known = [{"index": sample.index, **sample.extra} for sample in samples]
     leading, names = check_signature(function, set(known[0]).intersection(*known))
     batched = leading == "completions"
+    absent, here = set[str](), os.getcwd()
+    rows = [Watched(sample.row, absent) for sample in samples]
     if batched:
         extra = {name: own_copy([sample[name] for sample in known]) for name in names}
-        calls = [partial(function, [s.completion for s in samples], [own_copy(s.row) for s in samples], **extra)]
+        calls = [partial(function, [s.completion for s in samples], rows, **extra)]
     else:
         given = [{name: own_copy(sample[name]) for name in names} for sample in known]
-        calls = [partial(function, s.completion, own_copy(s.row), **extra) for s, extra in zip(samples, given)]
+        calls = [partial(function, s.completion, row, **extra) for s, row, extra in zip(samples, rows, given)]
     if is_async(function):
         values = await run_async(calls, timeout_s, go_on=go_on, on_block=partial(_warn_of_block, function))
     else:
         values = await run_in_thread(calls, timeout_s, go_on=go_on)
+    if os.getcwd() != here:
+        os.chdir(here)  # of the whole process, which writes the run folder below it
+        report_once(name_of(function), "changes the working folder", ", which is changed back: use absolute paths")
+    report_absent(name_of(function), absent, set[str]().union(*(sample.row for sample in samples)))
     if batched:
         values = _one_each(function, values[0], len(samples))
     return [_reward(function, value, sample, missing) for value, sample in zip(values, samples)]
@@ -173,12 +180,7 @@ async def _results(
 
 def _warn_of_block(function: Callable[..., Any], seconds: float) -> None:
     """Say once of a function that it blocks the event loop."""
-    if (name := name_of(function)) not in _blocking:
-        _blocking.add(name)
-        _log.warning("%s is async and ran for %.1f s without an await: %s", name, seconds, AWAIT)
-
-
-_blocking: set[str] = set()
+    report_once(name_of(function), "is async and ran without an await", f" for {seconds:.1f} s: {AWAIT}")
 
 
 def check_signature(function: Callable[..., Any], available: set[str] | None = None) -> tuple[str, list[str]]:
@@ -211,9 +213,10 @@ def check_signature(function: Callable[..., Any], available: set[str] | None = N
             f"{name_of(function)} asks for {missing}, which the samples do not have; after (completion, row) it may "
             f"ask for {sorted(available)}; columns of the data are in `row`"
         )
-    names = available.intersection(p.name for p in further)
-    if inspect.Parameter.VAR_KEYWORD in kinds:
-        names |= available - {"index"}
+    bound = function.keywords if isinstance(function, partial) else ()  # options of the user's
+    names = available.intersection(p.name for p in further if p.name not in bound)
+    if inspect.Parameter.VAR_KEYWORD in kinds and any(kind not in _VARIABLE for kind in kinds):
+        names |= available - {"index"}  # (of *args, **kwargs alone nothing is known: it may be a decorator's)
     return first, sorted(names)
 
 
@@ -284,10 +287,17 @@ def _one_each(function: Callable[..., Any], values: Any, num: int) -> list[Any]:
     fix = f"return a list of {num} numbers or dicts, one for each completion, in their order"
     if isinstance(values, BaseException):
         return [_failed(function, values, None)] * num
-    if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__") or getattr(values, "shape", None) == ():
+    if (
+        isinstance(values, str | bytes | dict | set | frozenset)
+        or not hasattr(values, "__len__")
+        or getattr(values, "shape", None) == ()
+    ):
         return [_error(function, f"returned {_show(values)} for a batch", fix, None)] * num
     if len(values) != num:
         return [_error(function, f"returned {len(values)} results for {num} completions", fix, None)] * num
+    if hasattr(values, "iloc") and [*values.index] != [*range(num)]:  # of pandas
+        sort = "give it .sort_index() (and .reset_index(drop=True) if the index is not the place in the batch)"
+        return [_error(function, "returned a Series in another order than the completions", sort, None)] * num
     return list(values)
 
 
@@ -328,6 +338,9 @@ def _reward(function: Callable[..., Any], value: Any, sample: Sample, missing: f
         if "reward" not in value:
             fix = "put the number that trains under 'reward' (in a function of verl or slime: 'score')"
             cause = f"returned a dict without 'reward' (keys: {sorted(map(str, value))})"
+            raise _error(function, cause, fix, sample)
+        if taken := [key for key in RESERVED if key in value]:
+            cause, fix = f"returned the key {taken[0]!r}", f"rename it: reward/{taken[0]} is a metric of every run"
             raise _error(function, cause, fix, sample)
         notes = {str(k): v for k, v in value.items() if isinstance(v, str) and k not in ("reward", "score")}
         numbers = {str(k): _number(function, v, sample, f" under {k!r}") for k, v in value.items() if k not in notes}

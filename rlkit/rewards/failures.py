@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import re
 import sys
 import sysconfig
 import traceback
@@ -117,10 +118,13 @@ def _no_key(key: str, row: Mapping[str, Any] | None, line: str) -> str:
     """The columns of the row, or the keys of its column that the line reads, where `key` is in neither."""
     if row is None:
         return f"if {key!r} is a column: rename one with --rename, or read it by .get({key!r})"
-    inner = next((name for name, value in row.items() if isinstance(value, dict) and name in line), None)
+    literal = re.search(rf"[\"']{re.escape(key)}[\"']", line)
+    before, end = (line[: literal.start()], r"\W*(get\W*)?$") if literal else (line, "")
+    objects = [name for name, value in row.items() if isinstance(value, dict)]
+    inner = next((name for name in objects if re.search(rf"\b{re.escape(name)}\b{end}", before)), None)
     found = row if inner is None else row[inner]
     if key in found:
-        return ""
+        return f"{key!r} is a column of the data: read row[{key!r}]" if inner is None else ""
     if inner is not None:
         return f"the row's {inner} has no key {key!r}; keys found: {sorted(map(str, found))}"
     return f"the row has no column {key!r}; columns found: {sorted(map(str, found))}; rename one with --rename"

@@ -79,36 +79,32 @@ _PROCESSES = {"multiprocessing", "Process", "Pool", "ProcessPool", "ProcessPoolE
 _NO_TIMEOUT = {"parsing_timeout", "timeout_seconds"}
 
 
-def absent_columns(function: Callable[..., Any], columns: set[str], *, kwargs: bool = False) -> list[str]:
-    """The names that a function reads of its row, or of its `**kwargs`, and that are no column: by `["NAME"]`, `get` or
-    `in`, of a parameter that has one meaning and to which it adds nothing. What it calls is not followed."""
+def names_of_kwargs(function: Callable[..., Any]) -> set[str]:
+    """The names that a function reads of its `**kwargs`: by `["NAME"]`, `get`, `pop` or `in`. What it calls is not
+    followed."""
     code = code_of(function)
     if code is None:
-        return []
+        return set()
     tree, _ = _tree(function)
-    first, second, *_ = [*inspect.signature(function).parameters, "", ""]
-    variable = {node.kwarg.arg for node in ast.walk(tree) if isinstance(node, ast.arguments) and node.kwarg}
-    own = variable if kwargs else {second} & {*code.co_varnames[: code.co_argcount]}
+    own = {node.kwarg.arg for node in ast.walk(tree) if isinstance(node, ast.arguments) and node.kwarg}
     arguments = [node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)]
     stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     own = {name for name in own - stored if arguments.count(name) == 1}
-    is_item = _items_of(tree, second) if own and first == "completions" and not kwargs else None
-
-    def is_row(node: ast.expr) -> bool:
-        return is_item(node) if is_item else isinstance(node, ast.Name) and node.id in own
-
     read, added = set[str](), set[str]()
     for node in ast.walk(tree):
         match node:
-            case ast.Call(ast.Attribute(base, "get"), [ast.Constant(str() as name), *_]) if is_row(base):
+            case ast.Call(ast.Attribute(ast.Name(of), "get" | "pop"), [ast.Constant(str() as name), *_]) if of in own:
                 read.add(name)
-            case ast.Subscript(base, ast.Constant(str() as name)) if is_row(base):
+            case ast.Subscript(ast.Name(of), ast.Constant(str() as name)) if of in own:
                 (read if isinstance(node.ctx, ast.Load) else added).add(name)
-            case ast.Compare(ast.Constant(str() as name), [ast.In() | ast.NotIn()], [base]) if is_row(base):
+            case ast.Compare(ast.Constant(str() as name), [ast.In() | ast.NotIn()], [ast.Name(of)]) if of in own:
                 read.add(name)
-            case ast.Attribute(base, "update" | "setdefault") if is_row(base):
-                return []
-    return sorted(read - added - columns)
+    return read - added
+
+
+def uses(function: Callable[..., Any], name: str) -> bool:
+    """Whether the function's own source reads the parameter or variable of this name."""
+    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(_tree(function)[0]))
 
 
 def line_of_messages(function: Callable[..., Any]) -> int | None:
@@ -132,14 +128,14 @@ def line_of_messages(function: Callable[..., Any]) -> int | None:
 
 
 def line_of_items(function: Callable[..., Any]) -> int | None:
-    """The first line that takes one item of a completion, `c[0]` or `c[-1]`: a message, or a character of a text."""
+    """The first line that takes one item of a completion or prompt, `c[0]` or `c[-1]`: a message, or a character."""
     tree, first = _tree(function)
-    is_one = _items_of(tree)
+    are = [_items_of(tree, name) for name in ("completions", "prompts")]
     if _asks_for_types(tree):
         return None
     for node in ast.walk(tree):
         match node:
-            case ast.Subscript(value=base, slice=ast.Constant(int()) | ast.UnaryOp()) if is_one(base):
+            case ast.Subscript(value=base, slice=ast.Constant(int()) | ast.UnaryOp()) if any(is_(base) for is_ in are):
                 return first + node.lineno - 1
     return None
 
@@ -165,15 +161,6 @@ def line_of_texts(function: Callable[..., Any]) -> int | None:
                     if either or (isinstance(operator, ast.In | ast.NotIn) and is_one(after)):
                         return first + node.lineno - 1
     return None
-
-
-def gives_away(function: Callable[..., Any]) -> bool:
-    """Whether a function hands completions to other code and takes no item of one itself: their form is not seen."""
-    tree, _ = _tree(function)
-    is_one = _items_of(tree)
-    if _asks_for_types(tree) or any(isinstance(x, ast.Subscript) and is_one(x.value) for x in ast.walk(tree)):
-        return False
-    return any(isinstance(node, ast.Call) and any(map(is_one, node.args)) for node in ast.walk(tree))
 
 
 def _tree(function: Callable[..., Any]) -> tuple[ast.AST, int]:

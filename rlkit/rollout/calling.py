@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import logging
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from copy import deepcopy
 from typing import Any, TypeVar
 
 X = TypeVar("X")
+_log = logging.getLogger("rlkit.rollout")
 _ATOMS = {str, int, float, bool, bytes, type(None)}
 
 
@@ -31,11 +34,76 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def own_copy(value: Any) -> Any:
     """A copy of plain data, of which the user's code may change any part without changing ours."""
-    if type(value) is dict:
+    if type(value) in (dict, Watched):
         return {name: part if type(part) in _ATOMS else own_copy(part) for name, part in value.items()}
     if type(value) is list:
         return [part if type(part) in _ATOMS else own_copy(part) for part in value]
     return value if type(value) in _ATOMS else deepcopy(value)
+
+
+class Watched(dict[str, Any]):
+    """A copy of a row, or of an object in it, for the user's code; `absent` gets the keys that this asks for in vain.
+
+    A key that is required (`row[key]`) is an error anyway; `get`, `pop` and `in` would hide a wrong name.
+    """
+
+    def __init__(self, row: Mapping[str, Any], absent: set[str]) -> None:
+        super().__init__(own_copy(dict(row)))
+        self._absent = absent
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or the default of a key that is noted."""
+        self._look(key)
+        return super().get(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """The same, and without the key."""
+        self._look(key)
+        return super().pop(key, *default)
+
+    def __contains__(self, key: object) -> bool:
+        self._look(key)
+        return super().__contains__(key)
+
+    def __missing__(self, key: str) -> Any:
+        self._look(key)  # the error may be caught
+        raise KeyError(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._absent.discard(key)
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def _look(self, key: object) -> None:
+        if isinstance(key, str) and key not in self.keys() and not _asked_by_rlkit():
+            self._absent.add(key)
+
+
+def _asked_by_rlkit() -> bool:
+    """Whether the caller of a method of `Watched` is a module of this package."""
+    return str(sys._getframe(3).f_globals.get("__name__")).startswith("rlkit.")
+
+
+def report_absent(
+    who: str, absent: set[str], columns: Collection[str], *, what: str = "the data has no column"
+) -> None:
+    """Warn once of the keys that `who` has asked for and that are not among the columns."""
+    names = ", ".join(map(repr, sorted(absent - {*columns})))
+    absent.clear()
+    if names:
+        report_once(who, f"reads {names}, of which {what}", f"; found: {', '.join(sorted(columns))}")
+
+
+def report_once(who: str, fact: str, more: str = "") -> None:
+    """Warn of a fact about a function of the user's, once in a process; `more` may differ from time to time."""
+    if (who, fact) not in _reported:
+        _reported.add((who, fact))
+        _log.warning("%s %s%s", who, fact, more)
+
+
+_reported = set[tuple[str, str]]()
 
 
 async def in_own_thread(function: Callable[[], X]) -> X:

@@ -11,10 +11,11 @@ from typing import Any, Protocol, TypeVar
 from rlkit._numbers import is_number, show
 from rlkit._tensors import check_call
 from rlkit.data.prompts import Prompt
-from rlkit.rollout.calling import own_copy
+from rlkit.rollout.calling import Watched, report_absent, report_once
 from rlkit.types import Completion, Generate, SamplingParams, Trajectory
 
 X = TypeVar("X")
+IDLE_S = 60.0  # seconds without a turn after which an environment is named
 
 
 class Sampler(Protocol):
@@ -203,14 +204,51 @@ def mix(*parts: int) -> int:
 _MASK = (1 << 64) - 1
 
 
+class _Idle:
+    """Warns, once in a process, of an episode that neither samples nor ends for a minute."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._index, self._busy = prompt.index, 1
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """A turn has ended, or the episode begins."""
+        self._busy -= 1
+        if not self._busy:
+            self._timer = asyncio.get_running_loop().call_later(IDLE_S, self._report)
+
+    def end(self) -> None:
+        """A turn begins, or the episode has ended."""
+        self._busy += 1
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _report(self) -> None:
+        where = f", in an episode of row {self._index + 1}; the run waits for it"
+        report_once("the environment", f"has asked for nothing for {IDLE_S:g} s", where)
+
+
 async def _episode(env: Env, prompt: Prompt, sample: Sampler) -> Group:
     """The pieces of one episode, with `continues` set."""
+    absent, idle = set[str](), _Idle(prompt)
+
+    async def watched(prompt_ids: list[int], **limit: int | None) -> Completion:
+        idle.end()
+        try:
+            return await sample(prompt_ids, **limit)
+        finally:
+            idle.start()
+
     try:
-        out = await env(replace(prompt, row=own_copy(prompt.row)), sample)  # a group shares the row, and the run
+        idle.start()
+        out = await env(replace(prompt, row=Watched(prompt.row, absent)), watched)  # a group shares the row
+        report_absent("the environment", absent, prompt.row)
     except Exception as error:
         if getattr(error, "index", None) != prompt.index:  # of `rlkit.rewards.episodes`, which names the row
             error.add_note(f"in an episode of row {prompt.index + 1}")
         raise
+    finally:
+        idle.end()
     pieces = pieces_of(out, f"row {prompt.index + 1}: ")
     return [t if t.continues == bool(i) else replace(t, continues=bool(i)) for i, t in enumerate(pieces)]
 

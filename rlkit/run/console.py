@@ -231,6 +231,7 @@ class RunDisplay:
 
     def _open_bar(self, steps: int, start: int) -> None:
         """A bar of one line. The cursor stays visible, so that a killed process leaves the terminal usable."""
+        from rich.console import Console
         from rich.progress import BarColumn, RenderableColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
         from rich.table import Column as TableColumn
@@ -248,6 +249,7 @@ class RunDisplay:
             refresh_per_second=2,
             speed_estimate_period=600,
             transient=True,
+            console=Console(file=sys.stdout),  # also while a reward has another one for a moment (redirect_stdout)
         )
         self._task = bar.add_task("run", total=steps, completed=start)
         bar.console.width = line_width() - 3  # room for the ^C that a terminal prints after the cursor

@@ -148,7 +148,9 @@ def main(args: Args) -> None:
     kept = kept_flags(folder)
     template = kept.get("chat_template", True) if args.chat_template is True else args.chat_template
     given = {name: value for name, value in vars(args).items() if value is not None}
-    options = {**kept, **given, "chat_template": template}
+    of_template = ("system_prompt", "template_args") if template is False else ()  # the run's have no place then
+    options = {name: value for name, value in kept.items() if name not in of_template}
+    options |= {**given, "chat_template": template}
     rendering = {n: options[n] for n in ("system_prompt", "template_args", "chat_template") if n in options}
     data = Data("-", **rendering)
     if not kept and not (folder / "model" / "config.json").is_file():

@@ -260,7 +260,17 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
         if dist.is_initialized():
             dist.barrier()  # the store lives in rank 0, and others may still need it
             dist.destroy_process_group()
+    report_left()
     return result
+
+
+def report_left() -> None:
+    """Name the threads and processes that a user's code has started and that Python waits for at its exit."""
+    names = [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+    if (multiprocessing := sys.modules.get("multiprocessing")) is not None:
+        names += [process.name for process in multiprocessing.active_children() if not process.daemon]
+    if names and is_first():
+        sys.stderr.write(f"waiting for what a reward or environment has started: {', '.join(names)} (Ctrl-C ends it)\n")
 
 
 def _show_traceback(_kind: type[BaseException], error: BaseException, _frames: Any) -> None:

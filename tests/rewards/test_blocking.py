@@ -65,7 +65,7 @@ async def test_an_async_reward_that_blocks_for_a_second_is_named_once(caplog):
     found = await run_reward(dawdles, [Sample("a", {}, i) for i in range(2)], timeout_s=60)
     assert [one.reward for one in found] == [1.0, 1.0]
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "dawdles is async and ran for 1.1 s without an await: await in it (asyncio.sleep, httpx" in said
+    assert "dawdles is async and ran without an await for 1.1 s: await in it (asyncio.sleep, httpx" in said
 
 
 def test_a_reward_that_holds_the_lock_of_python_is_shown_by_its_stack():

@@ -520,24 +520,15 @@ except RewardError as error:
     assert (done.stdout, done.stderr) == ("timed out: 0\n", "")
 
 
-async def test_64_cheap_calls_cost_less_than_64_threads_twice():
-    async def asynchronous(completion, row):
+async def test_64_cheap_calls_take_one_thread():
+    used = set[int]()
+
+    def reward(completion, row, truncated):
+        used.add(threading.get_ident())
         return 1.0
 
-    async def threads():
-        await asyncio.gather(*(asyncio.to_thread(int) for _ in range(64)))
-
-    async def fastest(work):
-        times = []
-        for _ in range(30):
-            start = time.perf_counter()
-            await work()
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    items = samples(*(str(i) for i in range(64)), truncated=[False] * 64)
-    for function in (lambda c, r, truncated: 1.0, lambda completions, rows: [1.0] * len(rows), asynchronous):
-        assert await fastest(partial(run, function, items)) < 2 * await fastest(threads)
+    await run(reward, samples(*(str(i) for i in range(64)), truncated=[False] * 64))
+    assert len(used) == 1
 
 
 async def test_texts_are_notes_and_never_numbers():
@@ -623,3 +614,53 @@ def test_parameters_in_another_order_or_form_are_refused_by_name(parameters):
 def test_other_names_of_the_two_are_no_reason_to_refuse():
     for parameters in ("text, sample", "completions, rows", "answer_text, _", "completion, row, prompt=None"):
         check_signature(eval(f"lambda {parameters}: 0.0"))
+
+
+@pytest.mark.parametrize("key", ["mean", "std", "failed"])
+async def test_a_key_that_is_a_metric_of_every_run_is_refused(key):
+    with pytest.raises(RewardError, match=f"returned the key '{key}'.*\n.*\n?.*rename it: reward/{key} is a metric of"):
+        await run(lambda completion, row: {"reward": 1.0, key: 2.0}, samples("a"))
+
+
+async def test_a_decorator_without_wraps_gets_the_completion_and_the_row_only():
+    def timed(function):
+        def call(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return call
+
+    @timed
+    def reward(completion, row):
+        return float(len(completion))
+
+    assert [r.reward for r in await run(reward, samples("abc", truncated=[False]))] == [3.0]
+
+
+async def test_an_option_that_a_partial_sets_is_not_overwritten():
+    def reward(completion, row, truncated=False):
+        return float(truncated)
+
+    for function, expected in ((reward, 0.0), (partial(reward, truncated=True), 1.0)):
+        assert [r.reward for r in await run(function, samples("a", truncated=[False]))] == [expected]
+
+
+async def test_results_without_the_order_of_the_completions_are_refused():
+    class Series(list):  # as pandas has it
+        iloc = None
+        index = (1, 0)
+
+    for results, message in (({0.0, 1.0}, "returned set"), (Series([0.0, 1.0]), "a Series in another order")):
+        with pytest.raises(RewardError, match=message):
+            await run(lambda completions, rows, results=results: results, samples("a", "b"))
+
+
+async def test_a_reward_that_changes_the_working_folder_is_named(tmp_path, caplog):
+    here = os.getcwd()
+
+    def reward_that_moves(completion, row):
+        os.chdir(tmp_path)
+        return 1.0
+
+    await run(reward_that_moves, samples("a"))
+    assert os.getcwd() == here
+    assert "changes the working folder, which is changed back: use absolute paths" in caplog.text

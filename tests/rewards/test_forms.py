@@ -14,6 +14,7 @@ from rlkit.data.load import Rows
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rewards import load_function, scorer
 from rlkit.rewards.adapters import adapted, check_rows
+from rlkit.rewards.call import RewardError, Sample, run_reward
 from rlkit.rollout.rollout import Prompt, sample_group
 from rlkit.scripts import grpo
 from rlkit.scripts.cli import run
@@ -248,7 +249,7 @@ REFUSED = {
         "import argparse\nargs = argparse.ArgumentParser().parse_args()",
         "reward.py, line 11: the file ends the program (exit code 2) while it is imported: what reads the command line",
     ),
-    "a relative import": ("from .other import f", "reward.py, line 10: a file is loaded by itself, so a relative import"),
+    "a relative import": ("from .other import f", "reward.py, line 10: a relative import finds no package"),
 }  # fmt: skip
 
 
@@ -342,12 +343,27 @@ def test_a_function_that_reads_messages_is_not_refused_nor_warned_of(source, tmp
     assert not caplog.records
 
 
-HELPER = "def f(completions, **kw):\n    return [extract(c) for c in completions]"
 OPENRLHF = "def f(queries, prompts, labels):\n    return [float(len(q.split({})[-1])) for q in queries]"
 WARNED = {  # row, source, what is said of it
-    "a helper": (CHAT, HELPER, "gets completions as lists of messages, as in TRL: [{'role': 'assistant', 'content': "),
-    "an item": (TEXT, each("c[-1]"), "reward.py:f, line 11, reads one character of a completion: as in TRL"),
-    "the first": (TEXT, each("c[0] == '<'"), "reward.py:f, line 11, reads one character of a completion"),
+    "an item of a prompt": (
+        TEXT, "def f(prompts, completions, **kw):\n    return [float(len(p[-1])) for p in prompts]",
+        "reward.py:f, line 11, reads one character of a completion or prompt: as in TRL",
+    ),
+    "a column that is popped": (
+        TEXT, "def f(completions, **kwargs):\n    return [float(len(g)) for g in kwargs.pop('target', ['', ''])]",
+        "reward.py:f reads 'target', of which rows.jsonl has no column",
+    ),
+    "a column with an empty default": (
+        TEXT, "def f(completions, answers=(), worth=1.0, **kwargs):\n    return [worth * (c in answers) for c in completions]",
+        "reward.py:f reads 'answers', of which rows.jsonl has no column",
+    ),
+    "a source of verl's that the data has not": (
+        {"prompt": "a", "answer": "b"},
+        "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return float(data_source == 'mine')",
+        "reward.py:f reads data_source, which is None: the data has no such column",
+    ),
+    "an item": (TEXT, each("c[-1]"), "reward.py:f, line 11, reads one character of a completion or prompt: as in TRL"),
+    "the first": (TEXT, each("c[0] == '<'"), "reward.py:f, line 11, reads one character of a completion or prompt"),
     "no such column": (
         TEXT,
         "def f(completions, **kwargs):\n    gold = kwargs.get('target', [''] * 2)\n    return [float(g in c) for c, g in zip(completions, gold)]",
@@ -357,26 +373,6 @@ WARNED = {  # row, source, what is said of it
         TEXT,
         "def f(completions, **kwargs):\n    return [float(g == c) for c, g in zip(completions, kwargs['target'])]",
         "reward.py:f reads 'target', of which rows.jsonl has no column",
-    ),
-    "a column of the row": (
-        TEXT,
-        "def f(completion, row):\n    return float(row.get('gold', row.get('id')) == completion)",
-        "reward.py:f reads 'gold', of which rows.jsonl has no column; columns found: answer, ",
-    ),
-    "a column that may fail": (
-        TEXT,
-        "def f(text, example):\n    try:\n        return float(example['gold'] == text)\n    except KeyError:\n        return 0.0",
-        "reward.py:f reads 'gold', of which rows.jsonl has no column",
-    ),
-    "a column of a list": (
-        TEXT,
-        "def f(completions, rows):\n    return [float('b' in r and r['a'] == rows[0]['c']) for c, r in zip(completions, rows)]",
-        "reward.py:f reads 'a', 'b', 'c', of which rows.jsonl has no column",
-    ),
-    "a column of an object's": (
-        TEXT,
-        "class F:\n    def __call__(self, completion, row):\n        return float(row.get('gold') == completion)\nf = F()",
-        "reads 'gold', of which rows.jsonl has no column",
     ),
     "a chat header": (TEXT, OPENRLHF.format("'<|im_start|>assistant'"), "looks for '<|im_start|>assistant', which a query"),
     "Llama's header": (TEXT, OPENRLHF.format("'[/INST]'"), "looks for '[/INST]', which a query does not have here"),
@@ -397,29 +393,93 @@ def test_what_a_function_may_misread_is_named(name, tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
-NOT_A_COLUMN = {  # what looks like a column of the row that is not there, and is none
+ABSENT = {  # what the function asks of its row, and what is not there
+    "by get": ("def f(completion, row):\n    return float(row.get('gold') == completion)", "'gold'"),
+    "in a helper": ("def gold(r):\n    return r.get('gold', '')\ndef f(completion, row):\n    return float(len(gold(row)))", "'gold'"),
+    "by a constant": ("NAME = 'gold'\ndef f(completion, row):\n    return float(NAME in row)", "'gold'"),
+    "in an object": (
+        "class F:\n    def __call__(self, completion, row):\n        return float(row.pop('gold', '') == completion)\nf = F()",
+        "'gold'",
+    ),
+    "caught": (
+        "def f(text, example):\n    try:\n        return float(example['gold'] == text)\n    except KeyError:\n        return 0.0",
+        "'gold'",
+    ),
+    "of each row": (
+        "def f(completions, rows):\n    return [float('b' in r and r.get('a', 0) == r['c']) for r in rows]", "'b'",
+    ),
+}  # fmt: skip
+THERE = {  # what looks like a column that is not there, and is none
     "added": "def f(completion, row):\n    row['x'] = 1\n    return row['x']",
+    "added where it is not": "def f(completion, row):\n    if 'x' not in row:\n        row['x'] = 1\n    return row['x']",
     "updated": "def f(completion, row):\n    row.update(x=1)\n    return row['x']",
-    "another dict": "def f(completion, row):\n    row = row['extra_info']\n    return len(row['x'])",
-    "a column's own": "def f(completion, row):\n    return len(row['extra_info']['x'])",
-    "an argument within": "def f(completion, row):\n    return sum(map(lambda row: row['x'], []))",
-    "other samples' fields": "def f(completion, row, **kwargs):\n    return kwargs.get('truncated', 0.0)",
-    "a local of verl's": "def f(solution_str, ground_truth):\n    return sum((lambda row: row['x'])(r) for r in [])",
-    "slices": "def f(completions, rows):\n    return [len(rows[:1]) for row in rows]",
-    "a list's other elements": "def f(completions, rows):\n    rows = [r['extra_info'] for r in rows]\n    return [r['x'] for r in rows]",
+    "another dict": "def f(completion, row):\n    return float(row['extra_info'].get('x', 0))",
+    "a copy": "def f(completion, row):\n    return float({**row, 'x': 1}['x'])",
+    "this package's columns": "from rlkit.rewards.text import gold_answer\ndef f(completion, row):\n    return len(gold_answer(row))",
+    "other samples' fields": "def f(completion, row, **kwargs):\n    return float(kwargs.get('truncated', 0.0))",
 }
 
 
-def test_the_prompt_of_a_row_that_has_it_by_another_name_is_not_warned_of(tmp_path, caplog):
-    row = {"question": "2+2?", "answer": "4"}
-    checked("def f(completion, row):\n    return float(row['prompt'] == row['question'])", row, tmp_path)
+async def run_on(source, folder):
+    function = adapted(load_function(of(source, folder)))
+    return await run_reward(function, [Sample("c", dict(TEXT), 0)], timeout_s=5)
+
+
+@pytest.mark.parametrize("name", ABSENT)
+async def test_a_column_that_a_function_asks_for_in_vain_is_named_once(name, tmp_path, caplog):
+    source, names = ABSENT[name]
+    for _ in range(2):
+        await run_on(source.replace("gold", f"gold_{name[-4:].strip()}"), tmp_path)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert (
+        f" reads {names.replace('gold', f'gold_{name[-4:].strip()}')}, of which the data has no column; found: answer"
+        in line
+    )
+
+
+@pytest.mark.parametrize("name", THERE)
+async def test_what_is_no_column_of_the_row_is_not_warned_of(name, tmp_path, caplog):
+    await run_on(THERE[name], tmp_path)
     assert not caplog.records
 
 
-@pytest.mark.parametrize("name", NOT_A_COLUMN)
-def test_what_is_no_column_of_the_row_is_not_warned_of(name, tmp_path, caplog):
-    checked(NOT_A_COLUMN[name], TEXT, tmp_path)
-    assert not caplog.records
+AS_COLUMN = [
+    "def f(completion, row, answer=None):\n    return float(completion == answer)",
+    "def f(completion, row, *, answer=''):\n    return float(completion == answer)",
+    "def f(completion, row, **kwargs):\n    return float(completion == kwargs.get('answer'))",
+]
+
+
+@pytest.mark.parametrize("source", AS_COLUMN)
+def test_a_column_that_a_function_asks_for_beside_its_row_is_refused(source, tmp_path):
+    with pytest.raises(
+        TypeError, match=r"f asks for answer, and columns of the data are in `row`: read row\['answer'\]"
+    ):
+        checked(source, TEXT, tmp_path)
+
+
+TEXTS_AT_RUN_TIME = [
+    "def f(completions, **kw):\n    return [float(len(f'{c}')) for c in completions]",
+    "def f(completions, **kw):\n    return [*map(len, completions)]",
+    "def f(completions, **kw):\n    texts = completions\n    return [float(len(t)) for t in texts]",
+    "def g(c):\n    return float(len(str(c)))\ndef f(completions, **kw):\n    return [g(c) for c in completions]",
+]
+
+
+@pytest.mark.parametrize("source", TEXTS_AT_RUN_TIME)
+async def test_messages_that_are_used_as_texts_are_an_error(source, tmp_path):
+    function = adapted(load_function(of(source, tmp_path)))
+    with pytest.raises(RewardError, match="read a completion as a text, and it is a list of messages"):
+        await run_reward(function, [Sample("c", dict(CHAT), 0)], timeout_s=5)
+    await run_reward(function, [Sample("c", dict(TEXT), 0)], timeout_s=5)
+
+
+async def test_rows_of_strings_and_of_messages_get_each_their_form(tmp_path):
+    source = "def f(completions, **kw):\n    return [float(len(c if isinstance(c, str) else c[0]['content'])) for c in completions]"
+    function = adapted(load_function(of(source, tmp_path)))
+    for row in (CHAT, TEXT):
+        (reward,) = await run_reward(function, [Sample("four", dict(row), 0)], timeout_s=5)
+        assert reward.reward == 4.0
 
 
 def test_columns_that_are_there_and_plain_queries_are_not_warned_of(tmp_path, caplog):

@@ -205,3 +205,24 @@ async def test_log_probs_of_several_turns_are_those_of_the_training_forward(name
     worst = float((out.logp - batch.rollout_logp).abs().where(batch.mask, 0).max())
     assert int(batch.mask.sum()) > 100
     assert worst < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (("more", 0.5, "false"), r"Game.step returned done 'false', and it must be True or False"),
+        (("more", 0.5, False, 0.3), r"Game.step returned truncated 0.3, and it must be True or False"),
+        (("", True, 1), r"Game.step returned reward True and done 1: the order is Step"),
+    ],
+)
+async def test_what_ends_an_episode_is_true_or_false(returned, message):
+    class Game:
+        def reset(self):
+            return "go"
+
+        def step(self, turn):
+            return returned
+
+    tokenizer = tokenizer_with("chatml")
+    with pytest.raises(TypeError, match=message):
+        await gym_env(lambda _: Game(), tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer, "a", "b"))

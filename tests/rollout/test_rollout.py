@@ -276,3 +276,35 @@ async def test_an_episode_that_used_up_its_budget_ends_as_truncated_with_every_t
 def test_a_limit_that_leaves_no_room_for_anything_is_an_error(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         limited(single_turn, **{name: 0})
+
+
+async def test_an_environment_that_asks_for_nothing_is_named_once(caplog, monkeypatch):
+    monkeypatch.setattr("rlkit.rollout.rollout.IDLE_S", 0.05)
+
+    async def env(prompt, sample):
+        await asyncio.gather(sample(prompt.ids), sample(prompt.ids))
+        await asyncio.sleep(0.2)
+        return await single_turn(prompt, sample)
+
+    async def generate(ids, *, params, seed=None):
+        await asyncio.sleep(0.2)
+        return Completion(ids=[1], logp=[0.0], versions=[0], finish_reason="stop")
+
+    prompts = [Prompt([1], {}, index) for index in (4, 4)]
+    await rollout(prompts, generate=generate, params=SamplingParams(max_new_tokens=1), group_size=2, env=env, seed=0)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "the environment has asked for nothing for 0.05 s, in an episode of row 5; the run waits for it"
+
+
+async def test_a_column_that_an_environment_asks_for_in_vain_is_named(caplog):
+    async def env(prompt, sample):
+        assert prompt.row.get("answr_of_the_test") is None
+        return await single_turn(prompt, sample)
+
+    async def generate(ids, *, params, seed=None):
+        return Completion(ids=[1], logp=[0.0], versions=[0], finish_reason="stop")
+
+    prompts = [Prompt([1], {"answer": 2}, 0)]
+    await rollout(prompts, generate=generate, params=SamplingParams(max_new_tokens=1), group_size=2, env=env, seed=0)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "the environment reads 'answr_of_the_test', of which the data has no column; found: answer"

@@ -247,3 +247,11 @@ async def test_a_template_without_tools_is_refused_unless_the_prompt_lists_them(
     prompt = prompt_of(tokenizer, **shown)
     (piece,) = await tool_env([add], tokenizer=tokenizer, **shown)(prompt, Script(tokenizer, hermes("add", a=1), "2"))
     assert piece.info["num_calls"] == 1
+
+
+def test_a_class_is_no_tool():
+    class Search:
+        """Search."""
+
+    with pytest.raises(ValueError, match="tool Search is a class: give functions, such as the methods of an object"):
+        tool_schemas([Search])

@@ -121,9 +121,7 @@ def test_the_table_shows_the_group_whose_rewards_differ_most(tmp_path, capsys):
             samples.trained(prompts, [equal, mixed], advantages, step=step)
     lines = capsys.readouterr().out.splitlines()
     titles = [line for line in lines if line.startswith("  step")]
-    assert titles == [
-        f'  step {n}, row 2 of the data: "question 1"   gold: 1 (a number)' for n in (1, 10, 20)
-    ]
+    assert titles == [f'  step {n}, row 2 of the data: "question 1"   gold: 1 (a number)' for n in (1, 10, 20)]
     shown = [line.split(maxsplit=3) for line in lines[1:5]]
     assert shown == [
         ["reward", "advantage", "correct", "answer"],

@@ -197,7 +197,7 @@ def test_wrong_flags_and_files_end_in_one_line(task, tmp_path, capsys):
         ("sft", ["--lora-rank", "1000000"], "--lora-rank 1000000 is more than the model's width 32"),
         ("sft", ["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         ("sft", ["--template-args", "[1]"], "--template-args must be a JSON object"),
-        ("sft", ["--device", "gpu"], "--device gpu: this torch"),
+        ("sft", ["--device", "gpu"], "--device gpu: torch 2"),
         ("sft", ["--model", str(cut)], "its safetensors are damaged"),
         ("sft", ["--output", ""], "--output is empty or the current folder"),
         (

@@ -115,6 +115,8 @@ def refused(kind, **changes):
         ({"top_p": 0.9, "overlap": True}, "--top-p and --top-k need on-policy samples"),
         ({"reward": None}, "give --reward, --env or both: something has to judge"),
         ({"eval_kl": True}, "--eval-kl requires --eval-data"),
+        ({"chat_template": False, "system_prompt": "be"}, "--system-prompt has no place without a chat template"),
+        ({"chat_template": False, "template_args": '{"a": 1}'}, "--template-args has no place without a chat template"),
         ({"max_turns": 3}, "--max-turns is for --env or --tools"),
         ({"max_sampled_tokens": 3}, "--max-sampled-tokens is for many turns"),
         ({"tool_calls": "json"}, "--tool-calls says how calls of --tools are read"),

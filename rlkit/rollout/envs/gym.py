@@ -127,21 +127,31 @@ async def _play(
 def _step(game: Any, returned: Any, gymnasium: bool) -> Step:
     """What `step` returned, as a `Step`; TypeError for anything else."""
     num = len(returned) if isinstance(returned, tuple) else 0
+    name = f"{type(game).__name__}.step"
     if gymnasium and num == 5:
         observation, reward, terminated, truncated, _ = returned
+        _check_ends(name, terminated=terminated, truncated=truncated)
         return Step(observation, reward, bool(terminated), bool(truncated and not terminated))
     form = "(observation, reward, terminated, truncated, info), as reset returns (observation, info)"
     if not gymnasium:
         form = f"Step({', '.join(Step._fields)})"
         if 0 < num <= len(Step._fields) and not isinstance(returned[-1], Mapping):
             answer = Step(*returned)
-            if isinstance(answer.reward, bool) and isinstance(answer.done, float):
+            if isinstance(answer.reward, bool) and not isinstance(answer.done, bool):
                 found = f"reward {answer.reward} and done {answer.done}"
-                raise TypeError(f"{type(game).__name__}.step returned {found}: the order is {form}")
+                raise TypeError(f"{name} returned {found}: the order is {form}")
+            _check_ends(name, done=answer.done, truncated=answer.truncated)
             return answer
     old = num == 4
     fix = "; in Gymnasium's form reset returns (observation, info), step five values, and it gets the turn's text"
-    raise TypeError(f"{type(game).__name__}.step must return {form}, got {returned!r:.200}{fix if old else ''}")
+    raise TypeError(f"{name} must return {form}, got {returned!r:.200}{fix if old else ''}")
+
+
+def _check_ends(name: str, **ends: Any) -> None:
+    """TypeError for what says whether an episode ends, and is neither true nor false."""
+    for what, value in ends.items():
+        if not (isinstance(value, int) or getattr(value, "shape", None) == ()) or value not in (0, 1):
+            raise TypeError(f"{name} returned {what} {value!r:.80}, and it must be True or False")
 
 
 class _TokenTalk:

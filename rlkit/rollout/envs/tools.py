@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.data.chat import render_text
-from rlkit.rollout.calling import call
+from rlkit.rollout.calling import call, report_once
 from rlkit.rollout.envs.chat import Chat
 from rlkit.rollout.rollout import Env, Prompt, Sampler
 from rlkit.types import Trajectory
@@ -255,6 +256,8 @@ def tool_schemas(tools: Tools) -> list[dict[str, Any]]:
         )
     schemas = []
     for function in tools:
+        if inspect.isclass(function):
+            raise ValueError(f"tool {function.__name__} is a class: give functions, such as the methods of an object")
         try:
             schemas.append(get_json_schema(function))
         except Exception as error:
@@ -297,6 +300,7 @@ class _Toolbox:
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except Exception as raised:
             self._failed += 1
+            report_once(f"tool {wanted.name}", f"raised {type(raised).__name__}", f": {raised} (the model is told so)")
             late = isinstance(raised, TimeoutError) and not raised.args
             what = f"no result after {self._timeout_s:g} s" if late else f"{type(raised).__name__}: {raised}"
             text = f"Error: {what}"
