@@ -588,3 +588,21 @@ def test_a_column_with_a_default_that_no_row_has_is_named_once(caplog):
     adapters.check_rows(adapters.adapted(matches), [{"prompt": "1 + 1 =", "answer": "2"}])
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.endswith("matches reads 'solution', of which the data has no column; columns found: answer, prompt")
+
+
+@pytest.mark.parametrize(
+    ("gold", "expected"),
+    [
+        ("We add.\n#### 1,072", "1072"),
+        (r"So it is \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        ("Paris is 2", "Paris is 2"),
+        (7, 7),
+    ],
+)
+async def test_a_function_of_verl_gets_the_final_answer_of_a_solution(gold, expected):
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return float(ground_truth == expected)
+
+    for row in ({"answer": gold}, {"reward_model": {"ground_truth": expected}, "answer": "other"}):
+        (reward,) = await run_reward(adapters.adapted(compute_score), [Sample("a", row, 0)], timeout_s=5)
+        assert reward.reward == 1.0
