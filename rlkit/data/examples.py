@@ -14,6 +14,7 @@ from rlkit.data.forms import (
     SFT,
     Template,
     Turn,
+    check_dicts,
     drop,
     drop_long,
     is_pair,
@@ -78,6 +79,7 @@ def sft_examples(
     Differs: TRL's `assistant_only_loss` needs `{% generation %}` and adds it to the templates of known families; verl
     renders message by message. Neither splits a conversation whose history is rewritten.
     """
+    check_dicts(rows)
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args)
     text = len(rows) > 0 and is_text(with_prompt(rows[0], place_of(rows, 0)))
     if text:
@@ -156,6 +158,7 @@ def preference_pairs(
     Differs: TRL cuts long pairs (`max_length`), and renders prompt and responses through the template and takes their
     common prefix for the prompt.
     """
+    check_dicts(rows)
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args)
     return _pairs(rows, template, max_example_tokens)
 
@@ -212,6 +215,7 @@ def labelled_examples(
 
     Differs: TRL cuts long examples, and takes the columns `prompt`, `completion` and `label` only.
     """
+    check_dicts(rows)
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args)
     if rows and is_pair(rows[0], place_of(rows, 0)):
         pairs, num_dropped = _pairs(rows, template, max_example_tokens)

@@ -181,10 +181,7 @@ def check_columns(rows: Sequence[Row], *forms: Form, apply_chat_template: bool =
     """
     found: list[tuple[Form, Row]] = []
     plain = not apply_chat_template
-    if isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows):
-        wrong = rows if isinstance(rows, str) else next(row for row in rows if not isinstance(row, Mapping))
-        fix = "load_rows(path) reads a file; of strings give [{'prompt': text} for text in texts]"
-        raise TypeError(f"rows must be dicts, got {repr(wrong)[:80]}: {fix}")
+    check_dicts(rows)
     for index, row in enumerate(rows):
         place = place_of(rows, index)
         if index == 0:
@@ -202,6 +199,16 @@ def check_columns(rows: Sequence[Row], *forms: Form, apply_chat_template: bool =
         _check_values(row, form, place, plain)
         found.append((form, row))
     return found
+
+
+def check_dicts(rows: Any) -> None:
+    """TypeError for what is no sequence of dicts, such as a path, one row or a list of strings."""
+    if isinstance(rows, Mapping):
+        raise TypeError(f"rows must be a list of dicts, got one dict: give [row]; its keys are {sorted(rows)[:8]}")
+    if isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows):
+        wrong = rows if isinstance(rows, str) else next(row for row in rows if not isinstance(row, Mapping))
+        fix = "load_rows(path) reads a file; of strings give [{'prompt': text} for text in texts]"
+        raise TypeError(f"rows must be dicts, got {repr(wrong)[:80]}: {fix}")
 
 
 def _without_null_columns(row: Row, rows: Sequence[Row]) -> Row:
@@ -330,7 +337,9 @@ def _in_our_columns(row: Row, source: Form | None, forms: Sequence[Form], place:
         source.known(there) < form.known(there) and form.fits(there) for form in THEIRS if not form.missing(there)
     )
     if source and (lacks or wider or any(row.get(name) is not None for name in others)):
-        raise column_error(place, f"is not {source.title}, as {start} is", row, "; write all rows in one form")
+        absent = [" or ".join(map(repr, names)) for names in source.columns if not any(name in row for name in names)]
+        fix = f"; {' and '.join(absent)} may be null or empty, but must be there" if absent and not wider else ""
+        raise column_error(place, f"is not {source.title}, as {start} is", row, f"; write all rows in one form{fix}")
     try:
         new = convert.one_message(row)
         answers = {name: new[name] for name in (*_RESPONSE, *_PAIR_COLUMNS) if name in new}

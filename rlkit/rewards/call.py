@@ -311,13 +311,15 @@ def _failed(function: Callable[..., Any], error: BaseException, sample: Sample |
         cause = f"{type(error).__name__}: {error}{place_in(function, error)}"
         hint = getattr(function, "hint", None)  # of an adapter
         own = fix_of(function, error, None if sample is None else sample.row)
-        fix = (hint and hint(error)) or own or f"{_HANDLE}; {_ALLOW}"
+        ours = isinstance(error, ValueError) and str(unwrapped(function).__module__).startswith("rlkit.")
+        fix = (hint and hint(error)) or own or (_CORRECT if ours else f"{_HANDLE}; {_ALLOW}")
     fix = lost_processes(function, error) or fix
     failed = _error(function, cause, fix, sample)
     failed.__cause__ = error
     return failed
 
 
+_CORRECT = "correct the row, or the option of the reward: this is not the answer's fault"
 _HANDLE = "handle it in the function: return what such an answer is worth"
 _ALLOW = "or allow a share of the samples to fail, as calls to a server may: max_failed (--reward-max-failed)"
 

@@ -168,7 +168,7 @@ def main(args: Args) -> None:
     sampling = {n: options[n] for n in ("temperature", "max_new_tokens", "top_p", "top_k") if n in options}
     stop = tuple(kept.get("stop", ())) or ("\0",)  # the engine decodes only where there is a stop string
     chat = Chat(tokenizer, data, SamplingParams(**sampling, stop=stop, stop_token_ids=ends), live)
-    chat.engine = LocalEngine(model, tokenizer=chat, max_batch=1, seed=int.from_bytes(os.urandom(4)))
+    chat.engine = LocalEngine(model, tokenizer=chat, max_batch=1, keep_turns=True, seed=int.from_bytes(os.urandom(4)))
     if live:
         return talk(chat)
     for line in filter(str.strip, sys.stdin if args.prompt is None else [args.prompt]):

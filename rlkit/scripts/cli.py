@@ -234,6 +234,7 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
     process ends by SIGINT, so that a shell's loop ends with it, or with 143 after SIGTERM; ranks exit with 0.
     """
     alone, result, sys.excepthook = not launched(), None, _show_traceback
+    before = set(threading.enumerate())
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = _show_in_thread
     if not is_first():
@@ -260,17 +261,18 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
         if dist.is_initialized():
             dist.barrier()  # the store lives in rank 0, and others may still need it
             dist.destroy_process_group()
-    report_left()
+    report_left(before)
     return result
 
 
-def report_left() -> None:
-    """Name the threads and processes that a user's code has started and that Python waits for at its exit."""
-    names = [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+def report_left(before: set[threading.Thread]) -> None:
+    """Name the processes, and the threads since `before`, that a user's code has started and that Python waits for."""
+    names = [thread.name for thread in threading.enumerate() if thread not in before and not thread.daemon]
     if (multiprocessing := sys.modules.get("multiprocessing")) is not None:
         names += [process.name for process in multiprocessing.active_children() if not process.daemon]
     if names and is_first():
-        sys.stderr.write(f"waiting for what a reward or environment has started: {', '.join(names)} (Ctrl-C ends it)\n")
+        text = f"waiting for what a reward or environment has started: {', '.join(names)} (Ctrl-C ends it)"
+        sys.stderr.write(wrapped(text, sys.stderr) + "\n")
 
 
 def _show_traceback(_kind: type[BaseException], error: BaseException, _frames: Any) -> None:

@@ -72,6 +72,7 @@ class Episodes:
         check(self)
         one_turn = self.env is None and not self.tools
         self.rewards()
+        refuse_if(self.reward_max_failed == 1, "`reward_max_failed` must be below 1: some samples have to train")
         refuse_if(not self.reward and self.env is None, "give `reward`, `env` or both: something has to judge")
         refuse_if(
             self.max_turns is not None and one_turn, "`max_turns` is for `env` or `tools`: else there is one turn"
@@ -458,8 +459,8 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
     if args.engine.engine == "local" and mesh_of(model) is None and not args.rollouts.overlap:
         from rlkit.rollout.engines.local import LocalEngine
 
-        how = args.engine
-        yield LocalEngine(model, tokenizer=tokenizer, max_batch=how.max_batch, max_len=max_len, compile=how.compile)
+        options = _local_options(args, max_len)
+        yield LocalEngine(model, tokenizer=tokenizer, **options)
         return
     if world_size() == 1:
         async with _own_engine(args, max_len) as engine:
@@ -471,6 +472,12 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
         yield SharedEngine(engine)
 
 
+def _local_options(args: Any, max_len: int) -> dict[str, Any]:
+    """Arguments of a `LocalEngine` from the flags."""
+    how, several_turns = args.engine, bool(args.episodes.env or args.episodes.tools)
+    return {"max_batch": how.max_batch, "max_len": max_len, "compile": how.compile, "keep_turns": several_turns}
+
+
 @asynccontextmanager
 async def _own_engine(args: Any, max_len: int) -> AsyncIterator[Any]:
     """A local engine in its own process, or SGLang; a server launched here ends with it."""
@@ -478,7 +485,7 @@ async def _own_engine(args: Any, max_len: int) -> AsyncIterator[Any]:
     if how.engine == "local":
         from rlkit.rollout.engines.process import launch as launch_process
 
-        options = {"max_batch": how.max_batch, "max_len": max_len, "compile": how.compile, "device": model.device}
+        options = {**_local_options(args, max_len), "device": model.device}
         threads = {"num_threads": how.engine_threads, "cpus": how.engine_cpus}
         async with await launch_process(model.model, **options, **threads) as engine:
             yield engine

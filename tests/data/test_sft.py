@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.data.chat import render
-from rlkit.data.examples import sft_examples
+from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
 from rlkit.data.load import load_rows
 from rlkit.data.tiny import tiny_tokenizer
 
@@ -276,3 +276,24 @@ def test_a_file_and_its_lines_are_named(tmp_path, caplog):
     path.write_text('{"prompt": "a", "response": ""}\n')
     with pytest.raises(ValueError, match=f"^{path}: all 1 rows have an empty response"):
         examples(load_rows(path))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("train.jsonl", r"rows must be dicts, got 'train.jsonl': load_rows\(path\) reads a file"),
+        ([("a", "b")], r"rows must be dicts, got \('a', 'b'\)"),
+        ({"prompt": "a", "response": "b"}, r"rows must be a list of dicts, got one dict: give \[row\]; its keys are"),
+    ],
+)
+@pytest.mark.parametrize("reader", [sft_examples, labelled_examples, preference_pairs])
+def test_what_is_no_list_of_rows_is_named(rows, message, reader):
+    with pytest.raises(TypeError, match=message):
+        reader(rows, tokenizer=tiny_tokenizer(), max_example_tokens=9)
+
+
+def test_a_row_that_lacks_an_optional_column_of_the_first_is_told_so():
+    rows = [{"prompt": "a", "history": [["b", "c"]], "response": "d"}, {"prompt": "a", "response": "d"}]
+    message = "row 2: is not a row of LLaMA-Factory.*'query' or 'history' may be null or empty, but must be there"
+    with pytest.raises(ValueError, match=message):
+        sft_examples(rows, tokenizer=tiny_tokenizer(), max_example_tokens=99)

@@ -164,7 +164,7 @@ def test_log_probs_of_the_reference_that_were_computed_once_give_the_same_lines(
     assert whole[-1]["margin"] > 1
     other = {"output": tmp_path / "other", "steps": 1, "lr_at": lambda step: 0.0}
     for rows, options in [(scored[0], {"reference": small_model()}), (scored[0], {"eval_pairs": make_pairs(3)})]:
-        with pytest.raises(ValueError, match=r"pairs carry a reference's log-probs .* all of them, and without"):
+        with pytest.raises(ValueError, match=r"either all pairs have reference log-probs .* or none has"):
             call(dpo, small_model(), tokenizer(), rows, **other, **options)
 
 

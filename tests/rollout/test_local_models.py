@@ -320,3 +320,65 @@ def test_the_engine_does_not_modify_the_model(tmp_path):
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     model(input_ids=torch.arange(9)[None]).logits.sum().backward()
+
+
+async def talk(engine: LocalEngine, stop: list[int]) -> list:
+    """Conversations of three turns, several at once on few slots; two begin alike. Each turn goes on from the last."""
+    g = torch.Generator().manual_seed(2)
+    starts = [torch.randint(0, VOCAB, (n,), generator=g).tolist() for n in (3, 9, 14, 2, 6, 11)]
+    starts.append(starts[2])
+
+    async def one(i: int, prompt: list[int]) -> list:
+        turns = []
+        for turn in range(3):
+            params = SamplingParams(max_new_tokens=6, temperature=0.9, seed=10 * i + turn, stop_token_ids=tuple(stop))
+            out = await engine.generate(prompt, params=params)
+            turns.append((prompt, out))
+            prompt = [*prompt, *out.ids, *starts[(i + turn) % 6][: 1 + (i + turn) % 4]]
+            for _ in range(i % 3):
+                await asyncio.sleep(0)
+        return turns
+
+    talks = await asyncio.gather(*(one(i, p) for i, p in enumerate(starts)))
+    return [turn for turns in talks for turn in turns]
+
+
+@pytest.mark.parametrize("case", ["qwen3", "llama 3 rope", "mistral, sliding", "gemma3", "mixtral", "bloom"])
+def test_a_next_turn_reads_only_what_is_new_and_gives_the_same(case):
+    model, stop, read = build(CASES[case][0]), [*range(0, VOCAB, 2)], dict.fromkeys((False, True), 0)
+    found = {}
+    for keep in read:
+        engine = LocalEngine(model, max_batch=3, max_len=96, eos_token_ids=(), keep_turns=keep)
+        decoder = engine._decoder
+        for name in ("prefill", "extend"):
+
+            def counted(tokens, *args, work=getattr(decoder, name), keep=keep):
+                read[keep] += sum(map(len, tokens))
+                work(tokens, *args)
+
+            setattr(decoder, name, counted)
+        found[keep] = asyncio.run(talk(engine, stop))
+    for (prompt, a), (_, b) in zip(found[True], found[False], strict=True):
+        assert a.ids == b.ids
+        assert (torch.tensor(a.logp) - true_logp(model, prompt, a.ids, 0.9)).abs().max() < 1e-4
+    assert read[True] < 0.7 * read[False]
+
+
+def test_kept_turns_end_with_the_weights_and_are_bounded():
+    model, stop = build(CASES["qwen3"][0]), tuple(range(VOCAB))
+
+    async def main() -> None:
+        engine = LocalEngine(model, max_batch=2, max_len=96, eos_token_ids=(), keep_turns=True)
+        params = SamplingParams(max_new_tokens=2, temperature=0.0, stop_token_ids=stop)
+        outs = [await engine.generate([n, n + 1], params=params) for n in range(5)]
+        assert len(engine._ended) == 2
+        following = [4, 5, *outs[4].ids, 7]
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1.0)
+            model.model.layers[0].self_attn.v_proj.weight.mul_(-1.0)
+        await engine.update_weights(version=1)
+        assert not engine._ended
+        last = await engine.generate(following, params=params)
+        assert (torch.tensor(last.logp) - true_logp(model, following, last.ids)).abs().max() < 1e-4
+
+    asyncio.run(main())

@@ -115,6 +115,7 @@ def refused(kind, **changes):
         ({"top_p": 0.9, "overlap": True}, "--top-p and --top-k need on-policy samples"),
         ({"reward": None}, "give --reward, --env or both: something has to judge"),
         ({"eval_kl": True}, "--eval-kl requires --eval-data"),
+        ({"reward_max_failed": 1.0}, "--reward-max-failed must be below 1"),
         ({"chat_template": False, "system_prompt": "be"}, "--system-prompt has no place without a chat template"),
         ({"chat_template": False, "template_args": '{"a": 1}'}, "--template-args has no place without a chat template"),
         ({"max_turns": 3}, "--max-turns is for --env or --tools"),

@@ -62,6 +62,7 @@ async def launch(
     max_len: int | None = None,
     eos_token_ids: Sequence[int] | None = None,
     seed: int = 0,
+    keep_turns: bool = False,
     compile: bool = False,
     device: str = "cpu",
     num_threads: int = 1,
@@ -80,6 +81,7 @@ async def launch(
     ours, theirs = socket.socketpair()
     options = {
         "max_batch": max_batch, "max_len": max_len, "eos_token_ids": eos_token_ids, "seed": seed, "compile": compile,
+        "keep_turns": keep_turns,
     }  # fmt: skip
     process = multiprocessing.get_context("spawn").Process(
         target=_serve, daemon=True, name="rlkit-engine",

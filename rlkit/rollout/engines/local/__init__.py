@@ -10,7 +10,7 @@ token sees an optimizer step. Tokens in, tokens out. On a copy of the model it s
 Differs from HF `generate`: requests join and leave the batch one by one instead of waiting for its longest row, equal
 concurrent prompts are forwarded once, log-probs are returned, and a request's noise does not depend on other requests.
 Differs from SGLang (`rlkit.rollout.engines.sglang`): same contract, one process, no paged cache, and a prefix is shared
-only between equal prompts in flight.
+only between equal prompts in flight and, with `keep_turns`, from one turn of a conversation to the next.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class LocalEngine:
         eos_token_ids: end every request, in addition to its own `stop_token_ids`; `()` for none; by default the
             `eos_token_id` of the model's generation config.
         seed: seed of the generator that gives a seed to requests without one.
+        keep_turns: keep the keys and values of up to `max_batch` completions that ended with a stop token, for a next
+            turn: a prompt that begins with their tokens is read from there on, and before other waiting requests.
         compile: torch.compile the decoding step, once for all lengths and batch sizes: ten seconds or more.
 
     Memory: the cache takes 2 * layers * max_batch * kv_heads * head_dim * (longest sequence so far) elements.
@@ -64,6 +66,7 @@ class LocalEngine:
         max_len: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
         seed: int = 0,
+        keep_turns: bool = False,
         compile: bool = False,
     ) -> None:
         check_is_model(model)
@@ -78,7 +81,7 @@ class LocalEngine:
         self._eos = model_eos(model) if eos_token_ids is None else tuple(eos_token_ids)
         self._device, self._tokenizer = model.device, tokenizer
         self._decoder = pick_decoder(model, max_batch=max_batch, max_len=self.max_len, compile=compile)
-        self._seeds = random.Random(seed)
+        self._seeds, self._keep_turns = random.Random(seed), keep_turns
         self._clear()
         self._num_calls = self._num_tokens = self._epoch = 0
         self._driver: asyncio.Task[None] | None = None
@@ -109,7 +112,7 @@ class LocalEngine:
         request = self._request(prompt_ids, params, rid)
         self._ensure_driver()
         self._rids[request.rid] = request
-        self._waiting.append(request)
+        (self._waiting.append if request.held is None else self._waiting.appendleft)(request)
         try:
             return await request.future
         except asyncio.CancelledError:
@@ -137,6 +140,7 @@ class LocalEngine:
         if weights is not None and not self._reads(getattr(weights, "model", None)):
             self._load(dict(weights))
         self._decoder.refresh()
+        self._ended.clear()
         self.version = version
         self._epoch += 1
 
@@ -187,6 +191,7 @@ class LocalEngine:
         if rid is not None and rid in self._rids:
             raise ValueError(f"rid {rid!r} is already in flight")
         self._num_calls += 1
+        start, held = self._turn_before(prompt_ids)
         return Request(
             rid=rid if rid is not None else f"local-{self._num_calls}",
             prompt=list(prompt_ids),
@@ -197,7 +202,19 @@ class LocalEngine:
             max_tokens=min(params.max_new_tokens, self.max_len - len(prompt_ids)),
             future=asyncio.get_running_loop().create_future(),
             stop=StopStrings(self._tokenizer, params.stop) if params.stop else None,
+            start=start,
+            held=held,
+            epoch=self._epoch,
         )
+
+    def _turn_before(self, prompt_ids: Sequence[int]) -> tuple[int, Any]:
+        """The number of tokens of the longest kept turn that the prompt continues, and its keys and values: (0, None)
+        without one."""
+        ids = np.asarray(prompt_ids, np.int64)
+        for length in sorted({len(key) // ids.itemsize for key in self._ended}, reverse=True):
+            if length < len(ids) and (held := self._ended.pop(ids[:length].tobytes(), None)) is not None:
+                return length, held
+        return 0, None
 
     def _ensure_driver(self) -> None:
         loop = asyncio.get_running_loop()
@@ -228,6 +245,7 @@ class LocalEngine:
         self._rows = Rows(self.max_batch)
         self._waiting = deque[Request]()
         self._rids: dict[str, Request] = {}
+        self._ended: dict[bytes, Any] = {}  # tokens of completions that have ended: their keys and values
         self._decoder.release()
 
     def _forget(self) -> list[Request]:
@@ -273,6 +291,8 @@ class LocalEngine:
         twins: list[tuple[Request, Request]] = []
         for _ in range(min(free, len(self._waiting))):
             request = self._waiting.popleft()
+            if request.held is not None and request.epoch != self._epoch:
+                request.start, request.held = 0, None  # of older weights
             request.epoch = self._epoch
             source = known.setdefault(request.key, request)
             if source.slot >= running:
@@ -286,8 +306,14 @@ class LocalEngine:
         for _, twin in twins:
             self._rows.add(twin)
         self._decoder.reserve(len(self._rows), max(len(r.prompt) for r in self._rows.requests), keep=running)
-        for chunk in runs(new):
+        for chunk in runs([r for r in new if not r.start]):
             self._decoder.prefill([r.prompt[:-1] for r in chunk], [r.slot for r in chunk])
+        for request in (r for r in new if r.start):
+            self._decoder.restore(request.held, request.slot)
+            request.held = None
+        for chunk in runs([r for r in new if 0 < r.start < len(r.prompt) - 1]):
+            tokens = [r.prompt[r.start : -1] for r in chunk]
+            self._decoder.extend(tokens, [r.slot for r in chunk], [r.start for r in chunk])
         if copies:
             length = max(len(r.prompt) for _, r in copies) - 1
             self._decoder.copy([s.slot for s, _ in copies], [r.slot for _, r in copies], length)
@@ -298,11 +324,20 @@ class LocalEngine:
             return
         for slot, reason in finished:
             request = self._rows.requests[slot]
+            if self._keep_turns and reason == "stop" and request.epoch == self._epoch:
+                self._keep(request)
             self._rids.pop(request.rid, None)
             request.finish(reason)
         sources, targets = self._rows.remove([slot for slot, _ in finished])
         if sources:
             self._decoder.copy(sources, targets, int(self._rows.position[targets].max()))
+
+    def _keep(self, request: Request) -> None:
+        """Keep the keys and values of a completion that ends now; those of its last token were never computed."""
+        ids = np.asarray([*request.prompt, *request.ids[:-1]], np.int64)
+        self._ended[ids.tobytes()] = self._decoder.hold(request.slot, len(ids))
+        if len(self._ended) > self.max_batch:
+            del self._ended[next(iter(self._ended))]
 
     def _to(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

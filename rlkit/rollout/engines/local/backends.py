@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rlkit._tensors import upcast
 from rlkit.model.families import NOT_CAUSAL, is_causal
 from rlkit.parallel.attention import as_inference, causal_sdpa
-from rlkit.rollout.engines.local.decode import Decoder, why_unsupported
+from rlkit.rollout.engines.local.decode import Decoder, padded_turns, why_unsupported
 
 logger = logging.getLogger(__name__)
 IMPLEMENTATION = "rlkit_slots"
@@ -77,6 +77,32 @@ class CachedForward:
             self._model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
 
     @torch.no_grad()
+    def extend(self, tokens: Sequence[Sequence[int]], slots: Sequence[int], starts: Sequence[int]) -> None:
+        """Write the keys and values of further tokens of slots that hold `starts` positions."""
+        device = self._model.device
+        ids, positions = (x.to(device) for x in padded_turns(tokens, starts))
+        with self._attending(torch.tensor(slots, device=device), positions):
+            self._model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+
+    def hold(self, slot: int, length: int) -> dict[int, list[Tensor]]:
+        """A copy of the first `length` positions of a slot, for `restore`."""
+        return {layer: [block[slot, :, :length].clone() for block in kv] for layer, kv in self._layers.items()}
+
+    def restore(self, held: dict[int, list[Tensor]], slot: int) -> None:
+        """Write what `hold` has copied into a slot."""
+        for layer, blocks in held.items():
+            for block, x in zip(self._blocks(layer, *blocks), blocks, strict=True):
+                block[slot, :, : x.shape[1]] = x
+
+    def _blocks(self, layer: int, *like: Tensor) -> tuple[Tensor, Tensor]:
+        """The cache of a layer, made for keys and values of the size of these [..., kv heads, L, dim] if needed."""
+        if layer not in self._layers:
+            rows, capacity = self._shape
+            keys, values = (t.new_zeros(rows, t.shape[-3], capacity, t.shape[-1]) for t in like)
+            self._layers[layer] = keys, values
+        return self._layers[layer]
+
+    @torch.no_grad()
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` positions of each source slot into its target slot."""
         for cached in self._layers.values():
@@ -111,10 +137,7 @@ class CachedForward:
     ) -> Tensor:
         """Store k and v [B, kv heads, L, dim] at the current positions; attend with q [B, heads, L, dim]."""
         rows, positions = self._rows, self._positions
-        if layer not in self._layers:
-            blank = [t.new_zeros(self._shape[0], t.shape[1], self._shape[1], t.shape[3]) for t in (k, v)]
-            self._layers[layer] = blank[0], blank[1]
-        keys, values = self._layers[layer]
+        keys, values = self._blocks(layer, k, v)
         keys[rows[:, None], :, positions] = k.transpose(1, 2)
         values[rows[:, None], :, positions] = v.transpose(1, 2)
         keys, values = keys[rows, :, : self._longest], values[rows, :, : self._longest]
@@ -178,6 +201,19 @@ class Recompute:
         """Store each prompt in its slot."""
         for prompt, slot in zip(prompts, slots, strict=True):
             self._ids[slot, : len(prompt)] = torch.tensor(prompt, device=self._ids.device)
+
+    def extend(self, tokens: Sequence[Sequence[int]], slots: Sequence[int], starts: Sequence[int]) -> None:
+        """Store further tokens of slots that hold `starts` tokens."""
+        for row, slot, start in zip(tokens, slots, starts, strict=True):
+            self._ids[slot, start : start + len(row)] = torch.tensor(row, device=self._ids.device)
+
+    def hold(self, slot: int, length: int) -> Tensor:
+        """A copy of the first `length` tokens of a slot, for `restore`."""
+        return self._ids[slot, :length].clone()
+
+    def restore(self, held: Tensor, slot: int) -> None:
+        """Write what `hold` has copied into a slot."""
+        self._ids[slot, : len(held)] = held
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of each source slot into its target slot."""

@@ -156,6 +156,33 @@ class Decoder:
                 x = _finish(x, out.transpose(1, 2).reshape(x.shape[0], -1), layer, self._eps)
 
     @torch.inference_mode()
+    def extend(self, tokens: Sequence[Sequence[int]], slots: Sequence[int], starts: Sequence[int]) -> None:
+        """Write the keys and values of further tokens of slots that hold `starts` positions."""
+        device, layers = self._weights.embed.device, self._weights.layers
+        ids, positions = (x.to(device) for x in padded_turns(tokens, starts))
+        rows, end = torch.tensor(slots, device=device), int(positions.max()) + 1
+        seen = (torch.arange(end, device=device) <= positions[:, :, None])[:, None]
+        x = F.embedding(ids.flatten(), self._weights.embed)
+        table = Rotary(*(t.index_select(0, positions.flatten()) for t in self._table))
+        for layer, (keys, values) in zip(layers, self._cache, strict=True):
+            q, k, v = (t.unflatten(0, ids.shape) for t in _project(x, layer, table, self._eps))
+            keys[rows[:, None], :, positions], values[rows[:, None], :, positions] = k, v
+            if layer is not layers[-1]:
+                out = causal_sdpa(q.transpose(1, 2), keys[rows, :, :end], values[rows, :, :end], seen)
+                x = _finish(x, out.transpose(1, 2).reshape(x.shape[0], -1), layer, self._eps)
+
+    @torch.inference_mode()
+    def hold(self, slot: int, length: int) -> list[Tensor]:
+        """A copy of the first `length` positions of a slot, for `restore`."""
+        return [block[slot, :, :length].clone() for kv in self._cache for block in kv]
+
+    @torch.inference_mode()
+    def restore(self, held: Sequence[Tensor], slot: int) -> None:
+        """Write what `hold` has copied into a slot."""
+        for block, x in zip((block for kv in self._cache for block in kv), held, strict=True):
+            block[slot, :, : x.shape[1]] = x
+
+    @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` positions of each source slot into its target slot."""
         source, target = (torch.tensor(slots, device=self._weights.embed.device) for slots in (sources, targets))
@@ -173,6 +200,15 @@ class Decoder:
             for t in (t for layer in self._lanes for t in layer):
                 torch._dynamo.maybe_mark_dynamic(t, (0, 1))
         return self._step(tokens, positions, self._weights, self._lanes, self._table, self._range, self._eps)
+
+
+def padded_turns(tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Token ids and positions [n, longest]; shorter rows repeat their last token at its position, which computes and
+    writes the same again."""
+    longest = max(map(len, tokens))
+    index = [[min(i, len(row) - 1) for i in range(longest)] for row in tokens]
+    ids = torch.tensor([[row[i] for i in places] for row, places in zip(tokens, index, strict=True)])
+    return ids, torch.tensor(index) + torch.tensor(starts)[:, None]
 
 
 def step(

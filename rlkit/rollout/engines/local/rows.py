@@ -48,7 +48,8 @@ class StopStrings:
 class Request:
     """One call of `generate`, and the tokens sampled so far.
 
-    `max_tokens` is its limit; `epoch` numbers the weights that computed its prompt's keys and values.
+    `max_tokens` is its limit; `epoch` numbers the weights that computed its prompt's keys and values, of which `held`
+    are those of its first `start` tokens, of the turn before.
     """
 
     rid: str
@@ -62,6 +63,8 @@ class Request:
     stop: StopStrings | None
     slot: int = -1
     epoch: int = -1
+    start: int = 0
+    held: Any = None
     ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -131,12 +134,12 @@ class Rows:
 
 
 def runs(requests: Sequence[Request], *, max_tokens: int = 8192) -> list[list[Request]]:
-    """Split into runs of similar prompt length to prefill together: padded to its longest prompt, a run has at most
-    `max_tokens` tokens and wastes at most a third."""
+    """Split into runs with similar numbers of new prompt tokens to prefill together: padded to its longest, a run has
+    at most `max_tokens` tokens and wastes at most a third."""
     out: list[list[Request]] = []
     total = 0
-    for request in sorted(requests, key=lambda r: len(r.prompt)):
-        length = len(request.prompt)
+    for request in sorted(requests, key=lambda r: len(r.prompt) - r.start):
+        length = len(request.prompt) - request.start
         total += length
         if out and length * (len(out[-1]) + 1) <= min(max_tokens, 1.5 * total):
             out[-1].append(request)
