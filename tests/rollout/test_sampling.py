@@ -140,3 +140,19 @@ def test_logp_is_computed_in_fp32_or_better(dtype):
     assert out.logp.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     rounding = math.sqrt(1000) + 4 * (logits.double() / 0.7).abs().max()  # of a sum of 1000 terms, and of the logits
     assert (out.logp - truth).abs().max() <= torch.finfo(out.logp.dtype).eps * rounding
+
+
+@pytest.mark.parametrize("size", [3, 256, 257, 1000, 5120])
+def test_the_token_is_that_of_the_whole_cdf(size):
+    g = torch.Generator().manual_seed(size)
+    logits = 4 * torch.randn(64, size, generator=g)
+    logits[::2, : size // 2] = -torch.inf  # whole blocks without mass
+    u = torch.rand(64, generator=g, dtype=torch.float64)
+    u[0], u[1], u[2], u[3] = 2.0**-53, 1 - 2.0**-53, 2.0**-53, 1 - 2.0**-53
+    found = sample(logits, u)
+    p = logits.softmax(-1).double()
+    cdf = p.cumsum(-1)
+    for row, token in enumerate(found.ids.tolist()):
+        before = cdf[row, token] - p[row, token]
+        assert p[row, token] > 0
+        assert before - 1e-12 <= u[row] * cdf[row, -1] <= cdf[row, token] + 1e-12
