@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ from rlkit.ranks import Stopped, on_all_ranks, on_rank0, world_size
 from rlkit.rollout.engines import EngineError, silence
 from rlkit.rollout.shared import SharedStream
 from rlkit.rollout.stream import GroupStream
-from rlkit.run.console import TRAINING, say
+from rlkit.run.console import TRAINING, say, wrapped
 from rlkit.run.folder import Run, check_folder, hold, open_run, read_args
 from rlkit.run.signals import Stop, resume_command, stop_on_interrupt
 from rlkit.settings import Schedule
@@ -164,7 +165,7 @@ def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, refer
         lines.append(f"{folder} has no checkpoint yet: starting from step 0 again")
     elif skipped:
         lines.append(f"going on from the checkpoint of step {state['step']}")
-    on_rank0(lambda: say("\n".join(lines)) if lines else None)
+    on_rank0(lambda: say(wrapped("\n".join(lines), sys.stdout)) if lines else None)
     return state
 
 
