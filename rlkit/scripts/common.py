@@ -240,8 +240,7 @@ def check_ranks(parallel: ParallelArgs) -> None:
 def warn_of_steps(args: Any) -> None:
     """Warn of a run without steps or evaluation, and of held-out data, or steps to evaluate at, that are not used."""
     schedule, data = args.schedule, args.data
-    default = next(f.default for f in fields(args) if f.name == "schedule")
-    if not data.eval_data and schedule.eval_steps not in (0, getattr(default, "eval_steps", None)):
+    if not data.eval_data and schedule.eval_steps not in (0, _default_of(args, "schedule", "eval_steps")):
         log.warning("--eval-steps %d has no effect without --eval-data", schedule.eval_steps)
     if schedule.steps == 0 and not data.eval_data:
         log.warning("--steps 0 without --eval-data: nothing is trained or measured")
@@ -267,11 +266,15 @@ def warn_of_warmup(args: Any) -> None:
     """Warn of a warm-up that is longer than the run."""
     warmup, steps = args.optim.warmup_steps, args.schedule.steps
     if warmup > steps > 0:
-        default = next(f.default for f in fields(args) if f.name == "optim")
-        whose = " (the default)" if getattr(default, "warmup_steps", None) == warmup else ""
+        whose = " (the default)" if _default_of(args, "optim", "warmup_steps") == warmup else ""
         log.warning(
             "--warmup-steps %d%s is not below --steps %d: the learning rate never reaches --lr", warmup, whose, steps
         )
+
+
+def _default_of(args: Any, settings: str, name: str) -> Any:
+    """The script's own default of a flag, which may differ from that of the settings; None for one that has none."""
+    return getattr(next(f.default for f in fields(args) if f.name == settings), name, None)
 
 
 def warn_of_repeats(flag: str, num: int, num_rows: int) -> None:
