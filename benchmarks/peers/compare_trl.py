@@ -8,7 +8,7 @@ and divided by their group's standard deviation, token mean, no KL, AdamW, gradi
 evaluates or saves during the run; both save the model at its end. With `--defaults` TRL keeps its own, bf16 and
 activation checkpointing, and rlkit takes bf16. `--prefix 256` puts 256 tokens before each prompt and rewards each digit
 in its place, since the model is not used to such prompts. `--model FOLDER` takes a chat model of yours on the two-digit
-sums of recipes/sums, without a warm start:
+sums of recipes/sums, without a warm start (with `--prefix`, for short answers):
 
     python benchmarks/peers/compare_trl.py --model $(make -s smollm) --prompts 4 --max-new-tokens 32 --lr 1e-5 --steps 8
 
@@ -56,7 +56,7 @@ tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
 chat = [{"role": "user", "content": json.loads(open(sys.argv[2]).readline())["prompt"]}]
 print(len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)))
 """
-DIGITS = f"{Path(__file__).with_name('digits_reward.py')}:score"
+DENSE = Path(__file__).with_name("dense_rewards.py")
 
 
 @dataclass
@@ -98,7 +98,7 @@ def command(side: str, args: Args, task: dict[str, Any], *, steps: int, seed: in
     script = [TRL_ENV / "bin" / "python"] if side == "trl" else [sys.executable]
     common = [
         *("--model", task["model"], "--data", data(args, task), "--output", output, "--steps", steps, "--lr", args.lr),
-        *("--reward", DIGITS if args.prefix and not args.model else task["reward"]),
+        *("--reward", f"{DENSE}:{'brevity' if args.model else 'digits'}" if args.prefix else task["reward"]),
         *("--prompts-per-step", args.prompts, "--group-size", args.group, "--max-new-tokens", args.max_new_tokens),
         *("--seed", seed),
     ]
@@ -134,10 +134,9 @@ def data(args: Args, task: dict[str, Any]) -> Path:
     if not args.prefix:
         return Path(task["data"])
     path = args.work.absolute() / f"prefix-{args.prefix}{'-words' * bool(args.model)}.jsonl"
-    text = ("Sort the digits: 394215 becomes 123459. " * args.prefix)[: args.prefix]
-    if args.model:
-        text = "word " * args.prefix
+    text = "word " * args.prefix if args.model else ("Sort the digits: 394215 becomes 123459. " * 99)[: args.prefix]
     rows = [json.loads(line) for line in Path(task["data"]).read_text().splitlines()]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({**row, "prompt": text + row["prompt"]}) + "\n" for row in rows))
     return path
 
