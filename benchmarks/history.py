@@ -66,7 +66,7 @@ def part(name, step=None):
 def load(*names):
     return lambda: [__import__(name) for name in names]
 part("Python")
-part("flags, data", load("rlkit.scripts.grpo", "tyro", "rlkit.data.load", "rlkit.rewards.adapters", "asyncio"))
+part("flags, data", load("rlkit.scripts.grpo", "tyro", "rlkit.data.load", "rlkit.compat.rewards", "asyncio"))
 part("numpy", load("numpy"))
 part("torch", load("torch"))
 part("transformers", load("transformers.models.auto.tokenization_auto"))

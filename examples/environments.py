@@ -29,7 +29,7 @@ class Task:
     rows: list[Row]
     """what there is to ask"""
     reward: Callable[..., Any] | None
-    """of a final answer, for `rlkit.rewards.adapters.scorer`; None: the environment rewards"""
+    """of a final answer, for `rlkit.rewards.scorer`; None: the environment rewards"""
     demonstrate: Callable[[Row], Messages] | None = None
     """how a teacher who often gives up would talk, to warm up a model that knows nothing"""
     tools: Sequence[Callable[..., Any]] = field(default_factory=list)

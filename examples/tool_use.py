@@ -96,7 +96,7 @@ def main(args: Args) -> Path:
     from rlkit.loops.rl import Task
     from rlkit.model.forward import default_dtype, load_model
     from rlkit.model.launch import make_deterministic, report_model
-    from rlkit.rewards.adapters import scorer
+    from rlkit.rewards.scoring import scorer
     from rlkit.rollout.engines.local import LocalEngine
     from rlkit.rollout.envs.chat import refuse_vision
     from rlkit.rollout.limits import limited

@@ -24,7 +24,7 @@ _NAMES = {
     "data.load": "load_rows",
     "data.prompts": "Prompt rl_prompts",
     "rollout.engines.local": "LocalEngine",
-    "rewards.adapters": "scorer",
+    "rewards.scoring": "scorer",
     "loops.rl": "Task",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -23,6 +23,7 @@ LAYERS = (  # each may import what stands before it; left before right within a 
     "rewards",
     "run",
     "loops",
+    "compat",
     "scripts __main__",
 )
 ORDER = {name: place for place, name in enumerate(" ".join(LAYERS).split())}
@@ -55,12 +56,27 @@ def read_imports() -> Iterator[Import]:
         functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
         inner = {id(n) for function in functions for n in ast.walk(function)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "rlkit":
-                base = node.module.removeprefix("rlkit").removeprefix(".")
-                for alias in node.names:
-                    full = f"{base}.{alias.name}".removeprefix(".")
-                    if id(node) not in typing:
-                        yield Import(user, full if full in MODULES else base, id(node) not in inner)
+            if id(node) not in typing:
+                for used in imported(node, user, is_package=path.name == "__init__.py"):
+                    yield Import(user, used, id(node) not in inner)
+
+
+def imported(node: ast.AST, user: str, *, is_package: bool) -> list[str]:
+    """The modules below rlkit that a statement imports: `import a.b`, `from a import b`, relative or not."""
+    if isinstance(node, ast.Import):
+        names = [alias.name.split(".") for alias in node.names]
+        return [".".join(parts[1:]) for parts in names if parts[0] == "rlkit" and len(parts) > 1]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = (node.module or "").split(".")
+    if node.level:
+        here = ["rlkit", *user.split(".")] if user else ["rlkit"]
+        base = here[: len(here) - node.level + is_package] + [part for part in base if part]
+    if base[0] != "rlkit":
+        return []
+    below = ".".join(base[1:])
+    full = [f"{below}.{alias.name}".removeprefix(".") for alias in node.names]
+    return [name if name in MODULES else below for name in full]
 
 
 def is_for_types(node: ast.AST) -> bool:
@@ -80,9 +96,10 @@ def test_every_top_level_module_has_a_layer():
 
 
 def test_there_are_no_circles():
+    """Nor of imports inside functions, without which a circle would only be hidden."""
     graph: dict[str, set[str]] = {name: set() for name in MODULES}
     for i in imports():
-        if i.at_load and i.user != i.used:
+        if i.user != i.used:
             graph[i.user].add(i.used)
     assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)
 

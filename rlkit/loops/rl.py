@@ -29,6 +29,7 @@ from rlkit.rollout.shared import SharedEngine, SharedStream
 from rlkit.rollout.stream import GroupStream
 from rlkit.run import saving
 from rlkit.run.folder import Run
+from rlkit.run.plot import draw
 from rlkit.run.samples import Samples
 from rlkit.settings import Critic, Optim, Penalties, Rollouts, Schedule
 from rlkit.types import Batch, Engine
@@ -217,7 +218,7 @@ async def rl(
                 signal = report_no_signal(run, batch, before=signal)
                 if save(done):
                     break
-        run.plot()
+        draw(run)
         if max(start, steps) < 1:
             return folder
         models = state["model"].items() if isinstance(state["model"], nn.ModuleDict) else ()

@@ -12,11 +12,12 @@ from torch import Tensor
 from rlkit.data.order import batches
 from rlkit.loops.evaluate import Clock, is_due
 from rlkit.metrics import Metrics, finalize, merge
-from rlkit.model.forward import mesh_of
 from rlkit.model.optim import adamw, learning_rate, optimizer_step, set_lr
+from rlkit.model.sharding import mesh_of
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
 from rlkit.parallel.pipeline import pipelined
 from rlkit.run import saving
+from rlkit.run.plot import draw
 from rlkit.settings import Optim, Schedule
 from rlkit.types import Batch, Trajectory
 
@@ -140,7 +141,7 @@ def supervised(
                 run, saver, stop, done, schedule=schedule, model=model, optimizer=optimizer, state={}
             ):
                 break
-        run.plot()
+        draw(run)
         if max(start, schedule.steps) < 1:
             return schedule.output
         return saving.export(run, model, tokenizer)

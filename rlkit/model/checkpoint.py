@@ -44,7 +44,7 @@ from torch.optim import Optimizer
 import rlkit
 from rlkit import files as _files
 from rlkit.model.lora import adapters
-from rlkit.model.parallelize import mesh_of
+from rlkit.model.sharding import mesh_of
 from rlkit.model.weights import clean_name, model_tensors
 from rlkit.parallel.data import each_stage
 from rlkit.ranks import (

@@ -16,7 +16,7 @@ import os
 import re
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from hashlib import sha256
@@ -33,9 +33,10 @@ from rlkit.files import cache_folder, replace_file
 from rlkit.model.pretrained import NO_CODE
 from rlkit.packing import pack
 from rlkit.parallel.attention import IMPLEMENTATION, as_inference, register
-from rlkit.types import Trajectory
+from rlkit.types import Batch, LogProbs, Trajectory
 
 logger = logging.getLogger(__name__)
+PackedForward = Callable[[Any, Batch], LogProbs]
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 TOLERANCE = 1e-4  # of a log-prob, in nats
@@ -218,13 +219,14 @@ def check_leftover(path: Any, names: Iterable[str]) -> None:
         )
 
 
-def check_architecture(config: Any, *, model_class: Any = None) -> bool:
+def check_architecture(config: Any, forward: PackedForward, *, model_class: Any = None) -> bool:
     """Refuse an architecture whose packed log-probs differ from its own forward; returns whether it was checked.
 
     The check runs a small copy of the model on the CPU in fp32, with weights of standard deviation 0.2: at least two
     layers, one of each kind, and windows shorter than the sequences. False: no small copy can be built and run.
 
     Args:
+        forward: `rlkit.model.forward.forward`, which is what is checked (an argument, since it imports this module).
         model_class: a `PreTrainedModel` with a language-model head; by default that of `AutoModelForCausalLM`.
 
     Errors: ValueError.
@@ -242,7 +244,7 @@ def check_architecture(config: Any, *, model_class: Any = None) -> bool:
         built = _built(small, model_class)
         if built is None:
             return False
-        reason = why_different(*built)
+        reason = why_different(*built, forward)
     if reason is not None:
         raise _refusal(config, reason)
     _remember(key, config)
@@ -271,13 +273,13 @@ def check_prompt_ids(ids: Tensor, model: Any, name: str = "prompt_ids") -> None:
         raise ValueError(f"{name} must be in [0, {size}), the model's vocabulary, got {wrong}: is this its tokenizer?")
 
 
-def check_loaded(model: Any) -> None:
+def check_loaded(model: Any, forward: PackedForward) -> None:
     """Refuse a model that cannot be trained packed: `check_architecture`, else the same check at full size.
 
     Errors: ValueError.
     """
     has_head = model.get_output_embeddings() is not None
-    if check_architecture(model.config, model_class=type(model) if has_head else None):
+    if check_architecture(model.config, forward, model_class=type(model) if has_head else None):
         return
     warn_full_size(model.config)
     if not has_head or model.device.type == "meta":  # `rlkit.model.heads` checks heads; meta has no weights
@@ -287,7 +289,7 @@ def check_loaded(model: Any) -> None:
         own = own_log_probs(model, groups)
     except Exception as error:
         raise _refusal(model.config, f"its own forward fails on plain text: {_first_line(error)}") from error
-    if (reason := why_different(model, groups, own)) is not None:
+    if (reason := why_different(model, groups, own, forward)) is not None:
         raise _refusal(model.config, reason)
 
 
@@ -345,10 +347,10 @@ def _why_refused(config: Any) -> str | None:
     return None
 
 
-def why_different(model: Any, groups: Sequence[Sequence[Trajectory]], own: Tensor) -> str | None:
+def why_different(
+    model: Any, groups: Sequence[Sequence[Trajectory]], own: Tensor, forward: PackedForward
+) -> str | None:
     """The reason why the packed log-probs of `groups` differ from `own` (see `own_log_probs`), or None."""
-    from rlkit.model.forward import forward
-
     for share in (True, False):
         batch = pack(groups, share_prompts=share).to(model.device)
         try:

@@ -27,8 +27,8 @@ from rlkit.model.families import (
     longest_sequence,
 )
 from rlkit.model.lora import adapters, without_adapter
-from rlkit.model.parallelize import device_of, dtype_of, inside, mesh_of
 from rlkit.model.pretrained import NO_CODE, load_config
+from rlkit.model.sharding import device_of, dtype_of, inside, mesh_of
 from rlkit.packing import check_batch, join, pack, with_streams
 from rlkit.parallel.attention import IMPLEMENTATION, has_flash, register
 from rlkit.parallel.context import plan_layout
@@ -116,7 +116,7 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrain
 
     config = load_config(path)
     check_causal_lm(config)
-    check_architecture(config)
+    check_architecture(config, forward)
     model, missing = read_pretrained(AutoModelForCausalLM, path)
     if missing:
         names = ", ".join(sorted(missing)[:5])
@@ -171,7 +171,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     Errors: ValueError for a model type whose packed log-probs differ from its own forward.
     """
     check_is_model(model)
-    check_loaded(model)
+    check_loaded(model, forward)
     model.set_attn_implementation(register())
     return model.eval()
 

@@ -25,9 +25,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rlkit.model.families import check_architecture, check_causal_lm, probe, warn_full_size
-from rlkit.model.forward import DTYPES, read_pretrained, score_tokens, token_outputs
-from rlkit.model.parallelize import mesh_of
+from rlkit.model.forward import DTYPES, forward, read_pretrained, score_tokens, token_outputs
 from rlkit.model.pretrained import load_config
+from rlkit.model.sharding import mesh_of
 from rlkit.packing import pack
 from rlkit.parallel.attention import as_inference, register
 from rlkit.types import Batch, Trajectory
@@ -100,7 +100,7 @@ def _one_number(model: Any) -> Callable[[Tensor, Any], tuple[Tensor, ...]]:
 def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
     config = load_config(path)
     check_causal_lm(config)
-    checked = check_architecture(config)
+    checked = check_architecture(config, forward)
     with _no_report():
         model, missing = read_pretrained(kind, path, num_labels=1)
     if not isinstance(getattr(model, "score", None), nn.Linear):

@@ -21,7 +21,8 @@ from rlkit._text import printable
 from rlkit.model.forward import DTYPES, load_model
 from rlkit.model.heads import load_reward_model, load_value_model
 from rlkit.model.lora import adapters, add_lora, lora_config
-from rlkit.model.parallelize import device_of, load_parallel, mesh_of, parallelize
+from rlkit.model.parallelize import load_parallel, parallelize
+from rlkit.model.sharding import device_of, mesh_of
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh, make_mesh, start
 from rlkit.ranks import launched, rank, world_size

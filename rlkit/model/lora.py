@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from rlkit._extras import optional
 from rlkit.files import explain_full_disk
-from rlkit.model.parallelize import mesh_of
+from rlkit.model.sharding import mesh_of
 from rlkit.parallel.data import each_stage
 from rlkit.ranks import on_rank0
 

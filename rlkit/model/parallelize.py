@@ -17,11 +17,10 @@ from __future__ import annotations
 import fnmatch
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rlkit.model.families import check_causal_lm, check_family, check_leftover, check_loaded
+from rlkit.model.forward import forward
+from rlkit.model.lora import add_lora, reset_adapters
 from rlkit.model.pretrained import NO_CODE, load_config
+from rlkit.model.sharding import Sharding, device_of, set_sharding
 from rlkit.parallel.attention import register
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import read_experts, split_experts
@@ -40,14 +42,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
-class Cut(NamedTuple):
-    """The mesh over which `parallelize` cut a model, and the dtype of its forward and backward."""
-
-    mesh: Mesh
-    dtype: torch.dtype
-
-
-_cuts: WeakKeyDictionary[Any, Cut] = WeakKeyDictionary()
 # model_type -> dimension of the heads in the input of q_norm and k_norm, where the model has them
 COVERED = {"llama": None, "mistral": None, "qwen2": None, "gemma2": None, "qwen3": 2, "qwen3_moe": 2, "gemma3_text": 1}
 
@@ -141,7 +135,7 @@ def parallelize(
         check_model(model.config, tp=sizes.tp, cp=sizes.cp, ulysses=sizes.ulysses)
     if compile and sizes.tp > 1:
         raise ValueError("compile=True with tp > 1: torch cannot trace DTensors of varying length; drop one")
-    check_loaded(model)
+    check_loaded(model, forward)
     model.to(torch.float32)
     model.set_attn_implementation(register())
     model.eval()  # dropout off: scoring and training must give the same numbers
@@ -155,7 +149,7 @@ def parallelize(
         if activation_checkpointing:  # outside: torch cannot compile a graph break inside a checkpoint
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     shard(model, mesh, dtype=dtype, reduce_dtype=reduce_dtype, offload=offload)
-    _cuts[model] = Cut(mesh, dtype)
+    set_sharding(model, Sharding(mesh, dtype))
     return model
 
 
@@ -193,51 +187,6 @@ def shard(model: Any, mesh: Mesh, *, dtype: torch.dtype, reduce_dtype: torch.dty
             module.set_force_sum_reduction_for_comms(True)
 
 
-def inside(model: Any, work: Callable[..., Any], *args: Any) -> Any:
-    """`work(model, *args)` in place of the model's forward: the root's parameters (norm, head) are gathered meanwhile.
-
-    Gradients flow through the tensors that `work` returns. On a plain model it is just the call.
-    """
-    if model not in _cuts:
-        return work(model, *args)
-    before = vars(model).get("forward")
-    model.forward = partial(work, model)  # FSDP2 gathers and frees parameters around `forward` only
-    try:
-        out = model(*args)
-    finally:
-        del model.forward
-        if before is not None:
-            model.forward = before
-    if not torch.is_grad_enabled():
-        model.reshard()  # without a backward nothing else does
-    return out
-
-
-def mesh_of(model: Any) -> Mesh | None:
-    """The mesh over which `parallelize` cut the model; None for a plain model."""
-    return _cuts[model].mesh if model in _cuts else None
-
-
-def device_of(model: Any) -> torch.device:
-    """The device that computes: the mesh's for a cut model, whose offloaded parameters are on the CPU."""
-    return model.device if model not in _cuts else _cuts[model].mesh.device
-
-
-def dtype_of(model: Any) -> torch.dtype:
-    """The dtype of the forward outside autocast: what `parallelize` was given, or that of the parameters."""
-    return model.dtype if model not in _cuts else _cuts[model].dtype
-
-
-def sync_gradients(model: Any, on: bool) -> None:
-    """Turn the sum of gradients over ranks on (the default) or off for the next backward passes.
-
-    While it is off, each rank accumulates whole gradients, which the next backward with it on sums. Off for all but the
-    last micro-batch of a step saves communication, for the memory of a whole gradient per rank.
-    """
-    if hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(on)
-
-
 def is_tied(model: Any) -> bool:
     """Whether the model has a head whose weight is the embedding's."""
     return model.get_output_embeddings() is not None and model.config.get_text_config().tie_word_embeddings
@@ -263,8 +212,6 @@ def load_parallel(
     """
     from transformers import GenerationConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-
-    from rlkit.model.lora import add_lora, reset_adapters
 
     folder = local_folder(path)
     config = load_config(folder)

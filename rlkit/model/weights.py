@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlkit import files as _files
 from rlkit.model.lora import Adapter, adapters, merged
-from rlkit.model.parallelize import mesh_of
+from rlkit.model.sharding import mesh_of
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh
 from rlkit.ranks import on_all_ranks, on_rank0, rank

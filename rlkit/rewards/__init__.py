@@ -4,9 +4,9 @@ The reward functions themselves are in `math`, `code` (with its `sandbox`), `tex
 docs/rewards.md.
 """
 
-from rlkit.rewards.adapters import env_rewards, scorer, with_messages
 from rlkit.rewards.call import Reward, RewardError, Sample, run_reward, run_reward_each
 from rlkit.rewards.load import load_function
+from rlkit.rewards.scoring import env_rewards, scorer
 
 __all__ = [
     "Reward",
@@ -17,5 +17,4 @@ __all__ = [
     "run_reward",
     "run_reward_each",
     "scorer",
-    "with_messages",
 ]

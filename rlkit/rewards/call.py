@@ -31,17 +31,10 @@ _NEITHER = {  # words that mean something else in either place
     "truths", "gold", "golden", "target", "expected", "reference", "ref", "state", "action", "args", "config", "batch",
     "source", "sources", "messages", "ids", "parser", "info", "metadata", "meta", "extra",
 }  # fmt: skip
-_FOREIGN_FORMS = {  # forms of other libraries that have no adapter: their names, and what to write
-    "data return_dict": "verl's reward manager gets a whole batch: give its compute_score function instead",
-    "sample item": "for OpenAI's grader: sample['output_text'] is the completion, and item is the row",
-    "state action": "for a step of an environment: add extra_info (RL2), or give it as --env",
-    "input_ids gt_answer": "for ColossalAI: the completion is a text, not token ids; the answer is row['gt_answer']",
-    "completion answer": "for verifiers: the completion is a text, not messages; the answer is row['answer']",
-    "response ground_truth": "the ground truth is row['answer'], or whatever column has it",
-    "sample": "a step of RL2, env_step(sample), is an environment: give it as --env",
-}
 
 _log = logging.getLogger("rlkit.rewards")
+# what a function may ask for by name beside (completion, row), of an episode of one turn
+ONE_TURN = frozenset({"completion_ids", "finish_reason", "index", "prompt_ids", "truncated"})
 RESERVED = ("mean", "std", "failed")  # of `reward/NAME` in metrics.jsonl: no name for one of several functions
 
 
@@ -220,23 +213,32 @@ def check_signature(function: Callable[..., Any], available: set[str] | None = N
     return first, sorted(names)
 
 
+def check_ours(function: Callable[..., Any]) -> None:
+    """`check_signature`, with the way to use a function of another system (TypeError)."""
+    try:
+        check_signature(function)
+    except TypeError as error:
+        how = "rlkit.compat.rewards.adapted(function) takes one of TRL, verl, OpenRLHF, slime or RL2"
+        raise TypeError(f"{error}; {how}") from None
+
+
 def _not_ours(name: str, leading: list[inspect.Parameter], parameters: list[inspect.Parameter]) -> str:
     """Why a function is not one of (completion, row), and what to write; empty if it is one."""
-    names, all_names = [p.name for p in leading], {p.name for p in parameters}
+    names = [p.name for p in leading]
     variable = any(p.kind == p.VAR_POSITIONAL for p in parameters)
-    hints = [hint for known, hint in _FOREIGN_FORMS.items() if {*known.split()} <= all_names]
+    hint = ""
     ordinary = [p for p in parameters if p.kind not in _VARIABLE]
     if ordinary and all(p.default is not p.empty for p in ordinary):
-        hints += [f"if it makes the function, write `reward = {name}(...)` in the file and give that as --reward"]
+        hint = f"if it makes the function, write `reward = {name}(...)` in the file and give that as --reward"
     if len(leading) < 2 and not variable:
         shown = inspect.Signature(parameters)  # with the `*` of keyword-only ones
-        return f"must take (completion, row) or (completions, rows), got {shown}{'; '.join(['', *hints[:1]])}"
+        return f"must take (completion, row) or (completions, rows), got {shown}{'; ' * bool(hint)}{hint}"
     typed = len(leading) == 2 and all(_is_typed(p, kinds) for p, kinds in zip(leading, (_TEXTS, _DICTS)))
     meant = all(_means(p.name, words, typed) for p, words in zip(leading, (_COMPLETION, _ROW)))
     optional = len(leading) == 2 and leading[1].default is not inspect.Parameter.empty and "row" not in names[1]
     if meant and not optional and not _other_letters(names):
         return ""
-    fix = (hints or ["row has all columns of the data"])[0]
+    fix = hint or "row has all columns of the data"
     return f"would get a completion and its row, and names them {names}: write (completion, row); {fix}"
 
 
@@ -253,8 +255,6 @@ def _of_class(kind: type, parameters: list[inspect.Parameter]) -> str:
     """What to write in place of a class."""
     given = ", ".join(f"{p.name}=..." for p in parameters if p.default is p.empty and p.kind not in _VARIABLE)
     name, call = kind.__name__, inspect.getattr_static(kind, "__call__", None)
-    if inspect.isfunction(call) and "data" in inspect.signature(call).parameters:
-        return f"{name_of(kind)} is a class; {_FOREIGN_FORMS['data return_dict']}"
     methods = [key for key, value in vars(kind).items() if inspect.isfunction(value) and not key.startswith("_")]
     file = name_of(kind).rpartition(":")[0] or "FILE.py"
     made = f"{name}({given})" + (f".{methods[0]}" if methods and not inspect.isfunction(call) else "")

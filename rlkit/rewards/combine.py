@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkit.objectives import weighted_sum
-from rlkit.rewards.adapters import adapted
-from rlkit.rewards.call import RESERVED, Reward, RewardError, Sample, check_signature, run_reward_each
+from rlkit.rewards.call import RESERVED, Reward, RewardError, Sample, check_ours, run_reward_each
 from rlkit.rewards.timeouts import off_the_clock
 
 
@@ -48,9 +47,10 @@ def combined(
 ) -> Callable[..., Any]:
     """A reward function that makes one number of several named ones, `[N, K] -> [N]`, K in the order of `functions`.
 
-    The functions may have any form that `run_reward` accepts, or another library's (`rlkit.rewards.adapters.adapted`).
-    They run concurrently, and `timeout_s` bounds each of their calls. `scalarize` may be one of `rlkit.objectives`
-    (`functools.partial(tchebycheff, weights=..., ideal=...)`) or `lambda r: r.prod(1)`, which gives 0 for a wrong form.
+    The functions may have any form that `run_reward` accepts (`rlkit.compat.rewards.adapted` makes one of a function of
+    another system). They run concurrently, and `timeout_s` bounds each of their calls. `scalarize` may be one of
+    `rlkit.objectives` (`functools.partial(tchebycheff, weights=..., ideal=...)`) or `lambda r: r.prod(1)`, which gives
+    0 for a wrong form.
     Each function's reward is logged under its name, its metrics and notes under `name/...`; `score` is the first
     `score` that a function gives. A sample that a function fails on is an error of that sample, with the function's
     name; there is no default. None is such a failure, too.
@@ -72,9 +72,8 @@ def _combined(
     """
     if not functions or set(RESERVED) & set(functions):
         raise ValueError(f"functions must have at least one name, other than {RESERVED}; got {list(functions)}")
-    functions = {name: adapted(function) for name, function in functions.items()}
     for function in functions.values():
-        check_signature(function)
+        check_ours(function)
 
     async def reward(
         completions: list[str], rows: list[dict[str, Any]], *, index: list[int], **extra: Any

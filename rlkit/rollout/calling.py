@@ -32,6 +32,20 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+def takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether a call with these arguments fits the signature."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def accepted(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options that are parameters of the function."""
+    return {name: value for name, value in options.items() if name in inspect.signature(function).parameters}
+
+
 def own_copy(value: Any) -> Any:
     """A copy of plain data, of which the user's code may change any part without changing ours."""
     if type(value) in (dict, Watched):

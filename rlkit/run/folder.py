@@ -39,7 +39,7 @@ _RUN = ("metrics.jsonl", "checkpoints", "completions")  # a new run would mix wi
 _OPENED = ("args.json", ".lock", *_RUN)  # a run leaves one of them, however early it ended
 _FULL_FIX = "Free space there and resume: all up to the last checkpoint is safe."
 _DRAW = "import sys; from rlkit.run.plot import plot_run; plot_run(sys.argv[1])"
-_DRAW_S = 60.0  # seconds until `Run.plot` draws itself
+_DRAW_S = 60.0  # seconds until this process draws itself
 _held: dict[Path, IO[str]] = {}  # lock files of the run folders that this process holds
 _resumed: dict[Path, bytes] = {}  # new args.json of runs that have not loaded their checkpoint yet
 
@@ -96,39 +96,26 @@ class Run:
         self._unsynced.clear()
 
     def start_plot(self) -> None:
-        """Start to draw metrics.png in a process of its own, beside other work; `plot` waits for it.
+        """Start to draw metrics.png in a process of its own, beside other work; `rlkit.run.plot.draw` waits for it.
 
         No line may be logged in between. Matplotlib's import and 40 MB do not count for this process then. Where it is
         imported already, as in a notebook, nothing is started.
         """
         if self._progress is not None and self._drawing is None and "matplotlib.figure" not in sys.modules:
-            with suppress(OSError):  # `plot` draws in this process
+            with suppress(OSError):  # `draw` draws in this process
                 self._drawing = subprocess.Popen(
                     [sys.executable, "-c", _DRAW, str(self.folder)], stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,  # not for Ctrl-C
                 )  # fmt: skip
 
-    def plot(self) -> Path | None:
-        """Draw metrics.png and return its path, or None if it cannot be drawn.
-
-        The picture is drawn here, unless `start_plot` was called and its process succeeds. Any error is reported in one
-        line and does not end the run, whose model is not exported yet.
-        """
-        if self._progress is None or not (self.folder / "metrics.jsonl").exists():
-            return None
+    def drawn(self) -> bool:
+        """Whether the process of `start_plot` has drawn metrics.png; waits for it."""
         if self._drawing is not None:
             with suppress(subprocess.TimeoutExpired):
                 if self._drawing.wait(_DRAW_S) == 0:
-                    return self.folder / "metrics.png"
+                    return True
             self.close()
-        try:
-            from rlkit.run.plot import plot_run
-
-            return plot_run(self.folder)
-        except Exception as error:
-            kind = "" if isinstance(error, ImportError | OSError | ValueError) else f"{type(error).__name__}: "
-            self.say(f"no plot: {kind}{str(error).strip() or repr(error)}".splitlines()[0])
-            return None
+        return False
 
     def close(self) -> None:
         """End a process of `start_plot` that has not finished."""

@@ -17,7 +17,7 @@ import numpy as np
 from rlkit._extras import optional
 from rlkit.files import replace_file
 from rlkit.run.console import reward_parts
-from rlkit.run.folder import read_metrics
+from rlkit.run.folder import Run, read_metrics
 
 
 class Curve(NamedTuple):
@@ -70,6 +70,24 @@ PANELS = (
     ),
 )
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # distinguishable for colour-blind readers
+
+
+def draw(run: Run) -> Path | None:
+    """Draw metrics.png of an open run and return its path, or None if it cannot be drawn.
+
+    The picture is drawn here, unless `Run.start_plot` was called and its process succeeds. Any error is reported in one
+    line and does not end the run, whose model is not exported yet.
+    """
+    if not (run.active and (run.folder / "metrics.jsonl").exists()):
+        return None
+    if run.drawn():
+        return run.folder / "metrics.png"
+    try:
+        return plot_run(run.folder)
+    except Exception as error:
+        kind = "" if isinstance(error, ImportError | OSError | ValueError) else f"{type(error).__name__}: "
+        run.say(f"no plot: {kind}{str(error).strip() or repr(error)}".splitlines()[0])
+        return None
 
 
 def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | None = None) -> Path:

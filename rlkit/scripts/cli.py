@@ -29,11 +29,11 @@ from shutil import get_terminal_size
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from rlkit._text import Explained, masked, printable
+from rlkit.compat import flags as foreign
 from rlkit.ranks import is_first, launched
 from rlkit.run.console import TRAINING, encode_anything, warnings_that_fit, wrapped
 from rlkit.run.cores import SPINS
 from rlkit.run.signals import resume_command
-from rlkit.scripts import foreign
 from rlkit.scripts.flags import FLAT, Flag, flags_of, help_text, is_flag, list_flags, wrong_words
 from rlkit.settings import collected
 

@@ -32,8 +32,6 @@ from rlkit.scripts.common import (
 from rlkit.settings import Count, Limit, Positive, Rollouts, Share, check, is_default, refuse_if
 
 _OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds of environments
-# what a reward may ask for by name without `env` and `tools`
-ONE_TURN = frozenset({"completion_ids", "finish_reason", "index", "prompt_ids", "truncated"})
 
 
 @dataclass(frozen=True)
@@ -303,9 +301,10 @@ def reward_functions(episodes: Episodes, *parts: Any) -> dict[str, Any]:
     ValueError for a function that does not exist, that cannot be called with what a sample has, or that needs a column
     which a row lacks. Does not import torch.
     """
+    from rlkit.compat.rewards import adapted
     from rlkit.data.forms import drop
-    from rlkit.rewards.adapters import adapted, check_rows
-    from rlkit.rewards.call import check_signature
+    from rlkit.rewards.call import ONE_TURN, check_signature
+    from rlkit.rewards.rows import check_rows
     from rlkit.rewards.text import gold_answer
 
     one_turn = episodes.env is None and not episodes.tools
@@ -328,7 +327,7 @@ def reward_functions(episodes: Episodes, *parts: Any) -> dict[str, Any]:
 
 def load_env(episodes: Episodes) -> Any:
     """The object that `env` names, or None; ValueError for one that is no environment. Does not import torch."""
-    from rlkit.rollout.envs.recognise import kind_of
+    from rlkit.compat.recognise import kind_of
 
     if episodes.env is None:
         return None
@@ -342,7 +341,7 @@ def load_env(episodes: Episodes) -> Any:
 
 def check_env(args: Any, foreign: Any) -> None:
     """Refuse (ValueError) an `env` without any reward, and messages without a chat template. Does not import torch."""
-    from rlkit.rollout.envs.recognise import kind_of
+    from rlkit.compat.recognise import kind_of
 
     how, kind = args.episodes, kind_of(foreign) if foreign is not None else "tools" if args.episodes.tools else ""
     refuse_if(
@@ -366,11 +365,11 @@ def environment(
 
     `rewards` are the `reward_functions` and `foreign` is the object of `load_env`, if loaded already.
     """
-    from rlkit.rewards.adapters import env_rewards, scorer
+    from rlkit.compat.envs import adapted
     from rlkit.rewards.combine import weighted
     from rlkit.rewards.episodes import made
+    from rlkit.rewards.scoring import env_rewards, scorer
     from rlkit.rollout.envs import tools
-    from rlkit.rollout.envs.adapters import adapted
     from rlkit.rollout.limits import limited
     from rlkit.rollout.rollout import single_turn
 
@@ -410,8 +409,7 @@ def _parsed(text: str) -> tuple[str, float | None, str]:
 
 def _make_env(function: Any, tokenizer: Any, *, spec: str) -> Any:
     """An async function as it is, and of a function of the tokenizer the environment that it returns."""
-    from rlkit.rollout.calling import is_async
-    from rlkit.rollout.envs.recognise import takes
+    from rlkit.rollout.calling import is_async, takes
 
     if is_async(function):
         return function
@@ -452,7 +450,7 @@ def load_models(args: Any, tokenizer: Any) -> tuple[Any, Any, Rollouts]:
 @asynccontextmanager
 async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
     """The engine of the flags: the training model itself where possible, else one with its own weights on rank 0."""
-    from rlkit.model.forward import mesh_of
+    from rlkit.model.sharding import mesh_of
     from rlkit.ranks import rank, world_size
 
     max_len = args.episodes.max_len(args.rollouts)

@@ -26,12 +26,12 @@ from typing import Any
 import tyro
 
 from rlkit._extras import optional
+from rlkit.compat.flags import answer
 from rlkit.run.console import say
 from rlkit.run.folder import read_metrics
 from rlkit.run.signals import resume_command
 from rlkit.scripts.cli import fail, parsed, run
 from rlkit.scripts.flags import list_flags, wrong_words
-from rlkit.scripts.foreign import answer
 from rlkit.settings import Count, Seed, check, refuse_if
 
 DEFAULTS = {  # the metric of each script, and whether less is better

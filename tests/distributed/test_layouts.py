@@ -16,7 +16,8 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.metrics import finalize, largest, mean, merge
 from rlkit.model.forward import Policy, forward, prepare, score
 from rlkit.model.optim import adamw, optimizer_step
-from rlkit.model.parallelize import mesh_of, parallelize, sync_gradients
+from rlkit.model.parallelize import parallelize
+from rlkit.model.sharding import mesh_of, sync_gradients
 from rlkit.packing import microbatches, pack
 from rlkit.parallel.data import each_stage, rank_microbatches, reduce_metrics, summed
 from rlkit.parallel.mesh import Parallel, make_mesh

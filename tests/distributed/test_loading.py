@@ -7,7 +7,8 @@ import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.forward import forward, load_model
-from rlkit.model.parallelize import load_parallel, mesh_of
+from rlkit.model.parallelize import load_parallel
+from rlkit.model.sharding import mesh_of
 from rlkit.packing import pack
 from rlkit.parallel.data import each_stage, of_last_stage
 from rlkit.parallel.mesh import Parallel, make_mesh

@@ -17,7 +17,8 @@ from rlkit.model.checkpoint import load_checkpoint, save_checkpoint
 from rlkit.model.forward import forward, prepare, score
 from rlkit.model.lora import adapter_off, adapter_weights, adapters, add_lora, save_adapter, without_adapter
 from rlkit.model.optim import adamw, optimizer_step
-from rlkit.model.parallelize import mesh_of, parallelize
+from rlkit.model.parallelize import parallelize
+from rlkit.model.sharding import mesh_of
 from rlkit.model.weights import export_hf, stream_weights
 from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlkit.model.forward import forward, prepare, score
 from rlkit.model.optim import adamw, optimizer_step
-from rlkit.model.parallelize import load_parallel, parallelize, sync_gradients
+from rlkit.model.parallelize import load_parallel, parallelize
+from rlkit.model.sharding import sync_gradients
 from rlkit.model.weights import export_hf, stream_weights
 from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches, summed

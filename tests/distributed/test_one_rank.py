@@ -16,7 +16,8 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.forward import prepare
 from rlkit.model.lora import add_lora
 from rlkit.model.optim import adamw
-from rlkit.model.parallelize import inside, mesh_of, parallelize
+from rlkit.model.parallelize import parallelize
+from rlkit.model.sharding import inside, mesh_of
 from rlkit.parallel.attention import as_inference
 from rlkit.parallel.context import gather_keys
 from rlkit.parallel.mesh import Parallel, make_mesh

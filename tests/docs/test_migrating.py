@@ -22,13 +22,13 @@ import tyro
 from pyarrow import parquet
 
 from rlkit import losses
+from rlkit.compat.flags import FLAGS, NO_FLAG, answer
+from rlkit.compat.rewards import adapted
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
 from rlkit.rewards import Sample, run_reward
-from rlkit.rewards.adapters import adapted
 from rlkit.rewards.load import load_function
 from rlkit.scripts.cli import flags_of, main, run
-from rlkit.scripts.foreign import FLAGS, NO_FLAG, answer
 from rlkit.scripts.rollouts import Engine
 from rlkit.settings import ParallelArgs
 

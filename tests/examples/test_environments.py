@@ -16,7 +16,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
 from rlkit.loops.rl import Task
 from rlkit.model.forward import prepare
-from rlkit.rewards.adapters import scorer
+from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.chat import Chat, Turn
 from rlkit.rollout.limits import limited

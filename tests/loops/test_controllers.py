@@ -19,7 +19,7 @@ from rlkit.loops.ppo import ppo
 from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint
 from rlkit.model.heads import load_value_model
 from rlkit.model.optim import adamw
-from rlkit.rewards.adapters import scorer
+from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.scripts.cli import spelled
 from rlkit.scripts.grpo import Args

@@ -21,7 +21,7 @@ from rlkit.loops.rl import prompt_order
 from rlkit.loops.updates import grpo_update
 from rlkit.losses import icepop
 from rlkit.model.lora import add_lora
-from rlkit.rewards.adapters import scorer
+from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.limits import success_between
 from rlkit.rollout.rollout import single_turn

@@ -21,7 +21,7 @@ from rlkit.model.forward import Policy, prepare
 from rlkit.model.heads import load_value_model, values
 from rlkit.model.optim import adamw
 from rlkit.packing import pack, with_streams
-from rlkit.rewards.adapters import scorer
+from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.rollout import single_turn
 from rlkit.settings import Critic, Optim, Rollouts

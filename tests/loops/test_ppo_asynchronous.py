@@ -12,7 +12,7 @@ from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model
 from rlkit.loops.ppo import ppo
 from rlkit.model.heads import load_value_model
-from rlkit.rewards.adapters import scorer
+from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
 
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(60)]

@@ -24,7 +24,7 @@ from rlkit.loops.updates import PolicyLoss
 from rlkit.model.forward import Policy, make_policy, prepare, with_old_logp, with_ref_logp
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.packing import pack, split, with_advantages
-from rlkit.rewards.adapters import scorer
+from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.rollout import rollout
 from rlkit.settings import Rollouts, SamplingParams, Schedule

@@ -24,6 +24,7 @@ from rlkit.model import checkpoint
 from rlkit.model.checkpoint import BackgroundSaver, latest_checkpoint, load_checkpoint
 from rlkit.packing import pack, with_advantages
 from rlkit.run.folder import open_run
+from rlkit.run.plot import draw
 from rlkit.run.saving import open_training, save_if_due
 from rlkit.run.signals import Stop
 from rlkit.settings import Schedule
@@ -236,7 +237,7 @@ def test_what_a_run_cannot_do_is_said_before_it_starts(tmp_path, capsys):
     with open_training(Schedule(tmp_path, steps=3, resume=True), start=3) as (run, _, _):
         kept = "nothing to train: the newest checkpoint is of step 3, and steps is 3; args.json stays as it was"
         assert kept in capsys.readouterr().out
-        assert run.plot() is None
+        assert draw(run) is None
     assert capsys.readouterr().out == ""
 
 

@@ -16,7 +16,7 @@ from rlkit.data.prompts import Prompt
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
 from rlkit.model.heads import load_value_model
-from rlkit.rewards.adapters import scorer
+from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.scripts.common import warn_of_clip
 from rlkit.scripts.grpo import Loss

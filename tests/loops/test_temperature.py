@@ -19,7 +19,7 @@ from rlkit.losses import reinforce
 from rlkit.metrics import finalize
 from rlkit.model.forward import Policy, prepare, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.packing import microbatches, pack, select, unpack, with_advantages
-from rlkit.rewards.adapters import scorer
+from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.rollout import rollout
 from rlkit.settings import Optim, Penalties, Rollouts, SamplingParams, Schedule

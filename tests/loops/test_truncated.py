@@ -17,7 +17,7 @@ from rlkit.loops.updates import PolicyLoss, grpo_update
 from rlkit.model.forward import Policy, forward, prepare, with_kept_mass, with_ref_logp
 from rlkit.packing import pack, with_streams
 from rlkit.parallel.attention import as_inference
-from rlkit.rewards.adapters import scorer
+from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.settings import Optim, Rollouts, SamplingParams, Schedule
 from rlkit.types import Trajectory

@@ -9,6 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlkit.model.families import check_architecture, check_causal_lm
+from rlkit.model.forward import forward
 
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _GRANITE = {
@@ -70,7 +71,7 @@ def verdict(model_type: str) -> Verdict:
         return Verdict("not built", "no default config")
     try:
         check_causal_lm(config)
-        checked = check_architecture(config)
+        checked = check_architecture(config, forward)
     except ValueError as error:
         reason = str(error).removeprefix(f"model type {config.model_type!r} cannot be trained: ")
         return Verdict("refused", re.sub(r" by \S+ nats", "", reason))

@@ -84,7 +84,7 @@ def check(model_type):
     small = shrunk(config_of(model_type)) if found.status == "trained" else config_of(model_type)
     if found.status == "refused":
         with pytest.raises(ValueError, match=f"^model type '{small.model_type}' cannot be trained: [^\n]+$"):
-            _ = families.check_causal_lm(small), families.check_architecture(small)
+            _ = families.check_causal_lm(small), families.check_architecture(small, forward)
         return found
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -159,9 +159,9 @@ def test_a_refusal_says_why_in_one_line(model_type, why, tmp_path):
 def test_keys_and_values_of_different_sizes_are_refused_without_latent_attention_too():
     config = hf.LlamaConfig(head_dim=16, v_head_dim=8)
     with pytest.raises(ValueError, match="attention with values of 8 and keys of 16 dimensions per head"):
-        check_architecture(config)
+        check_architecture(config, forward)
     config.v_head_dim = 16
-    check_architecture(config)
+    check_architecture(config, forward)
 
 
 class LeakyConfig(hf.LlamaConfig):
@@ -243,32 +243,32 @@ def checked(tmp_path, monkeypatch):
 
 
 def test_a_verdict_is_kept_for_the_next_process(checked, monkeypatch):
-    assert families.check_architecture(hf.LlamaConfig(**SIZES))
+    assert families.check_architecture(hf.LlamaConfig(**SIZES), forward)
     (file,) = checked.iterdir()
     monkeypatch.setattr(families, "_proven", set())
     monkeypatch.setattr(families, "_built", lambda *_: pytest.fail("it was checked again"))
-    assert families.check_architecture(hf.LlamaConfig(**SIZES))
+    assert families.check_architecture(hf.LlamaConfig(**SIZES), forward)
     file.unlink()
     monkeypatch.setattr(families, "_built", lambda *_: None)
-    assert not families.check_architecture(hf.LlamaConfig(**SIZES))
+    assert not families.check_architecture(hf.LlamaConfig(**SIZES), forward)
 
 
 def test_only_what_passed_is_kept_and_each_architecture_for_itself(checked, monkeypatch):
     for _ in range(2):
         with pytest.raises(ValueError, match="sinks"):
-            families.check_architecture(config_of("gpt_oss"))
+            families.check_architecture(config_of("gpt_oss"), forward)
     assert not checked.exists()
-    assert families.check_architecture(hf.LlamaConfig(**SIZES))
-    assert families.check_architecture(hf.LlamaConfig(**SIZES, attention_bias=True))
+    assert families.check_architecture(hf.LlamaConfig(**SIZES), forward)
+    assert families.check_architecture(hf.LlamaConfig(**SIZES, attention_bias=True), forward)
     assert len(list(checked.iterdir())) == 2
     monkeypatch.setattr(families, "_source", lambda: 0)  # another version of the code
-    assert families.check_architecture(hf.LlamaConfig(**SIZES))
+    assert families.check_architecture(hf.LlamaConfig(**SIZES), forward)
     assert len(list(checked.iterdir())) == 3
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(checked):
     checked.parents[1].write_text("a file where the folder should be")
-    assert families.check_architecture(hf.LlamaConfig(**SIZES))
+    assert families.check_architecture(hf.LlamaConfig(**SIZES), forward)
 
 
 def test_the_check_leaves_random_numbers_and_the_model_as_they_were(checked):

@@ -8,11 +8,13 @@ import datasets
 import pytest
 import torch
 
+from rlkit.compat import rewards as adapters
+from rlkit.compat.rewards import with_messages
 from rlkit.data import Prompt
 from rlkit.data.load import load_rows
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.packing import pack
-from rlkit.rewards import RewardError, Sample, adapters, code, env_rewards, run_reward, scorer, with_messages
+from rlkit.rewards import RewardError, Sample, code, env_rewards, run_reward, scorer
 from rlkit.rewards import math as math_rewards
 from rlkit.rewards import text as text_rewards
 from rlkit.rewards.call import check_signature
@@ -372,24 +374,24 @@ ASKING = {
 async def test_the_gold_answer_is_found_under_every_column(name):
     rows = [{"prompt": "q", column: "4"} for column in GOLD]
     rows.append({"prompt": "q", "label": None, "reward_model": {"ground_truth": "4"}})
-    adapters.check_rows(ASKING[name], rows)
+    check_rows(ASKING[name], rows)
     found = await run_reward(ASKING[name], [Sample("4", row, 0) for row in rows], timeout_s=60)
     assert [r.reward for r in found] == [1.0] * len(rows)
     if name == "slime":  # `Sample.label` is optional there
-        adapters.check_rows(ASKING[name], [{"prompt": "q"}])
+        check_rows(ASKING[name], [{"prompt": "q"}])
         return
     with pytest.raises(ValueError, match=r"row 2: .*needs the column 'answer' or .*columns found: \['prompt'\]"):
-        adapters.check_rows(ASKING[name], [rows[0], {"prompt": "q"}])
+        check_rows(ASKING[name], [rows[0], {"prompt": "q"}])
     with pytest.raises(RewardError, match=r"ValueError: the row has no gold answer .*columns found: \['prompt'\]"):
         await run_reward(ASKING[name], [Sample("4", {"prompt": "q"}, 0)], timeout_s=60)
 
 
 def test_the_columns_that_a_trl_function_names_must_be_there():
     function = adapters.adapted(lambda prompts, completions, solution, level=3, **columns: None)
-    adapters.check_rows(function, [{"prompt": "q", "solution": None}])
+    check_rows(function, [{"prompt": "q", "solution": None}])
     with pytest.raises(ValueError, match=r"row 2: .*needs the column 'solution'; columns found: \['level', 'prompt'\]"):
-        adapters.check_rows(function, [{"prompt": "q", "solution": 1}, {"prompt": "q", "level": 1}])
-    adapters.check_rows(lambda completion, row: 0.0, [{}])
+        check_rows(function, [{"prompt": "q", "solution": 1}, {"prompt": "q", "level": 1}])
+    check_rows(lambda completion, row: 0.0, [{}])
 
 
 def test_verls_own_column_comes_first():
@@ -407,7 +409,7 @@ def test_a_null_gold_answer_is_missing(name, null, tmp_path):
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
     empty = "label" if "label" in null else "reward_model.ground_truth"
     with pytest.raises(ValueError, match=rf"data\.parquet, row 2: .*with a value \({empty} is null\); columns found"):
-        adapters.check_rows(ASKING[name], load_rows(tmp_path / "data.parquet"))
+        check_rows(ASKING[name], load_rows(tmp_path / "data.parquet"))
 
 
 @pytest.mark.parametrize(
@@ -429,10 +431,10 @@ def test_a_null_gold_answer_is_missing(name, null, tmp_path):
 )
 def test_rewards_of_this_package_need_their_columns_before_training(function, row, needed):
     with pytest.raises(ValueError, match=f"row 1: .* needs the column {needed}"):
-        adapters.check_rows(adapters.adapted(function), [row])
+        check_rows(adapters.adapted(function), [row])
     good = [{"answer": "4", "gold": "4", "a": "4"}, {"answer": "4", "gold": "4", "a": "4"}]
     code_rows = [{"reward_model": {"ground_truth": "4"}}]
-    adapters.check_rows(function, code_rows if function in (code.stdin_tests,) or "asserts" in needed else good)
+    check_rows(function, code_rows if function in (code.stdin_tests,) or "asserts" in needed else good)
 
 
 async def results(function, *texts, row=None):
@@ -486,7 +488,7 @@ async def test_verls_async_and_batched_forms():
     with pytest.raises(RewardError, match="returned 1 results for 2 completions"):
         await results(lambda solution_strs, ground_truths: [1.0], "4", "5")
     with pytest.raises(ValueError, match=r"row 1: .*needs the column 'level'; columns found: \['answer'\]"):
-        adapters.check_rows(adapters.adapted(compute_score_batched), [{"answer": "4"}])
+        check_rows(adapters.adapted(compute_score_batched), [{"answer": "4"}])
     with pytest.raises(RewardError, match=r"the row has no column 'level'; columns found: \['answer', 'prompt'\]"):
         await results(compute_score_batched, "4")
 
@@ -585,7 +587,7 @@ def test_a_column_with_a_default_that_no_row_has_is_named_once(caplog):
     def matches(completions, solution=None, *, worth=1.0, answer=None, **kwargs):
         return [0.0 if solution is None else worth for _ in completions]
 
-    adapters.check_rows(adapters.adapted(matches), [{"prompt": "1 + 1 =", "answer": "2"}])
+    check_rows(adapters.adapted(matches), [{"prompt": "1 + 1 =", "answer": "2"}])
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.endswith("matches reads 'solution', of which the data has no column; columns found: answer, prompt")
 

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 
+from rlkit.compat.rewards import adapted
 from rlkit.rewards import Reward, RewardError, Sample, run_reward, run_reward_each, timeouts
-from rlkit.rewards.adapters import adapted, check_rows
 from rlkit.rewards.call import check_signature
 from rlkit.rewards.load import load_function
+from rlkit.rewards.rows import check_rows
 
 
 def samples(*texts, **extra):

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from rlkit.compat.rewards import adapted
 from rlkit.data.load import Rows
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rewards import load_function, scorer
-from rlkit.rewards.adapters import adapted, check_rows
 from rlkit.rewards.call import RewardError, Sample, run_reward
+from rlkit.rewards.rows import check_rows
 from rlkit.rollout.rollout import Prompt, sample_group
 from rlkit.scripts import grpo
 from rlkit.scripts.cli import run

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rlkit.compat.rewards import adapted
 from rlkit.rewards import Sample, run_reward
-from rlkit.rewards.adapters import adapted, check_rows
 from rlkit.rewards.combine import weighted
+from rlkit.rewards.rows import check_rows
 
 theirs = pytest.importorskip("trl.rewards", reason="TRL is not installed: pip install --no-deps trl")
 

@@ -1,4 +1,4 @@
-"""Environments of RL2 and rl4llm through `rlkit.rollout.envs.adapters`, and what `adapted` recognises.
+"""Environments of RL2 and rl4llm through `rlkit.compat.envs`, and what `adapted` recognises.
 
 rl4llm runs as a stand-in, and (marked slow) with its own classes where it is installed.
 """
@@ -11,9 +11,9 @@ import pytest
 from foreign import BOTH, user_says, with_row
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
+from rlkit.compat import envs as adapters
 from rlkit.data.prompts import rl_prompts
-from rlkit.rewards.adapters import scorer
-from rlkit.rollout.envs import adapters
+from rlkit.rewards.scoring import scorer
 from rlkit.rollout.limits import limited
 from rlkit.rollout.rollout import sample_group
 

@@ -1,4 +1,4 @@
-"""Games of Gymnasium, GEM, TextArena and OpenEnv through `rlkit.rollout.envs.adapters`.
+"""Games of Gymnasium, GEM, TextArena and OpenEnv through `rlkit.compat.envs`.
 
 Each runs with a stand-in, written after the source that it names, and (marked slow) with the package where installed.
 """
@@ -15,8 +15,8 @@ import pytest
 from foreign import BOTH, user_says, with_row
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
+from rlkit.compat import envs as adapters
 from rlkit.data.prompts import rl_prompts
-from rlkit.rollout.envs import adapters
 from rlkit.rollout.rollout import sample_group
 
 

@@ -1,4 +1,4 @@
-"""Environments of verifiers, which call the policy over HTTP, through `rlkit.rollout.envs.adapters`.
+"""Environments of verifiers, which call the policy over HTTP, through `rlkit.compat.envs`.
 
 Each runs with a stand-in, written after the source that it names, and (marked slow) with the package where installed.
 """
@@ -14,8 +14,8 @@ import pytest
 from foreign import BOTH, with_row
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
+from rlkit.compat import envs as adapters
 from rlkit.data.prompts import rl_prompts
-from rlkit.rollout.envs import adapters
 from rlkit.rollout.limits import limited
 from rlkit.rollout.rollout import sample_group
 

@@ -14,7 +14,7 @@ SOURCE = '''
 from functools import partial
 from types import SimpleNamespace
 
-from rlkit.rollout.envs import adapters
+from rlkit.compat import envs as adapters
 from rlkit.rollout.envs.chat import Chat
 from rlkit.rollout.envs.gym import Step
 from rlkit.types import Trajectory

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
+from rlkit.compat import envs as adapters
 from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rollout.calling import is_async
-from rlkit.rollout.envs import adapters
 from rlkit.rollout.envs.chat import Chat
 from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.envs.gym import Step, gym_env
@@ -116,7 +116,7 @@ async def test_the_lines_for_the_command_line(tmp_path):
     for function in (made.game, made.guess, made.tictactoe, made.wiki):
         assert is_async(function(tokenizer))
     (tmp_path / "my_env.py").write_text(
-        "from functools import partial\nfrom rlkit.rollout.envs import adapters\n"
+        "from functools import partial\nfrom rlkit.compat import envs as adapters\n"
         "async def step(state, action, extra_info):\n"
         "    right = float(action == extra_info['answer'])\n"
         "    return {'next_state': state + action, 'reward': right, 'score': right, 'done': True}\n"

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
-from rlkit.rollout.envs import adapters
+from rlkit.compat import envs as adapters
+from rlkit.compat.recognise import kind_of
 from rlkit.rollout.envs.gym import Step, gym_env
-from rlkit.rollout.envs.recognise import kind_of
 from rlkit.rollout.rollout import sample_group
 
 
@@ -220,5 +220,5 @@ def test_functions_of_the_tokenizer():
 
 
 def test_the_check_does_not_import_torch():
-    code = "import sys, rlkit.rollout.envs.recognise\nassert 'torch' not in sys.modules"
+    code = "import sys, rlkit.compat.recognise\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.run.folder import open_run, read_metrics
-from rlkit.run.plot import plot_run, smooth
+from rlkit.run.plot import draw, plot_run, smooth
 from rlkit.scripts import cli
 
 ROOT = Path(__file__).parents[1]
@@ -141,9 +141,10 @@ def test_nothing_to_draw_and_no_run_are_errors(tmp_path, capsys):
 PLOT = """
 import sys
 from rlkit.run.folder import open_run
+from rlkit.run.plot import draw
 with open_run(sys.argv[1], steps=1, active=True) as run:  # told so, it needs no torch
     run.log(1, {"reward/mean": 1.0})
-    print(run.plot())
+    print(draw(run))
     run.log(2, {"reward/mean": 1.0})
 print("matplotlib.pyplot" in sys.modules)
 """
@@ -166,11 +167,11 @@ def test_a_run_draws_in_its_own_process_and_leaves_pyplot_alone(tmp_path, monkey
     picture.unlink()
     monkeypatch.setattr(sys, "executable", "/no/python")  # no other process can start
     with open_run(tmp_path / "run", steps=3, start=2, resume=True) as run:
-        assert run.plot() == picture
+        assert draw(run) == picture
     assert picture.exists()
 
 
-BESIDE = PLOT.replace("    print(run.plot())", "    run.start_plot()\n    print(run.plot())").replace(".pyplot", "")
+BESIDE = PLOT.replace("    print(draw(run))", "    run.start_plot()\n    print(draw(run))").replace(".pyplot", "")
 
 
 def test_a_plot_is_drawn_beside_other_work_where_a_process_can_start(tmp_path, monkeypatch):
@@ -185,7 +186,7 @@ def test_a_plot_is_drawn_beside_other_work_where_a_process_can_start(tmp_path, m
         monkeypatch.setattr("rlkit.run.folder._DRAW_S", 0.5)
         with open_run(tmp_path / "run", steps=3, start=2, resume=True) as run:
             run.start_plot()
-            assert run.plot() == picture
+            assert draw(run) == picture
         assert picture.exists()
 
 
@@ -206,7 +207,7 @@ def test_no_process_draws_where_matplotlib_is_imported(tmp_path):
         run.log(1, {"reward/mean": 1.0})
         run.start_plot()
         assert run._drawing is None
-        assert run.plot() == tmp_path / "run" / "metrics.png"
+        assert draw(run) == tmp_path / "run" / "metrics.png"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_a_failed_plot_is_reported_in_one_line_and_the_run_continues(tmp_path, m
     monkeypatch.delitem(sys.modules, "matplotlib")
     with open_run(tmp_path / "run", steps=2, active=True) as run:
         run.log(1, {"reward/mean": 1.0})
-        assert run.plot() is None
+        assert draw(run) is None
         run.log(2, {"reward/mean": 1.0})
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == f"no plot: {said}"

@@ -138,7 +138,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo_sync
 from rlkit.loops.rl import Task
 from rlkit.model.forward import prepare
-from rlkit.rewards.adapters import scorer
+from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.process import launch
 from rlkit.settings import Rollouts, Schedule
 folder = Path(sys.argv[1])

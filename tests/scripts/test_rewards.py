@@ -15,10 +15,11 @@ from transformers import AutoTokenizer
 from rlkit.data.load import load_rows
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rewards import scorer
+from rlkit.rewards.call import ONE_TURN
 from rlkit.rollout.rollout import Prompt, sample_group
 from rlkit.scripts import grpo
 from rlkit.scripts.cli import run
-from rlkit.scripts.rollouts import ONE_TURN, Episodes, reward_functions
+from rlkit.scripts.rollouts import Episodes, reward_functions
 from rlkit.types import Completion
 
 ROOT = Path(__file__).parents[2]

@@ -30,9 +30,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit._numbers import is_number, to_number
 from rlkit.data.chat import Message
-from rlkit.rollout.calling import call
+from rlkit.rollout.calling import accepted, call
 from rlkit.rollout.envs.chat import Chat, Turn, next_turn
-from rlkit.rollout.envs.recognise import gym_arguments
 from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.rollout import Env, Prompt, Sampler
 from rlkit.types import Trajectory
@@ -86,7 +85,7 @@ def gym_env(
             raise TypeError(f"make(prompt) must return an object with reset and step, got {game!r:.200}")
         try:
             given = {"seed": prompt.index, "options": dict(prompt.row)}
-            opening = await call(partial(game.reset, **{name: given[name] for name in gym_arguments(game.reset)}))
+            opening = await call(partial(game.reset, **accepted(game.reset, given)))
             gymnasium = isinstance(opening, tuple) and len(opening) == 2 and isinstance(opening[1], Mapping)
             opening = opening[0] if gymnasium else opening
             if _is_tokens(opening):

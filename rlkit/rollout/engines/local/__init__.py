@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from rlkit.model.families import check_is_model, check_prompt_ids
-from rlkit.model.parallelize import mesh_of
+from rlkit.model.sharding import mesh_of
 from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
 from rlkit.rollout.engines.local.rows import Request, Rows, StopStrings, runs
 from rlkit.rollout.sampling import sample, uniforms

@@ -1,36 +1,29 @@
-"""Rewards for trajectories: the `score` argument of `rlkit.rollout.rollout`; reward functions of other libraries."""
+"""Reward functions of other systems as functions of rlkit: `adapted` recognises them by their parameters.
+
+    reward = adapted(accuracy_reward)         # of TRL; then scorer(reward, ...) or weighted({"accuracy": reward}, ...)
+
+A system is a function here and a row in `_ADAPTERS`; a form that cannot be run is a row in `_REFUSED`.
+"""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from statistics import fmean
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlkit._numbers import show
 from rlkit.data.forms import with_prompt
-from rlkit.data.load import column_error, place_of
+from rlkit.data.load import place_of
 from rlkit.data.prompts import prompt_messages
-from rlkit.rewards.call import (
-    Need,
-    Reward,
-    RewardError,
-    Sample,
-    WrongResult,
-    check_signature,
-    needs_of,
-    run_reward,
-    run_reward_each,
-)
-from rlkit.rewards.failures import ALARM, name_of, unwrapped
+from rlkit.rewards.call import Need, WrongResult, check_signature
+from rlkit.rewards.failures import name_of, unwrapped
 from rlkit.rewards.source import (
-    alarm_in,
     chat_header,
     code_of,
     constants,
@@ -44,125 +37,20 @@ from rlkit.rewards.source import (
 from rlkit.rewards.text import GOLD_COLUMNS, first_value, last_boxed, no_gold_answer
 from rlkit.rollout.calling import Watched, is_async, report_absent
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from rlkit.rollout.rollout import Prompt
-    from rlkit.types import Trajectory
-
 _log = logging.getLogger("rlkit.rewards")
-_RECENT = 100  # samples that `max_failed` is a share of
 _NOTE = 500  # characters of a list or dict in the notes
 _VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _OF_TRL = {"trainer_state", "log_extra", "log_metric", "prompts", "completions", "completion_ids"}  # of its `**kwargs`
-_OF_SAMPLES = {"index", "prompt_ids", "completion_ids", "truncated", "finish_reason", "messages"}
+_REFUSED = {  # forms without an adapter: names of parameters, and what to write
+    "data return_dict": "verl's reward manager gets a whole batch: give its compute_score function instead",
+    "sample item": "for OpenAI's grader: sample['output_text'] is the completion, and item is the row",
+    "state action": "for a step of an environment: add extra_info (RL2), or give it as --env",
+    "input_ids gt_answer": "for ColossalAI: the completion is a text, not token ids; the answer is row['gt_answer']",
+    "completion answer": "for verifiers: the completion is a text, not messages; the answer is row['answer']",
+    "response ground_truth": "the ground truth is row['answer'], or whatever column has it",
+    "sample": "a step of RL2, env_step(sample), is an environment: give it as --env",
+}
 _Call = tuple[Any, Callable[[Any], Any]]  # the result of a function, or its coroutine, and how to read it
-
-
-def scorer(
-    function: Callable[..., Any], *, tokenizer: PreTrainedTokenizerBase, timeout_s: float, max_failed: float = 0.0
-) -> Callable[[Prompt, list[Trajectory]], Awaitable[list[Trajectory]]]:
-    """Rewards of a function, as the `score` argument of `rlkit.rollout.rollout`: decode a group, run the function.
-
-    `completion` is the text of the last sampled turn, without special tokens. The function may also ask for
-    `prompt_ids`, `completion_ids`, `truncated` and for what the environment left in `Trajectory.info`, such as
-    `messages`. A reward that the environment set is overwritten. Further numbers that the function returns go to
-    `info["metrics"]`, texts (`reason`) to `info["notes"]`. Reward functions of TRL, verl, OpenRLHF, slime and RL2 run
-    unchanged (`adapted`).
-
-    A failed sample raises its `RewardError`, unless at most the share `max_failed` of the last 100 samples failed (a
-    judge behind HTTP). Then the trajectory does not train (its mask is False throughout) and gets the mean reward and
-    score of the rest of its group (0 if all failed), which leaves a group baseline unchanged; the cause is in
-    `info["error"]` and in the log, and the metric `failed` counts it.
-    """
-    if not callable(function):
-        what = f"function must be a reward function of (completion, row), got {show(function)}"
-        raise TypeError(f"{what}; rlkit.rewards.load.load_function reads one from FILE.py:FUNCTION")
-    if not callable(getattr(tokenizer, "decode", None)):
-        fix = "AutoTokenizer.from_pretrained(PATH) of transformers loads one"
-        raise TypeError(f"tokenizer must be the model's tokenizer, got {show(tokenizer)}: {fix}")
-    settle, function = _settler(max_failed), adapted(function)
-    check_signature(function)  # before anything is sampled
-
-    replaced = False
-
-    async def score_group(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
-        nonlocal replaced
-        if not replaced and any(trajectory.reward for trajectory in group):
-            replaced = True
-            _log.warning("rewards of the environment are replaced by those of %s", name_of(function))
-        samples = [_sample(tokenizer, prompt, trajectory) for trajectory in group]
-        return settle(
-            group, await (run_reward_each if max_failed else run_reward)(function, samples, timeout_s=timeout_s)
-        )
-
-    return score_group
-
-
-def env_rewards(*, max_failed: float = 0.0) -> Callable[[Prompt, list[Trajectory]], Awaitable[list[Trajectory]]]:
-    """Keep the rewards that the environment set. One that is not a finite number is a failed sample, see `scorer`."""
-    settle = _settler(max_failed)
-
-    async def score_group(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
-        return settle(group, [_env_reward(trajectory, prompt) for trajectory in group])
-
-    return score_group
-
-
-def _env_reward(trajectory: Trajectory, prompt: Prompt) -> Reward | RewardError:
-    """The reward that the environment set, or an error if it is not a finite number."""
-    from rlkit.rollout.rollout import wrong_reward  # imports torch, which the workers of `math` do not need
-
-    if wrong := wrong_reward(trajectory):
-        what = f"the environment's {wrong}"
-        fix = "fix: give a finite number, and decide in the environment what such an episode is worth"
-        return RewardError(f"{what} on row {prompt.index + 1}\n  {fix}", index=prompt.index, cause=what)
-    known = {name: trajectory.info.get(name, {}) for name in ("metrics", "notes")}
-    return Reward(trajectory.reward, trajectory.score, **known)
-
-
-def _settler(max_failed: float) -> Callable[[list[Trajectory], Sequence[Reward | RewardError]], list[Trajectory]]:
-    """A function that fills in the results of a group and masks failed samples, at most the share `max_failed`."""
-    if not 0 <= max_failed < 1:
-        raise ValueError(f"max_failed must be in [0, 1), got {max_failed}")
-    recent: deque[bool] = deque(maxlen=_RECENT)
-    not_failed = {"failed": 0.0} if max_failed else {}
-
-    def settle(group: list[Trajectory], results: Sequence[Reward | RewardError]) -> list[Trajectory]:
-        errors = [r for r in results if isinstance(r, RewardError)]
-        recent.extend(isinstance(r, RewardError) for r in results)
-        if errors and sum(recent) > max_failed * _RECENT:
-            if max_failed:
-                errors[0].add_note(
-                    f"{sum(recent)} of the last {len(recent)} samples failed; {max_failed=} of {_RECENT} may"
-                )
-            raise errors[0]
-        rewards = [r for r in results if isinstance(r, Reward)]
-        scores = [r.score for r in rewards if r.score is not None]
-        mean = Reward(
-            fmean(r.reward for r in rewards) if rewards else 0.0, fmean(scores) if scores else None, {"failed": 1.0}
-        )
-        return [
-            _rewarded(_masked(trajectory, result), mean)
-            if isinstance(result, RewardError)
-            else _rewarded(trajectory, replace(result, metrics={**result.metrics, **not_failed}))
-            for trajectory, result in zip(group, results, strict=True)
-        ]
-
-    return settle
-
-
-def _rewarded(trajectory: Trajectory, reward: Reward) -> Trajectory:
-    logged = {name: value for name, value in (("metrics", reward.metrics), ("notes", reward.notes)) if value}
-    return replace(trajectory, reward=reward.reward, score=reward.score, info={**trajectory.info, **logged})
-
-
-def _masked(trajectory: Trajectory, error: RewardError) -> Trajectory:
-    """The trajectory without anything that trains."""
-    _log.warning("a sample does not train: %s", error)
-    num = len(trajectory.ids)
-    info = {**trajectory.info, "error": error.cause}
-    return replace(trajectory, mask=[False] * num, logp=[0.0] * num, versions=[-1] * num, token_rewards=None, info=info)
 
 
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,13 +66,19 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     | `messages`, `answer`                                                 | `with_messages` |
     | only `**kwargs`, of which it reads `completions` or `solution_str`   | `trl`, `verl`   |
 
-    Any other function is returned unchanged. TypeError for a wrapper of such a function that hides its parameters.
+    Any other function is returned unchanged. TypeError for a wrapper of such a function that hides its parameters, and
+    for a form of a known system that has no adapter, with what to write.
     """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return function
     names, first = {*parameters}, next(iter(parameters), "")
+    if inspect.isclass(function):
+        call = inspect.getattr_static(function, "__call__", None)
+        if inspect.isfunction(call) and "data" in inspect.signature(call).parameters:
+            raise TypeError(f"{name_of(function)} is a class; {_REFUSED['data return_dict']}")
+        return function
     kinds = {p.kind for p in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds <= _VARIABLE:
         read = {constant for constant in constants(code_of(function)) if isinstance(constant, str)}
@@ -204,7 +98,21 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     for needed, adapter in _ADAPTERS.items():
         if names >= {*needed.split()} and "completion" not in names:
             return adapter(function)
-    return trl(function) if "prompts" in names else function
+    if "prompts" in names:
+        return trl(function)
+    _refuse(function, parameters)
+    return function
+
+
+def _refuse(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> None:
+    """TypeError, with what to write, for a form of another system that has no adapter and is none of ours."""
+    hint = next((hint for known, hint in _REFUSED.items() if {*known.split()} <= {*parameters}), "")
+    if hint:
+        try:
+            check_signature(function)
+        except TypeError as error:
+            text = str(error).removesuffix("; row has all columns of the data")
+            raise TypeError(f"{text}; {hint}") from None
 
 
 def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,7 +150,7 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     given, asked = {"prompts", "completions", "completion_ids", "log_extra", "log_metric"}, _required(reward_func)
     foreign = [name for name in asked if name in ("trainer_state", "environments", "prompt")]
     reward = _as(reward_func, call, foreign, [name for name in asked if name not in given])
-    reward.hint, reward.check_form = _trl_hint, partial(_check_form, reward_func, set())
+    reward.hint, reward.check_rows = _trl_hint, partial(_check_rows, reward_func, set())
     texts = constants(code_of(reward_func))
     if "trainer_state" in (*inspect.signature(reward_func).parameters, *texts):
         _log.warning(
@@ -310,9 +218,12 @@ _TRL_FORM = (
 )
 
 
-def _check_form(function: Callable[..., Any], said: set[str], rows: Sequence[dict[str, Any]]) -> None:
-    """Refuse (ValueError), or warn of, a function in TRL's form that reads completions in another form than they have;
-    it warns of what is not in `said`."""
+def _check_rows(function: Callable[..., Any], said: set[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Refuse (ValueError) a function in TRL's form that reads completions in another form than they have.
+
+    What is not certain is logged, once, unless it is in `said`; and so are columns that the function reads and no row
+    has: it gets its default, or raises an error when it is called.
+    """
 
     def warn(text: str) -> None:
         if text not in said:
@@ -327,6 +238,12 @@ def _check_form(function: Callable[..., Any], said: set[str], rows: Sequence[dic
         raise ValueError(f"{place_of(rows, 0)}: {what}: {_TRL_FORM}")
     if not chat and (line := line_of_items(function)):
         warn(f", line {line}, reads one character of a completion or prompt: {_TRL_FORM}")
+    columns, parameters = set[str]().union(*rows), inspect.signature(unwrapped(function)).parameters
+    optional = {name for name, p in parameters.items() if p.default in (None, "", (), [], {})}  # no option has it
+    absent = [name for asked in (names_of_kwargs(function), optional) for name in sorted(asked - columns - _OF_TRL)]
+    if names := ", ".join(repr(name) for name in absent if name not in first):
+        where = ", ".join(getattr(rows, "sources", ())[:2]) or "the data"
+        warn(f" reads {names}, of which {where} has no column; columns found: {', '.join(sorted(columns))}")
 
 
 def _trl_logs(num: int) -> tuple[dict[str, Callable[..., Any]], Callable[[Any], Any]]:
@@ -366,14 +283,12 @@ def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
     names = {f"{name}s" if batched else name: name for name in known}
     columns, accepted = [name for name in _required(compute_score) if name not in names], _acceptor(compute_score)
 
-    absent, found = set[str](), set[str]()
+    infos = _Objects(compute_score, "extra_info", "extra_info")
 
     def given(completion: str, row: dict[str, Any]) -> dict[str, Any]:
-        extra = Watched(row.get("extra_info") or {}, absent)
-        found.update(extra)
         return {
             "data_source": row.get("data_source"), "solution_str": completion,
-            "ground_truth": _gold(row, "reward_model"), "extra_info": extra,
+            "ground_truth": _gold(row, "reward_model"), "extra_info": infos.of(row),
             **{name: _column(row, name) for name in columns},
         }  # fmt: skip
 
@@ -386,14 +301,37 @@ def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
         return compute_score(**accepted(lists)), partial(_each, scored)
 
     def scored(result: Any) -> Any:
-        report_absent(name_of(compute_score), absent, found, what="extra_info has no key")
+        infos.report()
         has_score = isinstance(result, dict) and "score" in result
         return _logged({**result, "reward": result["score"]} if has_score else result)
 
     foreign = [name for name in columns if name in ("reward_router_address", "reward_model_tokenizer")]
     reward = _as(compute_score, call_batched if batched else call, foreign, [GOLD_COLUMNS, *columns])
-    reward.reads = [column for name, column in names.items() if uses(compute_score, name)]
+    if any(column == "data_source" and uses(compute_score, name) for name, column in names.items()):
+        reward.check_rows = partial(_check_source, compute_score)
     return reward
+
+
+class _Objects:
+    """The object that each row has in a column; keys that a function asks for and no object has are reported."""
+
+    def __init__(self, function: Callable[..., Any], column: str, called: str) -> None:
+        self._function, self._column, self._called = function, column, called
+        self._absent, self._found = set[str](), set[str]()
+
+    def of(self, row: dict[str, Any]) -> Watched:
+        watched = Watched(row.get(self._column) or {}, self._absent)
+        self._found.update(watched)
+        return watched
+
+    def report(self) -> None:
+        report_absent(name_of(self._function), self._absent, self._found, what=f"{self._called} has no key")
+
+
+def _check_source(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Warn of rows without the `data_source` that the function reads."""
+    if not any("data_source" in row for row in rows):
+        _log.warning("%s reads data_source, which is None: the data has no such column", name_of(function))
 
 
 def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
@@ -479,13 +417,11 @@ def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
     left out, and anything else is a note.
     """
 
-    absent, found = set[str](), set[str]()
+    objects = _Objects(custom_rm, "metadata", "sample.metadata")
 
     def sample(completion: str, row: dict[str, Any]) -> _Slime:
-        label, metadata = first_value(row, "label", *GOLD_COLUMNS), Watched(row.get("metadata") or {}, absent)
-        found.update(metadata)
-        prompt = row.get("prompt", row.get("messages"))
-        return _Slime(called="sample", prompt=prompt, response=completion, label=label, metadata=metadata)
+        label, prompt = first_value(row, "label", *GOLD_COLUMNS), row.get("prompt", row.get("messages"))
+        return _Slime(called="sample", prompt=prompt, response=completion, label=label, metadata=objects.of(row))
 
     def call(completion: str, row: dict[str, Any]) -> _Call:
         return custom_rm(_Slime(called="args"), sample(completion, row)), scored
@@ -494,7 +430,7 @@ def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
         return custom_rm(_Slime(called="args"), [*map(sample, completions, rows)]), partial(_each, scored)
 
     def scored(result: Any) -> Any:
-        report_absent(name_of(custom_rm), absent, found, what="sample.metadata has no key")
+        objects.report()
         has_score = isinstance(result, dict) and "score" in result
         return _logged({"reward": result["score"], **result} if has_score else result)
 
@@ -548,70 +484,6 @@ _ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "state action answer": rl2,
     "messages answer": with_messages,
 }
-
-
-def check_rows(function: Callable[..., Any], *parts: Sequence[dict[str, Any]]) -> None:
-    """Check that the rows of each part have the columns that an `adapted` function, or one of this package, needs.
-
-    A gold answer or tests must not be null, under one of their names. A column that a function names must be there, and
-    may be null.
-
-    Raises ValueError for the first row that lacks one, with its place (`rlkit.data.load.place_of`) and its columns; and
-    for a function in TRL's form that reads completions as messages (`completion[0]["content"]`) where prompts are
-    strings, or as texts where prompts are messages. What is not seen in its source is logged as a warning, and so are
-    columns that it reads and that no row of a part has: they give its default, or an error when it is called; and an
-    alarm, which raises an error in the thread that runs it.
-    """
-    said = list[str]()
-    if alarm := alarm_in(function):
-        _log.warning("%s uses %s: %s", name_of(function), alarm, ALARM)
-    for rows in filter(len, parts):
-        _check_needs(function, rows)
-        columns, is_trl = set[str]().union(*rows), hasattr(function, "check_form")
-        if "data_source" in getattr(function, "reads", ()) and "data_source" not in columns:
-            _log.warning("%s reads data_source, which is None: the data has no such column", name_of(function))
-        asked = names_of_kwargs(function)
-        if not is_trl:
-            _refuse_columns(function, asked, columns)
-            continue
-        read = sorted(asked - columns - _OF_TRL)
-        parameters = inspect.signature(unwrapped(function)).parameters
-        empty = {name for name, p in parameters.items() if p.default in (None, "", (), [], {})}  # no option has it
-        read += sorted(empty - columns - _OF_TRL)
-        absent = [name for name in read if name not in with_prompt(rows[0])]
-        if absent and absent != said:
-            names, said = ", ".join(map(repr, absent)), absent
-            found = f"columns found: {', '.join(sorted(columns))}"
-            where = ", ".join(getattr(rows, "sources", ())[:2]) or "the data"
-            _log.warning("%s reads %s, of which %s has no column; %s", name_of(function), names, where, found)
-
-
-def _refuse_columns(function: Callable[..., Any], asked: set[str], columns: set[str]) -> None:
-    """TypeError for a function of ours that asks for a column as a parameter with a default, or in its `**kwargs`."""
-    if hasattr(function, "needs"):  # of another library, or of this package
-        return
-    bound = function.keywords if isinstance(function, partial) else ()
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind not in _VARIABLE][2:]
-    named = {p.name for p in parameters if p.name not in bound} | asked
-    if found := sorted((named & columns) - _OF_SAMPLES):
-        fix = f"read row[{found[0]!r}]" if len(found) == 1 else f"read row[{found[0]!r}], row[{found[1]!r}], ..."
-        raise TypeError(f"{name_of(function)} asks for {', '.join(found)}, and columns of the data are in `row`: {fix}")
-
-
-def _check_needs(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Check the rows of one part."""
-    needs = needs_of(function)
-    if check := getattr(function, "check_form", None):
-        check(rows)
-    for index, row in enumerate(rows):
-        for need in needs:
-            if need in row if isinstance(need, str) else first_value(row, *need) is not None:
-                continue
-            names = (need,) if isinstance(need, str) else need
-            problem = f"{name_of(function)} needs the column {' or '.join(map(repr, names))}"
-            if null := [f"{name}.ground_truth" if name == "reward_model" else name for name in names if name in row]:
-                problem += f" with a value ({' and '.join(null)} {'is' if len(null) == 1 else 'are'} null)"
-            raise column_error(place_of(rows, index), problem, row, "; rename one with --rename")
 
 
 def _gold(row: dict[str, Any], *first: str) -> Any:
@@ -703,12 +575,3 @@ def _acceptor(function: Callable[..., Any]) -> Callable[[dict[str, Any]], dict[s
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
     return lambda given: given if takes_all else {name: value for name, value in given.items() if name in parameters}
-
-
-def _sample(tokenizer: Any, prompt: Prompt, trajectory: Trajectory) -> Sample:
-    mask = trajectory.mask
-    end = len(mask) - mask[::-1].index(True) if True in mask else 0  # of the last run of sampled tokens
-    start = end - mask[:end][::-1].index(False) if False in mask[:end] else 0
-    text = tokenizer.decode(trajectory.ids[start:end], skip_special_tokens=True)
-    tokens = {"prompt_ids": trajectory.prompt_ids, "completion_ids": trajectory.ids, "truncated": trajectory.truncated}
-    return Sample(text, prompt.row, prompt.index, {**trajectory.info, **tokens})

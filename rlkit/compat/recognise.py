@@ -1,4 +1,7 @@
-"""What kind of environment a function or class is, by its signature and its bases. Imports no torch."""
+"""What kind of environment a function or class is, by its signature and its bases. Imports no torch.
+
+A library is a branch in `kind_of` and an adapter in `rlkit.compat.envs`; a form without one is a row in `_FOREIGN`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from rlkit.rollout.calling import is_async
+from rlkit.rollout.calling import accepted, is_async, takes
 
-GYM_ARGUMENTS = ("seed", "options")  # that Gymnasium's `reset` takes by name
 _LIBRARIES = ("gymnasium", "gem", "textarena", "openrlhf")
+_GYM = ("seed", "options")  # of Gymnasium's `reset`
 _FOREIGN = {  # forms of other libraries that no adapter runs: methods of a class or parameters, and what to write
     "start_interaction generate_response": "verl's interaction: write its turns as a class with reset and step",
     "create execute": "a tool of verl: give the function that it calls as --tools",
@@ -90,20 +93,6 @@ def takes_prompt(kind: type) -> bool:
     return first is not None and (first.default is first.empty or first.name == "prompt")
 
 
-def takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Whether a call with these arguments fits the signature."""
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
-
-
-def gym_arguments(reset: Callable[..., Any]) -> tuple[str, ...]:
-    """Those of Gymnasium's arguments that a `reset` takes by name."""
-    return tuple(name for name in GYM_ARGUMENTS if name in inspect.signature(reset).parameters)
-
-
 def _kind_of_class(kind: type) -> str:
     bases = {base.__module__.partition(".")[0] for base in kind.__mro__}
     reset, step = (inspect.getattr_static(kind, name) for name in ("reset", "step"))
@@ -116,7 +105,7 @@ def _kind_of_class(kind: type) -> str:
     elif (
         library is None
         and isinstance(reset, FunctionType)
-        and not takes(reset, kind, **dict.fromkeys(gym_arguments(reset)))
+        and not takes(reset, kind, **accepted(reset, dict.fromkeys(_GYM)))
     ):
         wrong = "reset must take no arguments, or `seed` and `options`", reset
     elif library is None and isinstance(step, FunctionType) and not takes(step, kind, "turn"):

@@ -1,8 +1,9 @@
 """Environments written for other systems, each as an environment of rlkit.
 
     from functools import partial
+    from rlkit.compat import envs
 
-    env = partial(adapters.rl2, step)       # in my_env.py: `--env my_env.py:env` calls it with the tokenizer
+    env = partial(envs.rl2, step)        # in my_env.py: `--env my_env.py:env` calls it with the tokenizer
 
 Every adapter takes the foreign object and then the tokenizer. What the policy samples is trained on, as everywhere: it
 is never tokenised again, and a context that does not continue the previous one starts a further piece of the episode.
@@ -23,12 +24,12 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from rlkit.compat.recognise import kind_of, takes_prompt
 from rlkit.data.prompts import prompt_messages
 from rlkit.rollout.calling import call
 from rlkit.rollout.envs.chat import Chat, Turn
 from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.envs.gym import Step, gym_env
-from rlkit.rollout.envs.recognise import kind_of, takes_prompt
 from rlkit.rollout.rollout import Env, Prompt, Sampler
 from rlkit.rollout.text import Text
 from rlkit.types import Trajectory

@@ -1,0 +1,8 @@
+"""What users of other systems bring: rewards, environments, flags. The core imports none of it, only scripts do.
+
+A file per kind, and in it a row per system:
+
+    rewards     `adapted`: reward functions of TRL, verl, OpenRLHF, slime, RL2
+    envs        `adapted`: environments of RL2, OpenRLHF, verifiers, Gymnasium, GEM, TextArena, OpenEnv, rl4llm
+    flags       what stands here for a flag of theirs
+"""

@@ -1,0 +1,62 @@
+"""Check a reward function against the rows that it will be called with, before anything is sampled."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from rlkit.data.load import column_error, place_of
+from rlkit.rewards.call import ONE_TURN, needs_of
+from rlkit.rewards.failures import ALARM, name_of
+from rlkit.rewards.source import alarm_in, names_of_kwargs
+from rlkit.rewards.text import first_value
+
+_log = logging.getLogger("rlkit.rewards")
+_VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
+def check_rows(function: Callable[..., Any], *parts: Sequence[dict[str, Any]]) -> None:
+    """Check that the rows of each part have the columns that a reward function needs, as far as that is known.
+
+    A gold answer or tests of this package's functions must not be null, under one of their names. A column that an
+    adapted function (`rlkit.compat.rewards.adapted`) names must be there, and may be null.
+
+    Raises ValueError for the first row that lacks one, with its place (`rlkit.data.load.place_of`) and its columns, and
+    what the adapter's own check raises; TypeError for a function that asks for a column as a parameter. An alarm, which
+    raises an error in the thread that runs it, is logged as a warning.
+    """
+    if alarm := alarm_in(function):
+        _log.warning("%s uses %s: %s", name_of(function), alarm, ALARM)
+    for rows in filter(len, parts):
+        if check := getattr(function, "check_rows", None):
+            check(rows)
+        _check_needs(function, rows)
+        if not hasattr(function, "needs"):  # neither of another library nor of this package
+            _refuse_columns(function, set[str]().union(*rows))
+
+
+def _refuse_columns(function: Callable[..., Any], columns: set[str]) -> None:
+    """TypeError for a function of ours that asks for a column as a parameter with a default, or in its `**kwargs`."""
+    bound = function.keywords if isinstance(function, partial) else ()
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind not in _VARIABLE][2:]
+    named = {p.name for p in parameters if p.name not in bound} | names_of_kwargs(function)
+    if found := sorted((named & columns) - {*ONE_TURN, "messages"}):
+        fix = f"read row[{found[0]!r}]" if len(found) == 1 else f"read row[{found[0]!r}], row[{found[1]!r}], ..."
+        raise TypeError(f"{name_of(function)} asks for {', '.join(found)}, and columns of the data are in `row`: {fix}")
+
+
+def _check_needs(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Check the rows of one part."""
+    needs = needs_of(function)
+    for index, row in enumerate(rows):
+        for need in needs:
+            if need in row if isinstance(need, str) else first_value(row, *need) is not None:
+                continue
+            names = (need,) if isinstance(need, str) else need
+            problem = f"{name_of(function)} needs the column {' or '.join(map(repr, names))}"
+            if null := [f"{name}.ground_truth" if name == "reward_model" else name for name in names if name in row]:
+                problem += f" with a value ({' and '.join(null)} {'is' if len(null) == 1 else 'are'} null)"
+            raise column_error(place_of(rows, index), problem, row, "; rename one with --rename")

@@ -1,0 +1,136 @@
+"""Rewards for trajectories: the `score` argument of `rlkit.rollout.rollout`."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rlkit._numbers import show
+from rlkit.rewards.call import Reward, RewardError, Sample, check_ours, run_reward, run_reward_each
+from rlkit.rewards.failures import name_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlkit.rollout.rollout import Prompt
+    from rlkit.types import Trajectory
+
+_log = logging.getLogger("rlkit.rewards")
+_RECENT = 100  # samples that `max_failed` is a share of
+
+
+def scorer(
+    function: Callable[..., Any], *, tokenizer: PreTrainedTokenizerBase, timeout_s: float, max_failed: float = 0.0
+) -> Callable[[Prompt, list[Trajectory]], Awaitable[list[Trajectory]]]:
+    """Rewards of a function, as the `score` argument of `rlkit.rollout.rollout`: decode a group, run the function.
+
+    `completion` is the text of the last sampled turn, without special tokens. The function may also ask for
+    `prompt_ids`, `completion_ids`, `truncated` and for what the environment left in `Trajectory.info`, such as
+    `messages`. A reward that the environment set is overwritten. Further numbers that the function returns go to
+    `info["metrics"]`, texts (`reason`) to `info["notes"]`. `rlkit.compat.rewards.adapted` makes such a function of one
+    that was written for TRL, verl, OpenRLHF, slime or RL2.
+
+    A failed sample raises its `RewardError`, unless at most the share `max_failed` of the last 100 samples failed (a
+    judge behind HTTP). Then the trajectory does not train (its mask is False throughout) and gets the mean reward and
+    score of the rest of its group (0 if all failed), which leaves a group baseline unchanged; the cause is in
+    `info["error"]` and in the log, and the metric `failed` counts it.
+    """
+    if not callable(function):
+        what = f"function must be a reward function of (completion, row), got {show(function)}"
+        raise TypeError(f"{what}; rlkit.rewards.load.load_function reads one from FILE.py:FUNCTION")
+    if not callable(getattr(tokenizer, "decode", None)):
+        fix = "AutoTokenizer.from_pretrained(PATH) of transformers loads one"
+        raise TypeError(f"tokenizer must be the model's tokenizer, got {show(tokenizer)}: {fix}")
+    settle, replaced = _settler(max_failed), False
+    check_ours(function)  # before anything is sampled
+
+    async def score_group(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
+        nonlocal replaced
+        if not replaced and any(trajectory.reward for trajectory in group):
+            replaced = True
+            _log.warning("rewards of the environment are replaced by those of %s", name_of(function))
+        samples = [_sample(tokenizer, prompt, trajectory) for trajectory in group]
+        return settle(
+            group, await (run_reward_each if max_failed else run_reward)(function, samples, timeout_s=timeout_s)
+        )
+
+    return score_group
+
+
+def env_rewards(*, max_failed: float = 0.0) -> Callable[[Prompt, list[Trajectory]], Awaitable[list[Trajectory]]]:
+    """Keep the rewards that the environment set. One that is not a finite number is a failed sample, see `scorer`."""
+    settle = _settler(max_failed)
+
+    async def score_group(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
+        return settle(group, [_env_reward(trajectory, prompt) for trajectory in group])
+
+    return score_group
+
+
+def _env_reward(trajectory: Trajectory, prompt: Prompt) -> Reward | RewardError:
+    """The reward that the environment set, or an error if it is not a finite number."""
+    from rlkit.rollout.rollout import wrong_reward  # imports torch, which the workers of `math` do not need
+
+    if wrong := wrong_reward(trajectory):
+        what = f"the environment's {wrong}"
+        fix = "fix: give a finite number, and decide in the environment what such an episode is worth"
+        return RewardError(f"{what} on row {prompt.index + 1}\n  {fix}", index=prompt.index, cause=what)
+    known = {name: trajectory.info.get(name, {}) for name in ("metrics", "notes")}
+    return Reward(trajectory.reward, trajectory.score, **known)
+
+
+def _settler(max_failed: float) -> Callable[[list[Trajectory], Sequence[Reward | RewardError]], list[Trajectory]]:
+    """A function that fills in the results of a group and masks failed samples, at most the share `max_failed`."""
+    if not 0 <= max_failed < 1:
+        raise ValueError(f"max_failed must be in [0, 1), got {max_failed}")
+    recent: deque[bool] = deque(maxlen=_RECENT)
+    not_failed = {"failed": 0.0} if max_failed else {}
+
+    def settle(group: list[Trajectory], results: Sequence[Reward | RewardError]) -> list[Trajectory]:
+        errors = [r for r in results if isinstance(r, RewardError)]
+        recent.extend(isinstance(r, RewardError) for r in results)
+        if errors and sum(recent) > max_failed * _RECENT:
+            if max_failed:
+                errors[0].add_note(
+                    f"{sum(recent)} of the last {len(recent)} samples failed; {max_failed=} of {_RECENT} may"
+                )
+            raise errors[0]
+        rewards = [r for r in results if isinstance(r, Reward)]
+        scores = [r.score for r in rewards if r.score is not None]
+        mean = Reward(
+            fmean(r.reward for r in rewards) if rewards else 0.0, fmean(scores) if scores else None, {"failed": 1.0}
+        )
+        return [
+            _rewarded(_masked(trajectory, result), mean)
+            if isinstance(result, RewardError)
+            else _rewarded(trajectory, replace(result, metrics={**result.metrics, **not_failed}))
+            for trajectory, result in zip(group, results, strict=True)
+        ]
+
+    return settle
+
+
+def _rewarded(trajectory: Trajectory, reward: Reward) -> Trajectory:
+    logged = {name: value for name, value in (("metrics", reward.metrics), ("notes", reward.notes)) if value}
+    return replace(trajectory, reward=reward.reward, score=reward.score, info={**trajectory.info, **logged})
+
+
+def _masked(trajectory: Trajectory, error: RewardError) -> Trajectory:
+    """The trajectory without anything that trains."""
+    _log.warning("a sample does not train: %s", error)
+    num = len(trajectory.ids)
+    info = {**trajectory.info, "error": error.cause}
+    return replace(trajectory, mask=[False] * num, logp=[0.0] * num, versions=[-1] * num, token_rewards=None, info=info)
+
+
+def _sample(tokenizer: Any, prompt: Prompt, trajectory: Trajectory) -> Sample:
+    mask = trajectory.mask
+    end = len(mask) - mask[::-1].index(True) if True in mask else 0  # of the last run of sampled tokens
+    start = end - mask[:end][::-1].index(False) if False in mask[:end] else 0
+    text = tokenizer.decode(trajectory.ids[start:end], skip_special_tokens=True)
+    tokens = {"prompt_ids": trajectory.prompt_ids, "completion_ids": trajectory.ids, "truncated": trajectory.truncated}
+    return Sample(text, prompt.row, prompt.index, {**trajectory.info, **tokens})
