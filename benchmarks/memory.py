@@ -224,14 +224,14 @@ def kept_bytes(model: Any, forward: Callable[[], Any]) -> int:
 
 def measured_activation_bytes(shape: Shape, *, dtype: torch.dtype, tokens: int = 384) -> float:
     """Bytes per layer and token that a model's own layers keep, as on a GPU: the difference of four layers and two."""
-    from rlkit.model.forward import forward, prepare
+    from rlkit.model.forward import forward, prepare_model
     from rlkit.packing import pack
     from rlkit.types import Trajectory
 
     sequence = Trajectory([1], [2] * tokens, [True] * tokens, [0.0] * tokens, [0] * tokens)
     found = []
     for layers in (2, 4):
-        model = prepare(build(replace(shape, layers=layers))).to(dtype)
+        model = prepare_model(build(replace(shape, layers=layers))).to(dtype)
         found.append(kept_bytes(model, lambda model=model: forward(model, pack([[sequence]]))))
     return (found[1] - found[0]) / 2 / tokens
 

@@ -25,7 +25,7 @@ from _timing import interleaved, report
 from rlkit.balancing import plan_microbatches
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.kernels.linear_logp import linear_logp
-from rlkit.model.forward import forward, prepare
+from rlkit.model.forward import forward, prepare_model
 from rlkit.packing import microbatches, pack
 from rlkit.parallel.attention import as_inference
 from rlkit.segments import seq_lens
@@ -126,7 +126,7 @@ def main(args: Args) -> None:
     """Time, count and write."""
     torch.manual_seed(args.seed)
     sizes = {"hidden": args.hidden, "layers": args.layers, "heads": 4, "kv_heads": 2, "head_dim": 32}
-    model = prepare(tiny_model(tiny_tokenizer(), **sizes, intermediate=3 * args.hidden))
+    model = prepare_model(tiny_model(tiny_tokenizer(), **sizes, intermediate=3 * args.hidden))
     lens = lengths(args.sequences, median=args.median, seed=args.seed)
     samples = [sequence(n) for n in lens]
     rows, batch = [t.prompt_ids + t.ids for t in samples], pack([[t] for t in samples])

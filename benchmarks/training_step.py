@@ -35,7 +35,7 @@ from torch import Tensor
 from rlkit import Trajectory, group_centered, pack, with_advantages
 from rlkit.loops.updates import PolicyLoss, grpo_update
 from rlkit.metrics import finalize
-from rlkit.model.forward import make_policy, prepare
+from rlkit.model.forward import make_policy, prepare_model
 from rlkit.model.optim import adamw
 from rlkit.settings import Optim, Rollouts
 
@@ -98,7 +98,7 @@ def measure(name: str, prompt: int, dtype: str, args: Args) -> dict[str, Any]:
     batch = with_advantages(pack(groups), group_centered)
     ids = torch.tensor([[*t.prompt_ids, *t.ids] for group in groups for t in group])
     advantages = batch.advantages[batch.cu_seqlens[:-1]]
-    plain, model = build(name), prepare(build(name))
+    plain, model = build(name), prepare_model(build(name))
     optimizers = adamw(plain, lr=0.0), adamw(model, lr=0.0)  # every step has the same gradient
     policy, optim = make_policy(model, dtype=dtype), Optim(lr=1e-5, max_tokens=16384)
     loss = PolicyLoss(correction=torch.ones_like)  # the log-probs of the engine are made up

@@ -67,7 +67,7 @@ def warmed_up(args: Args) -> Path:
     from rlkit.data.examples import sft_examples
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
     from rlkit.loops.sft import sft
-    from rlkit.model.forward import prepare
+    from rlkit.model.forward import prepare_model
 
     seed = args.schedule.seed
     torch.manual_seed(seed)
@@ -80,7 +80,7 @@ def warmed_up(args: Args) -> Path:
     examples, _ = sft_examples(
         rows, tokenizer=tokenizer, max_example_tokens=args.max_total_tokens, tools=task.tools or None
     )
-    model = prepare(tiny_model(tokenizer, hidden=96, layers=3, heads=3, kv_heads=1, intermediate=256, seed=seed))
+    model = prepare_model(tiny_model(tokenizer, hidden=96, layers=3, heads=3, kv_heads=1, intermediate=256, seed=seed))
     print("SFT: imitate a teacher who gives up three times out of five")
     schedule = Schedule(args.schedule.output / "sft", steps=args.sft_steps, seed=seed, resume=args.schedule.resume)
     return sft(model, tokenizer, examples, schedule, Optim(lr=2e-3, lr_schedule="linear"), batch_size=32)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.checkpoint import BackgroundSaver, latest_checkpoint, load_checkpoint, save_checkpoint
-from rlkit.model.forward import forward, prepare
+from rlkit.model.forward import forward, prepare_model
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.model.parallelize import parallelize
 from rlkit.model.weights import stream_weights
@@ -57,7 +57,7 @@ def alike(x, y):
 
 
 def test_the_forward_is_the_cpus_shared_or_not():
-    model = prepare(tiny_model(tiny_tokenizer()))
+    model = prepare_model(tiny_model(tiny_tokenizer()))
     shared, unshared = batch(), batch(share=False)
     true = forward(model, shared)
     true.logp.sum().backward()
@@ -77,7 +77,7 @@ def test_the_forward_is_the_cpus_shared_or_not():
 
 def test_bf16_is_near_fp32():
     """Flash attention over shared prompts, autocast, and the fused head, against the CPU in fp32."""
-    model = prepare(tiny_model(tiny_tokenizer()))
+    model = prepare_model(tiny_model(tiny_tokenizer()))
     true = forward(model, batch())
     true.logp.sum().backward()
     grads = [p.grad.clone() for p in model.parameters()]
@@ -134,7 +134,7 @@ def test_flash_attention_is_the_reference(window, head_dim, monkeypatch):
 
 
 def test_the_engine_samples_with_the_trainers_log_probs():
-    model = prepare(tiny_model(tiny_tokenizer()).to(DEVICE))
+    model = prepare_model(tiny_model(tiny_tokenizer()).to(DEVICE))
     engine = LocalEngine(model, max_batch=16, max_len=64)
 
     async def many():
@@ -168,7 +168,7 @@ def steps(model, optimizer, num=2, **options):
 def test_fsdp_on_one_device_trains_like_a_plain_model_and_resumes(mesh, dtype, tmp_path):
     """FSDP2 and NCCL with one rank, fused AdamW, both ways to save, the weights gathered into a plain model."""
     new = lambda: parallelize(tiny_model(tiny_tokenizer()).to(DEVICE), mesh, dtype=dtype)
-    plain, model = prepare(tiny_model(tiny_tokenizer()).to(DEVICE)), new()
+    plain, model = prepare_model(tiny_model(tiny_tokenizer()).to(DEVICE)), new()
     optimizers = adamw(plain, lr=1e-3), adamw(model, lr=1e-3)
     norms = steps(plain, optimizers[0]), steps(model, optimizers[1])
     for x, y in zip(*norms, strict=True):

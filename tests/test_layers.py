@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1] / "rlkit"
 LAYERS = (  # each may import what stands before it; left before right within a line
-    "_platform _extras _numbers _retrying _text settings files ranks types _tensors",
+    "_platform _extras _moved _numbers _retrying _text settings files ranks types _tensors",
     "segments metrics kernels",
     "advantages losses controllers objectives",
     "balancing packing",
@@ -30,11 +30,10 @@ ORDER = {name: place for place, name in enumerate(" ".join(LAYERS).split())}
 
 
 class Import(NamedTuple):
-    """`user` imports `used`, both dotted below rlkit; `at_load`: when it is imported itself, not in a call."""
+    """`user` imports `used`, both dotted below rlkit, when it is imported itself or in a call."""
 
     user: str
     used: str
-    at_load: bool
 
 
 def module_of(path: Path) -> str:
@@ -53,12 +52,10 @@ def read_imports() -> Iterator[Import]:
     for user, path in MODULES.items():
         tree = ast.parse(path.read_text())
         typing = {id(n) for x in ast.walk(tree) if is_for_types(x) for n in ast.walk(x)}
-        functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
-        inner = {id(n) for function in functions for n in ast.walk(function)}
         for node in ast.walk(tree):
             if id(node) not in typing:
                 for used in imported(node, user, is_package=path.name == "__init__.py"):
-                    yield Import(user, used, id(node) not in inner)
+                    yield Import(user, used)
 
 
 def imported(node: ast.AST, user: str, *, is_package: bool) -> list[str]:

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlkit._numbers import show
-from rlkit.data.forms import with_prompt
 from rlkit.data.load import place_of
 from rlkit.data.prompts import prompt_messages
 from rlkit.rewards.call import Need, WrongResult, check_signature
@@ -230,8 +229,7 @@ def _check_rows(function: Callable[..., Any], said: set[str], rows: Sequence[dic
             said.add(text)
             _log.warning("%s%s", name_of(function), text)
 
-    first = with_prompt(rows[0])  # a column has one type in all rows
-    chat = not isinstance(first.get("prompt"), str)
+    chat = not isinstance(rows[0].get("prompt"), str)  # a column has one type in all rows
     if line := (line_of_texts if chat else line_of_messages)(function):
         reads, prompt = ("texts", "a list of messages") if chat else ("messages", "a string")
         what = f"{name_of(function)}, line {line}, reads {reads}, and the prompt is {prompt}"
@@ -241,7 +239,7 @@ def _check_rows(function: Callable[..., Any], said: set[str], rows: Sequence[dic
     columns, parameters = set[str]().union(*rows), inspect.signature(unwrapped(function)).parameters
     optional = {name for name, p in parameters.items() if p.default in (None, "", (), [], {})}  # no option has it
     absent = [name for asked in (names_of_kwargs(function), optional) for name in sorted(asked - columns - _OF_TRL)]
-    if names := ", ".join(repr(name) for name in absent if name not in first):
+    if names := ", ".join(repr(name) for name in absent if name not in rows[0]):
         where = ", ".join(getattr(rows, "sources", ())[:2]) or "the data"
         warn(f" reads {names}, of which {where} has no column; columns found: {', '.join(sorted(columns))}")
 

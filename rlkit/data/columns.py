@@ -1,6 +1,6 @@
 """Columns of rows and keys of messages that no form reads: refused, or named once.
 
-A column or key that could change what is trained is used by a form (`rlkit.data.forms`), or refused here, or reported
+A column or key that could change what is trained is used by a form (`rlkit.data.rows`), or refused here, or reported
 in one line per file.
 """
 

@@ -8,7 +8,7 @@ from itertools import islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import encode, encode_all, end_of_turn_id
-from rlkit.data.forms import (
+from rlkit.data.rows import (
     LABELLED,
     PAIR,
     SFT,
@@ -17,12 +17,9 @@ from rlkit.data.forms import (
     check_dicts,
     drop,
     drop_long,
-    is_pair,
     is_text,
     read_rows,
-    with_prompt,
 )
-from rlkit.data.load import place_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +45,7 @@ def sft_examples(
 ) -> tuple[list[Example], int]:
     """`(examples, num_dropped)` from rows of `{prompt, response}` or `{messages}`; only assistant tokens are trained.
 
-    docs/data.md has the forms of other libraries. A `completion` is a response.
+    `rlkit.compat.rows.read` makes such rows of those of other systems. A `completion` is a response.
 
     `{prompt, response}` (or `{messages, response}`): the prompt as `rl_prompts` renders it, the response verbatim, the
     end of turn. So the trained tokens are those that a rollout would sample after that prompt; the template never sees
@@ -81,7 +78,7 @@ def sft_examples(
     """
     check_dicts(rows)
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args)
-    text = len(rows) > 0 and is_text(with_prompt(rows[0], place_of(rows, 0)))
+    text = len(rows) > 0 and is_text(rows[0])
     if text:
         template = replace(template, apply=False)
     turns = list(enumerate(read_rows(rows, template, *SFT, max_example_tokens=max_example_tokens)))
@@ -217,7 +214,7 @@ def labelled_examples(
     """
     check_dicts(rows)
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args)
-    if rows and is_pair(rows[0], place_of(rows, 0)):
+    if rows and "chosen" in rows[0]:
         pairs, num_dropped = _pairs(rows, template, max_example_tokens)
         both = [(Labelled(p.prompt, p.chosen, True), Labelled(p.prompt, p.rejected, False)) for p in pairs]
         return [example for two in both for example in two], num_dropped

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import encode_all
 from rlkit.data.columns import joined_parts
-from rlkit.data.forms import PROMPT, Template, drop, drop_long, prompt_messages, read_rows, rl_row
+from rlkit.data.messages import decoded
+from rlkit.data.rows import PROMPT, Template, drop, drop_long, prompt_messages, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,12 +38,11 @@ def rl_prompts(
 ) -> tuple[list[Prompt], int]:
     """`(prompts, num_dropped)` from rows that have `messages` or `prompt`; all columns stay in `row`.
 
-    A row of another library's form (docs/data.md) stays as it is too, with its prompt as `prompt` or `messages` beside.
-    A string `prompt` is one user message. The chat template writes the conversation and the generation prompt.
-    `system_prompt` is put before each conversation that has no system message of its own. With
-    `apply_chat_template=False` (base models) `prompt` is tokenised as it is, with the tokenizer's own special tokens
-    such as a leading bos; of messages, the contents are joined without a separator. A row's `tools` (JSON schemas) go
-    to the template unless `tools` is given.
+    `rlkit.compat.rows.read(rows, PROMPT)` makes such rows of those of other systems (docs/data.md). A string `prompt`
+    is one user message. The chat template writes the conversation and the generation prompt. `system_prompt` is put
+    before each conversation that has no system message of its own. With `apply_chat_template=False` (base models)
+    `prompt` is tokenised as it is, with the tokenizer's own special tokens such as a leading bos; of messages, the
+    contents are joined without a separator. A row's `tools` (JSON schemas) go to the template unless `tools` is given.
 
     A prompt of more than `max_prompt_tokens` is dropped, never cut, and so is one without any text. Both are logged
     with the first rows, and counted together. Raises ValueError, with the row (see `place_of`), for a row without
@@ -57,6 +57,11 @@ def rl_prompts(
         rows, [(i, turn) for i, (turn,) in enumerate(turns)], lambda t: t.empty, what="prompts", why="have no text"
     )
     encoded = encode_all(tokenizer, [turn.prompt for _, turn in left], add_special_tokens=not apply_chat_template)
-    prompts = [(i, Prompt(ids, rl_row(rows[i]), i)) for (i, _), ids in zip(left, encoded, strict=True)]
+    prompts = [(i, Prompt(ids, _row(rows[i]), i)) for (i, _), ids in zip(left, encoded, strict=True)]
     prompts = drop_long(rows, prompts, lambda p: len(p.ids), what="prompts", max_prompt_tokens=max_prompt_tokens)
     return [prompt for _, prompt in prompts], len(rows) - len(prompts)
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, with messages where their JSON text is."""
+    return {**row, **decoded({name: row[name] for name in ("prompt", "messages") if isinstance(row.get(name), str)})}

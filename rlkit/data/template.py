@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlkit.data import columns, convert
+from rlkit.data import columns
 from rlkit.data.chat import TURN_TEXTS, Message, check_arguments, end_of_turn_id, render_text
 from rlkit.data.load import Row
+from rlkit.data.messages import row_template_args, row_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,9 +59,9 @@ class Template:
 
     def of_row(self, row: Row, place: str) -> Template:
         """The template with the row's own arguments, which win, and its tools where none are given."""
-        own = convert.row_template_args(row, place)
+        own = row_template_args(row, place)
         check_arguments(own, f"{place}: chat_template_kwargs")
-        tools = convert.row_tools(row, place) if self.tools is None else self.tools
+        tools = row_tools(row, place) if self.tools is None else self.tools
         args = {**(self.args or {}), **own}
         return replace(self, tools=tools, args=args, of_run=self.of_run and self.tools is not None, lost={})
 

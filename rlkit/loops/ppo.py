@@ -19,7 +19,7 @@ from rlkit.losses import kl_in_reward, value_clip
 from rlkit.metrics import Mean, Metrics, mean, merge
 from rlkit.model.families import check_is_model
 from rlkit.model.forward import Policy, make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
-from rlkit.model.heads import bootstraps, score_values
+from rlkit.model.heads import bootstraps, compute_values
 from rlkit.model.heads import values as values_of
 from rlkit.model.optim import adamw, learning_rate, optimizer_step, set_lr
 from rlkit.packing import pack, split, with_streams
@@ -47,7 +47,7 @@ def with_gae(
     raw `values`, and may drop sequences before the advantages are whitened over all of them.
     """
     check_streams(batch, **{name: f"kl_coef {kl_coef:g}" for name in ("old_logp", "ref_logp") if kl_coef})
-    raw = score_values(values.model, batch, max_tokens=max_tokens, dtype=values.dtype)
+    raw = compute_values(values.model, batch, max_tokens=max_tokens, dtype=values.dtype)
     batch = checked(replace(batch, values=raw))
     rewards, mask = batch.token_rewards, batch.mask
     if kl_coef:

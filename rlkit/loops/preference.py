@@ -16,7 +16,7 @@ from rlkit import losses
 from rlkit.data.examples import Labelled, Pair
 from rlkit.loops.supervised import Losses, check_examples, check_fits, response, train_examples
 from rlkit.metrics import Metrics, mean
-from rlkit.model.forward import make_policy, reference_policy, score, with_ref_logp
+from rlkit.model.forward import compute_log_probs, make_policy, reference_policy, with_ref_logp
 from rlkit.packing import pack, select, with_streams
 from rlkit.segments import mean_per_seq, seq_lens, sum_per_seq
 from rlkit.settings import Optim, Schedule
@@ -110,7 +110,7 @@ def with_reference(pairs: Sequence[Pair], model: Any, optim: Optim = Optim()) ->
     for start in range(0, len(pairs), _AT_ONCE):
         some = pairs[start : start + _AT_ONCE]
         batch = pack(pair_trajectories(some))
-        logp = score(policy, batch, max_tokens=optim.max_tokens, mesh=policy.mesh)
+        logp = compute_log_probs(policy, batch, max_tokens=optim.max_tokens, mesh=policy.mesh)
         rows = [array("f", row.tolist()) for row in logp.split(seq_lens(batch.cu_seqlens).tolist())]
         out += [replace(p, ref_logp=both) for p, both in zip(some, zip(rows[0::2], rows[1::2]), strict=True)]
     return out
@@ -212,7 +212,7 @@ def kto(
         both = pack([*zip(matched, mismatched, strict=True)])  # forwards a prompt once for its two responses
         both = with_ref_logp(ref_policy, both, **scoring)
         batch, others = (select(both, range(i, both.num_seqs, 2)) for i in (0, 1))
-        logp = score(policy, others, **scoring)
+        logp = compute_log_probs(policy, others, **scoring)
         kl = reference_point(sum_per_seq(logp - others.ref_logp, cu_seqlens=others.cu_seqlens))
         return batch, partial(response_losses, kl=kl)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rlkit.loops.supervised import check_examples, check_fits, response, supervised
 from rlkit.loops.updates import per_token
 from rlkit.metrics import Metrics, mean, merge
-from rlkit.model.forward import make_policy, score
+from rlkit.model.forward import compute_log_probs, make_policy
 from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches
 from rlkit.parallel.pipeline import pipelined
@@ -77,7 +77,7 @@ def sft(
 
     def evaluate() -> Metrics:
         held_out = pack_examples(eval_examples)
-        logp = score(policy, held_out, max_tokens=max_tokens, mesh=mesh)
+        logp = compute_log_probs(policy, held_out, max_tokens=max_tokens, mesh=mesh)
         return {"loss": mean(-logp, mask=held_out.mask)}
 
     return supervised(

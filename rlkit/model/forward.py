@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from rlkit._moved import moved
 from rlkit.files import no_code
 from rlkit.kernels.linear_logp import FusedLoss, fused_loss, linear_log_kept_mass, linear_logp
 from rlkit.model.families import (
@@ -105,7 +106,7 @@ def default_dtype(device: torch.device | str) -> str:
 
 
 def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrainedModel:
-    """A causal LM from a local folder or a hub id, ready for `forward` (see `prepare`).
+    """A causal LM from a local folder or a hub id, ready for `forward` (see `prepare_model`).
 
     The parameters are fp32, whatever the checkpoint holds: under bf16 compute they are the master weights.
 
@@ -121,7 +122,7 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrain
     if missing:
         names = ", ".join(sorted(missing)[:5])
         raise ValueError(f"model {str(path)!r} has no weights for {names}: is it a causal language model?")
-    return prepare(model.to(device))
+    return prepare_model(model.to(device))
 
 
 def read_pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> tuple[Any, list[str]]:
@@ -162,7 +163,7 @@ def read_pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> 
     return model, info["missing_keys"]
 
 
-def prepare(model: PreTrainedModel) -> PreTrainedModel:
+def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
     """Set a transformers causal LM up for packed attention, in place.
 
     Dropout is off: scoring and training must give the same numbers. An architecture is checked on a small copy the
@@ -233,7 +234,7 @@ def token_outputs(
 def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """An empty batch runs the model on one dummy token: under sharding every rank must take part."""
     if model.base_model.config.get_text_config()._attn_implementation != IMPLEMENTATION:
-        raise ValueError(f"{type(model).__name__} is not set up for packed attention: pass `prepare(model)`")
+        raise ValueError(f"{type(model).__name__} is not set up for packed attention: pass `prepare_model(model)`")
     device = device_of(model)
     move = partial(Tensor.to, device=device, non_blocking=device.type != "cpu")
     some = batch if batch.num_tokens else _dummy(batch.tokens.device)
@@ -334,14 +335,14 @@ def reference_policy(policy: Policy, reference: Any, *, moves: bool = False) -> 
 
 def with_old_logp(policy: PolicyFn, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
     """The batch with `old_logp`: log-probs under the policy's current weights."""
-    return with_streams(batch, old_logp=score(policy, batch, max_tokens=max_tokens, mesh=mesh))
+    return with_streams(batch, old_logp=compute_log_probs(policy, batch, max_tokens=max_tokens, mesh=mesh))
 
 
 def with_ref_logp(reference: PolicyFn | None, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
     """The batch with `ref_logp`, log-probs of a reference policy; unchanged where that is None."""
     if reference is None:
         return batch
-    return with_streams(batch, ref_logp=score(reference, batch, max_tokens=max_tokens, mesh=mesh))
+    return with_streams(batch, ref_logp=compute_log_probs(reference, batch, max_tokens=max_tokens, mesh=mesh))
 
 
 def with_kept_mass(
@@ -360,20 +361,22 @@ def with_kept_mass(
         head = partial(_log_kept_mass, model=model, batch=micro, params=params, dtype=dtype)
         return token_outputs(model, micro, head, dtype=dtype)[0]
 
-    return with_streams(batch, kept_mass=score_tokens(log_kept, batch, max_tokens=max_tokens, mesh=mesh).exp())
+    return with_streams(batch, kept_mass=compute_tokens(log_kept, batch, max_tokens=max_tokens, mesh=mesh).exp())
 
 
-def score(policy: PolicyFn, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Float[Tensor, "T"]:
-    """The policy's log-probs over the whole batch; see `score_tokens`."""
+def compute_log_probs(
+    policy: PolicyFn, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None
+) -> Float[Tensor, "T"]:
+    """The policy's log-probs over the whole batch; see `compute_tokens`."""
     check_batch(batch)
     if isinstance(policy, nn.Module) or not callable(policy):
         fix = "policy(batch) gives log-probs: Policy(model)"
         raise TypeError(f"policy must be a Policy or another function of a batch, got a {type(policy).__name__}; {fix}")
-    return score_tokens(lambda micro: policy(micro).logp, batch, max_tokens=max_tokens, mesh=mesh)
+    return compute_tokens(lambda micro: policy(micro).logp, batch, max_tokens=max_tokens, mesh=mesh)
 
 
 @torch.no_grad()
-def score_tokens(
+def compute_tokens(
     function: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, mesh: Mesh | None = None
 ) -> Float[Tensor, "T"]:
     """`function` of the whole batch without gradient, micro-batch by micro-batch: one number per token, in its order.
@@ -386,6 +389,10 @@ def score_tokens(
     for index, x in [(rest[0], function(micro)) for micro, *rest in parts]:  # all forwards first: no GPU sync between
         out[index] = x.to(out)
     return summed(out, mesh=mesh)
+
+
+_RENAMED = {"prepare": "prepare_model", "score": "compute_log_probs", "score_tokens": "compute_tokens"}
+__getattr__ = moved(__name__, {old: f"it is {new}" for old, new in _RENAMED.items()})
 
 
 def _dummy(device: torch.device) -> Batch:

@@ -1,7 +1,7 @@
 """Models with one number per token (a critic's values) or per sequence (a reward model's rewards).
 
     critic = load_value_model(path)                       # then `parallelize`, `adamw` as for a policy
-    batch = with_streams(batch, values=score_values(critic, batch, max_tokens=16384))
+    batch = with_streams(batch, values=compute_values(critic, batch, max_tokens=16384))
     judge = load_reward_model(path)
     scores = rewards(judge, pack_whole(groups))
 
@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rlkit.model.families import check_architecture, check_causal_lm, probe, warn_full_size
-from rlkit.model.forward import DTYPES, forward, read_pretrained, score_tokens, token_outputs
+from rlkit.model.forward import DTYPES, compute_tokens, forward, read_pretrained, token_outputs
 from rlkit.model.pretrained import load_config
 from rlkit.model.sharding import mesh_of
 from rlkit.packing import pack
@@ -58,10 +58,10 @@ def values(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "T
     return token_outputs(model, batch, _one_number(model), dtype=DTYPES[dtype])[0]
 
 
-def score_values(model: Any, batch: Batch, *, max_tokens: int, dtype: str = "fp32") -> Float[Tensor, "T"]:
+def compute_values(model: Any, batch: Batch, *, max_tokens: int, dtype: str = "fp32") -> Float[Tensor, "T"]:
     """`values` of a whole batch without gradient, micro-batch by micro-batch, in the batch's order."""
     of_micro = partial(values, model, dtype=dtype)
-    return score_tokens(of_micro, batch, max_tokens=max_tokens, mesh=mesh_of(model))
+    return compute_tokens(of_micro, batch, max_tokens=max_tokens, mesh=mesh_of(model))
 
 
 def bootstraps(values: Float[Tensor, "T"], batch: Batch) -> Float[Tensor, "N"]:

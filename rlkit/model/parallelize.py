@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rlkit._moved import moved
 from rlkit.model.families import check_causal_lm, check_family, check_leftover, check_loaded
 from rlkit.model.forward import forward
 from rlkit.model.lora import add_lora, reset_adapters
@@ -280,6 +281,10 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
         snapshot_download(str(path), allow_patterns=wanted)
     dist.barrier()
     return Path(snapshot_download(str(path), allow_patterns=wanted))
+
+
+_SHARDING = "it is in rlkit.model.sharding"
+__getattr__ = moved(__name__, dict.fromkeys(("mesh_of", "dtype_of", "inside", "sync_gradients"), _SHARDING))
 
 
 def _holds_any(module: nn.Module) -> bool:

@@ -87,8 +87,9 @@ class Data:
     @data_progress()
     def rows(self, *forms: Any, limit: int | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The training rows and at most `limit` held-out rows; ValueError for a row that has none of the `forms`."""
-        from rlkit.data.forms import PROMPT, check_columns
+        from rlkit.compat.rows import read
         from rlkit.data.load import Rows, load_rows, mixed_types
+        from rlkit.data.rows import PROMPT
 
         held_out, elsewhere = Rows((), source="", places=()), set[str]()
         rows = load_rows(self.data, rename=self.rename, unused=elsewhere if self.eval_data else None)
@@ -97,15 +98,14 @@ class Data:
             held_out = load_rows(self.eval_data, rename=self.rename, limit=limit, held_out=True, unused=absent)
             if both := sorted(elsewhere & absent):
                 raise ValueError(f"--rename {both[0]}: neither --data nor --eval-data has that column")
-        for part in (rows, held_out):
-            check_columns(part, *forms, apply_chat_template=bool(self.chat_template))
+        found = [read(part, *forms, apply_chat_template=bool(self.chat_template)) for part in (rows, held_out)]
         for column in mixed_types(rows) if PROMPT in forms else ():
             log.warning("%s: a reward sees the value of each row as it is", column)
         if both := [name for name in rows.sources if name in held_out.sources]:
             log.warning("--eval-data is not held out: %s is also in --data", both[0])
         elif held_out and not {*map(_hashed, held_out)}.difference(map(_hashed, rows)):
             log.warning("--eval-data is not held out: all its rows (%s) are also in --data", held_out.sources[0])
-        return rows, held_out
+        return found[0], found[1]
 
     def files(self) -> list[str]:
         """What `data` names, as a list."""
@@ -285,13 +285,11 @@ def warn_of_repeats(flag: str, num: int, num_rows: int) -> None:
 
 def note_strings(data: Data, rows: list[dict[str, Any]]) -> None:
     """Log that a string prompt becomes a user message (TRL takes the raw text), or that messages lose their roles."""
-    from rlkit.data.forms import with_prompt
-
     if not data.chat_template:
-        turns = (row.get("messages") or row.get("prompt") for row in map(with_prompt, rows))
+        turns = (row.get("messages") or row.get("prompt") for row in rows)
         if any(isinstance(messages, list) and len(messages) > 1 for messages in turns):
             logging.getLogger("rlkit.data").warning("--no-chat-template joins messages as plain text, without roles")
-    prompts = (row.get("prompt") for row in map(with_prompt, rows) if row.get("messages") is None)
+    prompts = (row.get("prompt") for row in rows if row.get("messages") is None)
     if data.chat_template and any(isinstance(prompt, str) for prompt in prompts):
         logging.getLogger("rlkit.data").warning(
             "string prompts are one user message for the chat template; --no-chat-template takes them as raw text"

@@ -73,7 +73,7 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     from rlkit.data.examples import preference_pairs
-    from rlkit.data.forms import PAIR
+    from rlkit.data.rows import PAIR
 
     flags, has_reference = args.loss, args.loss.loss not in NO_REFERENCE
     own = own_loss(flags.loss)

@@ -57,7 +57,7 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     from rlkit.data.examples import labelled_examples
-    from rlkit.data.forms import LABELLED, PAIR
+    from rlkit.data.rows import LABELLED, PAIR
 
     flags = args.loss
     own = own_loss(flags.loss)

@@ -45,7 +45,7 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     from rlkit.data.examples import preference_pairs
-    from rlkit.data.forms import PAIR
+    from rlkit.data.rows import PAIR
 
     own = own_loss(args.loss)
     args, tokenizer, pairs, held_out = offline(args, preference_pairs, PAIR)

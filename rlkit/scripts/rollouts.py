@@ -11,7 +11,8 @@ from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Literal
+from inspect import isawaitable
+from typing import Annotated, Any, Literal
 
 from rlkit._extras import lacks
 from rlkit.ranks import is_first
@@ -29,7 +30,7 @@ from rlkit.scripts.common import (
     warn_of_repeats,
     warn_of_warmup,
 )
-from rlkit.settings import Count, Limit, Positive, Rollouts, Share, check, is_default, refuse_if
+from rlkit.settings import Count, Limit, Positive, Rollouts, Share, check, is_default, named, refuse_if
 
 _OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds of environments
 
@@ -142,8 +143,9 @@ class Correction:
 class Engine:
     """The engine that samples."""
 
-    engine: Literal["local", "sglang"] = "local"
-    """local: rlkit's own engine, for small models; sglang: SGLang servers"""
+    engine: Annotated[str, named("local", "sglang")] = "local"
+    """local: rlkit's own engine, for small models; sglang: SGLang servers. Or FILE.py:FUNCTION, which makes an engine
+    of your own from the model's path (docs/engines.md)"""
     engine_urls: tuple[str, ...] = ()
     """URLs of SGLang servers of `model` on this machine, as http://127.0.0.1:30000.
     None: launch one here with 40% of the first GPU's free memory"""
@@ -163,11 +165,12 @@ class Engine:
         refuse_if(served and not find_spec("aiohttp"), lacks("aiohttp", "http", "`engine` sglang needs"))
         refuse_if(self.engine_urls and not served, "`engine_urls` are SGLang servers: add `engine` sglang")
         self._check_urls()
+        other = self.engine != "local"
         refuse_if(
-            served and not (is_default(self, "compile") and is_default(self, "max_batch")),
+            other and not (is_default(self, "compile") and is_default(self, "max_batch")),
             "`compile` and `max_batch` are for `engine` local",
         )
-        refuse_if(served and own_threads, "`engine_threads` and `engine_cpus` are for `engine` local")
+        refuse_if(other and own_threads, "`engine_threads` and `engine_cpus` are for `engine` local")
         refuse_if(self.engine_cpus and not present, "`engine_cpus` needs Linux: drop it")
         refuse_if(
             not {*self.engine_cpus} <= present,
@@ -244,9 +247,10 @@ def needs_reference(args: Any) -> bool:
 def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     """The flags (see `begin`), the tokenizer and the `Task`; `options` are further fields of the task."""
     check_rl(args)
+    own_engine(args.engine)
     if is_first():
         check_servers(args.engine.engine_urls)
-    from rlkit.data.forms import PROMPT
+    from rlkit.data.rows import PROMPT
 
     rows = args.data.rows(PROMPT, limit=args.episodes.eval_limit)  # before torch is loaded
     rewards, foreign = reward_functions(args.episodes, *rows), load_env(args.episodes)
@@ -302,7 +306,7 @@ def reward_functions(episodes: Episodes, *parts: Any) -> dict[str, Any]:
     which a row lacks. Does not import torch.
     """
     from rlkit.compat.rewards import adapted
-    from rlkit.data.forms import drop
+    from rlkit.data.rows import drop
     from rlkit.rewards.call import ONE_TURN, check_signature
     from rlkit.rewards.rows import check_rows
     from rlkit.rewards.text import gold_answer
@@ -470,6 +474,29 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
         yield SharedEngine(engine)
 
 
+def own_engine(engine: Engine) -> Any:
+    """The function of `--engine FILE.py:FUNCTION`; None for an engine of rlkit."""
+    return function_of("engine", engine.engine) if ":" in engine.engine else None
+
+
+@asynccontextmanager
+async def _engine_of_user(args: Any, max_len: int) -> AsyncIterator[Any]:
+    """The engine that the function of `--engine` makes; ValueError for an object that is none."""
+    from rlkit.rollout.calling import accepted
+
+    make, spec = own_engine(args.engine), args.engine.engine
+    engine = make(args.model.model, **accepted(make, {"device": args.model.device, "max_len": max_len}))
+    engine = await engine if isawaitable(engine) else engine
+    members = ("generate", "abort", "update_weights", "progress", "close")
+    if missing := [name for name in members if not hasattr(engine, name)]:
+        what = f"must return an engine (rlkit.types.Engine), got {type(engine).__name__} without {', '.join(missing)}"
+        raise ValueError(f"`engine` {spec} {what}")
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
 def _local_options(args: Any, max_len: int) -> dict[str, Any]:
     """Arguments of a `LocalEngine` from the flags."""
     how, several_turns = args.engine, bool(args.episodes.env or args.episodes.tools)
@@ -480,6 +507,10 @@ def _local_options(args: Any, max_len: int) -> dict[str, Any]:
 async def _own_engine(args: Any, max_len: int) -> AsyncIterator[Any]:
     """A local engine in its own process, or SGLang; a server launched here ends with it."""
     how, model = args.engine, args.model
+    if ":" in how.engine:
+        async with _engine_of_user(args, max_len) as engine:
+            yield engine
+        return
     if how.engine == "local":
         from rlkit.rollout.engines.process import launch as launch_process
 

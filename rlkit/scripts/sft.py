@@ -32,7 +32,7 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     from rlkit.data.examples import sft_examples
-    from rlkit.data.forms import SFT
+    from rlkit.data.rows import SFT
 
     args, tokenizer, examples, held_out = offline(args, sft_examples, *SFT)
     from rlkit.loops.sft import sft

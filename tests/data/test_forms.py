@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from rlkit.compat.rows import FOREIGN, read
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
-from rlkit.data.forms import FORMS, TEXT, Form, Template, Turn, read_rows
 from rlkit.data.load import Rows
 from rlkit.data.prompts import rl_prompts
+from rlkit.data.rows import CONVERSATION as TURNS
+from rlkit.data.rows import LABELLED, PAIR, PROMPT, RESPONSE, SFT, TEXT, Form, Template, Turn, read_rows
 from rlkit.data.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -18,7 +20,8 @@ ROWS = {
     "prompt with a response": {"prompt": "hi", "response": "yo"},
     "preference pair": {"prompt": "hi", "chosen": "yo", "rejected": "no"},
     "labelled response": {"prompt": "hi", "completion": "yo", "label": True},
-    "row of stepwise supervision": {"prompt": "hi", "completions": ["y", "o"], "labels": [True, False]},
+}
+FOREIGN_ROWS = {
     "ShareGPT conversation": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
     "Alpaca row": {"instruction": "hi", "input": "", "output": "yo"},
     "question with an answer": {"question": "hi", "answer": "yo"},
@@ -33,12 +36,44 @@ ROWS = {
         "non_preferred_output": [{"role": "assistant", "content": "no"}],
     },
 }
+SCRIPTS = {
+    rl_prompts: (PROMPT,), sft_examples: SFT, preference_pairs: (PAIR,), labelled_examples: (PAIR, LABELLED),
+}  # fmt: skip
 TEMPLATE = Template(TOKENIZER, None, True, None, None)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form is not TEXT], ids=lambda form: form.name)
-def test_every_form_reads_its_row_and_has_a_row_here(form):
+@pytest.mark.parametrize("form", [PROMPT, TURNS, RESPONSE, PAIR, LABELLED], ids=lambda form: form.name)
+def test_every_form_reads_its_row(form):
     ((turn, *_),) = read_rows([ROWS[form.name]], TEMPLATE, form, max_tokens=1)
+    check(turn)
+
+
+@pytest.mark.parametrize("name", FOREIGN_ROWS)
+def test_a_form_of_another_system_is_read_as_one_of_rlkit(name):
+    forms = (PAIR,) if name == "preference row of OpenAI" else SFT
+    rows = [FOREIGN_ROWS[name]]
+    ((turn, *_),) = read_rows(read(rows, *forms), TEMPLATE, *forms, max_tokens=1)
+    check(turn)
+    assert [*map(dict, read(rows))] == [*map(dict, read(rows, *forms))], "without forms nothing is checked"
+    assert rows == [FOREIGN_ROWS[name]]
+
+
+def test_every_form_of_another_system_has_a_row_here():
+    assert {known.form.name for known in FOREIGN} == {*FOREIGN_ROWS}
+
+
+@pytest.mark.parametrize("name", FOREIGN_ROWS)
+@pytest.mark.parametrize("reader", SCRIPTS)
+def test_python_readers_name_the_call_that_reads_rows_of_another_system(reader, name):
+    """Rows that have `prompt`, or an answer beside a context, are rlkit's too."""
+    options = {"tokenizer": TOKENIZER, ("max_prompt_tokens" if reader is rl_prompts else "max_example_tokens"): 99}
+    if reader in (rl_prompts, sft_examples) and name == "row of LLaMA-Factory":
+        return
+    with pytest.raises(ValueError, match=r"^row 1: .*rlkit.compat.rows.read\(rows\) reads rows of other systems$"):
+        reader([FOREIGN_ROWS[name]], **options)
+
+
+def check(turn):
     assert turn.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert turn.whole.removeprefix(turn.prompt) in ("", "yo", "yo<|im_end|>\n")
     assert not turn.empty
@@ -50,7 +85,7 @@ def test_a_text_is_read_without_a_prompt():
 
 
 @pytest.mark.parametrize(
-    ("read", "row", "message"),
+    ("reader", "row", "message"),
     [
         (preference_pairs, "labelled response", "no column 'chosen'.* looks most like a labelled response;"),
         (labelled_examples, "prompt with a response", "no column 'label'.* looks most like a prompt with a response;"),
@@ -58,14 +93,14 @@ def test_a_text_is_read_without_a_prompt():
         (rl_prompts, "preference pair", None),
     ],
 )  # fmt: skip
-def test_a_row_of_another_form_is_refused_with_its_columns_and_the_form_it_looks_like(read, row, message):
-    options = {"tokenizer": TOKENIZER, ("max_prompt_tokens" if read is rl_prompts else "max_example_tokens"): 99}
+def test_a_row_of_another_form_is_refused_with_its_columns_and_the_form_it_looks_like(reader, row, message):
+    options = {"tokenizer": TOKENIZER, ("max_prompt_tokens" if reader is rl_prompts else "max_example_tokens"): 99}
     rows = Rows([ROWS[row]], source="train.jsonl", places=["line 3"])
     if message is None:
-        assert len(read(rows, **options)[0]) == 1, "more columns than a form needs are no error"
+        assert len(reader(read(rows, PROMPT), **options)[0]) == 1, "more columns than a form needs are no error"
     else:
         with pytest.raises(ValueError, match=f"^train.jsonl, line 3: {message}"):
-            read(rows, **options)
+            read(rows, *SCRIPTS[reader])
 
 
 @pytest.mark.parametrize(
@@ -150,11 +185,11 @@ def test_the_template_arguments_of_a_row_win_over_those_of_the_run(own, expected
 def test_without_a_chat_template_in_the_tokenizer_the_error_says_what_helps():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    for read, row, limit in [
+    for reader, row, limit in [
         (sft_examples, "conversation", "max_example_tokens"), (rl_prompts, "prompt", "max_prompt_tokens"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=r"^row 1: a chat template is needed, and the tokenizer has none: give "):
-            read([ROWS[row]], tokenizer=tokenizer, **{limit: 99})
+            reader([ROWS[row]], tokenizer=tokenizer, **{limit: 99})
 
 
 def test_a_conversation_that_the_assistant_opens_is_read_once():

@@ -14,10 +14,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from rlkit.compat import rows as compat_rows
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
-from rlkit.data.forms import LABELLED, PAIR, PROMPT, SFT, check_columns
 from rlkit.data.load import load_rows
 from rlkit.data.prompts import rl_prompts
+from rlkit.data.rows import LABELLED, PAIR, PROMPT, SFT
 from rlkit.data.tiny import tiny_tokenizer
 
 CALLS = (  # a template that writes tools, calls and reasoning
@@ -875,8 +876,7 @@ def read(path, script, tokenizer):
         text = re.sub(r"<\|im_start\|>(\w+)\n", r"<\1>", tokenizer.decode(ids))
         return re.sub(r"<\|im_end\|>\n?", ";", text)
 
-    rows = load_rows(path)
-    check_columns(rows, *FORMS[script])
+    rows = compat_rows.read(load_rows(path), *FORMS[script])
     limit = {"max_prompt_tokens" if script == "grpo" else "max_example_tokens": 4000}
     found, num_dropped = READERS[script](rows, tokenizer=tokenizer, **limit)
     assert num_dropped == 0

@@ -78,7 +78,7 @@ def test_a_pair_that_is_too_long_is_dropped_as_a_whole(caplog):
 
 
 BAD = {
-    "no column 'rejected'; columns found: .'chosen', 'prompt'.; the row looks": {"prompt": "hi", "chosen": "yo"},
+    "no column 'rejected'; columns found: .'chosen', 'prompt'.; a preference pair": {"prompt": "hi", "chosen": "yo"},
     "column 'rejected' must be a string": {"prompt": "hi", "chosen": "yo", "rejected": None},
     "neither 'messages' nor 'prompt'": {"chosen": "yo", "rejected": "no"},
     "differ before their last message": {

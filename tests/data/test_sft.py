@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlkit.compat.rows import read
 from rlkit.data.chat import render
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
 from rlkit.data.load import load_rows
@@ -296,4 +297,4 @@ def test_a_row_that_lacks_an_optional_column_of_the_first_is_told_so():
     rows = [{"prompt": "a", "history": [["b", "c"]], "response": "d"}, {"prompt": "a", "response": "d"}]
     message = "row 2: is not a row of LLaMA-Factory.*'query' or 'history' may be null or empty, but must be there"
     with pytest.raises(ValueError, match=message):
-        sft_examples(rows, tokenizer=tiny_tokenizer(), max_example_tokens=99)
+        read(rows)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from rlkit.model.forward import forward, prepare
+from rlkit.model.forward import forward, prepare_model
 from rlkit.model.parallelize import parallelize
 from rlkit.packing import pack
 from rlkit.parallel.data import each_stage, of_last_stage
@@ -62,7 +62,7 @@ def test_packed_equals_eager_per_sequence(family):
         ids = torch.tensor([t.prompt_ids + t.ids])
         logp = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)[len(t.prompt_ids) - 1 : -1]
         true.append(logp.gather(1, torch.tensor(t.ids)[:, None])[:, 0])
-    prepare(model)
+    prepare_model(model)
     for share in (True, False):
         out = forward(model, batch := pack(samples, share_prompts=share))
         torch.testing.assert_close(out.logp[batch.mask], torch.cat(true), atol=2e-5, rtol=1e-5)
@@ -78,7 +78,7 @@ def on_rank(rank, world, family, layouts):
         (share * weights * (out.logp - 0.1 * out.entropy)).sum().backward()
         return out.logp.detach(), {n: whole(p.grad) for n, p in model.named_parameters()}
 
-    logp, grads = run(prepare(build(family)), 1.0)
+    logp, grads = run(prepare_model(build(family)), 1.0)
     errors = {}
     for sizes in layouts:
         mesh = make_mesh(Parallel(**sizes))

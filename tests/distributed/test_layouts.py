@@ -14,7 +14,7 @@ import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.metrics import finalize, largest, mean, merge
-from rlkit.model.forward import Policy, forward, prepare, score
+from rlkit.model.forward import Policy, compute_log_probs, forward, prepare_model
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.model.parallelize import parallelize
 from rlkit.model.sharding import mesh_of, sync_gradients
@@ -150,7 +150,7 @@ def train(trained, cut, reduce, max_tokens, *, late_sync: bool = False, fused: b
         out["norm"].append(finalize(stepped)["grad_norm"])
         out["metrics"].append(finalize(metrics))
     policy = partial(forward, trained, temperature=0.7)
-    out["score"] = score(policy, streams[0], max_tokens=max_tokens, mesh=mesh_of(trained))
+    out["score"] = compute_log_probs(policy, streams[0], max_tokens=max_tokens, mesh=mesh_of(trained))
     out["params"] = {n: whole(p) for n, p in trained.named_parameters()}
     return out
 
@@ -163,7 +163,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 def truth():
     """What one process computes, without and with tied weights, in one micro-batch."""
     alone = lambda streams: microbatches(streams, max_tokens=4096)
-    return [train(prepare(model(tied)), alone, lambda *x: x, 40) for tied in (False, True)]
+    return [train(prepare_model(model(tied)), alone, lambda *x: x, 40) for tied in (False, True)]
 
 
 def leaks(trained) -> list[int]:

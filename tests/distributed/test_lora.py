@@ -14,7 +14,7 @@ import torch
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model import launch
 from rlkit.model.checkpoint import load_checkpoint, save_checkpoint
-from rlkit.model.forward import forward, prepare, score
+from rlkit.model.forward import compute_log_probs, forward, prepare_model
 from rlkit.model.lora import adapter_off, adapter_weights, adapters, add_lora, save_adapter, without_adapter
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.model.parallelize import parallelize
@@ -55,13 +55,13 @@ def train(model, mesh=None, steps=3):
 
 
 def logp(model):
-    return score(partial(forward, model), batch(), max_tokens=64)
+    return compute_log_probs(partial(forward, model), batch(), max_tokens=64)
 
 
 @pytest.fixture(scope="module")
 def trained():
-    model = add_lora(prepare(base()), rank=4)
-    assert torch.equal(logp(model), logp(prepare(base()))), "b starts at 0"
+    model = add_lora(prepare_model(base()), rank=4)
+    assert torch.equal(logp(model), logp(prepare_model(base()))), "b starts at 0"
     train(model)
     return model
 
@@ -73,14 +73,14 @@ def test_only_the_adapter_trains(trained):
         if not p.requires_grad:
             assert torch.equal(p, truth[name.replace(".base_layer", "")])
     assert len(adapters(trained)) == 14
-    assert not torch.allclose(logp(trained), logp(prepare(base())), atol=1e-2)
+    assert not torch.allclose(logp(trained), logp(prepare_model(base())), atol=1e-2)
 
 
 def test_reference_is_the_model_before_training(trained):
     policy = partial(forward, trained)
     reference = without_adapter(policy, trained)
-    truth = logp(prepare(base()))
-    assert torch.equal(score(reference, batch(), max_tokens=64), truth)
+    truth = logp(prepare_model(base()))
+    assert torch.equal(compute_log_probs(reference, batch(), max_tokens=64), truth)
     assert not torch.equal(logp(trained), truth), "the adapter is on again"
     assert all(p.requires_grad for n, p in trained.named_parameters() if ".lora_" in n)
     with pytest.raises(ValueError, match="no adapter"), adapter_off(base()):
@@ -92,11 +92,11 @@ def test_merged_weights_compute_what_the_adapter_does(trained, tmp_path):
     weights = dict(stream_weights(trained))
     assert weights.keys() == dict(plain.named_parameters()).keys()
     plain.load_state_dict(weights)
-    torch.testing.assert_close(logp(prepare(plain)), logp(trained), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(logp(prepare_model(plain)), logp(trained), atol=2e-5, rtol=1e-5)
     from transformers import AutoModelForCausalLM
 
     again = AutoModelForCausalLM.from_pretrained(export_hf(trained, None, tmp_path / "m"))
-    torch.testing.assert_close(logp(prepare(again)), logp(trained), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(logp(prepare_model(again)), logp(trained), atol=2e-5, rtol=1e-5)
 
 
 def test_saved_adapter_loads_with_peft(trained, tmp_path):
@@ -104,7 +104,7 @@ def test_saved_adapter_loads_with_peft(trained, tmp_path):
 
     path = save_adapter(trained, tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(base(), path).merge_and_unload()
-    torch.testing.assert_close(logp(prepare(loaded)), logp(trained), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(logp(prepare_model(loaded)), logp(trained), atol=2e-5, rtol=1e-5)
 
 
 def test_the_embedded_engine_samples_from_the_adapted_model(trained):
@@ -125,8 +125,8 @@ def lora_on_rank(rank, world, sizes, options, folder):
     load_checkpoint(path, model=other, optimizer=adamw(other, lr=1e-2))
     for (name, a), b in zip(stream_weights(other), weights.values(), strict=True):
         assert torch.equal(a, b), name
-    truth = score(partial(forward, prepare(base())), batch(), max_tokens=64)
-    off = score(without_adapter(partial(forward, model), model), batch(), max_tokens=64)
+    truth = compute_log_probs(partial(forward, prepare_model(base())), batch(), max_tokens=64)
+    off = compute_log_probs(without_adapter(partial(forward, model), model), batch(), max_tokens=64)
     torch.testing.assert_close(off, truth, atol=2e-5, rtol=1e-5)
     return weights, logp(model)
 
@@ -149,7 +149,7 @@ def test_four_ranks_train_the_same_adapter(ranks, trained, tmp_path, sizes, opti
             torch.testing.assert_close(x, truth[name], atol=3e-6, rtol=1e-5)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "adapter").merge_and_unload()
-    torch.testing.assert_close(logp(prepare(loaded)), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logp(prepare_model(loaded)), expected, atol=1e-4, rtol=1e-4)
 
 
 def from_files_on_rank(rank, world, folder, sizes):
@@ -191,7 +191,7 @@ def test_ranks_read_their_shards_and_start_with_the_adapter_of_one_process(ranks
             torch.testing.assert_close(x, truth[name], atol=3e-6, rtol=1e-5)
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").merge_and_unload()
     assert AutoTokenizer.from_pretrained(tmp_path / "adapter").get_vocab() == tiny_tokenizer().get_vocab()
-    torch.testing.assert_close(logp(prepare(loaded)), logp(alone), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logp(prepare_model(loaded)), logp(alone), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("given", "kept"), [("owner/name", "owner/name"), ("", None)])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from rlkit.model.forward import forward, prepare, score
+from rlkit.model.forward import compute_log_probs, forward, prepare_model
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.model.parallelize import load_parallel, parallelize
 from rlkit.model.sharding import sync_gradients
@@ -86,7 +86,7 @@ def train(trained, mesh, *, max_tokens: int, late: bool) -> dict:
         out["loss"].append(float(summed(total, mesh=mesh)))
         out["norm"].append(float(optimizer_step(optimizer, max_norm=0.5)["grad_norm"].total))
     out["params"] = {n: whole(p) for n, p in trained.named_parameters()}
-    out["score"] = score(partial(forward, trained), data()[0], max_tokens=max_tokens, mesh=mesh)
+    out["score"] = compute_log_probs(partial(forward, trained), data()[0], max_tokens=max_tokens, mesh=mesh)
     return out, optimizer
 
 
@@ -96,7 +96,7 @@ def whole(x):
 
 @pytest.fixture(scope="module")
 def truth():
-    return train(prepare(model()), None, max_tokens=4096, late=False)[0]
+    return train(prepare_model(model()), None, max_tokens=4096, late=False)[0]
 
 
 def moe_on_rank(rank, world, sizes, options, max_tokens, late):
@@ -156,7 +156,7 @@ def test_checkpoints_and_exports_reshard_experts(ranks, truth, tmp_path, readers
         assert_equal(found, truth)
     found, streamed = results[0]
     wrote = found["params"]
-    alone = prepare(model())
+    alone = prepare_model(model())
     optimizer = adamw(alone, lr=0.1)
     load_checkpoint(latest_checkpoint(tmp_path / "c"), model=alone, optimizer=optimizer)
     assert all(torch.equal(p, wrote[name]) for name, p in alone.named_parameters())

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.model.forward import prepare
+from rlkit.model.forward import prepare_model
 from rlkit.model.lora import add_lora
 from rlkit.model.optim import adamw
 from rlkit.model.parallelize import parallelize
@@ -44,7 +44,7 @@ def test_the_optimizer_holds_shards_even_after_a_forward_without_backward(ranks)
 
 
 def left_on_a_cut_model(rank, world):
-    model = add_lora(prepare(tiny_model(tiny_tokenizer(), **SIZES)), rank=2)
+    model = add_lora(prepare_model(tiny_model(tiny_tokenizer(), **SIZES)), rank=2)
     row, mesh = model.lm_head.weight[3].clone(), make_mesh(Parallel())
     assert mesh_of(parallelize(model, mesh)) is mesh
     with pytest.raises(RuntimeError, match="work fails"):

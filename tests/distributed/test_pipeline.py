@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.model.forward import forward, prepare, score
+from rlkit.model.forward import compute_log_probs, forward, prepare_model
 from rlkit.model.heads import values
 from rlkit.model.lora import adapter_weights, add_lora
 from rlkit.model.optim import adamw, optimizer_step
@@ -56,7 +56,7 @@ def truth():
 
 
 def alone(made):
-    trained, out = prepare(made), {"loss": [], "norm": []}
+    trained, out = prepare_model(made), {"loss": [], "norm": []}
     optimizer = adamw(trained, lr=1e-2, weight_decay=0.1, eps=1e-4)
     for step in range(3):
         total = torch.zeros(())
@@ -168,7 +168,7 @@ def weights_on_rank(rank, world, sizes, lora, tied):
     ],
 )
 def test_every_rank_streams_the_weights_of_all_stages(ranks, sizes, lora, tied):
-    true = prepare(model(tie_word_embeddings=tied))
+    true = prepare_model(model(tie_word_embeddings=tied))
     if lora:
         add_lora(true, rank=2)
         for name, p in true.named_parameters():
@@ -229,12 +229,12 @@ def score_on_rank(rank, world, truth):
     stage = parallelize(model(), mesh)
     policy = lambda b: forward(stage, b, temperature=0.7)
     for max_tokens in (26, 4096):
-        torch.testing.assert_close(score(policy, data()[0], max_tokens=max_tokens, mesh=mesh), truth)
+        torch.testing.assert_close(compute_log_probs(policy, data()[0], max_tokens=max_tokens, mesh=mesh), truth)
     return any_ranks([rank == 2, False, True])
 
 
 def test_scoring_gives_every_rank_the_last_stage_s_numbers(ranks):
-    one = prepare(model())
+    one = prepare_model(model())
     with torch.no_grad():
         truth = forward(one, data()[0], temperature=0.7).logp
     assert ranks.run(score_on_rank, truth) == [[True, False, True]] * 4

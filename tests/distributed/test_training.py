@@ -10,7 +10,7 @@ import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.metrics import all_reduce, finalize, largest, mean, smallest
-from rlkit.model.forward import forward, prepare, score, token_outputs
+from rlkit.model.forward import compute_log_probs, forward, prepare_model, token_outputs
 from rlkit.model.optim import adamw, global_norm, optimizer_step
 from rlkit.model.parallelize import parallelize
 from rlkit.model.weights import stream_weights
@@ -121,7 +121,7 @@ def agree_on_rank(rank, world):
     policy = lambda b: forward(trained, b)
     trained = parallelize(model(), mesh)
     whole = batch()
-    scored = score(policy, whole, max_tokens=30, mesh=mesh)
+    scored = compute_log_probs(policy, whole, max_tokens=30, mesh=mesh)
     empty = forward(trained, select(whole, [])).logp
     return {
         "any": (any_rank(rank == 3), any_rank(False)),
@@ -151,7 +151,7 @@ def test_a_nan_on_any_rank_is_the_extreme_of_all(ranks, bad):
 
 def test_agreement(ranks):
     with torch.no_grad():
-        true = forward(prepare(model()), batch()).logp.tolist()
+        true = forward(prepare_model(model()), batch()).logp.tolist()
     for found in ranks.run(agree_on_rank):
         assert found["any"] == (True, False)
         assert found["sum"] == [3.0] * 3
@@ -245,7 +245,7 @@ def bf16_on_rank(rank, world, sizes):
 @pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.slow), {"tp": 2, "cp": 2}])
 def test_bf16_compute_over_fp32_masters(ranks, sizes):
     with torch.no_grad():
-        true = forward(prepare(model()), batch()).logp
+        true = forward(prepare_model(model()), batch()).logp
     for logp in ranks.run(bf16_on_rank, sizes):
         assert 1e-4 < (torch.tensor(logp) - true).abs().max() < 0.1
 
@@ -266,7 +266,7 @@ def head_on_rank(rank, world, sizes, truth):
 
 @pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.slow), {"cp": 4}, {"tp": 2, "cp": 2}])
 def test_a_head_of_ones_own(ranks, sizes):
-    made = prepare(model())
+    made = prepare_model(model())
     made.value = torch.nn.Linear(32, 1, bias=False)
     torch.nn.init.constant_(made.value.weight, 0.1)
     (values,) = token_outputs(made, batch(), lambda hidden, _: (made.value(hidden)[:, 0],))
@@ -290,7 +290,7 @@ def compile_on_rank(rank, world, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}])
 def test_compiled_layers_compute_the_same(pool, options):
-    made = prepare(model())
+    made = prepare_model(model())
     losses = []
     for (micro,) in microbatches((batch(),), max_tokens=30):
         loss = forward(made, micro).logp.sum()

@@ -11,7 +11,7 @@ from rlkit.advantages import group_centered
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.updates import PolicyLoss, clipped, grpo_update
 from rlkit.metrics import finalize
-from rlkit.model.forward import Policy, prepare, with_kept_mass, with_old_logp, with_ref_logp
+from rlkit.model.forward import Policy, prepare_model, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.optim import adamw
 from rlkit.model.parallelize import parallelize
 from rlkit.packing import pack, with_advantages
@@ -42,7 +42,9 @@ def sampled():
 def logged(sizes, max_tokens=60, **options):
     """What is logged of two passes over two mini-batches, in micro-batches of a few sequences."""
     mesh = None if sizes is None else make_mesh(Parallel(**sizes))
-    made = [prepare(model(seed)) if mesh is None else parallelize(model(seed), mesh, **options) for seed in (0, 1)]
+    made = [
+        prepare_model(model(seed)) if mesh is None else parallelize(model(seed), mesh, **options) for seed in (0, 1)
+    ]
     policy, reference = map(Policy, made)
     batch = with_advantages(pack(sampled()), group_centered)
     batch = with_ref_logp(reference, batch, max_tokens=max_tokens, mesh=mesh)

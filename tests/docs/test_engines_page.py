@@ -13,7 +13,7 @@ from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
 from rlkit.loops.rl import Task
-from rlkit.model.forward import prepare
+from rlkit.model.forward import prepare_model
 from rlkit.settings import Optim, Rollouts, Schedule
 
 PAGE = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
@@ -31,7 +31,7 @@ async def test_the_engine_of_the_page_trains(tmp_path, overlap):
     exec(code, scope)
     tokenizer = tiny_tokenizer()
     sizes = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 32}
-    model = prepare(tiny_model(tokenizer, **sizes))
+    model = prepare_model(tiny_model(tokenizer, **sizes))
     task = Task([Prompt([20 + i, 60], {}, i) for i in range(20)], share_of_small_bytes)
     rollouts = Rollouts(prompts_per_step=2, group_size=4, max_new_tokens=4, overlap=overlap)
     engine = scope["Naive"](model)

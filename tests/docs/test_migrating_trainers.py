@@ -18,7 +18,7 @@ from rlkit.advantages import gae_decoupled
 from rlkit.data.examples import preference_pairs, sft_examples
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.sft import sft
-from rlkit.model.forward import prepare
+from rlkit.model.forward import prepare_model
 from rlkit.settings import Optim, Schedule
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
@@ -75,7 +75,7 @@ def test_the_loss_of_sft_is_trls_token_mean_over_all_micro_batches(tmp_path: Pat
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in theirs.parameters() if p.grad is not None]).norm()
 
-    model = prepare(tiny_model(tokenizer, **SIZES))
+    model = prepare_model(tiny_model(tokenizer, **SIZES))
     longest = max(len(e.ids) for e in examples)
     optim = Optim(max_norm=float("inf"), max_tokens=longest)  # several micro-batches
     sft(model, tokenizer, examples, Schedule(tmp_path / "run", steps=1), optim, batch_size=4)

@@ -15,7 +15,7 @@ from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
 from rlkit.loops.rl import Task
-from rlkit.model.forward import prepare
+from rlkit.model.forward import prepare_model
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.chat import Chat, Turn
@@ -150,7 +150,9 @@ async def test_a_random_model_plays_each_of_them():
 
 async def test_a_game_of_two_turns_is_learnt(tmp_path):
     """From random weights: the reward is the share of digits in both turns, and it rises."""
-    model = prepare(tiny_model(TOKENIZER, hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=128))
+    model = prepare_model(
+        tiny_model(TOKENIZER, hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=128)
+    )
     prompts, _ = rl_prompts([{"prompt": c} for c in "abcdefgh"], tokenizer=TOKENIZER, max_prompt_tokens=20)
 
     async def env(prompt, sample):
@@ -181,7 +183,7 @@ async def test_the_loop_takes_episodes_in_pieces(tmp_path):
     """Under a template that forgets what was thought: every game of two turns becomes two sequences."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (ROOT / "tests" / "rollout" / "templates" / "qwen3.jinja").read_text()
-    model = prepare(tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64))
+    model = prepare_model(tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64))
     prompts, _ = rl_prompts([{"prompt": c} for c in "abcd"], tokenizer=tokenizer, max_prompt_tokens=20)
 
     async def env(prompt, sample):

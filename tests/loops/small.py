@@ -12,7 +12,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
 from rlkit.loops.rl import Task
 from rlkit.loops.updates import PolicyLoss
-from rlkit.model.forward import prepare
+from rlkit.model.forward import prepare_model
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.settings import Critic, Optim, Penalties, Rollouts, Schedule
 
@@ -54,7 +54,7 @@ def tokenizer():
 
 
 def small_model(seed=0, **sizes):
-    return prepare(tiny_model(tokenizer(), **SIZES | sizes, seed=seed))
+    return prepare_model(tiny_model(tokenizer(), **SIZES | sizes, seed=seed))
 
 
 class CopyEngine(LocalEngine):

@@ -15,7 +15,7 @@ from rlkit.data.examples import Labelled
 from rlkit.data.order import batch_indices
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.preference import kto
-from rlkit.model.forward import prepare
+from rlkit.model.forward import prepare_model
 from rlkit.model.lora import add_lora
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
@@ -30,7 +30,7 @@ def tokenizer():
 
 
 def small_model(seed=0):
-    return prepare(tiny_model(tokenizer(), **SIZES, seed=seed))
+    return prepare_model(tiny_model(tokenizer(), **SIZES, seed=seed))
 
 
 def make_examples(num):

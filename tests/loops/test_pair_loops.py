@@ -18,7 +18,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.preference import dpo, with_reference
 from rlkit.loops.reward_model import reward_model
 from rlkit.loops.sft import sft
-from rlkit.model.forward import prepare
+from rlkit.model.forward import prepare_model
 from rlkit.model.heads import load_reward_model
 from rlkit.model.lora import add_lora
 from rlkit.segments import mean_per_seq
@@ -35,7 +35,7 @@ def tokenizer():
 
 
 def small_model():
-    return prepare(tiny_model(tokenizer(), **SIZES))
+    return prepare_model(tiny_model(tokenizer(), **SIZES))
 
 
 def make_pairs(num):

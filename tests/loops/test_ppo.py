@@ -17,7 +17,7 @@ from rlkit.controllers import kl_linear
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.ppo import ppo, value_update, with_gae
-from rlkit.model.forward import Policy, prepare
+from rlkit.model.forward import Policy, prepare_model
 from rlkit.model.heads import load_value_model, values
 from rlkit.model.optim import adamw
 from rlkit.packing import pack, with_streams
@@ -137,7 +137,7 @@ def ascii_share(completion, row):
 
 def run(folder, output, **changes):
     torch.manual_seed(0)
-    model, critic = prepare(tiny_model(tokenizer(), **SIZES)), load_value_model(folder / "policy")
+    model, critic = prepare_model(tiny_model(tokenizer(), **SIZES)), load_value_model(folder / "policy")
     options = {
         "score": scorer(ascii_share, tokenizer=tokenizer(), timeout_s=30.0), "output": output, "steps": 6,
         "max_new_tokens": 6, "lr_at": lambda _: 3e-3, "critic_lr_at": lambda _: 3e-3,
@@ -187,7 +187,7 @@ def test_a_step_of_nothing_but_cut_answers_says_so_and_logs_no_nan(folder, tmp_p
     async def cut(prompt, sample):
         return replace(await single_turn(prompt, sample), truncated=True)
 
-    reference = prepare(tiny_model(tokenizer(), **SIZES))
+    reference = prepare_model(tiny_model(tokenizer(), **SIZES))
     run(folder, tmp_path, steps=2, env=cut, drop_truncated=True, kl_coef=0.1, reference=reference)
     assert capsys.readouterr().out.count("no token of this step is trained on") == 1
     for line in lines_of(tmp_path):
@@ -204,7 +204,7 @@ def test_the_critic_learns_alone_at_first(folder, tmp_path):
 
 
 def test_the_kl_coefficient_waits_for_the_policy(folder, tmp_path):
-    reference = prepare(tiny_model(tokenizer(), **SIZES, seed=1))
+    reference = prepare_model(tiny_model(tokenizer(), **SIZES, seed=1))
     kl = {"kl_coef": 0.05, "reference": reference, "controllers": {"kl": kl_linear(target=1e-9, rate=0.05)}}
     run(folder, tmp_path / "run", steps=4, critic_steps=2, **kl)
     assert [line["kl/coef"] for line in lines_of(tmp_path / "run")] == pytest.approx([0.05, 0.05, 0.05, 0.06])
@@ -212,7 +212,7 @@ def test_the_kl_coefficient_waits_for_the_policy(folder, tmp_path):
 
 def test_a_stopped_run_goes_on_bit_for_bit(folder, tmp_path):
     def kl():
-        reference = prepare(tiny_model(tokenizer(), **SIZES, seed=1))
+        reference = prepare_model(tiny_model(tokenizer(), **SIZES, seed=1))
         return {"kl_coef": 0.05, "reference": reference, "controllers": {"kl": kl_linear(target=0.1, rate=0.05)}}
 
     run(folder, tmp_path / "whole", **kl())

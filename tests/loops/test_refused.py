@@ -21,7 +21,7 @@ from rlkit.loops.reward_model import reward_model
 from rlkit.loops.rl import Task
 from rlkit.loops.sft import sft
 from rlkit.loops.updates import PolicyLoss
-from rlkit.model.forward import Policy, make_policy, prepare, with_old_logp, with_ref_logp
+from rlkit.model.forward import Policy, make_policy, prepare_model, with_old_logp, with_ref_logp
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.packing import pack, split, with_advantages
 from rlkit.rewards.scoring import scorer
@@ -141,7 +141,7 @@ def test_a_model_in_another_form_is_named():
     for wrong, message in (
         (lambda: Policy("../m"), "model is a path: give load_model('../m')"),
         (lambda: make_policy("../m"), "model is a path"),
-        (lambda: prepare("../m"), "model is a path"),
+        (lambda: prepare_model("../m"), "model is a path"),
         (lambda: LocalEngine("../m"), "model is a path"),
         (lambda: LocalEngine(Policy(model)), "model is a Policy: give its model, model.model"),
         (lambda: Policy(None), "model must be a model, e.g. load_model(path), got a NoneType"),

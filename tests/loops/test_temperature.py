@@ -17,7 +17,7 @@ from rlkit.loops.rl import Task, rl
 from rlkit.loops.updates import PolicyLoss, grpo_update
 from rlkit.losses import reinforce
 from rlkit.metrics import finalize
-from rlkit.model.forward import Policy, prepare, with_kept_mass, with_old_logp, with_ref_logp
+from rlkit.model.forward import Policy, prepare_model, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.packing import microbatches, pack, select, unpack, with_advantages
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
@@ -31,7 +31,7 @@ SCORE = scorer(lambda text, row: float(sum(map(ord, text)) % 7), tokenizer=TOKEN
 
 
 def small_model(seed=0):
-    return prepare(tiny_model(TOKENIZER, seed=seed, **SIZES))
+    return prepare_model(tiny_model(TOKENIZER, seed=seed, **SIZES))
 
 
 def sampled(model, **params):

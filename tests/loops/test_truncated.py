@@ -14,7 +14,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
 from rlkit.loops.rl import Task
 from rlkit.loops.updates import PolicyLoss, grpo_update
-from rlkit.model.forward import Policy, forward, prepare, with_kept_mass, with_ref_logp
+from rlkit.model.forward import Policy, forward, prepare_model, with_kept_mass, with_ref_logp
 from rlkit.packing import pack, with_streams
 from rlkit.parallel.attention import as_inference
 from rlkit.rewards.scoring import scorer
@@ -28,7 +28,7 @@ PROMPT = [5, 60, 7]
 
 def small_model(seed=0):
     """Logits three times as wide as at random, so that a nucleus leaves something out."""
-    model = prepare(tiny_model(tiny_tokenizer(), seed=seed, **SIZES))
+    model = prepare_model(tiny_model(tiny_tokenizer(), seed=seed, **SIZES))
     with torch.no_grad():
         model.lm_head.weight.mul_(3)
     return model

@@ -22,7 +22,7 @@ from rlkit.loops.updates import (
 )  # fmt: skip
 from rlkit.losses import cispo, dro, gspo, ratio_stats
 from rlkit.metrics import finalize
-from rlkit.model.forward import Policy, prepare
+from rlkit.model.forward import Policy, prepare_model
 from rlkit.packing import pack, with_streams
 from rlkit.settings import Optim, Rollouts
 from rlkit.types import Trajectory
@@ -83,7 +83,7 @@ SURROGATES = {
 @pytest.mark.parametrize("loss", SURROGATES)
 def test_the_update_takes_any_surrogate_and_mean(loss, max_tokens):
     sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
-    model, lens = prepare(tiny_model(tiny_tokenizer(), **sizes)), [3, 1, 5, 2]
+    model, lens = prepare_model(tiny_model(tiny_tokenizer(), **sizes)), [3, 1, 5, 2]
     policy = Policy(model)
     batch = pack([[sample([5, 6], n) for n in lens[:2]], [sample([7, 8], n) for n in lens[2:]]])
     advantages = torch.tensor([1.0, -1.0, 0.0, 2.0]).repeat_interleave(torch.tensor(lens))

@@ -24,7 +24,7 @@ import rlkit
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model import checkpoint
 from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from rlkit.model.forward import prepare
+from rlkit.model.forward import prepare_model
 from rlkit.model.weights import export_hf
 
 
@@ -714,7 +714,7 @@ def test_export_loads_with_transformers(tmp_path, capfd):
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     logits = model(input_ids=torch.tensor([ids])).logits
     capfd.readouterr()
-    path = export_hf(prepare(model), tokenizer, tmp_path / "model")
+    path = export_hf(prepare_model(model), tokenizer, tmp_path / "model")
     assert capfd.readouterr() == ("", ""), "no progress bars of other libraries in a run's output"
     assert (path / "model.safetensors").exists()
     assert "rlkit" not in (path / "config.json").read_text()

@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlkit.model import families
 from rlkit.model.families import check_architecture, shrunk
-from rlkit.model.forward import forward, load_model, prepare
+from rlkit.model.forward import forward, load_model, prepare_model
 from rlkit.model.heads import load_reward_model, load_value_model
 from rlkit.model.parallelize import load_parallel, parallelize
 from rlkit.packing import pack
@@ -68,7 +68,7 @@ def compare(model, samples):
             ids = torch.tensor([t.prompt_ids + t.ids])
             logp = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
             true += [logp[len(t.prompt_ids) - 1 + i, x] for i, x in enumerate(t.ids)]
-        prepare(model)
+        prepare_model(model)
         batches = [pack(samples, share_prompts=share) for share in (True, False)]
         found = [forward(model, batch).logp[batch.mask] for batch in batches]
     assert torch.stack(true).std() > 0.03, "the weights are too small to tell"
@@ -122,7 +122,7 @@ def test_recurrent_and_convolutional_layers_are_refused_by_name_before_any_weigh
     config = CONFIG_MAPPING[model_type](**settings)
     match = rf"^model type '{model_type}' cannot be trained: layer type '{layer or ''}.*only full_attention and sliding"
     with pytest.raises(ValueError, match=match):
-        prepare(hf.AutoModelForCausalLM.from_config(config))
+        prepare_model(hf.AutoModelForCausalLM.from_config(config))
     config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()  # no weights
     loads = [load_model, load_value_model, load_reward_model, lambda path: load_parallel(path, None)]
@@ -193,7 +193,7 @@ def test_a_leak_between_sequences_is_found_at_any_size_of_the_weights(std):
     """The first sequence of a pack is right, and at small weights so are all, up to a tolerance."""
     torch.manual_seed(0)
     with pytest.raises(ValueError, match="'leaky' cannot be trained: its packed log-probs differ"):
-        prepare(LeakyForCausalLM(LeakyConfig(**SIZES, initializer_range=std)))
+        prepare_model(LeakyForCausalLM(LeakyConfig(**SIZES, initializer_range=std)))
 
 
 def test_sequences_past_the_limit_of_their_rotary_frequencies_are_refused():
@@ -275,7 +275,7 @@ def test_the_check_leaves_random_numbers_and_the_model_as_they_were(checked):
     torch.manual_seed(0)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))
     before, weights = torch.get_rng_state(), {n: p.clone() for n, p in model.named_parameters()}
-    prepare(model)
+    prepare_model(model)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
     assert model.config.num_attention_heads == SIZES["num_attention_heads"]
@@ -286,16 +286,16 @@ def test_a_model_whose_own_forward_fails_is_refused():
     with pytest.raises(
         ValueError, match="'xmod' cannot be trained: its own forward fails on plain text: Input language"
     ):
-        prepare(hf.XmodForCausalLM(config))
+        prepare_model(hf.XmodForCausalLM(config))
 
 
 def test_without_a_small_copy_the_model_is_checked_at_full_size(checked, monkeypatch, caplog):
     monkeypatch.setattr(families, "_MAX_SIZE", 1)
     torch.manual_seed(0)
     with caplog.at_level(logging.WARNING, logger="rlkit"):
-        prepare(hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)))
+        prepare_model(hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)))
     assert "'llama'" in caplog.text
     assert "checked at full size" in caplog.text
     assert not checked.exists()
     with pytest.raises(ValueError, match="'leaky' cannot be trained: its packed log-probs differ"):
-        prepare(LeakyForCausalLM(LeakyConfig(**SIZES, initializer_range=0.2)))
+        prepare_model(LeakyForCausalLM(LeakyConfig(**SIZES, initializer_range=0.2)))

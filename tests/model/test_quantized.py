@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.model.forward import load_model, prepare
+from rlkit.model.forward import load_model, prepare_model
 from rlkit.model.heads import load_reward_model, load_value_model
 
 SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
@@ -51,7 +51,7 @@ def test_a_model_that_transformers_dequantized_is_refused(tmp_path):
     model = tiny_model(tiny_tokenizer(), **SIZES)
     model.config.quantization_config = METHODS["fp8"]
     with pytest.raises(ValueError, match="has fp8 weights"):
-        prepare(model)
+        prepare_model(model)
 
 
 @pytest.mark.parametrize("suffix", ["weight_scale_inv", "scales", "qweight", "qzeros", "weight_packed", "weight_scale"])

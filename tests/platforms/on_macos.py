@@ -12,7 +12,7 @@ from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
 from rlkit.loops.rl import Task
-from rlkit.model.forward import prepare
+from rlkit.model.forward import prepare_model
 from rlkit.model.weights import stream_weights
 from rlkit.rewards import Sample, code, math, run_reward, scorer
 from rlkit.rollout.engines.local import LocalEngine
@@ -46,7 +46,7 @@ async def grade(answers: list[str]) -> list[float]:
 
 
 async def train(folder: Path, *, steps: int, resume: bool) -> None:
-    model = prepare(tiny_model(TOKENIZER, **SIZES))
+    model = prepare_model(tiny_model(TOKENIZER, **SIZES))
     await grpo(
         model, TOKENIZER, LocalEngine(model, max_len=64),
         Task(PROMPTS, scorer(ascii_share, tokenizer=TOKENIZER, timeout_s=60)),
@@ -61,7 +61,7 @@ async def in_a_process(folder: Path) -> list[int]:
     params = SamplingParams(max_new_tokens=2)
     async with await launch(folder, max_len=32) as engine:
         before = await engine.generate([5, 6], params=params)
-        await engine.update_weights(stream_weights(prepare(tiny_model(TOKENIZER, seed=1, **SIZES))), version=1)
+        await engine.update_weights(stream_weights(prepare_model(tiny_model(TOKENIZER, seed=1, **SIZES))), version=1)
         after = await engine.generate([5, 6], params=params)
     return [*before.versions, *after.versions]
 

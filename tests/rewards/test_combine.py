@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlkit.compat.rewards import adapted
 from rlkit.loops.evaluate import rollout_metrics
 from rlkit.objectives import tchebycheff
 from rlkit.rewards import RewardError, Sample, run_reward, run_reward_each
@@ -179,7 +180,7 @@ async def test_functions_of_five_libraries_are_summed():
     def of_messages(messages, answer):
         return float(messages == ["said"]) + float(answer == "4")
 
-    functions = {f.__name__: f for f in (of_trl, of_verl, of_openrlhf, of_slime, of_rl2, of_messages)}
+    functions = {f.__name__: adapted(f) for f in (of_trl, of_verl, of_openrlhf, of_slime, of_rl2, of_messages)}
     weights = {name: 10.0**i for i, name in enumerate(functions)}
     row = {"prompt": "q", "solution": "4", "level": 3}
     extra = {"completion_ids": [7, 7], "messages": ["said"]}

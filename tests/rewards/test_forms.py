@@ -271,7 +271,7 @@ def judged(function, row, answers=ANSWERS):
 
         return sample
 
-    score = scorer(function, tokenizer=tokenizer, timeout_s=60)
+    score = scorer(adapted(function), tokenizer=tokenizer, timeout_s=60)
     return asyncio.run(sample_group(Prompt([1], row, 0), [says(text) for text in answers], score=score))
 
 

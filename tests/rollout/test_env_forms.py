@@ -14,7 +14,7 @@ SOURCE = '''
 from functools import partial
 from types import SimpleNamespace
 
-from rlkit.compat import envs as adapters
+from rlkit.compat import envs
 from rlkit.rollout.envs.chat import Chat
 from rlkit.rollout.envs.gym import Step
 from rlkit.types import Trajectory
@@ -73,7 +73,7 @@ class AgentInstance:
         return {"rewards": 0.75, "scores": 0.5, "environment_feedback": "no: ", "done": True}
 
 
-rl2 = partial(adapters.rl2, step)
+rl2 = partial(envs.rl2, step)
 
 
 def interact(messages):

@@ -9,7 +9,7 @@ from scripted import Script, check_exact, prompt_of, tokenizer_with
 
 from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_model
-from rlkit.model.forward import forward, prepare
+from rlkit.model.forward import forward, prepare_model
 from rlkit.packing import pack
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.chat import Chat
@@ -166,7 +166,7 @@ async def test_a_wrong_step_result_is_an_error_that_names_the_environment(said):
 def babble(tokenizer):
     """Turns of a random model instead of a script."""
     sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
-    return prepare(tiny_model(tokenizer, **sizes, seed=1))
+    return prepare_model(tiny_model(tokenizer, **sizes, seed=1))
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen3", "llama3"])

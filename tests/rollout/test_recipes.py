@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
-from rlkit.compat import envs as adapters
+from rlkit.compat import envs
 from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rollout.calling import is_async
@@ -33,7 +33,7 @@ def run(marker, **given):
     (block,) = [b for b in BLOCKS if marker in b]
     names = {
         "Chat": Chat, "Step": Step, "gym_env": gym_env, "limited": limited, "SamplingParams": SamplingParams,
-        "rl_prompts": rl_prompts, "tool_env": tool_env, "agent_env": agent_env, "adapters": adapters,
+        "rl_prompts": rl_prompts, "tool_env": tool_env, "agent_env": agent_env, "envs": envs,
         "partial": partial,
     }  # fmt: skip
     space = names | given
@@ -112,15 +112,15 @@ async def test_the_lines_for_the_command_line(tmp_path):
     asked = SimpleNamespace(make=lambda name: asked)
     vf_env = SimpleNamespace()
     given = {"step": None, "gymnasium": asked, "gem": asked, "textarena": asked, "agent": None}
-    made = run("partial(adapters.rl2, step)", **given, load_environment=lambda: vf_env)
+    made = run("partial(envs.rl2, step)", **given, load_environment=lambda: vf_env)
     for function in (made.game, made.guess, made.tictactoe, made.wiki):
         assert is_async(function(tokenizer))
     (tmp_path / "my_env.py").write_text(
-        "from functools import partial\nfrom rlkit.compat import envs as adapters\n"
+        "from functools import partial\nfrom rlkit.compat import envs\n"
         "async def step(state, action, extra_info):\n"
         "    right = float(action == extra_info['answer'])\n"
         "    return {'next_state': state + action, 'reward': right, 'score': right, 'done': True}\n"
-        "env = partial(adapters.rl2, step)\n"
+        "env = partial(envs.rl2, step)\n"
     )
     episodes = Episodes(env=f"{tmp_path / 'my_env.py'}:env")
     env, _ = environment(SimpleNamespace(episodes=episodes, rollouts=Rollouts()), tokenizer)

@@ -137,7 +137,7 @@ from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo_sync
 from rlkit.loops.rl import Task
-from rlkit.model.forward import prepare
+from rlkit.model.forward import prepare_model
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.process import launch
 from rlkit.settings import Rollouts, Schedule
@@ -152,7 +152,7 @@ async def cell():
     rollouts = Rollouts(prompts_per_step=2, group_size=2, max_new_tokens=4, overlap=True)
     score = scorer(lambda completion, row: len(set(completion)) / 8, tokenizer=tokenizer, timeout_s=30)
     task, schedule = Task(prompts, score), Schedule(folder / "run", steps=3)
-    return grpo_sync(prepare(model), tokenizer, engine, task, rollouts, schedule)
+    return grpo_sync(prepare_model(model), tokenizer, engine, task, rollouts, schedule)
 if __name__ == "__main__":
     print(asyncio.run(cell()))
 """

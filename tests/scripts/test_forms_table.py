@@ -449,8 +449,9 @@ def test_wrong_columns_are_refused_before_torch_is_loaded(tmp_path):
 
     path = write(tmp_path / "data.jsonl", [{"query": "hi"}])
     code = (
-        "import sys\nfrom rlkit.data.forms import SFT, check_columns\nfrom rlkit.data.load import load_rows\n"
-        f"try:\n    check_columns(load_rows({str(path)!r}), *SFT)\nexcept ValueError as error:\n    print(error)\n"
+        "import sys\nfrom rlkit.compat.rows import read\nfrom rlkit.data.rows import SFT\n"
+        "from rlkit.data.load import load_rows\n"
+        f"try:\n    read(load_rows({str(path)!r}), *SFT)\nexcept ValueError as error:\n    print(error)\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

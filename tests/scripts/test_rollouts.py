@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 import torch
 from scripted import Script, check_exact, tokenizer_with
 
-from rlkit.data.forms import PROMPT
 from rlkit.data.prompts import Prompt
+from rlkit.data.rows import PROMPT
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.losses import cispo, gmpo, gspo, ppo_clip, sapo, seq_mean, token_mean
 from rlkit.packing import pack, with_streams

@@ -57,14 +57,14 @@ from pathlib import Path
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo, grpo_sync
 from rlkit.loops.rl import Task
-from rlkit.model.forward import prepare
+from rlkit.model.forward import prepare_model
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.settings import Optim, Rollouts, Schedule
 
 tokenizer = tiny_tokenizer()
 sizes = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 32}
-model = prepare(tiny_model(tokenizer, **sizes))
+model = prepare_model(tiny_model(tokenizer, **sizes))
 model.save_pretrained("model"), tokenizer.save_pretrained("model")
 Path("train.jsonl").write_text("".join(json.dumps({"prompt": str(i)}) + chr(10) for i in range(20)))
 Path("reward.py").write_text("def score(completion, row):\\n    return len(set(completion)) / 8\\n")

@@ -69,7 +69,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ran:
+class Execution:
     """How a program ended. `reason` is empty if it exited with code 0, otherwise it says what happened. `cpu_s` is nan
     for a remote sandbox.
     """
@@ -88,7 +88,7 @@ async def run(
     limits: Limits = Limits(),
     packages: Sequence[str] = (),
     url: str | None = None,
-) -> Ran:
+) -> Execution:
     """Run a Python program as `python solution.py` does, with `stdin` as its input.
 
     At most as many programs run at once as there are cores; the wait for a core does not count against a reward's
@@ -127,7 +127,7 @@ async def run_tests(
     solution = Child("solution", ["", -1, -1, source], limits, packages)
     testing = Child("tests", ["", None, None, json.dumps(task)], limits, packages)
 
-    def work() -> tuple[Ran, Ran]:
+    def work() -> tuple[Execution, Execution]:
         ends = socket.socketpair()
         with ends[0], ends[1]:
             solution.start(ends[0].fileno())
@@ -283,7 +283,7 @@ class Child:
         if self._cancelled:
             self.cancel()
 
-    def wait(self) -> Ran:
+    def wait(self) -> Execution:
         """Start it if need be, read what it writes, and return how it ended."""
         if self._control is None:
             self.start()
@@ -300,7 +300,7 @@ class Child:
             raise SandboxError("the server died while the child was running")
         if "began" not in end and end["reason"] == "exit":
             raise SandboxError(f"the process ended before it was isolated: {err.strip()[:300]}")
-        return Ran(self._reason(end, err, flooded), out, err, end["wall_s"], end["cpu_s"])
+        return Execution(self._reason(end, err, flooded), out, err, end["wall_s"], end["cpu_s"])
 
     def _end(self) -> dict[str, Any]:
         """What the child and the server report about it."""
@@ -383,7 +383,7 @@ def _ways_out() -> str:
     )
 
 
-async def _run_remotely(url: str, source: str, stdin: str, limits: Limits) -> Ran:
+async def _run_remotely(url: str, source: str, stdin: str, limits: Limits) -> Execution:
     """Have a SandboxFusion server run a program: https://bytedance.github.io/SandboxFusion, `POST /run_code`."""
     sent, given = (text.encode("utf-8", "replace").decode() for text in (source, stdin))  # JSON has no lone surrogates
     request = {"language": "python", "code": sent, "stdin": given, "compile_timeout": 10, "run_timeout": limits.wall_s}
@@ -404,7 +404,7 @@ async def _run_remotely(url: str, source: str, stdin: str, limits: Limits) -> Ra
     else:
         reason = _ended(code, stderr, limits)
     wall_s = float(ran.get("execution_time") or 0.0)
-    return Ran(reason, stdout[: limits.output_bytes], stderr[:_STDERR_BYTES], wall_s, math.nan)
+    return Execution(reason, stdout[: limits.output_bytes], stderr[:_STDERR_BYTES], wall_s, math.nan)
 
 
 def _close(fds: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.data.chat import Message, render, turn_tokens
-from rlkit.data.convert import row_template_args
+from rlkit.data.messages import row_template_args
 from rlkit.data.prompts import joined_parts, prompt_messages
 from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.rollout import Prompt, Sampler

@@ -34,8 +34,9 @@ FUNCTIONS = {
 async def test_trls_rewards_and_their_weighted_sum(solution):
     rows = [{"prompt": PROMPT, "solution": SOLUTIONS[solution]} for _ in TEXTS]
     samples = [Sample(t, r, 0, {"completion_ids": i}) for t, r, i in zip(TEXTS, rows, IDS)]
+    ours = {name: adapted(function) for name, function in FUNCTIONS.items()}
     weights = dict(zip(FUNCTIONS, (1.0, 0.5, 0.25, 2.0, 0.125, 3.0)))
-    found = await run_reward(weighted(FUNCTIONS, weights=weights, timeout_s=120), samples, timeout_s=120)
+    found = await run_reward(weighted(ours, weights=weights, timeout_s=120), samples, timeout_s=120)
     completions = [[{"role": "assistant", "content": text}] for text in TEXTS]
     given = {"prompts": [PROMPT] * 4, "completions": completions, "completion_ids": IDS}
     given["solution"] = [SOLUTIONS[solution]] * 4

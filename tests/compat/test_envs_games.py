@@ -15,7 +15,7 @@ import pytest
 from foreign import BOTH, user_says, with_row
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
-from rlkit.compat import envs as adapters
+from rlkit.compat import envs
 from rlkit.data.prompts import rl_prompts
 from rlkit.rollout.rollout import sample_group
 
@@ -61,7 +61,7 @@ async def test_gymnasium(real):
     gymnasium.__name__ = "gymnasium" if real else "stand-in"
     game = secret_game(gymnasium)
     prompt = with_row(tokenizer, {"prompt": "number"}, index=5)
-    for env in (adapters.gymnasium(lambda _: game(), tokenizer), adapters.adapted(game, tokenizer)):
+    for env in (envs.gymnasium(lambda _: game(), tokenizer), envs.adapted(game, tokenizer)):
         script = Script(tokenizer, "3", "4", "5")
         (piece,) = await env(prompt, script)
         check_exact([piece], script.calls)
@@ -77,7 +77,7 @@ async def test_gymnasium(real):
         with pytest.raises(error, match=message) as raised:
             await sample_group(prompt, [Script(tokenizer, said)], env=env)
         assert raised.value.__notes__ == ["in an episode of row 6"]
-    env = adapters.gymnasium(lambda _: game(), tokenizer, token_rewards=True)
+    env = envs.gymnasium(lambda _: game(), tokenizer, token_rewards=True)
     (piece,) = await env(prompt, Script(tokenizer, "3", "5"))
     assert (piece.reward, piece.score, piece.token_rewards[-1]) == (0.0, 1.0, 1.0)
 
@@ -92,7 +92,7 @@ async def test_a_game_that_gymnasium_ships_through_its_own_wrappers():
         lake = gymnasium.wrappers.TransformObservation(lake, lambda at: f"you are at {at}", text)
         return gymnasium.wrappers.TransformAction(lake, lambda said: ["left", "down", "right", "up"].index(said), text)
 
-    env = adapters.gymnasium(make, tokenizer)
+    env = envs.gymnasium(make, tokenizer)
     script = Script(tokenizer, "down", "down", "right", "right", "down", "right")
     (piece,) = await env(with_row(tokenizer, {"steps": 9}), script)
     check_exact([piece], script.calls)
@@ -128,7 +128,7 @@ def gem_stand_in():
 async def test_gem(real):
     gem = pytest.importorskip("gem") if real else gem_stand_in()
     tokenizer = tokenizer_with("chatml")
-    env = adapters.gem(lambda prompt: gem.make(prompt.row["env"]), tokenizer)
+    env = envs.gem(lambda prompt: gem.make(prompt.row["env"]), tokenizer)
     rows = [{"prompt": "-", "env": "game:GuessTheNumber-v0-hard"}] * 4
     prompts = rl_prompts(rows, tokenizer=tokenizer, max_prompt_tokens=99)[0]
 
@@ -162,7 +162,7 @@ async def test_gem(real):
     (piece,) = await env(prompts[0], Script(tokenizer, "I do not know"))
     assert piece.reward == -0.1
     if real:
-        (piece,) = await adapters.adapted(type(gem.make("game:GuessTheNumber-v0-hard").unwrapped), tokenizer)(
+        (piece,) = await envs.adapted(type(gem.make("game:GuessTheNumber-v0-hard").unwrapped), tokenizer)(
             prompts[0], Script(tokenizer, "I do not know")
         )
         assert piece.reward == -0.1
@@ -209,7 +209,7 @@ async def test_textarena():
         heard.append(text)
         return next(said)
 
-    env = adapters.textarena(lambda _: ta.make("Names-v0-raw"), tokenizer, opponents=[opponent])
+    env = envs.textarena(lambda _: ta.make("Names-v0-raw"), tokenizer, opponents=[opponent])
     for turns, reward in ((["bea", "ben"], -1.0), (["bea", "ann"], 1.0)):
         script = Script(tokenizer, *turns)
         (piece,) = await env(prompt_of(tokenizer), script)
@@ -218,13 +218,13 @@ async def test_textarena():
         assert user_says(piece)[1:] == ["[Player 1] bob"]
     assert heard[1] == heard[0] + "\n[Player 1] bob\n[Player 0] ben"
     with pytest.raises(TypeError, match="'NAME-raw'"):
-        await adapters.textarena(lambda _: ta.make("Names-v0"), tokenizer)(prompt_of(tokenizer), Script(tokenizer))
+        await envs.textarena(lambda _: ta.make("Names-v0"), tokenizer)(prompt_of(tokenizer), Script(tokenizer))
 
 
 @pytest.mark.slow
 async def test_textarena_with_the_package():
     ta, tokenizer = pytest.importorskip("textarena"), tokenizer_with("chatml")
-    alone = adapters.textarena(lambda _: ta.make("GuessTheNumber-v0-raw"), tokenizer)
+    alone = envs.textarena(lambda _: ta.make("GuessTheNumber-v0-raw"), tokenizer)
 
     async def secret_of(index):
         script = Script(tokenizer, *(f"[{n}]" for n in range(1, 12)))
@@ -240,12 +240,12 @@ async def test_textarena_with_the_package():
 
     game = type(ta.make("GuessTheNumber-v0-raw"))
     script = Script(tokenizer, "[21]", "[22]")  # out of range, twice
-    (piece,) = await adapters.adapted(game, tokenizer)(prompt_of(tokenizer), script)
+    (piece,) = await envs.adapted(game, tokenizer)(prompt_of(tokenizer), script)
     check_exact([piece], script.calls)
     assert "invalid move" in user_says(piece)[1]
 
     wins = iter(["[4]", "[0]"])  # a column of tic-tac-toe
-    against = adapters.textarena(lambda _: ta.make("TicTacToe-v0-raw"), tokenizer, opponents=[lambda text: next(wins)])
+    against = envs.textarena(lambda _: ta.make("TicTacToe-v0-raw"), tokenizer, opponents=[lambda text: next(wins)])
     script = Script(tokenizer, "[2]", "[5]", "[8]")
     (piece,) = await against(prompt_of(tokenizer), script)
     check_exact([piece], script.calls)
@@ -253,7 +253,7 @@ async def test_textarena_with_the_package():
     assert "[Player 1] [4]" in user_says(piece)[1]
     assert "[Player 0] [2]" not in user_says(piece)[1]
     with pytest.raises(TypeError, match="'NAME-raw'"):
-        await adapters.textarena(lambda _: ta.make("GuessTheNumber-v0"), tokenizer)(prompt_of(tokenizer), script)
+        await envs.textarena(lambda _: ta.make("GuessTheNumber-v0"), tokenizer)(prompt_of(tokenizer), script)
 
 
 def openenv_client(sync):
@@ -290,7 +290,7 @@ def openenv_client(sync):
 async def test_openenv(sync):
     tokenizer, client = tokenizer_with("chatml"), openenv_client(sync)
     ways = {"act": lambda text: {"message": text}, "show": lambda seen: seen["echo"]}
-    env = adapters.openenv(lambda _: client(), tokenizer, **ways)
+    env = envs.openenv(lambda _: client(), tokenizer, **ways)
     script = Script(tokenizer, "6", "7")
     (piece,) = await env(with_row(tokenizer, {}, index=7), script)
     check_exact([piece], script.calls)
@@ -349,7 +349,7 @@ async def test_openenv_with_the_package(openenv_server, sync):
         return client.sync() if sync else client
 
     ways = {"act": lambda text: {"message": text}, "show": lambda seen: seen["echo"]}
-    env = adapters.openenv(connect, tokenizer, **ways)
+    env = envs.openenv(connect, tokenizer, **ways)
     scripts = [Script(tokenizer, "6", "7"), Script(tokenizer, "7")]
     group = await sample_group(with_row(tokenizer, {}, index=7), scripts, env=env)
     for piece, script in zip(group, scripts, strict=True):

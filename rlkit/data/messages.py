@@ -1,107 +1,44 @@
-"""Rows of other libraries in rlkit's columns: `messages` or `prompt`, `completion`, `chosen`, `rejected`, `label`."""
+"""Messages, tools and template arguments of a row, from the encodings that files have them in."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from os.path import commonprefix
 from typing import Any
 
-from rlkit.data.columns import is_copied, is_empty, truth, without_nulls
+from rlkit.data.columns import is_empty, truth, without_nulls
 from rlkit.data.load import Row, as_messages, column_error, turns_of_text
 
+_NONE: Set[str] = frozenset()
 _MESSAGES = ("messages", "prompt", "completion", "response", "chosen", "rejected")
-_ROLES, _TEXTS = ("user", "assistant"), ("input", "output")
 CALLS = ("function_call", "tool_call")  # roles of LLaMA-Factory and ms-swift: the turn's text is a call
 
 
 class Converted(dict[str, Any]):
-    """A row with columns of rlkit's beside its own; `own` is the row as it was, `source` the form that it is in."""
+    """A row in rlkit's columns, and how it stands in the file.
 
-    def __init__(self, own: Row, columns: Row, source: Any = None) -> None:
+    own: the row as it is there.
+    form: the name of the form that it is in there, "" if the columns are rlkit's.
+    made_of: the columns there that its prompt is made of.
+    used: all columns there that it is made of.
+    replaced: columns there that are not read, since it has their names for others.
+    """
+
+    def __init__(
+        self, own: Row, columns: Row, *, form: str = "", made_of: Sequence[str] = (), used: Set[str] = _NONE,
+        replaced: Set[str] = _NONE,
+    ) -> None:  # fmt: skip
         super().__init__(own)
         self.update(columns)
-        self.own, self.source = getattr(own, "own", own), source
+        self.own, self.form = getattr(own, "own", own), getattr(own, "form", form)
+        self.made_of, self.used = getattr(own, "made_of", made_of), getattr(own, "used", used)
+        self.replaced = getattr(own, "replaced", replaced)
 
 
-def sharegpt(row: Row) -> Row:
-    """`{conversations}`, with an optional system message in `system` and KTO label in `kto_tag` (LLaMA-Factory)."""
-    found = messages_of(row["conversations"])
-    if isinstance(found, list) and [turn.get("role") for turn in mappings(found)][:1] != ["system"]:
-        found = [*_system(row), *found]
-    return {"messages": found, **_label(row)}
-
-
-def conversation(row: Row) -> Row:
-    """`{conversation}`, of messages, or of turns with an `input` and an `output` (Capybara)."""
-    found = messages_of(row["conversation"])
-    if all({"input", "output"} <= {*turn} for turn in mappings(found)):
-        found = [_message(role, turn[name]) for turn in found for role, name in zip(_ROLES, _TEXTS, strict=True)]
-    return {"messages": [*_system(row), *found], **_label(row)}
-
-
-def alpaca(row: Row) -> Row:
-    """`{instruction, input, output}`: the prompt is `instruction` and `input`, on a line each, as in LLaMA-Factory.
-
-    The answer may be called `response`, and the input `context` (Dolly). With `history`, messages or pairs of an
-    instruction and a response, the row is a conversation whose turns all train.
-    """
-    names = [name for name in ("instruction", "input", "context") if not is_empty(row.get(name))]
-    for name in names:
-        if not isinstance(row[name], str):
-            raise ValueError(f"column {name!r} must be a string, got {repr(row[name])[:80]}")
-    prompt = "\n".join(row[name] for name in names)
-    history = _history(row.get("history"))
-    turns = [*_system(row), *history, _message("user", prompt)]
-    answer = _completion(row, "output", "response", "completion")
-    if history and answer:
-        return {"messages": [*turns, _message("assistant", answer["completion"])], **_label(row)}
-    context = {"messages": turns} if len(turns) > 1 else {"prompt": prompt}
-    return {**context, **answer, **_label(row)}
-
-
-def llama_factory(row: Row) -> Row:
-    """`{prompt, query, response}`: an Alpaca row in the names that LLaMA-Factory's `columns` give it."""
-    query = row.get("query") or ""
-    if is_copied(query, [row["prompt"]]):
-        query = ""  # the question again, beside the prompt that was made of it
-    return alpaca({**row, "instruction": row["prompt"], "input": query, "context": None, "output": row.get("response")})
-
-
-def question(row: Row) -> Row:
-    """`{question, answer}`, or with `response` (OpenOrca) or a pair of answers."""
-    return {"prompt": row["question"], **_completion(row, "response", "completion", "answer")}
-
-
-def problem(row: Row) -> Row:
-    """`{problem, solution}`; a row with only the final `answer` is a prompt."""
-    return {"prompt": row["problem"], **_completion(row, "response", "completion", "solution")}
-
-
-def openrlhf(row: Row) -> Row:
-    """`{input, output}`, or a whole conversation in `input`."""
-    name = "prompt" if isinstance(row["input"], str) else "messages"
-    return {name: row["input"], **_completion(row, "output")}
-
-
-def context(row: Row) -> Row:
-    """The prompt as messages in `context`, or in `context_messages`; null where `context` holds anything else."""
-    messages = messages_of(row.get("context_messages") or row.get("context"))
-    return {"messages": messages if all("role" in turn for turn in mappings(messages)) else None}
-
-
-def openai_pair(row: Row) -> Row:
-    """`{input: {messages, tools}, preferred_output, non_preferred_output}` of OpenAI's preference files."""
-    given = row["input"]
-    if "messages" not in given:
-        raise ValueError(f"'input' must have 'messages', got {sorted(given)}")
-    pair = {"chosen": row["preferred_output"], "rejected": row["non_preferred_output"]}
-    return {"messages": given["messages"], "tools": given.get("tools"), **pair}
-
-
-def one_message(row: Row) -> Row:
+def decoded(row: Row) -> Row:
     """The columns that hold one message, turns of `from`, or the JSON text of messages, as lists of messages.
 
     An answer that is JSON text is read if all its objects are messages: a role that is known, and content.
@@ -246,28 +183,6 @@ def mappings(value: Any) -> list[Mapping[str, Any]]:
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
 
 
-def _message(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
-def _system(row: Row) -> list[dict[str, Any]]:
-    return [_message("system", row["system"])] if row.get("system") else []
-
-
-def _history(value: Any) -> list[dict[str, Any]]:
-    """Earlier turns: messages, or pairs of an instruction and a response, or the JSON text of either."""
-    value = () if is_empty(value) else messages_of(json_of(value))
-    if isinstance(value, list | tuple):
-        if all(isinstance(turn, Mapping) and "role" in turn for turn in value):
-            return [dict(turn) for turn in value]
-        if all(isinstance(pair, list | tuple) and len(pair) == len(_ROLES) for pair in value):
-            return [_message(role, text) for pair in value for role, text in zip(_ROLES, pair, strict=True)]
-    raise ValueError(
-        "column 'history' must be a list of messages or of pairs [instruction, response], or its JSON text, got "
-        f"{repr(value)[:80]}"
-    )
-
-
 def _call(given: Any) -> Any:
     """A tool call with its arguments as an object."""
     if not isinstance(given, Mapping):
@@ -279,13 +194,3 @@ def _call(given: Any) -> Any:
     arguments = json_of(function.get("arguments", {}))
     arguments = without_nulls(arguments) if isinstance(arguments, Mapping) else function.get("arguments")
     return {**given, "function": {**function, "arguments": arguments}}
-
-
-def _completion(row: Row, *names: str) -> Row:
-    """The first of the columns that the row has, as `completion`."""
-    name = next((name for name in names if row.get(name) is not None), None)
-    return {new: row[name] for new in ("completion", "response") if new in {*row, "completion"}} if name else {}
-
-
-def _label(row: Row) -> Row:
-    return {"label": row["kto_tag"]} if row.get("kto_tag") is not None else {}

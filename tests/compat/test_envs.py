@@ -11,7 +11,8 @@ import pytest
 from foreign import BOTH, user_says, with_row
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
-from rlkit.compat import envs as adapters
+from rlkit.compat import envs
+from rlkit.compat.rewards import adapted
 from rlkit.data.prompts import rl_prompts
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.limits import limited
@@ -43,7 +44,7 @@ async def rl2_env_step(sample):
 async def test_rl2(step):
     tokenizer = tokenizer_with("chatml")
     prompt = with_row(tokenizer, {"prompt": "question", "extra_info": {"answer": 1}})
-    for env in (adapters.rl2(step, tokenizer), adapters.adapted(step, tokenizer)):
+    for env in (envs.rl2(step, tokenizer), envs.adapted(step, tokenizer)):
         script = Script(tokenizer, "a", " b ", "c", "d")
         pieces = await env(prompt, script)
         check_exact(pieces, script.calls)
@@ -62,18 +63,18 @@ async def test_rl2(step):
 async def test_rl2_rewards_of_turns_a_reset_and_a_missing_state():
     tokenizer = tokenizer_with("chatml")
     prompt = with_row(tokenizer, {"prompt": "question"})
-    env = adapters.rl2(rl2_step, tokenizer, token_rewards=True)
+    env = envs.rl2(rl2_step, tokenizer, token_rewards=True)
     pieces = await env(prompt, Script(tokenizer, "a", " b ", "c", "d"))
     assert [p.reward for p in pieces] == [0.0, 0.0]
     assert [[r for r in p.token_rewards if r] for p in pieces] == [[0.25] * 3, [0.25]]
-    cut = limited(adapters.rl2(rl2_step, tokenizer), max_turns=2)
+    cut = limited(envs.rl2(rl2_step, tokenizer), max_turns=2)
     pieces = await cut(prompt, Script(tokenizer, "a", " b "))
     assert (pieces[0].reward, pieces[0].truncated) == (0.5, True)
 
     async def reset(extra_info):
         return "a game: ", {**extra_info, "turn": 2}
 
-    env = adapters.rl2(rl2_step, tokenizer, reset=reset)
+    env = envs.rl2(rl2_step, tokenizer, reset=reset)
     script = Script(tokenizer, "c", "d")
     pieces = await env(prompt, script)
     check_exact(pieces, script.calls)
@@ -83,7 +84,7 @@ async def test_rl2_rewards_of_turns_a_reset_and_a_missing_state():
         return {"next_state": None, "reward": 0.0, "score": 0.0, "done": False, "extra_info": extra_info}
 
     with pytest.raises(TypeError, match="next_state must be text where done is false, got None") as raised:
-        await sample_group(prompt, [Script(tokenizer, "a")], env=adapters.rl2(no_state, tokenizer))
+        await sample_group(prompt, [Script(tokenizer, "a")], env=envs.rl2(no_state, tokenizer))
     assert raised.value.__notes__ == ["in an episode of row 1"]
 
 
@@ -98,8 +99,8 @@ async def test_rl2_interact_and_reward_fn():
     def reward_fn(messages, answer):
         return float(messages[-1]["content"] == answer) + 0.1 * len(messages)
 
-    score = scorer(reward_fn, tokenizer=tokenizer, timeout_s=30.0)
-    for env in (adapters.interact(interact, tokenizer), adapters.adapted(interact, tokenizer)):
+    score = scorer(adapted(reward_fn), tokenizer=tokenizer, timeout_s=30.0)
+    for env in (envs.interact(interact, tokenizer), envs.adapted(interact, tokenizer)):
         scripts = [Script(tokenizer, "<search>x</search><search>y</search>", "42"), Script(tokenizer, "41")]
         group = await sample_group(prompt_of(tokenizer), scripts, env=env, score=score)
         for t, script in zip(group, scripts, strict=True):
@@ -176,7 +177,7 @@ def rl4llm_env(real, tokenizer, max_steps=3):
 @BOTH
 async def test_rl4llm(real):
     tokenizer = tokenizer_with("chatml")
-    env = adapters.rl4llm(rl4llm_env(real, tokenizer), tokenizer)
+    env = envs.rl4llm(rl4llm_env(real, tokenizer), tokenizer)
     row = {"messages": [{"role": "user", "content": "q"}], "ground_truth": "7"}
     prompt = rl_prompts([row], tokenizer=tokenizer, max_prompt_tokens=99)[0][0]
     call_f = ' <tool_call>{"name": "f", "arguments": {}}</tool_call>\n'
@@ -207,13 +208,13 @@ async def test_what_is_recognised():
         def step(self, turn):
             return "", float(turn.text == self.answer), True
 
-    (piece,) = await adapters.adapted(Game, tokenizer)(prompt_of(tokenizer), Script(tokenizer, "42"))
+    (piece,) = await envs.adapted(Game, tokenizer)(prompt_of(tokenizer), Script(tokenizer, "42"))
     assert piece.reward == 1.0
 
     async def env(prompt, sample):
         raise NotImplementedError
 
-    for other in (env, lambda tokenizer: env, partial(adapters.rl2, rl2_step), partial(adapters.gem, Game)):
-        assert adapters.adapted(other, tokenizer) is None
-    made = partial(adapters.rl2, rl2_step)(tokenizer)
+    for other in (env, lambda tokenizer: env, partial(envs.rl2, rl2_step), partial(envs.gem, Game)):
+        assert envs.adapted(other, tokenizer) is None
+    made = partial(envs.rl2, rl2_step)(tokenizer)
     assert len(await made(prompt_of(tokenizer), Script(tokenizer, "a", " b ", "c", "d"))) == 2

@@ -1,74 +1,33 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 from functools import partial
 
 import datasets
 import pytest
 import torch
 
-from rlkit.compat import rewards as adapters
+from rlkit.compat import rewards
 from rlkit.compat.rewards import with_messages
-from rlkit.data import Prompt
 from rlkit.data.load import load_rows
 from rlkit.data.tiny import tiny_tokenizer
-from rlkit.packing import pack
-from rlkit.rewards import RewardError, Sample, code, env_rewards, run_reward, scorer
+from rlkit.rewards import RewardError, Sample, code, run_reward
 from rlkit.rewards import math as math_rewards
 from rlkit.rewards import text as text_rewards
 from rlkit.rewards.call import check_signature
 from rlkit.rewards.combine import weighted
-from rlkit.rollout.envs.gym import Step, Turns, gym_env
-from rlkit.rollout.rollout import sample_group
-from rlkit.types import Completion, Trajectory
+from rlkit.rewards.rows import check_rows
+from rlkit.types import Trajectory
 
 TOKENIZER = tiny_tokenizer()
 END = 258
 
-ADAPTERS = dict(adapters._ADAPTERS)
+ADAPTERS = dict(rewards._ADAPTERS)
 
 
 def trajectory(ids, mask=None, **fields):
     mask = [True] * len(ids) if mask is None else mask
     return Trajectory([1, 2], ids, mask, [0.0] * len(ids), [0] * len(ids), **fields)
-
-
-async def test_scorer_fills_rewards_scores_and_metrics_in():
-    def judge(completion, row, truncated, prompt_ids, completion_ids, finish_reason):
-        correct = completion == row["answer"]
-        return {"reward": correct - truncated, "score": correct, "num": len(prompt_ids) * len(completion_ids)}
-
-    prompt = Prompt([1, 2], {"answer": "ab"}, 7)
-    group = [
-        trajectory([*b"ab", END], info={"finish_reason": "stop"}),
-        trajectory([*b"ab"], truncated=True, info={"finish_reason": "length"}),
-        trajectory([*b"ba", END], reward=5.0, info={"finish_reason": "stop"}),
-    ]
-    out = await scorer(judge, tokenizer=TOKENIZER, timeout_s=5)(prompt, group)
-    assert [(t.reward, t.score) for t in out] == [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
-    assert out[0].info == {"finish_reason": "stop", "metrics": {"num": 6.0}}
-    assert group[0].info == {"finish_reason": "stop"}
-    assert [t.ids for t in out] == [t.ids for t in group]
-
-
-async def test_the_completion_of_several_turns_is_the_last_sampled_one():
-    seen = []
-
-    def judge(completions, rows):
-        seen.extend(completions)
-        return [0.0] * len(rows)
-
-    ids = [*b"ab", END, *b"tool", *b"cd", END]
-    mask = [True] * 3 + [False] * 4 + [True] * 3
-    group = [
-        trajectory(ids, mask),
-        trajectory([*ids, *b"x"], [*mask, False]),
-        trajectory([9, 9], [False, False]),
-        trajectory([]),
-    ]
-    await scorer(judge, tokenizer=TOKENIZER, timeout_s=5)(Prompt([1], {}, 0), group)
-    assert seen == ["cd", "cd", "", ""]
 
 
 async def test_a_function_of_messages_and_answer():
@@ -81,162 +40,6 @@ async def test_a_function_of_messages_and_answer():
     assert [r.reward for r in await run_reward(with_messages(reward_fn), items, timeout_s=5)] == [2.5, 2.0]
     items = [Sample("b", row, 0, {"messages": talk})]
     assert [r.reward for r in await run_reward(with_messages(reward_fn), items, timeout_s=5)] == [5.0]
-
-
-async def test_texts_of_the_function_go_to_the_notes():
-    def judge(completion, row):
-        return {"reward": 0.0, "reason": f"{completion} is late"}
-
-    (out,) = await scorer(judge, tokenizer=TOKENIZER, timeout_s=60)(Prompt([1], {}, 0), [trajectory([*b"ab", END])])
-    assert out.info == {"notes": {"reason": "ab is late"}}
-
-
-async def test_a_sample_that_failed_neither_trains_nor_moves_the_baseline():
-    async def judge(completion, row):
-        return {"reward": {"a": 1.0, "b": 4.0}[completion], "n": 2}
-
-    group = [trajectory([*text.encode(), END], info={"kept": 1}) for text in ("a", "c", "b")]
-    out = await scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=0.34)(Prompt([1, 2], {}, 0), group)
-    assert [t.reward for t in out] == [1.0, 2.5, 4.0]
-    assert [t.info["metrics"] for t in out] == [{"n": 2.0, "failed": 0.0}, {"failed": 1.0}, {"n": 2.0, "failed": 0.0}]
-    assert out[1].info["error"].startswith("KeyError: 'c'")
-    assert [t.info["kept"] for t in out] == [1, 1, 1]
-    batch = pack([out])
-    per_seq = [batch.mask[a:b].sum().item() for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:])]
-    assert per_seq == [2, 0, 2]
-    assert torch.equal(batch.rewards - batch.rewards.mean(), torch.tensor([-1.5, 0.0, 1.5]))
-    for limit in (0.0, 0.005):
-        with pytest.raises(RewardError, match="KeyError: 'c'"):
-            await scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=limit)(Prompt([1, 2], {}, 0), group)
-    with pytest.raises(ValueError, match="max_failed"):
-        scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=1.0)
-
-
-async def test_failures_are_counted_over_the_last_hundred_samples():
-    """A group of one, as evaluation has, may fail as a whole; a judge that stays away ends the run."""
-
-    async def judge(completion, row):
-        if row["fails"]:
-            raise OSError("no answer")
-        return {"reward": 3.0, "score": 1.0}
-
-    judged = scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=0.03)
-
-    async def one(fails):
-        ((out,),) = [await judged(Prompt([1, 2], {"fails": fails}, 0), [trajectory([*b"ab", END])])]
-        return out
-
-    lost = await one(True)
-    assert (lost.reward, lost.score, lost.mask, lost.info["error"][:7]) == (0.0, None, [False] * 3, "OSError")
-    assert [(await one(True)).reward for _ in range(2)] == [0.0, 0.0]
-    with pytest.raises(RewardError, match=r"no answer(.|\n)*--reward-max-failed") as caught:
-        await one(True)
-    assert caught.value.__notes__ == ["4 of the last 4 samples failed; max_failed=0.03 of 100 may"]
-    assert {(await one(False)).reward for _ in range(99)} == {3.0}
-    assert (await one(True)).reward == 0.0, "one of the first failures is still among the last hundred"
-
-
-async def test_a_score_of_its_own_is_that_of_the_others_too():
-    async def judge(completion, row):
-        return {"reward": {"a": 1.0, "b": 4.0}[completion], "score": float(completion == "a")}
-
-    group = [trajectory([*text.encode(), END]) for text in ("a", "c", "b")]
-    out = await scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=0.1)(Prompt([1, 2], {}, 0), group)
-    assert [t.score for t in out] == [1.0, 0.5, 0.0]
-
-
-@pytest.mark.parametrize("huge", [10**400, Fraction(10**400), 10**5000, 1e39], ids=["int", "fraction", "long", "f32"])
-async def test_a_reward_beyond_float32_fails_and_is_counted(huge):
-    def judge(completion, row):
-        return huge if completion == "b" else 1.0
-
-    group = [trajectory([*b"a", END]), trajectory([*b"b", END])]
-    with pytest.raises(RewardError, match=r"test_adapters.py:.*judge failed on row 8: returned (int|Fraction|1e\+39)"):
-        await scorer(judge, tokenizer=TOKENIZER, timeout_s=5)(Prompt([1], {}, 7), group)
-    good, bad = await scorer(judge, tokenizer=TOKENIZER, timeout_s=5, max_failed=0.5)(Prompt([1], {}, 7), group)
-    assert (good.reward, any(good.mask)) == (1.0, True)
-    assert (bad.reward, any(bad.mask), bad.info["metrics"]) == (1.0, False, {"failed": 1.0})
-
-
-async def answer(ids, *, max_new_tokens=None):
-    return Completion([*b"x", END], [0.0, 0.0], [0, 0], "stop")
-
-
-def turn_env(reward, turn_rewards=None, score=None):
-    async def env(prompt, sample):
-        turns = Turns(prompt.ids, sample)
-        await turns.sample()
-        return turns.pieces(reward=reward, turn_rewards=turn_rewards, score=score)
-
-    return env
-
-
-def game_env(reward, token_rewards=False):
-    class Game:
-        def reset(self):
-            return [1]
-
-        def step(self, turn):
-            return Step([2], reward, done=True)
-
-    return gym_env(lambda prompt: Game(), tokenizer=TOKENIZER, token_rewards=token_rewards)
-
-
-OWN = {
-    "an int": (turn_env(10**400), "reward is int 1000"),
-    "a fraction": (turn_env(Fraction(10**400)), "reward is Fraction"),
-    "nan": (turn_env(math.nan), "reward is float nan"),
-    "a tensor": (turn_env(torch.ones(2)), "reward is Tensor"),
-    "none": (turn_env(None), "reward is missing"),
-    "a score alone": (turn_env(None, score=1.0), "reward is missing .end.reward=....* a score is only logged"),
-    "of a turn": (turn_env(0.0, [10**400]), "token_rewards is int 1000"),
-    "of a game": (game_env(10**400), "reward is int 1000"),
-    "of a game's token": (game_env(math.nan, token_rewards=True), "score is float nan"),
-}
-
-
-def rewards_of(group):
-    return [x for t in group for x in (t.reward, *(t.token_rewards or ()), t.score or 0.0)]
-
-
-@pytest.mark.parametrize("name", OWN)
-async def test_an_environments_own_reward_must_be_a_finite_number(name):
-    env, said = OWN[name]
-    prompt = Prompt([1], {}, 7)
-    if "float nan" in said:  # the loops stop there and name stream and prompt
-        assert not all(map(math.isfinite, rewards_of(await sample_group(prompt, [answer], env=env))))
-    else:
-        with pytest.raises(ValueError, match=f"row 8: {said}"):
-            await sample_group(prompt, [answer], env=env)
-    with pytest.raises(RewardError, match=f"the environment's {said}.* on row 8"):
-        await sample_group(prompt, [answer], env=env, score=env_rewards())
-    (bad,) = await sample_group(prompt, [answer], env=env, score=env_rewards(max_failed=0.5))
-    assert (bad.reward, any(bad.mask), bad.info["metrics"]) == (0.0, False, {"failed": 1.0})
-    assert bad.token_rewards is None
-    pack([[bad]])
-
-
-async def test_an_environments_finite_reward_and_metrics_stay():
-    async def env(prompt, sample):
-        turns = Turns(prompt.ids, sample)
-        await turns.sample()
-        return turns.pieces(reward=torch.tensor(0.5), info={"metrics": {"moves": 3.0}})
-
-    (good,) = await sample_group(Prompt([1], {}, 0), [answer], env=env, score=env_rewards(max_failed=0.5))
-    assert (good.reward, good.mask, good.info["metrics"]) == (0.5, [True, True], {"moves": 3.0, "failed": 0.0})
-
-
-async def test_no_segment_of_a_failed_episode_trains():
-    async def env(prompt, sample):
-        turns = Turns(prompt.ids, sample)
-        await turns.sample()
-        turns.restart([5])
-        await turns.sample()
-        return turns.pieces(turn_rewards=[1.0, math.nan])
-
-    group = await sample_group(Prompt([1], {}, 0), [answer], env=env, score=env_rewards(max_failed=0.5))
-    assert [t.token_rewards for t in group] == [None, None]
-    assert not pack([group]).mask.any()
 
 
 @pytest.mark.parametrize(
@@ -265,9 +68,9 @@ async def test_no_segment_of_a_failed_episode_trains():
 def test_functions_of_other_libraries_are_recognised_by_their_parameters(monkeypatch, parameters, name):
     function = eval(f"lambda {parameters}: None")
     for adapter in ("trl", "verl", "openrlhf", "slime", "rl2", "with_messages"):
-        monkeypatch.setattr(adapters, adapter, lambda f, adapter=adapter: (adapter, f))
-    monkeypatch.setattr(adapters, "_ADAPTERS", {k: getattr(adapters, f.__name__, f) for k, f in ADAPTERS.items()})
-    assert adapters.adapted(function) == (function if name is None else (name, function))
+        monkeypatch.setattr(rewards, adapter, lambda f, adapter=adapter: (adapter, f))
+    monkeypatch.setattr(rewards, "_ADAPTERS", {k: getattr(rewards, f.__name__, f) for k, f in ADAPTERS.items()})
+    assert rewards.adapted(function) == (function if name is None else (name, function))
 
 
 def test_trl_gets_the_keywords_that_it_takes():
@@ -279,12 +82,12 @@ def test_trl_gets_the_keywords_that_it_takes():
         seen.update(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
         return [0.0, 1.0]
 
-    assert adapters.trl(everything)(["x", "y"], rows, [[1], [2]]) == [0.0, 1.0]
+    assert rewards.trl(everything)(["x", "y"], rows, [[1], [2]]) == [0.0, 1.0]
     assert seen == {
         "answer": ["1", "2"], "level": [None, 3], "prompts": ["a", "b"], "completions": ["x", "y"],
         "completion_ids": [[1], [2]],
     }  # fmt: skip
-    assert adapters.trl(lambda completions, answer: [*zip(completions, answer)])(["x", "y"], rows) == [
+    assert rewards.trl(lambda completions, answer: [*zip(completions, answer)])(["x", "y"], rows) == [
         ("x", "1"), ("y", "2"),
     ]  # fmt: skip
 
@@ -294,13 +97,13 @@ async def test_an_async_reward_of_trl_stays_async():
         return [float(len(c)) for c in completions]
 
     samples = [Sample(text, {"prompt": "q"}, i) for i, text in enumerate(("a", "bcd"))]
-    found = await run_reward(adapters.adapted(slow), samples, timeout_s=5)
+    found = await run_reward(rewards.adapted(slow), samples, timeout_s=5)
     assert [r.reward for r in found] == [1.0, 3.0]
 
 
 def test_verl_may_take_fewer_arguments():
     row = {"reward_model": {"ground_truth": "4"}}
-    assert adapters.verl(lambda solution_str, ground_truth: float(solution_str == ground_truth))("4", row) == 1.0
+    assert rewards.verl(lambda solution_str, ground_truth: float(solution_str == ground_truth))("4", row) == 1.0
 
 
 async def test_what_a_trl_function_logs_is_in_the_notes_and_the_metrics():
@@ -311,11 +114,11 @@ async def test_what_a_trl_function_logs_is_in_the_notes_and_the_metrics():
         return [None if text == "b" else 2.0 for text in completions]
 
     samples = [Sample(text, {"prompt": "q"}, 0) for text in ("a", "bcd")]
-    found = await run_reward(adapters.trl(reward), samples, timeout_s=60)
+    found = await run_reward(rewards.trl(reward), samples, timeout_s=60)
     assert [(r.reward, r.metrics, r.notes) for r in found] == [
         (2.0, {"size": 2.0}, {"upper": "A"}), (2.0, {"size": 2.0}, {"upper": "BCD"}),
     ]  # fmt: skip
-    judged = weighted({"f": reward, "g": lambda completion, row: 1.0}, weights={"f": 1.0, "g": 1.0})
+    judged = weighted({"f": rewards.trl(reward), "g": lambda completion, row: 1.0}, weights={"f": 1.0, "g": 1.0})
     first, second = await run_reward(judged, [*samples[:1], Sample("b", {"prompt": "q"}, 0)], timeout_s=60)
     assert (first.reward, second.reward) == (3.0, 1.0)
     assert second.metrics == {"f/size": 1.0, "g": 1.0}
@@ -333,14 +136,14 @@ async def test_a_log_that_cannot_be_is_an_error_of_the_function(call, message):
     function = eval(f"lambda completions, log_extra, log_metric: [{call}, 1.0][1:] * 2")
     samples = [Sample(text, {"prompt": "q"}, 0) for text in "ab"]
     with pytest.raises(RewardError, match=rf"<lambda> failed on a batch: ValueError: {message}"):
-        await run_reward(adapters.trl(function), samples, timeout_s=60)
+        await run_reward(rewards.trl(function), samples, timeout_s=60)
 
 
 def test_what_only_a_trainer_has_is_refused_by_name():
     for name in ("trainer_state", "environments"):
         with pytest.raises(TypeError, match=rf"requires \['{name}'\], which only its own library has"):
-            adapters.adapted(eval(f"lambda completions, {name}, **columns: None"))
-        kept = adapters.trl(eval(f"lambda completions, {name}=None, **columns: [{name} is None]"))
+            rewards.adapted(eval(f"lambda completions, {name}, **columns: None"))
+        kept = rewards.trl(eval(f"lambda completions, {name}=None, **columns: [{name} is None]"))
         assert kept(["x"], [{"prompt": "q"}]) == [True]
 
 
@@ -351,9 +154,9 @@ async def test_an_error_names_the_users_function():
     def compute_score(solution_str, ground_truth, scale):
         return 1 / 0
 
-    for function in (adapters.trl(reward), adapters.verl(partial(compute_score, scale=1))):
+    for function in (rewards.trl(reward), rewards.verl(partial(compute_score, scale=1))):
         sample = Sample("a", {"prompt": "q", "answer": "1"}, 0)
-        with pytest.raises(RewardError, match=r"function test_adapters\.py:test_an\w+\.(reward|compute_score) failed"):
+        with pytest.raises(RewardError, match=r"function test_rewards\.py:test_an\w+\.(reward|compute_score) failed"):
             await run_reward(function, [sample], timeout_s=60)
 
 
@@ -363,10 +166,10 @@ async def custom_rm(args, sample):
 
 GOLD = ["answer", "ground_truth", "solution", "label", "gt_answer"]
 ASKING = {
-    "verl": adapters.verl(lambda solution_str, ground_truth: float(solution_str == ground_truth)),
-    "openrlhf": adapters.openrlhf(lambda queries, prompts, labels: [float(queries[0] == "q" + labels[0])]),
+    "verl": rewards.verl(lambda solution_str, ground_truth: float(solution_str == ground_truth)),
+    "openrlhf": rewards.openrlhf(lambda queries, prompts, labels: [float(queries[0] == "q" + labels[0])]),
     "messages": with_messages(lambda messages, answer: float(messages[-1]["content"] == answer)),
-    "slime": adapters.slime(custom_rm),
+    "slime": rewards.slime(custom_rm),
 }
 
 
@@ -387,7 +190,7 @@ async def test_the_gold_answer_is_found_under_every_column(name):
 
 
 def test_the_columns_that_a_trl_function_names_must_be_there():
-    function = adapters.adapted(lambda prompts, completions, solution, level=3, **columns: None)
+    function = rewards.adapted(lambda prompts, completions, solution, level=3, **columns: None)
     check_rows(function, [{"prompt": "q", "solution": None}])
     with pytest.raises(ValueError, match=r"row 2: .*needs the column 'solution'; columns found: \['level', 'prompt'\]"):
         check_rows(function, [{"prompt": "q", "solution": 1}, {"prompt": "q", "level": 1}])
@@ -431,7 +234,7 @@ def test_a_null_gold_answer_is_missing(name, null, tmp_path):
 )
 def test_rewards_of_this_package_need_their_columns_before_training(function, row, needed):
     with pytest.raises(ValueError, match=f"row 1: .* needs the column {needed}"):
-        check_rows(adapters.adapted(function), [row])
+        check_rows(rewards.adapted(function), [row])
     good = [{"answer": "4", "gold": "4", "a": "4"}, {"answer": "4", "gold": "4", "a": "4"}]
     code_rows = [{"reward_model": {"ground_truth": "4"}}]
     check_rows(function, code_rows if function in (code.stdin_tests,) or "asserts" in needed else good)
@@ -439,7 +242,7 @@ def test_rewards_of_this_package_need_their_columns_before_training(function, ro
 
 async def results(function, *texts, row=None):
     samples = [Sample(text, {"prompt": "q", "answer": "4"} if row is None else row, 3) for text in texts]
-    found = await run_reward(adapters.adapted(function), samples, timeout_s=60)
+    found = await run_reward(rewards.adapted(function), samples, timeout_s=60)
     return [(r.reward, r.score, r.metrics, r.notes) for r in found]
 
 
@@ -488,7 +291,7 @@ async def test_verls_async_and_batched_forms():
     with pytest.raises(RewardError, match="returned 1 results for 2 completions"):
         await results(lambda solution_strs, ground_truths: [1.0], "4", "5")
     with pytest.raises(ValueError, match=r"row 1: .*needs the column 'level'; columns found: \['answer'\]"):
-        check_rows(adapters.adapted(compute_score_batched), [{"answer": "4"}])
+        check_rows(rewards.adapted(compute_score_batched), [{"answer": "4"}])
     with pytest.raises(RewardError, match=r"the row has no column 'level'; columns found: \['answer', 'prompt'\]"):
         await results(compute_score_batched, "4")
 
@@ -543,11 +346,11 @@ def test_a_trl_function_that_reads_the_trainers_state_is_logged_once(caplog):
 
     for function in (with_default, by_keyword):
         caplog.clear()
-        adapters.adapted(adapters.adapted(function))
+        rewards.adapted(rewards.adapted(function))
         (line,) = caplog.messages
         assert f"{function.__name__} reads trainer_state, which rlkit does not give" in line
     caplog.clear()
-    adapters.adapted(lambda completions, **kwargs: [0.0])
+    rewards.adapted(lambda completions, **kwargs: [0.0])
     assert not caplog.messages
 
 
@@ -575,19 +378,19 @@ async def test_errors_of_what_trl_gives_have_a_fix_of_their_own():
 @pytest.mark.parametrize("parameters", ["args, batch", "response, answer", "text, solution", "x, samples"])
 def test_two_parameters_of_another_library_are_refused(parameters):
     with pytest.raises(TypeError, match="would get a completion and its row, and names them"):
-        check_signature(adapters.adapted(eval(f"lambda {parameters}: 0.0")))
+        check_signature(rewards.adapted(eval(f"lambda {parameters}: 0.0")))
 
 
 @pytest.mark.parametrize("parameters", ["a, b", "text, item", "response, row", "solution_str, item"])
 def test_other_names_are_a_completion_and_a_row(parameters):
-    assert check_signature(adapters.adapted(eval(f"lambda {parameters}: 0.0")))[1] == []
+    assert check_signature(rewards.adapted(eval(f"lambda {parameters}: 0.0")))[1] == []
 
 
 def test_a_column_with_a_default_that_no_row_has_is_named_once(caplog):
     def matches(completions, solution=None, *, worth=1.0, answer=None, **kwargs):
         return [0.0 if solution is None else worth for _ in completions]
 
-    check_rows(adapters.adapted(matches), [{"prompt": "1 + 1 =", "answer": "2"}])
+    check_rows(rewards.adapted(matches), [{"prompt": "1 + 1 =", "answer": "2"}])
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.endswith("matches reads 'solution', of which the data has no column; columns found: answer, prompt")
 
@@ -606,5 +409,5 @@ async def test_a_function_of_verl_gets_the_final_answer_of_a_solution(gold, expe
         return float(ground_truth == expected)
 
     for row in ({"answer": gold}, {"reward_model": {"ground_truth": expected}, "answer": "other"}):
-        (reward,) = await run_reward(adapters.adapted(compute_score), [Sample("a", row, 0)], timeout_s=5)
+        (reward,) = await run_reward(rewards.adapted(compute_score), [Sample("a", row, 0)], timeout_s=5)
         assert reward.reward == 1.0

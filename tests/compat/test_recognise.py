@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
-from rlkit.compat import envs as adapters
+from rlkit.compat import envs
 from rlkit.compat.recognise import kind_of
 from rlkit.rollout.envs.gym import Step, gym_env
 from rlkit.rollout.rollout import sample_group
@@ -63,7 +63,7 @@ async def test_objects_with_reset_and_step(foreign):
     tokenizer = tokenizer_with("chatml")
     script = Script(tokenizer, "7", "42")
     assert kind_of(foreign) == "object"
-    (piece,) = await adapters.adapted(foreign, tokenizer)(prompt_of(tokenizer), script)
+    (piece,) = await envs.adapted(foreign, tokenizer)(prompt_of(tokenizer), script)
     check_exact([piece], script.calls)
     assert [m["content"] for m in piece.info["messages"]] == ["Guess.", "7", "no", "42"]
     assert (piece.reward, piece.truncated) == (1.0, False)
@@ -81,7 +81,7 @@ async def test_the_end_of_an_episode_in_gymnasiums_form(ends, truncated):
             return "", 1.0, *ends, {}
 
     tokenizer = tokenizer_with("chatml")
-    (piece,) = await adapters.adapted(Short, tokenizer)(prompt_of(tokenizer), Script(tokenizer, "7"))
+    (piece,) = await envs.adapted(Short, tokenizer)(prompt_of(tokenizer), Script(tokenizer, "7"))
     assert (piece.reward, piece.truncated) == (1.0, truncated)
 
 
@@ -139,7 +139,7 @@ async def test_openrlhf():
     assert kind_of(AgentInstance) == "openrlhf"
     prompt = prompt_of(tokenizer)
     prompt.row["label"] = "42"
-    for env in (adapters.openrlhf(AgentInstance, tokenizer), adapters.adapted(AgentInstance, tokenizer)):
+    for env in (envs.openrlhf(AgentInstance, tokenizer), envs.adapted(AgentInstance, tokenizer)):
         script = Script(tokenizer, "7", "42")
         pieces = await env(prompt, script)
         check_exact(pieces, script.calls)
@@ -213,7 +213,7 @@ def test_functions_of_the_tokenizer():
     async def env(prompt, sample):
         raise NotImplementedError
 
-    for factory in (lambda tokenizer: env, Env, partial(adapters.openrlhf, AgentInstance)):
+    for factory in (lambda tokenizer: env, Env, partial(envs.openrlhf, AgentInstance)):
         assert kind_of(factory) == "factory"
     for env_ in (env, Env(None)):
         assert kind_of(env_) == "env"

@@ -14,7 +14,7 @@ import pytest
 from foreign import BOTH, with_row
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
-from rlkit.compat import envs as adapters
+from rlkit.compat import envs
 from rlkit.data.prompts import rl_prompts
 from rlkit.rollout.limits import limited
 from rlkit.rollout.rollout import sample_group
@@ -142,7 +142,7 @@ async def test_verifiers(real, monkeypatch):
 
     rows = [dict(row) for row in load_environment().get_dataset()]
     (prompt,), _ = rl_prompts(rows, tokenizer=tokenizer, max_prompt_tokens=99)
-    for env in (adapters.verifiers(load_environment(), tokenizer), adapters.adapted(load_environment, tokenizer)):
+    for env in (envs.verifiers(load_environment(), tokenizer), envs.adapted(load_environment, tokenizer)):
         scripts = [Script(tokenizer, "7", "42"), Script(tokenizer, "1", "2", "3")]
         group = await sample_group(prompt, scripts, env=env)
         for t, script in zip(group, scripts, strict=True):
@@ -178,7 +178,7 @@ async def test_verifiers_with_tools():
         return float(completion[-1].content == answer)
 
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": "2*21?"}], "answer": "42", "example_id": 0}])
-    env = adapters.verifiers(vf.ToolEnv(tools=[double], dataset=data, rubric=vf.Rubric(funcs=[right])), tokenizer)
+    env = envs.verifiers(vf.ToolEnv(tools=[double], dataset=data, rubric=vf.Rubric(funcs=[right])), tokenizer)
     script = Script(tokenizer, '<tool_call>\n{"name": "double", "arguments": {"x": 21}}\n</tool_call>', "42")
     (piece,) = await env(rl_prompts([dict(data[0])], tokenizer=tokenizer, max_prompt_tokens=999)[0][0], script)
     check_exact([piece], script.calls)
@@ -255,7 +255,7 @@ def verifiers_v1_real(monkeypatch):
 async def test_verifiers_tasks(real, monkeypatch):
     tasks, config = (verifiers_v1_real if real else verifiers_v1_stand_in)(monkeypatch)
     tokenizer = tokenizer_with("chatml")
-    env = adapters.verifiers_tasks(tasks, tokenizer, config=config)
+    env = envs.verifiers_tasks(tasks, tokenizer, config=config)
     scripts = [Script(tokenizer, "7", "42"), Script(tokenizer, "42", "7")]
     group = await sample_group(prompt_of(tokenizer, "q"), scripts, env=env)
     for t, script in zip(group, scripts, strict=True):

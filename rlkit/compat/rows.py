@@ -1,0 +1,474 @@
+"""Rows of other systems as rlkit's own rows, and what to do about rows that are in no known form.
+
+    rows = compat.rows.read(load_rows("alpaca.json"))                  # {instruction, input, output}
+    examples, _ = sft_examples(rows, tokenizer=tokenizer, max_example_tokens=2048)
+
+A form is a row of `FOREIGN`: the columns that it needs, and the function that gives rlkit's columns for them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlkit.data import columns
+from rlkit.data.columns import is_copied, is_empty
+from rlkit.data.load import PythonText, Row, Rows, column_error, place_of
+from rlkit.data.messages import Converted, decoded, json_of, mappings, messages_of
+from rlkit.data.rows import (
+    ANSWERS,
+    CONVERSATION,
+    LABELLED,
+    PAIR,
+    PROMPT,
+    RESPONSE,
+    SFT,
+    TEXT,
+    Form,
+    LacksColumn,
+    check_columns,
+    check_dicts,
+    ends_with_answer,
+)
+
+_ROLES, _TEXTS = ("user", "assistant"), ("input", "output")
+_PROMPT, _PAIR_COLUMNS = ("messages", "prompt"), ("chosen", "rejected")
+_RESPONSE_LIKE = re.compile("respon|reject|chosen|prefer")
+_QUESTIONS = ("question", "problem", "instruction")
+_NOT_IN_SFT = {*_PAIR_COLUMNS, "label", "kto_tag", "input", "history"}  # of rows that lack a column
+_CHOICE = re.compile(r"(response|answer|completion|output|human_ref)_?(\d|[ab])", re.IGNORECASE)
+_UNREAD = {
+    "input_ids": "tokens, which are not read: give the text or the messages, and rlkit tokenizes them",
+    "segments": "axolotl's segments with a label each, which are not read: give a prompt and a response",
+    "contents": "the turns of Gemini, which are not read: write them as 'messages' of 'role' and 'content'",
+}
+_RENAME = "; a column under another name is renamed with --rename"
+
+
+class Foreign(NamedTuple):
+    """A form of another system: `convert` gives rlkit's columns for those of a row.
+
+    `fits`: whether the values of a row with the columns are those of the form, where the names alone do not tell.
+    """
+
+    form: Form
+    convert: Callable[[Row], Row]
+    fits: Callable[[Row], bool] = bool
+
+
+def read(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True) -> list[Row]:
+    """The rows in rlkit's columns (`rlkit.data.rows`); those that are so already as they are.
+
+        read([{"question": "1 + 1 =", "answer": "2"}])       [{"prompt": "1 + 1 =", "completion": "2", ...}]
+
+    The first row decides which system's columns are read. A converted row keeps its own columns, and errors name those.
+    With `forms` of `rlkit.data.rows` the rows are also checked (see `check_columns`), the error for a row in another
+    form says what it looks like and what to do, and of PROMPT only the prompt is converted: rewards see the columns of
+    the file, and an answer at the end of `messages` is left out where another column holds it.
+
+    Raises ValueError, with the row (see `place_of`), for a row in two forms of different content, for one in another
+    form than the first, and for one that cannot be converted.
+    """
+    source, found = None, list[Row]()
+
+    def convert(index: int, row: Row) -> Row:
+        nonlocal source
+        if index == 0:
+            source = source_of(_without_null_columns(row, rows), place_of(rows, 0))
+        if source:
+            _check_form(row, source, place_of(rows, index), place_of(rows, 0))
+        found.append(_converted(row, source, forms, place_of(rows, index), plain=not apply_chat_template))
+        return found[-1]
+
+    check_dicts(rows)
+    try:
+        if forms:
+            check_columns(rows, *forms, apply_chat_template=apply_chat_template, convert=convert)
+        else:
+            [*map(convert, range(len(rows)), rows)]
+    except LacksColumn as error:
+        raise column_error(error.place, error.problem, error.row, _hint(error)) from None
+    if not isinstance(rows, Rows):
+        return found
+    return Rows(found, source=rows.source, places=rows.places, sources=rows.sources)
+
+
+def _without_null_columns(row: Row, rows: Sequence[Row]) -> Row:
+    """The row with the first value that another row has in each column where its own is null."""
+    found = dict(row)
+    for name in [name for name, value in row.items() if value is None]:
+        found[name] = next((other[name] for other in rows if other.get(name) is not None), None)
+    return found
+
+
+def source_of(row: Row, place: str) -> Foreign | None:
+    """The form of another system that a row is in; None for a row with a prompt in rlkit's columns.
+
+    Raises ValueError, with `place`, for a row in two forms of different content, and for Python's text of messages.
+    """
+    try:
+        return _source_of(row, place)
+    except PythonText as error:
+        raise column_error(place, f"cannot be read: {error}", row) from None
+
+
+def _source_of(row: Row, place: str) -> Foreign | None:
+    there = {name: value for name, value in row.items() if value is not None}
+    fits = [known for known in FOREIGN if not known.form.missing(there) and known.fits(there)]
+    if there.keys() & {*_PROMPT}:
+        return next((known for known in fits if known.form.columns[0][0] == "prompt"), None)
+    names = {id(known): _known(known.form, there) for known in fits}
+    fits = [known for known in fits if not any(names[id(known)] < names[id(other)] for other in fits)]
+    said = [str(turn.get("content")) for turn in mappings(messages_of(row.get("conversations")))]
+    if said:  # a question that is also a turn of the conversation
+        fits = [f for f in fits if not any(str(row.get(f.form.columns[0][0])) in text for text in said)] or fits
+    if len({repr(row.get(known.form.columns[0][0])) for known in fits}) > 1:
+        both = " and ".join(f"{known.form.title} ({', '.join(sorted(names[id(known)]))})" for known in fits)
+        fix = f"; rename what is not meant, e.g. --rename {fits[-1].form.columns[0][0]} OTHER"
+        raise column_error(place, f"is both {both}", row, fix)
+    return fits[0] if fits else None
+
+
+def _check_form(row: Row, source: Foreign, place: str, start: str) -> None:
+    """ValueError for a row that is not in the form `source` of the first row, or in a form with more columns."""
+    form, there = source.form, {name: value for name, value in row.items() if value is not None}
+    absent = [" or ".join(map(repr, names)) for names in form.columns if not any(name in row for name in names)]
+    wider = (
+        _known(form, there) < _known(other.form, there) and other.fits(there)
+        for other in FOREIGN
+        if not other.form.missing(there)
+    )
+    if absent or any(row.get(name) is not None for name in {*_PROMPT} - {*form.columns[0]}) or any(wider):
+        fix = "; write all rows in one form"
+        if absent and {*form.columns[0]} & {*row}:
+            fix += f"; {' and '.join(absent)} may be null or empty, but must be there"
+        raise column_error(place, f"is not {form.title}, as {start} is", row, fix)
+
+
+def _converted(row: Row, source: Foreign | None, forms: Sequence[Form], place: str, *, plain: bool) -> Row:
+    """The row with rlkit's columns beside its own; the row itself if they are the same."""
+    try:
+        new = decoded(row)
+        answers = {name: new[name] for name in _ANSWER_COLUMNS if name in new}
+        new |= source.convert({**row, **answers}) if source else {}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"cannot be read{f' as {source.form.title}' if source else ''}: {error}"
+        raise column_error(place, what, row) from None
+    if PROMPT in forms:
+        asked = _without_answer(row, place)
+        new = {name: asked[name] for name in _PROMPT if name in asked and asked[name] is not row.get(name)}
+        if not plain:
+            _refuse_two_prompts(row, new, place)
+    elif plain and source and "messages" in new and row.get("prompt") is not None:
+        more = [name for name in source.form.optional if not is_empty(row.get(name)) and name != "rejected"]
+        found = f"{' and '.join(map(repr, more))} beside 'prompt' make a conversation, which needs a chat template"
+        fix = "; drop --no-chat-template, give --chat-template FILE, or write all of it into 'prompt'"
+        raise column_error(place, found, row, fix)
+    if source is None:
+        return Converted(row, new) if new else row
+    form = source.form
+    return Converted(
+        row, new, form=form.title, used=form.used(row), replaced=ANSWERS if _names(form) & ANSWERS else set(),
+        made_of=("history", *(form.optional if form.read is PAIR.read else form.columns[0])),
+    )  # fmt: skip
+
+
+def _with_prompt(row: Row, place: str) -> Row:
+    """The row unchanged, with its prompt as `prompt` or `messages` where it has neither, or has JSON text there."""
+    source = source_of(row, place)
+    texts = {name: value for name, value in row.items() if isinstance(value, str)}
+    try:
+        new = source.convert(row) if source else decoded(texts)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"cannot be read{f' as {source.form.title}' if source else ''}: {error}"
+        raise column_error(place, what, row) from None
+    return {**row, **{name: new[name] for name in _PROMPT if name in new}} if new else row
+
+
+def _without_answer(row: Row, place: str) -> Row:
+    """A row without the answer that ends `messages`, where another column holds that, or the question alone.
+
+    Such rows have `prompt` or `problem` beside a whole conversation, or are an Alpaca row with its history.
+    """
+    new = _with_prompt(row, place)
+    messages = mappings(new.get("messages"))
+    if len(messages) > 1 and messages[-1].get("role") == "assistant":
+        others = {name: value for name, value in row.items() if name != "messages"}
+        asked = _with_prompt(others, place).get("prompt")
+        known = messages[-1].get("content") in [row[name] for name in (*_OUTPUT, *ANSWERS) if row.get(name)]
+        if known or [asked] == [message.get("content") for message in messages if message.get("role") == "user"]:
+            return {**new, "messages": messages[:-1]}
+    return new
+
+
+def _refuse_two_prompts(row: Row, new: Row, place: str) -> None:
+    """ValueError for `messages` that end with an answer, in a row that has a prompt in other columns too."""
+    messages = mappings(new.get("messages", row.get("messages")))
+    if "messages" in row and messages and messages[-1].get("role") == "assistant":
+        others = {name: value for name, value in row.items() if name != "messages"}
+        if any(name in _with_prompt(others, place) for name in _PROMPT):
+            fix = "drop that message, or read the prompt from the other columns with --rename messages OTHER"
+            raise ends_with_answer(place, fix)
+
+
+def _known(form: Form, row: Row) -> set[str]:
+    """The columns of the row that are the form's."""
+    return _names(form) & {*row}
+
+
+def _names(form: Form) -> set[str]:
+    """All columns of a form."""
+    return {name for names in (form.optional, *form.columns) for name in names}
+
+
+def _likeness(form: Form, row: Row) -> tuple[int, int]:
+    """How many columns of the row are the form's, and, among equals, how few of the form's are missing."""
+    return len(_known(form, row)), -len(form.missing(row))
+
+
+def _hint(error: LacksColumn) -> str:
+    """The first that applies: the form of the first row, what to do about the columns, or what reads the row."""
+    looks = _looks(error.row, error.near, error.first)
+    advice = [_instead(error.row, error.form), looks]
+    if error.first or error.near is not error.form:
+        advice.reverse()
+    return advice[0] or advice[1] or error.fix
+
+
+def _looks(row: Row, form: Form, first: str = "") -> str:
+    """What a row looks like that is not in the `form`, and what reads it; of a form only with all of its columns."""
+    own = getattr(row, "own", row)
+    half = {*_PAIR_COLUMNS} if not {*_PAIR_COLUMNS} <= {*own} else {}
+    rest = {name: value for name, value in own.items() if name not in half}
+    answered = [m.get("role") for m in mappings(rest.get("messages"))][-1:] == ["assistant"]
+    whole = [known for known in _OWN if not known.missing(rest) and not (known is PROMPT and answered)]
+    whole += [known.form for known in FOREIGN if not known.form.missing(rest) and known.fits(rest)]
+    near = max(whole, key=lambda known: _likeness(known, own), default=form)
+    choice = near is PROMPT and any(_RESPONSE_LIKE.search(name) for name in own)
+    if near.columns == form.columns or (choice and not first):
+        return ""
+    hint = f"{first}, and all rows must be in one form" if first else near.hint.replace(form.hint or "-", "")
+    return f"; the row looks most like {near.title}; {hint}" if hint else ""
+
+
+def _instead(row: Row, form: Form) -> str:
+    """What to do about a row without the columns of `form`, if the columns that it has tell; else ""."""
+    own = getattr(row, "own", row)
+    for name, fix in _UNREAD.items():
+        if name in own:
+            return f"; column {name!r} holds {fix}"
+    if form is PAIR and {"messages", "rejected_response"} <= {*own}:  # of ms-swift
+        return "; write the last assistant message of 'messages' as 'chosen', and 'rejected_response' as 'rejected'"
+    every = set[str]().union(*(_names(known) for known in (*_OWN, *(other.form for other in FOREIGN))))
+    pairs = {name: name.lower() for name in own if name not in every and name.lower() in every}
+    if form is PAIR and {"messages", "rejected_messages"} <= {*own}:  # of ms-swift
+        pairs |= {"messages": "chosen", "rejected_messages": "rejected"}
+    if form is PAIR and {"response", "rejected_response"} <= {*own}:  # of ms-swift
+        swift = {"response": "chosen", "rejected_response": "rejected", "query": "prompt"}
+        pairs |= {old: new for old, new in swift.items() if old in own}
+    for asked, answered in () if form is PAIR or {*_PROMPT} & {*own} else (("user", "assistant"), ("source", "target")):
+        if {asked, answered} <= {*own}:
+            pairs |= {asked: "prompt"} | ({} if form is PROMPT else {answered: "response"})
+    fix = ""
+    read = {name: value for name, value in own.items() if name not in _NOT_IN_SFT}
+    theirs = [known.form for known in FOREIGN if _known(known.form, read) and len(known.form.missing(own)) == 1]
+    near = max(theirs, key=lambda known: _likeness(known, read), default=None)
+    sft = form in SFT and form.missing(own)[:1] == [_PROMPT] and not (pairs or _looks(row, form))
+    part, lacks = near if sft else None, []
+    if part:
+        has, lacks = sorted(_known(part, read)), [name for name in part.missing(own)[0] if name not in _NOT_IN_SFT]
+        fix = f"; of {part.title} it has {', '.join(map(repr, has))} and lacks {' or '.join(map(repr, lacks))}{_RENAME}"
+    wanted = [*(name for names in form.missing(own) for name in names), *lacks]
+    labels = [name for name in own if columns.truth(own[name]) is not None]
+    if form is LABELLED and "label" in wanted and len(labels) == 1:
+        pairs[labels[0]] = "label"
+    for name in wanted:
+        found = [c for c in own if c != name and re.fullmatch(f"{name}(_.*|Key)|.*_{name}", c) and not pairs.get(c)]
+        pairs |= {found[0]: name} if len(found) == 1 and name not in pairs.values() else {}
+    questions = [name for name in ("query", *(() if part else _QUESTIONS)) if name in own]
+    if "prompt" in wanted and questions and not pairs:
+        pairs[questions[0]] = "prompt"
+    answers = [name for name in own if name in ANSWERS and own[name] is not None]
+    if "response" in wanted and answers and not pairs:
+        pairs[answers[0]] = "response"
+    choices = [name for name in own if _CHOICE.fullmatch(name)]
+    if form is PAIR and len(choices) > 1 and not pairs:
+        return f"; write the better of {', '.join(choices)} as 'chosen' and the worse as 'rejected'"
+    if any(not re.match(r"[^\W\d]|$", name) or name.endswith(("?", ".")) for name in own):
+        fix = f"{_RENAME} (line 1 of a CSV file is its header)"
+    return "; rename columns, e.g. --rename " + " ".join(f"{old} {new}" for old, new in pairs.items()) if pairs else fix
+
+
+def sharegpt(row: Row) -> Row:
+    """`{conversations}`, with an optional system message in `system` and KTO label in `kto_tag` (LLaMA-Factory)."""
+    found = messages_of(row["conversations"])
+    if isinstance(found, list) and [turn.get("role") for turn in mappings(found)][:1] != ["system"]:
+        found = [*_system(row), *found]
+    return {"messages": found, **_label(row)}
+
+
+def conversation(row: Row) -> Row:
+    """`{conversation}`, of messages, or of turns with an `input` and an `output` (Capybara)."""
+    found = messages_of(row["conversation"])
+    if all({"input", "output"} <= {*turn} for turn in mappings(found)):
+        found = [_message(role, turn[name]) for turn in found for role, name in zip(_ROLES, _TEXTS, strict=True)]
+    return {"messages": [*_system(row), *found], **_label(row)}
+
+
+def alpaca(row: Row) -> Row:
+    """`{instruction, input, output}`: the prompt is `instruction` and `input`, on a line each, as in LLaMA-Factory.
+
+    The answer may be called `response`, and the input `context` (Dolly). With `history`, messages or pairs of an
+    instruction and a response, the row is a conversation whose turns all train.
+    """
+    names = [name for name in ("instruction", "input", "context") if not is_empty(row.get(name))]
+    for name in names:
+        if not isinstance(row[name], str):
+            raise ValueError(f"column {name!r} must be a string, got {repr(row[name])[:80]}")
+    prompt = "\n".join(row[name] for name in names)
+    history = _history(row.get("history"))
+    turns = [*_system(row), *history, _message("user", prompt)]
+    answer = _completion(row, "output", "response", "completion")
+    if history and answer:
+        return {"messages": [*turns, _message("assistant", answer["completion"])], **_label(row)}
+    context = {"messages": turns} if len(turns) > 1 else {"prompt": prompt}
+    return {**context, **answer, **_label(row)}
+
+
+def llama_factory(row: Row) -> Row:
+    """`{prompt, query, response}`: an Alpaca row in the names that LLaMA-Factory's `columns` give it."""
+    query = row.get("query") or ""
+    if is_copied(query, [row["prompt"]]):
+        query = ""  # the question again, beside the prompt that was made of it
+    return alpaca({**row, "instruction": row["prompt"], "input": query, "context": None, "output": row.get("response")})
+
+
+def question(row: Row) -> Row:
+    """`{question, answer}`, or with `response` (OpenOrca) or a pair of answers."""
+    return {"prompt": row["question"], **_completion(row, "response", "completion", "answer")}
+
+
+def problem(row: Row) -> Row:
+    """`{problem, solution}`; a row with only the final `answer` is a prompt."""
+    return {"prompt": row["problem"], **_completion(row, "response", "completion", "solution")}
+
+
+def openrlhf(row: Row) -> Row:
+    """`{input, output}`, or a whole conversation in `input`."""
+    name = "prompt" if isinstance(row["input"], str) else "messages"
+    return {name: row["input"], **_completion(row, "output")}
+
+
+def context(row: Row) -> Row:
+    """The prompt as messages in `context`, or in `context_messages`; null where `context` holds anything else."""
+    messages = messages_of(row.get("context_messages") or row.get("context"))
+    return {"messages": messages if all("role" in turn for turn in mappings(messages)) else None}
+
+
+def openai_pair(row: Row) -> Row:
+    """`{input: {messages, tools}, preferred_output, non_preferred_output}` of OpenAI's preference files."""
+    given = row["input"]
+    if "messages" not in given:
+        raise ValueError(f"'input' must have 'messages', got {sorted(given)}")
+    pair = {"chosen": row["preferred_output"], "rejected": row["non_preferred_output"]}
+    return {"messages": given["messages"], "tools": given.get("tools"), **pair}
+
+
+def _message(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _system(row: Row) -> list[dict[str, Any]]:
+    return [_message("system", row["system"])] if row.get("system") else []
+
+
+def _history(value: Any) -> list[dict[str, Any]]:
+    """Earlier turns: messages, or pairs of an instruction and a response, or the JSON text of either."""
+    value = () if is_empty(value) else messages_of(json_of(value))
+    if isinstance(value, list | tuple):
+        if all(isinstance(turn, Mapping) and "role" in turn for turn in value):
+            return [dict(turn) for turn in value]
+        if all(isinstance(pair, list | tuple) and len(pair) == len(_ROLES) for pair in value):
+            return [_message(role, text) for pair in value for role, text in zip(_ROLES, pair, strict=True)]
+    raise ValueError(
+        "column 'history' must be a list of messages or of pairs [instruction, response], or its JSON text, got "
+        f"{repr(value)[:80]}"
+    )
+
+
+def _completion(row: Row, *names: str) -> Row:
+    """The first of the columns that the row has, as `completion`."""
+    name = next((name for name in names if row.get(name) is not None), None)
+    return {new: row[name] for new in ("completion", "response") if new in {*row, "completion"}} if name else {}
+
+
+def _label(row: Row) -> Row:
+    return {"label": row["kto_tag"]} if row.get("kto_tag") is not None else {}
+
+
+_SFT, _RL_SFT, _PAIRS = (
+    "rlkit sft reads it",
+    "rlkit grpo, ppo and sft read it",
+    "rlkit dpo, kto and reward_model read it",
+)
+_OUTPUT = ("output", "response", "completion", "chosen")
+_ANSWER_COLUMNS = ("response", "completion", *_PAIR_COLUMNS)
+_MORE = ("system", "kto_tag", "label", "history", "rejected")
+_ANSWER = (*_OUTPUT[1:3], "answer", "chosen")
+_STEPWISE = Form(
+    "row of stepwise supervision", (_PROMPT, ("completions",), ("labels",)), PROMPT.read, (),
+    "no rlkit script trains on labels of steps, and reward_model learns one reward per response",
+)  # fmt: skip
+_OWN = (PROMPT, CONVERSATION, RESPONSE, PAIR, LABELLED, TEXT, _STEPWISE)
+FOREIGN = (
+    # LLaMA-Factory data/README.md; TRL trl/data_utils.py, maybe_convert_to_chatml
+    Foreign(
+        Form("ShareGPT conversation", (("conversations",),), CONVERSATION.read, _MORE[:2], _SFT), sharegpt
+    ),
+    # LLaMA-Factory data/README.md; databricks/databricks-dolly-15k
+    Foreign(
+        Form("Alpaca row", (("instruction",), (*_OUTPUT, "input")), RESPONSE.read, ("input", "context", *_MORE)), alpaca
+    ),
+    # LLaMA-Factory data/README.md, with the names of its own columns: prompt, query, response
+    Foreign(
+        Form(
+            "row of LLaMA-Factory", (("prompt",), ("query", "history"), ("response", "chosen")), RESPONSE.read,
+            ("query", *_MORE), _SFT,
+        ),
+        llama_factory, lambda row: isinstance(row["prompt"], str),
+    ),
+    # hub data sets openai/gsm8k, Open-Orca/OpenOrca and Intel/orca_dpo_pairs
+    Foreign(Form("question with an answer", (("question",), _ANSWER), RESPONSE.read, (), _RL_SFT), question),
+    # hub data set HuggingFaceH4/MATH-500
+    Foreign(
+        Form(
+            "problem with a solution", (("problem",), (*_OUTPUT[1:3], "solution", *_ANSWER[2:])), RESPONSE.read, (),
+            _RL_SFT,
+        ),
+        problem,
+    ),
+    # OpenRLHF openrlhf/cli/train_*.py, --data.input_key; slime slime/utils/arguments.py, --input-key
+    Foreign(
+        Form("row of OpenRLHF or slime", (("input",),), RESPONSE.read, ("output", "label"), _RL_SFT), openrlhf,
+        lambda row: not isinstance(row["input"], dict),
+    ),
+    # ColossalAI applications/ColossalChat/examples/data_preparation_scripts; OpenRLHF openrlhf/datasets
+    Foreign(
+        Form("row with a context of messages", (("context_messages", "context"),), RESPONSE.read, (), _PAIRS), context,
+        lambda row: bool(mappings(context(row)["messages"])),
+    ),
+    # hub data sets LDJnr/Capybara (input and output of each turn) and lmsys/lmsys-chat-1m (messages)
+    Foreign(
+        Form("row with a conversation", (("conversation",),), CONVERSATION.read, ("system", "kto_tag"), _SFT),
+        conversation, lambda row: bool(mappings(messages_of(row["conversation"]))),
+    ),
+    # OpenAI's preference fine-tuning
+    Foreign(
+        Form(
+            "preference row of OpenAI", (("preferred_output",), ("non_preferred_output",)), PAIR.read, ("input",),
+            _PAIRS,
+        ),
+        openai_pair, lambda row: isinstance(row.get("input"), dict),
+    ),
+)  # fmt: skip

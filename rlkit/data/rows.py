@@ -1,0 +1,743 @@
+"""rlkit's own rows: their forms, and one check and one reader of each.
+
+    prompt                  prompt, or messages                                  reinforcement learning
+    conversation            messages                                             sft
+    prompt with a response  prompt or messages; response or completion           sft
+    preference pair         prompt or messages; chosen, rejected                 dpo, kto, reward_model
+    labelled response       prompt or messages; completion or response; label    kto
+    text                    text                                                 sft
+
+Every reader of rows (`rl_prompts`, `sft_examples`, `preference_pairs`, `labelled_examples`) checks and renders its rows
+with `read_rows`. `rlkit.compat.rows.read` makes such rows of other systems' rows. docs/data.md has the table for users.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+from rlkit.data import columns
+from rlkit.data import messages as of_row
+from rlkit.data.chat import TURN_TEXTS, Message
+from rlkit.data.load import Row, Rows, column_error, place_of
+from rlkit.data.messages import Converted, decoded, mappings, messages_of
+from rlkit.data.template import ROLES, Template
+
+X = TypeVar("X")
+_log, _progress = logging.getLogger("rlkit.data"), logging.getLogger("rlkit.data.progress")
+_SYSTEM = ("system", "developer")
+_STRING, _MESSAGES, _LABEL = "a string", "a list of at least one message", "true or false"
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    _STRING: lambda value: isinstance(value, str),
+    _MESSAGES: lambda value: isinstance(value, list | tuple) and len(value) > 0,
+    _LABEL: lambda value: columns.truth(value) is not None,
+}
+_COLUMNS = {"messages": (_MESSAGES,), "label": (_LABEL,)}  # what a column may hold; other columns: a string or messages
+_PROMPT, _RESPONSE, _LABELLED = (
+    ("messages", "prompt"),
+    ("response", "completion"),
+    ("completion", "response", "messages"),
+)
+_PAIR_COLUMNS = ("chosen", "rejected")
+_ALL_ANSWERS = (*_RESPONSE, *_PAIR_COLUMNS)
+_REPEATED = 12  # characters: a response may begin with a shorter prompt by chance ("hi")
+ANSWERS = {"output", "response", "completion", "answer", "solution"}
+_READ = "rlkit.compat.rows.read(rows) reads rows of other systems"
+_RENAME = "; a column under another name is renamed with --rename"
+_COLUMN_FIX = "check which columns hold the texts: one under another name is renamed with --rename"
+
+
+class Turn(NamedTuple):
+    """The text of a context up to the generation prompt (`prompt`), and the same with the assistant's turn (`whole`).
+
+    A `literal` turn still lacks its end-of-turn token. `blocks` is the mask of the template's `{% generation %}`.
+    `empty`: the turn (of a prompt: the prompt) has neither text nor a tool call. `untrained`: another assistant message
+    of the row is context, though the row does not exclude it from the loss.
+    """
+
+    place: str
+    prompt: str
+    whole: str = ""
+    empty: bool = False
+    label: bool | None = None
+    literal: bool = True
+    blocks: list[int] | None = None
+    untrained: bool = False
+
+
+class Form(NamedTuple):
+    """A form of row. An entry of `columns` holds the names that one required column may have; `read` renders a row.
+
+    `optional` names columns that `read` may need too. `hint` says which script reads the form. `check` raises for a
+    row whose columns are there and do not fit.
+    """
+
+    name: str
+    columns: tuple[tuple[str, ...], ...]
+    read: Callable[[Row, str, Template], list[Turn]]
+    optional: tuple[str, ...] = ()
+    hint: str = ""
+    check: Callable[[Row, str, bool], None] | None = None
+
+    @property
+    def title(self) -> str:
+        """The name with its article."""
+        return f"{'an' if self.name[0] in 'aeiouA' else 'a'} {self.name}"
+
+    def __str__(self) -> str:
+        columns = ", ".join(" or ".join(names) for names in (self.optional, *self.columns) if names)
+        return f"{self.title} has {{{columns}}}"
+
+    def missing(self, row: Row) -> list[tuple[str, ...]]:
+        """The columns that a row lacks. Null is absent: a table fills the columns of other rows with it."""
+        return [names for names in self.columns if all(row.get(name) is None for name in names)]
+
+    def used(self, row: Row) -> set[str]:
+        """The columns of the row that are read: of several names of one column the first that is not null."""
+        there = (next((name for name in names if row.get(name) is not None), "") for names in self.columns)
+        return {*there, *self.optional}
+
+
+class LacksColumn(ValueError):
+    """A row lacks a column of the form that it is read as, which looks most like the form `near`.
+
+    `first` says what the first row of the file is, in an error of another one.
+    """
+
+    def __init__(
+        self, place: str, problem: str, row: Row, form: Form, *, near: Form, fix: str, first: str = ""
+    ) -> None:
+        super().__init__(f"{column_error(place, problem, row, fix)}; {_READ}")
+        self.place, self.problem, self.row = place, problem, row
+        self.form, self.near, self.fix, self.first = form, near, fix, first
+
+
+def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: int) -> list[list[Turn]]:
+    """The turns of each row, by the first of `forms` whose columns it has. `limit`: the token limit, to be checked.
+
+    Raises ValueError, with the row (see `place_of`), for a row that fits none of them or holds a bad value.
+    """
+    ((name, value),) = limit.items()
+    if len(rows) == 0:
+        raise ValueError("rows is empty: there is nothing to train on")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    turns = []
+    found = check_columns(rows, *forms, apply_chat_template=template.apply)
+    unused, told = columns.Unused(rows), template.system_prompt
+    for index, (form, row) in enumerate(found):
+        place = place_of(rows, index)
+        own = template.of_row(row, place) if template.apply else template
+        turns.append(form.read(row, place, own))
+        told = None if told and any(told.strip() in turn.prompt for turn in turns[-1]) else told
+        for turn in turns[-1] if template.apply else ():
+            if turn.whole and turn.literal:
+                own.refuse_markup(turn.whole.removeprefix(turn.prompt), f"{place}: a response")
+        used = _used(row, form, plain=not template.apply)
+        if form is PROMPT:
+            used |= {*columns.FOR_REWARDS}
+        unused.add(index, row, used, *_said(row, form), own.lost)
+        if len(turns) % 1000 == 0:
+            _progress.info("rendering: %d of %d rows", len(turns), len(rows))
+    where = {PROMPT: "the prompt (rewards see all columns)", TEXT: "the text"}.get(form, "the prompt or the response")
+    if told:
+        _log.warning("the system prompt %r is in no row: each has a system message of its own", told[:60])
+    unused.report(template.not_read, where=where)
+    _name_oddities(rows, found)
+    return turns
+
+
+def _name_oddities(rows: Sequence[Row], found: Sequence[tuple[Form, Row]]) -> None:
+    """Log, in a line each, what is trained as it is and seldom meant."""
+    twice = "so that it stands twice"
+    for forms, what, bad, why in (
+        ((PAIR,), "pairs", _repeats_prompt, f"repeat the prompt at the beginning of both responses, {twice}"),
+        (
+            (RESPONSE, LABELLED), "rows", _response_repeats_prompt,
+            f"repeat the prompt at the beginning of the response, {twice}",
+        ),
+        ((PAIR,), "pairs", _scored_less, "have a lower score for the chosen response than for the rejected one"),
+        ((CONVERSATION,), "conversations", _answers_twice, "have two assistant turns in a row, both trained"),
+    ):  # fmt: skip
+        items = [(index, row) for index, (form, row) in enumerate(found) if form in forms]
+        drop(rows, items, bad, what=what, why=why, keep=True)
+    read = [(index, row) for index, (_, row) in enumerate(found) if any(map(partial(_was_text, row), _ALL_ANSWERS))]
+    why = "have a response that is the JSON text of messages, and train on their contents"
+    drop(rows, read, bool, what="rows", why=why, keep=True)
+    texts = [(index, _missing_values(form, row)) for index, (form, row) in enumerate(found)]
+    why = "have a text that is a missing value, as pandas writes it"
+    drop(rows, texts, bool, what="rows", why=why, keep=True, note=lambda found: f" ({', '.join(found)})")
+
+
+def check_columns(
+    rows: Sequence[Row],
+    *forms: Form,
+    apply_chat_template: bool = True,
+    convert: Callable[[int, Row], Row] = lambda _, row: row,
+) -> list[tuple[Form, Row]]:
+    """The form of each row, the first of `forms` whose columns it has, and the row with its messages decoded.
+
+    Needs no tokenizer. `convert` is called with the index and the row before a row is checked.
+
+    Raises ValueError, with the row (see `place_of`), for a row in another form than the first, for one that lacks a
+    column of the last form (`LacksColumn`), or holds a value of the wrong type in one, and for one that is in two forms
+    with different content.
+    """
+    found: list[tuple[Form, Row]] = []
+    plain = not apply_chat_template
+    check_dicts(rows)
+    for index, given in enumerate(rows):
+        place = place_of(rows, index)
+        row = _decoded(convert(index, given), place)
+        row = _in_plain_text(row, forms, place) if plain else row
+        if index == 0:
+            forms = _of_one_file(forms, row, plain)
+        form = next((form for form in forms if not form.missing(row)), forms[-1])
+        form = _without_conflict(row, form, forms, place)
+        start = getattr(found[0][1], "form", "") or found[0][0].title if found else ""
+        first = f"{place_of(rows, 0)} is {start}" if found else ""
+        for names in form.columns:
+            cell(row, names, place, form=form, plain=plain, first=first)
+        if form.check:
+            form.check(row, place, plain)
+        _check_values(row, form, place, plain)
+        found.append((form, row))
+    return found
+
+
+def _decoded(row: Row, place: str) -> Row:
+    """The row with lists of messages for their JSON text, for one message, and for turns of `from` and `value`."""
+    try:
+        new = decoded(row)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise column_error(place, f"cannot be read: {error}", row) from None
+    row = Converted(row, new)
+    for name in (*_PROMPT, *_RESPONSE, *_PAIR_COLUMNS):
+        for number, message in enumerate(mappings(row.get(name))):
+            if isinstance(message.get("role", message.get("from")), list | tuple | Mapping):
+                raise ValueError(
+                    f"{place}: {own_name(row, name)}[{number}] must be an object like {{'role': 'user', 'content': "
+                    f"'...'}}, got {repr(message)[:80]}"
+                )
+    return row
+
+
+def _in_plain_text(row: Row, forms: Sequence[Form], place: str) -> Row:
+    """The row with its prompt as one text: the contents of its messages, joined, or the common beginning of a pair."""
+    new: Row = {}
+    made = None if row.get("messages") is getattr(row, "own", row).get("messages") else row["messages"]
+    messages = made or row.get("prompt") or row.get("messages")
+    if PROMPT in forms and messages and isinstance(messages, list | tuple):
+        turns = prompt_messages({"messages": messages}, place=place)
+        if lost := [key for turn in turns for key in ("tool_calls", *TURN_TEXTS[1:]) if turn.get(key)]:
+            found = f"a message holds {lost[0]!r}, and --no-chat-template joins the contents of messages only"
+            raise column_error(place, found, row, "; write it into the content, or use a chat template")
+        new["prompt"] = "".join(turn["content"] for turn in turns)
+    if PAIR in forms:
+        new |= of_row.common_prompt(row)
+    return Converted(row, new)
+
+
+def check_dicts(rows: Any) -> None:
+    """TypeError for what is no sequence of dicts, such as a path, one row or a list of strings."""
+    if isinstance(rows, Mapping):
+        raise TypeError(f"rows must be a list of dicts, got one dict: give [row]; its keys are {sorted(rows)[:8]}")
+    if isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows):
+        wrong = rows if isinstance(rows, str) else next(row for row in rows if not isinstance(row, Mapping))
+        fix = "load_rows(path) reads a file; of strings give [{'prompt': text} for text in texts]"
+        raise TypeError(f"rows must be dicts, got {repr(wrong)[:80]}: {fix}")
+
+
+def _used(row: Row, form: Form, *, plain: bool) -> set[str]:
+    """The columns of the file of which a row's text is made, and its label."""
+    own: Row = getattr(row, "own", row)
+    read, replaced = getattr(row, "used", set[str]()), getattr(row, "replaced", set[str]())
+    used = (form.used(own) - replaced) | read
+    used -= ({*ANSWERS} if form is PAIR else {*_PAIR_COLUMNS}) | {"label", "kto_tag"}
+    if form is LABELLED:
+        used.add("kto_tag" if "kto_tag" in read and own.get("kto_tag") is not None else "label")
+    return used | ({*columns.ROW_ARGS, *_PROMPT} if not plain and form is not TEXT else set())
+
+
+def _said(row: Row, form: Form) -> tuple[list[str], list[str]]:
+    """The texts of a row that are context, and those that are answers."""
+    asked, answers = list[str](), list[str]()
+    names = {TEXT: ("text",), PROMPT: (), PAIR: _PAIR_COLUMNS}.get(form, _RESPONSE)
+    for name in names if form is TEXT else (*_PROMPT, *names):
+        value, is_answer = row.get(name), name not in (*_PROMPT, "text")
+        turns = mappings(value) if not isinstance(value, str) else [{"content": value}]
+        for number, turn in enumerate(turns, 1):
+            content = turn.get("content")
+            parts = [content] if isinstance(content, str) else [p.get("text") for p in mappings(content)]
+            trained = number == len(turns) if is_answer else turn.get("role") == "assistant"
+            texts = answers if trained and (is_answer or form in (CONVERSATION, LABELLED)) else asked
+            texts.extend(str(part) for part in parts if part)
+    return asked, answers
+
+
+def _check_values(row: Row, form: Form, place: str, plain: bool) -> None:
+    """ValueError for a row with images, or with text that cannot be tokenized."""
+    own = getattr(row, "own", row)
+    columns.refuse_media(own, place)
+    if form is not PROMPT:
+        columns.refuse_flags(own, place)
+    for name in _used(row, form, plain=plain) & {*own}:
+        columns.refuse_surrogates(own[name], place, name)
+
+
+def is_text(row: Row) -> bool:
+    """Whether a row is a text without a prompt."""
+    return not TEXT.missing(row) and not any(row.get(name) is not None for name in _PROMPT)
+
+
+def _of_one_file(forms: Sequence[Form], row: Row, plain: bool) -> tuple[Form, ...]:
+    """Forms that the rows of a file may have after its first row `row`."""
+    if TEXT in forms and is_text(row):
+        return (TEXT,)
+    if PAIR in forms and not PAIR.missing(row):
+        return (PAIR,)
+    others = (TEXT, PAIR, CONVERSATION) if plain else (TEXT, PAIR)
+    return tuple(form for form in forms if form not in others) or tuple(forms)
+
+
+def _without_conflict(row: Row, form: Form, forms: Sequence[Form], place: str) -> Form:
+    """The form, or `CONVERSATION` where that holds the response too; ValueError for two forms of different content."""
+    prompt, messages = row.get("prompt"), mappings(row.get("messages"))
+    said = [str(message.get("content")) for message in messages]
+    asked = [prompt] if isinstance(prompt, str) else [str(m.get("content")) for m in mappings(prompt)]
+    name = "prompt"
+    if not said or all(text.strip() in "".join(said) for text in asked):
+        if form is not RESPONSE or CONVERSATION not in forms or not said or messages[-1].get("role") != "assistant":
+            return form
+        name, response = cell(row, _RESPONSE, place, form=RESPONSE)
+        if response in (said[-1], [messages[-1]]):
+            return CONVERSATION
+    name = own_name(row, name)
+    both = f"{own_name(row, 'messages')!r} and {name!r}"
+    found = f"columns {both} hold different texts ({CONVERSATION.title} and {form.title})"
+    raise column_error(place, found, row, f"; rename the one that is not meant, e.g. --rename {name} OTHER")
+
+
+def cell(
+    row: Row, names: Sequence[str], place: str, *, form: Form, plain: bool = False, first: str = ""
+) -> tuple[str, Any]:
+    """(name, value) of the first column of `names` that a row has, null last.
+
+    A column holds a string or messages, `messages` only messages, `label` true or false; in a `plain` row (without a
+    chat template) all but the label are strings. ValueError, with the columns of the row, for a row without any of
+    `names` (`LacksColumn`), or with a value of another type. `first` says what the first row is.
+    """
+    names = [name for name in names if not (plain and name == "messages")]
+    there = [name for name in names if name in row]
+    if not there:
+        lacks = f"no column {names[0]!r}" if len(names) == 1 else f"neither {' nor '.join(map(repr, names))} is there"
+        if plain and row.get("messages") is not None:
+            fix = "; messages need a chat template: drop --no-chat-template, or give --chat-template FILE"
+            raise column_error(place, lacks, row, fix)
+        raise LacksColumn(place, lacks, row, form, near=form, fix=f"; {form}{_RENAME}", first=first)
+    name = next((name for name in there if row[name] is not None), there[0])
+    value = row[name]
+    kinds = [kind for kind in _COLUMNS.get(name, (_STRING, _MESSAGES)) if not (plain and kind == _MESSAGES)]
+    if not any(_KINDS[kind](value) for kind in kinds):
+        note = " (messages need a chat template)" if plain and isinstance(value, list) else ""
+        found = f"column {own_name(row, name)!r} must be {' or '.join(kinds)}{note}, got {repr(value)[:80]}"
+        raise column_error(place, found, row)
+    texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+    if texts and name in ("prompt", *_RESPONSE, *_PAIR_COLUMNS):
+        found = f"column {own_name(row, name)!r} is a list of texts, got {repr(value)[:80]}"
+        raise column_error(place, found, row, "; write one row for each of them")
+    return name, value
+
+
+def own_name(row: Row, name: str) -> str:
+    """The name in the file of a column of the converted row: of a prompt that of the first column it is made of."""
+    own = getattr(row, "own", row)
+    if row.get(name) is None or row[name] is own.get(name):
+        return name
+    same = [column for column in own if own[column] is row[name]]
+    made_of = getattr(row, "made_of", ()) if name in _PROMPT else ()
+    same += [column for column in made_of if not columns.is_empty(own.get(column))]
+    return same[0] if same and name not in own else name
+
+
+def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = "the row") -> list[dict[str, Any]]:
+    """The conversation of a row: its `messages`, or its `prompt` (a string is one user message), after `system_prompt`.
+
+    The row's own `system` or `system_prompt` comes before the argument.
+
+    A conversation that begins with a system message keeps that one. The content of a message is text: parts
+    `{"type": "text", "text": ...}` are joined without a separator, as chat templates join them, and an assistant
+    message with neither content nor tool calls holds "". `place` names the row in errors.
+
+    Raises ValueError for a row without `messages` and `prompt`, for a malformed message, and for any other content:
+    null, a number, or a part that is not text, such as an image.
+    """
+    given = row
+    if not isinstance(row, Converted):  # as `check_columns` gives them
+        row = Converted(row, decoded(row))
+    column, value = cell(row, _PROMPT, place, form=PROMPT)
+    column = own_name(given, column)
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else messages_of(value)
+    system = given.get("system") if isinstance(given, Converted) else None  # stands before them in the converted row
+    start = -1 if system and mappings(messages[:1]) and messages[0].get("content") is system else 0
+    for number, message in enumerate(messages, start):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(
+                f"{place}: {column}[{number}] must be an object like {{'role': 'user', 'content': '...'}}, "
+                f"got {repr(message)[:80]}"
+            )
+        if "content" not in message and isinstance(message.get("value"), str):
+            raise ValueError(
+                f"{place}: {column}[{number}] has its text under the key 'value': beside 'role' the key is 'content', "
+                "and 'value' goes with 'from'"
+            )
+    try:
+        messages = of_row.turns(messages)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+    messages = [_with_text(message, f"{place}: {column}[{number}]") for number, message in enumerate(messages, start)]
+    own, first = of_row.system_of(row, place), messages[0] if messages[0]["role"] in _SYSTEM else {}
+    if own is not None and first and first["content"] != own:
+        found = "the messages begin with another system message than that of column 'system'"
+        raise column_error(place, found, row, "; rename the one that is not meant, e.g. --rename system OTHER")
+    if not first and (system_prompt if own is None else own) is not None:
+        return [{"role": "system", "content": system_prompt if own is None else own}, *messages]
+    return messages
+
+
+def drop(
+    rows: Sequence[Row],
+    items: Sequence[tuple[int, X]],
+    bad: Callable[[X], object],
+    *,
+    what: str,
+    why: str,
+    fix: str = _COLUMN_FIX,
+    keep: bool = False,
+    note: Callable[[X], str] = lambda _: "",
+) -> list[tuple[int, X]]:
+    """`items`, (row index, X), without the `bad` ones, which are logged in one line; ValueError, with `fix`, for all.
+
+    The line has `what` they are, `why` (a verb and its object), and a `note` on each. With `keep` they are only logged.
+    """
+    found = [(index, item) for index, item in items if bad(item)]
+    if not found:
+        return [*items]
+    source = f"{rows.source}: " if isinstance(rows, Rows) and rows.source else ""
+    if len(found) == len(items) and not keep:
+        raise ValueError(f"{source}all {len(items)} {what} {why}; {fix}")
+    first = ", ".join(place_of(rows, index, with_source=False) + note(item) for index, item in found[:5])
+    _log.warning(
+        "%s%s %d of %d %s that %s: %s%s",
+        source, "kept" if keep else "dropped", len(found), len(items), what, why, first, ", ..." * (len(found) > 5),
+    )  # fmt: skip
+    return [*items] if keep else [(index, item) for index, item in items if not bad(item)]
+
+
+def drop_long(
+    rows: Sequence[Row], items: Sequence[tuple[int, X]], length: Callable[[X], int], *, what: str, **limit: int
+) -> list[tuple[int, X]]:
+    """`drop` of the items with more tokens than the limit."""
+    ((name, value),) = limit.items()
+    fix = f"the shortest has {min(length(item) for _, item in items)} tokens: raise it, or give shorter ones"
+    return drop(
+        rows, items, lambda item: length(item) > value, what=what, why=f"are longer than `{name}` {value}", fix=fix,
+        note=lambda item: f" ({length(item)} tokens)",
+    )  # fmt: skip
+
+
+def _with_text(message: Message, place: str) -> dict[str, Any]:
+    """The message with text as its content. A template would write anything else as Python does: "None", "[{...}]"."""
+    content = message.get("content")
+    for name in columns.MEDIA:
+        if not columns.is_empty(message.get(name)):
+            raise ValueError(f"{place} holds {name!r}, and rlkit trains on text only: drop the row or the key")
+    if isinstance(content, str):
+        return dict(message)
+    if content is None and message["role"] == "assistant":
+        return dict(message) if message.get("tool_calls") else {**message, "content": ""}
+    if not isinstance(content, list | tuple) or not content:
+        raise ValueError(f"{place}.content must be a string, got {repr(content)[:80]}")
+    return {**message, "content": columns.joined_parts(content, f"{place}.content")}
+
+
+def _is_empty(message: Message) -> bool:
+    """Whether a message of `prompt_messages` holds no text, white space aside, and no tool call."""
+    return not message.get("tool_calls") and not any(str(message.get(key) or "").strip() for key in TURN_TEXTS)
+
+
+def _context(row: Row, place: str, template: Template) -> tuple[str, list[dict[str, Any]]]:
+    """A row's prompt as text, up to the generation prompt, and its messages (none without a chat template)."""
+    if not template.apply:
+        return cell(row, ("prompt",), place, form=PROMPT, plain=True)[1], []
+    messages = prompt_messages(row, system_prompt=template.system_prompt, place=place)
+    template.refuse_unwritten(messages, place)
+    return template.text(messages, place, opened=True), messages
+
+
+def _prompt(row: Row, place: str, template: Template) -> list[Turn]:
+    text, messages = _context(row, place, template)
+    if messages and messages[-1]["role"] == "assistant":
+        raise ends_with_answer(place, "drop that message (a known answer belongs in a column of its own)")
+    return [Turn(place, text, empty=all(map(_is_empty, messages)) if messages else not text.strip())]
+
+
+def ends_with_answer(place: str, fix: str) -> ValueError:
+    """The error of a prompt whose last message is the assistant's."""
+    return ValueError(f"{place}: the conversation ends with an assistant message, so there is nothing to answer; {fix}")
+
+
+def _no_answer(row: Row, place: str, roles: Sequence[Any]) -> ValueError:
+    if "assistant" in roles:
+        return column_error(place, f"needs an assistant message with a message before it, got roles {roles}", row)
+    if unknown := [role for role in roles if role not in (*ROLES, *_SYSTEM)]:
+        return ValueError(f"{place}: unknown role {unknown[0]!r}, and no message of the role 'assistant' to train on")
+    lacks = "no response to train on: needs the column 'completion' or 'response', or an assistant message"
+    lacks += "".join(f" (column {name!r} is null)" for name in _RESPONSE if name in row and row[name] is None)
+    return LacksColumn(place, lacks, row, RESPONSE, near=CONVERSATION, fix=_RENAME)
+
+
+def _check_conversation(row: Row, place: str, _plain: bool) -> None:
+    _, value = cell(row, _PROMPT, place, form=CONVERSATION)
+    messages = [] if isinstance(value, str) else mappings(value)
+    roles = ["user"] if isinstance(value, str) else [m.get("role") for m in messages]
+    for number, message in enumerate(messages):
+        if message.get("role") is None:
+            shown = f"{place}: {own_name(row, 'messages')}[{number}]"
+            forms = "{'role': 'user', 'content': '...'} or {'from': 'human', 'value': '...'}"
+            raise ValueError(f"{shown} must be an object like {forms}, got {repr(message)[:80]}")
+    if roles and not {"assistant", *of_row.CALLS} & {*roles}:
+        raise _no_answer(row, place, roles)
+    _refuse_label(row, place, "a conversation with a label")
+
+
+def _refuse_label(row: Row, place: str, what: str) -> None:
+    """ValueError for a row with a label of KTO: true or false, 1 or 0, or their text."""
+    for name in ("kto_tag", "label"):
+        if columns.truth(row.get(name)) is not None:
+            found = f"is {what} (column {name!r} is {row[name]}), and sft trains on every row"
+            raise column_error(place, found, row, f"; rlkit kto reads it, or --rename {name} OTHER trains all of them")
+
+
+def _conversation(row: Row, place: str, template: Template) -> list[Turn]:
+    """One turn per assistant message, but for those that the row excludes from the loss."""
+    messages = prompt_messages(row, system_prompt=template.system_prompt, place=place)
+    ends = [end for end, message in enumerate(messages) if message["role"] == "assistant" and end > 0]
+    if not ends:
+        raise _no_answer(row, place, [m["role"] for m in messages])
+    return _turns(messages, ends, place, template)
+
+
+def _turns(messages: list[dict[str, Any]], ends: Sequence[int], place: str, template: Template) -> list[Turn]:
+    """The turns of the assistant messages at `ends`, each after all messages before it."""
+    template.refuse_unwritten(messages[: ends[-1] + 1], place)
+    turns = []
+    for end in ends:
+        if not columns.is_trained(messages[end], place):
+            continue
+        prompt = template.text(messages[:end], place, opened=True)
+        whole, blocks = template.text(messages[: end + 1], place, opened=False), template.blocks(messages[: end + 1])
+        empty, untrained = _is_empty(messages[end]), messages[0]["role"] == "assistant"
+        turns.append(Turn(place, prompt, whole, empty=empty, literal=False, blocks=blocks, untrained=untrained))
+    if not turns:
+        raise ValueError(f"{place}: every assistant message is excluded from the loss: drop the row")
+    return turns
+
+
+def _check_response(row: Row, place: str, _plain: bool) -> None:
+    _refuse_label(row, place, "a labelled response")
+
+
+def _response(
+    row: Row, place: str, template: Template, *, names: Sequence[str] = _RESPONSE, label: bool | None = None
+) -> list[Turn]:
+    """A response (a string, or the last of a list of messages) after the row's prompt or its own earlier messages.
+
+    Of a `completion` in sft, every assistant message is a turn.
+    """
+    column, response = cell(row, names, place, form=RESPONSE, plain=not template.apply)
+    text = isinstance(response, str)
+    if text and not template.apply:
+        prompt, _ = _context(row, place, template)
+        return [Turn(place, prompt, prompt + response, empty=not response.strip(), label=label)]
+    messages = [{"role": "assistant", "content": response}]
+    name = own_name(row, column)
+    if not text:
+        messages = prompt_messages(Converted({name: response}, {"messages": response}), place=place)
+    ends = [end for end, message in enumerate(messages) if message["role"] == "assistant"]
+    several = names is _RESPONSE and len(ends) > 1
+    response = "" if several else _last(messages, name, place)["content"]
+    before = [] if column == "messages" else _before(row, column, messages, place)
+    row = Converted(row, {"prompt": None, "messages": before + messages})
+    if several:
+        context = prompt_messages(row, system_prompt=template.system_prompt, place=place)
+        start = len(context) - len(messages)
+        return _turns(context, [start + end for end in ends if start + end], place, template)
+    unknown = [key for key, value in messages[-1].items() if columns.is_unknown_key(key, value)]
+    template.lost.update({("message key", key, "response"): None for key in unknown})
+    prompt, _ = _context(Converted(row, {"messages": row["messages"][:-1]}), place, template)
+    more = names is _LABELLED and any(columns.is_trained(messages[end], place) for end in ends[:-1])
+    return [Turn(place, prompt, prompt + response, empty=not response.strip(), label=label, untrained=more)]
+
+
+def _last(messages: Sequence[Message], column: str, place: str) -> Message:
+    """The last of the messages, which is a response of text."""
+    last = messages[-1]
+    if last["role"] != "assistant" or (column == "messages" and len(messages) == 1):
+        raise ValueError(
+            f"{place}: {column!r} must end with an assistant message of text that answers another message, got "
+            f"{repr(last)[:80]}"
+        )
+    if more := [key for key in (*TURN_TEXTS, "tool_calls") if key != "content" and last.get(key)]:
+        raise ValueError(
+            f"{place}: the last message of {column!r} holds {' and '.join(more)} beside its content, and a "
+            "response is text: write all of it into 'content' as the model would"
+        )
+    if not columns.is_trained(last, place):
+        raise ValueError(f"{place}: the last message of {column!r} is excluded from the loss: drop the row")
+    return last
+
+
+def _before(row: Row, column: str, response: Sequence[Message], place: str) -> list[dict[str, Any]]:
+    """The messages of the row's prompt that stand before a response; none where the response repeats them.
+
+    An assistant message that ends the prompt is left out where it is the response too (of a pair: `chosen`). A prompt
+    that ends otherwise than with a user's message is continued by a response that begins with one, as in TRL.
+    """
+    name = next((name for name in _PROMPT if row.get(name) is not None), "")
+    begins = response[0]["role"] in (*_SYSTEM, "user")
+    if begins and not name:
+        return []
+    prompt = prompt_messages(row, place=place)
+    chosen = row.get("chosen")
+    first = [{"content": chosen}] if isinstance(chosen, str) else mappings(messages_of(chosen))
+    pairs = [response, first or response]
+    answers = [messages[-1 if begins else 0].get("content") for messages in pairs]
+    closes = prompt[-1]["role"] == "assistant" and len(prompt) > 1 and not prompt[-1].get("tool_calls")
+    if closes and prompt[-1]["content"] in answers and response[0]["role"] != "tool":
+        prompt = prompt[:-1]
+    if begins:
+        said = [str(message["content"]) for message in response[:-1]]
+        asked = [str(message["content"]) for message in prompt]
+        if all(text.strip() in "".join(said) for text in asked):
+            return []
+        if response[0]["role"] == "user" and prompt[-1]["role"] in ("assistant", *_SYSTEM) and said[0] not in asked:
+            return prompt
+        name, column = own_name(row, name), own_name(row, column)
+        found = f"{column!r} begins with a {response[0]['role']} message, and column {name!r} is not part of it"
+        fix = f"; --rename {name} system for a system prompt, --rename {name} OTHER to leave it out, or write it into "
+        raise column_error(place, found, row, f"{fix}{column!r}")
+    if prompt[-1]["role"] != "assistant" or response[0]["role"] != "assistant":
+        return prompt
+    raise ValueError(
+        f"{place}: column {own_name(row, name)!r} ends with an assistant message, and {own_name(row, column)!r} is "
+        "another answer; drop one of them (rlkit does not continue an answer that is begun in the prompt)"
+    )
+
+
+def _pair(row: Row, place: str, template: Template) -> list[Turn]:
+    """The chosen and the rejected response."""
+    chosen, rejected = (_response(row, place, template, names=[name])[0] for name in ("chosen", "rejected"))
+    if chosen.prompt != rejected.prompt:
+        raise ValueError(
+            f"{place}: chosen and rejected differ before their last message; a pair answers one prompt twice"
+        )
+    return [chosen, rejected]
+
+
+def _response_repeats_prompt(row: Row) -> bool:
+    """Whether the response begins with the words of a prompt of some length, both as text."""
+    name = next((name for name in _RESPONSE[::-1] if row.get(name) is not None), "")
+    return len(str(row.get("prompt")).strip()) >= _REPEATED and _repeats_prompt(row, (name,))
+
+
+def _was_text(row: Row, name: str) -> bool:
+    """Whether the messages of a column stand in the file as JSON text, beside a prompt that is text."""
+    own = getattr(row, "own", row)
+    return isinstance(own.get(name), str) and isinstance(row.get(name), list) and isinstance(row.get("prompt"), str)
+
+
+def _repeats_prompt(row: Row, names: Sequence[str] = _PAIR_COLUMNS) -> bool:
+    """Whether all responses, by default of a pair, begin with the words of the prompt, all of them as text."""
+    texts = [row.get(name) for name in ("prompt", *names)]
+    prompt, *responses = (text.strip() if isinstance(text, str) else "" for text in texts)
+    end = r"\b" if prompt[-1:].isalnum() else ""
+    return bool(prompt) and all(re.match(re.escape(prompt) + end, response) for response in responses)
+
+
+def _missing_values(form: Form, row: Row) -> list[str]:
+    """What stands alone as a text of the row, other than a tool's, where a missing value has become text."""
+    values = [row.get(name) for names in (form.optional, *form.columns) for name in names]
+    said = [m.get("content") for value in values for m in mappings(value) if m.get("role") != "tool"]
+    found = (text for text in (*values, *said) if isinstance(text, str) and text in ("nan", "NaN", "None"))
+    return [*map(repr, dict.fromkeys(found))]
+
+
+def _scored_less(row: Row) -> bool:
+    """Whether a pair's own columns of scores, as numbers or their text, contradict its choice."""
+    for what in ("score", "rating", "reward"):
+        for names in ((f"chosen_{what}", f"rejected_{what}"), (f"{what}_chosen", f"{what}_rejected")):
+            with suppress(TypeError, ValueError):
+                chosen, rejected = (float(str(row.get(name))) for name in names)
+                return chosen < rejected
+    return False
+
+
+def _answers_twice(row: Row) -> bool:
+    """Whether two assistant messages of text follow each other after the first message, and the row trains both."""
+    said = mappings(row.get("messages") or row.get("prompt"))[1:]
+    text = [m.get("role") == "assistant" and not m.get("tool_calls") and columns.is_trained(m, "") for m in said]
+    return any(a and b for a, b in pairwise(text))
+
+
+def _check_pair(row: Row, place: str, plain: bool) -> None:
+    own = getattr(row, "own", row)
+    for name in _PAIR_COLUMNS:
+        if isinstance(row[name], str) and row[name] in {*own} - {*_PAIR_COLUMNS}:
+            found = f"column {own_name(row, name)!r} holds {row[name]!r}, the name of another column"
+            raise column_error(place, found, row, "; write the text of that column there")
+    if isinstance(row["chosen"], str) and not any(name in row for name in _PROMPT):
+        lacks = "no column 'prompt'" if plain else "neither 'messages' nor 'prompt' is there"
+        fix = (
+            "; give the prompt as 'prompt', or train on the two as plain text, as TRL does: --no-chat-template, where "
+            "their common beginning is the prompt"
+        )
+        raise column_error(place, lacks, row, "; chosen and rejected share no beginning" if plain else fix)
+
+
+def _check_labelled(row: Row, place: str, plain: bool) -> None:
+    name, value = cell(row, _LABELLED, place, form=LABELLED, plain=plain)
+    if name != "messages" and isinstance(value, str):
+        cell(row, _PROMPT, place, form=LABELLED, plain=plain)
+
+
+def _labelled(row: Row, place: str, template: Template) -> list[Turn]:
+    return _response(row, place, template, names=_LABELLED, label=columns.truth(row["label"]))
+
+
+def _text(row: Row, place: str, template: Template) -> list[Turn]:
+    """A text whose tokens all train. A bos that the tokenizer would add again is dropped."""
+    tokenizer, text = template.tokenizer, row["text"]
+    bos = tokenizer.bos_token
+    if bos and text.startswith(bos) and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]:
+        text = text.removeprefix(bos)
+    return [Turn(place, "", text, empty=not text.strip())]
+
+
+_SFT, _RL_SFT, _PAIRS = (
+    "rlkit sft reads it",
+    "rlkit grpo, ppo and sft read it",
+    "rlkit dpo, kto and reward_model read it",
+)
+PROMPT = Form("prompt", (_PROMPT,), _prompt, (), "rlkit grpo and ppo read it")
+CONVERSATION = Form("conversation", (_PROMPT,), _conversation, (), _SFT, _check_conversation)
+RESPONSE = Form("prompt with a response", (_PROMPT, _RESPONSE), _response, (), _SFT, _check_response)
+PAIR = Form("preference pair", (("chosen",), ("rejected",)), _pair, _PROMPT, _PAIRS, _check_pair)
+LABELLED = Form("labelled response", (_LABELLED, ("label",)), _labelled, _PROMPT, "rlkit kto reads it", _check_labelled)
+TEXT = Form("text", (("text",),), _text, (), _SFT)
+SFT = (RESPONSE, CONVERSATION, TEXT)

@@ -1,0 +1,35 @@
+"""Who imports a name of rlkit 0.1 that has moved is told where it is now, in one line."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+OLD = {  # import of rlkit 0.1: the words of the error
+    "rlkit.rewards.adapters:scorer": "it is in rlkit.rewards",
+    "rlkit.rewards.adapters:trl": "in rlkit.compat.rewards",
+    "rlkit.rollout.envs.adapters:gym": "in rlkit.compat.envs",
+    "rlkit.data.forms:SFT": "it is in rlkit.data.rows",
+    "rlkit.data.forms:with_prompt": "rlkit.compat.rows.read",
+    "rlkit.model.forward:prepare": "it is prepare_model",
+    "rlkit.model.forward:score": "it is compute_log_probs",
+    "rlkit.model.parallelize:mesh_of": "it is in rlkit.model.sharding",
+}
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_a_name_that_has_moved_says_where_it_is(old):
+    module, name = old.split(":")
+    with pytest.raises(ImportError, match=f"^{module}.{name} of rlkit 0.1 has moved: .*{OLD[old]}"):
+        exec(f"from {module} import {name}", {})
+
+
+def test_other_names_are_missing_as_ever():
+    for module in sorted({old.split(":")[0] for old in OLD}):
+        found = importlib.import_module(module)
+        assert not hasattr(found, "__path__")
+        with pytest.raises(AttributeError):
+            _ = found.__wrapped__
+    with pytest.raises(ImportError, match=r"^cannot import name 'nothing' from 'rlkit.model.forward'"):
+        exec("from rlkit.model.forward import nothing", {})
