@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlkit.scripts import grpo, sft
+from rlkit.scripts.args import Data, Engine, Episodes, Examples, Model
 from rlkit.scripts.cli import run
-from rlkit.scripts.common import Data, Examples, Model
-from rlkit.scripts.rollouts import Engine, Episodes
 from rlkit.settings import Count, CountOr0, Optim, ParallelArgs, Rollouts, Schedule, Seed, check, refuse_if
 
 

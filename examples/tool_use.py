@@ -101,7 +101,7 @@ def main(args: Args) -> Path:
     from rlkit.rollout.envs.chat import refuse_vision
     from rlkit.rollout.limits import limited
     from rlkit.run.folder import holds_run
-    from rlkit.scripts.common import check_device
+    from rlkit.scripts.start import check_device
 
     device = args.device or ("cuda" if args.model and torch.cuda.is_available() else "cpu")
     check_device(device)

@@ -197,8 +197,7 @@ def test_the_demos_task_learns_and_resumes(dtype, tmp_path, monkeypatch):
 
     from rlkit.model.weights import export_hf
     from rlkit.scripts import grpo, sft
-    from rlkit.scripts.common import Data, Model
-    from rlkit.scripts.rollouts import Engine, Episodes
+    from rlkit.scripts.args import Data, Engine, Episodes, Model
     from rlkit.settings import Optim, Penalties, Rollouts, Schedule
 
     demo.make_data(tmp_path, seed=0)

@@ -12,6 +12,8 @@ OLD = {  # import of rlkit 0.1: the words of the error
     "rlkit.rollout.envs.adapters:gym": "in rlkit.compat.envs",
     "rlkit.data.forms:SFT": "it is in rlkit.data.rows",
     "rlkit.data.forms:with_prompt": "rlkit.compat.rows.read",
+    "rlkit.scripts.common:Data": "it is in rlkit.scripts.args",
+    "rlkit.scripts.rollouts:environment": "read_env of rlkit.scripts.task",
     "rlkit.model.forward:prepare": "it is prepare_model",
     "rlkit.model.forward:score": "it is compute_log_probs",
     "rlkit.model.parallelize:mesh_of": "it is in rlkit.model.sharding",

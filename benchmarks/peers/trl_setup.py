@@ -61,7 +61,7 @@ def _make_task(folder: Path, sft_steps: int) -> None:
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
     from rlkit.model.weights import export_hf
     from rlkit.scripts import sft
-    from rlkit.scripts.common import Data, Model
+    from rlkit.scripts.args import Data, Model
     from rlkit.settings import Optim, Schedule
 
     shutil.rmtree(folder, ignore_errors=True)

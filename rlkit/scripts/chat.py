@@ -28,9 +28,10 @@ import tyro
 from rlkit._text import printable
 from rlkit.files import check_model_path
 from rlkit.run.folder import read_args
+from rlkit.scripts.args import Data
 from rlkit.scripts.cli import run
-from rlkit.scripts.common import Data, check_device
 from rlkit.scripts.flags import ChatTemplate
+from rlkit.scripts.start import check_device
 from rlkit.settings import Count, NotNegative, ParallelArgs, SamplingParams, check, refuse_if
 
 TYPES: dict[str, Any] = {  # the flags of a run that are used here, and their types

@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from rlkit.scripts.args import Data, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.common import Data, Examples, Lora, Model, load_policies, offline, own_loss, where
+from rlkit.scripts.start import load_policies, offline, own_loss, where
 from rlkit.settings import NotNegative, Optim, Positive, Schedule, Share, check, is_default, named, refuse_if
 
 LOSSES = ("dpo", "ipo", "hinge", "robust_dpo", "exo_pair", "apo_zero", "nca_pair", "simpo", "orpo", "cpo")

@@ -16,9 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from rlkit.scripts.args import Correction, Data, Engine, Episodes, Lora, Model
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.common import Data, Lora, Model, own_loss
-from rlkit.scripts.rollouts import Correction, Engine, Episodes, load_models, open_engine, open_task
+from rlkit.scripts.engines import open_engine
+from rlkit.scripts.start import own_loss
+from rlkit.scripts.task import load_models, open_task
 from rlkit.settings import Finite, LimitOr0, Optim, Penalties, Rollouts, Schedule, check, named, refuse_if
 
 CONSTANTS: dict[str, dict[str, float]] = {  # of the papers, see docs/recipes.md

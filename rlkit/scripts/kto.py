@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from rlkit.scripts.args import Data, Examples, Lora, Model, log
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.common import Data, Examples, Lora, Model, load_policies, log, offline, own_loss
+from rlkit.scripts.start import load_policies, offline, own_loss
 from rlkit.settings import NotNegative, Optim, Positive, Schedule, check, named
 
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from rlkit.scripts.args import Correction, Data, Engine, Episodes, Lora, Model, log
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.common import Data, Lora, Model, log, where
-from rlkit.scripts.rollouts import Correction, Engine, Episodes, load_models, open_engine, open_task
+from rlkit.scripts.engines import open_engine
+from rlkit.scripts.start import where
+from rlkit.scripts.task import load_models, open_task
 from rlkit.settings import Critic, LimitOr0, Optim, Penalties, Rollouts, Schedule, check, refuse_if
 
 

@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from rlkit.scripts.args import Data, Examples, Model
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.common import Data, Examples, Model, offline, own_loss, where
+from rlkit.scripts.start import offline, own_loss, where
 from rlkit.settings import NotNegative, Optim, Schedule, check, is_default, named, refuse_if
 
 

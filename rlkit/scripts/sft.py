@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlkit.scripts.args import Data, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.common import Data, Examples, Lora, Model, load_policies, offline
+from rlkit.scripts.start import load_policies, offline
 from rlkit.settings import Optim, Schedule
 
 

@@ -28,8 +28,8 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
 from rlkit.rewards import Sample, run_reward
 from rlkit.rewards.load import load_function
+from rlkit.scripts.args import Engine
 from rlkit.scripts.cli import flags_of, main, run
-from rlkit.scripts.rollouts import Engine
 from rlkit.settings import ParallelArgs
 
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,8 @@ from rlkit.loops.ppo import ppo
 from rlkit.model.heads import load_value_model
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.scripts.common import warn_of_clip
 from rlkit.scripts.grpo import Loss
+from rlkit.scripts.start import warn_of_clip
 from rlkit.settings import Critic, Optim, Penalties, Rollouts, Schedule
 
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(4)]

@@ -22,7 +22,7 @@ from rlkit.model.families import shrunk
 from rlkit.model.lora import adapters, add_lora
 from rlkit.model.optim import adamw
 from rlkit.model.weights import export_hf, stream_weights
-from rlkit.scripts.common import Lora
+from rlkit.scripts.args import Lora
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

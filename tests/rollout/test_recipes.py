@@ -20,7 +20,8 @@ from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.envs.gym import Step, gym_env
 from rlkit.rollout.envs.tools import tool_env
 from rlkit.rollout.limits import limited
-from rlkit.scripts.rollouts import Episodes, environment
+from rlkit.scripts.args import Data, Episodes
+from rlkit.scripts.task import read_env
 from rlkit.settings import Rollouts
 from rlkit.types import SamplingParams
 
@@ -123,6 +124,7 @@ async def test_the_lines_for_the_command_line(tmp_path):
         "env = partial(envs.rl2, step)\n"
     )
     episodes = Episodes(env=f"{tmp_path / 'my_env.py'}:env")
-    env, _ = environment(SimpleNamespace(episodes=episodes, rollouts=Rollouts()), tokenizer)
+    args = SimpleNamespace(episodes=episodes, rollouts=Rollouts(), data=Data("rows.jsonl"))
+    env = read_env(args)(tokenizer)
     (piece,) = await env(prompt_of(tokenizer), Script(tokenizer, "42"))
     assert (piece.reward, piece.score) == (1.0, 1.0)

@@ -141,7 +141,7 @@ def test_training_sampling_chat_and_resume_render_the_same_tokens(task, tmp_path
 
 def test_supervised_tokens_begin_with_those_that_are_sampled_from(task):
     from rlkit.data.examples import sft_examples
-    from rlkit.scripts.common import load_tokenizer
+    from rlkit.scripts.start import load_tokenizer
 
     tokenizer = load_tokenizer(str(task / "base"), chat_template=task / "turns.jinja")
     ((example,), _) = sft_examples(ROWS["sft"], tokenizer=tokenizer, max_example_tokens=99)

@@ -24,10 +24,11 @@ import rlkit
 from rlkit.rollout.engines import EngineError
 from rlkit.run.console import TRAINING
 from rlkit.scripts import cli, grpo, ppo
+from rlkit.scripts.args import Data, Engine, Episodes, Model
 from rlkit.scripts.cli import COMMANDS, flags_of, spelled
-from rlkit.scripts.common import Data, Model, check_device
 from rlkit.scripts.flags import wrong_words
-from rlkit.scripts.rollouts import Engine, Episodes, check_rl
+from rlkit.scripts.start import check_device
+from rlkit.scripts.task import check_rl
 from rlkit.settings import Penalties, ranges
 
 ROOT = Path(__file__).parents[2]
@@ -484,8 +485,8 @@ def test_settings_of_scripts_need_no_command_line_parser():
         sys.modules["tyro"] = None
         from rlkit.scripts import grpo
         from rlkit.scripts.cli import flags_of
-        from rlkit.scripts.common import Data, Model
-        from rlkit.scripts.rollouts import Episodes
+        from rlkit.scripts.args import Data, Model
+        from rlkit.scripts.args import Episodes
         args = grpo.Args(model=Model("m"), data=Data("d"), episodes=Episodes(reward="a:b"))
         assert dict(flags_of(args))["group_size"] == 8, dict(flags_of(args))
         """

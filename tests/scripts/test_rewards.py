@@ -18,8 +18,9 @@ from rlkit.rewards import scorer
 from rlkit.rewards.call import ONE_TURN
 from rlkit.rollout.rollout import Prompt, sample_group
 from rlkit.scripts import grpo
+from rlkit.scripts.args import Episodes
 from rlkit.scripts.cli import run
-from rlkit.scripts.rollouts import Episodes, reward_functions
+from rlkit.scripts.task import read_reward
 from rlkit.types import Completion
 
 ROOT = Path(__file__).parents[2]
@@ -270,7 +271,7 @@ async def test_what_a_sample_of_one_turn_has_is_what_a_reward_may_ask_for():
 def test_a_row_without_a_gold_answer_is_named_once(task, caplog):
     own = Episodes(reward=(f"{task / 'other.py'}:score", f"{task / 'reward.py'}:score"))
     rows = load_rows(task / "null.jsonl")
-    reward_functions(own, rows, load_rows(task / "bare.jsonl"))
+    read_reward(own, rows, load_rows(task / "bare.jsonl"))
     assert [record.getMessage() for record in caplog.records] == [
         f"{task / 'null.jsonl'}: kept 1 of 2 rows that have no gold answer (missing or null): line 2"
     ]

@@ -19,9 +19,9 @@ from rlkit.data.rows import PROMPT
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.losses import cispo, gmpo, gspo, ppo_clip, sapo, seq_mean, token_mean
 from rlkit.packing import pack, with_streams
-from rlkit.scripts.common import Data, Model
+from rlkit.scripts.args import Data, Episodes, Model
 from rlkit.scripts.grpo import Args, Loss, keep_group, policy_loss
-from rlkit.scripts.rollouts import Episodes, check_lengths, environment, load_models, open_task, render
+from rlkit.scripts.task import check_lengths, load_models, open_task, read_env, read_reward, render
 from rlkit.settings import Optim, Penalties, Rollouts, Schedule
 from rlkit.types import Trajectory
 
@@ -129,7 +129,7 @@ async def test_tools_of_the_command_line_are_shown_called_and_may_fail(files):
     args = args_of(files, tools=(f"{files / 'mine.py'}:weather",), max_sampled_tokens=300, max_turns=5)
     (prompt,) = prompts_of(args, tokenizer)
     assert "Look the weather up." in tokenizer.decode(prompt.ids)
-    env, score = environment(args, tokenizer)
+    env, score = read_env(args)(tokenizer), read_reward(args.episodes)(tokenizer)
     ask = '<tool_call>\n{{"name": "weather", "arguments": {{"city": "{}"}}}}\n</tool_call>'
     script = Script(tokenizer, ask.format("Atlantis"), ask.format("Paris"), "There is rain.")
     pieces = await env(prompt, script)
@@ -156,7 +156,7 @@ async def test_tools_of_the_command_line_are_shown_called_and_may_fail(files):
 def test_what_is_no_environment_is_refused(files, code, message):
     (files / "game.py").write_text(code)
     with pytest.raises(ValueError, match=f"^`env` .*game.py:env: .*{re.escape(message)}"):
-        environment(args_of(files, env=f"{files / 'game.py'}:env"), tiny_tokenizer())
+        read_env(args_of(files, env=f"{files / 'game.py'}:env"))(tiny_tokenizer())
 
 
 def test_a_wrong_environment_is_refused_before_torch_is_loaded(files):

@@ -84,8 +84,8 @@ print(grpo_sync(model, tokenizer, engine, task, rollouts, Schedule(Path("plain")
 """
 SCRIPT = """
 from rlkit.scripts import grpo as script
-from rlkit.scripts.common import Data, Model
-from rlkit.scripts.rollouts import Episodes
+from rlkit.scripts.args import Data, Model
+from rlkit.scripts.args import Episodes
 flags = dict(episodes=Episodes(reward="reward.py:score", max_prompt_tokens=32), rollouts=rollouts)
 schedule = Schedule(Path("script"), steps=2)
 print(script.main(script.Args(model=Model("model"), data=Data("train.jsonl"), schedule=schedule, **flags)))

@@ -1,0 +1,331 @@
+"""Flags that several training scripts have: a dataclass for each subject, which refuses values that cannot act."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from rlkit._extras import lacks
+from rlkit.run.console import data_progress
+from rlkit.scripts.flags import ChatTemplate
+from rlkit.settings import (
+    Count,
+    CountOr0,
+    Limit,
+    ParallelArgs,
+    Positive,
+    Rollouts,
+    Share,
+    check,
+    is_default,
+    named,
+    refuse_if,
+)
+
+log = logging.getLogger("rlkit.scripts")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model, and the device it trains on."""
+
+    model: str
+    """folder written by save_pretrained, or a hub id"""
+    device: str | None = None
+    """cpu, cuda (each rank of torchrun takes one GPU) or mps (untested). None: cuda if there is a GPU, else cpu"""
+    parallel: ParallelArgs = field(default_factory=ParallelArgs)
+    """how the model is sharded over the ranks of torchrun"""
+    deterministic: bool = False
+    """use deterministic CUDA kernels (slower): a resumed run repeats every bit. On CPUs it always does"""
+    debug: bool = False
+    """show the traceback of errors that are otherwise printed in one line"""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and held-out rows, and how they are rendered."""
+
+    data: str | tuple[str, ...]
+    """training data: JSON, JSONL, CSV, TSV (also .gz), Parquet or Arrow files or a glob, folders (of shards, or of
+    save_to_disk; FOLDER:SPLIT names a split) or hub ids OWNER/NAME:CONFIG:SPLIT. Several are read one after the other
+    """
+    rename: dict[str, str] = field(default_factory=dict, hash=False)
+    """rename columns of the data, old name and new name: `--rename question prompt output response`"""
+    eval_data: str | tuple[str, ...] | None = None
+    """held-out data, in the same formats; of several splits the only test or validation split. None: no evaluation"""
+    system_prompt: str | None = None
+    """system message for conversations that have none"""
+    chat_template: ChatTemplate = True
+    """file of a chat template; True: the model's own; False: none, strings are plain text (base models)"""
+    template_args: str = "{}"
+    """JSON object of further arguments of the chat template, e.g. {"enable_thinking": false} for Qwen3"""
+
+    def __post_init__(self) -> None:
+        check(self, may_be_empty=("system_prompt", "template_args"))
+        for name in ("system_prompt", "template_args"):
+            unused = self.chat_template is False and not is_default(self, name)
+            refuse_if(unused, f"`{name}` has no place without a chat template: drop it, or --no-chat-template")
+        message = f'`template_args` must be a JSON object like {{"name": true}}, got {self.template_args!r}'
+        refuse_if(not isinstance(self.template(), dict), message)
+        if self.system_prompt and len(self.system_prompt) < 200 and Path(self.system_prompt).is_file():
+            fix = f'give the text: "$(cat {self.system_prompt})"'
+            raise ValueError(
+                f"`system_prompt` {self.system_prompt!r} is the name of a file, and would be the message: {fix}"
+            )
+
+    def template(self) -> Any:
+        """The parsed `template_args`; None if it is not JSON."""
+        try:
+            return json.loads(self.template_args)
+        except ValueError:
+            return None
+
+    @data_progress()
+    def rows(self, *forms: Any, limit: int | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The training rows and at most `limit` held-out rows; ValueError for a row that has none of the `forms`."""
+        from rlkit.compat.rows import read
+        from rlkit.data.load import Rows, load_rows, mixed_types
+        from rlkit.data.rows import PROMPT
+
+        held_out, elsewhere = Rows((), source="", places=()), set[str]()
+        rows = load_rows(self.data, rename=self.rename, unused=elsewhere if self.eval_data else None)
+        if self.eval_data:  # a column that one of the two has need not be in the other
+            absent = set[str]()
+            held_out = load_rows(self.eval_data, rename=self.rename, limit=limit, held_out=True, unused=absent)
+            if both := sorted(elsewhere & absent):
+                raise ValueError(f"--rename {both[0]}: neither --data nor --eval-data has that column")
+        found = [read(part, *forms, apply_chat_template=bool(self.chat_template)) for part in (rows, held_out)]
+        for column in mixed_types(rows) if PROMPT in forms else ():
+            log.warning("%s: a reward sees the value of each row as it is", column)
+        if both := [name for name in rows.sources if name in held_out.sources]:
+            log.warning("--eval-data is not held out: %s is also in --data", both[0])
+        elif held_out and not {*map(_hashed, held_out)}.difference(map(_hashed, rows)):
+            log.warning("--eval-data is not held out: all its rows (%s) are also in --data", held_out.sources[0])
+        return found[0], found[1]
+
+    def files(self) -> list[str]:
+        """What `data` names, as a list."""
+        return [self.data] if isinstance(self.data, str) else list(self.data)
+
+    def expanded(self) -> Data:
+        """The data with the files of its globs in their place, as a run folder keeps it."""
+        from rlkit.data.sources import expand
+
+        def files(given: Any) -> Any:
+            found = [path for spec in ((given,) if isinstance(given, str) else given or ()) for path in expand(spec)]
+            return tuple(found) if len(found) > 1 else next(iter(found), None)
+
+        return replace(self, data=files(self.data), eval_data=files(self.eval_data))
+
+
+def _hashed(row: dict[str, Any]) -> int:
+    """The same number for the same row, in any order of its columns."""
+    return hash(repr(sorted(row.items())))
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Batches of offline data."""
+
+    batch_size: Count = 64
+    """examples, pairs or labelled responses per step"""
+    max_example_tokens: Count = 2048
+    """drop (and report) examples with more tokens, and pairs in which one response with its prompt has more"""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """LoRA adapters (needs peft)."""
+
+    lora_rank: CountOr0 = 0
+    """rank of LoRA adapters, which alone are trained; 0: train all weights"""
+    lora_targets: tuple[str, ...] = ()
+    """names of the linear layers that get an adapter, e.g. q_proj v_proj; none: all but the head"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        if joined := next((target for target in self.lora_targets if "," in target), None):
+            apart = " ".join(part.strip(" []'\"") for part in joined.split(","))
+            refuse_if(True, f"`lora_targets` {joined}: several names are separated by blanks: {apart}")
+        refuse_if(self.lora_targets and not self.lora_rank, "`lora_targets` requires `lora_rank`")
+        refuse_if(self.lora_rank and not find_spec("peft"), lacks("peft", "lora", "`lora_rank` needs"))
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Prompts, environment and reward."""
+
+    reward: str | tuple[str, ...] | None = None
+    """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion; None: the environment's own reward.
+    Several are summed with weights and logged as reward/FUNCTION, e.g. a.py:right b.py:form=0.1 (0: only logged)"""
+    env: str | None = None
+    """FILE.py:NAME of an environment: `async def env(prompt, sample)`, a function of the tokenizer that returns one, a
+    class with reset and step, or one for RL2, OpenRLHF, verifiers, Gymnasium, GEM or TextArena
+    (docs/environments.md). None: one question, one answer"""
+    tools: tuple[str, ...] = ()
+    """FILE.py:FUNCTION of each function that the model may call; the first turn without a call is its answer"""
+    tool_calls: Literal["hermes", "json", "pythonic"] = "hermes"
+    """syntax of a call: <tool_call> with JSON (Qwen), only JSON (Llama 3, Mistral), or [f(x=1)]"""
+    max_prompt_tokens: Count = 1024
+    """drop (and report) prompts with more tokens"""
+    max_turns: Count | None = None
+    """maximum turns of an episode; None: the environment's own limit"""
+    max_total_tokens: Count | None = None
+    """maximum context of an episode, prompt and all turns; None: max_prompt_tokens + max_new_tokens"""
+    max_sampled_tokens: Count | None = None
+    """maximum sampled tokens of an episode, all turns together; None: no limit"""
+    reward_timeout: Positive = 30.0
+    """seconds that one call of the reward function may take"""
+    reward_max_failed: Share = 0.0
+    """share of the last 100 samples whose reward may fail; failed samples do not train. 0: the first ends the run"""
+    eval_limit: Count = 128
+    """maximum number of held-out prompts"""
+    eval_kl: bool = False
+    """measure the KL to the reference model (which is loaded for it) on held-out prompts"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        one_turn = self.env is None and not self.tools
+        self.rewards()
+        refuse_if(self.reward_max_failed == 1, "`reward_max_failed` must be below 1: some samples have to train")
+        refuse_if(not self.reward and self.env is None, "give `reward`, `env` or both: something has to judge")
+        refuse_if(
+            self.max_turns is not None and one_turn, "`max_turns` is for `env` or `tools`: else there is one turn"
+        )
+        refuse_if(
+            self.max_sampled_tokens is not None and one_turn,
+            "`max_sampled_tokens` is for many turns: give `env` or `tools`, or use `max_new_tokens`",
+        )
+        refuse_if(
+            (self.env is not None or not self.tools) and not is_default(self, "tool_calls"),
+            "`tool_calls` says how calls of `tools` are read where there is no `env`",
+        )
+
+    def rewards(self) -> dict[str, tuple[str, float | None]]:
+        """(FILE.py:FUNCTION, weight or None) of each reward function, by its name: FUNCTION, or FILE.FUNCTION where
+        several functions are named FUNCTION.
+        """
+        from rlkit.rewards.call import RESERVED
+
+        given = [_parsed(text) for text in ((self.reward,) if isinstance(self.reward, str) else self.reward or ())]
+        names = [spec.rpartition(":")[2] for spec, *_ in given]
+        found: dict[str, tuple[str, float | None]] = {}
+        for name, (spec, weight, text) in zip(names, given):
+            place = spec.rpartition(":")[0]
+            stem = os.path.basename(place)[:-3] if place.endswith(".py") else place.rpartition(".")[2]
+            name = f"{stem}.{name}" if names.count(name) > 1 else name
+            finite, taken = math.isfinite(weight or 0.0), name in RESERVED and (len(given) > 1 or weight is not None)
+            refuse_if(not finite, f"`reward` {text}: the weight must be a finite number, as in {spec}=0.5")
+            refuse_if(taken, f"`reward` {text}: reward/{name} is a metric of every run; rename the function")
+            both = f"two functions {name}, {found.get(name, [''])[0]} and {spec}, and each is logged as reward/{name}"
+            fix = "rename one, or import it under another name in a file of your own"
+            refuse_if(name in found, f"`reward` names {both}: {fix}")
+            found[name] = spec, weight
+        nothing = found and all(weight == 0 for _, weight in found.values())
+        refuse_if(nothing, "`reward` has only weights of 0, so nothing would train: give one function another weight")
+        return found
+
+    def max_len(self, rollouts: Rollouts) -> int:
+        """The longest context of an episode."""
+        return self.max_total_tokens or self.max_prompt_tokens + rollouts.max_new_tokens
+
+
+def _parsed(text: str) -> tuple[str, float | None, str]:
+    """FILE.py:FUNCTION, the weight after `=` (None without one, NaN for what is no number), and the text itself."""
+    _, equals, number = text.rpartition(":")[2].partition("=")
+    try:
+        weight = float(number) if equals else None
+    except ValueError:
+        weight = math.nan
+    return text.removesuffix(equals + number), weight, text
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Importance weights of tokens that older weights, or an engine with other numerics, sampled."""
+
+    correction: Literal["tis", "icepop", "none"] = "tis"
+    """weight of tokens sampled by older weights or an engine with other numerics: tis caps it at --tis-max-weight.
+    icepop drops tokens whose weight is outside [0.5, 5]; none gives all tokens weight 1"""
+    tis_max_weight: Limit = 2.0
+    """cap of the weight with --correction tis (inf: no cap)"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        capped = self.correction == "tis" or is_default(self, "tis_max_weight")
+        refuse_if(not capped, "`tis_max_weight` is for `correction` tis")
+
+    def function(self) -> Any:
+        """The function from log-ratio to weight."""
+        import torch
+
+        from rlkit.losses import icepop, tis
+
+        tis_capped = partial(tis, max_weight=self.tis_max_weight)
+        return {"tis": tis_capped, "icepop": icepop, "none": torch.ones_like}[self.correction]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engine that samples."""
+
+    engine: Annotated[str, named("local", "sglang")] = "local"
+    """local: rlkit's own engine, for small models; sglang: SGLang servers. Or FILE.py:FUNCTION, which makes an engine
+    of your own from the model's path (docs/engines.md)"""
+    engine_urls: tuple[str, ...] = ()
+    """URLs of SGLang servers of `model` on this machine, as http://127.0.0.1:30000.
+    None: launch one here with 40% of the first GPU's free memory"""
+    max_batch: Count = 64
+    """sequences that the local engine decodes at once"""
+    compile: bool = False
+    """torch.compile the local engine's decoding; ten seconds or more at the start"""
+    engine_threads: Count = 1
+    """CPU threads of the local engine (with --overlap)"""
+    engine_cpus: tuple[int, ...] = ()
+    """CPUs that the local engine may run on (with --overlap); none: all"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        served, own_threads = self.engine == "sglang", has_own_threads(self)
+        present = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
+        refuse_if(served and not find_spec("aiohttp"), lacks("aiohttp", "http", "`engine` sglang needs"))
+        refuse_if(self.engine_urls and not served, "`engine_urls` are SGLang servers: add `engine` sglang")
+        self._check_urls()
+        other = self.engine != "local"
+        refuse_if(
+            other and not (is_default(self, "compile") and is_default(self, "max_batch")),
+            "`compile` and `max_batch` are for `engine` local",
+        )
+        refuse_if(other and own_threads, "`engine_threads` and `engine_cpus` are for `engine` local")
+        refuse_if(self.engine_cpus and not present, "`engine_cpus` needs Linux: drop it")
+        refuse_if(
+            not {*self.engine_cpus} <= present,
+            f"`engine_cpus` {self.engine_cpus}: this process may not use all of them",
+        )
+
+    def _check_urls(self) -> None:
+        from rlkit.rollout.engines.hosts import refuse_elsewhere
+
+        for url in self.engine_urls:
+            try:
+                refuse_elsewhere(url, instead="start one here, or drop the flag to launch one (docs/sglang.md)")
+            except ValueError as error:
+                refuse_if(True, f"`engine_urls` {error}")
+
+
+def has_own_threads(engine: Engine) -> bool:
+    """Whether threads or CPUs of the engine's process are set."""
+    return not (is_default(engine, "engine_threads") and is_default(engine, "engine_cpus"))

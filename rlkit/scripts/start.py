@@ -1,0 +1,301 @@
+"""What every training script does around loading its model: checks, the run folder, the tokenizer, the models."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+from rlkit.files import check_model_path
+from rlkit.ranks import is_first, launched
+from rlkit.run.console import data_progress
+from rlkit.scripts.args import Data, log
+from rlkit.scripts.cli import LossError, flags_of
+from rlkit.settings import ParallelArgs, is_default, refuse_if
+
+
+def begin(args: Any) -> Any:
+    """Make the run folder and seed torch; returns the flags with `device` and `dtype` resolved for this machine.
+
+    Errors: ValueError for a device that torch does not have, FileNotFoundError for a model folder that does not exist,
+    and the errors of `rlkit.run.folder.keep_args`.
+    """
+    from rlkit.data.template_files import keep_template, read_template
+    from rlkit.run.console import say
+    from rlkit.run.cores import choose_threads
+    from rlkit.run.folder import check_folder, keep_args, read_args
+
+    warn_of_steps(args)
+    args = replace(args, data=args.data.expanded())
+    check_model_path(args.model.model)  # and the folder: before torch is loaded
+    for name in ("reference", "critic"):
+        if (path := getattr(args, name, None)) is not None:
+            check_model_path(path, of=f"`{name}`")
+    if Path(args.model.model).is_dir() and Path(args.model.model).resolve() == Path(args.schedule.output).resolve():
+        raise ValueError(f"`output` {args.schedule.output} is the folder of the model: give another one for the run")
+    check_folder(args.schedule.output, resume=args.schedule.resume)
+    file = template_file(args)
+    template = read_template(file) if file else None
+    import torch
+
+    from rlkit.model.launch import choose_device, make_deterministic
+
+    if args.model.device:
+        check_device(args.model.device)
+    cuda = torch.cuda.is_available()
+    bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    device, dtype = choose_device(args.model.device, args.optim.dtype, cuda=cuda, bf16=bf16)
+    args = replace(args, model=replace(args.model, device=device), optim=replace(args.optim, dtype=dtype))
+    script = Path(getattr(sys.modules[type(args).__module__], "__file__", None) or "notebook").name
+    flags = dict(flags_of(args))
+    if device == "cpu" and args.model.parallel.offload:
+        log.warning("--parallel.offload has no effect on the CPU: it moves parameters there from a GPU")
+    if device == "cpu":
+        kept = read_args(args.schedule.output) if args.schedule.resume else {}
+        flags["threads"], line = choose_threads(kept=kept.get("threads"))
+        if line:
+            say(line)
+    keep_args(args.schedule.output, flags, script=script, resume=args.schedule.resume)
+    if template is not None and is_first():
+        changed = keep_template(args.schedule.output, template[0])
+        if changed and args.schedule.resume:
+            say(f"resumed with the chat template of {template[1]}, which has changed")
+    torch.manual_seed(args.schedule.seed)
+    if args.model.deterministic:
+        make_deterministic(args.schedule.seed)
+    return args
+
+
+def check_device(device: str) -> None:
+    """ValueError for a device that this torch does not have."""
+    import torch
+
+    try:
+        found = torch.get_device_module(torch.device(device).type).is_available()
+    except (RuntimeError, AttributeError):
+        found = False
+    if not found:
+        raise ValueError(f"`device` {device}: torch {torch.__version__} finds no such device; use --device cpu")
+
+
+def check_ranks(parallel: ParallelArgs) -> None:
+    """ValueError in a plain process for sizes that need the ranks of torchrun. Does not import torch."""
+    if parallel.ulysses and parallel.cp == 1:
+        raise ValueError("--parallel.ulysses requires --parallel.cp above 1")
+    names = [name for name in ("replicate", "shard", "cp", "tp", "pp", "ep") if getattr(parallel, name) > 1]
+    if not names or launched():
+        return
+    given = " ".join(f"--parallel.{name} {getattr(parallel, name)}" for name in names)
+    ranks = math.prod(getattr(parallel, name) for name in names if name != "ep")
+    ranks = ranks if ranks > 1 else parallel.ep  # taken out of the others
+    program = re.sub(r"^rlkit ", "-m rlkit.scripts.", sys.argv[0])
+    start = f"torchrun --nproc-per-node {ranks} {program} ..."
+    raise ValueError(f"{given} takes {ranks} processes, and this is one: start them with {start}")
+
+
+def warn_of_steps(args: Any) -> None:
+    """Warn of a run without steps or evaluation, and of held-out data, or steps to evaluate at, that are not used."""
+    schedule, data = args.schedule, args.data
+    if not data.eval_data and schedule.eval_steps not in (0, _default_of(args, "schedule", "eval_steps")):
+        log.warning("--eval-steps %d has no effect without --eval-data", schedule.eval_steps)
+    if schedule.steps == 0 and not data.eval_data:
+        log.warning("--steps 0 without --eval-data: nothing is trained or measured")
+    if data.eval_data and schedule.eval_steps == 0:
+        log.warning("--eval-data is not used with --eval-steps 0")
+
+
+def warn_of_clip(args: Any) -> None:
+    """Warn of clip distances that cannot act, with one optimizer step on a batch every ratio is 1, and of bounds."""
+    low, high = args.loss.clip_low, args.loss.clip_high
+    if low is not None and high is not None and 0.5 <= low < 1 < high <= 1.5:
+        said = "--clip-low %g --clip-high %g are distances from 1: the ratio is clipped to %g and %g"
+        log.warning(said, low, high, 1 - low, 1 + high)
+    given = [f"--{x.replace('_', '-')}" for x in ("clip_low", "clip_high") if not is_default(args.loss, x)]
+    if given and args.rollouts.minibatches * args.rollouts.epochs == 1:
+        log.warning(
+            "%s: nothing is clipped with one optimizer step on a batch, where every ratio is 1; use --minibatches or "
+            "--epochs above 1", " and ".join(given),
+        )  # fmt: skip
+
+
+def warn_of_warmup(args: Any) -> None:
+    """Warn of a warm-up that is longer than the run."""
+    warmup, steps = args.optim.warmup_steps, args.schedule.steps
+    if warmup > steps > 0:
+        whose = " (the default)" if _default_of(args, "optim", "warmup_steps") == warmup else ""
+        log.warning(
+            "--warmup-steps %d%s is not below --steps %d: the learning rate never reaches --lr", warmup, whose, steps
+        )
+
+
+def _default_of(args: Any, settings: str, name: str) -> Any:
+    """The script's own default of a flag, which may differ from that of the settings; None for one that has none."""
+    return getattr(next(f.default for f in fields(args) if f.name == settings), name, None)
+
+
+def warn_of_repeats(flag: str, num: int, num_rows: int) -> None:
+    """Warn of a step that takes more rows than there are."""
+    if num > num_rows:
+        log.warning("%s %d is more than the %d rows of the data: rows repeat within a step", flag, num, num_rows)
+
+
+def note_strings(data: Data, rows: list[dict[str, Any]]) -> None:
+    """Log that a string prompt becomes a user message (TRL takes the raw text), or that messages lose their roles."""
+    if not data.chat_template:
+        turns = (row.get("messages") or row.get("prompt") for row in rows)
+        if any(isinstance(messages, list) and len(messages) > 1 for messages in turns):
+            logging.getLogger("rlkit.data").warning("--no-chat-template joins messages as plain text, without roles")
+    prompts = (row.get("prompt") for row in rows if row.get("messages") is None)
+    if data.chat_template and any(isinstance(prompt, str) for prompt in prompts):
+        logging.getLogger("rlkit.data").warning(
+            "string prompts are one user message for the chat template; --no-chat-template takes them as raw text"
+        )
+
+
+def template_file(args: Any) -> Path | None:
+    """The file of --chat-template, or the copy in the folder of a resumed run where that file is gone."""
+    from rlkit.data.template_files import KEPT
+
+    given, kept = args.data.chat_template, args.schedule.output / KEPT
+    if isinstance(given, bool):
+        return None
+    gone = args.schedule.resume and kept.exists() and not Path(given).expanduser().exists()
+    return kept if gone else Path(given)
+
+
+def where(args: Any) -> dict[str, Any]:
+    """Arguments of `rlkit.model.launch.load_policy`, `load_critic` and `load_judge` from the flags."""
+    return {"args": args.model.parallel, "device": args.model.device, "dtype": args.optim.dtype}
+
+
+def load_policies(args: Any, *, has_reference: bool) -> tuple[Any, Any]:
+    """Load the model, print one line about it, and return it with the reference model or None."""
+    from rlkit.model.launch import load_policy, reference_of, report_model
+
+    if rank := args.lora.lora_rank:
+        from rlkit.model.pretrained import load_config
+
+        width = load_config(args.model.model).get_text_config().hidden_size
+        refuse_if(rank > width, f"`lora_rank` {rank} is more than the model's width {width}: no matrix has that rank")
+    load: Callable[..., Any] = partial(load_policy, **where(args))
+    model = load(args.model.model, lora_rank=args.lora.lora_rank, lora_targets=args.lora.lora_targets)
+    report_model(model, dtype=args.optim.dtype)
+    stop_at_template(model, args)
+    if not has_reference:
+        return model, None
+    return model, reference_of(model, args.reference, path=args.model.model, load=load)
+
+
+def stop_at_template(model: Any, args: Any) -> None:
+    """Let the exported model stop at the end of turn of --chat-template too, wherever it is served."""
+    config = getattr(model, "generation_config", None)
+    if (file := template_file(args)) is None or config is None:
+        return
+    from rlkit.data.chat import stop_token_ids
+    from rlkit.data.template_files import read_template
+    from rlkit.model import pretrained
+
+    tokenizer = pretrained.load_tokenizer(args.model.model)
+    tokenizer.chat_template = read_template(file)[0]
+    ends = list(stop_token_ids(tokenizer, model.config, config))
+    config.update(eos_token_id=ends, _from_model_config=False)  # True: `generate` may go back to config.json's eos
+
+
+def load_tokenizer(path: str, *others: str | None, chat_template: str | Path | None = None) -> Any:
+    """The tokenizer of the model at `path`, with the template of the file `chat_template` (see `set_template`).
+
+    ValueError if one of the models `others` has another vocabulary.
+    """
+    from rlkit.data.chat import check_same_tokens
+    from rlkit.data.template_files import set_template
+    from rlkit.model import pretrained
+
+    try:
+        tokenizer = pretrained.load_tokenizer(path)
+    except OSError as error:  # of the hub: some name no model
+        raise OSError(str(error) if path in str(error) else f"model {path!r}: {error}") from None
+    if chat_template is not None:
+        set_template(tokenizer, chat_template)
+    for other in others:
+        if other:
+            check_same_tokens(tokenizer, other)
+    return tokenizer
+
+
+def offline(
+    args: Any, read: Callable[..., tuple[list[Any], int]], *forms: Any, reference: str | None = None
+) -> tuple[Any, Any, Any, Any]:
+    """The flags (see `begin`), the tokenizer, and the training and held-out examples that `read` makes of rows."""
+    check_ranks(args.model.parallel)
+    rows, held_out = args.data.rows(*forms)
+    warn_of_warmup(args)
+    args = begin(args)
+    tokenizer = load_tokenizer(args.model.model, reference, chat_template=template_file(args))
+    render: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_example_tokens": args.examples.max_example_tokens,
+        "system_prompt": args.data.system_prompt,
+        "apply_chat_template": bool(args.data.chat_template),
+        "template_args": args.data.template() or None,
+    }
+    with data_progress():
+        examples = read(rows, **render)[0]
+    note_strings(args.data, rows)
+    warn_of_repeats("--batch-size", args.examples.batch_size, len(examples))
+    return args, tokenizer, examples, read(held_out, **render)[0] if held_out else []
+
+
+def function_of(flag: str, spec: str) -> Any:
+    """The function of a flag FILE.py:FUNCTION or MODULE:FUNCTION; ValueError, with the flag, if it does not exist."""
+    from rlkit.rewards.load import load_function
+
+    try:
+        return load_function(spec)
+    except (AttributeError, TypeError, ValueError, FileNotFoundError) as error:
+        raise ValueError(f"`{flag}` {spec}: {error}") from None
+    except ImportError as error:
+        raise ImportError(f"`{flag}` {spec}: {error}", name=error.name) from None
+
+
+def own_loss(spec: str) -> Any:
+    """The function of `--loss FILE.py:FUNCTION`; None for the name of one of rlkit."""
+    return _checked_loss(f"--loss {spec}", spec, function_of("loss", spec)) if ":" in spec else None
+
+
+def _checked_loss(given: str, spec: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss function; LossError, with the user's line, where it raises or returns no loss per element."""
+    calls = 0
+
+    @wraps(function)
+    def checked(x: Any, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        import torch
+
+        try:
+            found = function(x, *args, **options)
+        except Exception as error:
+            file = str(Path(spec.rpartition(":")[0]).expanduser().absolute())
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+            where = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
+            raise LossError(f"{given} failed: {type(error).__name__}: {error}{where}") from error
+        expected = f"a loss for each element, a tensor of shape {list(x.shape)} like its first argument"
+        if not isinstance(found, torch.Tensor):
+            raise LossError(f"{given} must return {expected}, got {type(found).__name__} {found!r:.80}")
+        if found.shape != x.shape:
+            raise LossError(f"{given} must return {expected}, got shape {list(found.shape)}: do not average it")
+        if x.requires_grad and torch.is_grad_enabled() and not found.requires_grad:
+            fix = "compute it with torch, without .detach(), .item() or no_grad"
+            raise LossError(f"{given} must return {expected}, and it has no gradient with respect to that: {fix}")
+        calls += 1
+        if calls == 1 and found.numel() and bool(found.isnan().all()):
+            raise LossError(f"{given} must return {expected}, and all of it is NaN at the first call")
+        return found
+
+    return checked

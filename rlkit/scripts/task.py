@@ -1,0 +1,274 @@
+"""The task of a reinforcement learning script: prompts, reward and environment, from the flags.
+
+`open_task` reads the user's files and checks them before torch is loaded: the rows, the reward functions against the
+rows, the environment. Then it loads the tokenizer and makes of them what the loops take.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlkit.ranks import is_first
+from rlkit.run.console import data_progress
+from rlkit.scripts.args import Episodes, has_own_threads, log
+from rlkit.scripts.engines import check_servers, own_engine
+from rlkit.scripts.start import (
+    begin,
+    check_ranks,
+    function_of,
+    load_policies,
+    load_tokenizer,
+    note_strings,
+    template_file,
+    warn_of_clip,
+    warn_of_repeats,
+    warn_of_warmup,
+)
+from rlkit.settings import Rollouts, refuse_if
+
+_OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds of environments
+OfTokenizer = Callable[[Any], Any]  # what a run needs of the user's code, once there is a tokenizer
+
+
+def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """The flags (see `begin`), the tokenizer and the `Task`; `options` are further fields of the task."""
+    check_rl(args)
+    own_engine(args.engine)
+    if is_first():
+        check_servers(args.engine.engine_urls)
+    from rlkit.data.rows import PROMPT
+
+    rows = args.data.rows(PROMPT, limit=args.episodes.eval_limit)
+    make_score, make_env = read_reward(args.episodes, *rows), read_env(args)
+    args = begin(args)
+    from rlkit.loops.rl import Task
+    from rlkit.model.pretrained import load_config
+
+    others = args.reference, getattr(args, "critic", None)
+    tokenizer = load_tokenizer(args.model.model, *others, chat_template=template_file(args))
+    env, score = make_env(tokenizer), make_score(tokenizer)
+    with data_progress():
+        prompts, held_out = (render(args, tokenizer, part) for part in rows)
+    note_strings(args.data, rows[0])
+    warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
+    config = load_config(args.model.model).get_text_config()
+    check_lengths(args, prompts + held_out, config)
+    beyond = [i for i in args.rollouts.stop_token_ids if not 0 <= i < config.vocab_size]
+    refuse_if(beyond, f"`stop_token_ids` {beyond}: the model's token ids are 0 to {config.vocab_size - 1}")
+    held_out = held_out if args.schedule.eval_steps else []
+    return args, tokenizer, Task(prompts, score, env=env, eval_prompts=held_out, **options)
+
+
+def needs_reference(args: Any) -> bool:
+    """Whether the run needs a reference model."""
+    return args.penalties.has_kl or args.episodes.eval_kl
+
+
+def check_rl(args: Any) -> None:
+    """Refuse combinations of flags of several settings that have no effect or fail late (ValueError)."""
+    check_ranks(args.model.parallel)
+    penalties, rollouts = args.penalties, args.rollouts
+    moves, has_reference = penalties.ref_sync_steps, needs_reference(args)
+    refuse_if(args.reference and not has_reference, "`reference` requires `kl_coef`, `kl_limit` or `eval_kl`")
+    refuse_if(moves and not has_reference, "`ref_sync_steps` requires `kl_coef` above 0")
+    refuse_if(moves and args.lora.lora_rank, "`ref_sync_steps` copies whole weights: not with `lora_rank`")
+    refuse_if(args.episodes.eval_kl and not args.data.eval_data, "`eval_kl` requires `eval_data`")
+    refuse_if(rollouts.eval_samples > 1 and not args.data.eval_data, "`eval_samples` requires `eval_data`")
+    refuse_if(
+        has_own_threads(args.engine) and not rollouts.overlap, "`engine_threads` and `engine_cpus` are for `overlap`"
+    )
+    warn_of_clip(args)
+    warn_of_warmup(args)
+    warn_of_escapes(rollouts.stop)
+
+
+def warn_of_escapes(stop: Sequence[str]) -> None:
+    """Warn of a stop string with the two characters that stand for a line break elsewhere: a shell keeps them."""
+    for text in stop:
+        if found := re.search(r"\\[nrt](?![a-z])", text):
+            what = {"n": "line break", "r": "carriage return", "t": "tab"}[found[0][1]]
+            said = "--stop '%s' has a backslash and the letter %s; for a %s write --stop $'%s'"
+            log.warning(said, text, found[0][1], what, text)
+
+
+def read_reward(episodes: Episodes, *parts: Any) -> OfTokenizer:
+    """A function from the tokenizer to the `score` of `rlkit.rollout.rollout`, of the functions of `reward`.
+
+    They are checked against the rows of each of the `parts` of the data. ValueError for a function that does not exist,
+    that cannot be called with what a sample has, or that needs a column which a row lacks. Does not import torch.
+    """
+    found = _reward_functions(episodes, *parts)
+
+    def of_tokenizer(tokenizer: Any) -> Any:
+        from rlkit.rewards.combine import weighted
+        from rlkit.rewards.scoring import env_rewards, scorer
+
+        limits = {"timeout_s": episodes.reward_timeout, "max_failed": episodes.reward_max_failed}
+        if not found:
+            return env_rewards(max_failed=episodes.reward_max_failed)
+        weights = {name: weight for name, (_, weight) in episodes.rewards().items()}
+        reward, *_ = found.values()
+        if [*weights.values()] != [None]:
+            weights = {name: 1.0 if weight is None else weight for name, weight in weights.items()}
+            reward = weighted(found, weights=weights, timeout_s=episodes.reward_timeout)
+        return scorer(reward, tokenizer=tokenizer, **limits)
+
+    return of_tokenizer
+
+
+def _reward_functions(episodes: Episodes, *parts: Any) -> dict[str, Any]:
+    """The checked functions of `reward`, by name."""
+    from rlkit.compat.rewards import adapted
+    from rlkit.data.rows import drop
+    from rlkit.rewards.call import ONE_TURN, check_signature
+    from rlkit.rewards.rows import check_rows
+    from rlkit.rewards.text import gold_answer
+
+    one_turn = episodes.env is None and not episodes.tools
+    found = {}
+    for name, (spec, _) in episodes.rewards().items():
+        function = function_of("reward", spec)
+        try:
+            found[name] = function = adapted(function)
+            check_signature(function, set(ONE_TURN) if one_turn else None)
+            check_rows(function, *parts)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`reward` {spec}: {error}") from None
+    for rows in parts if found else ():
+        golds = [(index, gold_answer(row)) for index, row in enumerate(rows)]
+        if any(gold is not None for _, gold in golds):
+            why = "have no gold answer (missing or null)"
+            drop(rows, golds, lambda gold: gold is None, what="rows", why=why, keep=True)
+    return found
+
+
+def read_env(args: Any) -> OfTokenizer:
+    """A function from the tokenizer to the environment of `env` or `tools`, with the limits of an episode.
+
+    Refuses (ValueError) what is no environment, one without any reward, and one that works on messages where there is
+    no chat template. Does not import torch.
+    """
+    how = args.episodes
+    foreign, tools = _foreign_env(how), load_tools(how)
+    _check_reward_and_template(args, foreign)
+
+    def of_tokenizer(tokenizer: Any) -> Any:
+        from rlkit.compat.envs import adapted
+        from rlkit.rewards.episodes import made
+        from rlkit.rollout.envs import tools as calls
+        from rlkit.rollout.limits import limited
+        from rlkit.rollout.rollout import single_turn
+
+        if foreign is not None:
+            make = lambda: adapted(foreign, tokenizer) or _of_factory(foreign, tokenizer, spec=how.env)  # noqa: E731
+            env = made(make, foreign, how.env)
+        elif tools:
+            chat: Any = {"system_prompt": args.data.system_prompt, "template_args": args.data.template() or None}
+            env = calls.tool_env(tools, tokenizer=tokenizer, parse=getattr(calls, f"{how.tool_calls}_calls"), **chat)
+        else:
+            return single_turn
+        bounds = {"max_total_tokens": how.max_len(args.rollouts), "max_sampled_tokens": how.max_sampled_tokens}
+        return limited(env, max_turns=how.max_turns, **bounds)
+
+    return of_tokenizer
+
+
+def _foreign_env(episodes: Episodes) -> Any:
+    """The object that `env` names, or None; ValueError for one that is no environment."""
+    from rlkit.compat.recognise import kind_of
+
+    if episodes.env is None:
+        return None
+    foreign = function_of("env", episodes.env)
+    try:
+        kind_of(foreign)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`env` {episodes.env}: {error}") from None
+    return foreign
+
+
+def _check_reward_and_template(args: Any, foreign: Any) -> None:
+    """Refuse (ValueError) an `env` without any reward, and messages without a chat template."""
+    from rlkit.compat.recognise import kind_of
+
+    how, kind = args.episodes, kind_of(foreign) if foreign is not None else "tools" if args.episodes.tools else ""
+    refuse_if(
+        kind == "interact" and not how.reward,
+        f"`env` {how.env}: interact(messages) gives no reward: add its reward_fn(messages, answer) as `reward`",
+    )
+    if args.data.chat_template or kind not in (*_OF_MESSAGES, "object"):
+        return
+    if kind == "object":  # whose reset may give token ids
+        log.warning("--env %s: texts of reset and step are messages for the chat template all the same", how.env)
+        return
+    what, why = f"`env` {how.env}" if foreign is not None else "`tools`", "works on messages for the chat template"
+    fix = "drop --no-chat-template; a base model needs a tokenizer.chat_template that writes only the contents"
+    raise ValueError(f"{what} {why}: {fix}")
+
+
+def _of_factory(function: Any, tokenizer: Any, *, spec: str) -> Any:
+    """An async function as it is, and of a function of the tokenizer the environment that it returns."""
+    from rlkit.rollout.calling import is_async, takes
+
+    if is_async(function):
+        return function
+    env = function(tokenizer)
+    if not callable(env) or not takes(env, "prompt", "sample"):
+        game = hasattr(env, "reset") and hasattr(env, "step")
+        fix = "; a function that makes such objects has one argument with the name prompt" if game else ""
+        what = f"a function of the tokenizer must return `async def env(prompt, sample)`, got {type(env).__name__}"
+        raise ValueError(f"`env` {spec}: {what}{fix}")
+    return env
+
+
+def load_tools(episodes: Episodes) -> list[Any]:
+    """The functions that the model may call."""
+    return [function_of("tools", spec) for spec in episodes.tools]
+
+
+def render(args: Any, tokenizer: Any, rows: list[Any]) -> list[Any]:
+    """The prompts of the rows, tokenized."""
+    from rlkit.data.prompts import rl_prompts
+
+    if not rows:
+        return []
+    longest, total = args.episodes.max_prompt_tokens, args.episodes.max_len(args.rollouts) - 1  # room for one token
+    try:
+        return rl_prompts(
+            rows, tokenizer=tokenizer, max_prompt_tokens=min(longest, total), system_prompt=args.data.system_prompt,
+            apply_chat_template=bool(args.data.chat_template), tools=load_tools(args.episodes) or None,
+            template_args=args.data.template() or None,
+        )[0]  # fmt: skip
+    except ValueError as error:
+        if total >= longest:
+            raise
+        given = f"the {total} tokens that `max_total_tokens` {total + 1} leaves for a prompt"
+        raise ValueError(str(error).replace(f"`max_prompt_tokens` {total}", given)) from None
+
+
+def check_lengths(args: Any, prompts: list[Any], config: Any) -> None:
+    """ValueError if a sample may be longer than the model or a micro-batch allows."""
+    how, max_tokens = args.episodes, args.optim.max_tokens
+    longest, positions = how.max_len(args.rollouts), getattr(config, "max_position_embeddings", None)
+    given = "`max_total_tokens`" if how.max_total_tokens else "`max_prompt_tokens` + `max_new_tokens`"
+    if positions is not None and longest > positions:
+        raise ValueError(f"{given} is {longest}, and the model has {positions} positions: lower it")
+    if how.env is None and not how.tools:
+        longest = min(longest, max(len(prompt.ids) for prompt in prompts) + args.rollouts.max_new_tokens)
+    if longest > max_tokens:
+        raise ValueError(
+            f"a sample with its prompt may have {longest} tokens, and a micro-batch holds `max_tokens` {max_tokens}: "
+            "raise it, or lower `max_new_tokens`"
+        )
+
+
+def load_models(args: Any, tokenizer: Any) -> tuple[Any, Any, Rollouts]:
+    """The model, the reference model (None without a KL), and the rollouts with the model's own stop tokens."""
+    from rlkit.data.chat import stop_token_ids
+
+    model, reference = load_policies(args, has_reference=needs_reference(args))
+    ends = stop_token_ids(tokenizer, model.config, model.generation_config) if args.data.chat_template else ()
+    return model, reference, replace(args.rollouts, stop_token_ids=(*ends, *args.rollouts.stop_token_ids))
