@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -212,9 +213,10 @@ def attend(
     q_sizes, k_sizes = [b.size * b.q_len for b in plan.buckets], [b.size * b.k_len for b in plan.buckets]
     out = []
     for bucket, *parts in zip(plan.buckets, q.split(q_sizes), k.split(k_sizes), v.split(k_sizes)):
-        qb, kb, vb = (x.unflatten(0, (bucket.size, -1)).transpose(1, 2) for x in parts)
+        qb, kb, vb = (rearrange(x, "(n rows) heads d -> n heads rows d", n=bucket.size) for x in parts)
         mask = _windowed(bucket, window, q.device)
-        out.append(_bucket_attention(qb, kb, vb, mask, scale=scale, softcap=softcap).transpose(1, 2).flatten(0, 1))
+        of_bucket = _bucket_attention(qb, kb, vb, mask, scale=scale, softcap=softcap)
+        out.append(rearrange(of_bucket, "n heads rows d -> (n rows) heads d"))
     return rows(torch.cat(out), plan.out_index)
 
 
@@ -357,13 +359,14 @@ def causal_sdpa(
 
 
 def _few_queries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float) -> Tensor:
-    (n, heads, a, d), (kv_heads, b) = q.shape, k.shape[1:3]
+    n, kv, group = q.shape[0], k.shape[1], q.shape[1] // k.shape[1]
     bias = torch.zeros(mask.shape, dtype=torch.promote_types(q.dtype, torch.float32)).masked_fill_(~mask, -torch.inf)
-    lanes, grouped = n * kv_heads, (n, kv_heads, heads // kv_heads, a, b)
-    bias = bias.view(-1, 1, 1, a, b).expand(grouped).reshape(lanes, -1, b)
-    q, k, v = q.reshape(lanes, -1, d), k.reshape(lanes, b, d), v.reshape(lanes, b, d)
+    bias = bias.view(-1, *mask.shape[-2:]).expand(n, -1, -1)
+    bias = repeat(bias, "n a b -> (n kv) (group a) b", kv=kv, group=group)
+    q = rearrange(q, "n (kv group) a d -> (n kv) (group a) d", kv=kv)
+    k, v = (rearrange(x, "n kv b d -> (n kv) b d") for x in (k, v))
     probs = torch.baddbmm(bias, q.to(bias), k.mT.to(bias), alpha=scale).softmax(-1)
-    return (probs.to(v.dtype) @ v).view(n, heads, a, d)
+    return rearrange(probs.to(v.dtype) @ v, "(n kv) (group a) d -> n (kv group) a d", n=n, group=group)
 
 
 def _bucket_attention(

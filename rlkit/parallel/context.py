@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -122,10 +123,11 @@ def ulysses(
     """Attention of the tokens of all ranks, for this rank's share of the heads. Backward: the reverse exchanges."""
     ranks = dist.get_world_size(group)
     one_each = [1] * ranks
-    shares = (x.unflatten(1, (ranks, -1)).transpose(0, 1) for x in (q, k, v))
-    out = attend(*(Exchanged.apply(x, one_each, one_each, group).flatten(0, 1) for x in shares))
-    parts = Exchanged.apply(out.unflatten(0, (ranks, -1)), one_each, one_each, group)
-    return parts.transpose(0, 1).flatten(1, 2)
+    shares = (rearrange(x, "rows (ranks heads) d -> ranks rows heads d", ranks=ranks) for x in (q, k, v))
+    got = (Exchanged.apply(x, one_each, one_each, group) for x in shares)
+    out = attend(*(rearrange(x, "ranks rows heads d -> (ranks rows) heads d") for x in got))
+    parts = rearrange(out, "(ranks rows) heads d -> ranks rows heads d", ranks=ranks)
+    return rearrange(Exchanged.apply(parts, one_each, one_each, group), "ranks rows heads d -> rows (ranks heads) d")
 
 
 def _rows_of(rank: int, cp: int, chunk: int) -> Tensor:
