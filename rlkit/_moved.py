@@ -7,12 +7,14 @@ from typing import Any
 
 
 def moved(module: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a module whose old names are now in `places`; "*" stands for every other name."""
+    """The `__getattr__` of a module whose old names are elsewhere: `places` has the names (with blanks) by place."""
+    place_of = {name: place for place, names in places.items() for name in names.split()}
 
     def missing(name: str) -> Any:
-        place = places.get(name) or (None if name.startswith("__") else places.get("*"))
-        if place is None:
+        if name not in place_of:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        raise ImportError(f"{module}.{name} of rlkit 0.1 has moved: {place} (CHANGELOG.md lists what else has)")
+        raise ImportError(
+            f"{module}.{name} of rlkit 0.1 is now {place_of[name]} (CHANGELOG.md lists all that has moved)"
+        )
 
     return missing

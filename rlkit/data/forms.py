@@ -2,5 +2,5 @@
 
 from rlkit._moved import moved
 
-_OTHERS = "rows of other systems are read by rlkit.compat.rows.read"
-__getattr__ = moved(__name__, {"with_prompt": _OTHERS, "rl_row": _OTHERS, "*": "it is in rlkit.data.rows"})
+_ROWS = "PROMPT CONVERSATION RESPONSE PAIR LABELLED TEXT SFT Form Turn read_rows check_columns prompt_messages drop"
+__getattr__ = moved(__name__, {"in rlkit.data.rows": _ROWS, "rlkit.compat.rows.read": "with_prompt rl_row source_of"})

@@ -391,8 +391,9 @@ def compute_tokens(
     return summed(out, mesh=mesh)
 
 
-_RENAMED = {"prepare": "prepare_model", "score": "compute_log_probs", "score_tokens": "compute_tokens"}
-__getattr__ = moved(__name__, {old: f"it is {new}" for old, new in _RENAMED.items()})
+__getattr__ = moved(
+    __name__, {"prepare_model": "prepare", "compute_log_probs": "score", "compute_tokens": "score_tokens"}
+)
 
 
 def _dummy(device: torch.device) -> Batch:

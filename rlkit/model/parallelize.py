@@ -283,8 +283,7 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     return Path(snapshot_download(str(path), allow_patterns=wanted))
 
 
-_SHARDING = "it is in rlkit.model.sharding"
-__getattr__ = moved(__name__, dict.fromkeys(("mesh_of", "dtype_of", "inside", "sync_gradients"), _SHARDING))
+__getattr__ = moved(__name__, {"in rlkit.model.sharding": "mesh_of dtype_of inside sync_gradients"})
 
 
 def _holds_any(module: nn.Module) -> bool:

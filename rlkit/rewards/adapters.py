@@ -2,7 +2,8 @@
 
 from rlkit._moved import moved
 
-_HERE = "it is in rlkit.rewards"
-_ROWS = "it is in rlkit.rewards.rows"
-_OTHERS = "reward functions of other systems are in rlkit.compat.rewards"
-__getattr__ = moved(__name__, {"scorer": _HERE, "env_rewards": _HERE, "check_rows": _ROWS, "*": _OTHERS})
+__getattr__ = moved(__name__, {
+    "in rlkit.rewards": "scorer env_rewards",
+    "in rlkit.rewards.rows": "check_rows",
+    "in rlkit.compat.rewards": "adapted trl verl openrlhf slime rl2 with_messages",
+})  # fmt: skip

@@ -2,5 +2,7 @@
 
 from rlkit._moved import moved
 
-_ARGS = dict.fromkeys(("Model", "Data", "Examples", "Lora"), "it is in rlkit.scripts.args")
-__getattr__ = moved(__name__, {**_ARGS, "*": "it is in rlkit.scripts.start"})
+__getattr__ = moved(__name__, {
+    "in rlkit.scripts.args": "Model Data Examples Lora",
+    "in rlkit.scripts.start": "begin check_device load_policies load_tokenizer offline function_of own_loss where",
+})  # fmt: skip

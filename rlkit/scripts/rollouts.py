@@ -2,7 +2,9 @@
 
 from rlkit._moved import moved
 
-_ARGS = dict.fromkeys(("Episodes", "Correction", "Engine"), "it is in rlkit.scripts.args")
-_TASK = "read_reward and read_env of rlkit.scripts.task"
-_OTHERS = {"environment": _TASK, "reward_functions": _TASK, "open_engine": "it is in rlkit.scripts.engines"}
-__getattr__ = moved(__name__, {**_ARGS, **_OTHERS, "*": "it is in rlkit.scripts.task"})
+__getattr__ = moved(__name__, {
+    "in rlkit.scripts.args": "Episodes Correction Engine",
+    "in rlkit.scripts.task": "open_task load_models check_rl check_lengths render",
+    "in rlkit.scripts.engines": "open_engine",
+    "read_reward and read_env in rlkit.scripts.task": "reward_functions load_env environment",
+})  # fmt: skip

@@ -22,7 +22,6 @@ from rlkit.packing import pack, with_streams
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.limits import success_between
 from rlkit.rollout.rollout import single_turn
-from rlkit.run.folder import Run
 from rlkit.types import Trajectory
 
 PROMPTS = [Prompt([65 + i, 60], {}, i) for i in range(4)]
@@ -32,7 +31,7 @@ FIRST_TOKEN = PROMPTS[2].ids[0]
 @pytest.fixture(autouse=True)
 def without_plots(monkeypatch):
     """Each would import matplotlib and draw, and nothing here looks at one."""
-    monkeypatch.setattr(Run, "plot", lambda run: None)
+    monkeypatch.setattr("rlkit.loops.rl.draw", lambda run: None)
 
 
 def with_broken_token(model):

@@ -2,4 +2,5 @@
 
 from rlkit._moved import moved
 
-__getattr__ = moved(__name__, {"*": "environments of other systems are in rlkit.compat.envs"})
+_NAMES = "adapted rl2 interact openrlhf rl4llm gymnasium gem textarena openenv verifiers verifiers_tasks"
+__getattr__ = moved(__name__, {"in rlkit.compat.envs": _NAMES})
