@@ -112,8 +112,8 @@ def read_reward(episodes: Episodes, *parts: Any) -> OfTokenizer:
         weights = {name: weight for name, (_, weight) in episodes.rewards().items()}
         reward, *_ = found.values()
         if [*weights.values()] != [None]:
-            weights = {name: 1.0 if weight is None else weight for name, weight in weights.items()}
-            reward = weighted(found, weights=weights, timeout_s=episodes.reward_timeout)
+            each = {name: 1.0 if weight is None else weight for name, weight in weights.items()}
+            reward = weighted(found, weights=each, timeout_s=episodes.reward_timeout)
         return scorer(reward, tokenizer=tokenizer, **limits)
 
     return of_tokenizer
