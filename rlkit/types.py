@@ -25,13 +25,15 @@ from torch import Tensor
 from rlkit.settings import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
+Tokens = Float[Tensor, "*shape"]  # a number per token, in any shape
+Mask = Bool[Tensor, "*shape"] | None  # of the same shape; None: all tokens count
 
 
 class LogProbs(NamedTuple):
     """Log-probability of each target, and entropy of the distribution at its position, in nats."""
 
-    logp: Float[Tensor, "*shape"]
-    entropy: Float[Tensor, "*shape"]
+    logp: Tokens
+    entropy: Tokens
 
 
 class Controller(NamedTuple):

@@ -19,6 +19,7 @@ from rlkit._tensors import bounded_exp, carry_nan, check_cu_seqlens, check_float
 from rlkit.losses._inputs import check_alone, check_at_least, check_one_number, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio
 from rlkit.segments import broadcast_to_tokens, sum_per_seq
+from rlkit.types import Mask, Tokens
 
 __all__ = [
     "batch_normalized",
@@ -36,9 +37,7 @@ __all__ = [
 ]
 
 
-def tis(
-    log_ratio: Float[Tensor, "*shape"], *, max_weight: float, mask: Bool[Tensor, "*shape"] | None = None
-) -> Float[Tensor, "*shape"]:
+def tis(log_ratio: Tokens, *, max_weight: float, mask: Mask = None) -> Tokens:
     """Truncated importance sampling: the capped ratio.
 
         w = min(exp(log_ratio), max_weight)            detached
@@ -51,9 +50,7 @@ def tis(
     return clipped_is(log_ratio, low=0.0, high=max_weight, mask=mask)
 
 
-def clipped_is(
-    log_ratio: Float[Tensor, "*shape"], *, low: float, high: float, mask: Bool[Tensor, "*shape"] | None = None
-) -> Float[Tensor, "*shape"]:
+def clipped_is(log_ratio: Tokens, *, low: float, high: float, mask: Mask = None) -> Tokens:
     """Importance weights clipped to an interval.
 
         w = clip(exp(log_ratio), low, high)            detached
@@ -67,13 +64,7 @@ def clipped_is(
     return masked(bounded_exp(log_ratio).clamp(low, high), mask)
 
 
-def icepop(
-    log_ratio: Float[Tensor, "*shape"],
-    *,
-    low: float = 0.5,
-    high: float = 5.0,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+def icepop(log_ratio: Tokens, *, low: float = 0.5, high: float = 5.0, mask: Mask = None) -> Tokens:
     """Importance weights, with rejection of tokens on which the two engines disagree too much.
 
         w = r where low <= r <= high, else 0           r = exp(log_ratio), detached
@@ -84,9 +75,7 @@ def icepop(
     return weight * keep_ratio(log_ratio, low=low, high=high, mask=mask)
 
 
-def keep_ratio(
-    log_ratio: Float[Tensor, "*shape"], *, low: float, high: float, mask: Bool[Tensor, "*shape"] | None = None
-) -> Float[Tensor, "*shape"]:
+def keep_ratio(log_ratio: Tokens, *, low: float, high: float, mask: Mask = None) -> Tokens:
     """Rejection by ratio: 1 where low <= exp(log_ratio) <= high, else 0; NaN where log_ratio is NaN. Detached.
 
     With `seq_log_ratio` it keeps or drops whole sequences by their geometric mean, with `seq_log_ratio_sum` by their
@@ -100,9 +89,7 @@ def keep_ratio(
     return masked(carry_nan(((ratio >= low) & (ratio <= high)).to(ratio.dtype), ratio), mask)
 
 
-def keep_divergence(
-    divergence: Float[Tensor, "*shape"], *, max_divergence: float, mask: Bool[Tensor, "*shape"] | None = None
-) -> Float[Tensor, "*shape"]:
+def keep_divergence(divergence: Tokens, *, max_divergence: float, mask: Mask = None) -> Tokens:
     """Rejection by divergence: 1 where it is at most `max_divergence`, else 0; NaN where it is NaN. Detached.
 
     `divergence` is any non-negative estimate: `k2` or `k3(rollout_logp, old_logp)` per token, or its sum, mean or
@@ -188,12 +175,7 @@ def opsm(
     return masked(carry_nan(kept, advantages, drift), mask)
 
 
-def batch_normalized(
-    weights: Float[Tensor, "*shape"],
-    *,
-    mask: Bool[Tensor, "*shape"] | None = None,
-    mean: Float[Tensor, ""] | float | None = None,
-) -> Float[Tensor, "*shape"]:
+def batch_normalized(weights: Tokens, *, mask: Mask = None, mean: Float[Tensor, ""] | float | None = None) -> Tokens:
     """Weights divided by their mean over the trainable tokens, so that a correction does not change the step size.
 
         w / mean(w)                                    0 where the mean is 0
@@ -212,9 +194,7 @@ def batch_normalized(
     return torch.where(mean == 0, 0, weights / torch.where(mean == 0, 1, mean))
 
 
-def effective_sample_size(
-    weights: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
-) -> Float[Tensor, ""]:
+def effective_sample_size(weights: Tokens, *, mask: Mask = None) -> Float[Tensor, ""]:
     """Kish's effective sample size: the number of equally weighted tokens with the same variance.
 
         (sum w)^2 / sum w^2                            between 1 and the number of tokens; 0 if all weights are 0
@@ -228,12 +208,8 @@ def effective_sample_size(
 
 
 def log_kept_mass(
-    logits: Float[Tensor, "*shape V"],
-    *,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+    logits: Float[Tensor, "*shape V"], *, top_p: float = 1.0, top_k: int = 0, mask: Mask = None
+) -> Tokens:
     """log S: log of the probability mass that top-p and top-k sampling keep at each position, in nats.
 
         S = sum of the kept probabilities              top_k = 0 and top_p = 1 are off: log S = 0

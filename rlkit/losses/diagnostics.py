@@ -12,17 +12,13 @@ from rlkit.losses._inputs import check_at_least, prepared
 from rlkit.losses.kl import k3
 from rlkit.metrics import Metrics, largest, mean, smallest
 from rlkit.segments import seq_count, sum_per_seq
+from rlkit.types import Mask, Tokens
 
 __all__ = ["kl_stats", "mismatch_stats", "policy_stats", "ratio_stats", "seq_kl_stats", "weight_stats"]
 
 
 def ratio_stats(
-    log_ratio: Float[Tensor, "*shape"],
-    *,
-    mask: Bool[Tensor, "*shape"] | None,
-    clip_low: float = inf,
-    clip_high: float = inf,
-    advantages: Float[Tensor, "*shape"] | None = None,
+    log_ratio: Tokens, *, mask: Mask, clip_low: float = inf, clip_high: float = inf, advantages: Tokens | None = None
 ) -> Metrics:
     """Importance-ratio and clipping statistics.
 
@@ -59,9 +55,7 @@ def ratio_stats(
     }
 
 
-def mismatch_stats(
-    old_logp: Float[Tensor, "*shape"], rollout_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None
-) -> Metrics:
+def mismatch_stats(old_logp: Tokens, rollout_logp: Tokens, *, mask: Mask) -> Metrics:
     """Mismatch between the training engine and the engine that sampled, at the same weights.
 
     With x = old_logp - rollout_logp and r = exp(x), over the unmasked tokens:
@@ -86,9 +80,7 @@ def mismatch_stats(
     }
 
 
-def weight_stats(
-    weights: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None, max_weight: float = float("inf")
-) -> Metrics:
+def weight_stats(weights: Tokens, *, mask: Mask, max_weight: float = float("inf")) -> Metrics:
     """Statistics of rollout-correction weights, over the unmasked tokens.
 
     weight weight_max weight_min   mean, largest and smallest
@@ -107,9 +99,7 @@ def weight_stats(
     }
 
 
-def kl_stats(
-    logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None
-) -> Metrics:
+def kl_stats(logp: Tokens, ref_logp: Tokens, *, mask: Mask) -> Metrics:
     """Reference-KL statistics: mean `k1` and `k3` per token, and the largest |logp - ref_logp|."""
     logp, ref_logp = prepared(mask, logp=logp.detach(), ref_logp=ref_logp.detach())
     return {
@@ -131,13 +121,7 @@ def seq_kl_stats(log_ratio: Float[Tensor, "T"], *, mask: Bool[Tensor, "T"], cu_s
     }
 
 
-def policy_stats(
-    logp: Float[Tensor, "*shape"],
-    entropy: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    *,
-    mask: Bool[Tensor, "*shape"] | None,
-) -> Metrics:
+def policy_stats(logp: Tokens, entropy: Tokens, advantages: Tokens, *, mask: Mask) -> Metrics:
     """Log-prob, entropy and advantage statistics of the sampled tokens.
 
     logp entropy                       means per token

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from rlkit._tensors import carry_nan, check_float, check_mask, check_no_nan, masked, upcast
 from rlkit.losses._inputs import check_alone, check_between, check_one_number, prepared
+from rlkit.types import Mask, Tokens
 
 __all__ = ["entropy_from_logits", "entropy_quantile", "top_entropy_mask"]
 
 
-def entropy_from_logits(
-    logits: Float[Tensor, "*shape V"], *, mask: Bool[Tensor, "*shape"] | None = None
-) -> Float[Tensor, "*shape"]:
+def entropy_from_logits(logits: Float[Tensor, "*shape V"], *, mask: Mask = None) -> Tokens:
     """Entropy of the distribution at each position.
 
         H = -sum_v p_v log p_v          p = softmax(logits), temperature-scaled by the caller
@@ -28,9 +27,7 @@ def entropy_from_logits(
     return masked(-(logp.exp() * torch.where(logp > -torch.inf, logp, 0)).sum(-1), mask)
 
 
-def entropy_quantile(
-    entropy: Float[Tensor, "*shape"], *, top: float, mask: Bool[Tensor, "*shape"] | None = None
-) -> Float[Tensor, ""]:
+def entropy_quantile(entropy: Tokens, *, top: float, mask: Mask = None) -> Float[Tensor, ""]:
     """The entropy threshold that the `top` share of trainable tokens reaches, linearly interpolated; detached.
 
     top = 0.2 is the 0.8 quantile, top = 1 the minimum; -inf if no token is trainable. Compute it once over the whole
@@ -52,11 +49,7 @@ def entropy_quantile(
 
 
 def top_entropy_mask(
-    entropy: Float[Tensor, "*shape"],
-    *,
-    threshold: Float[Tensor, ""] | float | None = None,
-    top: float = 0.2,
-    mask: Bool[Tensor, "*shape"] | None = None,
+    entropy: Tokens, *, threshold: Float[Tensor, ""] | float | None = None, top: float = 0.2, mask: Mask = None
 ) -> Bool[Tensor, "*shape"]:
     """The trainable tokens of highest entropy, to train on these "forking" tokens only.
 

@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from rlkit._tensors import MAX_LOG_RATIO, bounded_exp, check_float, check_mask, check_same_shape, masked, upcast
 from rlkit.losses._inputs import check_one_number, prepared
 from rlkit.losses.ratios import token_gradient
+from rlkit.types import Mask, Tokens
 
 __all__ = [
     "abs_kl",
@@ -41,9 +42,7 @@ __all__ = [
 ]
 
 
-def k1(
-    logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
-) -> Float[Tensor, "*shape"]:
+def k1(logp: Tokens, ref_logp: Tokens, *, mask: Mask = None) -> Tokens:
     """The log-ratio: unbiased, may be negative, highest variance.
 
         k1 = d = logp - ref_logp
@@ -55,9 +54,7 @@ def k1(
     return logp - ref_logp
 
 
-def k2(
-    logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
-) -> Float[Tensor, "*shape"]:
+def k2(logp: Tokens, ref_logp: Tokens, *, mask: Mask = None) -> Tokens:
     """Half the squared log-ratio: non-negative, biased as a value, correct as a loss.
 
         k2 = d^2 / 2
@@ -69,9 +66,7 @@ def k2(
     return 0.5 * (logp - ref_logp).square()
 
 
-def k3(
-    logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
-) -> Float[Tensor, "*shape"]:
+def k3(logp: Tokens, ref_logp: Tokens, *, mask: Mask = None) -> Tokens:
     """Unbiased and non-negative: k1 with the control variate `exp(-d) - 1`, whose mean is 0.
 
         k3 = exp(-d) - 1 + d
@@ -88,9 +83,7 @@ def k3(
     return torch.expm1(-d - excess) + d
 
 
-def abs_kl(
-    logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
-) -> Float[Tensor, "*shape"]:
+def abs_kl(logp: Tokens, ref_logp: Tokens, *, mask: Mask = None) -> Tokens:
     """The absolute log-ratio: a penalty, not an estimate of the KL.
 
         |d|
@@ -103,14 +96,14 @@ def abs_kl(
 
 
 def kl_in_reward(
-    rewards: Float[Tensor, "*shape"],
-    logp: Float[Tensor, "*shape"],
-    ref_logp: Float[Tensor, "*shape"],
+    rewards: Tokens,
+    logp: Tokens,
+    ref_logp: Tokens,
     *,
     kl_coef: float | Float[Tensor, ""],
-    mask: Bool[Tensor, "*shape"] | None,
+    mask: Mask,
     estimator: Callable[..., Tensor] = k1,
-) -> Float[Tensor, "*shape"]:
+) -> Tokens:
     """Token rewards minus a KL penalty: the policy gradient then includes the effect on later states.
 
         r_t' = r_t - kl_coef * kl_t                    detached; 0 where the mask is False
@@ -125,9 +118,7 @@ def kl_in_reward(
     return (rewards - kl_coef * estimator(logp, ref_logp, mask=mask)).detach()
 
 
-def k1_straight_through(
-    logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
-) -> Float[Tensor, "*shape"]:
+def k1_straight_through(logp: Tokens, ref_logp: Tokens, *, mask: Mask = None) -> Tokens:
     """The value of `k1` with the gradient of `k2`.
 
         k2 - sg(k2) + sg(k1)
@@ -138,9 +129,7 @@ def k1_straight_through(
     return token_gradient(k1(logp, ref_logp, mask=mask), k2(logp, ref_logp, mask=mask))
 
 
-def k3_straight_through(
-    logp: Float[Tensor, "*shape"], ref_logp: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
-) -> Float[Tensor, "*shape"]:
+def k3_straight_through(logp: Tokens, ref_logp: Tokens, *, mask: Mask = None) -> Tokens:
     """The value of `k3` with the gradient of `k2`.
 
         k2 - sg(k2) + sg(k3)
@@ -152,13 +141,8 @@ def k3_straight_through(
 
 
 def unbiased_kl(
-    logp: Float[Tensor, "*shape"],
-    ref_logp: Float[Tensor, "*shape"],
-    old_logp: Float[Tensor, "*shape"],
-    *,
-    mask: Bool[Tensor, "*shape"] | None = None,
-    estimator: Callable[..., Tensor] = k3,
-) -> Float[Tensor, "*shape"]:
+    logp: Tokens, ref_logp: Tokens, old_logp: Tokens, *, mask: Mask = None, estimator: Callable[..., Tensor] = k3
+) -> Tokens:
     """Ratio-corrected KL estimator: unbiased in value *and* gradient, on-policy and off-policy.
 
         r * estimator(logp, ref_logp)          r = exp(logp - old_logp), with its gradient
@@ -174,11 +158,8 @@ def unbiased_kl(
 
 
 def kl_from_logits(
-    logits: Float[Tensor, "*shape V"],
-    ref_logits: Float[Tensor, "*shape V"],
-    *,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+    logits: Float[Tensor, "*shape V"], ref_logits: Float[Tensor, "*shape V"], *, mask: Mask = None
+) -> Tokens:
     """Exact KL divergence at each position, in nats, from the full distributions.
 
         KL(pi || ref) = sum_v pi_v (log pi_v - log ref_v)

@@ -23,6 +23,7 @@ from rlkit._tensors import MAX_LOG_RATIO, bounded_exp, carry_nan, check_same_sha
 from rlkit.losses._inputs import check_at_least, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio, seq_log_ratio_sum
 from rlkit.segments import broadcast_to_tokens, seq_count, seq_lens
+from rlkit.types import Mask, Tokens
 
 __all__ = [
     "aspo",
@@ -46,13 +47,13 @@ __all__ = [
 
 
 def ppo_clip(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
+    log_ratio: Tokens,
+    advantages: Tokens,
     *,
     clip_low: float | Tensor = 0.2,
     clip_high: float | Tensor = 0.2,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+    mask: Mask = None,
+) -> Tokens:
     """Proximal policy optimisation: the pessimistic minimum of the surrogate and its clipped form.
 
         loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
@@ -72,14 +73,14 @@ def ppo_clip(
 
 
 def dual_clip(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
+    log_ratio: Tokens,
+    advantages: Tokens,
     *,
     clip_c: float,
     clip_low: float | Tensor = 0.2,
     clip_high: float | Tensor = 0.2,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+    mask: Mask = None,
+) -> Tokens:
     """PPO with a second clip: where A < 0 the loss stops growing at ratio `clip_c` > 1.
 
         loss = ppo_clip where A >= 0, min(ppo_clip, -A clip_c) where A < 0
@@ -98,14 +99,14 @@ def dual_clip(
 
 
 def aspo(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
+    log_ratio: Tokens,
+    advantages: Tokens,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     max_weight: float = float("inf"),
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+    mask: Mask = None,
+) -> Tokens:
     """Asymmetric importance sampling: where A > 0 the ratio is inverted, so tokens of low ratio get larger steps.
 
         loss = -A sg(min(1 / r, max_weight)) log_ratio     where A > 0 and r <= 1 + clip_high, 0 where r is above
@@ -126,13 +127,8 @@ def aspo(
 
 
 def unbounded_positive(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    *,
-    clip_low: float = 0.2,
-    clip_c: float = 3.0,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+    log_ratio: Tokens, advantages: Tokens, *, clip_low: float = 0.2, clip_c: float = 3.0, mask: Mask = None
+) -> Tokens:
     """UP: plain REINFORCE where A > 0, the dual-clipped surrogate where A <= 0.
 
         loss = -A log_ratio where A > 0, dual_clip where A <= 0
@@ -155,12 +151,7 @@ def _clipped(ratio: Tensor, clip_low: float | Tensor, clip_high: float | Tensor)
     return ratio.clamp(1 - clip_low, 1 + clip_high)
 
 
-def reinforce(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    *,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+def reinforce(log_ratio: Tokens, advantages: Tokens, *, mask: Mask = None) -> Tokens:
     """The plain policy gradient.
 
         loss = -A log_ratio
@@ -172,12 +163,7 @@ def reinforce(
     return -advantages * log_ratio
 
 
-def importance_sampling(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    *,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+def importance_sampling(log_ratio: Tokens, advantages: Tokens, *, mask: Mask = None) -> Tokens:
     """The importance-weighted policy gradient, unclipped.
 
         loss = -A r
@@ -191,13 +177,8 @@ def importance_sampling(
 
 
 def cispo(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    *,
-    max_weight: float = 5.0,
-    min_weight: float = 0.0,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+    log_ratio: Tokens, advantages: Tokens, *, max_weight: float = 5.0, min_weight: float = 0.0, mask: Mask = None
+) -> Tokens:
     """Clip the importance weight, not the update: every token keeps a bounded gradient.
 
         loss = -sg(clip(r, min_weight, max_weight)) A log_ratio
@@ -214,12 +195,7 @@ def cispo(
     return _weighted(bounded_exp(log_ratio).clamp(min_weight, max_weight), log_ratio, advantages)
 
 
-def topr(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    *,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+def topr(log_ratio: Tokens, advantages: Tokens, *, mask: Mask = None) -> Tokens:
     """Tapered off-policy REINFORCE: full gradient where A > 0, tapered by the ratio where A <= 0.
 
         loss = -A log_ratio where A > 0, -sg(min(r, 1)) A log_ratio where A <= 0
@@ -235,13 +211,8 @@ def topr(
 
 
 def sapo(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    *,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+    log_ratio: Tokens, advantages: Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05, mask: Mask = None
+) -> Tokens:
     """Soft adaptive policy optimisation: a sigmoid gate in place of the hard clip.
 
         loss = -A (4 / tau) sigmoid(tau (r - 1))          tau = tau_pos where A > 0, tau_neg where A <= 0
@@ -259,15 +230,15 @@ def sapo(
 
 
 def dppo(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
+    log_ratio: Tokens,
+    advantages: Tokens,
     *,
-    old_logp: Float[Tensor, "*shape"],
+    old_logp: Tokens,
     delta_low: float = 0.2,
     delta_high: float = 0.2,
     max_weight: float = 20.0,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+    mask: Mask = None,
+) -> Tokens:
     """Divergence PPO, binary total variation: the trust region bounds the change in probability, not the ratio.
 
         loss = -sg(min(r, max_weight) keep) A log_ratio
@@ -287,15 +258,15 @@ def dppo(
 
 
 def dppo_kl(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
+    log_ratio: Tokens,
+    advantages: Tokens,
     *,
-    old_logp: Float[Tensor, "*shape"],
+    old_logp: Tokens,
     delta_low: float = 0.05,
     delta_high: float = 0.05,
     max_weight: float = 20.0,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+    mask: Mask = None,
+) -> Tokens:
     """Divergence PPO, binary KL: `dppo` with the KL of "this token or another" as the distance.
 
         D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))          p = pi, q = pi_old of the sampled token
@@ -316,13 +287,7 @@ def dppo_kl(
     return _weighted(bounded_exp(log_ratio).clamp(max=max_weight) * keep, log_ratio, advantages)
 
 
-def dro(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    *,
-    beta: float,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+def dro(log_ratio: Tokens, advantages: Tokens, *, beta: float, mask: Mask = None) -> Tokens:
     """Direct reward optimisation, per token: the policy gradient plus a quadratic penalty on the log-ratio.
 
         loss = -A log_ratio + beta / 2 log_ratio^2

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlkit._tensors import bounded_exp, carry_nan, check_no_nan, check_same_shape, cumsum, masked
 from rlkit.losses._inputs import check_alone, check_at_least, check_between, check_one_number, prepared
 from rlkit.losses.policy import importance_sampling, ppo_clip
+from rlkit.types import Mask, Tokens
 
 __all__ = [
     "ClipRange",
@@ -37,13 +38,7 @@ class ClipRange(NamedTuple):
     clip_high: Float[Tensor, ""]
 
 
-def m2_cutoff(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    *,
-    max_m2: float = 0.04,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, ""]:
+def m2_cutoff(log_ratio: Tokens, advantages: Tokens, *, max_m2: float = 0.04, mask: Mask = None) -> Float[Tensor, ""]:
     """The largest squared log-ratio to keep, so that the mean of the kept ones is at most `max_m2`.
 
     Only trust-region tokens count (A > 0 and r > 1, or A < 0 and r < 1); PPO does not clip the others either. Equal
@@ -63,13 +58,7 @@ def m2_cutoff(
     return cutoff.to(log_ratio.dtype)
 
 
-def m2po(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    *,
-    cutoff: Float[Tensor, ""] | float,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+def m2po(log_ratio: Tokens, advantages: Tokens, *, cutoff: Float[Tensor, ""] | float, mask: Mask = None) -> Tokens:
     """Second-moment trust policy optimisation: drop the few tokens that dominate the variance, clip nothing else.
 
         loss = -A r, and 0 on trust-region tokens with log_ratio^2 > cutoff          cutoff = m2_cutoff(...)
@@ -89,16 +78,16 @@ def m2po(
 
 
 def bapo_clip_range(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
+    log_ratio: Tokens,
+    advantages: Tokens,
     *,
-    old_logp: Float[Tensor, "*shape"],
+    old_logp: Tokens,
     target: float = 0.4,
     low: tuple[float, float] = (0.6, 0.9),
     high: tuple[float, float] = (1.2, 3.0),
     step_low: float = 0.02,
     step_high: float = 0.05,
-    mask: Bool[Tensor, "*shape"] | None = None,
+    mask: Mask = None,
 ) -> ClipRange:
     """BAPO's adaptive clip: the first range of a fixed schedule in which positive tokens reach a `target` share.
 
@@ -132,13 +121,13 @@ def bapo_clip_range(
 
 
 def token_covariance(
-    logp: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
+    logp: Tokens,
+    advantages: Tokens,
     *,
-    mask: Bool[Tensor, "*shape"] | None = None,
+    mask: Mask = None,
     mean_logp: Float[Tensor, ""] | None = None,
     mean_advantage: Float[Tensor, ""] | None = None,
-) -> Float[Tensor, "*shape"]:
+) -> Tokens:
     """Each token's term of the covariance between log-probability and advantage, which drives entropy collapse.
 
         cov_t = (A_t - mean A) (logp_t - mean logp)          means over the whole batch's trainable tokens; detached
@@ -160,11 +149,7 @@ def token_covariance(
 
 
 def select_top(
-    cov: Float[Tensor, "*shape"],
-    *,
-    fraction: float = 2e-4,
-    mask: Bool[Tensor, "*shape"] | None = None,
-    generator: torch.Generator | None = None,
+    cov: Tokens, *, fraction: float = 2e-4, mask: Mask = None, generator: torch.Generator | None = None
 ) -> Bool[Tensor, "*shape"]:
     """KL-Cov's selection: the `fraction` of trainable tokens with the largest covariance, at least one.
 
@@ -181,12 +166,12 @@ def select_top(
 
 
 def select_between(
-    cov: Float[Tensor, "*shape"],
+    cov: Tokens,
     *,
     low: float = 1.0,
     high: float = 5.0,
     fraction: float = 2e-4,
-    mask: Bool[Tensor, "*shape"] | None = None,
+    mask: Mask = None,
     generator: torch.Generator | None = None,
 ) -> Bool[Tensor, "*shape"]:
     """Clip-Cov's selection: random tokens among those with covariance in (low, high).
@@ -205,14 +190,14 @@ def select_between(
 
 
 def clip_cov(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
+    log_ratio: Tokens,
+    advantages: Tokens,
     *,
     selected: Bool[Tensor, "*shape"],
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+    mask: Mask = None,
+) -> Tokens:
     """Clip-Cov: PPO without the gradient of a few tokens that reduce entropy the most.
 
         loss = ppo_clip, and 0 on `selected` tokens          selected = select_between(token_covariance(...))
@@ -227,13 +212,8 @@ def clip_cov(
 
 
 def kl_cov(
-    log_ratio: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    *,
-    selected: Bool[Tensor, "*shape"],
-    kl_coef: float = 1.0,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+    log_ratio: Tokens, advantages: Tokens, *, selected: Bool[Tensor, "*shape"], kl_coef: float = 1.0, mask: Mask = None
+) -> Tokens:
     """KL-Cov: the unclipped surrogate, plus a penalty on the log-ratio of those few tokens.
 
         loss = -A r + kl_coef |log_ratio| 1[selected]          selected = select_top(token_covariance(...))

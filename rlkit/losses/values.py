@@ -11,19 +11,18 @@ import math
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from rlkit._tensors import check_float, check_mask, masked, readable, upcast
 from rlkit.losses._inputs import check_at_least, prepared
 from rlkit.losses.preference import PairMask, Pairs
+from rlkit.types import Mask, Tokens
 
 __all__ = ["bradley_terry", "hl_gauss", "hl_gauss_target", "hl_gauss_value", "process_bce", "value_clip", "value_mse"]
 
 
-def value_mse(
-    values: Float[Tensor, "*shape"], returns: Float[Tensor, "*shape"], *, mask: Bool[Tensor, "*shape"] | None = None
-) -> Float[Tensor, "*shape"]:
+def value_mse(values: Tokens, returns: Tokens, *, mask: Mask = None) -> Tokens:
     """Half the squared error of a value prediction.
 
         loss = 1/2 (V - R)^2                                gradient: V - R
@@ -36,14 +35,7 @@ def value_mse(
     return 0.5 * (values - returns).square()
 
 
-def value_clip(
-    values: Float[Tensor, "*shape"],
-    old_values: Float[Tensor, "*shape"],
-    returns: Float[Tensor, "*shape"],
-    *,
-    clip: float,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+def value_clip(values: Tokens, old_values: Tokens, returns: Tokens, *, clip: float, mask: Mask = None) -> Tokens:
     """PPO's clipped value loss: the larger of the errors with and without clipping to within `clip` of `old_values`.
 
         loss = 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
@@ -63,13 +55,13 @@ def value_clip(
 
 def hl_gauss(
     logits: Float[Tensor, "*shape B"],
-    returns: Float[Tensor, "*shape"],
+    returns: Tokens,
     *,
     low: float,
     high: float,
     sigma: float | None = None,
-    mask: Bool[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
+    mask: Mask = None,
+) -> Tokens:
     """Value prediction as classification: cross-entropy with a Gaussian around the return, binned on [low, high].
 
         loss = -sum_i p_i log softmax(logits)_i             p = hl_gauss_target(returns)
@@ -90,7 +82,7 @@ def hl_gauss(
 
 
 def hl_gauss_target(
-    returns: Float[Tensor, "*shape"], *, num_bins: int, low: float, high: float, sigma: float | None = None
+    returns: Tokens, *, num_bins: int, low: float, high: float, sigma: float | None = None
 ) -> Float[Tensor, "*shape B"]:
     """The probabilities of B equal bins of [low, high] under a Gaussian around each return, renormalised.
 
@@ -111,7 +103,7 @@ def hl_gauss_target(
     return cdf.diff(dim=-1) / (cdf[..., -1:] - cdf[..., :1])
 
 
-def hl_gauss_value(logits: Float[Tensor, "*shape B"], *, low: float, high: float) -> Float[Tensor, "*shape"]:
+def hl_gauss_value(logits: Float[Tensor, "*shape B"], *, low: float, high: float) -> Tokens:
     """The value of a distribution over bins: its mean over the bin centres.
 
         V = sum_i softmax(logits)_i c_i                     c_i = (e_i + e_{i+1}) / 2
