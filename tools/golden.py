@@ -53,11 +53,15 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 folder, tokenizer = sys.argv[1], tiny_tokenizer()
 model = tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=48)
 model.save_pretrained(folder + "/model"); tokenizer.save_pretrained(folder + "/model")
-with open(folder + "/rows.jsonl", "w") as file:
-    for i in range(24):
-        answer = str(i + 1)
-        row = {"prompt": f"{i}+1=", "response": answer, "chosen": answer, "rejected": "x" * (1 + i % 3)}
-        file.write(json.dumps(row | {"completion": answer, "label": i % 2 == 0, "answer": answer}) + chr(10))
+for name in ("grpo", "ppo", "sft", "dpo", "kto", "reward_model"):
+    with open(f"{folder}/{name}.jsonl", "w") as file:
+        for i in range(24):
+            right, wrong = str(i + 1), "x" * (1 + i % 3)
+            row = {"prompt": f"{i}+1=", "chosen": right, "rejected": wrong}
+            row = {"prompt": f"{i}+1=", "response": right, "label": i % 2 == 0} if name == "kto" else row
+            row = {"prompt": f"{i}+1=", "response": right} if name == "sft" else row
+            row = {"prompt": f"{i}+1=", "answer": right} if name in ("grpo", "ppo") else row
+            file.write(json.dumps(row) + chr(10))
 """
 REWARD = "def score(completion, row):\n    return len(set(completion)) / 8 + (row['answer'] in completion)\n"
 
@@ -72,7 +76,8 @@ def train(checkout: Path, task: Path, output: Path, name: str) -> dict[str, Any]
     """Train the run `name` with the code of `checkout`; returns its results and its peak memory."""
     kind, flags, how = RUNS[name]
     own = f"{SAMPLED} --reward {task}/reward.py:score" if kind in ("grpo", "ppo") else "--batch-size 8 --eval-steps 2"
-    rows = f"--model {task}/model --data {task}/rows.jsonl --eval-data {task}/rows.jsonl --output {output}"
+    data = task / f"{kind}.jsonl"
+    rows = f"--model {task}/model --data {data} --eval-data {data} --output {output}"
     common = f"{rows} --steps 5 --lr 1e-3 --seed 3 --device cpu {own} {flags}".split()
     start = [sys.executable]
     if how == "ranks":

@@ -85,8 +85,8 @@ def read(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True) ->
     try:
         if forms:
             check_columns(rows, *forms, apply_chat_template=apply_chat_template, convert=convert)
-        else:
-            [*map(convert, range(len(rows)), rows)]
+        for index, row in () if forms else enumerate(rows):
+            convert(index, row)
     except LacksColumn as error:
         raise column_error(error.place, error.problem, error.row, _hint(error)) from None
     if not isinstance(rows, Rows):
