@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlkit.scripts import grpo, sft
-from rlkit.scripts.args import Data, Engine, Episodes, Examples, Model
+from rlkit.scripts.args import Data, Episodes, Examples, Model
 from rlkit.scripts.cli import run
-from rlkit.settings import Count, CountOr0, Optim, ParallelArgs, Rollouts, Schedule, Seed, check, refuse_if
+from rlkit.settings import Count, CountOr0, Engines, Optim, ParallelArgs, Rollouts, Schedule, Seed, check, refuse_if
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def main(args: Args) -> None:
                 args.output / "grpo", steps=args.grpo_steps, eval_steps=25, print_steps=10, save_steps=50, **common
             ),
             optim=Optim(lr=1.5e-4 * 128 / args.hidden, lr_schedule="linear"),
-            engine=Engine(max_batch=128),
+            engine=Engines(max_batch=128),
         )
     )
     on_rank0(lambda: report(args, trained, time.perf_counter() - started))

@@ -7,8 +7,10 @@ The environment variables of torchrun are read here only. Importing this module 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -41,6 +43,26 @@ def local_rank() -> int | None:
 def local_world_size() -> int:
     """Number of ranks on this machine; 1 in a plain process."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def num_ranks() -> int:
+    """Number of ranks that torchrun starts, also before there is a process group; 1 in a plain process."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def own_address() -> str:
+    """The address of this machine from which it reaches the others: that of its way to torchrun's first node.
+
+    In a plain process, and where that node is this one, it is the way to any other machine; 127.0.0.1 without one.
+    """
+    first = os.environ.get("MASTER_ADDR", "")
+    for target in dict.fromkeys((first, "192.0.2.1")):  # an address of no machine: nothing is sent
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.connect((target, 9))
+            address = str(probe.getsockname()[0])
+            if target and not address.startswith("127."):
+                return address
+    return "127.0.0.1"
 
 
 def is_first() -> bool:

@@ -10,6 +10,7 @@ Errors are ValueErrors that name fields in backquotes. This module does not impo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -447,3 +448,83 @@ class ParallelArgs(Parallel):
     """compile each layer with torch.compile"""
     timeout_s: Positive = 1800.0
     """seconds that ranks wait for each other (e.g. for the slowest rollout) before the job ends with an error"""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The engines that sample, and how weights reach them."""
+
+    engine: Annotated[str, named("local", "sglang")] = "local"
+    """local: rlkit's own engine, for small models; sglang: SGLang servers. Or FILE.py:FUNCTION, which makes an engine
+    of your own from the model's path (docs/engines.md)"""
+    engine_urls: tuple[str, ...] = ()
+    """URLs of running SGLang servers of `model`, as http://127.0.0.1:30000. None: start servers on every node"""
+    engine_router: str | None = None
+    """URL of an SGLang router in front of `engine_urls`, which then distributes the requests"""
+    engine_gpus: tuple[int, ...] = ()
+    """numbers of the GPUs of each node for servers that are started here; none: all, which then also train"""
+    engine_tp: Count = 1
+    """GPUs of each server that is started here (tensor parallel)"""
+    engine_memory: Share = 0.4
+    """share of its GPU's free memory that a server started here takes"""
+    engine_args: str = ""
+    """further arguments of servers started here, in one string: --engine-args="--kv-cache-dtype fp8_e5m2\""""
+    engine_pause: Literal["retract", "in_place", "abort"] = "retract"
+    """requests in flight on SGLang when new weights come: retract computes their keys and values again; in_place keeps
+    those of the old weights (faster, less exact); abort ends them"""
+    weight_sync: Literal["auto", "ipc", "group", "disk"] = "auto"
+    """how weights go to SGLang: ipc (memory of this machine), group (NCCL or gloo), disk. auto: ipc where all servers
+    are on this machine, else disk if there is a folder, else group"""
+    weight_sync_folder: Path | None = None
+    """folder for --weight-sync disk, which trainer and servers see under the same name"""
+    max_batch: Count = 64
+    """sequences that the local engine decodes at once"""
+    compile: bool = False
+    """torch.compile the local engine's decoding; ten seconds or more at the start"""
+    engine_threads: Count = 1
+    """CPU threads of the local engine (with --overlap)"""
+    engine_cpus: tuple[int, ...] = ()
+    """CPUs that the local engine may run on (with --overlap); none: all"""
+
+    def __post_init__(self) -> None:
+        check(self, may_be_empty=("engine_args",))
+        served, present = self.engine == "sglang", set[int]()
+        if hasattr(os, "sched_getaffinity"):
+            present = set(os.sched_getaffinity(0))
+        refuse_if(self.engine_urls and not served, "`engine_urls` are SGLang servers: add `engine` sglang")
+        for name in _OF_SERVERS:
+            refuse_if(not served and not is_default(self, name), f"`{name}` is for SGLang servers: add `engine` sglang")
+        for name in _OF_STARTED:
+            given = self.engine_urls and not is_default(self, name)
+            refuse_if(given, f"`{name}` is for servers that are started here: drop it or `engine_urls`")
+        refuse_if(
+            self.engine_router and not self.engine_urls, "`engine_router` requires `engine_urls`, for the weights"
+        )
+        refuse_if(not 0 < self.engine_memory < 1, "`engine_memory` must be above 0 and below 1")
+        refuse_if(
+            len(self.engine_gpus) % self.engine_tp,
+            f"`engine_gpus` are {len(self.engine_gpus)}: give a multiple of `engine_tp` {self.engine_tp}",
+        )
+        folder, sync = self.weight_sync_folder, self.weight_sync
+        refuse_if(sync == "disk" and folder is None, "`weight_sync` disk needs `weight_sync_folder`")
+        refuse_if(folder and sync in ("ipc", "group"), f"`weight_sync_folder` is for `weight_sync` disk, not {sync}")
+        other = self.engine != "local"
+        refuse_if(
+            other and not (is_default(self, "compile") and is_default(self, "max_batch")),
+            "`compile` and `max_batch` are for `engine` local",
+        )
+        refuse_if(other and self.has_own_threads, "`engine_threads` and `engine_cpus` are for `engine` local")
+        refuse_if(self.engine_cpus and not present, "`engine_cpus` needs Linux: drop it")
+        refuse_if(
+            not {*self.engine_cpus} <= present,
+            f"`engine_cpus` {self.engine_cpus}: this process may not use all of them",
+        )
+
+    @property
+    def has_own_threads(self) -> bool:
+        """Whether threads or CPUs of the local engine's process are set."""
+        return not (is_default(self, "engine_threads") and is_default(self, "engine_cpus"))
+
+
+_OF_STARTED = ("engine_gpus", "engine_tp", "engine_memory", "engine_args")
+_OF_SERVERS = (*_OF_STARTED, "engine_router", "engine_pause", "weight_sync", "weight_sync_folder")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from rlkit._extras import lacks
 from rlkit.run.console import data_progress
@@ -25,7 +25,6 @@ from rlkit.settings import (
     Share,
     check,
     is_default,
-    named,
     refuse_if,
 )
 
@@ -276,56 +275,3 @@ class Correction:
 
         tis_capped = partial(tis, max_weight=self.tis_max_weight)
         return {"tis": tis_capped, "icepop": icepop, "none": torch.ones_like}[self.correction]
-
-
-@dataclass(frozen=True)
-class Engine:
-    """The engine that samples."""
-
-    engine: Annotated[str, named("local", "sglang")] = "local"
-    """local: rlkit's own engine, for small models; sglang: SGLang servers. Or FILE.py:FUNCTION, which makes an engine
-    of your own from the model's path (docs/engines.md)"""
-    engine_urls: tuple[str, ...] = ()
-    """URLs of SGLang servers of `model` on this machine, as http://127.0.0.1:30000.
-    None: launch one here with 40% of the first GPU's free memory"""
-    max_batch: Count = 64
-    """sequences that the local engine decodes at once"""
-    compile: bool = False
-    """torch.compile the local engine's decoding; ten seconds or more at the start"""
-    engine_threads: Count = 1
-    """CPU threads of the local engine (with --overlap)"""
-    engine_cpus: tuple[int, ...] = ()
-    """CPUs that the local engine may run on (with --overlap); none: all"""
-
-    def __post_init__(self) -> None:
-        check(self)
-        served, own_threads = self.engine == "sglang", has_own_threads(self)
-        present = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
-        refuse_if(served and not find_spec("aiohttp"), lacks("aiohttp", "http", "`engine` sglang needs"))
-        refuse_if(self.engine_urls and not served, "`engine_urls` are SGLang servers: add `engine` sglang")
-        self._check_urls()
-        other = self.engine != "local"
-        refuse_if(
-            other and not (is_default(self, "compile") and is_default(self, "max_batch")),
-            "`compile` and `max_batch` are for `engine` local",
-        )
-        refuse_if(other and own_threads, "`engine_threads` and `engine_cpus` are for `engine` local")
-        refuse_if(self.engine_cpus and not present, "`engine_cpus` needs Linux: drop it")
-        refuse_if(
-            not {*self.engine_cpus} <= present,
-            f"`engine_cpus` {self.engine_cpus}: this process may not use all of them",
-        )
-
-    def _check_urls(self) -> None:
-        from rlkit.rollout.engines.hosts import refuse_elsewhere
-
-        for url in self.engine_urls:
-            try:
-                refuse_elsewhere(url, instead="start one here, or drop the flag to launch one (docs/sglang.md)")
-            except ValueError as error:
-                refuse_if(True, f"`engine_urls` {error}")
-
-
-def has_own_threads(engine: Engine) -> bool:
-    """Whether threads or CPUs of the engine's process are set."""
-    return not (is_default(engine, "engine_threads") and is_default(engine, "engine_cpus"))

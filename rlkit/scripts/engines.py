@@ -1,19 +1,64 @@
-"""The engine that samples, from the flags."""
+"""The engine that samples, from the flags: where it runs, and how weights reach it."""
 
 from __future__ import annotations
 
+import shlex
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
+from importlib.util import find_spec
 from inspect import isawaitable
 from typing import Any
 
-from rlkit.scripts.args import Engine
+from rlkit._extras import lacks
+from rlkit.ranks import is_first, local_rank, local_world_size, own_address
 from rlkit.scripts.start import function_of
-from rlkit.settings import refuse_if
+from rlkit.settings import Engines, refuse_if
 
 
-def check_servers(urls: Sequence[str]) -> None:
+def check_engine(args: Any) -> None:
+    """Refuse (ValueError) an engine that cannot be opened, as far as that is known before torch is loaded."""
+    how = args.engine
+    users_function(how)
+    if how.engine != "sglang":
+        return
+    refuse_if(not find_spec("aiohttp"), lacks("aiohttp", "http", "`engine` sglang needs"))
+    _sync_kind(how)
+    if is_first():
+        _check_answers(how.engine_urls)
+
+
+def users_function(how: Engines) -> Any:
+    """The function of `--engine FILE.py:FUNCTION`; None for an engine of rlkit."""
+    return function_of("engine", how.engine) if ":" in how.engine else None
+
+
+def _sync_kind(how: Engines) -> str:
+    """How weights go to the servers: "ipc", "group" or "disk". ValueError for an address that is none, and for ipc to
+    another machine."""
+    from rlkit.rollout.engines.hosts import is_here, refuse_elsewhere
+
+    for url in how.engine_urls:
+        try:
+            if how.weight_sync == "ipc":
+                refuse_elsewhere(url, instead="use `weight_sync` group, or disk")
+            elif how.weight_sync == "auto" and not is_here(url):
+                return "group" if how.weight_sync_folder is None else "disk"
+        except ValueError as error:
+            refuse_if(True, f"`engine_urls` {error}")
+    if how.weight_sync != "auto":
+        return how.weight_sync
+    return "ipc" if _num_nodes() == 1 else "group" if how.weight_sync_folder is None else "disk"
+
+
+def _num_nodes() -> int:
+    """Number of machines of the run; 1 before there is a process group."""
+    from rlkit.ranks import launched, num_ranks
+
+    return num_ranks() // local_world_size() if launched() else 1
+
+
+def _check_answers(urls: Sequence[str]) -> None:
     """ValueError if none of the addresses takes a connection: before a model is loaded."""
     from urllib.parse import urlsplit
 
@@ -33,11 +78,6 @@ def check_servers(urls: Sequence[str]) -> None:
     )
 
 
-def own_engine(engine: Engine) -> Any:
-    """The function of `--engine FILE.py:FUNCTION`; None for an engine of rlkit."""
-    return function_of("engine", engine.engine) if ":" in engine.engine else None
-
-
 @asynccontextmanager
 async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
     """The engine of the flags: the training model itself where possible, else one with its own weights on rank 0."""
@@ -51,14 +91,15 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
         options = _local_options(args, max_len)
         yield LocalEngine(model, tokenizer=tokenizer, **options)
         return
-    if world_size() == 1:
-        async with _own_engine(args, max_len) as engine:
-            yield engine
-        return
-    from rlkit.rollout.shared import SharedEngine
+    with _servers(args) as urls:
+        if world_size() == 1:
+            async with _own_engine(args, max_len, urls) as engine:
+                yield engine
+            return
+        from rlkit.rollout.shared import SharedEngine
 
-    async with _own_engine(args, max_len) if rank() == 0 else nullcontext() as engine:
-        yield SharedEngine(engine)
+        async with _own_engine(args, max_len, urls) if rank() == 0 else nullcontext() as engine:
+            yield SharedEngine(engine)
 
 
 def _local_options(args: Any, max_len: int) -> dict[str, Any]:
@@ -67,9 +108,59 @@ def _local_options(args: Any, max_len: int) -> dict[str, Any]:
     return {"max_batch": how.max_batch, "max_len": max_len, "compile": how.compile, "keep_turns": several_turns}
 
 
+@contextmanager
+def _servers(args: Any) -> Iterator[list[str]]:
+    """The addresses of the SGLang servers: given, or started here by the first rank of each node until the block ends.
+
+    All ranks call it together. It returns when every server is healthy.
+    """
+    how = args.engine
+    if how.engine != "sglang" or how.engine_urls:
+        yield list(how.engine_urls)
+        return
+    from rlkit.ranks import on_all_ranks
+
+    with ExitStack() as stack:
+        started = on_all_ranks(lambda: [] if local_rank() else _start(args, stack))
+        yield [url for of_rank in started for url in of_rank]
+
+
+def _start(args: Any, stack: ExitStack) -> list[str]:
+    """Start this node's servers, each on its own GPUs, and wait for them; they end with `stack`."""
+    import torch
+
+    from rlkit.ranks import rank
+    from rlkit.rollout.engines.sglang import launch
+
+    how, model = args.engine, args.model
+    on_cpu = model.device == "cpu"
+    gpus = [0] if on_cpu else [*(how.engine_gpus or range(torch.cuda.device_count()))]
+    size = 1 if on_cpu else how.engine_tp
+    if len(gpus) % size:
+        raise ValueError(f"`engine_tp` {size} must divide the {len(gpus)} GPUs of this node: give `engine_gpus`")
+    host = own_address() if _num_nodes() > 1 else "127.0.0.1"
+    servers = []
+    for number, first in enumerate(range(0, len(gpus), size)):
+        given = ["--tp", str(how.engine_tp)] if how.engine_tp > 1 else []
+        if not on_cpu:  # not by CUDA_VISIBLE_DEVICES: CUDA IPC needs the trainer's GPU to be visible to the server
+            given += ["--base-gpu-id", str(gpus[first]), "--mem-fraction-static", str(how.engine_memory)]
+            given += ["--enable-deterministic-inference"] if model.deterministic else []
+        log = args.schedule.output / f"sglang_{rank()}_{number}.log"
+        launched = launch(
+            model.model,
+            device=model.device,
+            args=[*given, *shlex.split(how.engine_args)],
+            host=host,
+            log=log,
+            wait=False,
+        )
+        servers.append(stack.enter_context(launched))
+    return [server.wait().url for server in servers]
+
+
 @asynccontextmanager
-async def _own_engine(args: Any, max_len: int) -> AsyncIterator[Any]:
-    """A local engine in its own process, or SGLang; a server launched here ends with it."""
+async def _own_engine(args: Any, max_len: int, urls: Sequence[str]) -> AsyncIterator[Any]:
+    """The user's engine, a local one in its own process, or a client of the servers."""
     how, model = args.engine, args.model
     if ":" in how.engine:
         async with _engine_of_user(args, max_len) as engine:
@@ -84,16 +175,29 @@ async def _own_engine(args: Any, max_len: int) -> AsyncIterator[Any]:
             yield engine
         return
     from rlkit.model.pretrained import load_config
-    from rlkit.rollout.engines.sglang import SGLang, launch
+    from rlkit.rollout.engines.sglang import SGLang
 
-    with ExitStack() as stack:
-        shared = () if model.device == "cpu" else ("--mem-fraction-static", "0.4")  # the GPU also trains
-        if model.deterministic and model.device != "cpu":
-            shared = (*shared, "--enable-deterministic-inference")
-        urls = how.engine_urls or [stack.enter_context(launch(model.model, device=model.device, args=shared)).url]
-        size = load_config(model.model).get_text_config().vocab_size
-        async with SGLang(list(urls), vocab_size=size) as engine:
-            yield engine
+    size = load_config(model.model).get_text_config().vocab_size
+    routing: Any = {"router": how.engine_router, "pause": how.engine_pause, "transport": _transport(args)}
+    async with SGLang(list(urls), vocab_size=size, **routing) as engine:
+        yield engine
+
+
+def _transport(args: Any) -> Any:
+    """How weights go to the servers."""
+    from rlkit.rollout.engines.sglang import FromDisk, FromGroup, FromTensors
+
+    how, kind = args.engine, _sync_kind(args.engine)
+    if kind == "ipc":
+        return FromTensors()
+    if kind == "disk":
+        return FromDisk(how.weight_sync_folder)
+    from rlkit.rollout.engines.hosts import is_here
+
+    near = _num_nodes() == 1 and all(map(is_here, how.engine_urls))
+    return FromGroup(
+        backend="gloo" if args.model.device == "cpu" else "nccl", host="127.0.0.1" if near else own_address()
+    )
 
 
 @asynccontextmanager
@@ -101,7 +205,7 @@ async def _engine_of_user(args: Any, max_len: int) -> AsyncIterator[Any]:
     """The engine that the function of `--engine` makes; ValueError for an object that is none."""
     from rlkit.rollout.calling import accepted
 
-    make, spec = own_engine(args.engine), args.engine.engine
+    make, spec = users_function(args.engine), args.engine.engine
     engine = make(args.model.model, **accepted(make, {"device": args.model.device, "max_len": max_len}))
     engine = await engine if isawaitable(engine) else engine
     members = ("generate", "abort", "update_weights", "progress", "close")

@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rlkit.scripts.args import Correction, Data, Engine, Episodes, Lora, Model
+from rlkit.scripts.args import Correction, Data, Episodes, Lora, Model
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import open_engine
 from rlkit.scripts.start import own_loss
 from rlkit.scripts.task import load_models, open_task
-from rlkit.settings import Finite, LimitOr0, Optim, Penalties, Rollouts, Schedule, check, named, refuse_if
+from rlkit.settings import Engines, Finite, LimitOr0, Optim, Penalties, Rollouts, Schedule, check, named, refuse_if
 
 CONSTANTS: dict[str, dict[str, float]] = {  # of the papers, see docs/recipes.md
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28},
@@ -82,7 +82,7 @@ class Args:
     reference: str | None = None
     """reference model; None: the initial weights of `model` (with LoRA: `model` without its adapter, no second copy)"""
     lora: Flat[Lora] = Lora()
-    engine: Flat[Engine] = Engine()
+    engine: Flat[Engines] = Engines()
 
 
 def main(args: Args) -> Path:

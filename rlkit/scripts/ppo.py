@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from rlkit.scripts.args import Correction, Data, Engine, Episodes, Lora, Model, log
+from rlkit.scripts.args import Correction, Data, Episodes, Lora, Model, log
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import open_engine
 from rlkit.scripts.start import where
 from rlkit.scripts.task import load_models, open_task
-from rlkit.settings import Critic, LimitOr0, Optim, Penalties, Rollouts, Schedule, check, refuse_if
+from rlkit.settings import Critic, Engines, LimitOr0, Optim, Penalties, Rollouts, Schedule, check, refuse_if
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Args:
     reference: str | None = None
     """reference model; None: the initial weights of `model` (with LoRA: `model` without its adapter, no second copy)"""
     lora: Flat[Lora] = Lora()
-    engine: Flat[Engine] = Engine()
+    engine: Flat[Engines] = Engines()
 
 
 def main(args: Args) -> Path:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlkit.ranks import is_first
 from rlkit.run.console import data_progress
-from rlkit.scripts.args import Episodes, has_own_threads, log
-from rlkit.scripts.engines import check_servers, own_engine
+from rlkit.scripts.args import Episodes, log
+from rlkit.scripts.engines import check_engine
 from rlkit.scripts.start import (
     begin,
     check_ranks,
@@ -36,9 +35,7 @@ OfTokenizer = Callable[[Any], Any]  # what a run needs of the user's code, once 
 def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     """The flags (see `begin`), the tokenizer and the `Task`; `options` are further fields of the task."""
     check_rl(args)
-    own_engine(args.engine)
-    if is_first():
-        check_servers(args.engine.engine_urls)
+    check_engine(args)
     from rlkit.data.rows import PROMPT
 
     rows = args.data.rows(PROMPT, limit=args.episodes.eval_limit)
@@ -78,7 +75,7 @@ def check_rl(args: Any) -> None:
     refuse_if(args.episodes.eval_kl and not args.data.eval_data, "`eval_kl` requires `eval_data`")
     refuse_if(rollouts.eval_samples > 1 and not args.data.eval_data, "`eval_samples` requires `eval_data`")
     refuse_if(
-        has_own_threads(args.engine) and not rollouts.overlap, "`engine_threads` and `engine_cpus` are for `overlap`"
+        args.engine.has_own_threads and not rollouts.overlap, "`engine_threads` and `engine_cpus` are for `overlap`"
     )
     warn_of_clip(args)
     warn_of_warmup(args)

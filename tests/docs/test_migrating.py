@@ -28,9 +28,8 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
 from rlkit.rewards import Sample, run_reward
 from rlkit.rewards.load import load_function
-from rlkit.scripts.args import Engine
 from rlkit.scripts.cli import flags_of, main, run
-from rlkit.settings import ParallelArgs
+from rlkit.settings import Engines, ParallelArgs
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrating.md").read_text()
@@ -203,7 +202,7 @@ def test_the_commands_run(script: str, flags: str, task: Path, tmp_path: Path) -
         how = {"reward": f"{task}/my_rewards.py:{name}", "reward_timeout": 300.0}
         small["episodes"] = replace(args.episodes, max_prompt_tokens=64, eval_limit=2, **how)
         small["rollouts"] = replace(args.rollouts, prompts_per_step=4, max_new_tokens=8)
-        small["engine"] = Engine()
+        small["engine"] = Engines()
         if file == "rlkit.rewards.math":  # a random model never solves the task, and every group would be dropped
             small["loss"] = replace(args.loss, success_range=None)
     else:

@@ -24,12 +24,13 @@ import rlkit
 from rlkit.rollout.engines import EngineError
 from rlkit.run.console import TRAINING
 from rlkit.scripts import cli, grpo, ppo
-from rlkit.scripts.args import Data, Engine, Episodes, Model
+from rlkit.scripts.args import Data, Episodes, Model
 from rlkit.scripts.cli import COMMANDS, flags_of, spelled
+from rlkit.scripts.engines import check_engine
 from rlkit.scripts.flags import wrong_words
 from rlkit.scripts.start import check_device
 from rlkit.scripts.task import check_rl
-from rlkit.settings import Penalties, ranges
+from rlkit.settings import Engines, Penalties, ranges
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [name for name in COMMANDS if name not in ("copy", "plot", "track")]
@@ -141,12 +142,41 @@ def test_an_error_names_its_flag(flags, message):
     assert refused(grpo.Args, **flags).startswith(message)
 
 
+URL = ("http://127.0.0.1:30000",)
+
+
 def test_flags_of_the_engines_exclude_each_other():
     for flags in ({"compile": True}, {"max_batch": 3}):
         with pytest.raises(ValueError, match="`compile` and `max_batch` are for `engine` local"):
-            Engine(engine="sglang", **flags)
+            Engines(engine="sglang", **flags)
     with pytest.raises(ValueError, match="`engine_threads` and `engine_cpus` are for `engine` local"):
-        Engine(engine="sglang", engine_threads=2)
+        Engines(engine="sglang", engine_threads=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"engine": "local", "engine_tp": 2}, "`engine_tp` is for SGLang servers: add `engine` sglang"),
+        ({"engine": "local", "weight_sync": "disk"}, "`weight_sync` is for SGLang servers: add `engine` sglang"),
+        ({"engine_urls": URL, "engine_memory": 0.5}, "`engine_memory` is for servers that are started here: drop it"),
+        ({"engine_router": "http://a:1"}, "`engine_router` requires `engine_urls`, for the weights"),
+        ({"engine_memory": 1.0}, "`engine_memory` must be above 0 and below 1"),
+        ({"engine_gpus": (0, 1, 2), "engine_tp": 2}, "`engine_gpus` are 3: give a multiple of `engine_tp` 2"),
+        ({"weight_sync": "disk"}, "`weight_sync` disk needs `weight_sync_folder`"),
+        ({"weight_sync": "ipc", "weight_sync_folder": Path("x")}, "`weight_sync_folder` is for `weight_sync` disk"),
+    ],
+)
+def test_flags_of_servers_that_cannot_act_are_refused(given, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Engines(**{"engine": "sglang", **given})
+
+
+def test_weights_do_not_go_to_another_machine_through_memory():
+    how = Engines("sglang", engine_urls=("http://192.0.2.7:1",), weight_sync="ipc")
+    with pytest.raises(
+        ValueError, match=r"^`engine_urls` http://192.0.2.7:1 is another machine: .*`weight_sync` group"
+    ):
+        check_engine(SimpleNamespace(engine=how))
 
 
 def test_meaningful_values_are_accepted():
