@@ -85,3 +85,9 @@ def test_the_rendezvous_of_weights_listens_at_its_own_address_only(host):
     other = dist.TCPStore(host, store.port, 2, is_master=False, timeout=timedelta(seconds=5))
     other.set("a", "b")
     assert store.get("a") == b"b"
+
+
+@pytest.mark.parametrize("first", ["", "127.0.0.1", "localhost", "192.0.2.9"])
+def test_the_own_address_is_one_of_this_machine(monkeypatch, first):
+    monkeypatch.setenv("MASTER_ADDR", first)
+    assert is_here(f"http://{own_address()}:30000")
