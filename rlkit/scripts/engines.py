@@ -36,10 +36,11 @@ def users_function(how: Engines) -> Any:
 def _sync_kind(how: Engines) -> str:
     """How weights go to the servers: "ipc", "group" or "disk". ValueError for an address that is none, and for ipc to
     another machine."""
-    from rlkit.rollout.engines.hosts import is_here, refuse_elsewhere
+    from rlkit.rollout.engines.hosts import host_of, is_here, refuse_elsewhere
 
     for url in how.engine_urls:
         try:
+            host_of(url)
             if how.weight_sync == "ipc":
                 refuse_elsewhere(url, instead="use `weight_sync` group, or disk")
             elif how.weight_sync == "auto" and not is_here(url):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import warm
 from fake_server import serving
 
+from rlkit.ranks import own_address
 from rlkit.rollout.engines import hosts
 from rlkit.rollout.engines.sglang import ReplicaError, SGLang
 from rlkit.rollout.engines.sglang.weights import _store
@@ -51,7 +52,7 @@ def test_what_is_no_address_is_named(url):
 def test_the_command_refuses_them_before_it_reads_a_file(tmp_path, url, said):
     done = warm.run(
         [sys.executable, "-m", "rlkit.scripts.grpo", "--model", tmp_path / "none", "--data", tmp_path / "none.jsonl",
-         "--reward", "none.py:f", "--engine", "sglang", "--engine-urls", url],
+         "--reward", "none.py:f", "--engine", "sglang", "--weight-sync", "ipc", "--engine-urls", url],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
@@ -90,4 +91,4 @@ def test_the_rendezvous_of_weights_listens_at_its_own_address_only(host):
 @pytest.mark.parametrize("first", ["", "127.0.0.1", "localhost", "192.0.2.9"])
 def test_the_own_address_is_one_of_this_machine(monkeypatch, first):
     monkeypatch.setenv("MASTER_ADDR", first)
-    assert is_here(f"http://{own_address()}:30000")
+    assert hosts.is_here(f"http://{own_address()}:30000")
