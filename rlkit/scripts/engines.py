@@ -11,7 +11,7 @@ from inspect import isawaitable
 from typing import Any
 
 from rlkit._extras import lacks
-from rlkit.ranks import is_first, local_rank, local_world_size, own_address
+from rlkit.ranks import is_first, local_rank, local_world_size, num_ranks, own_address
 from rlkit.scripts.start import function_of
 from rlkit.settings import Engines, refuse_if
 
@@ -53,10 +53,8 @@ def _sync_kind(how: Engines) -> str:
 
 
 def _num_nodes() -> int:
-    """Number of machines of the run; 1 before there is a process group."""
-    from rlkit.ranks import launched, num_ranks
-
-    return num_ranks() // local_world_size() if launched() else 1
+    """Number of machines of the run."""
+    return num_ranks() // local_world_size()
 
 
 def _check_answers(urls: Sequence[str]) -> None:
