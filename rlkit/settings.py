@@ -461,7 +461,7 @@ class Engines:
     """URLs of running SGLang servers of `model`, as http://127.0.0.1:30000. None: start servers on every node"""
     engine_router: str | None = None
     """URL of an SGLang router in front of `engine_urls`, which then distributes the requests"""
-    engine_gpus: tuple[int, ...] = ()
+    engine_gpus: tuple[CountOr0, ...] = ()
     """numbers of the GPUs of each node for servers that are started here; none: all, which then also train"""
     engine_tp: Count = 1
     """GPUs of each server that is started here (tensor parallel)"""

@@ -14,6 +14,7 @@ import textwrap
 from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
