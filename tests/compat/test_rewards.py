@@ -67,7 +67,7 @@ async def test_a_function_of_messages_and_answer():
 )
 def test_functions_of_other_libraries_are_recognised_by_their_parameters(monkeypatch, parameters, name):
     function = eval(f"lambda {parameters}: None")
-    for adapter in ("trl", "verl", "openrlhf", "slime", "rl2", "with_messages"):
+    for adapter in {"trl", *(known.__name__ for known in ADAPTERS.values())}:
         monkeypatch.setattr(rewards, adapter, lambda f, adapter=adapter: (adapter, f))
     monkeypatch.setattr(rewards, "_ADAPTERS", {k: getattr(rewards, f.__name__, f) for k, f in ADAPTERS.items()})
     assert rewards.adapted(function) == (function if name is None else (name, function))
