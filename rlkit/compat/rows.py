@@ -17,11 +17,15 @@ from rlkit.data.columns import is_copied, is_empty
 from rlkit.data.load import PythonText, Row, Rows, column_error, place_of
 from rlkit.data.messages import Converted, decoded, json_of, mappings, messages_of
 from rlkit.data.rows import (
+    ALL_ANSWERS,
     ANSWERS,
     CONVERSATION,
     LABELLED,
     PAIR,
+    PAIR_COLUMNS,
     PROMPT,
+    PROMPT_COLUMNS,
+    RENAME,
     RESPONSE,
     SFT,
     TEXT,
@@ -33,17 +37,15 @@ from rlkit.data.rows import (
 )
 
 _ROLES, _TEXTS = ("user", "assistant"), ("input", "output")
-_PROMPT, _PAIR_COLUMNS = ("messages", "prompt"), ("chosen", "rejected")
 _RESPONSE_LIKE = re.compile("respon|reject|chosen|prefer")
 _QUESTIONS = ("question", "problem", "instruction")
-_NOT_IN_SFT = {*_PAIR_COLUMNS, "label", "kto_tag", "input", "history"}  # of rows that lack a column
+_NOT_IN_SFT = {*PAIR_COLUMNS, "label", "kto_tag", "input", "history"}  # of rows that lack a column
 _CHOICE = re.compile(r"(response|answer|completion|output|human_ref)_?(\d|[ab])", re.IGNORECASE)
 _UNREAD = {
     "input_ids": "tokens, which are not read: give the text or the messages, and rlkit tokenizes them",
     "segments": "axolotl's segments with a label each, which are not read: give a prompt and a response",
     "contents": "the turns of Gemini, which are not read: write them as 'messages' of 'role' and 'content'",
 }
-_RENAME = "; a column under another name is renamed with --rename"
 
 
 class Foreign(NamedTuple):
@@ -116,7 +118,7 @@ def source_of(row: Row, place: str) -> Foreign | None:
 def _source_of(row: Row, place: str) -> Foreign | None:
     there = {name: value for name, value in row.items() if value is not None}
     fits = [known for known in FOREIGN if not known.form.missing(there) and known.fits(there)]
-    if there.keys() & {*_PROMPT}:
+    if there.keys() & {*PROMPT_COLUMNS}:
         return next((known for known in fits if known.form.columns[0][0] == "prompt"), None)
     names = {id(known): _known(known.form, there) for known in fits}
     fits = [known for known in fits if not any(names[id(known)] < names[id(other)] for other in fits)]
@@ -139,7 +141,7 @@ def _check_form(row: Row, source: Foreign, place: str, start: str) -> None:
         for other in FOREIGN
         if not other.form.missing(there)
     )
-    if absent or any(row.get(name) is not None for name in {*_PROMPT} - {*form.columns[0]}) or any(wider):
+    if absent or any(row.get(name) is not None for name in {*PROMPT_COLUMNS} - {*form.columns[0]}) or any(wider):
         fix = "; write all rows in one form"
         if absent and {*form.columns[0]} & {*row}:
             fix += f"; {' and '.join(absent)} may be null or empty, but must be there"
@@ -148,23 +150,18 @@ def _check_form(row: Row, source: Foreign, place: str, start: str) -> None:
 
 def _converted(row: Row, source: Foreign | None, forms: Sequence[Form], place: str, *, plain: bool) -> Row:
     """The row with rlkit's columns beside its own; the row itself if they are the same."""
-    try:
-        new = decoded(row)
-        answers = {name: new[name] for name in _ANSWER_COLUMNS if name in new}
-        new |= source.convert({**row, **answers}) if source else {}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        what = f"cannot be read{f' as {source.form.title}' if source else ''}: {error}"
-        raise column_error(place, what, row) from None
     if PROMPT in forms:
-        asked = _without_answer(row, place)
-        new = {name: asked[name] for name in _PROMPT if name in asked and asked[name] is not row.get(name)}
+        asked = _without_answer(row, source, place)
+        new = {name: asked[name] for name in PROMPT_COLUMNS if name in asked and asked[name] is not row.get(name)}
         if not plain:
             _refuse_two_prompts(row, new, place)
-    elif plain and source and "messages" in new and row.get("prompt") is not None:
-        more = [name for name in source.form.optional if not is_empty(row.get(name)) and name != "rejected"]
-        found = f"{' and '.join(map(repr, more))} beside 'prompt' make a conversation, which needs a chat template"
-        fix = "; drop --no-chat-template, give --chat-template FILE, or write all of it into 'prompt'"
-        raise column_error(place, found, row, fix)
+    else:
+        new = _columns(row, source, place)
+        if plain and source and "messages" in new and row.get("prompt") is not None:
+            more = [name for name in source.form.optional if not is_empty(row.get(name)) and name != "rejected"]
+            found = f"{' and '.join(map(repr, more))} beside 'prompt' make a conversation, which needs a chat template"
+            fix = "; drop --no-chat-template, give --chat-template FILE, or write all of it into 'prompt'"
+            raise column_error(place, found, row, fix)
     if source is None:
         return Converted(row, new) if new else row
     form = source.form
@@ -174,28 +171,34 @@ def _converted(row: Row, source: Foreign | None, forms: Sequence[Form], place: s
     )  # fmt: skip
 
 
-def _with_prompt(row: Row, place: str) -> Row:
-    """The row unchanged, with its prompt as `prompt` or `messages` where it has neither, or has JSON text there."""
-    source = source_of(row, place)
-    texts = {name: value for name, value in row.items() if isinstance(value, str)}
+def _columns(row: Row, source: Foreign | None, place: str) -> Row:
+    """rlkit's columns of a row in the form `source`, and those that are encoded otherwise."""
     try:
-        new = source.convert(row) if source else decoded(texts)
+        new = decoded(row)
+        answers = {name: new[name] for name in ALL_ANSWERS if name in new}
+        return new | (source.convert({**row, **answers}) if source else {})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"cannot be read{f' as {source.form.title}' if source else ''}: {error}"
         raise column_error(place, what, row) from None
-    return {**row, **{name: new[name] for name in _PROMPT if name in new}} if new else row
 
 
-def _without_answer(row: Row, place: str) -> Row:
+def _with_prompt(row: Row, source: Foreign | None, place: str) -> Row:
+    """The row unchanged, with its prompt as `prompt` or `messages` where it has neither, or has JSON text there."""
+    texts = {name: value for name, value in row.items() if isinstance(value, str)}
+    new = _columns(row if source else texts, source, place)
+    return {**row, **{name: new[name] for name in PROMPT_COLUMNS if name in new}} if new else row
+
+
+def _without_answer(row: Row, source: Foreign | None, place: str) -> Row:
     """A row without the answer that ends `messages`, where another column holds that, or the question alone.
 
     Such rows have `prompt` or `problem` beside a whole conversation, or are an Alpaca row with its history.
     """
-    new = _with_prompt(row, place)
+    new = _with_prompt(row, source, place)
     messages = mappings(new.get("messages"))
     if len(messages) > 1 and messages[-1].get("role") == "assistant":
         others = {name: value for name, value in row.items() if name != "messages"}
-        asked = _with_prompt(others, place).get("prompt")
+        asked = _with_prompt(others, source_of(others, place), place).get("prompt")
         known = messages[-1].get("content") in [row[name] for name in (*_OUTPUT, *ANSWERS) if row.get(name)]
         if known or [asked] == [message.get("content") for message in messages if message.get("role") == "user"]:
             return {**new, "messages": messages[:-1]}
@@ -207,7 +210,7 @@ def _refuse_two_prompts(row: Row, new: Row, place: str) -> None:
     messages = mappings(new.get("messages", row.get("messages")))
     if "messages" in row and messages and messages[-1].get("role") == "assistant":
         others = {name: value for name, value in row.items() if name != "messages"}
-        if any(name in _with_prompt(others, place) for name in _PROMPT):
+        if any(name in _with_prompt(others, source_of(others, place), place) for name in PROMPT_COLUMNS):
             fix = "drop that message, or read the prompt from the other columns with --rename messages OTHER"
             raise ends_with_answer(place, fix)
 
@@ -239,7 +242,7 @@ def _hint(error: LacksColumn) -> str:
 def _looks(row: Row, form: Form, first: str = "") -> str:
     """What a row looks like that is not in the `form`, and what reads it; of a form only with all of its columns."""
     own = getattr(row, "own", row)
-    half = {*_PAIR_COLUMNS} if not {*_PAIR_COLUMNS} <= {*own} else {}
+    half = {*PAIR_COLUMNS} if not {*PAIR_COLUMNS} <= {*own} else {}
     rest = {name: value for name, value in own.items() if name not in half}
     answered = [m.get("role") for m in mappings(rest.get("messages"))][-1:] == ["assistant"]
     whole = [known for known in _OWN if not known.missing(rest) and not (known is PROMPT and answered)]
@@ -267,18 +270,20 @@ def _instead(row: Row, form: Form) -> str:
     if form is PAIR and {"response", "rejected_response"} <= {*own}:  # of ms-swift
         swift = {"response": "chosen", "rejected_response": "rejected", "query": "prompt"}
         pairs |= {old: new for old, new in swift.items() if old in own}
-    for asked, answered in () if form is PAIR or {*_PROMPT} & {*own} else (("user", "assistant"), ("source", "target")):
+    for asked, answered in (
+        () if form is PAIR or {*PROMPT_COLUMNS} & {*own} else (("user", "assistant"), ("source", "target"))
+    ):
         if {asked, answered} <= {*own}:
             pairs |= {asked: "prompt"} | ({} if form is PROMPT else {answered: "response"})
     fix = ""
     read = {name: value for name, value in own.items() if name not in _NOT_IN_SFT}
     theirs = [known.form for known in FOREIGN if _known(known.form, read) and len(known.form.missing(own)) == 1]
     near = max(theirs, key=lambda known: _likeness(known, read), default=None)
-    sft = form in SFT and form.missing(own)[:1] == [_PROMPT] and not (pairs or _looks(row, form))
+    sft = form in SFT and form.missing(own)[:1] == [PROMPT_COLUMNS] and not (pairs or _looks(row, form))
     part, lacks = near if sft else None, []
     if part:
         has, lacks = sorted(_known(part, read)), [name for name in part.missing(own)[0] if name not in _NOT_IN_SFT]
-        fix = f"; of {part.title} it has {', '.join(map(repr, has))} and lacks {' or '.join(map(repr, lacks))}{_RENAME}"
+        fix = f"; of {part.title} it has {', '.join(map(repr, has))} and lacks {' or '.join(map(repr, lacks))}{RENAME}"
     wanted = [*(name for names in form.missing(own) for name in names), *lacks]
     labels = [name for name in own if columns.truth(own[name]) is not None]
     if form is LABELLED and "label" in wanted and len(labels) == 1:
@@ -296,7 +301,7 @@ def _instead(row: Row, form: Form) -> str:
     if form is PAIR and len(choices) > 1 and not pairs:
         return f"; write the better of {', '.join(choices)} as 'chosen' and the worse as 'rejected'"
     if any(not re.match(r"[^\W\d]|$", name) or name.endswith(("?", ".")) for name in own):
-        fix = f"{_RENAME} (line 1 of a CSV file is its header)"
+        fix = f"{RENAME} (line 1 of a CSV file is its header)"
     return "; rename columns, e.g. --rename " + " ".join(f"{old} {new}" for old, new in pairs.items()) if pairs else fix
 
 
@@ -407,17 +412,12 @@ def _label(row: Row) -> Row:
     return {"label": row["kto_tag"]} if row.get("kto_tag") is not None else {}
 
 
-_SFT, _RL_SFT, _PAIRS = (
-    "rlkit sft reads it",
-    "rlkit grpo, ppo and sft read it",
-    "rlkit dpo, kto and reward_model read it",
-)
+_SFT, _RL_SFT, _PAIRS = CONVERSATION.hint, "rlkit grpo, ppo and sft read it", PAIR.hint
 _OUTPUT = ("output", "response", "completion", "chosen")
-_ANSWER_COLUMNS = ("response", "completion", *_PAIR_COLUMNS)
 _MORE = ("system", "kto_tag", "label", "history", "rejected")
 _ANSWER = (*_OUTPUT[1:3], "answer", "chosen")
 _STEPWISE = Form(
-    "row of stepwise supervision", (_PROMPT, ("completions",), ("labels",)), PROMPT.read, (),
+    "row of stepwise supervision", (PROMPT_COLUMNS, ("completions",), ("labels",)), PROMPT.read, (),
     "no rlkit script trains on labels of steps, and reward_model learns one reward per response",
 )  # fmt: skip
 _OWN = (PROMPT, CONVERSATION, RESPONSE, PAIR, LABELLED, TEXT, _STEPWISE)

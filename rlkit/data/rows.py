@@ -38,17 +38,17 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     _LABEL: lambda value: columns.truth(value) is not None,
 }
 _COLUMNS = {"messages": (_MESSAGES,), "label": (_LABEL,)}  # what a column may hold; other columns: a string or messages
-_PROMPT, _RESPONSE, _LABELLED = (
+PROMPT_COLUMNS, _RESPONSE, _LABELLED = (
     ("messages", "prompt"),
     ("response", "completion"),
     ("completion", "response", "messages"),
 )
-_PAIR_COLUMNS = ("chosen", "rejected")
-_ALL_ANSWERS = (*_RESPONSE, *_PAIR_COLUMNS)
+PAIR_COLUMNS = ("chosen", "rejected")
+ALL_ANSWERS = (*_RESPONSE, *PAIR_COLUMNS)
 _REPEATED = 12  # characters: a response may begin with a shorter prompt by chance ("hi")
 ANSWERS = {"output", "response", "completion", "answer", "solution"}
 _READ = "rlkit.compat.rows.read(rows) reads rows of other systems"
-_RENAME = "; a column under another name is renamed with --rename"
+RENAME = "; a column under another name is renamed with --rename"
 _COLUMN_FIX = "check which columns hold the texts: one under another name is renamed with --rename"
 
 
@@ -166,7 +166,7 @@ def _name_oddities(rows: Sequence[Row], found: Sequence[tuple[Form, Row]]) -> No
     ):  # fmt: skip
         items = [(index, row) for index, (form, row) in enumerate(found) if form in forms]
         drop(rows, items, bad, what=what, why=why, keep=True)
-    read = [(index, row) for index, (_, row) in enumerate(found) if any(map(partial(_was_text, row), _ALL_ANSWERS))]
+    read = [(index, row) for index, (_, row) in enumerate(found) if any(map(partial(_was_text, row), ALL_ANSWERS))]
     why = "have a response that is the JSON text of messages, and train on their contents"
     drop(rows, read, bool, what="rows", why=why, keep=True)
     texts = [(index, _missing_values(form, row)) for index, (form, row) in enumerate(found)]
@@ -217,7 +217,7 @@ def _decoded(row: Row, place: str) -> Row:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise column_error(place, f"cannot be read: {error}", row) from None
     row = Converted(row, new)
-    for name in (*_PROMPT, *_RESPONSE, *_PAIR_COLUMNS):
+    for name in (*PROMPT_COLUMNS, *_RESPONSE, *PAIR_COLUMNS):
         for number, message in enumerate(mappings(row.get(name))):
             if isinstance(message.get("role", message.get("from")), list | tuple | Mapping):
                 raise ValueError(
@@ -258,18 +258,18 @@ def _used(row: Row, form: Form, *, plain: bool) -> set[str]:
     own: Row = getattr(row, "own", row)
     read, replaced = getattr(row, "used", set[str]()), getattr(row, "replaced", set[str]())
     used = (form.used(own) - replaced) | read
-    used -= ({*ANSWERS} if form is PAIR else {*_PAIR_COLUMNS}) | {"label", "kto_tag"}
+    used -= ({*ANSWERS} if form is PAIR else {*PAIR_COLUMNS}) | {"label", "kto_tag"}
     if form is LABELLED:
         used.add("kto_tag" if "kto_tag" in read and own.get("kto_tag") is not None else "label")
-    return used | ({*columns.ROW_ARGS, *_PROMPT} if not plain and form is not TEXT else set())
+    return used | ({*columns.ROW_ARGS, *PROMPT_COLUMNS} if not plain and form is not TEXT else set())
 
 
 def _said(row: Row, form: Form) -> tuple[list[str], list[str]]:
     """The texts of a row that are context, and those that are answers."""
     asked, answers = list[str](), list[str]()
-    names = {TEXT: ("text",), PROMPT: (), PAIR: _PAIR_COLUMNS}.get(form, _RESPONSE)
-    for name in names if form is TEXT else (*_PROMPT, *names):
-        value, is_answer = row.get(name), name not in (*_PROMPT, "text")
+    names = {TEXT: ("text",), PROMPT: (), PAIR: PAIR_COLUMNS}.get(form, _RESPONSE)
+    for name in names if form is TEXT else (*PROMPT_COLUMNS, *names):
+        value, is_answer = row.get(name), name not in (*PROMPT_COLUMNS, "text")
         turns = mappings(value) if not isinstance(value, str) else [{"content": value}]
         for number, turn in enumerate(turns, 1):
             content = turn.get("content")
@@ -292,7 +292,7 @@ def _check_values(row: Row, form: Form, place: str, plain: bool) -> None:
 
 def is_text(row: Row) -> bool:
     """Whether a row is a text without a prompt."""
-    return not TEXT.missing(row) and not any(row.get(name) is not None for name in _PROMPT)
+    return not TEXT.missing(row) and not any(row.get(name) is not None for name in PROMPT_COLUMNS)
 
 
 def _of_one_file(forms: Sequence[Form], row: Row, plain: bool) -> tuple[Form, ...]:
@@ -339,7 +339,7 @@ def cell(
         if plain and row.get("messages") is not None:
             fix = "; messages need a chat template: drop --no-chat-template, or give --chat-template FILE"
             raise column_error(place, lacks, row, fix)
-        raise LacksColumn(place, lacks, row, form, near=form, fix=f"; {form}{_RENAME}", first=first)
+        raise LacksColumn(place, lacks, row, form, near=form, fix=f"; {form}{RENAME}", first=first)
     name = next((name for name in there if row[name] is not None), there[0])
     value = row[name]
     kinds = [kind for kind in _COLUMNS.get(name, (_STRING, _MESSAGES)) if not (plain and kind == _MESSAGES)]
@@ -348,7 +348,7 @@ def cell(
         found = f"column {own_name(row, name)!r} must be {' or '.join(kinds)}{note}, got {repr(value)[:80]}"
         raise column_error(place, found, row)
     texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-    if texts and name in ("prompt", *_RESPONSE, *_PAIR_COLUMNS):
+    if texts and name in ("prompt", *_RESPONSE, *PAIR_COLUMNS):
         found = f"column {own_name(row, name)!r} is a list of texts, got {repr(value)[:80]}"
         raise column_error(place, found, row, "; write one row for each of them")
     return name, value
@@ -360,7 +360,7 @@ def own_name(row: Row, name: str) -> str:
     if row.get(name) is None or row[name] is own.get(name):
         return name
     same = [column for column in own if own[column] is row[name]]
-    made_of = getattr(row, "made_of", ()) if name in _PROMPT else ()
+    made_of = getattr(row, "made_of", ()) if name in PROMPT_COLUMNS else ()
     same += [column for column in made_of if not columns.is_empty(own.get(column))]
     return same[0] if same and name not in own else name
 
@@ -380,7 +380,7 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
     given = row
     if not isinstance(row, Converted):  # as `check_columns` gives them
         row = Converted(row, decoded(row))
-    column, value = cell(row, _PROMPT, place, form=PROMPT)
+    column, value = cell(row, PROMPT_COLUMNS, place, form=PROMPT)
     column = own_name(given, column)
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else messages_of(value)
     system = given.get("system") if isinstance(given, Converted) else None  # stands before them in the converted row
@@ -499,11 +499,11 @@ def _no_answer(row: Row, place: str, roles: Sequence[Any]) -> ValueError:
         return ValueError(f"{place}: unknown role {unknown[0]!r}, and no message of the role 'assistant' to train on")
     lacks = "no response to train on: needs the column 'completion' or 'response', or an assistant message"
     lacks += "".join(f" (column {name!r} is null)" for name in _RESPONSE if name in row and row[name] is None)
-    return LacksColumn(place, lacks, row, RESPONSE, near=CONVERSATION, fix=_RENAME)
+    return LacksColumn(place, lacks, row, RESPONSE, near=CONVERSATION, fix=RENAME)
 
 
 def _check_conversation(row: Row, place: str, _plain: bool) -> None:
-    _, value = cell(row, _PROMPT, place, form=CONVERSATION)
+    _, value = cell(row, PROMPT_COLUMNS, place, form=CONVERSATION)
     messages = [] if isinstance(value, str) else mappings(value)
     roles = ["user"] if isinstance(value, str) else [m.get("role") for m in messages]
     for number, message in enumerate(messages):
@@ -609,7 +609,7 @@ def _before(row: Row, column: str, response: Sequence[Message], place: str) -> l
     An assistant message that ends the prompt is left out where it is the response too (of a pair: `chosen`). A prompt
     that ends otherwise than with a user's message is continued by a response that begins with one, as in TRL.
     """
-    name = next((name for name in _PROMPT if row.get(name) is not None), "")
+    name = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), "")
     begins = response[0]["role"] in (*_SYSTEM, "user")
     if begins and not name:
         return []
@@ -662,7 +662,7 @@ def _was_text(row: Row, name: str) -> bool:
     return isinstance(own.get(name), str) and isinstance(row.get(name), list) and isinstance(row.get("prompt"), str)
 
 
-def _repeats_prompt(row: Row, names: Sequence[str] = _PAIR_COLUMNS) -> bool:
+def _repeats_prompt(row: Row, names: Sequence[str] = PAIR_COLUMNS) -> bool:
     """Whether all responses, by default of a pair, begin with the words of the prompt, all of them as text."""
     texts = [row.get(name) for name in ("prompt", *names)]
     prompt, *responses = (text.strip() if isinstance(text, str) else "" for text in texts)
@@ -697,11 +697,11 @@ def _answers_twice(row: Row) -> bool:
 
 def _check_pair(row: Row, place: str, plain: bool) -> None:
     own = getattr(row, "own", row)
-    for name in _PAIR_COLUMNS:
-        if isinstance(row[name], str) and row[name] in {*own} - {*_PAIR_COLUMNS}:
+    for name in PAIR_COLUMNS:
+        if isinstance(row[name], str) and row[name] in {*own} - {*PAIR_COLUMNS}:
             found = f"column {own_name(row, name)!r} holds {row[name]!r}, the name of another column"
             raise column_error(place, found, row, "; write the text of that column there")
-    if isinstance(row["chosen"], str) and not any(name in row for name in _PROMPT):
+    if isinstance(row["chosen"], str) and not any(name in row for name in PROMPT_COLUMNS):
         lacks = "no column 'prompt'" if plain else "neither 'messages' nor 'prompt' is there"
         fix = (
             "; give the prompt as 'prompt', or train on the two as plain text, as TRL does: --no-chat-template, where "
@@ -713,7 +713,7 @@ def _check_pair(row: Row, place: str, plain: bool) -> None:
 def _check_labelled(row: Row, place: str, plain: bool) -> None:
     name, value = cell(row, _LABELLED, place, form=LABELLED, plain=plain)
     if name != "messages" and isinstance(value, str):
-        cell(row, _PROMPT, place, form=LABELLED, plain=plain)
+        cell(row, PROMPT_COLUMNS, place, form=LABELLED, plain=plain)
 
 
 def _labelled(row: Row, place: str, template: Template) -> list[Turn]:
@@ -729,15 +729,13 @@ def _text(row: Row, place: str, template: Template) -> list[Turn]:
     return [Turn(place, "", text, empty=not text.strip())]
 
 
-_SFT, _RL_SFT, _PAIRS = (
-    "rlkit sft reads it",
-    "rlkit grpo, ppo and sft read it",
-    "rlkit dpo, kto and reward_model read it",
+_SFT, _PAIRS = "rlkit sft reads it", "rlkit dpo, kto and reward_model read it"
+PROMPT = Form("prompt", (PROMPT_COLUMNS,), _prompt, (), "rlkit grpo and ppo read it")
+CONVERSATION = Form("conversation", (PROMPT_COLUMNS,), _conversation, (), _SFT, _check_conversation)
+RESPONSE = Form("prompt with a response", (PROMPT_COLUMNS, _RESPONSE), _response, (), _SFT, _check_response)
+PAIR = Form("preference pair", (("chosen",), ("rejected",)), _pair, PROMPT_COLUMNS, _PAIRS, _check_pair)
+LABELLED = Form(
+    "labelled response", (_LABELLED, ("label",)), _labelled, PROMPT_COLUMNS, "rlkit kto reads it", _check_labelled
 )
-PROMPT = Form("prompt", (_PROMPT,), _prompt, (), "rlkit grpo and ppo read it")
-CONVERSATION = Form("conversation", (_PROMPT,), _conversation, (), _SFT, _check_conversation)
-RESPONSE = Form("prompt with a response", (_PROMPT, _RESPONSE), _response, (), _SFT, _check_response)
-PAIR = Form("preference pair", (("chosen",), ("rejected",)), _pair, _PROMPT, _PAIRS, _check_pair)
-LABELLED = Form("labelled response", (_LABELLED, ("label",)), _labelled, _PROMPT, "rlkit kto reads it", _check_labelled)
 TEXT = Form("text", (("text",),), _text, (), _SFT)
 SFT = (RESPONSE, CONVERSATION, TEXT)

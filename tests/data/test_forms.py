@@ -58,6 +58,12 @@ def test_a_form_of_another_system_is_read_as_one_of_rlkit(name):
     assert rows == [FOREIGN_ROWS[name]]
 
 
+@pytest.mark.parametrize("first", [{"prompt": "a", "answer": "1"}, {"input": "a"}])
+def test_the_first_row_decides_the_form_of_all_prompts(first):
+    with pytest.raises(ValueError, match=r"^row 2: .*(all rows must be in one form|write all rows in one form)"):
+        read([first, {"question": "b", "answer": "2"}], PROMPT)
+
+
 def test_every_form_of_another_system_has_a_row_here():
     assert {known.form.name for known in FOREIGN} == {*FOREIGN_ROWS}
 
