@@ -104,7 +104,7 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> None:
-    """TypeError, with what to write, for a form of another system that has no adapter and is none of ours."""
+    """TypeError, with what to write, for a form of another system that has no adapter and is not of rlkit."""
     hint = next((hint for known, hint in _REFUSED.items() if {*known.split()} <= {*parameters}), "")
     if hint:
         try:

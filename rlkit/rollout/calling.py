@@ -43,7 +43,8 @@ def takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
 
 def accepted(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the options that are parameters of the function."""
-    return {name: value for name, value in options.items() if name in inspect.signature(function).parameters}
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in parameters}
 
 
 def own_copy(value: Any) -> Any:

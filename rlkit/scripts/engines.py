@@ -11,7 +11,7 @@ from inspect import isawaitable
 from typing import Any
 
 from rlkit._extras import lacks
-from rlkit.ranks import is_first, local_rank, local_world_size, num_ranks, own_address
+from rlkit.ranks import is_first, local_rank, local_world_size, num_ranks, on_all_ranks, own_address, rank, world_size
 from rlkit.scripts.start import function_of
 from rlkit.settings import Engines, refuse_if
 
@@ -34,7 +34,7 @@ def users_function(how: Engines) -> Any:
 
 
 def _sync_kind(how: Engines) -> str:
-    """How weights go to the servers: "ipc", "group" or "disk". ValueError for an address that is none, and for ipc to
+    """How weights go to the servers: "ipc", "group" or "disk". ValueError for a malformed address, and for ipc to
     another machine."""
     from rlkit.rollout.engines.hosts import host_of, is_here, refuse_elsewhere
 
@@ -81,7 +81,6 @@ def _check_answers(urls: Sequence[str]) -> None:
 async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
     """The engine of the flags: the training model itself where possible, else one with its own weights on rank 0."""
     from rlkit.model.sharding import mesh_of
-    from rlkit.ranks import rank, world_size
 
     max_len = args.episodes.max_len(args.rollouts)
     if args.engine.engine == "local" and mesh_of(model) is None and not args.rollouts.overlap:
@@ -117,8 +116,6 @@ def _servers(args: Any) -> Iterator[list[str]]:
     if how.engine != "sglang" or how.engine_urls:
         yield list(how.engine_urls)
         return
-    from rlkit.ranks import on_all_ranks
-
     with ExitStack() as stack:
         started = on_all_ranks(lambda: [] if local_rank() else _start(args, stack))
         yield [url for of_rank in started for url in of_rank]
@@ -128,7 +125,6 @@ def _start(args: Any, stack: ExitStack) -> list[str]:
     """Start this node's servers, each on its own GPUs, and wait for them; they end with `stack`."""
     import torch
 
-    from rlkit.ranks import rank
     from rlkit.rollout.engines.sglang import launch
 
     how, model = args.engine, args.model
@@ -201,7 +197,7 @@ def _transport(args: Any) -> Any:
 
 @asynccontextmanager
 async def _engine_of_user(args: Any, max_len: int) -> AsyncIterator[Any]:
-    """The engine that the function of `--engine` makes; ValueError for an object that is none."""
+    """The engine that the function of `--engine` makes; ValueError for an object without its members."""
     from rlkit.rollout.calling import accepted
 
     make, spec = users_function(args.engine), args.engine.engine
