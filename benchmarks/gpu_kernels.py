@@ -1,4 +1,4 @@
-"""linear_logp, fused_loss, logits_logp and linear_scan on a CUDA device, against other libraries and the bare products.
+"""linear_logp, logits_logp and linear_scan on a CUDA device, against other libraries and the bare products.
 
     PYTHONPATH=. python benchmarks/gpu_kernels.py --seconds 300          # the first shapes, within the time
     PYTHONPATH=. python benchmarks/gpu_kernels.py --seconds 540 --rest   # those that are not in the file yet
@@ -35,7 +35,7 @@ from _gpu import CUDA, DEVICE, WITHOUT, Budget, DeviceLost, Row, lost, machine, 
 from gpu_tune import use
 from torch import Tensor
 
-from rlkit.kernels.linear_logp import fused_loss, linear_logp
+from rlkit.kernels.linear_logp import linear_logp
 from rlkit.kernels.linear_logp.chunked import product_into
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.kernels.logits_logp import logits_logp
@@ -190,13 +190,9 @@ def any_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Calla
 
 def known_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Callable[[], Any]]:
     """Mean cross entropy and the gradients."""
-    scale = 1 / hidden.shape[0]
 
     def train(loss: peers.Loss) -> None:
         torch.autograd.grad(loss(hidden, weight, targets), (hidden, weight))
-
-    def fused(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
-        return fused_loss(h, w, t, loss_fn=lambda out: -scale * out.logp).loss
 
     def generic(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
         return -linear_logp(h, w, t).logp.mean()
@@ -204,7 +200,7 @@ def known_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Cal
     def plain(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy((h @ w.T).float(), t)
 
-    losses = {"rlkit fused_loss": fused, "rlkit linear_logp": generic, **usable(peers.losses()), "materialised": plain}
+    losses = {"rlkit linear_logp": generic, **usable(peers.losses()), "materialised": plain}
     return {f"known loss, {k}": partial(train, loss) for k, loss in losses.items()}
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from _gpu import CUDA, DEVICE, lost, machine, median_ms, reason, save
 
-from rlkit.kernels.linear_logp import fused_loss, linear_logp, triton
+from rlkit.kernels.linear_logp import linear_logp, triton
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.kernels.linear_scan import triton as scan
 from rlkit.kernels.logits_logp import logits_logp
@@ -64,7 +64,6 @@ def groups() -> dict[str, tuple[Choices, Callable[[], Workloads]]]:
         "gradient": ({(triton, "GRADIENT"): gradient}, lambda: from_logits(True) | from_hidden(True)),
         "forward": ({(triton, "HEIGHT"): heights, (triton, "WIDTH"): widths}, partial(from_hidden, False)),
         "backward": (backward, partial(from_hidden, True)),
-        "fused": ({(triton, "CHUNK_BYTES"): [n << 10 for n in (MB, 2 * MB, 4 * MB, 8 * MB)]}, fused),
         "scan": (scanning, scans),
     }  # fmt: skip
 
@@ -92,12 +91,6 @@ def from_logits(gradient: bool) -> Workloads:
     out = run()
     both = partial(torch.autograd.grad, out, z, [x.detach() for x in out], retain_graph=True)
     return {"logits_logp": both if gradient else run}
-
-
-def fused() -> Workloads:
-    h, w, t = head()
-    run = partial(fused_loss, h, w, t, loss_fn=lambda out: -out.logp, impl="triton")
-    return {"fused_loss": lambda: torch.autograd.grad(run().loss, (h, w))}
 
 
 def scans() -> Workloads:

@@ -1,4 +1,4 @@
-"""linear_logp and fused_loss against the materialised computation on a CPU, fp32, in one run.
+"""linear_logp against the materialised computation on a CPU, fp32, in one run.
 
     python benchmarks/linear_logp_cpu.py --out benchmarks/results/linear_logp_cpu.json
 
@@ -21,7 +21,7 @@ import tyro
 from _timing import Variants, interleaved, peak_megabytes, report
 from torch import Tensor
 
-from rlkit.kernels.linear_logp import fused_loss, linear_logp
+from rlkit.kernels.linear_logp import linear_logp
 from rlkit.types import LogProbs
 
 
@@ -64,10 +64,6 @@ def make(rows: int, dim: int, vocab: int, threads: int) -> Variants:
         out = logps(hidden, weight, targets)
         (per_token(out, advantages) if entropy else -advantages * out.logp).sum().backward()
 
-    def fused() -> None:
-        hidden.grad = weight.grad = None
-        fused_loss(hidden, weight, targets, loss_fn=per_token, row_data=(advantages,)).loss.backward()
-
     @torch.no_grad()
     def score(logps: Any) -> None:
         logps(hidden, weight, targets)
@@ -84,7 +80,6 @@ def make(rows: int, dim: int, vocab: int, threads: int) -> Variants:
         "linear_logp, no entropy in the loss": partial(train, linear_logp, entropy=False),
         "linear_logp, half of the rows without gradient": partial(train, linear_logp, half, entropy=False),
         "linear_logp, reference": partial(train, partial(linear_logp, impl="reference")),
-        "fused_loss": fused,
         "scoring, materialised": partial(score, materialised),
         "scoring, linear_logp": partial(score, linear_logp),
     }

@@ -23,7 +23,6 @@ HEADS = [
     "three products alone",
     "linear_logp",
     "linear_logp, half of the rows without gradient",
-    "fused_loss",
     "linear_logp, reference",
 ]
 NOT_MEASURED = "not measured yet"
@@ -37,7 +36,7 @@ def load(name: str) -> dict[str, Any]:
 def bars(ax: Any, title: str, rows: list[tuple[str, float]], unit: str) -> None:
     """Horizontal bars with their values, ours in colour."""
     names, values = zip(*rows, strict=True)
-    colours = [OURS if n.startswith(("linear_", "fused_")) else OTHERS for n in names]
+    colours = [OURS if n.startswith("linear_") else OTHERS for n in names]
     ax.barh(range(len(rows)), values, color=colours, height=0.62)
     for i, value in enumerate(values):
         ax.text(value, i, f" {value:,.0f} {unit}", va="center", fontsize=8, color=INK)
@@ -82,7 +81,6 @@ def gpu_tables(found: list[Path]) -> str:
             "log-prob and entropy, no gradient": "1.33 x one product",
             "any loss afterwards": "1.20 x four products, 0.84 GB",
             "any loss afterwards, half of the rows left out": "0.60 x the time with all",
-            "loss known in advance": "1.24 x three products",
             "from logits": "80% of the speed of a copy",
             "scan of 8.4 M tokens": "0.1 ms",
         }

@@ -8,7 +8,7 @@ and divided by their group's standard deviation, token mean, no KL, AdamW, gradi
 evaluates or saves during the run; both save the model at its end. With `--defaults` TRL keeps its own, bf16 and
 activation checkpointing, and rlkit takes bf16. `--prefix 256` puts 256 tokens before each prompt and rewards each digit
 in its place, since the model is not used to such prompts. `--model FOLDER` takes a chat model of yours on the two-digit
-sums of recipes/sums, without a warm start (with `--prefix`, for short answers):
+sums of recipes/sums, without a warm start (with `--prefix`, for the share of vowels):
 
     python benchmarks/peers/compare_trl.py --model $(make -s smollm) --prompts 4 --max-new-tokens 32 --lr 1e-5 --steps 8
 
@@ -98,7 +98,7 @@ def command(side: str, args: Args, task: dict[str, Any], *, steps: int, seed: in
     script = [TRL_ENV / "bin" / "python"] if side == "trl" else [sys.executable]
     common = [
         *("--model", task["model"], "--data", data(args, task), "--output", output, "--steps", steps, "--lr", args.lr),
-        *("--reward", f"{DENSE}:{'brevity' if args.model else 'digits'}" if args.prefix else task["reward"]),
+        *("--reward", f"{DENSE}:{'vowels' if args.model else 'digits'}" if args.prefix else task["reward"]),
         *("--prompts-per-step", args.prompts, "--group-size", args.group, "--max-new-tokens", args.max_new_tokens),
         *("--seed", seed),
     ]

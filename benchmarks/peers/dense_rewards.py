@@ -6,6 +6,7 @@ def digits(completion: str, row: dict) -> float:
     return sum(map(str.__eq__, completion, row["answer"])) / len(row["answer"])
 
 
-def brevity(completion: str, row: dict) -> float:  # noqa: ARG001
-    """1 for an empty answer, less 0.001 a character."""
-    return 1 - len(completion) / 1000
+def vowels(completion: str, row: dict) -> float:  # noqa: ARG001
+    """The share of vowels among the letters: nothing that a few steps learn, so lengths stay as they are."""
+    letters = [x for x in completion.lower() if x.isalpha()]
+    return sum(x in "aeiou" for x in letters) / max(1, len(letters))

@@ -68,10 +68,11 @@ def sft(
         metrics: Metrics = {}
         with pipelined(mesh) as backward:
             for micro, *rest in rank_microbatches((batch, weights), mesh=mesh, max_tokens=max_tokens):
-                out = policy.fused_loss(micro, lambda out, w: -w * out.logp, row_data=rest)
-                micro = micro.to(model.device)
-                backward(out.loss)
-                new = {"loss": mean(-out.logp, mask=micro.mask), "entropy": mean(out.entropy, mask=micro.mask)}
+                out = policy(micro)
+                micro, w = micro.to(model.device), rest[0].to(model.device, non_blocking=True)
+                backward(-(w * out.logp).sum())
+                logp, entropy = out.logp.detach(), out.entropy.detach()
+                new = {"loss": mean(-logp, mask=micro.mask), "entropy": mean(entropy, mask=micro.mask)}
                 metrics = merge(metrics, new)
         return metrics, batch.num_tokens
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rlkit._moved import moved
 from rlkit.files import no_code
-from rlkit.kernels.linear_logp import FusedLoss, fused_loss, linear_log_kept_mass, linear_logp
+from rlkit.kernels.linear_logp import linear_log_kept_mass, linear_logp
 from rlkit.model.families import (
     check_architecture,
     check_causal_lm,
@@ -65,32 +65,6 @@ class Policy:
 
     def __call__(self, batch: Batch) -> LogProbs:  # noqa: D102
         return forward(self.model, batch, temperature=self.temperature, dtype=self.dtype)
-
-    def fused_loss(
-        self, batch: Batch, loss_fn: Callable[..., Float[Tensor, "R"]], *, row_data: Sequence[Float[Tensor, "T"]] = ()
-    ) -> FusedLoss:
-        """sum_t loss_fn(log-probs_t, row_data_t) over the tokens where the mask is True, and detached log-probs.
-
-            out = policy.fused_loss(batch, lambda out, w: -w * out.logp, row_data=(weights,))
-            out.loss.backward()                           # as (-weights * policy(batch).logp).sum().backward()
-
-        For a loss that is known in the forward and elementwise: the loss of a token must not depend on other tokens.
-        See `rlkit.kernels.linear_logp.fused_loss`: the head takes three matrix products instead of four, and more
-        memory. Over tensor, context or pipeline parallel ranks the loss is that of `policy(batch)`, in four products.
-
-        Errors: those of `forward`; on a CPU ValueError for a loss that couples tokens.
-        """
-        sizes = None if self.mesh is None else self.mesh.sizes
-        if sizes is not None and max(sizes.tp, sizes.cp, sizes.pp) > 1:  # other ranks hold a part of the logits
-            out = self(batch)
-            mask, *data = (x.to(out.logp.device) for x in (batch.mask, *row_data))
-            losses = torch.where(mask, loss_fn(out, *data), 0)
-            return FusedLoss(losses.sum(), out.logp.detach(), out.entropy.detach())
-        _check_temperature(batch, self.temperature)
-        dtype = _dtype_named(self.dtype)
-        head = partial(_log_probs, model=self.model, batch=batch, temperature=self.temperature, dtype=dtype)
-        head = partial(head, loss_fn=loss_fn, row_data=row_data)
-        return FusedLoss(*token_outputs(self.model, batch, head, outputs=3, dtype=dtype))
 
 
 def make_policy(model: Any, *, temperature: float = 1.0, dtype: str | None = None) -> Policy:
@@ -277,16 +251,11 @@ def _log_probs(
     batch: Batch,
     temperature: float,
     dtype: torch.dtype,
-    loss_fn: Callable[..., Tensor] | None = None,
-    row_data: Sequence[Tensor] = (),
-) -> LogProbs | FusedLoss:
+) -> LogProbs:
     hidden, weight, options = _logits(model, hidden, temperature=temperature, dtype=dtype)
     mesh, mask, targets = mesh_of(model), batch.mask, spread(batch.targets)
     if mask.device.type != "cpu" or (mesh is not None and mesh.sizes.cp > 1):
         mask = spread(mask)  # otherwise it stays on the CPU, which saves a wait for the device
-    if loss_fn is not None:
-        data = [spread(x) for x in row_data]
-        return fused_loss(hidden, weight, targets, loss_fn=loss_fn, row_data=data, mask=mask, **options)
     compute = sharded_linear_logp if is_sharded(weight) else linear_logp
     return compute(hidden, weight, targets, mask=mask, **options)
 

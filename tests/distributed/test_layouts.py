@@ -14,7 +14,7 @@ import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.metrics import finalize, largest, mean, merge
-from rlkit.model.forward import Policy, compute_log_probs, forward, prepare_model
+from rlkit.model.forward import compute_log_probs, forward, prepare_model
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.model.parallelize import parallelize
 from rlkit.model.sharding import mesh_of, sync_gradients
@@ -37,7 +37,6 @@ class Case:
     tied: bool = False
     max_tokens: int = 4096
     late_sync: bool = False
-    fused: bool = False
 
 
 CASES = {
@@ -60,7 +59,6 @@ CASES = {
     "cp2 ulysses x shard2": Case({"cp": 2, "ulysses": True}, max_tokens=40),
     "cp2 x tp2": Case({"cp": 2, "tp": 2}, max_tokens=60),
     "cp2 ulysses x tp2 tied": Case({"cp": 2, "tp": 2, "ulysses": True}, tied=True),
-    "cp2 ulysses x tp2 tied fused": Case({"cp": 2, "tp": 2, "ulysses": True}, tied=True, fused=True),
     "pp2 x shard2 accumulate": Case({"pp": 2}, max_tokens=30),
     "pp2 x replicate2 checkpointing": Case(
         {"pp": 2, "replicate": 2}, {"activation_checkpointing": True}, max_tokens=40
@@ -75,20 +73,17 @@ CASES = {
     "shard checkpointing": Case({"shard": 4}, {"activation_checkpointing": True}),
     "cp2 x tp2 checkpointing": Case({"cp": 2, "tp": 2}, {"activation_checkpointing": True}, max_tokens=60),
     "shard offload": Case({"shard": 4}, {"offload": True}, tied=True),
-    "shard fused": Case({"shard": 4}, fused=True),
-    "replicate x shard offload tied accumulate fused": Case(
-        {"replicate": 2, "shard": 2}, {"offload": True}, tied=True, max_tokens=30, fused=True
+    "replicate x shard offload tied accumulate": Case(
+        {"replicate": 2, "shard": 2}, {"offload": True}, tied=True, max_tokens=30
     ),
-    "cp2 x tp2 fused": Case({"cp": 2, "tp": 2}, max_tokens=60, fused=True),
-    "pp2 x shard2 accumulate fused": Case({"pp": 2}, max_tokens=30, fused=True),
     "tp2 x shard2 offload checkpointing accumulate late": Case(
         {"tp": 2}, {"offload": True, "activation_checkpointing": True}, max_tokens=40, late_sync=True
     ),
 }
 CI = {  # each size and option, and the pairs that meet in the code; the others are of the same parts
-    "replicate x shard offload tied accumulate fused", "tp2 x replicate2 offload checkpointing accumulate late",
-    "tp4 tied", "cp4 ulysses", "cp2 x shard2 accumulate", "cp2 ulysses x tp2 tied fused", "pp2 x tp2 tied accumulate",
-    "pp2 x cp2 offload accumulate", "pp2 x shard2 accumulate fused", "pp2 x replicate2 checkpointing",
+    "replicate x shard offload tied accumulate", "tp2 x replicate2 offload checkpointing accumulate late",
+    "tp4 tied", "cp4 ulysses", "cp2 x shard2 accumulate", "cp2 ulysses x tp2 tied", "pp2 x tp2 tied accumulate",
+    "pp2 x cp2 offload accumulate", "pp2 x shard2 accumulate", "pp2 x replicate2 checkpointing",
 }  # fmt: skip
 
 
@@ -122,7 +117,7 @@ def weighted(out, w):
     return w * (out.logp - 0.1 * out.entropy)
 
 
-def train(trained, cut, reduce, max_tokens, *, late_sync: bool = False, fused: bool = False) -> dict:
+def train(trained, cut, reduce, max_tokens, *, late_sync: bool = False) -> dict:
     """Losses, gradients, norms and metrics of STEPS steps, and the parameters after them."""
     optimizer = adamw(trained, lr=1e-2, weight_decay=0.1, eps=1e-4)  # 1e-8 would blow up rounding where g is near 0
     out = {"loss": [], "norm": [], "grads": {}, "metrics": []}
@@ -132,12 +127,8 @@ def train(trained, cut, reduce, max_tokens, *, late_sync: bool = False, fused: b
         with pipelined(mesh_of(trained)) as backward:
             for i, (micro, w) in enumerate(parts):
                 sync_gradients(trained, not late_sync or i == len(parts) - 1)
-                if fused:
-                    found = Policy(trained, 0.7).fused_loss(micro, weighted, row_data=(w,))
-                    loss = found.loss
-                else:
-                    found = forward(trained, micro, temperature=0.7)
-                    loss = weighted(found, w).sum()
+                found = forward(trained, micro, temperature=0.7)
+                loss = weighted(found, w).sum()
                 backward(loss)
                 total += loss.detach()
                 new = {"logp": mean(found.logp, mask=micro.mask), "entropy": largest(found.entropy, mask=micro.mask)}
@@ -191,7 +182,7 @@ def on_rank(rank, world, case, truth):
         leaks(cut_up)
     cut = partial(rank_microbatches, mesh=mesh, max_tokens=case.max_tokens)
     reduce = lambda total, metrics: (summed(total, mesh=mesh), reduce_metrics(metrics, mesh=mesh))
-    found = train(cut_up, cut, reduce, case.max_tokens, late_sync=case.late_sync, fused=case.fused)
+    found = train(cut_up, cut, reduce, case.max_tokens, late_sync=case.late_sync)
     if case.tied and mesh.sizes.pp > 1:  # the first stage and the last have a part of the gradient each, until the step
         first, last = ([x[kind][EMBEDDING] for kind in ("grads", "params")] for x in each_stage(found, mesh=mesh))
         assert torch.equal(first[1], last[1])

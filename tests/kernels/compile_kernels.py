@@ -75,15 +75,14 @@ def gradients() -> list[Any]:
             "bias_ptr": "*fp32",
             "targets_ptr": "*i64",
             "alive_ptr": "*i1",
-            "rows_ptr": "*i64",
             "terms_ptr": "*fp32",
             "out_ptr": f"*{target}",
             "scale": "fp32",
             "softcap": "fp32",
         }
-        flags = ("HAS_BIAS", "HAS_ALIVE", "HAS_ROWS", "HAS_SOFTCAP", "HAS_ENTROPY")
+        flags = ("HAS_BIAS", "HAS_ALIVE", "HAS_SOFTCAP", "HAS_ENTROPY")
         constants = dict.fromkeys(flags, full) | {"ROWS": row_kernels.ROWS, "VECTOR": 1}
-        constants |= {} if full else {"bias_ptr": None, "alive_ptr": None, "rows_ptr": None}
+        constants |= {} if full else {"bias_ptr": None, "alive_ptr": None}
         name = f"gradient {source} {target} {full}"
         out.append(_with_options(name, row_kernels.gradient_kernel, types, constants, row_kernels.GRADIENT))
     return out

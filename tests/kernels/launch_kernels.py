@@ -18,7 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from rlkit.kernels import _triton
-from rlkit.kernels.linear_logp import fused_loss, linear_logp
+from rlkit.kernels.linear_logp import linear_logp
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.kernels.logits_logp import logits_logp
 
@@ -55,14 +55,6 @@ def heads(dtype: torch.dtype, rows: int, vocab: int, **options: Any) -> None:
     logits_logp(logits, targets, **options).entropy.sum().backward()
 
 
-def fused(dtype: torch.dtype) -> None:
-    """A loss of the weights alone, which are half 0: nothing was written where the log-probs are."""
-    h, w = (torch.ones(s, dtype=dtype, requires_grad=True) for s in ((1030, 8), (300, 8)))
-    weights = (torch.arange(1030) % 2).float()
-    loss_fn = lambda out, weights: weights * (out.logp - out.logp.detach()).nan_to_num()
-    fused_loss(h, w, torch.zeros(1030, dtype=torch.long), loss_fn=loss_fn, row_data=(weights,)).loss.backward()
-
-
 def scans(num_tokens: int, reverse: bool) -> None:
     a, b = (torch.rand(num_tokens, requires_grad=True) for _ in range(2))
     cu = torch.tensor([0, 0, num_tokens], dtype=torch.int32)
@@ -80,7 +72,6 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for (rows, vocab), option in product(sizes, options):
             heads(dtype, rows, vocab, **option)
-        fused(dtype)
     for num_tokens, reverse in product((1, 5, 2048, 5000), (True, False)):
         scans(num_tokens, reverse)
     print(dict(LAUNCHES))

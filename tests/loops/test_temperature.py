@@ -89,7 +89,6 @@ def test_a_loop_of_ones_own_refuses_a_batch_of_another_temperature():
         lambda: with_old_logp(policy, batch, max_tokens=16),
         lambda: with_ref_logp(Policy(small_model(1)), batch, max_tokens=16),
         lambda: with_kept_mass(policy, batch, params=nucleus, max_tokens=16),
-        lambda: policy.fused_loss(batch, lambda out: -out.logp),
     ):
         with pytest.raises(ValueError, match=r"sampled at temperature 0.7.*Policy\(model, temperature=0.7\)"):
             refused()

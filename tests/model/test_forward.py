@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.model.forward import Policy, forward, load_model, with_old_logp
+from rlkit.model.forward import forward, load_model, with_old_logp
 from rlkit.packing import microbatches, pack, select
 from rlkit.parallel.attention import Segment, attend, plan, register
 from rlkit.types import Trajectory
@@ -161,53 +161,7 @@ def test_an_empty_batch_runs_and_is_connected(model):
     batch = select(pack(make_groups(0, SHAPE)), [])
     out = forward(model, batch)
     assert out.logp.shape == (0,)
-    fused = Policy(model).fused_loss(batch, lambda out: out.logp)
-    for x in (out.logp, fused.loss):
-        assert x.requires_grad
-
-
-def per_token(out, weights):
-    """Not linear in log-prob and entropy, so that values at other rows' places would show."""
-    return weights * (0.1 * out.logp).exp() - 0.3 * weights * out.entropy.square()
-
-
-@pytest.mark.parametrize("frozen", [(), ("lm_head.weight",), ("lm_head.weight", "embed_tokens.weight")])
-def test_a_fused_loss_is_the_loss_of_the_log_probs(model, frozen):
-    """Loss, values and every gradient, over a shared prompt; row data where the mask is False may be NaN."""
-    batch = pack(make_groups(4, SHAPE))
-    weights = token_weights(batch)
-    nan = weights.where(batch.mask, math.nan)
-    results = []
-    for p in (params := dict(model.named_parameters())):
-        params[p].requires_grad_(not p.endswith(frozen) if frozen else True)
-    try:
-        for fused in (False, True):
-            model.zero_grad()
-            if fused:
-                loss, *values = Policy(model, 0.7).fused_loss(batch, per_token, row_data=(nan,))
-            else:
-                values = forward(model, batch, temperature=0.7)
-                loss = per_token(values, weights).sum()
-            loss.backward()
-            results.append([loss.detach(), *values, *(p.grad for p in params.values())])
-    finally:
-        model.requires_grad_(True)
-    assert not any(x.requires_grad for x in results[1][1:3])
-    for want, got in zip(*results, strict=True):
-        assert (want is None) == (got is None)
-        if want is not None:
-            want = want.detach()
-            torch.testing.assert_close(got, want, rtol=2e-4, atol=1e-5 * float(want.abs().max()) + 1e-7)
-
-
-def test_a_fused_loss_without_a_gradient(model):
-    batch = pack(make_groups(4, SHAPE))
-    with torch.no_grad():
-        loss, logp, _ = Policy(model).fused_loss(batch, lambda out: -out.logp)
-        want = forward(model, batch).logp
-    assert not loss.requires_grad
-    torch.testing.assert_close(logp, want)
-    torch.testing.assert_close(loss, -want.sum())
+    assert out.logp.requires_grad
 
 
 def test_the_plain_model_call_says_what_to_do(model):
@@ -227,8 +181,6 @@ def test_load_model_round_trip_and_errors(model, tmp_path):
         load_model(tmp_path / "judge")
     with pytest.raises(ValueError, match="fp16 gradients underflow"):
         forward(loaded, batch, dtype="fp16")
-    with pytest.raises(ValueError, match="fp16 gradients underflow"):
-        Policy(loaded, dtype="fp16").fused_loss(batch, lambda out: out.logp)
 
 
 def test_bf16_compute_is_close_and_its_gradients_are_fp32(model):
@@ -239,14 +191,6 @@ def test_bf16_compute_is_close_and_its_gradients_are_fp32(model):
     model.zero_grad()
     out.logp.sum().backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.abs().sum() > 0 for p in model.parameters())
-    generic = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    fused = Policy(model, dtype="bf16").fused_loss(batch, lambda out: out.logp)
-    torch.testing.assert_close(fused.logp, out.logp.detach())
-    fused.loss.backward()
-    for p, want in zip(model.parameters(), generic, strict=True):
-        assert p.grad.dtype == torch.float32
-        assert (p.grad - want).abs().max() <= 0.02 * want.abs().max()
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Gemma2", "GPT2"])

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rlkit._moved import moved
 from rlkit.kernels._checks import check_head, check_targets
 from rlkit.kernels.linear_logp import chunked, ops
 from rlkit.kernels.linear_logp import reference as _reference
-from rlkit.kernels.linear_logp.fused import FusedLoss, fused_loss
 from rlkit.kernels.linear_logp.ops import which_impl
 from rlkit.kernels.linear_logp.reference import Partials, combine, compute_dtype, finish
 from rlkit.types import LogProbs
@@ -17,17 +17,17 @@ from rlkit.types import LogProbs
 CPU_LOGITS_BYTES, LOGITS_BYTES = 32 << 20, 1 << 30  # logits in memory at a time in `linear_log_kept_mass`
 
 __all__ = [
-    "FusedLoss",
     "Partials",
     "combine",
     "finish",
-    "fused_loss",
     "linear_log_kept_mass",
     "linear_logp",
     "partials",
     "shard_logp",
     "which_impl",
 ]
+
+__getattr__ = moved(__name__, {"the loss of what `linear_logp` returns": "fused_loss FusedLoss"})
 
 
 def linear_logp(

@@ -1,9 +1,9 @@
 """Backend in plain torch, in tiles of logits: the fast path on CPUs; runs on any device.
 
-A backend has four functions, here and in `triton`: `partials` and `backward` iterate over tiles of logits and keep
-none; `forward_chunk` and `backward_chunk` keep the tiles of a chunk of rows for `fused_loss`. `forward_kept` and
-`backward_kept` keep the probabilities of a problem whose logits take a few MB in total. The outer loop is over the
-vocabulary; buffers are preallocated. With u = z - max and upstream gradients g_l of logp and g_h of the entropy,
+A backend has two functions, here and in `triton`: `partials` and `backward` iterate over tiles of logits and keep
+none. `forward_kept` and `backward_kept` keep the probabilities of a problem whose logits take a few MB in total. The
+outer loop is over the vocabulary; buffers are preallocated. With u = z - max and upstream gradients g_l of logp and g_h
+of the entropy,
 
     dz_j = g_l [j = target] - e^(u_j) / sum * (g_l + g_h (entropy - log sum) + g_h u_j)
 
@@ -28,10 +28,6 @@ LOG2_E = 1 / math.log(2)
 CPU_TILE_BYTES = 4 << 20  # fits the shared cache together with the other buffers; 1 to 8 MB took the same time
 TILE_BYTES = 256 << 20
 TILE_ROWS = 1024
-CPU_CHUNK_BYTES = 32 << 20  # logits kept at a time
-CHUNK_BYTES = 256 << 20
-CPU_MIN_ROWS = 256  # with fewer, reading and writing the weight's gradient once per chunk takes measurable time
-MIN_ROWS = 2048
 KEEP_BYTES = 16 << 20
 COLUMNS = 8192  # columns of the logits whose weight rows `logits` converts at a time
 FIRST_CANDIDATES = 128  # most nuclei are smaller; the other rows are searched again with 8 times as many
@@ -74,15 +70,6 @@ class KeptRows(NamedTuple):
     lse: Tensor
     g_logp: Tensor
     g_entropy: Tensor | None
-
-
-class Tile(NamedTuple):
-    """Logits of the vocabulary entries [first, last) minus their row-wise maximum `peak`."""
-
-    first: int
-    last: int
-    u: Tensor
-    peak: Tensor
 
 
 class Grads(NamedTuple):
@@ -159,64 +146,6 @@ def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool]) -> Gra
         if d_weight is not None and d_w is not None and d_w.dtype != weight.dtype:
             d_weight[first:last] += d_w
     return Grads(None if d_hidden is None else d_hidden.mul_(scale).to(hidden.dtype), d_weight, d_bias)
-
-
-def chunk_rows(device: torch.device, vocab: int) -> int:
-    """Number of rows per chunk of `forward_chunk`."""
-    cpu = device.type == "cpu"
-    return max(CPU_MIN_ROWS if cpu else MIN_ROWS, (CPU_CHUNK_BYTES if cpu else CHUNK_BYTES) // (vocab * 4))
-
-
-def forward_chunk(h: Tensor, targets: Tensor, head: Head, buffer: Tensor) -> tuple[list[Tile], Partials]:
-    """The chunk's logits as tiles in the flat `buffer`, each minus its row maximum, and the statistics of its rows."""
-    h, num_rows, vocab = h.to(buffer.dtype), h.shape[0], head.weight.shape[0]
-    stats, tiles = Partials(*no_partials(num_rows, dtype=h.dtype, device=h.device)), []
-    width = _chunk_width(h, vocab)
-    scratch = h.new_empty(num_rows * width)
-    for first, last in blocks(vocab, width):
-        z = buffer[num_rows * first : num_rows * last].view(num_rows, last - first)
-        logits_into(z, h, *_columns(head, first, last, h.dtype), head)
-        part = tile_partials(z, targets, first=first, scratch=scratch[: z.numel()].view_as(z))
-        tiles.append(Tile(first, last, z, part.max))
-        stats = combine(stats, part)
-    return tiles, stats
-
-
-def backward_chunk(
-    h: Tensor,
-    head: Head,
-    rows: Rows,
-    tiles: list[Tile],
-    alive: Tensor | None,
-    d_hidden: Tensor | None,
-    d_weight: Tensor | None,
-    d_bias: Tensor | None,
-    *,
-    add: bool,
-) -> None:
-    """Write `d_hidden` of the rows of `h`, add to `d_bias`, and write `d_weight`, or with `add` add to it.
-
-    `h` and `rows` hold the chunk's rows with indices `alive` (None: all); `tiles` hold all rows of the chunk.
-    """
-    h = h.to(rows.scale.dtype)
-    scale = (rows.scale / head.temperature).unsqueeze(1)
-    scaled = h * scale
-    sums = torch.zeros_like(h)
-    buffers = h.new_empty(2, h.shape[0] * _chunk_width(h, head.weight.shape[0]))
-    for first, last, u, peak in tiles:
-        if alive is not None:
-            u, peak = u[alive], peak[alive]
-        out, spare = _tiles(buffers, *u.shape)
-        u.add_((peak - rows.offset).unsqueeze(1))
-        d = tile_gradient(u, rows, head, first=first, out=out, spare=spare)
-        if d_hidden is not None:
-            sums.addmm_(d, _columns(head, first, last, h.dtype)[0])
-        if d_weight is not None:
-            product_into(d_weight[first:last], d.t(), scaled, add=add)
-        if d_bias is not None:
-            d_bias[first:last].addmv_(d.t(), scale.squeeze(1))
-    if d_hidden is not None:
-        d_hidden.copy_(sums.mul_(scale))
 
 
 def can_keep(num_rows: int, vocab: int, dtype: torch.dtype) -> bool:
@@ -366,10 +295,6 @@ def _tile_shape(h: Tensor, vocab: int) -> tuple[int, int]:
     budget = tile_bytes(h.device) // h.element_size()
     width = max(1, min(vocab, budget // max(1, min(h.shape[0], TILE_ROWS))))
     return max(1, min(h.shape[0], budget // width)), width
-
-
-def _chunk_width(h: Tensor, vocab: int) -> int:
-    return min(vocab, max(1, tile_bytes(h.device) // (2 * h.element_size() * max(1, h.shape[0]))))
 
 
 def _tiles(buffers: Tensor, num_rows: int, width: int) -> Tensor:

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from rlkit._extras import MissingExtra
 from rlkit.kernels._triton import NEEDED
 from rlkit.kernels.linear_logp.chunked import Grads, Head, Rows, blocks, full_sums, padded, product_dtype, product_into
-from rlkit.kernels.linear_logp.reference import Partials, no_partials
+from rlkit.kernels.linear_logp.reference import no_partials
 
 try:
     import triton
@@ -39,7 +39,6 @@ NARROW, MAX_GROWTH = 2048, 4  # below this hidden size both blocks are larger: s
 GRADIENT_BYTES = 512 << 20  # of the logits' gradient: all rows, and at least MIN_WIDTH columns
 GRADIENT_SHARE = 128  # at most this part of the device's memory: below 64 GB of it, less than GRADIENT_BYTES
 MIN_WIDTH, MAX_WIDTH = 4096, 16_384  # multiples of 16
-CHUNK_BYTES, ROWS_STEP = 4 << 30, 1024  # of a chunk's fp32 logits: 6144 rows of 152k entries
 LOWEST = tl.constexpr(-1e30)  # `reference.LOWEST`
 LOG2_E = tl.constexpr(1.4426950408889634)
 PER_LANE = tl.constexpr(16)  # columns of a block that share their statistics: as many as a thread reads
@@ -91,7 +90,7 @@ def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool]) -> Gra
                 product_into(x, h[top:end], w.t())
                 part = rows.targets[top:end], terms[:, top:end]
                 write_gradient(d[top:end], x, *part, head, first=first, padded_rows=True)
-            add_products(sums, d, h, w, first=first, add=False, factor=unscale)
+            add_products(sums, d, h, w, first=first, factor=unscale)
     return Grads(None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias)
 
 
@@ -111,16 +110,16 @@ def gradient_width(h: Tensor, vocab: int) -> int:
     return min(vocab, max(MIN_WIDTH, min(MAX_WIDTH, size // (h.element_size() * h.shape[0]) // 256 * 256)))
 
 
-def add_products(sums: Grads, d: Tensor, h: Tensor, w: Tensor, *, first: int, add: bool, factor: float) -> None:
+def add_products(sums: Grads, d: Tensor, h: Tensor, w: Tensor, *, first: int, factor: float) -> None:
     """Add to `sums` the gradients that follow from `d`, that of the logits from column `first` on, times `factor`.
 
-    These rows of the weight's gradient are written, or with `add` added to.
+    These rows of the weight's gradient are written.
     """
     entries = slice(first, first + d.shape[1])
     if sums.hidden is not None:
         product_into(sums.hidden, d, w, add=True, factor=factor)
     if sums.weight is not None:
-        product_into(sums.weight[entries], d.t(), h, add=add, factor=factor)
+        product_into(sums.weight[entries], d.t(), h, factor=factor)
     if sums.bias is not None:
         sums.bias[entries].add_(d.sum(0, dtype=torch.float32), alpha=factor)
 
@@ -140,54 +139,6 @@ def pack_terms(rows: Rows, dtype: torch.dtype, temperature: float) -> tuple[Tens
         factor = 2.0 ** min(120, 14 - math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
     terms = [scale * factor, rows.offset, rows.at_target, rows.base, rows.slope]
     return torch.stack([x for x in terms if x is not None]), 1 / factor
-
-
-def chunk_rows(device: torch.device, vocab: int) -> int:  # noqa: ARG001
-    """Number of rows per chunk of `forward_chunk`: thousands, because each further chunk reads and writes d_weight."""
-    return max(1, CHUNK_BYTES // (4 * padded(vocab) * ROWS_STEP)) * ROWS_STEP
-
-
-def forward_chunk(h: Tensor, targets: Tensor, head: Head, buffer: Tensor) -> tuple[Tensor, Partials]:
-    """The chunk's raw logits in the flat `buffer`, and the statistics of its rows."""
-    h = h.to(product_dtype(h, head.weight))
-    num_rows, vocab = h.shape[0], head.weight.shape[0]
-    z = buffer[: num_rows * padded(vocab)].view(num_rows, padded(vocab))[:, :vocab]
-    stats = no_partials(num_rows, dtype=torch.float32, device=h.device)
-    with torch.cuda.device_of(h), full_sums():
-        product_into(z, h, head.weight.to(h.dtype).t())
-        update_stats(stats, z, targets, head)
-    return z, Partials(*stats)
-
-
-def backward_chunk(
-    h: Tensor,
-    head: Head,
-    rows: Rows,
-    z: Tensor,
-    alive: Tensor | None,
-    d_hidden: Tensor | None,
-    d_weight: Tensor | None,
-    d_bias: Tensor | None,
-    *,
-    add: bool,
-) -> None:
-    """Write `d_hidden` of the rows of `h`, add to `d_bias`, and write `d_weight`, or with `add` add to it.
-
-    `h` and `rows` hold the chunk's rows with indices `alive` (None: all), at least one; `z` holds all of its rows.
-    """
-    h = h.to(product_dtype(h, head.weight))
-    terms, unscale = pack_terms(rows, h.dtype, head.temperature)
-    vocab, width = z.shape[1], gradient_width(h, z.shape[1])
-    buffer = h.new_empty(h.shape[0], padded(width))
-    sums = Grads(None if d_hidden is None else torch.zeros_like(h, dtype=torch.float32), d_weight, d_bias)
-    with torch.cuda.device_of(h), full_sums():
-        for first, last in blocks(vocab, width):
-            d, w = buffer[:, : last - first], head.weight[first:last].to(h.dtype)
-            x = z[:, first:last]
-            write_gradient(d, x, rows.targets, terms, head, first=first, rows=alive, padded_rows=True)
-            add_products(sums, d, h, w, first=first, add=add, factor=unscale)
-    if d_hidden is not None and sums.hidden is not None:
-        d_hidden.copy_(sums.hidden)
 
 
 def update_stats(
@@ -223,25 +174,23 @@ def write_gradient(
     *,
     first: int = 0,
     alive: Tensor | None = None,
-    rows: Tensor | None = None,
     padded_rows: bool = False,
 ) -> None:
     """out <- gradient of the columns `x` `[R, C]` from the `terms` of their rows; `out` may be `x`.
 
     `terms` `[3, R]` or `[5, R]` holds scale, offset, at_target(, base, slope) of `chunked.Rows`. Where `alive` is False
-    the gradient is 0 and nothing is read. `rows` `[R]`: the row of `x` for each row of `out`. `padded_rows`: the rows
+    the gradient is 0 and nothing is read. `padded_rows`: the rows
     of `x` and `out` go on to a multiple of 16 columns, which may be read, and are set to 0.
     """
     num_rows, num_columns = out.shape
     bias = None if head.bias is None else head.bias[first : first + num_columns]
     grid = (triton.cdiv(num_rows, ROWS), triton.cdiv(num_columns, GRADIENT["BLOCK"]))
     gradient_kernel[grid](
-        *(x, bias, targets.contiguous(), alive, rows, terms, out),
+        *(x, bias, targets.contiguous(), alive, terms, out),
         *(num_rows, num_columns, x.stride(0), out.stride(0), terms.stride(0), head.start + first),
         *((head.softcap or 1.0) / head.temperature, float(head.softcap or 1.0)),
         HAS_BIAS=bias is not None,
         HAS_ALIVE=alive is not None,
-        HAS_ROWS=rows is not None,
         HAS_SOFTCAP=head.softcap is not None,
         HAS_ENTROPY=terms.shape[0] == 5,
         VECTOR=16 if padded_rows else 1,
@@ -379,7 +328,6 @@ def gradient_kernel(
     bias_ptr,
     targets_ptr,
     alive_ptr,
-    rows_ptr,
     terms_ptr,
     out_ptr,
     num_rows,
@@ -392,7 +340,6 @@ def gradient_kernel(
     softcap,
     HAS_BIAS: tl.constexpr,
     HAS_ALIVE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -406,13 +353,10 @@ def gradient_kernel(
     alive = valid
     if HAS_ALIVE:
         alive = alive & (tl.load(alive_ptr + row, mask=valid, other=0) != 0)
-    source = row
-    if HAS_ROWS:
-        source = tl.load(rows_ptr + row, mask=valid, other=0)
     within = (column < num_columns)[None, :]
     inside = alive[:, None] & within
     whole = (column // VECTOR * VECTOR < num_columns)[None, :]  # the same throughout a vector: one memory access
-    x = tl.load(x_ptr + (source * x_stride)[:, None] + column[None, :], mask=alive[:, None] & whole)
+    x = tl.load(x_ptr + (row * x_stride)[:, None] + column[None, :], mask=alive[:, None] & whole)
     x = capped(x, bias_ptr, column[None, :], within, softcap, HAS_BIAS, HAS_SOFTCAP)
     factor = tl.load(terms_ptr + row, mask=alive, other=0.0)
     offset = tl.load(terms_ptr + terms_stride + row, mask=alive, other=0.0)

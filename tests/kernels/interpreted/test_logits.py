@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracles import Size, assert_three_way, truth, with_grads
 from row_cases import FEW, ROW_CASES
 
-from rlkit.kernels.linear_logp import fused_loss, linear_logp, triton
+from rlkit.kernels.linear_logp import linear_logp, triton
 from rlkit.kernels.linear_logp.chunked import Head
 from rlkit.kernels.logits_logp import logits_logp
 
@@ -36,8 +36,6 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         "NARROW": 0,
     }.items():
         monkeypatch.setattr(triton, name, value)
-    monkeypatch.setattr(triton, "CHUNK_BYTES", 0)
-    monkeypatch.setattr(triton, "ROWS_STEP", 10)
 
 
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in ROW_CASES])
@@ -94,41 +92,9 @@ def test_32003_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_three_way(run, targets, tensors, size.slopes())
 
 
-@pytest.mark.parametrize("name", [name for name in ROW_CASES if name.startswith("fused_loss_equals")])
-def test_fused_loss_in_one_chunk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Its product is written to the gradient of the weight, in the weight's dtype."""
-    monkeypatch.setattr(triton, "ROWS_STEP", 64)
-    ROW_CASES[name](SIZE)
-
-
-@pytest.mark.parametrize("last", [0, 5, 12])
-def test_fused_loss_where_the_first_chunks_have_no_gradient(last: int) -> None:
-    """Of three chunks of ten rows; with `last` 0 none has."""
-    (h, w, _), targets = SIZE.problem(torch.float16)
-    weights = (torch.arange(27) >= 27 - last).float()
-    leaves = h.requires_grad_(), w.requires_grad_()
-    loss = fused_loss(*leaves, targets, loss_fn=lambda out, w: w * out.logp, row_data=(weights,), impl="triton").loss
-    got = torch.autograd.grad(loss, leaves)
-    want = torch.autograd.grad((weights * linear_logp(*leaves, targets, impl="chunked").logp).sum(), leaves)
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y, rtol=5e-3, atol=5e-3)
-
-
-@pytest.mark.parametrize("cu", [[0, 0, 27], [0, 27, 27], [0, 3, 3, 27]])
-def test_fused_loss_of_empty_sequences(cu: list[int]) -> None:
-    """Beside one that is longer than a chunk."""
-    (h, w, _), targets = SIZE.problem()
-    leaves, bounds = (h.requires_grad_(), w.requires_grad_()), torch.tensor(cu)
-    loss_fn = lambda out, cu_seqlens: out.logp
-    loss = fused_loss(*leaves, targets, loss_fn=loss_fn, cu_seqlens=bounds, impl="triton").loss
-    want = torch.autograd.grad(linear_logp(*leaves, targets, impl="chunked").logp.sum(), leaves)
-    for x, y in zip(torch.autograd.grad(loss, leaves), want, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("vocab", [33, 127, 128])
 def test_rows_begin_at_multiples_of_16(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
-    """Those of the logits and of their gradient, in every block, in the generic and the fused path."""
+    """Those of the logits and of their gradient, in every block."""
     steps: list[int] = []
 
     def seen(name: str, *tensors: int) -> None:
@@ -145,9 +111,7 @@ def test_rows_begin_at_multiples_of_16(monkeypatch: pytest.MonkeyPatch, vocab: i
     (h, w, _), targets = Size("cpu", 27, vocab, 24).problem(torch.float16)
     h, w = h.requires_grad_(), w.requires_grad_()
     linear_logp(h, w, targets, impl="triton").logp.sum().backward()
-    generic = len(steps)
-    fused_loss(h, w, targets, loss_fn=lambda out: out.logp, impl="triton").loss.backward()
-    assert 0 < generic < len(steps)
+    assert steps
     assert [step for step in steps if step % 16] == []
 
 
@@ -188,13 +152,6 @@ def test_the_gradients_block_is_part_of_the_devices_memory(
     h: Any = SimpleNamespace(is_cuda=True, device="cuda", shape=(16_384, 4096), element_size=lambda: 2)
     assert triton.gradient_width(h, 151_936) == columns
     assert triton.gradient_width(h, 3000) == 3000
-
-
-@pytest.mark.parametrize(("vocab", "rows"), [(256_000, 4096), (151_936, 6144), (128_257, 8192), (10**9, 1024)])
-def test_a_chunk_is_of_4_gb_of_logits(monkeypatch: pytest.MonkeyPatch, vocab: int, rows: int) -> None:
-    monkeypatch.setattr(triton, "CHUNK_BYTES", 4 << 30)
-    monkeypatch.setattr(triton, "ROWS_STEP", 1024)
-    assert triton.chunk_rows(torch.device("cuda"), vocab) == rows
 
 
 def test_one_compiled_graph() -> None:
