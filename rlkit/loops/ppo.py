@@ -100,7 +100,7 @@ def value_update(
                     "spread": (micro.returns - middle).square(),
                 }
                 metrics = merge(metrics, {f"value/{k}": mean(x, mask=micro.mask) for k, x in shown.items()})
-        step = optimizer_step(optimizer, max_norm=optim.max_norm)
+        step = optimizer_step(optimizer, max_norm=optim.max_norm, model=model)
         metrics = merge(metrics, {f"value/{name}": x for name, x in step.items()})
     return reduce_metrics(metrics, mesh=mesh)
 

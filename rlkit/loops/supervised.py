@@ -132,7 +132,9 @@ def supervised(
             done, clock = step + 1, Clock()
             metrics, num_tokens = backward(rows)
             set_lr(optimizer, lr_at(step))
-            metrics = merge(reduce_metrics(metrics, mesh=mesh), optimizer_step(optimizer, max_norm=optim.max_norm))
+            metrics = merge(
+                reduce_metrics(metrics, mesh=mesh), optimizer_step(optimizer, max_norm=optim.max_norm, model=model)
+            )
             line = finalize(metrics) | {"lr": lr_at(step)} | held_out(done)
             if line["skipped_step"]:
                 run.say(f"step {done}: the gradient norm is {line['grad_norm']}, so the optimizer step was skipped")

@@ -181,7 +181,7 @@ def grpo_update(
                     backward(total.sum())
                 metrics = merge(metrics, policy_metrics(out, old_logp, micro) | clip_shares(slope, micro))
         untrained: Metrics = {"grad_norm": mean(0.0), "skipped_step": mean(0.0)}  # on every rank: `needed` is shared
-        stepped = optimizer_step(optimizer, max_norm=optim.max_norm) if any(needed) else untrained
+        stepped = optimizer_step(optimizer, max_norm=optim.max_norm, model=policy.model) if any(needed) else untrained
         metrics = merge(metrics, stepped)
     return reduce_metrics(metrics, mesh=mesh)
 

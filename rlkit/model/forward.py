@@ -209,11 +209,12 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
     """An empty batch runs the model on one dummy token: under sharding every rank must take part."""
     if model.base_model.config.get_text_config()._attn_implementation != IMPLEMENTATION:
         raise ValueError(f"{type(model).__name__} is not set up for packed attention: pass `prepare_model(model)`")
-    device = device_of(model)
+    device, mesh = device_of(model), mesh_of(model)
+    if mesh is None and is_sharded(next(model.parameters())):
+        raise ValueError("the model was cut over ranks: use what `parallelize` returned")
     move = partial(Tensor.to, device=device, non_blocking=device.type != "cpu")
     some = batch if batch.num_tokens else _dummy(batch.tokens.device)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        mesh = mesh_of(model)
         layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype))
         joined = join(some)
         check_prompt_ids(joined[0], model, "the batch's prompt and input ids")

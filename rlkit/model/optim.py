@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rlkit.metrics import Metrics, mean
 from rlkit.model.families import check_is_model
 from rlkit.parallel.pipeline import sum_copies
-from rlkit.ranks import distributed, reshard
+from rlkit.ranks import distributed, reshard, world_size
 from rlkit.settings import Optim
 
 
@@ -52,7 +52,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Metrics:
+def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float, model: Any = None) -> Metrics:
     """Clip the accumulated gradients to a global L2 norm, take a step, and clear the gradients.
 
         g <- g * min(1, max_norm / (||g|| + 1e-6))
@@ -62,14 +62,19 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Metr
     Returns `grad_norm` (before clipping) and `skipped_step`. A process on its own warns where no parameter has a
     gradient, as before the first `backward()`; among several ranks one may have none.
 
+    `model` is that of the parameters. Pipeline stages need it: two of them may hold a copy of a tied weight, whose
+    gradients are summed first.
+
     Errors: ValueError for `max_norm <= 0`. In other libraries 0 turns clipping off; here `math.inf` does.
+    TypeError without `model` on pipeline stages.
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer must be an optimizer, e.g. adamw(model, lr=1e-6), got a {type(optimizer).__name__}")
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}: inf clips nothing, 0 would train nothing")
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = global_norm([p.grad for p in sum_copies(params) if p.grad is not None])
+    copy = _sum_copies(params, model)
+    norm = global_norm([p.grad for p in params if p.grad is not None and p is not copy])
     grads = [p.grad for p in params if p.grad is not None]
     if not grads and not distributed():
         warnings.warn(
@@ -85,6 +90,22 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float) -> Metr
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {"grad_norm": mean(norm), "skipped_step": mean(0.0 if finite else 1.0)}
+
+
+def _sum_copies(params: Sequence[Any], model: Any) -> Any:
+    """Sum the gradients of a tied weight's two copies; return this stage's if the norm must leave it out."""
+    sizes = [p.device_mesh.size() for p in params if hasattr(p, "device_mesh")]
+    if model is None and sizes and max(sizes) < world_size():
+        raise TypeError("optimizer_step on pipeline stages needs model=..., for a weight that two stages share")
+    copies = getattr(model, "copies", None)
+    if copies is None:
+        return None
+    reshard(model)  # the optimizer holds the shards
+    weight = model.base_model.embed_tokens.weight
+    if not any(p is weight for p in params):
+        return None
+    sum_copies(weight, copies)
+    return weight if copies.rank() > 0 else None
 
 
 def global_norm(grads: Sequence[Tensor]) -> Tensor:

@@ -32,7 +32,7 @@ from rlkit.model.families import check_causal_lm, check_family, check_leftover, 
 from rlkit.model.forward import forward
 from rlkit.model.lora import add_lora, reset_adapters
 from rlkit.model.pretrained import NO_CODE, load_config
-from rlkit.model.sharding import Sharding, device_of, set_sharding
+from rlkit.model.sharding import ShardedModel, device_of
 from rlkit.parallel.attention import register
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import read_experts, split_experts
@@ -115,8 +115,10 @@ def parallelize(
     activation_checkpointing: bool = False,
     offload: bool = False,
     compile: bool = False,
-) -> Any:
-    """Cut `model`, which every rank holds whole (or on the meta device), over the mesh, in place, and return it.
+) -> ShardedModel:
+    """Cut `model`, which every rank holds whole (or on the meta device), over the mesh, in place.
+
+    Returns it with its mesh and dtype, for everything that follows: `model` itself no longer computes.
 
     Args:
         dtype: of the forward and backward. The optimizer's parameters are fp32 shards, the master weights.
@@ -142,16 +144,15 @@ def parallelize(
     model.eval()  # dropout off: scoring and training must give the same numbers
     if sizes.tp > 1:
         split_tensors(model, mesh)
-    if sizes.pp > 1:
-        cut_stage(model, mesh, dtype=dtype)
+    copies = cut_stage(model, mesh, dtype=dtype) if sizes.pp > 1 else None
     for layer in filter(_holds_any, model.base_model.layers):
         if compile:
             layer.forward = torch.compile(layer.forward)
         if activation_checkpointing:  # outside: torch cannot compile a graph break inside a checkpoint
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    shard(model, mesh, dtype=dtype, reduce_dtype=reduce_dtype, offload=offload)
-    set_sharding(model, Sharding(mesh, dtype))
-    return model
+    sharded = ShardedModel(model, mesh, dtype=dtype, copies=copies)
+    shard(sharded, mesh, dtype=dtype, reduce_dtype=reduce_dtype, offload=offload)
+    return sharded
 
 
 def split_tensors(model: Any, mesh: Mesh) -> None:
@@ -201,7 +202,7 @@ def tie(model: Any) -> None:
 
 def load_parallel(
     path: str | os.PathLike[str], mesh: Mesh, *, lora_rank: int = 0, lora_targets: Sequence[str] = (), **options: Any
-) -> Any:
+) -> ShardedModel:
     """A causal LM from a folder or hub id, cut over the mesh; no rank ever holds the whole model.
 
     It is built on the meta device and cut; then each rank reads its shards from the safetensors files. `options` are
@@ -225,10 +226,10 @@ def load_parallel(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     if lora_rank:
         add_lora(model, rank=lora_rank, alpha=2 * lora_rank, targets=[*lora_targets] or "all-linear")
-    parallelize(model, mesh, **options)
-    read_weights(model, folder, device="cpu" if options.get("offload") else mesh.device)
-    reset_adapters(model)
-    return model
+    sharded = parallelize(model, mesh, **options)
+    read_weights(sharded, folder, device="cpu" if options.get("offload") else mesh.device)
+    reset_adapters(sharded)
+    return sharded
 
 
 @torch.no_grad()

@@ -1,31 +1,43 @@
-"""Over which ranks a model is sharded: its mesh, device and dtype, and how to compute inside its forward."""
+"""A model over many ranks: `ShardedModel` holds it with its mesh and dtype, and computes inside its forward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from rlkit.parallel.mesh import Mesh
 
 
-class Sharding(NamedTuple):
-    """The mesh over which `parallelize` sharded a model, and the dtype of its forward and backward."""
+class ShardedModel(nn.Module):
+    """A transformers model that `parallelize` cut over `mesh`, and what belongs to it.
 
-    mesh: Mesh
-    dtype: torch.dtype
+    It has the modules, parameters and names of the model, and its other attributes (`config`, `base_model`, ...). FSDP2
+    gathers and frees the root's parameters (norm, head) around `forward`, so `inside` runs its work as the forward.
 
+    Attributes:
+        mesh: the ranks that hold it.
+        compute_dtype: of the forward and backward. The parameters are fp32.
+        copies: the first and the last pipeline stage, where both hold a copy of a tied weight; else None.
+    """
 
-# an entry of a model ends with it; nothing is hung on a model of transformers
-_shardings: WeakKeyDictionary[Any, Sharding] = WeakKeyDictionary()
+    def __init__(self, model: Any, mesh: Mesh, *, dtype: torch.dtype, copies: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        own = {"_modules": model._modules, "_parameters": model._parameters, "_buffers": model._buffers}
+        vars(self).update(own, _model=model, mesh=mesh, compute_dtype=dtype, copies=copies)
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(vars(self)["_model"], name)
 
-def set_sharding(model: Any, sharding: Sharding) -> None:
-    """Record how `parallelize` sharded the model."""
-    _shardings[model] = sharding
+    def forward(self, *args: Any, work: Callable[..., Any] | None = None, **options: Any) -> Any:
+        """The model's own forward, or `work(self, *args)`."""
+        return vars(self)["_model"].forward(*args, **options) if work is None else work(self, *args)
 
 
 def inside(model: Any, work: Callable[..., Any], *args: Any) -> Any:
@@ -33,16 +45,9 @@ def inside(model: Any, work: Callable[..., Any], *args: Any) -> Any:
 
     Gradients flow through the tensors that `work` returns. On a plain model it is just the call.
     """
-    if model not in _shardings:
+    if not isinstance(model, ShardedModel):
         return work(model, *args)
-    before = vars(model).get("forward")
-    model.forward = partial(work, model)  # FSDP2 gathers and frees parameters around `forward` only
-    try:
-        out = model(*args)
-    finally:
-        del model.forward
-        if before is not None:
-            model.forward = before
+    out = model(*args, work=work)
     if not torch.is_grad_enabled():
         model.reshard()  # without a backward nothing else does
     return out
@@ -50,17 +55,17 @@ def inside(model: Any, work: Callable[..., Any], *args: Any) -> Any:
 
 def mesh_of(model: Any) -> Mesh | None:
     """The mesh over which `parallelize` cut the model; None for a plain model."""
-    return _shardings[model].mesh if model in _shardings else None
+    return model.mesh if isinstance(model, ShardedModel) else None
 
 
 def device_of(model: Any) -> torch.device:
     """The device that computes: the mesh's for a cut model, whose offloaded parameters are on the CPU."""
-    return model.device if model not in _shardings else _shardings[model].mesh.device
+    return model.mesh.device if isinstance(model, ShardedModel) else model.device
 
 
 def dtype_of(model: Any) -> torch.dtype:
     """The dtype of the forward outside autocast: what `parallelize` was given, or that of the parameters."""
-    return model.dtype if model not in _shardings else _shardings[model].dtype
+    return model.compute_dtype if isinstance(model, ShardedModel) else model.dtype
 
 
 def sync_gradients(model: Any, on: bool) -> None:
@@ -69,5 +74,5 @@ def sync_gradients(model: Any, on: bool) -> None:
     While it is off, each rank accumulates whole gradients, which the next backward with it on sums. Off for all but the
     last micro-batch of a step saves communication, for the memory of a whole gradient per rank.
     """
-    if hasattr(model, "set_requires_gradient_sync"):
+    if isinstance(model, ShardedModel):
         model.set_requires_gradient_sync(on)

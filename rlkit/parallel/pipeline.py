@@ -24,20 +24,17 @@ Reference: arXiv:2104.04473
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlkit.parallel.mesh import Mesh
-from rlkit.ranks import reshard
 
 _IN_FLIGHT = 2  # unfinished sends per direction; a further send waits for the oldest
-_tied: WeakKeyDictionary[Any, dist.ProcessGroup] = WeakKeyDictionary()  # model -> the stages with a tied weight's copy
 
 
 @contextmanager
@@ -60,11 +57,12 @@ def pipelined(mesh: Mesh | None) -> Iterator[Callable[[Tensor], None]]:
         waiting.popleft().backward()
 
 
-def cut_stage(model: Any, mesh: Mesh, *, dtype: torch.dtype) -> None:
+def cut_stage(model: Any, mesh: Mesh, *, dtype: torch.dtype) -> dist.ProcessGroup | None:
     """Reduce `model`, in place, to this rank's stage: its layers, the embedding on the first stage, the final norm and
     the head on the last. Parameters keep their names; hidden states are sent in `dtype`.
 
-    A head tied to the embedding uses a copy of its weight, under the embedding's name (see `sum_copies`).
+    A head tied to the embedding uses a copy of its weight, under the embedding's name (see `sum_copies`). Returns the
+    group of the first and the last stage where this rank has such a copy, else None.
 
     Errors: ValueError for fewer layers than stages.
     """
@@ -87,34 +85,21 @@ def cut_stage(model: Any, mesh: Mesh, *, dtype: torch.dtype) -> None:
         for name, module in model.named_children():
             if module is not base:
                 setattr(model, name, None)
-    if tied:
-        group = mesh.ends_group()  # on the stages between, too
-        if group is not None:
-            _tied[model] = group
+    return mesh.ends_group() if tied else None  # called on the stages between, too
 
 
 @torch.no_grad()
-def sum_copies(params: Iterable[Any]) -> list[Any]:
-    """Sum the gradient of a tied weight over the first and the last stage, which hold a copy each (else a no-op).
+def sum_copies(p: Any, group: dist.ProcessGroup) -> None:
+    """Sum the gradient of a tied weight over the first and the last stage, which hold a copy each: their `group`.
 
-    All ranks must call it once per step, before using the gradients, with all parameters of the optimizer. Both copies
-    then take the same step, bit for bit. Returns the parameters without the last stage's copy, for the gradient norm.
+    Both ranks must call it once per step, before they use the gradient. Both copies then take the same step, bit for
+    bit.
     """
-    for model in _tied:
-        reshard(model)  # the optimizer holds the shards
-    groups = {model.base_model.embed_tokens.weight: group for model, group in _tied.items()}
-    counted = []
-    for p in params:
-        group = groups.get(p)
-        if group is not None:
-            grad: Any = torch.zeros_like(p) if p.grad is None else p.grad
-            found = grad.to_local().new_tensor(p.grad is not None)
-            dist.all_reduce(found, group=group)
-            dist.all_reduce(grad.to_local(), group=group)
-            p.grad = grad if found else None
-        if group is None or group.rank() == 0:
-            counted.append(p)
-    return counted
+    grad: Any = torch.zeros_like(p) if p.grad is None else p.grad
+    found = grad.to_local().new_tensor(p.grad is not None)
+    dist.all_reduce(found, group=group)
+    dist.all_reduce(grad.to_local(), group=group)
+    p.grad = grad if found else None
 
 
 class _Link:

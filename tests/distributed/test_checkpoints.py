@@ -47,7 +47,7 @@ def step(mesh, model, optimizer) -> float:
         loss = -(w * forward(model, micro).logp).sum()
         loss.backward()
         total += loss.detach()
-    optimizer_step(optimizer, max_norm=0.5)
+    optimizer_step(optimizer, max_norm=0.5, model=model)
     return float(summed(total, mesh=mesh))
 
 

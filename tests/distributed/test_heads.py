@@ -96,7 +96,7 @@ def train(model, mesh):
             loss = (values(model, micro) - goal).square().sum() + rewards(model, micro).square().sum()
             loss.backward()
             total += loss.detach()
-        optimizer_step(optimizer, max_norm=0.5)
+        optimizer_step(optimizer, max_norm=0.5, model=model)
         losses.append(total)
     return losses
 

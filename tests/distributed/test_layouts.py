@@ -137,7 +137,7 @@ def train(trained, cut, reduce, max_tokens, *, late_sync: bool = False) -> dict:
         out["loss"].append(float(total))
         if step == 0:
             out["grads"] = {n: whole(p.grad) for n, p in trained.named_parameters()}
-        stepped = optimizer_step(optimizer, max_norm=0.5)
+        stepped = optimizer_step(optimizer, max_norm=0.5, model=trained)
         out["norm"].append(finalize(stepped)["grad_norm"])
         out["metrics"].append(finalize(metrics))
     policy = partial(forward, trained, temperature=0.7)

@@ -50,7 +50,7 @@ def train(model, mesh=None, steps=3):
             loss = -(w * forward(model, micro).logp).sum()
             loss.backward()
             losses.append(loss.item())
-        optimizer_step(optimizer, max_norm=0.5)
+        optimizer_step(optimizer, max_norm=0.5, model=model)
     return optimizer, losses
 
 

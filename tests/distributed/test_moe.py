@@ -84,7 +84,7 @@ def train(trained, mesh, *, max_tokens: int, late: bool) -> dict:
         if step == 0:
             out["grads"] = {n: whole(p.grad) for n, p in trained.named_parameters()}
         out["loss"].append(float(summed(total, mesh=mesh)))
-        out["norm"].append(float(optimizer_step(optimizer, max_norm=0.5)["grad_norm"].total))
+        out["norm"].append(float(optimizer_step(optimizer, max_norm=0.5, model=trained)["grad_norm"].total))
     out["params"] = {n: whole(p) for n, p in trained.named_parameters()}
     out["score"] = compute_log_probs(partial(forward, trained), data()[0], max_tokens=max_tokens, mesh=mesh)
     return out, optimizer

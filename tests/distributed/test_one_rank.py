@@ -13,15 +13,17 @@ import torch
 import torch.distributed as dist
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.model.forward import prepare_model
+from rlkit.model.forward import forward, prepare_model
 from rlkit.model.lora import add_lora
 from rlkit.model.optim import adamw
 from rlkit.model.parallelize import parallelize
 from rlkit.model.sharding import inside, mesh_of
+from rlkit.packing import pack
 from rlkit.parallel.attention import as_inference
 from rlkit.parallel.context import gather_keys
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.rollout.engines.local import LocalEngine
+from rlkit.types import Trajectory
 
 REPO = Path(__file__).parents[2]
 SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48}
@@ -46,16 +48,20 @@ def test_the_optimizer_holds_shards_even_after_a_forward_without_backward(ranks)
 def left_on_a_cut_model(rank, world):
     model = add_lora(prepare_model(tiny_model(tiny_tokenizer(), **SIZES)), rank=2)
     row, mesh = model.lm_head.weight[3].clone(), make_mesh(Parallel())
-    assert mesh_of(parallelize(model, mesh)) is mesh
+    before = set(vars(model))
+    cut = parallelize(model, mesh)
+    assert mesh_of(cut) is mesh
+    assert [*cut.state_dict()] == [*model.state_dict()]
     with pytest.raises(RuntimeError, match="work fails"):
-        inside(model, lambda model: (_ for _ in ()).throw(RuntimeError("work fails")))
-    assert torch.equal(inside(model, lambda model, at: model.lm_head.weight[at].clone(), 3), row), "it is gathered"
-    hung = {name for x in (model, *model.parameters()) for name in vars(x) if "rlkit" in name or name == "forward"}
-    return hung, mesh_of(model.base_model)
+        inside(cut, lambda model: (_ for _ in ()).throw(RuntimeError("work fails")))
+    assert torch.equal(inside(cut, lambda model, at: model.lm_head.weight[at].clone(), 3), row), "it is gathered"
+    with pytest.raises(ValueError, match="use what `parallelize` returned"):
+        forward(model, pack([[Trajectory([1, 2], [3], [True], [-1.0], [0])]]))
+    return set(vars(model)) - before, mesh_of(model), mesh_of(cut.base_model)
 
 
 def test_a_model_is_cut_without_attributes_of_ours(ranks):
-    assert ranks.run(left_on_a_cut_model)[0] == (set(), None)
+    assert ranks.run(left_on_a_cut_model)[0] == (set(), None, None)
 
 
 def keys_of_another_type(rank, world):

@@ -92,6 +92,8 @@ def stage_on_rank(rank, world, delayed, tied):
     mesh = make_mesh(Parallel(pp=4))
     stage = parallelize(model(tie_word_embeddings=tied), mesh)
     order, optimizer = Order(stage), adamw(stage, lr=1e-2, weight_decay=0.1, eps=1e-4)
+    with pytest.raises(TypeError, match="needs model="):
+        optimizer_step(optimizer, max_norm=0.05)
     out = {"loss": [], "norm": []}
     for step in range(3):
         total = torch.zeros(())
@@ -103,7 +105,7 @@ def stage_on_rank(rank, world, delayed, tied):
         if step == 0:
             out["grads"] = {n: whole(p.grad) for n, p in stage.named_parameters()}
             out["order"] = order.said
-        out["norm"].append(float(optimizer_step(optimizer, max_norm=0.05)["grad_norm"].total))
+        out["norm"].append(float(optimizer_step(optimizer, max_norm=0.05, model=stage)["grad_norm"].total))
         out["loss"].append(float(summed(total, mesh=mesh)))
     return out | {"params": {n: whole(p) for n, p in stage.named_parameters()}}
 
