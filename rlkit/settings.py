@@ -450,17 +450,20 @@ class ParallelArgs(Parallel):
     """seconds that ranks wait for each other (e.g. for the slowest rollout) before the job ends with an error"""
 
 
+SERVERS = {"sglang": "SGLang", "vllm": "vLLM"}  # `engine`: the servers' name
+
+
 @dataclass(frozen=True)
 class Engines:
     """The engines that sample, and how weights reach them."""
 
-    engine: Annotated[str, named("local", "sglang")] = "local"
-    """local: rlkit's own engine, for small models; sglang: SGLang servers. Or FILE.py:FUNCTION, which makes an engine
-    of your own from the model's path (docs/engines.md)"""
+    engine: Annotated[str, named("local", *SERVERS)] = "local"
+    """local: rlkit's own engine, for small models; sglang, vllm: their servers. Or FILE.py:FUNCTION, which makes an
+    engine of your own from the model's path (docs/engines.md)"""
     engine_urls: tuple[str, ...] = ()
-    """URLs of running SGLang servers of `model`, as http://127.0.0.1:30000. None: start servers on every node"""
+    """URLs of running servers of `model`, as http://127.0.0.1:30000. None: start servers on every node"""
     engine_router: str | None = None
-    """URL of an SGLang router in front of `engine_urls`, which then distributes the requests"""
+    """URL of a router in front of `engine_urls`, which then distributes the requests"""
     engine_gpus: tuple[CountOr0, ...] = ()
     """numbers of the GPUs of each node for servers that are started here; none: all, which then also train"""
     engine_tp: Count = 1
@@ -470,13 +473,13 @@ class Engines:
     engine_args: str = ""
     """further arguments of servers started here, in one string: --engine-args="--kv-cache-dtype fp8_e5m2\""""
     engine_pause: Literal["retract", "in_place", "abort"] = "retract"
-    """requests in flight on SGLang when new weights come: retract computes their keys and values again; in_place keeps
+    """requests in flight on servers when new weights come: retract computes their keys and values again; in_place keeps
     those of the old weights (faster, less exact); abort ends them"""
     weight_sync: Literal["auto", "ipc", "group", "disk"] = "auto"
-    """how weights go to SGLang: ipc (memory of this machine), group (NCCL or gloo), disk. auto: ipc where all servers
-    are on this machine, else disk if there is a folder, else group"""
+    """how weights go to servers: ipc (memory of this machine), group (NCCL or gloo), disk. auto: ipc where all servers
+    are on this machine (vLLM: where there is one, of one GPU, else disk), else disk if there is a folder, else group"""
     weight_sync_folder: Path | None = None
-    """folder for --weight-sync disk, which trainer and servers see under the same name"""
+    """folder for --weight-sync disk, which trainer and servers see under the same name; none: OUTPUT/weights"""
     max_batch: Count = 64
     """sequences that the local engine decodes at once"""
     compile: bool = False
@@ -488,12 +491,14 @@ class Engines:
 
     def __post_init__(self) -> None:
         check(self, may_be_empty=("engine_args",))
-        served, present = self.engine == "sglang", set[int]()
+        served, present = self.serves, set[int]()
         if hasattr(os, "sched_getaffinity"):
             present = set(os.sched_getaffinity(0))
-        refuse_if(self.engine_urls and not served, "`engine_urls` are SGLang servers: add `engine` sglang")
+        refuse_if(self.engine_urls and not served, "`engine_urls` are servers: add `engine` sglang or vllm")
         for name in _OF_SERVERS:
-            refuse_if(not served and not is_default(self, name), f"`{name}` is for SGLang servers: add `engine` sglang")
+            refuse_if(
+                not served and not is_default(self, name), f"`{name}` is for servers: add `engine` sglang or vllm"
+            )
         for name in _OF_STARTED:
             given = self.engine_urls and not is_default(self, name)
             refuse_if(given, f"`{name}` is for servers that are started here: drop it or `engine_urls`")
@@ -506,7 +511,6 @@ class Engines:
             f"`engine_gpus` are {len(self.engine_gpus)}: give a multiple of `engine_tp` {self.engine_tp}",
         )
         folder, sync = self.weight_sync_folder, self.weight_sync
-        refuse_if(sync == "disk" and folder is None, "`weight_sync` disk needs `weight_sync_folder`")
         refuse_if(folder and sync in ("ipc", "group"), f"`weight_sync_folder` is for `weight_sync` disk, not {sync}")
         other = self.engine != "local"
         refuse_if(
@@ -519,6 +523,11 @@ class Engines:
             not {*self.engine_cpus} <= present,
             f"`engine_cpus` {self.engine_cpus}: this process may not use all of them",
         )
+
+    @property
+    def serves(self) -> bool:
+        """Whether servers sample."""
+        return self.engine in SERVERS
 
     @property
     def has_own_threads(self) -> bool:

@@ -71,8 +71,7 @@ class Progress(NamedTuple):
 class Generate(Protocol):
     """The callable that a rollout samples with, token ids in and out: the `generate` method of an engine.
 
-    An object that only generates (`rlkit.rollout.engines.vllm.VLLM`) serves evaluation and judges; training also needs
-    the other methods of `Engine`.
+    An object that only generates serves evaluation and judges; training also needs the other methods of `Engine`.
     """
 
     async def __call__(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:

@@ -160,6 +160,7 @@ def test_a_sandboxed_program_and_a_math_reward_run_from_the_wheel(install, tmp_p
 
 NAMED = {  # a beginning of modules -> the extra that they need as a whole
     "rlkit.rollout.engines.http": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
+    "rlkit.rollout.engines.servers": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
     "rlkit.rollout.engines.sglang": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
     "rlkit.rollout.engines.vllm": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
     "rlkit.rewards.math": "rewards for mathematics need math_verify: pip install 'rlkit-lm[math]'",

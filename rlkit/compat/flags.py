@@ -33,7 +33,7 @@ FLAGS = {  # the flag here: the first of several ("a | b") that the script has, 
     "save_strategy": "save_steps", "save_total_limit": "keep", "scale_rewards": "baseline", "sft_model_path": "model",
     "torch_dtype": "dtype", "total_episodes": "steps (episodes / prompts of a step)", "use_peft": "lora_rank",
     "vllm_gpu_memory_utilization": "engine_memory", "vllm_tensor_parallel_size": "engine_tp",
-    "use_vllm": "engine sglang", "vllm_mode": "engine sglang", "vllm_server_base_url": "engine_urls",
+    "use_vllm": "engine vllm", "vllm_mode": "engine vllm", "vllm_server_base_url": "engine_urls",
     "warmup_ratio": "warmup_steps (ratio * steps)",
     # verl
     "adv_estimator": "baseline", "clip_ratio": "clip_low and --clip-high", "clip_ratio_c": "loss dual_clip",
@@ -164,7 +164,7 @@ VALUES = {  # of a flag here
     },
     "lr_schedule": {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant, with --warmup-steps"},
     "dtype": {"bfloat16": "bf16", "float32": "fp32", "auto": "the default: leave it out"},
-    "engine": {"hf": "local", "vllm": "sglang"},
+    "engine": {"hf": "local"},
 }  # fmt: skip
 OF_RUN = (  # what chat, plot and track take as a word of its own
     "checkpoint", "checkpoint_dir", "folder", "input", "log_dir", "logdir", "model", "model_name_or_path", "model_path",

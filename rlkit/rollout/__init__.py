@@ -5,7 +5,7 @@ envs.turns, text, envs.chat     episodes in tokens, in text, in messages
 envs.gym, .tools, .endpoint     environments: Gym-like objects, functions to call, programs that use HTTP
 engines.local, .process         the local engine, in this process or its own
 engines.sglang                  SGLang servers
-engines.vllm                    vLLM servers, for evaluation and judges, not for training
+engines.vllm                    vLLM servers
 """
 
 from rlkit._platform import refuse_windows

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import isawaitable
 from typing import Any
@@ -13,19 +16,23 @@ from typing import Any
 from rlkit._extras import lacks
 from rlkit.ranks import is_first, local_rank, local_world_size, num_ranks, on_all_ranks, own_address, rank, world_size
 from rlkit.scripts.start import function_of
-from rlkit.settings import Engines, refuse_if
+from rlkit.settings import SERVERS, Engines, refuse_if
 
 
 def check_engine(args: Any) -> None:
     """Refuse (ValueError) an engine that cannot be opened, as far as that is known before torch is loaded."""
     how = args.engine
     users_function(how)
-    if how.engine != "sglang":
+    if not how.serves:
         return
-    refuse_if(not find_spec("aiohttp"), lacks("aiohttp", "http", "`engine` sglang needs"))
-    _sync_kind(how)
+    refuse_if(not find_spec("aiohttp"), lacks("aiohttp", "http", f"`engine` {how.engine} needs"))
+    kind = _sync_kind(args)
+    refuse_if(
+        how.engine == "vllm" and args.model.device == "cpu" and kind != "disk",
+        f"`weight_sync` {kind}: vLLM on a CPU takes weights from files only: drop it, or use disk",
+    )
     if is_first():
-        _check_answers(how.engine_urls)
+        _check_answers(how)
 
 
 def users_function(how: Engines) -> Any:
@@ -33,23 +40,36 @@ def users_function(how: Engines) -> Any:
     return function_of("engine", how.engine) if ":" in how.engine else None
 
 
-def _sync_kind(how: Engines) -> str:
+def _sync_kind(args: Any) -> str:
     """How weights go to the servers: "ipc", "group" or "disk". ValueError for a malformed address, and for ipc to
     another machine."""
     from rlkit.rollout.engines.hosts import host_of, is_here, refuse_elsewhere
 
+    how = args.engine
     for url in how.engine_urls:
         try:
             host_of(url)
             if how.weight_sync == "ipc":
-                refuse_elsewhere(url, instead="use `weight_sync` group, or disk")
+                refuse_elsewhere(url, SERVERS[how.engine], instead="use `weight_sync` group, or disk")
             elif how.weight_sync == "auto" and not is_here(url):
                 return "group" if how.weight_sync_folder is None else "disk"
         except ValueError as error:
             refuse_if(True, f"`engine_urls` {error}")
     if how.weight_sync != "auto":
         return how.weight_sync
-    return "ipc" if _num_nodes() == 1 else "group" if how.weight_sync_folder is None else "disk"
+    if _num_nodes() > 1:
+        return "group" if how.weight_sync_folder is None else "disk"
+    return "ipc" if how.engine == "sglang" or _one_gpu(args) else "disk"
+
+
+def _one_gpu(args: Any) -> bool:
+    """Whether there is one server, of one GPU, which trains too: vLLM shares memory with that only."""
+    how = args.engine
+    if args.model.device == "cpu":
+        return False
+    import torch
+
+    return len(how.engine_urls or how.engine_gpus or range(torch.cuda.device_count())) == how.engine_tp == 1
 
 
 def _num_nodes() -> int:
@@ -57,12 +77,12 @@ def _num_nodes() -> int:
     return num_ranks() // local_world_size()
 
 
-def _check_answers(urls: Sequence[str]) -> None:
+def _check_answers(how: Engines) -> None:
     """ValueError if none of the addresses takes a connection: before a model is loaded."""
     from urllib.parse import urlsplit
 
     said = []
-    for url in urls:
+    for url in how.engine_urls:
         parts = urlsplit(url)
         try:
             socket.create_connection((parts.hostname, parts.port or 80), timeout=5).close()
@@ -70,11 +90,10 @@ def _check_answers(urls: Sequence[str]) -> None:
             said.append(f"{url} ({error.strerror or error})")
         else:
             return
-    refuse_if(
-        said,
-        f"`engine_urls`: no SGLang server answers at {', '.join(said)}: start one with `python -m sglang.launch_server "
-        "--model-path MODEL --port 30000`, or drop the flag to launch one here",
-    )
+    if said:
+        where, start = ", ".join(said), api_of(how).start
+        what = f"`engine_urls`: no {SERVERS[how.engine]} server answers at {where}"
+        raise ValueError(f"{what}: start one with `{start}`, or drop the flag to launch one here")
 
 
 @asynccontextmanager
@@ -108,12 +127,12 @@ def _local_options(args: Any, max_len: int) -> dict[str, Any]:
 
 @contextmanager
 def _servers(args: Any) -> Iterator[list[str]]:
-    """The addresses of the SGLang servers: given, or started here by the first rank of each node until the block ends.
+    """The addresses of the servers: given, or started here by the first rank of each node until the block ends.
 
     All ranks call it together. It returns when every server is healthy.
     """
     how = args.engine
-    if how.engine != "sglang" or how.engine_urls:
+    if not how.serves or how.engine_urls:
         yield list(how.engine_urls)
         return
     with ExitStack() as stack:
@@ -125,10 +144,8 @@ def _start(args: Any, stack: ExitStack) -> list[str]:
     """Start this node's servers, each on its own GPUs, and wait for them; they end with `stack`."""
     import torch
 
-    from rlkit.rollout.engines.sglang import launch
-
     how, model = args.engine, args.model
-    on_cpu = model.device == "cpu"
+    launch, on_cpu = _package(how).launch, model.device == "cpu"
     gpus = [0] if on_cpu else [*(how.engine_gpus or range(torch.cuda.device_count()))]
     size = 1 if on_cpu else how.engine_tp
     if len(gpus) % size:
@@ -136,21 +153,52 @@ def _start(args: Any, stack: ExitStack) -> list[str]:
     host = own_address() if _num_nodes() > 1 else "127.0.0.1"
     servers = []
     for number, first in enumerate(range(0, len(gpus), size)):
-        given = ["--tp", str(how.engine_tp)] if how.engine_tp > 1 else []
-        if not on_cpu:  # not by CUDA_VISIBLE_DEVICES: CUDA IPC needs the trainer's GPU to be visible to the server
-            given += ["--base-gpu-id", str(gpus[first]), "--mem-fraction-static", str(how.engine_memory)]
-            given += ["--enable-deterministic-inference"] if model.deterministic else []
-        log = args.schedule.output / f"sglang_{rank()}_{number}.log"
-        launched = launch(
-            model.model,
-            device=model.device,
-            args=[*given, *shlex.split(how.engine_args)],
-            host=host,
-            log=log,
-            wait=False,
-        )
+        given, env = (_sglang_options if how.engine == "sglang" else _vllm_options)(args, gpus[first : first + size])
+        log = args.schedule.output / f"{how.engine}_{rank()}_{number}.log"
+        given += shlex.split(how.engine_args)
+        launched = launch(model.model, device=model.device, args=given, env=env, host=host, log=log, wait=False)
         servers.append(stack.enter_context(launched))
     return [server.wait().url for server in servers]
+
+
+def _sglang_options(args: Any, gpus: Sequence[int]) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of an SGLang server on these GPUs."""
+    how, model = args.engine, args.model
+    given = ["--tp", str(how.engine_tp)] if how.engine_tp > 1 else []
+    if model.device != "cpu":  # not by CUDA_VISIBLE_DEVICES: IPC needs the trainer's GPU to be visible to the server
+        given += ["--base-gpu-id", str(gpus[0]), "--mem-fraction-static", str(how.engine_memory)]
+        given += ["--enable-deterministic-inference"] if model.deterministic else []
+    return given, {}
+
+
+def _vllm_options(args: Any, gpus: Sequence[int]) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of a vLLM server on these GPUs."""
+    how, model, env = args.engine, args.model, dict[str, str]()
+    given = ["--tensor-parallel-size", str(how.engine_tp)] if how.engine_tp > 1 else []
+    longest = args.episodes.max_len(args.rollouts)
+    given += [] if longest is None else ["--max-model-len", str(longest)]
+    if model.device != "cpu":
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(seen[i] if i < len(seen) and seen[i] else str(i) for i in gpus)
+        given += ["--gpu-memory-utilization", str(how.engine_memory)]
+        env |= {"VLLM_BATCH_INVARIANT": "1"} if model.deterministic else {}
+        if (kind := _sync_kind(args)) != "disk":
+            given += ["--weight-transfer-config", json.dumps({"backend": "nccl" if kind == "group" else kind})]
+            env |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if kind == "ipc" else {}  # it listens on 127.0.0.1 only
+    return given, env
+
+
+def _package(how: Engines) -> Any:
+    """`rlkit.rollout.engines.sglang` or `vllm`."""
+    return import_module(f"rlkit.rollout.engines.{how.engine}")
+
+
+def api_of(how: Engines) -> Any:
+    """How the servers of the flags are spoken to."""
+    from rlkit.rollout.engines.sglang.api import SGLangApi
+    from rlkit.rollout.engines.vllm.api import VLLMApi
+
+    return SGLangApi() if how.engine == "sglang" else VLLMApi()
 
 
 @asynccontextmanager
@@ -170,27 +218,28 @@ async def _own_engine(args: Any, max_len: int, urls: Sequence[str]) -> AsyncIter
             yield engine
         return
     from rlkit.model.pretrained import load_config
-    from rlkit.rollout.engines.sglang import SGLang
 
     size = load_config(model.model).get_text_config().vocab_size
     routing: Any = {"router": how.engine_router, "pause": how.engine_pause, "transport": _transport(args)}
-    async with SGLang(list(urls), vocab_size=size, **routing) as engine:
+    package = _package(how)
+    kind = package.SGLang if how.engine == "sglang" else package.VLLM
+    async with kind(list(urls), vocab_size=size, **routing) as engine:
         yield engine
 
 
 def _transport(args: Any) -> Any:
     """How weights go to the servers."""
-    from rlkit.rollout.engines.sglang import FromDisk, FromGroup, FromTensors
-
-    how, kind = args.engine, _sync_kind(args.engine)
+    how, kind, package = args.engine, _sync_kind(args), _package(args.engine)
     if kind == "ipc":
-        return FromTensors()
+        return package.FromTensors()
     if kind == "disk":
-        return FromDisk(how.weight_sync_folder)
+        return package.FromDisk(how.weight_sync_folder or args.schedule.output / "weights")
+    if how.engine == "vllm":
+        return package.FromGroup()
     from rlkit.rollout.engines.hosts import is_here
 
     near = _num_nodes() == 1 and all(map(is_here, how.engine_urls))
-    return FromGroup(
+    return package.FromGroup(
         backend="gloo" if args.model.device == "cpu" else "nccl", host="127.0.0.1" if near else own_address()
     )
 

@@ -18,20 +18,26 @@ from rlkit.loops.rl import Task, rl
 from rlkit.model.forward import Policy
 from rlkit.model.weights import stream_weights
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.engines.vllm import VLLM
 from rlkit.rollout.shared import SharedEngine
 from rlkit.settings import Rollouts, Schedule
+from rlkit.testing import FakeEngine
+
+
+class Generates:
+    """A judge's engine: it takes no weights."""
+
+    generate = FakeEngine().generate
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("loop", [grpo, async_grpo, ppo])
 def test_an_engine_that_cannot_be_trained_with_is_refused_before_anything_runs(loop, shared, tmp_path):
-    vllm = VLLM("http://127.0.0.1:9", model="m")
+    only = Generates()
     model = small_model()
     models = [model] * (2 if loop is ppo else 1)
-    engine = SharedEngine(vllm) if shared else vllm
+    engine = SharedEngine(only) if shared else only
     training = call(loop, *models, None, engine, prompts=[], score=unchanged, output=tmp_path / "run", steps=1)
-    with pytest.raises(TypeError, match="the engine VLLM has no abort and no update_weights: it can generate"):
+    with pytest.raises(TypeError, match="the engine Generates has no abort and no update_weights: it can generate"):
         asyncio.run(training)
     assert not (tmp_path / "run").exists()
 

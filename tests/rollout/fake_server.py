@@ -14,10 +14,12 @@ from rlkit.types import SamplingParams
 
 
 @asynccontextmanager
-async def serving(answer: Callable[[int, dict[str, Any]], Any]) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
+async def serving(
+    answer: Callable[[int, dict[str, Any]], Any], *, mode: str = "processed_logprobs"
+) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
     """Serve `answer(number, request)`, JSON or a whole response, to SGLang's and to vLLM's path.
 
-    Yields the address and the requests so far.
+    Yields the address and the requests so far. `mode`: vLLM's of log-probs.
     """
     seen: list[dict[str, Any]] = []
 
@@ -27,12 +29,13 @@ async def serving(answer: Callable[[int, dict[str, Any]], Any]) -> AsyncIterator
         made = await made if inspect.isawaitable(made) else made
         return made if isinstance(made, web.Response) else web.json_response(made)
 
-    async def nothing(_: web.Request) -> web.Response:
-        return web.json_response({})
+    async def nothing(request: web.Request) -> web.Response:
+        of_vllm = {"vllm_config": {"model_config": {"logprobs_mode": mode}, "parallel_config": {}}}
+        return web.json_response(of_vllm if request.query.get("config_format") else {})
 
     app = web.Application()
     app.router.add_post("/generate", completions)
-    app.router.add_post("/v1/completions", completions)
+    app.router.add_post("/inference/v1/generate", completions)
     for page in ("server_info", "v1/models", "model_info", "health"):
         app.router.add_get(f"/{page}", nothing)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -44,20 +47,28 @@ async def serving(answer: Callable[[int, dict[str, Any]], Any]) -> AsyncIterator
         await runner.cleanup()
 
 
+def vllm_reply(request: dict[str, Any], ids: list[int], logp: list[float], reason: str = "stop") -> dict[str, Any]:
+    """As vLLM 0.32 answers at its endpoint of token ids, with the fields that a client reads."""
+    entries = [{"token_id": i, "logprob": x, "rank": 1} for i, x in zip(ids, logp, strict=False)]
+    choice = {
+        "index": 0, "finish_reason": reason, "token_ids": ids, "logprobs": {"content": entries},
+        "weight_versions": [{"version": "default", "start": 0, "end": len(ids)}],
+    }  # fmt: skip
+    usage = {"prompt_tokens": len(request["token_ids"])}
+    return {"request_id": f"generate-tokens-{request['request_id']}", "choices": [choice], "usage": usage}
+
+
 def vllm_answers() -> Callable[[int, dict[str, Any]], Any]:
     """Replies of a vLLM server, with the tokens of a `FakeEngine`."""
     fake = FakeEngine()
 
     async def answer(_: int, request: dict[str, Any]) -> dict[str, Any]:
+        told = request["sampling_params"]
         params = SamplingParams(
-            max_new_tokens=request["max_tokens"], temperature=request["temperature"], seed=request.get("seed"),
-            stop_token_ids=tuple(request["stop_token_ids"]),
+            max_new_tokens=told["max_tokens"], temperature=told["temperature"], seed=told.get("seed"),
+            stop_token_ids=tuple(told["stop_token_ids"]),
         )  # fmt: skip
-        out = await fake.generate(request["prompt"], params=params)
-        choice = {
-            "token_ids": out.ids, "logprobs": {"token_logprobs": out.logp}, "finish_reason": out.finish_reason,
-            "prompt_token_ids": request["prompt"],
-        }  # fmt: skip
-        return {"id": "cmpl-1", "choices": [choice], "usage": {"prompt_tokens": len(request["prompt"])}}
+        out = await fake.generate(request["token_ids"], params=params)
+        return vllm_reply(request, out.ids, out.logp, out.finish_reason)
 
     return answer

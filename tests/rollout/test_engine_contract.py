@@ -1,4 +1,4 @@
-"""Every engine keeps the contract of `rlkit.types`. A real SGLang server does so in tests/sglang."""
+"""Every engine keeps the contract of `rlkit.types`; real servers do so in tests/sglang and tests/vllm."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def engine_of(name: str, model, tmp_path: Path) -> AsyncIterator[Subject]:
             yield Subject(engine, weights=lambda: stream_weights(model))
     elif name == "vllm":
         async with serving(vllm_answers()) as (url, _):
-            engine = VLLM(url, model="tiny")
+            engine = VLLM(url)
             yield Subject(engine)
             await engine.close()
     else:

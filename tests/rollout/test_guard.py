@@ -16,7 +16,7 @@ import pytest
 
 import rlkit.rollout
 
-GUARD = Path(rlkit.rollout.__path__[0]) / "engines" / "sglang" / "guard.py"
+GUARD = Path(rlkit.rollout.__path__[0]) / "engines" / "servers" / "guard.py"
 TREE = "sleep 1000 & sleep 1001 & wait"  # a server and workers of it
 
 

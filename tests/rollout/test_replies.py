@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from fake_server import serving
+from fake_server import serving, vllm_reply
 
 from rlkit.rollout.engines import http
 from rlkit.rollout.engines.http import Busy, ReplicaError
@@ -29,7 +29,7 @@ def sglang(url: str, **options: Any) -> SGLang:
 
 
 def vllm(url: str, **options: Any) -> VLLM:
-    return VLLM(url, model="m", vocab_size=VOCAB, **FAST, **options)
+    return VLLM(url, vocab_size=VOCAB, **FAST, **options)
 
 
 def reply(request: dict[str, Any]) -> dict[str, Any]:
@@ -43,14 +43,7 @@ def reply(request: dict[str, Any]) -> dict[str, Any]:
             "completion_tokens": 2,
         }
         return {"output_ids": [7, 8], "meta_info": meta}
-    choice = {
-        "token_ids": [7, 8],
-        "logprobs": {"token_logprobs": [-0.5, 0.0]},
-        "finish_reason": "stop",
-        "prompt_token_ids": request["prompt"],
-    }
-    told = request.get("request_id", "1f")
-    return {"id": f"cmpl-{told}", "choices": [choice], "usage": {"prompt_tokens": len(request["prompt"])}}
+    return vllm_reply(request, [7, 8], [-0.5, 0.0])
 
 
 def with_tokens(tokens: list[Any], logp: list[Any], reason: str = "stop") -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -59,8 +52,8 @@ def with_tokens(tokens: list[Any], logp: list[Any], reason: str = "stop") -> Cal
             entries = [list(pair) for pair in zip(logp, tokens, strict=False)]
             told = {"output_token_logprobs": entries, "completion_tokens": len(tokens)}
             return {"output_ids": tokens, "meta_info": good["meta_info"] | told | {"finish_reason": {"type": reason}}}
-        told = {"token_ids": tokens, "logprobs": {"token_logprobs": logp}, "finish_reason": reason}
-        return good | {"choices": [good["choices"][0] | told]}
+        request = {"request_id": good["request_id"].removeprefix("generate-tokens-"), "token_ids": PROMPT}
+        return vllm_reply(request, tokens, logp, reason)
 
     return change
 
@@ -70,7 +63,7 @@ def of_another(good: dict[str, Any]) -> dict[str, Any]:
     if "meta_info" in good:
         good["meta_info"]["id"] = "another"
     else:
-        good["id"] = "cmpl-another"
+        good["request_id"] = "generate-tokens-another"
     return good
 
 
@@ -88,8 +81,8 @@ WRONG = {
     "none": (with_tokens([], []), "no token, and finish_reason 'stop'"),
     "a log-prob above 0": (with_tokens([7, 8], [-0.5, 0.01]), "token 1 has the log-prob 0.01, which is above 0"),
     "nan": (with_tokens([7, 8], [-0.5, float("nan")]), "token 1 has the log-prob nan, which is not finite"),
-    "fewer log-probs": (with_tokens([7, 8], [-0.5]), "2 tokens but 1 log-probs"),
-    "of another": (of_another, "it is of another request: id is '(cmpl-)?another', 'r7"),
+    "fewer log-probs": (with_tokens([7, 8], [-0.5]), "2 tokens(, and log-probs of 1 others| but 1 log-probs)"),
+    "of another": (of_another, "it is of another request: (request_)?id is '(generate-tokens-)?another', '"),
     "of another prompt": (longer_prompt, "it is of another request: prompt_tokens is 3, 2 was asked"),
 }
 
@@ -111,8 +104,6 @@ async def test_an_invalid_reply_is_retried_and_then_an_error(make: Engine) -> No
 
 async def check_refused(make: Engine, name: str) -> None:
     change, said = WRONG[name]
-    if make is sglang:  # whose client gives every attempt a name of its own
-        said = said.replace("'r7", "'")
     async with serving(lambda _, request: change(reply(request))) as (url, seen):
         engine = make(url, tries=2)
         with pytest.raises(ReplicaError, match=said) as caught:
@@ -129,15 +120,50 @@ async def check_refused(make: Engine, name: str) -> None:
         await engine.close()
 
 
-async def test_vllm_must_answer_the_prompt_that_was_sent() -> None:
-    def other(_: int, request: dict[str, Any]) -> dict[str, Any]:
-        return reply(request | {"prompt": [5, 9]})
-
-    async with serving(other) as (url, _):
-        engine = vllm(url, tries=1)
-        with pytest.raises(ReplicaError, match=r"prompt_token_ids is \[5, 9\], \[5, 6\] was asked"):
-            await engine.generate(PROMPT, params=PARAMS)
+async def test_every_parameter_goes_to_vllm() -> None:
+    """What is missing from a request the server takes from the model's generation_config.json."""
+    params = SamplingParams(max_new_tokens=3, temperature=0.7, stop=("\n\n",), stop_token_ids=(2,), seed=2**64 + 7)
+    async with serving(lambda _, request: reply(request)) as (url, seen):
+        engine = vllm(url)
+        out = await engine.generate(PROMPT, params=params)
         await engine.close()
+    assert out.versions == [0, 0]
+    told = {
+        "max_tokens": 3, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "stop": ["\n\n"], "stop_token_ids": [2],
+        "include_stop_str_in_output": True, "detokenize": True, "logprobs": 0, "seed": 7,
+    }  # fmt: skip
+    [asked] = seen
+    assert asked.pop("request_id")
+    assert asked == {"token_ids": PROMPT, "stream": False, "sampling_params": told}
+
+
+@pytest.mark.parametrize(
+    ("mode", "params", "refused"),
+    [
+        (
+            "raw_logprobs",
+            {"temperature": 0.7},
+            "temperature 0.7 needs a server with --logprobs-mode processed",
+        ),
+        ("raw_logprobs", {"top_p": 0.9}, None),
+        ("raw_logprobs", {"temperature": 0.0}, None),
+        ("processed_logprobs", {"temperature": 0.7, "top_p": 0.9}, "of the truncated distribution"),
+        ("processed_logprobs", {"top_k": 5}, "of the truncated distribution"),
+        ("processed_logprobs", {"temperature": 0.0}, None),
+    ],
+)
+async def test_log_probs_of_another_distribution_are_refused(mode: str, params: dict, refused: str | None) -> None:
+    async with serving(lambda _, request: reply(request), mode=mode) as (url, seen):
+        engine = vllm(url)
+        call = engine.generate(PROMPT, params=SamplingParams(max_new_tokens=3, **params))
+        if refused is None:
+            await call
+        else:
+            with pytest.raises(ValueError, match=refused):
+                await call
+        await engine.close()
+    assert len(seen) == (refused is None)
 
 
 @pytest.mark.parametrize("make", [sglang, vllm])

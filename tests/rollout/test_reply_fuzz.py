@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from fake_server import serving
+from fake_server import serving, vllm_reply
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,17 +37,13 @@ def sglang_reply(request: dict[str, Any]) -> dict[str, Any]:
     return {"text": "ab", "output_ids": [7, 8], "meta_info": meta}
 
 
-def vllm_reply(request: dict[str, Any]) -> dict[str, Any]:
-    choice = {
-        "index": 0, "text": "ab", "token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, 0.0]},
-        "finish_reason": "stop", "prompt_token_ids": request["prompt"],
-    }  # fmt: skip
-    return {"id": "cmpl-1", "choices": [choice], "usage": {"prompt_tokens": 2, "completion_tokens": 2}}
+def of_vllm(request: dict[str, Any]) -> dict[str, Any]:
+    return vllm_reply({"token_ids": PROMPT, "request_id": "1"}, [7, 8], [-0.5, 0.0]) | {"request_id": None}
 
 
 ENGINES: dict[str, Any] = {
     "sglang": (sglang_reply, lambda url: SGLang(url, vocab_size=VOCAB, tries=1, backoff_s=1e-3, busy_s=0.01)),
-    "vllm": (vllm_reply, lambda url: VLLM(url, model="m", vocab_size=VOCAB, tries=1, backoff_s=1e-3, busy_s=0.01)),
+    "vllm": (of_vllm, lambda url: VLLM(url, vocab_size=VOCAB, tries=1, backoff_s=1e-3, busy_s=0.01)),
 }
 junk = st.one_of(
     st.none(), st.booleans(), st.integers(-2, 5), st.floats(), st.text(max_size=5),

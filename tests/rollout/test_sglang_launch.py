@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.rollout.engines.sglang import launch, server
+from rlkit.rollout.engines.servers import process as server
+from rlkit.rollout.engines.sglang import launch
 
 STAND_IN = f"""#!{sys.executable}
 import json, os, sys, time

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 import torch
 import warm
 
+from rlkit.rollout.engines.servers.api import Facts
 from rlkit.rollout.engines.sglang.weights import FromTensors
 
 TRAINER = """
 import subprocess, sys, time, torch
-from rlkit.rollout.engines.sglang.weights import Memory, _handle, flatten
+from rlkit.rollout.engines.servers.tensors import Memory, flatten
+from rlkit.rollout.engines.sglang.weights import _handle
 bucket = flatten([("x", torch.ones(1000))], Memory())
 with open(sys.argv[2], "w") as out:
     subprocess.Popen([sys.executable, "-c", sys.argv[1], _handle(bucket)], stdout=out, stderr=subprocess.DEVNULL)
@@ -52,7 +54,7 @@ def test_close_frees_shared_memory_that_a_running_server_has_mapped():
             assert servers[-1].stdout.readline() == b"loaded\n"
 
         transport = FromTensors()
-        await transport.send([SimpleNamespace(num_ranks=1, post=post)], [("x", torch.ones(1000))], version=1)
+        await transport.send([SimpleNamespace(facts=Facts(), post=post)], [("x", torch.ones(1000))], version=1)
         assert len(shared() - before) == 1
         await transport.close()
         assert servers[0].poll() is None

@@ -113,7 +113,7 @@ def refused(kind, **changes):
         ({"template_args": "[1]"}, "--template-args must be a JSON object"),
         ({"engine_cpus": (0, 10**6)}, "--engine-cpus (0, 1000000): this process may not use all of them"),
         ({"engine_threads": 2}, "--engine-threads and --engine-cpus are for --overlap"),
-        ({"engine_urls": ("http://x",)}, "--engine-urls are SGLang servers: add --engine sglang"),
+        ({"engine_urls": ("http://x",)}, "--engine-urls are servers: add --engine sglang or vllm"),
         ({"top_p": 0.9, "top_k": 5}, "--top-p and --top-k: engines combine them differently; use one of them"),
         ({"top_p": 0.9, "overlap": True}, "--top-p and --top-k need on-policy samples"),
         ({"reward": None}, "give --reward, --env or both: something has to judge"),
@@ -157,13 +157,12 @@ def test_flags_of_the_engines_exclude_each_other():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"engine": "local", "engine_tp": 2}, "`engine_tp` is for SGLang servers: add `engine` sglang"),
-        ({"engine": "local", "weight_sync": "disk"}, "`weight_sync` is for SGLang servers: add `engine` sglang"),
+        ({"engine": "local", "engine_tp": 2}, "`engine_tp` is for servers: add `engine` sglang or vllm"),
+        ({"engine": "local", "weight_sync": "disk"}, "`weight_sync` is for servers: add `engine` sglang or vllm"),
         ({"engine_urls": URL, "engine_memory": 0.5}, "`engine_memory` is for servers that are started here: drop it"),
         ({"engine_router": "http://a:1"}, "`engine_router` requires `engine_urls`, for the weights"),
         ({"engine_memory": 1.0}, "`engine_memory` must be above 0 and below 1"),
         ({"engine_gpus": (0, 1, 2), "engine_tp": 2}, "`engine_gpus` are 3: give a multiple of `engine_tp` 2"),
-        ({"weight_sync": "disk"}, "`weight_sync` disk needs `weight_sync_folder`"),
         ({"weight_sync": "ipc", "weight_sync_folder": Path("x")}, "`weight_sync_folder` is for `weight_sync` disk"),
     ],
 )

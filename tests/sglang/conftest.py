@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import served
 import torch
+from served import make_checkpoint
 from transformers import AutoModelForCausalLM
 
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.rollout.engines.http import Http
+from rlkit.rollout.engines.servers.guard import shared_files
 from rlkit.rollout.engines.sglang import Server, launch
-from rlkit.rollout.engines.sglang.guard import shared_files
 
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))  # contract.py
 INSTALL = Path(__file__).parents[2] / "tools" / "sglang_cpu" / "install.py"
@@ -33,20 +34,6 @@ def sglang_python() -> str:
         return given
     made = subprocess.run([sys.executable, str(INSTALL)], check=True, stdout=subprocess.PIPE, text=True)
     return made.stdout.strip()
-
-
-def make_checkpoint(folder: Path, *, seed: int) -> Path:
-    """A tiny model without an end token and with peaked distributions, so that a wrong weight shows."""
-    tokenizer = tiny_tokenizer()
-    model = tiny_model(tokenizer, hidden=64, layers=2, intermediate=128, seed=seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(5)
-    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token = None
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -63,13 +50,7 @@ def models(checkpoints: list[Path]) -> list[torch.nn.Module]:
 @pytest.fixture(scope="session")
 def forward_logp() -> Callable[..., list[float]]:
     """Log-probs of `ids` after `prompt` from Hugging Face's own forward."""
-
-    def logp(model: torch.nn.Module, prompt: list[int], ids: list[int], temperature: float = 1.0) -> list[float]:
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].double() / temperature
-        return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
-
-    return logp
+    return served.forward_logp
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,9 @@ import torch
 from aiohttp import web
 
 from rlkit.rollout.engines.http import Http, ReplicaError
+from rlkit.rollout.engines.servers.replicas import Replicas
 from rlkit.rollout.engines.sglang import FromGroup, SGLang
-from rlkit.rollout.engines.sglang.replicas import Replicas
+from rlkit.rollout.engines.sglang.api import SGLangApi
 from rlkit.types import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=3)
@@ -193,7 +194,7 @@ async def test_a_slow_server_is_not_taken_for_a_hanging_one() -> None:
 async def test_a_blocked_event_loop_is_not_taken_for_a_hanging_server() -> None:
     http = Http()
     async with serving(good, health=hangs) as urls:
-        servers = Replicas(http, urls, stall=0.2)
+        servers = Replicas(http, urls, SGLangApi(), stall=0.2)
         assert "no reply within 1.0 s" in await servers._answers(servers.all[0], "/health")
         question = asyncio.create_task(servers._answers(servers.all[0], "/health"))
         await asyncio.sleep(0.01)

@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from rlkit.rollout.engines.sglang.weights import _handle, flatten
+from rlkit.rollout.engines.servers.tensors import flatten
+from rlkit.rollout.engines.sglang.weights import _handle
 
 pytestmark = pytest.mark.gpu
 

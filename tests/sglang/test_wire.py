@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 
-from rlkit.rollout.engines.sglang.weights import Memory, flatten, groups
-from rlkit.rollout.engines.sglang.wire import ServerLimits, body
+from rlkit.rollout.engines.servers.api import ServerLimits
+from rlkit.rollout.engines.servers.tensors import Memory, flatten, groups
+from rlkit.rollout.engines.sglang.api import SGLangApi
 from rlkit.types import SamplingParams
 
+body = SGLangApi().body
 NONE = ServerLimits(math.inf, math.inf)
 
 

@@ -37,10 +37,11 @@ def is_here(url: str) -> bool:
     return all(_is_own(family, address) for family, *_, address in found)
 
 
-def refuse_elsewhere(url: str, *, instead: str) -> None:
-    """ValueError for a server on another machine, where the trainer's weights do not arrive; `instead` is what does."""
+def refuse_elsewhere(url: str, kind: str, *, instead: str) -> None:
+    """ValueError for a server of that kind on another machine, where the trainer's weights do not arrive; `instead` is
+    what does."""
     if not is_here(url):
-        why = "weights go to SGLang servers on this machine only, through its memory"
+        why = f"weights go to {kind} servers on this machine only, through its memory"
         raise ValueError(f"{masked(url)} is another machine: {why}; {instead}")
 
 

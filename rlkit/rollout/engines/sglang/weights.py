@@ -1,91 +1,32 @@
-"""Transports of weights into running SGLang servers: shared memory, files, a process group."""
+"""Transports of weights into running SGLang servers: shared memory, a process group, and files (`FromDisk`)."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import io
-import os
-import shutil
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 from torch.multiprocessing import reductions
 
 from rlkit.rollout.calling import in_own_thread
 from rlkit.rollout.engines.http import all_done
-from rlkit.rollout.engines.sglang.checks import NamedTensors
-from rlkit.rollout.engines.sglang.replicas import Replica
+from rlkit.rollout.engines.servers.checks import NamedTensors
+from rlkit.rollout.engines.servers.replicas import Replica
+from rlkit.rollout.engines.servers.tensors import Bucket, Memory, file_system_sharing, flatten, groups
 from rlkit.rollout.rollout import all_or_cancel
 
-Named = list[tuple[str, Tensor]]
-NO_TENSORS = "update_weights was given no tensors; pass (name, tensor) pairs, e.g. stream_weights(model)"
 UUID_PLACE = 6  # of the device in the arguments of torch's rebuild_cuda_tensor
-
-
-class Bucket(NamedTuple):
-    """Tensors of one dtype laid end to end as bytes, and where each lies."""
-
-    flat: Tensor
-    metadata: list[SimpleNamespace]
-
-
-class Memory:
-    """Shared bytes, reused for every bucket on a CPU: fresh pages would cost more than the copy itself."""
-
-    def __init__(self) -> None:
-        self._flat = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, num_bytes: int) -> Tensor:
-        """The first `num_bytes`, which overwrite what an earlier call returned."""
-        if self._flat.numel() < num_bytes:
-            self._flat = torch.empty(num_bytes, dtype=torch.uint8)
-            with _file_system_sharing(), _stderr_not_passed_on():
-                self._flat.share_memory_()
-        return self._flat[:num_bytes]
-
-
-def groups(named_tensors: NamedTensors, *, max_bytes: int) -> Iterator[tuple[Named, bool]]:
-    """Yield (tensors of one dtype and at most `max_bytes`, whether they are the last); a larger tensor is alone.
-
-    One dtype keeps each tensor aligned in its bucket. ValueError if there are no tensors.
-    """
-    pending: Named = []
-    size = 0
-    for name, tensor in named_tensors:
-        if pending and (size + tensor.nbytes > max_bytes or tensor.dtype != pending[0][1].dtype):
-            yield pending, False
-            pending, size = [], 0
-        pending.append((name, tensor.detach()))
-        size += tensor.nbytes
-    if not pending:
-        raise ValueError(NO_TENSORS)
-    yield pending, True
-
-
-def flatten(named: Named, memory: Memory | None) -> Bucket:
-    """Lay tensors end to end, in `memory` if they are on a CPU."""
-    parts = [t.contiguous().reshape(-1).view(torch.uint8) for _, t in named]
-    metadata, start = [], 0
-    for (name, tensor), part in zip(named, parts, strict=True):
-        place = {"start_idx": start, "end_idx": start + part.numel(), "numel": part.numel()}
-        metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **place))
-        start += part.numel()
-    out = None if memory is None or parts[0].device.type != "cpu" else memory.take(start)
-    return Bucket(torch.cat(parts, out=out), metadata)
 
 
 class FromTensors:
@@ -102,6 +43,7 @@ class FromTensors:
     """
 
     sessions = True  # updates run between SGLang's begin and end
+    here = True
 
     def __init__(self, *, bucket_bytes: int = 512 << 20) -> None:
         self._bucket_bytes = bucket_bytes
@@ -112,7 +54,7 @@ class FromTensors:
         for named, last in groups(named_tensors, max_bytes=self._bucket_bytes):
             bucket = flatten(named, self._memory)
             body = {"load_format": "flattened_bucket", "flush_cache": False} | _stamp(version, last=last)
-            handles = ([_handle(bucket) for _ in range(server.num_ranks)] for server in servers)
+            handles = ([_handle(bucket) for _ in range(server.facts.num_ranks)] for server in servers)
             await all_done(
                 server.post("/update_weights_from_tensor", body | {"serialized_named_tensors": handle})
                 for server, handle in zip(servers, handles, strict=True)
@@ -121,38 +63,6 @@ class FromTensors:
     async def close(self) -> None:
         """Free the shared memory: the end of this process would not while a server that has mapped it lives."""
         self._memory = Memory()
-
-
-class FromDisk:
-    """Through checkpoint files on storage that trainer and servers share.
-
-    Args:
-        folder: each update writes `folder/<version>/*.safetensors`; the folders of the last two updates are kept.
-        file_bytes: size of a file, and of the buffer in this process's memory.
-    """
-
-    sessions = False  # SGLang's update from disk is one atomic step, which rolls back if it fails
-
-    def __init__(self, folder: str | Path, *, file_bytes: int = 4 << 30) -> None:
-        self._folder, self._file_bytes = Path(folder).absolute(), file_bytes
-        self._written: list[Path] = []
-
-    async def send(self, servers: Sequence[Replica], named_tensors: NamedTensors, *, version: int) -> None:
-        """See `FromTensors.send`."""
-        path = self._folder / str(version)
-        path.mkdir(parents=True, exist_ok=True)
-        for old in path.glob("*.safetensors"):
-            old.unlink()
-        for number, (named, _) in enumerate(groups(named_tensors, max_bytes=self._file_bytes)):
-            await asyncio.to_thread(_write, path / f"{number:05d}.safetensors", named)
-        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": False}
-        await all_done(server.post("/update_weights_from_disk", body) for server in servers)
-        self._written.append(path)
-        while len(self._written) > 2:
-            shutil.rmtree(self._written.pop(0), ignore_errors=True)
-
-    async def close(self) -> None:
-        """Keep the last files."""
 
 
 class FromGroup:
@@ -173,6 +83,7 @@ class FromGroup:
     """
 
     sessions = True
+    here = False
 
     def __init__(
         self,
@@ -227,7 +138,7 @@ class FromGroup:
     async def _meet(self, servers: Sequence[Replica]) -> None:
         limit = timedelta(seconds=self._timeout)
         self._name = f"rlkit-{uuid4().hex[:8]}"
-        size = 1 + sum(server.num_ranks for server in servers)
+        size = 1 + sum(server.facts.num_ranks for server in servers)
         store = _store(self._host, self._port, size, timeout=limit)
         body = {
             "master_address": self._host, "master_port": store.port, "world_size": size, "group_name": self._name,
@@ -236,7 +147,7 @@ class FromGroup:
         posts, offset = [], 1
         for server in servers:
             posts.append(server.post("/init_weights_update_group", {**body, "rank_offset": offset}))
-            offset += server.num_ranks
+            offset += server.facts.num_ranks
         # the same nesting of prefixes as in SGLang's init_custom_process_group, or the ranks would not find each other
         join = partial(
             _new_process_group_helper, size, 0, [], Backend(self._backend), dist.PrefixStore(self._name, store),
@@ -289,45 +200,12 @@ def _stamp(version: int, *, last: bool) -> dict[str, str]:
     return {"weight_version": str(version)} if last else {}
 
 
-def _write(path: Path, named: Named) -> None:
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.cpu().contiguous() for name, tensor in named}, path, metadata={"format": "pt"})
-
-
 def _handle(bucket: Bucket) -> str:
     """What SGLang unpickles: names and places as plain namespaces, and the shared buffer by reference."""
     out = io.BytesIO()
-    with _file_system_sharing():
+    with file_system_sharing():
         _Pickler(out).dump({"flattened_tensor": bucket.flat, "metadata": bucket.metadata})
     return base64.b64encode(out.getvalue()).decode()
-
-
-@contextmanager
-def _file_system_sharing() -> Iterator[None]:
-    """By name, for file descriptors cannot be passed to an unrelated process."""
-    strategy = mp.get_sharing_strategy()
-    mp.set_sharing_strategy("file_system")
-    try:
-        yield
-    finally:
-        mp.set_sharing_strategy(strategy)
-
-
-@contextmanager
-def _stderr_not_passed_on() -> Iterator[None]:
-    """To torch's helper process, which the first shared tensor starts and which lives while a server maps it.
-
-    It would hold a pipe open after this process has ended: `... 2>&1 | tee log`, or that of a parent, would not return.
-    """
-    ours, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 2)
-        yield
-    finally:
-        os.dup2(ours, 2)
-        os.close(ours)
-        os.close(null)
 
 
 class _Pickler(ForkingPickler):

@@ -1,4 +1,4 @@
-"""Health tracking and least-loaded selection of SGLang servers."""
+"""Health tracking and least-loaded selection of inference servers."""
 
 from __future__ import annotations
 
@@ -9,33 +9,32 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from rlkit._text import masked
-from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done, reading, whole_number
-from rlkit.rollout.engines.sglang.checks import vocab_size
-from rlkit.rollout.engines.sglang.wire import ServerLimits, parse_version
+from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done, reading
+from rlkit.rollout.engines.servers.api import Api, Facts, ServerLimits
+from rlkit.rollout.engines.servers.checks import vocab_size
 from rlkit.rollout.engines.silence import Silence
 
 CONTROL_TIMEOUT = 600.0
 HEALTH_TIMEOUT = 20.0
-MAX_RANKS = 1 << 16
 _log = logging.getLogger("rlkit.rollout")
 
 
 class Replica:
     """One server: its outstanding requests, and why it is `down` (None: it is up)."""
 
-    def __init__(self, http: Http, url: str) -> None:
-        self._http, self.url = http, url.rstrip("/")
+    def __init__(self, http: Http, url: str, api: Api) -> None:
+        self._http, self.url, self.api = http, url.rstrip("/"), api
         self.down: str | None = None
         self.paused, self.has_sessions = False, True
-        self.num_ranks = self.num_stages = self.num_copies = 1  # tensor, pipeline and data parallel sizes
+        self.facts = Facts()
         self.outstanding = self.life = 0  # life: how often it has come back
         self.model_path: str | None = None
         self.last_reply = 0.0
         self.question: asyncio.Task[None] | None = None
-        self.silence = Silence(f"the SGLang server {self.url}")
+        self.silence = Silence(f"the {api.name} server {self.url}")
         self._num_posts = 0
         self._ping: asyncio.Task[None] | None = None
 
@@ -60,7 +59,7 @@ class Replica:
         self._num_posts += 1
         if self._num_posts == 1:
             watch = self.silence.watch(self._ask_health, waiting=lambda: True)
-            self._watcher = asyncio.get_running_loop().create_task(watch, name="rlkit-sglang-watch")
+            self._watcher = asyncio.get_running_loop().create_task(watch, name="rlkit-server-watch")
         try:
             yield
         finally:
@@ -72,11 +71,11 @@ class Replica:
     def _ask_health(self) -> None:
         async def ask() -> None:
             with suppress(ReplicaError, TimeoutError):  # a paused server generates nothing, so it is not "healthy"
-                await self.get("/model_info" if self.paused else "/health", timeout=HEALTH_TIMEOUT)
+                await self.get(self.api.alive if self.paused else "/health", timeout=HEALTH_TIMEOUT)
                 self.silence.heard()
 
         if self._ping is None or self._ping.done():
-            self._ping = asyncio.get_running_loop().create_task(ask(), name="rlkit-sglang-health")
+            self._ping = asyncio.get_running_loop().create_task(ask(), name="rlkit-server-health")
 
     async def get(self, path: str, *, timeout: float) -> dict[str, Any]:
         """The object that the server answers; {} where it answers nothing or does not have the page.
@@ -95,8 +94,10 @@ class Replica:
 class Replicas:
     """Servers of one model behind one client. A dead server stays out until a weight update includes it again."""
 
-    def __init__(self, http: Http, urls: Sequence[str], *, stall: float, vocab_size: int | None = None) -> None:
-        self._http, self.all = http, [Replica(http, url) for url in urls]
+    def __init__(
+        self, http: Http, urls: Sequence[str], api: Api, *, stall: float, vocab_size: int | None = None
+    ) -> None:
+        self._http, self._api, self.all = http, api, [Replica(http, url, api) for url in urls]
         self.limits: ServerLimits | None = None
         self.version = self._turn = 0
         self._vocab_size = vocab_size
@@ -155,7 +156,7 @@ class Replicas:
     async def suspect(self, replica: Replica) -> bool:
         """After a failed request: whether the server is gone."""
         if replica.down is None:
-            await self._check(replica, "/model_info")
+            await self._check(replica, self._api.alive)
         return replica.down is not None
 
     async def revive(self) -> list[Replica]:
@@ -167,47 +168,20 @@ class Replicas:
             raise self._none_left()
         return self.up()
 
-    async def session(self, servers: Sequence[Replica], edge: Literal["begin", "end"]) -> None:
-        """Open or close SGLang's weight-update session, on the servers that have sessions."""
-        await all_done(self._session(server, edge) for server in servers if server.has_sessions)
-
-    async def _session(self, server: Replica, edge: Literal["begin", "end"]) -> None:
-        try:
-            await server.post(f"/{edge}_weight_update", {})
-        except Refused as error:
-            if error.status == 404:
-                server.has_sessions = False
-            elif edge == "begin" and "already open" in str(error):  # by a trainer that died in the middle of an update
-                await self._session(server, "end")
-                await server.post("/begin_weight_update", {})
-            else:
-                raise
-
     async def _revive(self, replica: Replica) -> None:
         was_down = replica.down is not None
-        self._note(replica, await self._answers(replica, "/model_info"))
+        self._note(replica, await self._answers(replica, self._api.alive))
         if was_down and replica.down is None:
             replica.life += 1
             replica.has_sessions = True
             await self._learn(replica)
 
     async def _learn(self, replica: Replica) -> ServerLimits | None:
-        get = partial(replica.get, timeout=self._patience)
         try:
-            info = await self._http.patient(partial(get, "/server_info"))
-            models = await self._http.patient(partial(get, "/v1/models"))
-            with reading(replica.url, "what SGLang reports of itself", {"server_info": info, "models": models}):
-                replica.num_ranks, replica.num_stages, replica.num_copies = (
-                    whole_number(info.get(f"{kind}_size") or 1, f"{kind}_size", low=1, high=MAX_RANKS)
-                    for kind in ("tp", "pp", "dp")
-                )
-                told = models["data"][0].get("max_model_len") if models.get("data") else None
-                max_len = whole_number(told, "max_model_len", low=1, high=math.inf) if told else math.inf
-                path = info.get("model_path")
-                if not isinstance(path, str | None):
-                    raise TypeError(f"model_path must be a string, got {type(path).__name__}")
-            replica.model_path = replica.model_path or path  # that of an update from disk, later on
-            return ServerLimits(max_len, self._vocab_size or vocab_size(replica.model_path) or math.inf)
+            facts = await self._http.patient(partial(self._api.learn, replica, timeout=self._patience))
+            replica.facts = facts
+            replica.model_path = replica.model_path or facts.model_path  # that of an update from disk, later on
+            return ServerLimits(facts.max_len, self._vocab_size or vocab_size(replica.model_path) or math.inf)
         except (ReplicaError, TimeoutError) as error:
             self._note(replica, str(error))
             return None
@@ -215,9 +189,7 @@ class Replicas:
     async def _readmit(self, replica: Replica) -> None:
         """Take a server back that still has the current weights, after its connection or this machine failed."""
         with suppress(ReplicaError, TimeoutError):  # why it went down says more
-            info = await replica.get("/model_info", timeout=self._patience)
-            with reading(replica.url, "a reply of /model_info", info):
-                served = parse_version(info.get("weight_version"), 0)
+            served = await self._api.version(replica, timeout=self._patience)
             other = f"it was restarted and serves version {served}, not {self.version}: call update_weights"
             self._note(replica, None if served == self.version else other)
 
@@ -250,12 +222,14 @@ class Replicas:
     def _note(self, replica: Replica, down: str | None) -> None:
         """Set why a server is down, and log changes: the run continues with one server fewer, only slower."""
         if (down is None) != (replica.down is None):
-            _log.warning("SGLang server %s is %s", masked(replica.url), "back" if down is None else f"left out: {down}")
+            state = "back" if down is None else f"left out: {down}"
+            _log.warning("%s server %s is %s", self._api.name, masked(replica.url), state)
         replica.down = down
 
     def _none_left(self) -> ReplicaError:
         reasons = "\n".join(f"  {r.url}: {r.down}" for r in self.all)
         if self.limits is None:  # none has ever answered
-            fix = "start one with `python -m sglang.launch_server --model-path MODEL --port 30000`"
-            return ReplicaError(f"no SGLang server answers: {fix}, or give no addresses to launch one here:\n{reasons}")
-        return ReplicaError(f"no SGLang server is up; restart one and resume the run:\n{reasons}")
+            fix = f"start one with `{self._api.start}`"
+            what = f"no {self._api.name} server answers"
+            return ReplicaError(f"{what}: {fix}, or give no addresses to launch one here:\n{reasons}")
+        return ReplicaError(f"no {self._api.name} server is up; restart one and resume the run:\n{reasons}")

@@ -92,7 +92,7 @@ def checked(named_tensors: NamedTensors, known: Shapes, *, unsent: tuple[str, ..
             few = ", ".join([*missing][:3])
             raise ValueError(
                 f"the served model has {len(missing)} tensors that did not come, like {few}: they would keep their old "
-                "values. Send them, or name them in SGLang(unsent=...) if the trainer does not have them"
+                "values. Send them, or name them in `unsent` if the trainer does not have them"
             )
 
     return stream()

@@ -1,8 +1,8 @@
 """`python guard.py PARENT COMMAND ...`: run the command, and kill its process group when it or the parent ends.
 
 The guard leads the group, so a server never outlives the trainer that launched it, even if that is killed with SIGKILL,
-and no worker outlives its server. The guard also removes the files and semaphores of SGLang in /dev/shm, which SGLang
-never removes. Standard library only: it starts in milliseconds.
+and no worker outlives its server. The guard also removes the servers' files and semaphores in /dev/shm, which SGLang
+never removes, nor vLLM where it is killed. Standard library only: it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 
 SHARED = "/dev/shm"
-NAMES = ("sglang_", "sem.mp-")
+NAMES = ("sglang_", "psm_", "sem.mp-")
 LOOK_EVERY = 10.0  # seconds; after a sudden death there is no process left to inspect
 
 

@@ -1,0 +1,131 @@
+"""What a kind of inference server must say of itself, so that one client can use it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+from rlkit.rollout.engines.http import whole_number
+from rlkit.types import Completion, SamplingParams
+
+MAX_VERSION = 2**31 - 1
+PauseMode = Literal["retract", "in_place", "abort"]
+
+
+class ServerLimits(NamedTuple):
+    """Context length and vocabulary size of the served model, in tokens; infinite where unknown."""
+
+    max_len: float
+    vocab_size: float
+
+
+class Facts(NamedTuple):
+    """What a server reports of itself: tensor, pipeline and data parallel sizes, its context and its checkpoint."""
+
+    num_ranks: int = 1
+    num_stages: int = 1
+    num_copies: int = 1
+    max_len: float = math.inf
+    model_path: str | None = None
+
+
+class Api(Protocol):
+    """The protocol of one kind of server. `server` is a `Replica`; each call awaits the server's answer."""
+
+    name: str
+    start: str  # a command that starts one
+    generate: str  # path of a completion
+    alive: str  # path that a paused server answers too
+
+    def body(
+        self, prompt_ids: list[int], params: SamplingParams, limits: ServerLimits, salt: str | None
+    ) -> dict[str, Any]:
+        """The request; ValueError for one that the server cannot do. Another `salt` is another prefix cache."""
+        ...
+
+    def named(self, body: dict[str, Any], wire: str) -> dict[str, Any]:
+        """The request under the name by which it can be aborted."""
+        ...
+
+    def completion(
+        self, reply: Any, request: dict[str, Any], limits: ServerLimits, *, url: str, version: int
+    ) -> Completion:
+        """The completion of a reply, or ReplicaError; `version` is for servers that do not report theirs."""
+        ...
+
+    async def learn(self, server: Any, *, timeout: float) -> Facts:
+        """What the server reports of itself."""
+        ...
+
+    async def version(self, server: Any, *, timeout: float) -> int:
+        """The version of the weights that it serves."""
+        ...
+
+    async def pause(self, server: Any, mode: PauseMode) -> None:
+        """Stop sampling; see `ServerEngine`."""
+        ...
+
+    async def resume(self, server: Any) -> None:
+        """Sample again."""
+        ...
+
+    async def flush(self, server: Any) -> None:
+        """Forget all keys and values, also those of requests in flight, which are then computed again."""
+        ...
+
+    async def abort(self, server: Any, wire: str | None, *, timeout: float) -> None:
+        """End the request of that name (None: all), whose caller gets the tokens so far."""
+        ...
+
+    async def begin(self, server: Any) -> None:
+        """Before the first weights of an update."""
+        ...
+
+    async def end(self, server: Any) -> None:
+        """After the last ones."""
+        ...
+
+    async def load(self, server: Any, folder: Path, version: int) -> None:
+        """Load the safetensors of a folder and stamp the version, in one step."""
+        ...
+
+    async def waiting(self, server: Any) -> int:
+        """Requests that wait in its queue; 0 where it does not say."""
+        ...
+
+    async def release(self, server: Any, tags: Sequence[str]) -> None:
+        """Free GPU memory; see `ServerEngine.release_memory`."""
+        ...
+
+    async def take_back(self, server: Any, tags: Sequence[str]) -> None:
+        """Take it back."""
+        ...
+
+
+def parse_version(told: Any, missing: int) -> int:
+    """A served version, a string or an integer, as a number; "default", what a server starts with, is 0.
+
+    Errors: ValueError for any other value.
+    """
+    if told is None:
+        return missing
+    served = 0 if told == "default" else int(told) if isinstance(told, str) else told
+    return whole_number(served, "weight_version", low=0, high=MAX_VERSION)
+
+
+def versions_of(spans: Any, num_tokens: int) -> list[int]:
+    """The version of each token. The spans of a reply must be disjoint and cover all tokens: nothing else is built."""
+    edges = []
+    for span in spans:
+        start = whole_number(span["start"], "start", low=0, high=num_tokens)
+        edges.append((start, whole_number(span["end"], "end", low=start, high=num_tokens), span["version"]))
+    if sum(end - start for start, end, _ in edges) != num_tokens:
+        raise ValueError(f"weight_versions do not cover {num_tokens} tokens once")
+    versions = [-1] * num_tokens
+    for start, end, served in edges:
+        versions[start:end] = [parse_version(served, 0)] * (end - start)
+    if -1 in versions:
+        raise ValueError(f"weight_versions do not cover {num_tokens} tokens once")
+    return versions

@@ -1,0 +1,364 @@
+"""Running inference servers as a rollout engine: sample from one or many, and load new weights into them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import warnings
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, Self
+from uuid import uuid4
+
+from rlkit._text import masked
+from rlkit.rollout.engines.hosts import host_of, refuse_elsewhere
+from rlkit.rollout.engines.http import Busy, Http, ReplicaError, all_done
+from rlkit.rollout.engines.servers.api import Api, PauseMode, ServerLimits
+from rlkit.rollout.engines.servers.checks import NamedTensors, Probe, check_probe, checked, shapes
+from rlkit.rollout.engines.servers.replicas import CONTROL_TIMEOUT, Replica, Replicas
+from rlkit.types import Completion, Progress, SamplingParams
+
+UNFINISHED = "the update to version {} was not finished: call update_weights again"
+ASK_QUEUES_EVERY = 1.0  # seconds
+CLOSE_TIMEOUT = 10.0
+
+
+class Transport(Protocol):
+    """How weights travel. `sessions`: between `Api.begin` and `end`. `here`: within this machine only."""
+
+    sessions: bool
+    here: bool
+
+    async def send(self, servers: Sequence[Replica], named_tensors: NamedTensors, *, version: int) -> None:
+        """Load `named_tensors` into every server and stamp the version."""
+        ...
+
+    async def close(self) -> None:
+        """Free what it holds."""
+        ...
+
+
+@dataclass
+class _Call:
+    """A `generate` in flight: its server, its name there, whether it was aborted and whether it has ended."""
+
+    replica: Replica | None = None
+    wire: str = ""
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    done: bool = False
+
+
+class ServerEngine:
+    """An `rlkit.types.Engine` over running servers. It starts and stops no server, and sends nothing when it is made.
+
+    It serves one event loop at a time and can be used from one `asyncio.run` after another.
+
+    Args:
+        urls: the servers, replicas of one model. A request goes to the one with the fewest outstanding.
+        router: address of a router in front of them, which then distributes requests instead; weights still go to
+            each of `urls`.
+        api: the kind of server. transport: how weights travel.
+        pause: what an update does to requests in flight. "retract": they wait, and continue under the new weights with
+            recomputed keys and values. "in_place": they continue with the keys and values they have, which is faster
+            and less exact. "abort": they return what they have. In every mode each token has its own version.
+        probe: check every update, see `Probe`.
+        unsent: prefixes of the names of served tensors that the trainer does not have, such as "mtp." (layers for
+            speculative decoding, which transformers drops). An update that lacks any other tensor is an error.
+        timeout: seconds that one attempt of a generation may take.
+        stall: seconds without any answer from a server until its health is checked; after three failed checks its
+            requests go elsewhere.
+        tries: attempts of a generation until its error is raised. Weight updates are never repeated.
+        vocab_size: number of token ids of the model, to check prompts and replies; by default that of the served
+            checkpoint, where this machine can read it.
+        backoff_s, busy_s: a server that answers 408, 425, 429 or 503 is asked again after about `backoff_s` seconds,
+            twice that, ..., or after its Retry-After, for `busy_s` in total. Weight updates wait in the same way: such
+            a request was not processed.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        api: Api,
+        transport: Transport,
+        router: str | None = None,
+        pause: PauseMode = "retract",
+        probe: Probe | None = None,
+        unsent: Sequence[str] = (),
+        timeout: float = 7200.0,
+        stall: float = 120.0,
+        tries: int = 3,
+        vocab_size: int | None = None,
+        backoff_s: float = 0.5,
+        busy_s: float = 600.0,
+    ) -> None:
+        addresses = [urls] if isinstance(urls, str) else list(urls)
+        routers = [router] if router else []
+        if not addresses:
+            raise ValueError("urls must be one or more addresses, as http://127.0.0.1:30000")
+        for url in [*addresses, *routers]:
+            host_of(url)
+        self.version = 0
+        self._http = Http(backoff_s=backoff_s, busy_s=busy_s)
+        self._servers = Replicas(self._http, addresses, api, stall=stall, vocab_size=vocab_size)
+        self._serving = Replicas(self._http, routers, api, stall=stall) if routers else self._servers
+        self._api, self._transport = api, transport
+        self._pause, self._probe, self._unsent = pause, probe, tuple(unsent)
+        self._timeout, self._tries = timeout, tries
+        self._salt: str | None = None
+        self._broken: str | None = None
+        self._primed = self._closed = self._warned = False
+        self._updating = asyncio.Lock()
+        self._calls: dict[str, _Call] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._num_tokens = self._num_waiting = 0
+        self._asked = 0.0
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._servers.learn()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
+        """Sample a completion of `prompt_ids`. See `rlkit.types.SamplingParams` and `Completion`.
+
+        A call whose server dies, hangs, answers 5xx or with what cannot be the answer (see `check_reply`) is sampled
+        again, on another server where there is one. A cancelled call is aborted on its server.
+
+        Raises:
+            ValueError: the prompt is empty, too long or has ids out of range; `rid` is in use; the server refuses.
+            RuntimeError (ReplicaError): no server could do it; the last reason is in the message.
+            TimeoutError: `timeout` has passed.
+        """
+        if self._closed or self._broken is not None:
+            raise RuntimeError(self._broken or "the engine is closed")
+        limits = self._servers.limits or await self._servers.learn()
+        name = uuid4().hex if rid is None else rid
+        if name in self._calls:
+            raise ValueError(f"rid {name!r} is already in flight")
+        call = self._calls[name] = _Call()
+        try:
+            # built again for every attempt: an update in between may have changed the key of the prefix cache
+            attempts = partial(
+                self._attempts, call, lambda: self._api.body(prompt_ids, params, limits, self._salt), limits
+            )
+            out = await self._http.patient(attempts, sleep=partial(_sleep, unless=call.aborted))
+            self._num_tokens += len(out.ids)
+            return out
+        finally:
+            call.done = True
+            del self._calls[name]
+            if self._calls and time.monotonic() - self._asked > ASK_QUEUES_EVERY:
+                self._asked = time.monotonic()
+                self._spawn(self._count_waiting())
+
+    @property
+    def progress(self) -> Progress:
+        """Requests running and waiting, and tokens of the calls that have ended.
+
+        The servers are asked for their queues when a call ends, at most once a second.
+        """
+        waiting = min(self._num_waiting, len(self._calls))
+        return Progress(len(self._calls) - waiting, waiting, self._num_tokens)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which a server has left requests without any sign of life; 0 if there are none."""
+        return max(r.silence.seconds for r in [*self._servers.all, *self._serving.all])
+
+    async def abort(self, rid: str | None = None) -> int:
+        """End the request `rid` (None: all of this engine's): its caller gets the tokens so far, as "abort".
+
+        Returns the number of requests; they end a moment later.
+        """
+        calls = list(self._calls.values()) if rid is None else [self._calls[rid]] if rid in self._calls else []
+        for call in calls:
+            if not call.aborted.is_set():
+                call.aborted.set()
+                self._spawn(self._abort_until_done(call))
+        return len(calls)
+
+    async def update_weights(self, weights: NamedTensors, *, version: int) -> None:
+        """Load `weights` into every server and stamp what is sampled from here on with `version`.
+
+        Pauses generation, opens the server's update session, sends, flushes the prefix cache, closes the session,
+        resumes, and runs the probe. After an in-place pause the cache cannot be flushed (running requests hold it);
+        later requests then get a cache of their own, by a salt. A dead server is left out; one that has come back takes
+        part again. An update also ends a `pause`.
+
+        Raises:
+            ValueError, TypeError: the tensors are not those of the served checkpoint (names, shapes, one is missing),
+            as far as it can be read on this machine; they are sharded; the servers run with `--pp` or `--dp`, to which
+            only `FromDisk` sends. WeightMismatch: see `Probe`. ReplicaError.
+            After any failure the servers may hold mixed weights: `generate` raises until an update succeeds.
+        """
+        async with self._updating:
+            servers = await self._servers.revive()
+            probe = self._probe
+            if probe is not None and not self._primed:
+                await all_done(self._sample(server, probe) for server in servers)
+                self._primed = True
+            try:
+                await self._load(servers, weights, version)
+                if self._pause == "in_place":
+                    self._salt = f"rlkit-{version}"
+                self.version = self._servers.version = self._serving.version = version
+                if probe is not None:
+                    for server in servers:
+                        check_probe(probe, await self._sample(server, probe), url=server.url, version=version)
+            except BaseException:
+                self._broken = UNFINISHED.format(version)
+                raise
+            self._broken = None
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        """Stop sampling on all servers; see the class for what happens to requests in flight. New ones wait."""
+        await self._set_paused(self._servers.up(), mode)
+
+    async def resume(self) -> None:
+        """Continue after `pause`."""
+        await self._set_paused(self._servers.up(), None)
+
+    async def release_memory(self, *tags: str) -> None:
+        """Free GPU memory for training on the same device; `tags`: "kv_cache", "weights", "cuda_graph", or all.
+
+        Nothing may be in flight. Released weights come back undefined: update them after `resume_memory`. SGLang needs
+        `--enable-memory-saver`, vLLM `--enable-sleep-mode`.
+        """
+        await all_done(self._api.release(server, tags) for server in self._servers.up())
+
+    async def resume_memory(self, *tags: str) -> None:
+        """Take the memory back. To keep the peak low, resume "weights", update them, then resume "kv_cache"."""
+        await all_done(self._api.take_back(server, tags) for server in self._servers.up())
+
+    async def close(self) -> None:
+        """Abort what is in flight and close all connections. The servers keep running; a closed engine refuses."""
+        self._closed = True
+        await self.abort()
+        if self._background:
+            await asyncio.wait(self._background, timeout=CLOSE_TIMEOUT)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        try:
+            await self._transport.close()
+        finally:
+            await self._http.close()
+
+    async def _attempts(self, call: _Call, request: Callable[[], dict[str, Any]], limits: ServerLimits) -> Completion:
+        failures = deaths = 0
+        while not call.aborted.is_set():
+            replica = await self._serving.pick()
+            if call.aborted.is_set():
+                break
+            call.replica, call.wire = replica, uuid4().hex  # SGLang aborts by prefix: no name may begin with another
+            named, version = self._api.named(request(), call.wire), self.version
+            try:
+                reply = await self._serving.request(replica, self._api.generate, named, timeout=self._timeout)
+                return self._api.completion(reply, named, limits, url=replica.url, version=version)
+            except Busy:
+                raise
+            except ReplicaError as error:
+                failures += 1
+                deaths += await self._serving.suspect(replica)
+                if failures >= self._tries or deaths > 1:  # whatever kills two servers must not see a third
+                    raise ReplicaError(f"generation failed {failures} times, the last time: {error}") from error
+                await asyncio.sleep(min(0.1 * 2**failures, 5.0))
+            except (asyncio.CancelledError, TimeoutError):
+                self._spawn(self._abort_once(replica, call.wire))
+                raise
+        return Completion([], [], [], "abort")
+
+    async def _abort_until_done(self, call: _Call) -> None:
+        pause = 0.05
+        while not call.done and call.replica is not None:
+            # SGLang forgets an abort that comes before its request, and loses one that comes while it is paused
+            if not call.replica.paused:
+                await self._abort_once(call.replica, call.wire)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 1.0)
+
+    async def _abort_once(self, replica: Replica, wire: str) -> None:
+        servers = [replica] if replica in self._servers.all else self._servers.up()
+        posts = (self._api.abort(server, wire, timeout=10.0) for server in servers)
+        await asyncio.gather(*posts, return_exceptions=True)  # a server that is gone samples no more
+
+    async def _count_waiting(self) -> None:
+        """Requests that wait inside the servers, for `progress`; 0 for a server that does not report them."""
+        asked = map(self._api.waiting, self._servers.up())
+        told = await asyncio.gather(*asked, return_exceptions=True)  # only for display
+        self._num_waiting = sum(num for num in told if isinstance(num, int))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _load(self, servers: Sequence[Replica], weights: NamedTensors, version: int) -> None:
+        for server in servers:
+            if self._transport.here:
+                refuse_elsewhere(server.url, self._api.name, instead="give `transport` FromGroup(...) or FromDisk(...)")
+            stages, copies = server.facts.num_stages, server.facts.num_copies
+            if self._transport.sessions and (stages > 1 or copies > 1):
+                raise ValueError(
+                    f"{masked(server.url)} runs with pp_size {stages} and dp_size {copies}, to which {self._api.name} "
+                    "loads from disk only: use transport=FromDisk(...), or one server per replica, with tensor "
+                    "parallelism only"
+                )
+        known = shapes(servers[0].model_path)
+        if not known and self._probe is None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"rlkit cannot read the checkpoint {servers[0].model_path!r} of {masked(servers[0].url)} on this "
+                "machine, so names and shapes of weights go unchecked, and unknown names may be ignored: pass a probe",
+                stacklevel=2,
+            )
+        try:
+            await self._set_paused(servers, self._pause)
+            if self._transport.sessions:
+                await all_done(map(self._api.begin, servers))
+            try:
+                await self._transport.send(servers, checked(weights, known, unsent=self._unsent), version=version)
+                if self._pause != "in_place":
+                    await all_done(map(self._api.flush, servers))
+            finally:
+                if self._transport.sessions:
+                    await all_done(map(self._api.end, servers))
+        except BaseException:
+            self._broken = UNFINISHED.format(version)
+            await self.abort()  # what is in flight must not continue under mixed weights
+            everything = (self._api.abort(server, None, timeout=CONTROL_TIMEOUT) for server in servers)
+            await asyncio.gather(*everything, return_exceptions=True)
+            raise
+        finally:
+            await self._set_paused(servers, None)
+
+    async def _set_paused(self, servers: Sequence[Replica], mode: PauseMode | None) -> None:
+        async def one(server: Replica) -> None:
+            server.paused = True
+            try:
+                await (self._api.resume(server) if mode is None else self._api.pause(server, mode))
+            finally:
+                server.paused = mode is not None
+
+        await all_done(one(server) for server in servers)
+
+    async def _sample(self, server: Replica, probe: Probe) -> Completion:
+        greedy = SamplingParams(max_new_tokens=probe.num_tokens, temperature=0.0)
+        limits = self._servers.limits or await self._servers.learn()
+        request = self._api.body(probe.prompt_ids, greedy, limits, self._salt)
+        reply = await server.post(self._api.generate, request)
+        return self._api.completion(reply, request, limits, url=server.url, version=self.version)
+
+
+async def _sleep(seconds: float, *, unless: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(unless.wait(), seconds)

@@ -1,0 +1,150 @@
+"""Start an inference server, wait until it is healthy, and stop it with the process that started it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+# Set by torchrun. With them the server's processes would connect to the trainer's store, and hang.
+TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_LOST_PORT = "error while attempting to bind on address"
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Server:
+    """A server process that `launch` started: `url`, `log`, `pid` (of its process group), `wait` and `close`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path, name: str) -> None:
+        self.url, self.log, self.pid, self._name = url, log, process.pid, name
+        self._process = process
+        self._stop = weakref.finalize(self, _stop, process, os.getpid())
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there. A server that hangs is alive."""
+        return self._process.poll() is None
+
+    def wait(self, timeout: float = 900.0) -> Server:
+        """Return when the server answers requests.
+
+        Raises:
+            RuntimeError: it exited. TimeoutError: `timeout` seconds have passed; it was stopped. Both show the end of
+            the log.
+        """
+        end = time.monotonic() + timeout
+        while not _healthy(self.url):
+            if not self.alive or _LOST_PORT in self._tail():  # then it would wait for itself for minutes
+                self.close()
+                raise RuntimeError(
+                    f"the {self._name} server exited at its start; its log {self.log} ends:\n{self._tail()}"
+                )
+            if time.monotonic() > end:
+                self.close()
+                raise TimeoutError(
+                    f"no {self._name} server at {self.url} after {timeout} s; its log ends:\n{self._tail()}"
+                )
+            time.sleep(0.25)
+        return self
+
+    def close(self) -> None:
+        """End the server's process group; may be repeated."""
+        self._stop()
+
+    def _tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+
+
+def start_server(
+    command: Sequence[str],
+    *,
+    name: str,
+    env: Mapping[str, str],
+    host: str,
+    port: int,
+    log: str | os.PathLike[str] | None,
+) -> Server:
+    """Run `command`, which serves at `host` and `port`, in a process group of its own. See the `launch` functions.
+
+    The group ends with `close`, with the `with` block, at exit, and when this process dies in any way. `env` is beside
+    the variables of this process, without those of torchrun.
+    """
+    path = (
+        Path(log) if log is not None else Path(tempfile.mkdtemp(prefix=f"rlkit-{name.lower()}-{port}-"), "server.log")
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ours = {k: v for k, v in os.environ.items() if k not in TORCHRUN and not k.startswith("TORCHELASTIC_")}
+    with open(path, "ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-E", str(Path(__file__).with_name("guard.py")), str(os.getpid()), *command],
+            env={**ours, **env},
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+    return Server(process, f"http://{host}:{port}", path, name)
+
+
+def usable_port(host: str, port: int | None, *, name: str) -> int:
+    """`port`, or a free one. ValueError if it is taken, RuntimeError where such servers do not run."""
+    if sys.platform != "linux":
+        raise RuntimeError(
+            f"{name} servers run on Linux, this is {sys.platform}: start one there and give its address (--engine-urls)"
+        )
+    if port is not None and not _is_free(host, port):
+        raise ValueError(f"port {port} of {host} is taken: pass another port, or omit it")
+    return _free_port(host) if port is None else port
+
+
+def _stop(process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:  # a forked worker that inherited the object
+        return
+    process.terminate()  # the guard ends the rest
+    try:
+        process.wait(15.0)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with _DIRECT.open(f"{url}/health", timeout=60) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):  # refused, reset, 503 while it starts
+        return False
+
+
+def _free_port(host: str) -> int:
+    """A free port below the system's ephemeral range, from which another process could be given it before the server
+    takes it, seconds later; the server also takes a few ports above it."""
+    first = 32768
+    with suppress(OSError):
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    below = range(max(2048, first - 16384), first - 2048)
+    tried = random.SystemRandom().sample(below, min(100, len(below)))
+    with socket.create_server((host, next((port for port in tried if _is_free(host, port)), 0))) as free:
+        return int(free.getsockname()[1])
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,160 @@
+"""How SGLang servers are spoken to: see `servers.api.Api`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from rlkit._retrying import BUSY
+from rlkit.rollout.engines.http import Busy, Refused, ReplicaError, check_prompt, check_reply, reading, whole_number
+from rlkit.rollout.engines.servers.api import Facts, PauseMode, ServerLimits, parse_version, versions_of
+from rlkit.types import Completion, FinishReason, SamplingParams
+
+MAX_RANKS = 1 << 16
+
+
+class SGLangApi:
+    """SGLang's /generate, with token ids in and out, and its control of weights."""
+
+    name = "SGLang"
+    start = "python -m sglang.launch_server --model-path MODEL --port 30000"
+    generate = "/generate"
+    alive = "/model_info"  # /health generates a token, which a paused server does not
+
+    def body(
+        self, prompt_ids: list[int], params: SamplingParams, limits: ServerLimits, salt: str | None
+    ) -> dict[str, Any]:
+        """The request, or ValueError.
+
+        `no_stop_trim` keeps the tokens of a stop string. Above 63 bits a seed is folded. The completion is cut at the
+        context limit, which SGLang would refuse to do.
+        """
+        check_prompt(prompt_ids, vocab_size=limits.vocab_size)
+        if len(prompt_ids) >= limits.max_len:
+            raise ValueError(f"prompt_ids must be shorter than the context of {limits.max_len}, got {len(prompt_ids)}")
+        sampling: dict[str, Any] = {
+            "max_new_tokens": min(params.max_new_tokens, limits.max_len - len(prompt_ids)),
+            "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k or -1,
+            "stop_token_ids": list(params.stop_token_ids), "stop": list(params.stop),
+            "no_stop_trim": True, "skip_special_tokens": False,
+        }  # fmt: skip
+        if params.seed is not None:
+            sampling["sampling_seed"] = params.seed & (2**63 - 1)
+        salted = {} if salt is None else {"extra_key": salt}
+        return {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True, "stream": False, **salted}
+
+    def completion(
+        self, reply: Any, request: dict[str, Any], limits: ServerLimits, *, url: str, version: int
+    ) -> Completion:
+        """A `Completion` from the reply of SGLang's /generate to `request`.
+
+        `version` is for servers that do not report theirs.
+
+        Raises:
+            ReplicaError: fields are missing, the server gave up, or `check_reply` refuses it. Busy: its queue is full.
+        """
+        with reading(url, "a reply of /generate", reply):
+            meta = reply["meta_info"]
+            finish, entries, num_tokens = (
+                meta["finish_reason"],
+                meta["output_token_logprobs"],
+                meta["completion_tokens"],
+            )
+            ids, logp = [entry[1] for entry in entries], [entry[0] for entry in entries]
+            reason, status = finish["type"], finish.get("status_code") or 200
+            if status in BUSY:
+                raise Busy(f"{url}: the server gave up: {finish}", status, 0.0)
+            if status >= 400:
+                raise ReplicaError(f"{url}: the server gave up: {finish}")
+            if reason not in get_args(FinishReason):
+                raise ValueError(f"finish_reason {reason!r}")
+            if len(ids) != num_tokens or reply.get("output_ids", ids) != ids:
+                raise ReplicaError(f"{url}: {num_tokens} tokens but {len(ids)} log-probs")
+            spans = meta.get("weight_versions")
+            one = parse_version(meta.get("weight_version"), version)
+            versions = versions_of(spans, len(ids)) if spans else [one] * len(ids)
+            reported = {
+                "id": (meta.get("id"), request.get("rid")),
+                "prompt_tokens": (meta.get("prompt_tokens"), len(request["input_ids"])),
+            }
+        limit = request["sampling_params"]["max_new_tokens"]
+        return check_reply(
+            Completion(ids, logp, versions, reason), url=url, request=str(request.get("rid", "of the probe")),
+            max_new_tokens=limit, vocab_size=limits.vocab_size, reported=reported,
+        )  # fmt: skip
+
+    def named(self, body: dict[str, Any], wire: str) -> dict[str, Any]:  # noqa: D102
+        return body | {"rid": wire}
+
+    async def learn(self, server: Any, *, timeout: float) -> Facts:  # noqa: D102
+        info = await server.get("/server_info", timeout=timeout)
+        models = await server.get("/v1/models", timeout=timeout)
+        with reading(server.url, "what SGLang reports of itself", {"server_info": info, "models": models}):
+            tp, pp, dp = (
+                whole_number(info.get(f"{kind}_size") or 1, f"{kind}_size", low=1, high=MAX_RANKS)
+                for kind in ("tp", "pp", "dp")
+            )
+            told = models["data"][0].get("max_model_len") if models.get("data") else None
+            max_len = whole_number(told, "max_model_len", low=1, high=math.inf) if told else math.inf
+            path = info.get("model_path")
+            if not isinstance(path, str | None):
+                raise TypeError(f"model_path must be a string, got {type(path).__name__}")
+        return Facts(tp, pp, dp, max_len, path)
+
+    async def version(self, server: Any, *, timeout: float) -> int:  # noqa: D102
+        info = await server.get("/model_info", timeout=timeout)
+        with reading(server.url, "a reply of /model_info", info):
+            return parse_version(info.get("weight_version"), 0)
+        raise AssertionError
+
+    async def pause(self, server: Any, mode: PauseMode) -> None:  # noqa: D102
+        await server.post("/pause_generation", {"mode": mode})
+
+    async def resume(self, server: Any) -> None:  # noqa: D102
+        await server.post("/continue_generation", {})
+
+    async def flush(self, server: Any) -> None:  # noqa: D102
+        await server.post("/flush_cache", None)
+
+    async def abort(self, server: Any, wire: str | None, *, timeout: float) -> None:  # noqa: D102
+        body = {"abort_all": True} if wire is None else {"rid": wire}
+        await server.post_once("/abort_request", body, timeout=timeout)
+
+    async def begin(self, server: Any) -> None:  # noqa: D102
+        await self._session(server, "begin")
+
+    async def end(self, server: Any) -> None:  # noqa: D102
+        await self._session(server, "end")
+
+    async def _session(self, server: Any, edge: str) -> None:
+        """Open or close a weight-update session; older servers have none."""
+        if not server.has_sessions:
+            return
+        try:
+            await server.post(f"/{edge}_weight_update", {})
+        except Refused as error:
+            if error.status == 404:
+                server.has_sessions = False
+            elif edge == "begin" and "already open" in str(error):  # by a trainer that died in the middle of an update
+                await self._session(server, "end")
+                await server.post("/begin_weight_update", {})
+            else:
+                raise
+
+    async def load(self, server: Any, folder: Path, version: int) -> None:  # noqa: D102
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": False}
+        await server.post("/update_weights_from_disk", body)
+
+    async def waiting(self, server: Any) -> int:  # noqa: D102
+        reply = await server.get("/v1/loads?include=core", timeout=5.0)
+        with reading(server.url, "a reply of /v1/loads", reply):
+            return int(sum(load.get("num_waiting_reqs", 0) for load in reply.get("loads", [])))
+        raise AssertionError
+
+    async def release(self, server: Any, tags: Sequence[str]) -> None:  # noqa: D102
+        await server.post("/release_memory_occupation", {"tags": tags or None})
+
+    async def take_back(self, server: Any, tags: Sequence[str]) -> None:  # noqa: D102
+        await server.post("/resume_memory_occupation", {"tags": tags or None})

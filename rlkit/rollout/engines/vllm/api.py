@@ -1,0 +1,153 @@
+"""How vLLM servers are spoken to: see `servers.api.Api`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from rlkit.rollout.engines.http import check_prompt, check_reply, reading, whole_number
+from rlkit.rollout.engines.servers.api import Facts, PauseMode, ServerLimits, parse_version, versions_of
+from rlkit.types import Completion, FinishReason, SamplingParams
+
+MAX_RANKS = 1 << 16
+PREFIX = "generate-tokens-"  # vLLM's name of a request is this and ours
+MODES = {"retract": "keep", "in_place": "keep", "abort": "abort"}  # see `flush` for what makes the first two differ
+
+
+class VLLMApi:
+    """vLLM's endpoint of token ids, and those for training."""
+
+    name = "vLLM"
+    start = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs"
+    generate = "/inference/v1/generate"
+    alive = "/health"
+
+    def __init__(self) -> None:
+        self._processed = True  # what the servers' log-probs describe
+
+    def body(
+        self, prompt_ids: list[int], params: SamplingParams, limits: ServerLimits, salt: str | None
+    ) -> dict[str, Any]:
+        """The request, or ValueError.
+
+        Every parameter is sent: the server takes those that are missing from the model's generation_config.json. Above
+        63 bits a seed is folded. The completion is cut at the context limit, which vLLM would refuse to do.
+        """
+        check_prompt(prompt_ids, vocab_size=limits.vocab_size)
+        if len(prompt_ids) >= limits.max_len:
+            raise ValueError(f"prompt_ids must be shorter than the context of {limits.max_len}, got {len(prompt_ids)}")
+        if self._processed and params.truncates:
+            raise ValueError(
+                "vLLM's log-probs would be those of the truncated distribution: sample without top_p and top_k, or "
+                "start the server without --logprobs-mode processed_logprobs"
+            )
+        if not self._processed and params.temperature not in (0.0, 1.0):
+            raise ValueError(f"temperature {params.temperature} needs a server with --logprobs-mode processed_logprobs")
+        sampling: dict[str, Any] = {
+            "max_tokens": min(params.max_new_tokens, limits.max_len - len(prompt_ids)),
+            "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "min_p": 0.0,
+            "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+            "stop_token_ids": list(params.stop_token_ids), "stop": list(params.stop),
+            "include_stop_str_in_output": True, "detokenize": bool(params.stop), "logprobs": 0,
+        }  # fmt: skip
+        if params.seed is not None:
+            sampling["seed"] = params.seed & (2**63 - 1)
+        salted = {} if salt is None else {"cache_salt": salt}
+        return {"token_ids": prompt_ids, "sampling_params": sampling, "stream": False, **salted}
+
+    def named(self, body: dict[str, Any], wire: str) -> dict[str, Any]:  # noqa: D102
+        return body | {"request_id": wire}
+
+    def completion(
+        self, reply: Any, request: dict[str, Any], limits: ServerLimits, *, url: str, version: int
+    ) -> Completion:
+        """A `Completion` from the reply of /inference/v1/generate to `request`.
+
+        Raises:
+            ReplicaError: fields are missing, or `check_reply` refuses it.
+        """
+        with reading(url, "a reply of /inference/v1/generate", reply):
+            [choice] = reply["choices"]
+            ids, entries = list(choice["token_ids"]), choice["logprobs"]["content"] or []
+            reason, spans = choice["finish_reason"], choice.get("weight_versions")
+            if reason not in get_args(FinishReason):
+                raise ValueError(f"finish_reason {reason!r}")
+            if [entry["token_id"] for entry in entries] != ids:
+                raise ValueError(f"{len(ids)} tokens, and log-probs of {len(entries)} others")
+            logp = [entry["logprob"] for entry in entries]
+            versions = versions_of(spans, len(ids)) if spans else [version] * len(ids)
+            name = request.get("request_id")
+            reported = {
+                "request_id": (reply.get("request_id"), None if name is None else PREFIX + name),
+                "prompt_tokens": ((reply.get("usage") or {}).get("prompt_tokens"), len(request["token_ids"])),
+            }
+        return check_reply(
+            Completion(ids, logp, versions, reason), url=url, request=str(name or "of the probe"),
+            max_new_tokens=request["sampling_params"]["max_tokens"], vocab_size=limits.vocab_size, reported=reported,
+        )  # fmt: skip
+
+    async def learn(self, server: Any, *, timeout: float) -> Facts:
+        """What the server reports of itself; ValueError for one that has no endpoints for training."""
+        told = await server.get("/server_info?config_format=json", timeout=timeout)
+        if not told:
+            raise ValueError(
+                f"{server.url} has no endpoints for training: start vLLM 0.32 or later with `{self.start}`"
+            )
+        with reading(server.url, "what vLLM reports of itself", told):
+            model, parallel = told["vllm_config"]["model_config"], told["vllm_config"]["parallel_config"]
+            tp, pp, dp = (
+                whole_number(parallel.get(f"{kind}_parallel_size") or 1, f"{kind}_parallel_size", low=1, high=MAX_RANKS)
+                for kind in ("tensor", "pipeline", "data")
+            )
+            max_len, path = model.get("max_model_len"), model.get("model")
+            max_len = math.inf if max_len is None else whole_number(max_len, "max_model_len", low=1, high=math.inf)
+            if not isinstance(path, str | None):
+                raise TypeError(f"model must be a string, got {type(path).__name__}")
+            self._processed = model.get("logprobs_mode") == "processed_logprobs"
+        return Facts(tp, pp, dp, max_len, path)
+
+    async def version(self, server: Any, *, timeout: float) -> int:  # noqa: D102
+        told = await server.get("/weight_info", timeout=timeout)
+        with reading(server.url, "a reply of /weight_info", told):
+            return parse_version(told.get("weight_version"), 0)
+        raise AssertionError
+
+    async def pause(self, server: Any, mode: PauseMode) -> None:  # noqa: D102
+        await server.post(f"/pause?mode={MODES[mode]}", None)
+
+    async def resume(self, server: Any) -> None:  # noqa: D102
+        await server.post("/resume", None)
+
+    async def flush(self, server: Any) -> None:  # noqa: D102
+        await server.post("/reset_prefix_cache?reset_running_requests=true", None)
+
+    async def abort(self, server: Any, wire: str | None, *, timeout: float) -> None:  # noqa: D102
+        body = {} if wire is None else {"request_ids": [PREFIX + wire]}
+        await server.post_once("/abort_requests", body, timeout=timeout)
+
+    async def begin(self, server: Any) -> None:  # noqa: D102
+        await server.post("/start_weight_update", None)
+
+    async def end(self, server: Any) -> None:  # noqa: D102
+        await server.post("/finish_weight_update", {})
+
+    async def load(self, server: Any, folder: Path, version: int) -> None:  # noqa: D102
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await server.post("/collective_rpc", body)
+        await stamp(server, version)
+
+    async def waiting(self, server: Any) -> int:  # noqa: ARG002, D102
+        return 0
+
+    async def release(self, server: Any, tags: Sequence[str]) -> None:  # noqa: D102
+        await server.post("/release_kv_cache_memory" if [*tags] == ["kv_cache"] else "/sleep?level=2&mode=wait", None)
+
+    async def take_back(self, server: Any, tags: Sequence[str]) -> None:  # noqa: D102
+        await server.post("/wake_up" + "".join(f"{'&' if i else '?'}tags={tag}" for i, tag in enumerate(tags)), None)
+
+
+async def stamp(server: Any, version: int) -> None:
+    """Set the version of what the server samples from here on."""
+    await server.post("/update_weight_version", {"new_version": str(version)})

@@ -1,0 +1,62 @@
+"""Start a vLLM server."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlkit.rollout.engines.servers.checks import config_of
+from rlkit.rollout.engines.servers.process import Server, start_server, usable_port
+
+ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}  # GiB of keys and values
+
+
+def launch(
+    model_path: str | os.PathLike[str],
+    *,
+    device: str = "cuda",
+    dtype: str | None = None,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    python: str | None = None,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    log: str | os.PathLike[str] | None = None,
+    wait: bool = True,
+) -> Server:
+    """Start a vLLM server with its endpoints for training, in a process group of its own.
+
+        with launch("Qwen/Qwen3-4B", args=["--tensor-parallel-size", "2"]) as server, ...
+
+    The group ends with `close`, with the `with` block, at exit, and when this process dies in any way.
+
+    Args:
+        model_path: of a checkpoint in Hugging Face's layout, or its name on the hub.
+        device: "cuda", or "cpu" for a CPU build (see `make vllm-cpu`).
+        dtype: of weights and activations; by default the one in a local checkpoint's config.json, else vLLM's choice.
+        args: more command-line arguments of `vllm serve`; later ones win. `FromTensors` needs
+            `--weight-transfer-config '{"backend": "ipc"}'`, `FromGroup` the backend nccl.
+        env: more environment variables, beside those of this process (without those of torchrun). `FromTensors` needs
+            VLLM_ALLOW_INSECURE_SERIALIZATION=1: whoever reaches the server can then run code in it.
+        python: the interpreter that has vLLM; by default $RLKIT_VLLM_PYTHON, else the running one.
+        host, port: where to listen; by default on this machine only, at a free port.
+        log: file for the server's output; by default in a new folder of the temporary one.
+        wait: whether to return only when the server is healthy (a minute and more). To start several at once, pass
+            False and call `Server.wait`.
+
+    Raises:
+        RuntimeError: this is not Linux. ValueError: `port` is taken. RuntimeError, TimeoutError: see `Server.wait`.
+    """
+    port = usable_port(host, port, name="vLLM")
+    own = config_of(str(model_path)) if Path(model_path).is_dir() else {}
+    dtype = dtype or own.get("dtype") or own.get("torch_dtype")
+    python = python or os.environ.get("RLKIT_VLLM_PYTHON") or sys.executable
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_path), "--host", host]
+    command += ["--port", str(port), "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    command += [*(("--enforce-eager",) if device == "cpu" else ()), *(("--dtype", dtype) if dtype else ()), *args]
+    ours = {**ENV, **(CPU_ENV if device == "cpu" else {}), **(env or {})}
+    server = start_server(command, name="vLLM", env=ours, host=host, port=port, log=log)
+    return server.wait() if wait else server
