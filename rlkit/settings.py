@@ -470,6 +470,8 @@ class Engines:
     """GPUs of each server that is started here (tensor parallel)"""
     engine_memory: Share = 0.4
     """share of its GPU's free memory that a server started here takes"""
+    engine_release: bool = False
+    """free the servers' GPU memory, weights and KV cache, during updates (SGLang's memory saver, vLLM's sleep mode)"""
     engine_args: str = ""
     """further arguments of servers started here, in one string: --engine-args="--kv-cache-dtype fp8_e5m2\""""
     engine_pause: Literal["retract", "in_place", "abort"] = "retract"
@@ -536,4 +538,4 @@ class Engines:
 
 
 _OF_STARTED = ("engine_gpus", "engine_tp", "engine_memory", "engine_args")
-_OF_SERVERS = (*_OF_STARTED, "engine_router", "engine_pause", "weight_sync", "weight_sync_folder")
+_OF_SERVERS = (*_OF_STARTED, "engine_router", "engine_pause", "engine_release", "weight_sync", "weight_sync_folder")

@@ -25,7 +25,7 @@ from rlkit.model.weights import export_hf, stream_weights
 from rlkit.ranks import on_all_ranks, on_this_device, world_size
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, check_sampling, single_turn
-from rlkit.rollout.shared import SharedEngine, SharedStream
+from rlkit.rollout.shared import SharedEngine, SharedStream, rest
 from rlkit.rollout.stream import GroupStream
 from rlkit.run import saving
 from rlkit.run.folder import Run
@@ -188,6 +188,7 @@ async def rl(
                     break
                 if not rollouts.overlap:
                     await stream.pause()
+                    await rest(engine)
                 clock.lap("wait" if rollouts.overlap else "rollout")
                 this = Step(step, **coefficients.coefs(now), check=partial(watch.batch, step=done))
                 taken, advantages = groups, dict[int, float]()

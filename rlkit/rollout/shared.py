@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -40,6 +41,12 @@ async def from_first(work: Callable[[], Awaitable[X]]) -> X:
     return sent[0]
 
 
+async def rest(engine: Any) -> None:
+    """Tell an engine that sampling is over until the next update; one without a method `rest` has nothing to do."""
+    if hasattr(engine, "rest"):
+        await engine.rest()
+
+
 class SharedEngine:
     """An `rlkit.types.Engine` for all ranks around `engine`: the real one on rank 0, which samples, None elsewhere."""
 
@@ -59,6 +66,10 @@ class SharedEngine:
         if rank() != 0:
             deque(weights, maxlen=0)
         await from_first(send)
+
+    async def rest(self) -> None:
+        """Of an engine that frees memory between sampling and the next update: all ranks wait until it has."""
+        await from_first(partial(rest, self.engine))
 
     @property
     def progress(self) -> Any:

@@ -31,6 +31,10 @@ def check_engine(args: Any) -> None:
         how.engine == "vllm" and args.model.device == "cpu" and kind != "disk",
         f"`weight_sync` {kind}: vLLM on a CPU takes weights from files only: drop it, or use disk",
     )
+    refuse_if(
+        how.engine_release and (args.model.device == "cpu" or args.rollouts.overlap),
+        "`engine_release` frees GPU memory while no engine samples: drop it with `device` cpu and with `overlap`",
+    )
     if is_first():
         _check_answers(how)
 
@@ -168,6 +172,7 @@ def _sglang_options(args: Any, gpus: Sequence[int]) -> tuple[list[str], dict[str
     if model.device != "cpu":  # not by CUDA_VISIBLE_DEVICES: IPC needs the trainer's GPU to be visible to the server
         given += ["--base-gpu-id", str(gpus[0]), "--mem-fraction-static", str(how.engine_memory)]
         given += ["--enable-deterministic-inference"] if model.deterministic else []
+        given += ["--enable-memory-saver"] if how.engine_release else []
     return given, {}
 
 
@@ -181,6 +186,7 @@ def _vllm_options(args: Any, gpus: Sequence[int]) -> tuple[list[str], dict[str, 
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         env["CUDA_VISIBLE_DEVICES"] = ",".join(seen[i] if i < len(seen) and seen[i] else str(i) for i in gpus)
         given += ["--gpu-memory-utilization", str(how.engine_memory)]
+        given += ["--enable-sleep-mode"] if how.engine_release else []
         env |= {"VLLM_BATCH_INVARIANT": "1"} if model.deterministic else {}
         if (kind := _sync_kind(args)) != "disk":
             given += ["--weight-transfer-config", json.dumps({"backend": "nccl" if kind == "group" else kind})]
@@ -220,7 +226,8 @@ async def _own_engine(args: Any, max_len: int, urls: Sequence[str]) -> AsyncIter
     from rlkit.model.pretrained import load_config
 
     size = load_config(model.model).get_text_config().vocab_size
-    routing: Any = {"router": how.engine_router, "pause": how.engine_pause, "transport": _transport(args)}
+    routing: Any = {"router": how.engine_router, "pause": how.engine_pause, "release": how.engine_release}
+    routing["transport"] = _transport(args)
     package = _package(how)
     kind = package.SGLang if how.engine == "sglang" else package.VLLM
     async with kind(list(urls), vocab_size=size, **routing) as engine:

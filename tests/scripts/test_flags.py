@@ -158,6 +158,7 @@ def test_flags_of_the_engines_exclude_each_other():
     ("given", "message"),
     [
         ({"engine": "local", "engine_tp": 2}, "`engine_tp` is for servers: add `engine` sglang or vllm"),
+        ({"engine": "local", "engine_release": True}, "`engine_release` is for servers: add `engine` sglang or vllm"),
         ({"engine": "local", "weight_sync": "disk"}, "`weight_sync` is for servers: add `engine` sglang or vllm"),
         ({"engine_urls": URL, "engine_memory": 0.5}, "`engine_memory` is for servers that are started here: drop it"),
         ({"engine_router": "http://a:1"}, "`engine_router` requires `engine_urls`, for the weights"),

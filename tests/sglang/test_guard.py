@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from rlkit.rollout.engines.sglang import guard
+from rlkit.rollout.engines.servers import guard
 
 SERVER = """
 import mmap, multiprocessing, subprocess, sys

@@ -63,6 +63,7 @@ class ServerEngine:
         pause: what an update does to requests in flight. "retract": they wait, and continue under the new weights with
             recomputed keys and values. "in_place": they continue with the keys and values they have, which is faster
             and less exact. "abort": they return what they have. In every mode each token has its own version.
+        release: `rest` frees the servers' GPU memory until the next update, for training on the same GPUs.
         probe: check every update, see `Probe`.
         unsent: prefixes of the names of served tensors that the trainer does not have, such as "mtp." (layers for
             speculative decoding, which transformers drops). An update that lacks any other tensor is an error.
@@ -85,6 +86,7 @@ class ServerEngine:
         transport: Transport,
         router: str | None = None,
         pause: PauseMode = "retract",
+        release: bool = False,
         probe: Probe | None = None,
         unsent: Sequence[str] = (),
         timeout: float = 7200.0,
@@ -105,7 +107,8 @@ class ServerEngine:
         self._servers = Replicas(self._http, addresses, api, stall=stall, vocab_size=vocab_size)
         self._serving = Replicas(self._http, routers, api, stall=stall) if routers else self._servers
         self._api, self._transport = api, transport
-        self._pause, self._probe, self._unsent = pause, probe, tuple(unsent)
+        self._pause, self._release, self._probe, self._unsent = pause, release, probe, tuple(unsent)
+        self._resting: list[tuple[Replica, int]] = []  # with `life`: a restarted server has its memory
         self._timeout, self._tries = timeout, tries
         self._salt: str | None = None
         self._broken: str | None = None
@@ -138,8 +141,9 @@ class ServerEngine:
             RuntimeError (ReplicaError): no server could do it; the last reason is in the message.
             TimeoutError: `timeout` has passed.
         """
-        if self._closed or self._broken is not None:
-            raise RuntimeError(self._broken or "the engine is closed")
+        resting = "the servers' memory is released: call update_weights" if self._resting else None
+        if self._closed or self._broken is not None or resting:
+            raise RuntimeError(self._broken or resting or "the engine is closed")
         limits = self._servers.limits or await self._servers.learn()
         name = uuid4().hex if rid is None else rid
         if name in self._calls:
@@ -202,12 +206,15 @@ class ServerEngine:
         """
         async with self._updating:
             servers = await self._servers.revive()
+            resting, self._resting = [server for server, life in self._resting if server.life == life], []
+            await all_done(self._api.take_back(server, ["weights"]) for server in resting if server in servers)
             probe = self._probe
             if probe is not None and not self._primed:
                 await all_done(self._sample(server, probe) for server in servers)
                 self._primed = True
             try:
                 await self._load(servers, weights, version)
+                await all_done(self._api.take_back(server, ["kv_cache"]) for server in resting if server in servers)
                 if self._pause == "in_place":
                     self._salt = f"rlkit-{version}"
                 self.version = self._servers.version = self._serving.version = version
@@ -226,6 +233,16 @@ class ServerEngine:
     async def resume(self) -> None:
         """Continue after `pause`."""
         await self._set_paused(self._servers.up(), None)
+
+    async def rest(self) -> None:
+        """With `release`: free the servers' GPU memory until `update_weights`. The loops call it after sampling."""
+        if not self._release or self._resting:
+            return
+        while self._calls:  # aborted ones end a moment later, and a server with requests frees nothing
+            await asyncio.sleep(0.05)
+        servers = self._servers.up()
+        await all_done(self._api.release(server, []) for server in servers)
+        self._resting = [(server, server.life) for server in servers]
 
     async def release_memory(self, *tags: str) -> None:
         """Free GPU memory for training on the same device; `tags`: "kv_cache", "weights", "cuda_graph", or all.

@@ -1,0 +1,96 @@
+"""Servers that free their GPU memory while the trainer works: the order of the requests, to both kinds of servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+
+from rlkit.rollout.engines.sglang import FromDisk, SGLang
+from rlkit.rollout.engines.vllm import VLLM
+from rlkit.rollout.shared import SharedEngine, rest
+from rlkit.types import SamplingParams
+
+OF_VLLM = {"vllm_config": {"model_config": {}, "parallel_config": {}}}
+ASKED = {
+    SGLang: [
+        "/release_memory_occupation {'tags': None}",
+        "/resume_memory_occupation {'tags': ['weights']}", "/pause_generation", "/update_weights_from_disk",
+        "/flush_cache", "/continue_generation", "/resume_memory_occupation {'tags': ['kv_cache']}",
+    ],
+    VLLM: [
+        "/sleep?level=2&mode=wait",
+        "/wake_up?tags=weights", "/pause?mode=keep", "/collective_rpc", "/update_weight_version",
+        "/reset_prefix_cache?reset_running_requests=true", "/resume", "/wake_up?tags=kv_cache",
+    ],
+}  # fmt: skip
+
+
+@asynccontextmanager
+async def server() -> AsyncIterator[tuple[str, list[str]]]:
+    """Answers everything, and lists the POST requests."""
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.method == "POST":
+            told: Any = await request.json() if request.can_read_body else None
+            tags = f" {told}" if isinstance(told, dict) and "tags" in told else ""
+            seen.append(str(request.rel_url) + tags)
+        return web.json_response(OF_VLLM if "config_format" in request.query else {})
+
+    app = web.Application()
+    app.router.add_route("*", "/{page:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", seen
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+@pytest.mark.parametrize("kind", [SGLang, VLLM])
+@pytest.mark.parametrize("shared", [False, True])
+async def test_memory_is_free_from_the_last_sample_to_the_next_update(kind: Any, shared: bool, tmp_path: Path) -> None:
+    async with server() as (url, seen):
+        engine = kind(url, transport=FromDisk(tmp_path), release=True)
+        outer = SharedEngine(engine) if shared else engine
+        await outer.update_weights([("x", torch.zeros(1))], version=0)
+        before = len(seen)
+        await rest(outer)
+        await rest(outer)  # twice is once
+        with pytest.raises(RuntimeError, match="memory is released: call update_weights"):
+            await engine.generate([1], params=SamplingParams())
+        await outer.update_weights([("x", torch.zeros(1))], version=1)
+        await engine.close()
+    assert not [asked for asked in seen[:before] if "memory" in asked or "sleep" in asked or "wake" in asked]
+    assert seen[before:] == ASKED[kind]
+
+
+async def test_without_the_option_and_for_other_engines_nothing_is_freed(tmp_path: Path) -> None:
+    async with server() as (url, seen):
+        engine = SGLang(url, transport=FromDisk(tmp_path))
+        await rest(engine)
+        await rest(object())
+        await engine.close()
+    assert not seen
+
+
+async def test_requests_that_end_late_are_waited_for(tmp_path: Path) -> None:
+    async with server() as (url, seen):
+        engine = SGLang(url, transport=FromDisk(tmp_path), release=True)
+        engine._calls["late"] = object()  # type: ignore[assignment]
+        resting = asyncio.create_task(engine.rest())
+        await asyncio.sleep(0.2)
+        assert not seen
+        del engine._calls["late"]
+        await resting
+        await engine.close()
+    assert seen == ASKED[SGLang][:1]
