@@ -44,6 +44,6 @@ def test_what_is_no_engine_is_refused(task, tmp_path):
         "update_weights, progress"
     )
     said = screens.refused(lambda: train(task, tmp_path / "c", "--engine", "vlm"))
-    assert said == "error: --engine must be one of local, sglang or FILE.py:FUNCTION, got vlm"
+    assert said == "error: --engine must be one of local, sglang, vllm or FILE.py:FUNCTION, got vlm"
     said = screens.refused(lambda: train(task, tmp_path / "d", "--engine", f"{given}:make", "--max-batch", "8"))
     assert said == "error: --compile and --max-batch are for --engine local"
