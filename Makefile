@@ -49,7 +49,6 @@ bench: $(VENV)/.ready-dev
 	$(RUN) benchmarks/advantages.py
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/packing.py
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/fsdp_overhead.py
-	$(RUN) benchmarks/memory.py --check
 	$(RUN) benchmarks/memory.py
 	$(RUN) benchmarks/context.py
 

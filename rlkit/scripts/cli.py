@@ -48,6 +48,7 @@ COMMANDS = {
     "kto": "preference optimization on single responses, each labelled good or bad",
     "reward_model": "train a reward model on pairs",
     "sweep": "search for the best values of a command's flags (Optuna)",
+    "plan": "what fits on how many GPUs, and the flags for it",
     "chat": "talk to the model of a run in the terminal",
     "plot": "draw or compare the curves of run folders",
     "track": "send a run's metrics to Weights & Biases, MLflow or TensorBoard",

@@ -1,0 +1,147 @@
+"""Memory of training and sampling per GPU, counted on paper from a model's sizes; see `rlkit plan`.
+
+Terms of a training step, for `rlkit.model.parallelize(dtype=bf16)`:
+
+    states       16 bytes a parameter, cut over shard * cp * tp: fp32 master weights, gradients, two AdamW moments
+    gathered     bf16 weights in use: two layers (one computing, one on its way; of experts, expert parallel ranks
+                 gather only their own), embedding and head; in the backward
+                 also their gradients until they are summed: embedding and head in bf16, one layer in bf16 and fp32
+    activations  kept for the backward, by T / cp tokens. Each norm keeps an fp32 copy, because transformers computes it
+                 in fp32. Tensor parallel cuts heads and hidden units, or the tokens of experts, not the residual
+                 stream.
+                 With checkpointing: each layer's input, and all of one layer while it is computed again
+    loss         linear_logp keeps the hidden states, their gradient and two tiles of logits of 256 MiB; whole logits,
+                 which are avoided, would take T * V * 8 bytes: fp32 log-softmax and its gradient
+
+With `offload` the states are in host memory: 16 bytes a parameter over all hosts. An engine beside the trainer holds
+the weights in bf16 and 2 * 2 * layers * kv_heads * head_dim bytes of keys and values per token, over a server's GPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlkit.kernels.linear_logp.chunked import TILE_BYTES
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the count needs to know of a model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    head_dim: int = 128
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    active: int = 0
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer; `intermediate` is that of one expert where there are experts."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * (q + kv) + self.qkv_bias * (q + 2 * kv) + self.qk_norm * 2 * self.head_dim
+        mlp = 3 * self.hidden * self.intermediate * max(1, self.experts) + self.hidden * self.experts
+        return attention + mlp + 2 * self.hidden
+
+    @property
+    def expert_parameters(self) -> int:
+        """Those of a layer's experts, which expert parallelism leaves on their ranks."""
+        return 3 * self.hidden * self.intermediate * self.experts
+
+    @property
+    def parameters(self) -> int:
+        """All of them, a tied head once."""
+        return self.layers * self.layer_parameters + self.hidden + (1 if self.tied else 2) * self.vocab * self.hidden
+
+    def activation_bytes(self, *, tp: int = 1, cp: int = 1, size: int = 2) -> float:
+        """Bytes that one layer keeps for the backward, per token of a rank; `size` 2 for bf16, 4 for fp32.
+
+        Context parallel gathers keys and values, so it keeps those of `cp` ranks (by Ulysses it would not).
+        """
+        wide = 4 if size == 2 else 0  # the norms' fp32 copy; under fp32 it is the input itself
+        residual = 2 * ((wide + size if wide else 2 * size) + size) * self.hidden + 2 * 4
+        q, kv = self.heads * self.head_dim / tp, self.kv_heads * self.head_dim / tp
+        norms = self.qk_norm * ((wide + size if wide else 2 * size) * (q + kv) + 4 * (self.heads + self.kv_heads) / tp)
+        attention = size * (2 * q + 2 * kv * cp) + 4 * self.heads / tp
+        per_expert = 4 * size * self.intermediate + self.experts_extra(size)
+        return residual + norms + attention + max(1, self.active) * per_expert / tp
+
+    def experts_extra(self, size: int) -> float:
+        """A token's copy for each expert that it goes to, before and after."""
+        return 2 * size * self.hidden if self.experts else 0.0
+
+    def kv_bytes(self) -> int:
+        """Of an engine's cache, per token, in bf16, over all its GPUs."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+def shape_of(config: Any) -> Shape:
+    """The sizes in a transformers config of a model type that `parallelize` covers."""
+    text, kind = config.get_text_config(), config.model_type
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
+    return Shape(
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        intermediate=text.moe_intermediate_size if experts else text.intermediate_size,
+        vocab=text.vocab_size,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        tied=bool(text.tie_word_embeddings),
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind.startswith(("qwen3", "gemma3")),
+        experts=experts,
+        active=text.num_experts_per_tok if experts else 0,
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is run: the sizes of the mesh, and tokens of a micro-batch over one data parallel place."""
+
+    gpus: int = 8
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    replicate: int = 1
+    tokens: int = 32768
+    checkpointing: bool = True
+    offload: bool = False
+
+    @property
+    def cut(self) -> int:
+        """Ranks over which parameters and states are cut."""
+        return self.gpus // self.replicate
+
+
+def step_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
+    """Bytes on one GPU at the fullest moment of a step, by what they hold."""
+    tokens = layout.tokens / layout.cp
+    states = 16 * shape.parameters / layout.cut
+    outside = (1 if shape.tied else 2) * shape.vocab * shape.hidden / layout.tp
+    layer = (shape.layer_parameters - shape.expert_parameters) / layout.tp + shape.expert_parameters / layout.ep
+    one = tokens * shape.activation_bytes(tp=layout.tp, cp=layout.cp)
+    kept = tokens * 2 * shape.hidden * shape.layers
+    return {
+        "states": 0.0 if layout.offload else states,
+        "gathered": 2 * (2 * layer + outside) + (2 + 4) * layer + 2 * outside,
+        "activations": kept + one if layout.checkpointing else shape.layers * one,
+        "loss": tokens * shape.hidden * (2 + 4) + 2 * TILE_BYTES,
+    }
+
+
+def logits_bytes(shape: Shape, layout: Layout) -> float:
+    """What a loss over whole logits would take on top: fp32 log-softmax and its gradient."""
+    return layout.tokens / layout.cp * shape.vocab / layout.tp * 8
+
+
+def engine_bytes(shape: Shape, *, engine_tp: int) -> float:
+    """Weights of an engine beside the trainer, in bf16, per GPU."""
+    return 2 * shape.parameters / engine_tp
