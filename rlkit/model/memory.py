@@ -137,11 +137,6 @@ def step_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
     }
 
 
-def logits_bytes(shape: Shape, layout: Layout) -> float:
-    """What a loss over whole logits would take on top: fp32 log-softmax and its gradient."""
-    return layout.tokens / layout.cp * shape.vocab / layout.tp * 8
-
-
 def engine_bytes(shape: Shape, *, engine_tp: int) -> float:
     """Weights of an engine beside the trainer, in bf16, per GPU."""
     return 2 * shape.parameters / engine_tp
