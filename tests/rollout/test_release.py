@@ -33,7 +33,7 @@ ASKED = {
 
 
 @asynccontextmanager
-async def server() -> AsyncIterator[tuple[str, list[str]]]:
+async def server(config: Any = OF_VLLM["vllm_config"]) -> AsyncIterator[tuple[str, list[str]]]:
     """Answers everything, and lists the POST requests."""
     seen: list[str] = []
 
@@ -42,7 +42,7 @@ async def server() -> AsyncIterator[tuple[str, list[str]]]:
             told: Any = await request.json() if request.can_read_body else None
             tags = f" {told}" if isinstance(told, dict) and "tags" in told else ""
             seen.append(str(request.rel_url) + tags)
-        return web.json_response(OF_VLLM if "config_format" in request.query else {})
+        return web.json_response({"vllm_config": config} if "config_format" in request.query else {})
 
     app = web.Application()
     app.router.add_route("*", "/{page:.*}", answer)
@@ -72,6 +72,18 @@ async def test_memory_is_free_from_the_last_sample_to_the_next_update(kind: Any,
         await engine.close()
     assert not [asked for asked in seen[:before] if "memory" in asked or "sleep" in asked or "wake" in asked]
     assert seen[before:] == ASKED[kind]
+
+
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+async def test_no_weights_go_to_a_vllm_on_a_cpu_that_would_keep_its_tied_head(tmp_path: Path) -> None:
+    """One that was started without rlkit's extension."""
+    told = OF_VLLM["vllm_config"] | {"device_config": {"device_type": "cpu"}}
+    async with server(told) as (url, seen):
+        engine = VLLM(url, transport=FromDisk(tmp_path))
+        with pytest.raises(ValueError, match="keeps the old weights of a head that is tied: start it by `launch`, or"):
+            await engine.update_weights([("x", torch.zeros(1))], version=1)
+        await engine.close()
+    assert not [asked for asked in seen if "collective" in asked]
 
 
 async def test_without_the_option_and_for_other_engines_nothing_is_freed(tmp_path: Path) -> None:

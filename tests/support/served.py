@@ -9,10 +9,10 @@ import torch
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 
 
-def make_checkpoint(folder: Path, *, seed: int) -> Path:
+def make_checkpoint(folder: Path, *, seed: int, tied: bool = False) -> Path:
     """A tiny model without an end token and with peaked distributions, so that a wrong weight shows."""
     tokenizer = tiny_tokenizer()
-    model = tiny_model(tokenizer, hidden=64, layers=2, intermediate=128, seed=seed)
+    model = tiny_model(tokenizer, hidden=64, layers=2, intermediate=128, tie_word_embeddings=tied, seed=seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:

@@ -33,7 +33,7 @@ def vllm_python() -> str:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Checkpoints of three versions: 0 is served at the start, 1 and 2 are what training makes of it."""
-    return [make_checkpoint(tmp_path_factory.mktemp("model") / str(i), seed=i) for i in range(3)]
+    return [make_checkpoint(tmp_path_factory.mktemp("model") / str(i), seed=i, tied=True) for i in range(3)]
 
 
 @pytest.fixture(scope="session")

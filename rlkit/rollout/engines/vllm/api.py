@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from rlkit._text import masked
 from rlkit.rollout.engines.http import check_prompt, check_reply, reading, whole_number
 from rlkit.rollout.engines.servers.api import Facts, PauseMode, ServerLimits, parse_version, versions_of
+from rlkit.rollout.engines.vllm.server import RELOAD
 from rlkit.types import Completion, FinishReason, SamplingParams
 
 MAX_RANKS = 1 << 16
@@ -26,6 +28,7 @@ class VLLMApi:
 
     def __init__(self) -> None:
         self._processed = True  # what the servers' log-probs describe
+        self._reload = "reload_weights"  # or what `on_server` has
 
     def body(
         self, prompt_ids: list[int], params: SamplingParams, limits: ServerLimits, salt: str | None
@@ -106,6 +109,9 @@ class VLLMApi:
             if not isinstance(path, str | None):
                 raise TypeError(f"model must be a string, got {type(path).__name__}")
             self._processed = model.get("logprobs_mode") == "processed_logprobs"
+            extended = parallel.get("worker_extension_cls") == RELOAD
+            on_cpu = told["vllm_config"].get("device_config", {}).get("device_type") == "cpu"
+            self._reload = "rlkit_reload" if extended else "" if on_cpu else "reload_weights"
         return Facts(tp, pp, dp, max_len, path)
 
     async def version(self, server: Any, *, timeout: float) -> int:  # noqa: D102
@@ -134,7 +140,10 @@ class VLLMApi:
         await server.post("/finish_weight_update", {})
 
     async def load(self, server: Any, folder: Path, version: int) -> None:  # noqa: D102
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        if not self._reload:
+            what = f"{masked(server.url)} runs on a CPU, where vLLM keeps the old weights of a head that is tied"
+            raise ValueError(f"{what}: start it by `launch`, or with --worker-extension-cls {RELOAD} (docs/vllm.md)")
+        body = {"method": self._reload, "kwargs": {"weights_path": str(folder)}}
         await server.post("/collective_rpc", body)
         await stamp(server, version)
 

@@ -11,6 +11,9 @@ from rlkit.rollout.engines.servers.checks import config_of
 from rlkit.rollout.engines.servers.process import Server, start_server, usable_port
 
 ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+ON_SERVER = Path(__file__).with_name("on_server")
+RELOAD = "rlkit_vllm.Reload"  # in that folder
+CPU_ARGS = ("--enforce-eager", "--worker-extension-cls", RELOAD)
 CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}  # GiB of keys and values
 
 
@@ -56,7 +59,8 @@ def launch(
     python = python or os.environ.get("RLKIT_VLLM_PYTHON") or sys.executable
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_path), "--host", host]
     command += ["--port", str(port), "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-    command += [*(("--enforce-eager",) if device == "cpu" else ()), *(("--dtype", dtype) if dtype else ()), *args]
-    ours = {**ENV, **(CPU_ENV if device == "cpu" else {}), **(env or {})}
+    command += [*(CPU_ARGS if device == "cpu" else ()), *(("--dtype", dtype) if dtype else ()), *args]
+    path = os.pathsep.join(filter(None, [str(ON_SERVER), os.environ.get("PYTHONPATH")]))
+    ours = {**ENV, **(CPU_ENV | {"PYTHONPATH": path} if device == "cpu" else {}), **(env or {})}
     server = start_server(command, name="vLLM", env=ours, host=host, port=port, log=log)
     return server.wait() if wait else server

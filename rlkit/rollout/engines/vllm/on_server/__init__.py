@@ -1,0 +1,1 @@
+"""What a vLLM server on a CPU imports: this folder is on its path, and no rlkit is needed there."""
