@@ -31,7 +31,7 @@ async def test_log_probs_and_greedy_answers_follow_the_weights(
             for version in range(2):
                 if version:  # as an optimizer step would, but large
                     with torch.no_grad():
-                        for parameter in model.model.layers.parameters():
+                        for parameter in model.parameters():
                             parameter.mul_(1.02)
                     await engine.update_weights(stream_weights(model), version=version)
                 for temperature in (1.0, 0.0):
