@@ -129,7 +129,8 @@ def report_model(model: Any, *, dtype: str, name: str = "model") -> None:
     where += f" and {world_size() - 1} other ranks" if world_size() > 1 else ""
     if rank() == 0:
         size = sum(num for num, _ in params.values()) - lora
-        text = f"{name}: {size:,} parameters on {where}, {dtype}; trains {what} ({trained:,} parameters){kinds}\n"
+        count = "" if trained == size else f" ({trained:,} parameters)"
+        text = f"{name}: {size:,} parameters on {where}, {dtype}; trains {what}{count}{kinds}\n"
         sys.stdout.write(text)
         sys.stdout.flush()
 
