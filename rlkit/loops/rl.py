@@ -188,7 +188,7 @@ async def rl(
                     break
                 if not rollouts.overlap:
                     await stream.pause()
-                    await rest(engine)
+                    await in_time(rest(engine), None)
                 clock.lap("wait" if rollouts.overlap else "rollout")
                 this = Step(step, **coefficients.coefs(now), check=partial(watch.batch, step=done))
                 taken, advantages = groups, dict[int, float]()

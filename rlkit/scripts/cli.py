@@ -299,8 +299,9 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
         started = any(note.startswith(TRAINING) for note in getattr(error, "__notes__", ()))
         if given.get("debug"):
             raise
-        if started and _is_of_engine(error):
-            fail("\n  ".join([str(error), f"go on from the last checkpoint: {resume_command('--resume')}"]), code=1)
+        if _is_of_engine(error):
+            more = [f"go on from the last checkpoint: {resume_command('--resume')}"] if started else []
+            fail("\n  ".join([str(error), *more]), code=1 if started else 2)
         if started and not of_folder:
             raise
         text = (

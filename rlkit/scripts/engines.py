@@ -37,6 +37,10 @@ def check_engine(args: Any) -> None:
     )
     if is_first():
         _check_answers(how)
+    if not how.engine_urls:
+        from rlkit.rollout.engines.servers.process import interpreter
+
+        interpreter(None, variable=f"RLKIT_{how.engine.upper()}_PYTHON", package=how.engine)
 
 
 def users_function(how: Engines) -> Any:

@@ -95,6 +95,21 @@ async def test_without_the_option_and_for_other_engines_nothing_is_freed(tmp_pat
     assert not seen
 
 
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+async def test_after_a_failed_update_the_next_one_wakes_the_servers_again(tmp_path: Path) -> None:
+    async with server() as (url, seen):
+        engine = SGLang(url, transport=FromDisk(tmp_path), release=True)
+        await engine.rest()
+        with pytest.raises(ValueError, match="no tensors"):
+            await engine.update_weights([], version=1)
+        with pytest.raises(RuntimeError, match="call update_weights"):
+            await engine.generate([1], params=SamplingParams())
+        before = len(seen)
+        await engine.update_weights([("x", torch.zeros(1))], version=1)
+        await engine.close()
+    assert seen[before:] == ASKED[SGLang][1:]
+
+
 async def test_requests_that_end_late_are_waited_for(tmp_path: Path) -> None:
     async with server() as (url, seen):
         engine = SGLang(url, transport=FromDisk(tmp_path), release=True)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rlkit._extras import MissingExtra
 from rlkit.rollout.engines.servers import process as server
 from rlkit.rollout.engines.sglang import launch
+from rlkit.rollout.engines.vllm import launch as launch_vllm
 
 STAND_IN = f"""#!{sys.executable}
 import json, os, sys, time
@@ -38,6 +40,14 @@ def test_a_server_does_not_inherit_the_variables_of_torchrun(tmp_path, monkeypat
     found = json.loads(written.read_text())
     assert not ranks.keys() & found.keys()
     assert (found["RANKING"], found["GIVEN"]) == ("1", "2")
+
+
+@pytest.mark.parametrize(("kind", "package"), [(launch, "sglang"), (launch_vllm, "vllm")])
+def test_a_package_that_is_not_installed_is_named_at_once(tmp_path, monkeypatch, kind, package):
+    monkeypatch.delenv(f"RLKIT_{package.upper()}_PYTHON", raising=False)
+    said = rf"^{package} is not installed here: `pip install {package}`, .* in \$RLKIT_{package.upper()}_PYTHON$"
+    with pytest.raises(MissingExtra, match=said):
+        kind(tmp_path)
 
 
 def test_the_port_is_below_the_ephemeral_range():

@@ -206,15 +206,16 @@ class ServerEngine:
         """
         async with self._updating:
             servers = await self._servers.revive()
-            resting, self._resting = [server for server, life in self._resting if server.life == life], []
-            await all_done(self._api.take_back(server, ["weights"]) for server in resting if server in servers)
+            resting = [server for server, life in self._resting if server.life == life and server in servers]
             probe = self._probe
             if probe is not None and not self._primed:
                 await all_done(self._sample(server, probe) for server in servers)
                 self._primed = True
             try:
+                await all_done(self._api.take_back(server, ["weights"]) for server in resting)
                 await self._load(servers, weights, version)
-                await all_done(self._api.take_back(server, ["kv_cache"]) for server in resting if server in servers)
+                await all_done(self._api.take_back(server, ["kv_cache"]) for server in resting)
+                self._resting = []
                 if self._pause == "in_place":
                     self._salt = f"rlkit-{version}"
                 self.version = self._servers.version = self._serving.version = version

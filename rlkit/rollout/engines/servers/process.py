@@ -15,7 +15,11 @@ import urllib.request
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
+
+from rlkit._extras import MissingExtra
+from rlkit.rollout.engines import EngineError
 
 # Set by torchrun. With them the server's processes would connect to the trainer's store, and hang.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -46,14 +50,14 @@ class Server:
         """Return when the server answers requests.
 
         Raises:
-            RuntimeError: it exited. TimeoutError: `timeout` seconds have passed; it was stopped. Both show the end of
-            the log.
+            EngineError (a RuntimeError): it exited. TimeoutError: `timeout` seconds have passed; it was stopped. Both
+            show the end of the log.
         """
         end = time.monotonic() + timeout
         while not _healthy(self.url):
             if not self.alive or _LOST_PORT in self._tail():  # then it would wait for itself for minutes
                 self.close()
-                raise RuntimeError(
+                raise EngineError(
                     f"the {self._name} server exited at its start; its log {self.log} ends:\n{self._tail()}"
                 )
             if time.monotonic() > end:
@@ -98,6 +102,21 @@ def start_server(
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
     return Server(process, f"http://{host}:{port}", path, name)
+
+
+def interpreter(given: str | None, *, variable: str, package: str) -> str:
+    """The Python that has `package`: `given`, that of the environment's `variable`, or the running one.
+
+    Errors: MissingExtra, with what to install, where the running one would be taken and does not have it.
+    """
+    if found := given or os.environ.get(variable):
+        return found
+    if find_spec(package) is None:
+        raise MissingExtra(
+            f"{package} is not installed here: `pip install {package}`, or in an environment of its own, with its "
+            f"Python in ${variable}"
+        )
+    return sys.executable
 
 
 def usable_port(host: str, port: int | None, *, name: str) -> int:

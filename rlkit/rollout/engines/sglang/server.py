@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlkit.rollout.engines.servers.checks import config_of
-from rlkit.rollout.engines.servers.process import Server, start_server, usable_port
+from rlkit.rollout.engines.servers.process import Server, interpreter, start_server, usable_port
 
 CPU_ARGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -63,7 +62,7 @@ def launch(
     port = usable_port(host, port, name="SGLang")
     own = config_of(str(model_path)) if Path(model_path).is_dir() else {}
     dtype = dtype or own.get("dtype") or own.get("torch_dtype")
-    python = python or os.environ.get("RLKIT_SGLANG_PYTHON") or sys.executable
+    python = interpreter(python, variable="RLKIT_SGLANG_PYTHON", package="sglang")
     command = [python, "-m", "sglang.launch_server", "--model-path", str(model_path), "--host", host]
     command += ["--port", str(port), "--weight-version", "0"]
     command += [*(CPU_ARGS if device == "cpu" else ()), *(("--dtype", dtype) if dtype else ()), *args]

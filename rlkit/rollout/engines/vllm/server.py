@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlkit.rollout.engines.servers.checks import config_of
-from rlkit.rollout.engines.servers.process import Server, start_server, usable_port
+from rlkit.rollout.engines.servers.process import Server, interpreter, start_server, usable_port
 
 ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 ON_SERVER = Path(__file__).with_name("on_server")
@@ -56,7 +55,7 @@ def launch(
     port = usable_port(host, port, name="vLLM")
     own = config_of(str(model_path)) if Path(model_path).is_dir() else {}
     dtype = dtype or own.get("dtype") or own.get("torch_dtype")
-    python = python or os.environ.get("RLKIT_VLLM_PYTHON") or sys.executable
+    python = interpreter(python, variable="RLKIT_VLLM_PYTHON", package="vllm")
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_path), "--host", host]
     command += ["--port", str(port), "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     command += [*(CPU_ARGS if device == "cpu" else ()), *(("--dtype", dtype) if dtype else ()), *args]
