@@ -4,7 +4,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 DEMO   ?= runs/demo
 RESULTS ?= benchmarks/results
-GPU_TESTS := tests/kernels/test_gpu_kernels.py tests/test_gpu.py tests/sglang/test_ipc_gpu.py
+GPU_TESTS := tests/kernels/test_gpu_kernels.py tests/test_gpu.py tests/sglang/test_ipc_gpu.py tests/vllm/test_transports_gpu.py
 # Bytecode is kept, also where the environment says otherwise: each process of the tests would compile its modules anew.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist worksteal
 FLAGS ?=  # of the benchmarks: --rehearse for tiny shapes on a CPU, --rest, --only ...
