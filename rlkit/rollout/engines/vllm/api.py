@@ -29,6 +29,7 @@ class VLLMApi:
     def __init__(self) -> None:
         self._processed = True  # what the servers' log-probs describe
         self._reload = "reload_weights"  # or what `on_server` has
+        self._seeds = True  # on a CPU, vLLM 0.32 dies at a seeded request whose prompt it reads in two steps
 
     def body(
         self, prompt_ids: list[int], params: SamplingParams, limits: ServerLimits, salt: str | None
@@ -55,7 +56,7 @@ class VLLMApi:
             "stop_token_ids": list(params.stop_token_ids), "stop": list(params.stop),
             "include_stop_str_in_output": True, "detokenize": bool(params.stop), "logprobs": 0,
         }  # fmt: skip
-        if params.seed is not None:
+        if params.seed is not None and self._seeds:
             sampling["seed"] = params.seed & (2**63 - 1)
         salted = {} if salt is None else {"cache_salt": salt}
         return {"token_ids": prompt_ids, "sampling_params": sampling, "stream": False, **salted}
@@ -112,6 +113,7 @@ class VLLMApi:
             extended = parallel.get("worker_extension_cls") == RELOAD
             on_cpu = told["vllm_config"].get("device_config", {}).get("device_type") == "cpu"
             self._reload = "rlkit_reload" if extended else "" if on_cpu else "reload_weights"
+            self._seeds = not on_cpu
         return Facts(tp, pp, dp, max_len, path)
 
     async def version(self, server: Any, *, timeout: float) -> int:  # noqa: D102
