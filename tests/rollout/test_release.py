@@ -77,7 +77,7 @@ async def test_memory_is_free_from_the_last_sample_to_the_next_update(kind: Any,
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
 async def test_no_weights_go_to_a_vllm_on_a_cpu_that_would_keep_its_tied_head(tmp_path: Path) -> None:
     """One that was started without rlkit's extension."""
-    told = OF_VLLM["vllm_config"] | {"device_config": {"device_type": "cpu"}}
+    told = OF_VLLM["vllm_config"] | {"device_config": {"device": "cpu"}}
     async with server(told) as (url, seen):
         engine = VLLM(url, transport=FromDisk(tmp_path))
         with pytest.raises(ValueError, match="keeps the old weights of a head that is tied: start it by `launch`, or"):

@@ -111,7 +111,7 @@ class VLLMApi:
                 raise TypeError(f"model must be a string, got {type(path).__name__}")
             self._processed = model.get("logprobs_mode") == "processed_logprobs"
             extended = parallel.get("worker_extension_cls") == RELOAD
-            on_cpu = told["vllm_config"].get("device_config", {}).get("device_type") == "cpu"
+            on_cpu = told["vllm_config"].get("device_config", {}).get("device") == "cpu"
             self._reload = "rlkit_reload" if extended else "" if on_cpu else "reload_weights"
             self._seeds = not on_cpu
         return Facts(tp, pp, dp, max_len, path)
