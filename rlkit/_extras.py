@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -33,3 +36,20 @@ def missing(error: ImportError, module: str, extra: str, why: str) -> MissingExt
 def lacks(package: str, extra: str, why: str) -> str:
     """The line that names the missing package and the command that installs it."""
     return f"{why} {package}: pip install 'rlkit-lm[{extra}]'"
+
+
+def interpreter(package: str, given: str | None = None) -> str:
+    """The Python that has `package`, which may be in an environment of its own: `given`, $RLKIT_PACKAGE_PYTHON, or the
+    running one.
+
+    Errors: MissingExtra, with what to install, where the running one would be taken and does not have it.
+    """
+    variable = f"RLKIT_{package.upper()}_PYTHON"
+    if found := given or os.environ.get(variable):
+        return found
+    if find_spec(package) is None:
+        raise MissingExtra(
+            f"{package} is not installed here: `pip install {package}`, or in an environment of its own, with its "
+            f"Python in ${variable}"
+        )
+    return sys.executable

@@ -201,6 +201,7 @@ def main(args: Args) -> None:
     rows = tabulate(figures)
     show(rows)
     settings = {key: value for key, value in asdict(args).items() if not isinstance(value, Path)}
+    settings["model"] = args.model and Path(args.model).name
     result = {"args": settings, "machine": machine(), "versions": versions, "table": rows, "rounds": figures}
     name = f"_{Path(args.model).name}_{args.prompts}x{args.group}x{args.max_new_tokens}" if args.model else ""
     out = args.out.with_stem(args.out.stem + name + "_defaults" * args.defaults + "_prefix" * bool(args.prefix))

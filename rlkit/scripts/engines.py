@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from inspect import isawaitable
 from typing import Any
 
-from rlkit._extras import lacks
+from rlkit._extras import interpreter, lacks
 from rlkit.ranks import is_first, local_rank, local_world_size, num_ranks, on_all_ranks, own_address, rank, world_size
 from rlkit.scripts.start import function_of
 from rlkit.settings import SERVERS, Engines, refuse_if
@@ -38,9 +38,7 @@ def check_engine(args: Any) -> None:
     if is_first():
         _check_answers(how)
     if not how.engine_urls:
-        from rlkit.rollout.engines.servers.process import interpreter
-
-        interpreter(None, variable=f"RLKIT_{how.engine.upper()}_PYTHON", package=how.engine)
+        interpreter(how.engine)
 
 
 def users_function(how: Engines) -> Any:

@@ -94,7 +94,7 @@ def main(args: Args) -> None:
     usable = [row for row in rows if row.fits and row.cache(release=True)]
     if not usable:
         raise ValueError("no layout fits: take more GPUs, a smaller `max_tokens`, or an adapter (`--lora-rank`)")
-    out.write("\n" + command(next(iter(usable)), args) + "\n")
+    out.write("\n" + command(usable[0], args) + "\n")
 
 
 def layouts(shape: Shape, args: Args) -> Iterator[Layout]:

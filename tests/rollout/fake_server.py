@@ -14,6 +14,18 @@ from rlkit.types import SamplingParams
 
 
 @asynccontextmanager
+async def running(app: web.Application) -> AsyncIterator[str]:
+    """The address of the application, which runs until the block ends."""
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
 async def serving(
     answer: Callable[[int, dict[str, Any]], Any], *, mode: str = "processed_logprobs"
 ) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
@@ -38,13 +50,8 @@ async def serving(
     app.router.add_post("/inference/v1/generate", completions)
     for page in ("server_info", "v1/models", "model_info", "health"):
         app.router.add_get(f"/{page}", nothing)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", seen
-    finally:
-        await runner.cleanup()
+    async with running(app) as url:
+        yield url, seen
 
 
 def vllm_reply(request: dict[str, Any], ids: list[int], logp: list[float], reason: str = "stop") -> dict[str, Any]:

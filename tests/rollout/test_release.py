@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
+from fake_server import running
 
 from rlkit.rollout.engines.sglang import FromDisk, SGLang
 from rlkit.rollout.engines.vllm import VLLM
@@ -46,13 +47,8 @@ async def server(config: Any = OF_VLLM["vllm_config"]) -> AsyncIterator[tuple[st
 
     app = web.Application()
     app.router.add_route("*", "/{page:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", seen
-    finally:
-        await runner.cleanup()
+    async with running(app) as url:
+        yield url, seen
 
 
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")

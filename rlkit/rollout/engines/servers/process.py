@@ -15,11 +15,11 @@ import urllib.request
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
-from rlkit._extras import MissingExtra
+from rlkit._extras import interpreter
 from rlkit.rollout.engines import EngineError
+from rlkit.rollout.engines.servers.checks import config_of
 
 # Set by torchrun. With them the server's processes would connect to the trainer's store, and hang.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -77,19 +77,29 @@ class Server:
 
 
 def start_server(
-    command: Sequence[str],
-    *,
     name: str,
+    options: Sequence[str],
+    model_path: str | os.PathLike[str],
+    *,
+    dtype: str | None,
+    args: Sequence[str],
     env: Mapping[str, str],
+    python: str | None,
     host: str,
-    port: int,
+    port: int | None,
     log: str | os.PathLike[str] | None,
+    wait: bool,
 ) -> Server:
-    """Run `command`, which serves at `host` and `port`, in a process group of its own. See the `launch` functions.
+    """What the `launch` functions share, see there: run Python with `options`, address, dtype and `args`.
 
-    The group ends with `close`, with the `with` block, at exit, and when this process dies in any way. `env` is beside
-    the variables of this process, without those of torchrun.
+    The server is in a process group of its own, which ends with `close`, with the `with` block, at exit, and when this
+    process dies in any way. `env` is beside the variables of this process, without those of torchrun.
     """
+    port = usable_port(host, port, name=name)
+    own = config_of(str(model_path)) if Path(model_path).is_dir() else {}
+    dtype = dtype or own.get("dtype") or own.get("torch_dtype")
+    command = [interpreter(name.lower(), python), *options, "--host", host, "--port", str(port)]
+    command += [*(("--dtype", dtype) if dtype else ()), *args]
     path = (
         Path(log) if log is not None else Path(tempfile.mkdtemp(prefix=f"rlkit-{name.lower()}-{port}-"), "server.log")
     )
@@ -101,22 +111,8 @@ def start_server(
             env={**ours, **env},
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
-    return Server(process, f"http://{host}:{port}", path, name)
-
-
-def interpreter(given: str | None, *, variable: str, package: str) -> str:
-    """The Python that has `package`: `given`, that of the environment's `variable`, or the running one.
-
-    Errors: MissingExtra, with what to install, where the running one would be taken and does not have it.
-    """
-    if found := given or os.environ.get(variable):
-        return found
-    if find_spec(package) is None:
-        raise MissingExtra(
-            f"{package} is not installed here: `pip install {package}`, or in an environment of its own, with its "
-            f"Python in ${variable}"
-        )
-    return sys.executable
+    server = Server(process, f"http://{host}:{port}", path, name)
+    return server.wait() if wait else server
 
 
 def usable_port(host: str, port: int | None, *, name: str) -> int:

@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rlkit._retrying import BUSY
-from rlkit.rollout.engines.http import Busy, Refused, ReplicaError, check_prompt, check_reply, reading, whole_number
-from rlkit.rollout.engines.servers.api import Facts, PauseMode, ServerLimits, parse_version, versions_of
+from rlkit.rollout.engines.http import Busy, Refused, ReplicaError, check_reply, reading, whole_number
+from rlkit.rollout.engines.servers.api import (
+    Facts,
+    PauseMode,
+    ServerLimits,
+    max_new_tokens,
+    parse_version,
+    versions_of,
+)
 from rlkit.types import Completion, FinishReason, SamplingParams
 
 MAX_RANKS = 1 << 16
@@ -31,11 +38,9 @@ class SGLangApi:
         `no_stop_trim` keeps the tokens of a stop string. Above 63 bits a seed is folded. The completion is cut at the
         context limit, which SGLang would refuse to do.
         """
-        check_prompt(prompt_ids, vocab_size=limits.vocab_size)
-        if len(prompt_ids) >= limits.max_len:
-            raise ValueError(f"prompt_ids must be shorter than the context of {limits.max_len}, got {len(prompt_ids)}")
+        longest = max_new_tokens(prompt_ids, params, limits)
         sampling: dict[str, Any] = {
-            "max_new_tokens": min(params.max_new_tokens, limits.max_len - len(prompt_ids)),
+            "max_new_tokens": longest,
             "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k or -1,
             "stop_token_ids": list(params.stop_token_ids), "stop": list(params.stop),
             "no_stop_trim": True, "skip_special_tokens": False,
@@ -106,8 +111,8 @@ class SGLangApi:
     async def version(self, server: Any, *, timeout: float) -> int:  # noqa: D102
         info = await server.get("/model_info", timeout=timeout)
         with reading(server.url, "a reply of /model_info", info):
-            return parse_version(info.get("weight_version"), 0)
-        raise AssertionError
+            served = parse_version(info.get("weight_version"), 0)
+        return served
 
     async def pause(self, server: Any, mode: PauseMode) -> None:  # noqa: D102
         await server.post("/pause_generation", {"mode": mode})
@@ -150,8 +155,8 @@ class SGLangApi:
     async def waiting(self, server: Any) -> int:  # noqa: D102
         reply = await server.get("/v1/loads?include=core", timeout=5.0)
         with reading(server.url, "a reply of /v1/loads", reply):
-            return int(sum(load.get("num_waiting_reqs", 0) for load in reply.get("loads", [])))
-        raise AssertionError
+            waiting = int(sum(load.get("num_waiting_reqs", 0) for load in reply.get("loads", [])))
+        return waiting
 
     async def release(self, server: Any, tags: Sequence[str]) -> None:  # noqa: D102
         await server.post("/release_memory_occupation", {"tags": tags or None})

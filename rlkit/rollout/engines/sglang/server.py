@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Any
 
-from rlkit.rollout.engines.servers.checks import config_of
-from rlkit.rollout.engines.servers.process import Server, interpreter, start_server, usable_port
+from rlkit.rollout.engines.servers.process import Server, start_server
 
 CPU_ARGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -59,13 +58,8 @@ def launch(
     Raises:
         RuntimeError: this is not Linux. ValueError: `port` is taken. RuntimeError, TimeoutError: see `Server.wait`.
     """
-    port = usable_port(host, port, name="SGLang")
-    own = config_of(str(model_path)) if Path(model_path).is_dir() else {}
-    dtype = dtype or own.get("dtype") or own.get("torch_dtype")
-    python = interpreter(python, variable="RLKIT_SGLANG_PYTHON", package="sglang")
-    command = [python, "-m", "sglang.launch_server", "--model-path", str(model_path), "--host", host]
-    command += ["--port", str(port), "--weight-version", "0"]
-    command += [*(CPU_ARGS if device == "cpu" else ()), *(("--dtype", dtype) if dtype else ()), *args]
+    options = ["-m", "sglang.launch_server", "--model-path", str(model_path), "--weight-version", "0"]
+    options += CPU_ARGS if device == "cpu" else ()
     ours = {**(CPU_ENV if device == "cpu" else {}), **(env or {})}
-    server = start_server(command, name="SGLang", env=ours, host=host, port=port, log=log)
-    return server.wait() if wait else server
+    where: Any = {"python": python, "host": host, "port": port, "log": log, "wait": wait}
+    return start_server("SGLang", options, model_path, dtype=dtype, args=args, env=ours, **where)

@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rlkit._text import masked
-from rlkit.rollout.engines.http import check_prompt, check_reply, reading, whole_number
-from rlkit.rollout.engines.servers.api import Facts, PauseMode, ServerLimits, parse_version, versions_of
+from rlkit.rollout.engines.http import check_reply, reading, whole_number
+from rlkit.rollout.engines.servers.api import (
+    Facts,
+    PauseMode,
+    ServerLimits,
+    max_new_tokens,
+    parse_version,
+    versions_of,
+)
 from rlkit.rollout.engines.vllm.server import RELOAD
 from rlkit.types import Completion, FinishReason, SamplingParams
 
@@ -39,9 +46,7 @@ class VLLMApi:
         Every parameter is sent: the server takes those that are missing from the model's generation_config.json. Above
         63 bits a seed is folded. The completion is cut at the context limit, which vLLM would refuse to do.
         """
-        check_prompt(prompt_ids, vocab_size=limits.vocab_size)
-        if len(prompt_ids) >= limits.max_len:
-            raise ValueError(f"prompt_ids must be shorter than the context of {limits.max_len}, got {len(prompt_ids)}")
+        longest = max_new_tokens(prompt_ids, params, limits)
         if self._processed and params.truncates:
             raise ValueError(
                 "vLLM's log-probs would be those of the truncated distribution: sample without top_p and top_k, or "
@@ -50,7 +55,7 @@ class VLLMApi:
         if not self._processed and params.temperature not in (0.0, 1.0):
             raise ValueError(f"temperature {params.temperature} needs a server with --logprobs-mode processed_logprobs")
         sampling: dict[str, Any] = {
-            "max_tokens": min(params.max_new_tokens, limits.max_len - len(prompt_ids)),
+            "max_tokens": longest,
             "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "min_p": 0.0,
             "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
             "stop_token_ids": list(params.stop_token_ids), "stop": list(params.stop),
@@ -119,8 +124,8 @@ class VLLMApi:
     async def version(self, server: Any, *, timeout: float) -> int:  # noqa: D102
         told = await server.get("/weight_info", timeout=timeout)
         with reading(server.url, "a reply of /weight_info", told):
-            return parse_version(told.get("weight_version"), 0)
-        raise AssertionError
+            served = parse_version(told.get("weight_version"), 0)
+        return served
 
     async def pause(self, server: Any, mode: PauseMode) -> None:  # noqa: D102
         await server.post(f"/pause?mode={MODES[mode]}", None)

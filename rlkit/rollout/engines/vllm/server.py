@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from rlkit.rollout.engines.servers.checks import config_of
-from rlkit.rollout.engines.servers.process import Server, interpreter, start_server, usable_port
+from rlkit.rollout.engines.servers.process import Server, start_server
 
 ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 ON_SERVER = Path(__file__).with_name("on_server")
@@ -52,14 +52,9 @@ def launch(
     Raises:
         RuntimeError: this is not Linux. ValueError: `port` is taken. RuntimeError, TimeoutError: see `Server.wait`.
     """
-    port = usable_port(host, port, name="vLLM")
-    own = config_of(str(model_path)) if Path(model_path).is_dir() else {}
-    dtype = dtype or own.get("dtype") or own.get("torch_dtype")
-    python = interpreter(python, variable="RLKIT_VLLM_PYTHON", package="vllm")
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_path), "--host", host]
-    command += ["--port", str(port), "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-    command += [*(CPU_ARGS if device == "cpu" else ()), *(("--dtype", dtype) if dtype else ()), *args]
+    options = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model_path), "--enable-scale-out"]
+    options += ["--logprobs-mode", "processed_logprobs", *(CPU_ARGS if device == "cpu" else ())]
     path = os.pathsep.join(filter(None, [str(ON_SERVER), os.environ.get("PYTHONPATH")]))
     ours = {**ENV, **(CPU_ENV | {"PYTHONPATH": path} if device == "cpu" else {}), **(env or {})}
-    server = start_server(command, name="vLLM", env=ours, host=host, port=port, log=log)
-    return server.wait() if wait else server
+    where: Any = {"python": python, "host": host, "port": port, "log": log, "wait": wait}
+    return start_server("vLLM", options, model_path, dtype=dtype, args=args, env=ours, **where)
