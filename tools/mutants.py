@@ -30,7 +30,7 @@ SWAPS = {
 }  # fmt: skip
 TEXTS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.Add: "+"}
 TEXTS |= {ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.And: "and", ast.Or: "or", ast.Is: "is", ast.IsNot: "is not"}
-SKIPPED = ("rlkit/testing/", "triton", "sglang", "_worker")  # need a device, a server or a sandbox
+SKIPPED = ("rlkit/testing/", "triton", "sglang", "vllm", "_worker")  # need a device, a server or a sandbox
 SEED, NUM, PER_FOLDER, LIMIT_S = 7, 60, 3, 420
 
 
@@ -132,7 +132,7 @@ def tests_for(root: Path, path: Path) -> list[str]:
     """The test files that mention the mutated module, its folder's own tests first."""
     module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
     package, own = module.rpartition(".")[0], root / "tests" / path.relative_to(root / "rlkit").parts[0]
-    others = ("gpu", "sglang", "interpreted")  # need a device, a server or an interpreter of their own
+    others = ("gpu", "sglang", "vllm", "interpreted")  # need a device, a server or an interpreter of their own
     every = ((f, str(f.relative_to(root))) for f in sorted((root / "tests").rglob("test_*.py")))
     mention = [f for f, name in every if not any(word in name for word in others)]
     texts = {f: f.read_text() for f in mention}
@@ -166,7 +166,7 @@ def run(listed: Path, out: Path) -> None:
 def verdict(copy: Path, path: Path) -> tuple[str, str]:
     """Whether a test fails on the mutant, and which one fails first; a mutant that hangs is killed, too."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
-    command += ["-m", "not slow and not gpu and not sglang", *tests_for(copy, path)]
+    command += ["-m", "not slow and not gpu and not sglang and not vllm", *tests_for(copy, path)]
     env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=copy, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True) as ran:
         try:
