@@ -45,6 +45,16 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def num_nodes() -> int:
+    """Number of machines of the run, each with as many ranks; 1 where torchrun did not start this process."""
+    return num_ranks() // local_world_size() if "LOCAL_WORLD_SIZE" in os.environ else 1
+
+
+def node() -> int:
+    """The number of this process's machine, also before there is a process group."""
+    return int(os.environ.get("RANK", "0")) // local_world_size() if num_nodes() > 1 else 0
+
+
 def num_ranks() -> int:
     """Number of ranks that torchrun starts, also before there is a process group; 1 in a plain process."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,8 +17,8 @@ from rlkit.model.forward import PolicyFn, with_old_logp, with_ref_logp
 from rlkit.packing import pack
 from rlkit.parallel.mesh import Mesh
 from rlkit.rollout.limits import score_of
-from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, rollout, single_turn
-from rlkit.rollout.shared import from_first
+from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, single_turn
+from rlkit.rollout.shared import Resend, shared_rollout
 from rlkit.segments import mean_per_seq
 from rlkit.settings import Schedule
 from rlkit.types import Batch, Generate, SamplingParams, Trajectory
@@ -91,28 +92,30 @@ async def evaluate(
     max_tokens: int = 16384,
     on_group: Callable[..., None] | None = None,
     mesh: Mesh | None = None,
+    engine: Any = None,
+    resend: Resend | None = None,
 ) -> dict[str, float]:
     """Mean score (the reward, where a reward function gives no score) on held-out prompts, sampled and greedy.
 
     `eval/sampled` averages `num_samples` samples per prompt, `eval/greedy` takes one. With several samples, `eval/best`
     is the mean over prompts of the best score (pass@n, where scores are 0 and 1). Samples whose reward function failed
     are not counted. With `policy` and `reference`, `eval/kl` is the k3 estimate of KL(policy || reference) in nats per
-    sampled token.
+    sampled token. `engine` and `resend`: see `rlkit.rollout.shared.shared_rollout`.
     """
     out = {}
     for name, options, n in (("sampled", params, num_samples), ("greedy", replace(params, temperature=0.0), 1)):
-        sample = partial(
-            rollout,
+        groups = await shared_rollout(
             prompts,
+            engine=engine,
+            resend=resend,
+            on_group=None if on_group is None else partial(on_group, kind=f"eval_{name}"),
             generate=generate,
             params=options,
             group_size=n,
             seed=mix(seed),
             env=env,
             score=score,
-            on_group=None if on_group is None else partial(on_group, kind=f"eval_{name}"),
         )
-        groups = await from_first(sample)
         scores = [per_prompt for group in groups if (per_prompt := _scores(group))]
         out[f"eval/{name}"] = sum(sum(x) / len(x) for x in scores) / max(1, len(scores))
         if n > 1:

@@ -22,11 +22,10 @@ from rlkit.loops.evaluate import Clock, evaluate, is_due, mean_advantages, rollo
 from rlkit.metrics import Metrics, finalize, merge
 from rlkit.model.forward import DTYPES, Policy, PolicyFn
 from rlkit.model.weights import export_hf, stream_weights
-from rlkit.ranks import on_all_ranks, on_this_device, world_size
+from rlkit.ranks import on_all_ranks, on_this_device
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, check_sampling, single_turn
 from rlkit.rollout.shared import SharedEngine, SharedStream, rest
-from rlkit.rollout.stream import GroupStream
 from rlkit.run import saving
 from rlkit.run.folder import Run
 from rlkit.run.plot import draw
@@ -159,6 +158,9 @@ async def rl(
                 state={"controllers": coefficients.to_save(controllers, now)},
             )  # fmt: skip
 
+        async def send(version: int) -> None:
+            await engine.update_weights(publish(), version=version)
+
         async def held_out(done: int) -> dict[str, float]:
             if not task.eval_prompts or not is_due(done, schedule):
                 return {}
@@ -166,15 +168,16 @@ async def rl(
                 task.eval_prompts, generate=engine.generate, params=params, num_samples=rollouts.eval_samples,
                 env=task.env, score=task.score, seed=schedule.seed, policy=policy, reference=reference,
                 max_tokens=max_tokens, mesh=policy.mesh, on_group=partial(samples.completed, step=done),
+                engine=engine, resend=partial(send, done),
             )  # fmt: skip
 
-        await in_time(engine.update_weights(publish(), version=first), None)
+        await in_time(send(first), None)
         if start < 0 and (scores := await in_time(held_out(0), no_scores)):
             run.log(0, scores)
         signal = Signal()
-        async with open_stream(
-            prompt_order(task.prompts, seed=schedule.seed), generate=engine.generate, abort=engine.abort,
-            params=params, group_size=rollouts.group_size, groups_per_step=rollouts.prompts_per_step,
+        async with SharedStream(
+            prompt_order(task.prompts, seed=schedule.seed), engine=engine, params=params,
+            group_size=rollouts.group_size, groups_per_step=rollouts.prompts_per_step,
             staleness=staleness, seed=schedule.seed, env=task.env, score=task.score, keep=task.keep_group,
             max_dropped=rollouts.max_dropped, on_group=samples.completed, version=first, state=saved.get("stream"),
             journal=folder / "completions" if rollouts.journal or rollouts.overlap else None,
@@ -182,7 +185,7 @@ async def rl(
             for step in range(first, steps):
                 done, clock = step + 1, Clock()  # `step` is also the version of the weights that sample
                 stream.advance(version=step)
-                if (groups := await in_time(stream.take(), None)) is None:
+                if (groups := await in_time(stream.take(partial(send, step)), None)) is None:
                     if step > first:
                         save(step)
                     break
@@ -207,7 +210,7 @@ async def rl(
                 if penalties.ref_sync_steps and done % penalties.ref_sync_steps == 0:
                     state["reference"].load_state_dict(policy.model.state_dict())
                 clock.lap("train")
-                await in_time(engine.update_weights(publish(), version=done), None)
+                await in_time(send(done), None)
                 line = finalize(metrics) | {"groups/dropped": stream.num_dropped}
                 line |= {"groups/ready": stream.progress.ready} if rollouts.overlap else {}
                 line |= watch.update(line, step=done) | coefficients.logged(controllers, now)
@@ -292,12 +295,6 @@ def masked(groups: Sequence[Group], rollouts: Rollouts, *, version: int) -> Sequ
 def prompt_order(prompts: Sequence[Prompt], *, seed: int) -> Callable[[int], Prompt]:
     """Index in an endless stream -> prompt: each epoch visits all prompts, in its own order. A pure function."""
     return lambda index: prompts[batch_indices(len(prompts), batch_size=1, seed=seed, step=index)[0]]
-
-
-def open_stream(prompt_at: Callable[[int], Prompt], **options: Any) -> GroupStream | SharedStream:
-    """A `GroupStream`; with several ranks it runs on rank 0, and every rank takes its groups."""
-    make = partial(GroupStream, prompt_at, **options)
-    return make() if world_size() == 1 else SharedStream(make)
 
 
 async def run_inline(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:

@@ -55,12 +55,14 @@ async def rollout(
     env: Env = single_turn,
     score: Score | None = None,
     on_group: Callable[[Prompt, Group], None] | None = None,
+    indices: Sequence[int] | None = None,
 ) -> list[Group]:
     """Sample `group_size` episodes per prompt, all concurrently; returns the groups in the order of the prompts.
 
     See `sample_group`. `on_group` is called when a group has its rewards, e.g. to log it. The noise of each sample is a
     function of `seed`, the prompt's index, the sample's index and the turn, so the same call samples the same
-    trajectories. The first error cancels all other episodes and is raised.
+    trajectories. `indices` are those of the prompts; None: 0, 1, ... The first error cancels all other episodes and is
+    raised.
     """
 
     async def one_group(index: int, prompt: Prompt) -> Group:
@@ -81,7 +83,8 @@ async def rollout(
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     if group_size > 1 and params.temperature == 0:
         warnings.warn("temperature 0: all samples of a group are the same, so nothing would train", stacklevel=2)
-    return await all_or_cancel([one_group(index, prompt) for index, prompt in enumerate(prompts)])
+    numbered = zip(range(len(prompts)) if indices is None else indices, prompts, strict=True)
+    return await all_or_cancel([one_group(index, prompt) for index, prompt in numbered])
 
 
 def check_sampling(prompts: Sequence[Prompt], *, env: Env, score: Score | None, keep_group: Any = None) -> None:

@@ -255,6 +255,7 @@ class GroupStream:
         on_group: called with (prompt, group, step, kept) when a group has its rewards. `step` is the step in progress,
             not necessarily the one that trains on the group, so a checkpoint after a step contains no later one.
         journal: folder to which every completion is written at once; see `Journal`.
+        index_of: the index of the j-th prompt that is started, where several streams share the prompts; None: j.
         version: version of the engine's current weights, which is also the number of steps taken so far.
         state: the `state` to resume from, of the same version.
 
@@ -279,6 +280,7 @@ class GroupStream:
         max_dropped: int | None = None,
         on_group: Callable[..., None] | None = None,
         journal: Path | None = None,
+        index_of: Callable[[int], int] | None = None,
         version: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> None:
@@ -289,6 +291,7 @@ class GroupStream:
         self._prompt_at, self._params = prompt_at, params
         self._group_size, self._num, self._seed, self._staleness = group_size, groups_per_step, seed, staleness
         self._env, self._score, self._keep, self._on_group = env, score, keep, on_group
+        self._index_of = index_of or (lambda j: j)
         self._max_dropped = 20 * groups_per_step if max_dropped is None else max_dropped
         self._dropped, self.num_dropped = list[float](), 0
         self.prompts: list[Prompt] = []
@@ -318,8 +321,8 @@ class GroupStream:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state to checkpoint, as JSON: the next index; (index, version) of each group not taken yet; and the
-        oldest of those versions."""
+        """The state to checkpoint, as JSON: the number of prompts started; (index, version) of each group not taken
+        yet; and the oldest of those versions."""
         waiting = [[e.index, e.version] for e in self._entries]
         oldest = min((e.version for e in self._entries), default=self._taken)
         return {"next": self._next, "waiting": waiting, "oldest": oldest}
@@ -381,7 +384,7 @@ class GroupStream:
     def _admit(self) -> None:
         room = math.floor((self._version + 1 + self._staleness) * self._num + 1e-9) - self._taken * self._num
         while not self._closed and self._error is None and len(self._entries) < room:
-            entry = _Entry(self._next, self._version)
+            entry = _Entry(self._index_of(self._next), self._version)
             self._entries.append(entry)
             self._next += 1
             self._start(entry)

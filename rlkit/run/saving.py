@@ -19,7 +19,6 @@ from rlkit.parallel.data import any_rank
 from rlkit.ranks import Stopped, on_all_ranks, on_rank0, world_size
 from rlkit.rollout.engines import EngineError, silence
 from rlkit.rollout.shared import SharedStream
-from rlkit.rollout.stream import GroupStream
 from rlkit.run.console import TRAINING, say, wrapped
 from rlkit.run.folder import Run, check_folder, hold, open_run, read_args
 from rlkit.run.signals import Stop, resume_command, stop_on_interrupt
@@ -92,7 +91,7 @@ def save_if_due(
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     reference: Any = None,
-    stream: GroupStream | SharedStream | None = None,
+    stream: SharedStream | None = None,
 ) -> bool:
     """Save every `schedule.save_steps` steps (0: never), after the last step, and after a stop request.
 

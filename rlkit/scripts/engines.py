@@ -14,7 +14,7 @@ from inspect import isawaitable
 from typing import Any
 
 from rlkit._extras import interpreter, lacks
-from rlkit.ranks import is_first, local_rank, local_world_size, num_ranks, on_all_ranks, own_address, rank, world_size
+from rlkit.ranks import is_first, local_world_size, node, num_nodes, on_all_ranks, own_address, rank, world_size
 from rlkit.scripts.start import function_of
 from rlkit.settings import SERVERS, Engines, refuse_if
 
@@ -47,12 +47,12 @@ def users_function(how: Engines) -> Any:
 
 
 def _sync_kind(args: Any) -> str:
-    """How weights go to the servers: "ipc", "group" or "disk". ValueError for a malformed address, and for ipc to
-    another machine."""
+    """How weights go to the servers of this rank: "ipc", "group" or "disk". ValueError for a malformed address, and for
+    ipc to another machine."""
     from rlkit.rollout.engines.hosts import host_of, is_here, refuse_elsewhere
 
     how = args.engine
-    for url in how.engine_urls:
+    for url in _given_urls(how):
         try:
             host_of(url)
             if how.weight_sync == "ipc":
@@ -63,8 +63,6 @@ def _sync_kind(args: Any) -> str:
             refuse_if(True, f"`engine_urls` {error}")
     if how.weight_sync != "auto":
         return how.weight_sync
-    if _num_nodes() > 1:
-        return "group" if how.weight_sync_folder is None else "disk"
     return "ipc" if how.engine == "sglang" or _one_gpu(args) else "disk"
 
 
@@ -75,12 +73,23 @@ def _one_gpu(args: Any) -> bool:
         return False
     import torch
 
-    return len(how.engine_urls or how.engine_gpus or range(torch.cuda.device_count())) == how.engine_tp == 1
+    return len(_given_urls(how) or how.engine_gpus or range(torch.cuda.device_count())) == how.engine_tp == 1
 
 
-def _num_nodes() -> int:
-    """Number of machines of the run."""
-    return num_ranks() // local_world_size()
+def _samplers(how: Engines) -> range:
+    """The ranks that sample: the first one of each machine, as far as there are servers for them.
+
+    Servers behind a router are one client's, and so is an engine of the user.
+    """
+    nodes = num_nodes()
+    if how.engine_urls:
+        nodes = 1 if how.engine_router else min(nodes, len(how.engine_urls))
+    return range(0, nodes * local_world_size(), local_world_size()) if ":" not in how.engine else range(1)
+
+
+def _given_urls(how: Engines) -> Sequence[str]:
+    """Of the addresses given, those of the servers of this machine's sampler."""
+    return how.engine_urls[node() :: len(_samplers(how))]
 
 
 def _check_answers(how: Engines) -> None:
@@ -104,7 +113,8 @@ def _check_answers(how: Engines) -> None:
 
 @asynccontextmanager
 async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
-    """The engine of the flags: the training model itself where possible, else one with its own weights on rank 0."""
+    """The engine of the flags: the training model itself where possible, else one with its own weights, on rank 0 or on
+    the first rank of each machine."""
     from rlkit.model.sharding import mesh_of
 
     max_len = args.episodes.max_len(args.rollouts)
@@ -121,8 +131,9 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
             return
         from rlkit.rollout.shared import SharedEngine
 
-        async with _own_engine(args, max_len, urls) if rank() == 0 else nullcontext() as engine:
-            yield SharedEngine(engine)
+        samplers = _samplers(args.engine)
+        async with _own_engine(args, max_len, urls) if rank() in samplers else nullcontext() as engine:
+            yield SharedEngine(engine, samplers=samplers)
 
 
 def _local_options(args: Any, max_len: int) -> dict[str, Any]:
@@ -132,18 +143,17 @@ def _local_options(args: Any, max_len: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _servers(args: Any) -> Iterator[list[str]]:
-    """The addresses of the servers: given, or started here by the first rank of each node until the block ends.
+def _servers(args: Any) -> Iterator[Sequence[str]]:
+    """The addresses of this sampler's servers: given, or started here, on this machine, until the block ends.
 
     All ranks call it together. It returns when every server is healthy.
     """
     how = args.engine
     if not how.serves or how.engine_urls:
-        yield list(how.engine_urls)
+        yield _given_urls(how)
         return
     with ExitStack() as stack:
-        started = on_all_ranks(lambda: [] if local_rank() else _start(args, stack))
-        yield [url for of_rank in started for url in of_rank]
+        yield on_all_ranks(lambda: _start(args, stack) if rank() in _samplers(how) else [])[rank()]
 
 
 def _start(args: Any, stack: ExitStack) -> list[str]:
@@ -156,13 +166,12 @@ def _start(args: Any, stack: ExitStack) -> list[str]:
     size = 1 if on_cpu else how.engine_tp
     if len(gpus) % size:
         raise ValueError(f"`engine_tp` {size} must divide the {len(gpus)} GPUs of this node: give `engine_gpus`")
-    host = own_address() if _num_nodes() > 1 else "127.0.0.1"
     servers = []
     for number, first in enumerate(range(0, len(gpus), size)):
         given, env = (_sglang_options if how.engine == "sglang" else _vllm_options)(args, gpus[first : first + size])
         log = args.schedule.output / f"{how.engine}_{rank()}_{number}.log"
         given += shlex.split(how.engine_args)
-        launched = launch(model.model, device=model.device, args=given, env=env, host=host, log=log, wait=False)
+        launched = launch(model.model, device=model.device, args=given, env=env, log=log, wait=False)
         servers.append(stack.enter_context(launched))
     return [server.wait().url for server in servers]
 
@@ -242,12 +251,13 @@ def _transport(args: Any) -> Any:
     if kind == "ipc":
         return package.FromTensors()
     if kind == "disk":
-        return package.FromDisk(how.weight_sync_folder or args.schedule.output / "weights")
+        folder = how.weight_sync_folder or args.schedule.output / "weights"
+        return package.FromDisk(folder / f"machine_{node()}" if len(_samplers(how)) > 1 else folder)
     if how.engine == "vllm":
         return package.FromGroup()
     from rlkit.rollout.engines.hosts import is_here
 
-    near = _num_nodes() == 1 and all(map(is_here, how.engine_urls))
+    near = all(map(is_here, _given_urls(how)))
     return package.FromGroup(
         backend="gloo" if args.model.device == "cpu" else "nccl", host="127.0.0.1" if near else own_address()
     )

@@ -18,7 +18,7 @@ from rlkit.packing import microbatches, pack, select
 from rlkit.parallel.data import any_rank, rank_microbatches, reduce_metrics, summed
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.rollout.engines import EngineError
-from rlkit.rollout.shared import SharedEngine, SharedStream
+from rlkit.rollout.shared import SharedEngine
 from rlkit.types import Trajectory
 
 
@@ -190,47 +190,6 @@ def test_rank_0_sends_the_weights_of_all_ranks(ranks):
 
 def test_an_engine_that_fails_fails_on_all_ranks(ranks):
     assert ranks.run(engine_on_rank, True) == ["EngineError: the engine is gone"] * 4
-
-
-class Stream:
-    """Counts on."""
-
-    num_dropped, progress, prompts = 7, "3 running", ["why?"]
-
-    async def __aenter__(self):
-        self.version, self.state = None, {"next": 5}
-
-    async def __aexit__(self, *_):
-        self.version = "closed"
-
-    def advance(self, *, version):
-        self.version = version
-
-    async def take(self):
-        if self.version == 2:
-            raise ValueError("no more prompts")
-        return [self.version]
-
-
-def stream_on_rank(rank, world):
-    async def run():
-        async with SharedStream(Stream) as stream:
-            taken = []
-            for version in range(3):
-                stream.advance(version=version)
-                try:
-                    taken.append(await stream.take())
-                except Exception as error:
-                    taken.append(type(error).__name__)
-            return taken, stream.num_dropped, stream.progress, stream.prompts, stream.state
-
-    return asyncio.run(run())
-
-
-def test_every_rank_takes_what_rank_0_sampled(ranks):
-    first, *others = ranks.run(stream_on_rank)
-    assert first == ([[0], [1], "ValueError"], 7, "3 running", ["why?"], {"next": 5})
-    assert all(found == ([[0], [1], "RuntimeError"], 7, "3 running", [], {}) for found in others)
 
 
 def bf16_on_rank(rank, world, sizes):
