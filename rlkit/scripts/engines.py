@@ -18,6 +18,8 @@ from rlkit.ranks import is_first, local_world_size, node, num_nodes, on_all_rank
 from rlkit.scripts.start import function_of
 from rlkit.settings import SERVERS, Engines, refuse_if
 
+SERVER_BACK_S = 900.0  # wait for a server where none is up: as long as one may take to start
+
 
 def check_engine(args: Any) -> None:
     """Refuse (ValueError) an engine that cannot be opened, as far as that is known before torch is loaded."""
@@ -160,6 +162,8 @@ def _start(args: Any, stack: ExitStack) -> list[str]:
     """Start this node's servers, each on its own GPUs, and wait for them; they end with `stack`."""
     import torch
 
+    from rlkit.rollout.engines.servers.process import kept_running
+
     how, model = args.engine, args.model
     launch, on_cpu = _package(how).launch, model.device == "cpu"
     gpus = [0] if on_cpu else [*(how.engine_gpus or range(torch.cuda.device_count()))]
@@ -173,7 +177,9 @@ def _start(args: Any, stack: ExitStack) -> list[str]:
         given += shlex.split(how.engine_args)
         launched = launch(model.model, device=model.device, args=given, env=env, log=log, wait=False)
         servers.append(stack.enter_context(launched))
-    return [server.wait().url for server in servers]
+    urls = [server.wait().url for server in servers]
+    stack.enter_context(kept_running(servers))
+    return urls
 
 
 def _sglang_options(args: Any, gpus: Sequence[int]) -> tuple[list[str], dict[str, str]]:
@@ -238,7 +244,7 @@ async def _own_engine(args: Any, max_len: int, urls: Sequence[str]) -> AsyncIter
 
     size = load_config(model.model).get_text_config().vocab_size
     routing: Any = {"router": how.engine_router, "pause": how.engine_pause, "release": how.engine_release}
-    routing["transport"] = _transport(args)
+    routing |= {"transport": _transport(args), "wait_s": SERVER_BACK_S}
     package = _package(how)
     kind = package.SGLang if how.engine == "sglang" else package.VLLM
     async with kind(list(urls), vocab_size=size, **routing) as engine:

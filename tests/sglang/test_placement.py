@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from served import check_trained
+from served import check_trained, kill_a_server
 from served import train as train_with
 
 from rlkit.rollout.engines.sglang import Server
@@ -36,3 +36,8 @@ def test_two_ranks_share_a_server_that_the_first_one_starts(tmp_path, checkpoint
 def test_a_running_server_takes_weights_through_a_group(tmp_path, checkpoints, sglang_python, server: Server):
     given = ["--engine-urls", server.url, "--weight-sync", "group", "--engine-pause", "in_place"]
     check_trained(tmp_path, train(tmp_path, checkpoints[0], sglang_python, *given))
+
+
+@pytest.mark.slow
+def test_the_only_server_is_killed_and_the_run_goes_on(tmp_path, checkpoints, sglang_python):
+    kill_a_server("sglang", tmp_path, checkpoints[0], sglang_python)

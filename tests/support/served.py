@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -53,14 +56,61 @@ def train(
     package: str, folder: Path, checkpoint: Path, python: str, *flags: str, ranks: int = 1
 ) -> subprocess.CompletedProcess[str]:
     """`rlkit grpo --engine PACKAGE` in a process of its own, or in two of torchrun."""
+    command, env = _training(package, folder, checkpoint, python, *flags, ranks=ranks)
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def kill_a_server(package: str, folder: Path, checkpoint: Path, python: str, *flags: str) -> None:
+    """Train with one server, kill it after step 3 of 8: it is started again, and every step samples from the weights
+    that the step before left."""
+    steps = ["--steps", "8", "--max-new-tokens", "200", "--journal"]
+    command, env = _training(package, folder, checkpoint, python, *steps, *flags)
+    metrics, log, killed = folder / "run" / "metrics.jsonl", folder / "run" / f"{package}_0_0.log", 0
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        while run.poll() is None and not killed:
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= 3:
+                killed = _server_of(run.pid)
+                os.kill(killed, signal.SIGKILL)
+            time.sleep(0.1)
+        said, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, said
+    assert "has ended: it is started again" in said
+    assert f"status {-signal.SIGKILL}" in log.read_text(), "the guard saw it die"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(1, 9)]
+    assert max(line["mismatch/abs_max"] for line in lines) < 1e-3
+    assert max(line["staleness/max"] for line in lines) == 0
+
+
+def _server_of(trainer: int) -> int:
+    """The process of the server that the trainer started: the child of its guard."""
+    parents = {int(x): int(Path(f"/proc/{x}/stat").read_text().rpartition(")")[2].split()[1]) for x in _processes()}
+    guards = [x for x, parent in parents.items() if parent == trainer and "guard.py" in _command(x)]
+    (server,) = [x for x, parent in parents.items() if parent in guards]
+    return server
+
+
+def _processes() -> list[str]:
+    return [x for x in os.listdir("/proc") if x.isdigit() and _command(int(x))]
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+def _training(
+    package: str, folder: Path, checkpoint: Path, python: str, *flags: str, ranks: int = 1
+) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of a short run."""
     (folder / "reward.py").write_text(REWARD)
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": chr(97 + i)}) + "\n" for i in range(8)))
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*(start if ranks > 1 else [sys.executable]), "-m", "rlkit.scripts.grpo", "--device", "cpu"]
     command += ["--model", str(checkpoint), "--data", str(folder / "rows.jsonl"), "--output", str(folder / "run")]
     command += ["--reward", f"{folder / 'reward.py'}:score", *STEPS.split(), "--engine", package, *flags]
-    env = {**os.environ, f"RLKIT_{package.upper()}_PYTHON": python, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    return command, {**os.environ, f"RLKIT_{package.upper()}_PYTHON": python, "OMP_NUM_THREADS": "1"}
 
 
 def check_trained(folder: Path, done: subprocess.CompletedProcess[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from served import check_trained
+from served import check_trained, kill_a_server
 from served import train as train_with
 
 from rlkit.rollout.engines.vllm import Server
@@ -29,3 +29,8 @@ def test_a_way_of_the_weights_that_the_cpu_build_lacks_is_refused_at_once(tmp_pa
     done = train(tmp_path, checkpoints[0], vllm_python, "--weight-sync", "group")
     assert done.returncode == 2
     assert "--weight-sync group: vLLM on a CPU takes weights from files only" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_only_server_is_killed_and_the_run_goes_on(tmp_path, checkpoints, vllm_python):
+    kill_a_server("vllm", tmp_path, checkpoints[0], vllm_python)

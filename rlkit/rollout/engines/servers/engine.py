@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
@@ -23,6 +24,8 @@ from rlkit.types import Completion, Progress, SamplingParams
 UNFINISHED = "the update to version {} was not finished: call update_weights again"
 ASK_QUEUES_EVERY = 1.0  # seconds
 CLOSE_TIMEOUT = 10.0
+LOOK_EVERY = 1.0  # seconds, while no server is up
+_log = logging.getLogger("rlkit.rollout")
 
 
 class Transport(Protocol):
@@ -71,6 +74,7 @@ class ServerEngine:
         stall: seconds without any answer from a server until its health is checked; after three failed checks its
             requests go elsewhere.
         tries: attempts of a generation until its error is raised. Weight updates are never repeated.
+        wait_s: seconds for which requests and updates wait for a server to come back where none is up; see `lost`.
         vocab_size: number of token ids of the model, to check prompts and replies; by default that of the served
             checkpoint, where this machine can read it.
         backoff_s, busy_s: a server that answers 408, 425, 429 or 503 is asked again after about `backoff_s` seconds,
@@ -92,6 +96,7 @@ class ServerEngine:
         timeout: float = 7200.0,
         stall: float = 120.0,
         tries: int = 3,
+        wait_s: float = 0.0,
         vocab_size: int | None = None,
         backoff_s: float = 0.5,
         busy_s: float = 600.0,
@@ -114,6 +119,8 @@ class ServerEngine:
         self._broken: str | None = None
         self._primed = self._closed = self._warned = False
         self._updating = asyncio.Lock()
+        self._wait_s, self._forgot = wait_s, asyncio.Event()
+        self._return: asyncio.Task[None] | None = None
         self._calls: dict[str, _Call] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._num_tokens = self._num_waiting = 0
@@ -141,6 +148,9 @@ class ServerEngine:
             RuntimeError (ReplicaError): no server could do it; the last reason is in the message.
             TimeoutError: `timeout` has passed.
         """
+        end = time.monotonic() + self._wait_s
+        while self._broken is not None and time.monotonic() < end and not self._closed:
+            await asyncio.sleep(LOOK_EVERY)  # the failed update is sent again
         resting = "the servers' memory is released: call update_weights" if self._resting else None
         if self._closed or self._broken is not None or resting:
             raise RuntimeError(self._broken or resting or "the engine is closed")
@@ -205,7 +215,7 @@ class ServerEngine:
             After any failure the servers may hold mixed weights: `generate` raises until an update succeeds.
         """
         async with self._updating:
-            servers = await self._servers.revive()
+            servers = await self._revive()
             resting = [server for server, life in self._resting if server.life == life and server in servers]
             probe = self._probe
             if probe is not None and not self._primed:
@@ -219,6 +229,8 @@ class ServerEngine:
                 if self._pause == "in_place":
                     self._salt = f"rlkit-{version}"
                 self.version = self._servers.version = self._serving.version = version
+                for server in [*self._servers.all, *self._serving.all]:
+                    server.forgot = False
                 if probe is not None:
                     for server in servers:
                         check_probe(probe, await self._sample(server, probe), url=server.url, version=version)
@@ -226,6 +238,12 @@ class ServerEngine:
                 self._broken = UNFINISHED.format(version)
                 raise
             self._broken = None
+            self._forgot.clear()
+
+    async def lost(self) -> None:
+        """Returns once requests wait because no server is up, and one has come back without the weights: they go on
+        after `update_weights`. With `wait_s` only."""
+        await self._forgot.wait()
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Stop sampling on all servers; see the class for what happens to requests in flight. New ones wait."""
@@ -260,6 +278,8 @@ class ServerEngine:
     async def close(self) -> None:
         """Abort what is in flight and close all connections. The servers keep running; a closed engine refuses."""
         self._closed = True
+        if self._return is not None:
+            self._return.cancel()
         await self.abort()
         if self._background:
             await asyncio.wait(self._background, timeout=CLOSE_TIMEOUT)
@@ -274,8 +294,8 @@ class ServerEngine:
     async def _attempts(self, call: _Call, request: Callable[[], dict[str, Any]], limits: ServerLimits) -> Completion:
         failures = deaths = 0
         while not call.aborted.is_set():
-            replica = await self._serving.pick()
-            if call.aborted.is_set():
+            replica = await self._pick(call)
+            if replica is None or call.aborted.is_set():
                 break
             call.replica, call.wire = replica, uuid4().hex  # SGLang aborts by prefix: no name may begin with another
             named, version = self._api.named(request(), call.wire), self.version
@@ -294,6 +314,49 @@ class ServerEngine:
                 self._spawn(self._abort_once(replica, call.wire))
                 raise
         return Completion([], [], [], "abort")
+
+    async def _pick(self, call: _Call) -> Replica | None:
+        """A server; where none is up, after the wait for one. None: the call was aborted meanwhile."""
+        while True:
+            try:
+                return await self._serving.pick()
+            except ReplicaError as error:
+                if not self._wait_s:
+                    raise
+                if self._return is None or self._return.done():  # one wait for all calls
+                    self._return = asyncio.create_task(self._until_up(error), name="rlkit-servers-return")
+            aborted = asyncio.create_task(call.aborted.wait())
+            try:
+                await asyncio.wait({self._return, aborted}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                aborted.cancel()
+            if call.aborted.is_set():
+                return None
+            self._return.result()
+
+    async def _until_up(self, why: ReplicaError) -> None:
+        """Return when a server with the current weights is up; raise `why` after `wait_s`."""
+        _log.warning("no %s server is up: waiting for one, for up to %.0f s", self._api.name, self._wait_s)
+        end = time.monotonic() + self._wait_s
+        while time.monotonic() < end:
+            with suppress(ReplicaError):
+                await self._serving.pick()
+                return
+            if any(server.forgot for server in self._serving.all):
+                self._forgot.set()
+            await asyncio.sleep(LOOK_EVERY)
+        raise why
+
+    async def _revive(self) -> list[Replica]:
+        """The servers that new weights go to, after the wait for one where none answers."""
+        end = time.monotonic() + self._wait_s
+        while True:
+            try:
+                return await self._servers.revive()
+            except ReplicaError:
+                if time.monotonic() >= end:
+                    raise
+                await asyncio.sleep(LOOK_EVERY)
 
     async def _abort_until_done(self, call: _Call) -> None:
         pause = 0.05

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -9,12 +10,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlkit._extras import interpreter
@@ -24,15 +26,21 @@ from rlkit.rollout.engines.servers.checks import config_of
 # Set by torchrun. With them the server's processes would connect to the trainer's store, and hang.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _LOST_PORT = "error while attempting to bind on address"
+RESTARTS = 5  # of each server; one that dies more often has a reason
+_log = logging.getLogger("rlkit.rollout")
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Server:
-    """A server process that `launch` started: `url`, `log`, `pid` (of its process group), `wait` and `close`."""
+    """A server process that `launch` started: `url`, `log`, `pid` (of its process group), `wait`, `again`, `close`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path, name: str) -> None:
-        self.url, self.log, self.pid, self._name = url, log, process.pid, name
-        self._process = process
+    def __init__(self, run: Callable[[], subprocess.Popen[bytes]], url: str, log: Path, name: str) -> None:
+        self.url, self.log, self.name, self._run = url, log, name, run
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = process = self._run()
+        self.pid = process.pid
         self._stop = weakref.finalize(self, _stop, process, os.getpid())
 
     def __enter__(self) -> Server:
@@ -58,15 +66,20 @@ class Server:
             if not self.alive or _LOST_PORT in self._tail():  # then it would wait for itself for minutes
                 self.close()
                 raise EngineError(
-                    f"the {self._name} server exited at its start; its log {self.log} ends:\n{self._tail()}"
+                    f"the {self.name} server exited at its start; its log {self.log} ends:\n{self._tail()}"
                 )
             if time.monotonic() > end:
                 self.close()
                 raise TimeoutError(
-                    f"no {self._name} server at {self.url} after {timeout} s; its log ends:\n{self._tail()}"
+                    f"no {self.name} server at {self.url} after {timeout} s; its log ends:\n{self._tail()}"
                 )
             time.sleep(0.25)
         return self
+
+    def again(self) -> None:
+        """Start a server that has ended once more, at the same address; its log goes on."""
+        self.close()
+        self._begin()
 
     def close(self) -> None:
         """End the server's process group; may be repeated."""
@@ -105,14 +118,44 @@ def start_server(
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     ours = {k: v for k, v in os.environ.items() if k not in TORCHRUN and not k.startswith("TORCHELASTIC_")}
-    with open(path, "ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-S", "-E", str(Path(__file__).with_name("guard.py")), str(os.getpid()), *command],
-            env={**ours, **env},
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
-    server = Server(process, f"http://{host}:{port}", path, name)
+
+    def run() -> subprocess.Popen[bytes]:
+        with open(path, "ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-S", "-E", str(Path(__file__).with_name("guard.py")), str(os.getpid()), *command],
+                env={**ours, **env},
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+
+    server = Server(run, f"http://{host}:{port}", path, name)
     return server.wait() if wait else server
+
+
+@contextmanager
+def kept_running(servers: Sequence[Server]) -> Iterator[None]:
+    """Inside the block a server that ends is started again, at most `RESTARTS` times, and said.
+
+    An engine leaves it out until it answers, and then gives it the weights with the next update.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        left = dict.fromkeys(servers, RESTARTS)
+        while not ended.wait(1.0):
+            for server in servers:
+                if not server.alive and left[server] > 0:
+                    left[server] -= 1
+                    again = "it is started again" if left[server] else "it is started for the last time"
+                    _log.warning("the %s server %s has ended: %s; log: %s", server.name, server.url, again, server.log)
+                    server.again()
+
+    thread = threading.Thread(target=watch, name="rlkit-servers", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def usable_port(host: str, port: int | None, *, name: str) -> int:

@@ -28,6 +28,7 @@ class Replica:
     def __init__(self, http: Http, url: str, api: Api) -> None:
         self._http, self.url, self.api = http, url.rstrip("/"), api
         self.down: str | None = None
+        self.forgot = False  # it was restarted, and has not been given the weights yet
         self.paused, self.has_sessions = False, True
         self.facts = Facts()
         self.outstanding = self.life = 0  # life: how often it has come back
@@ -121,13 +122,18 @@ class Replicas:
         Raises:
             ReplicaError: all are down.
         """
-        if not self.up():
-            await asyncio.gather(*map(self._readmit, self.all))
-            if not self.up():
+        if not self._ready():
+            await asyncio.gather(*(self._readmit(r) for r in self.all if r.down is not None))
+            if not self._ready():
                 raise self._none_left()
+        ready = self._ready()
         self._turn += 1
-        turn = self._turn % len(self.up())
-        return min(self.up()[turn:] + self.up()[:turn], key=lambda r: r.outstanding)
+        turn = self._turn % len(ready)
+        return min(ready[turn:] + ready[:turn], key=lambda r: r.outstanding)
+
+    def _ready(self) -> list[Replica]:
+        """Servers that are up and have the weights."""
+        return [r for r in self.up() if not r.forgot]
 
     async def request(self, replica: Replica, path: str, body: Any, *, timeout: float) -> Any:
         """POST; a server that has answered nothing for `stall` seconds is asked for its health meanwhile.
@@ -173,7 +179,7 @@ class Replicas:
         self._note(replica, await self._answers(replica, self._api.alive))
         if was_down and replica.down is None:
             replica.life += 1
-            replica.has_sessions = True
+            replica.has_sessions = replica.forgot = True
             await self._learn(replica)
 
     async def _learn(self, replica: Replica) -> ServerLimits | None:
@@ -190,8 +196,9 @@ class Replicas:
         """Take a server back that still has the current weights, after its connection or this machine failed."""
         with suppress(ReplicaError, TimeoutError):  # why it went down says more
             served = await self._api.version(replica, timeout=self._patience)
+            replica.forgot = served != self.version
             other = f"it was restarted and serves version {served}, not {self.version}: call update_weights"
-            self._note(replica, None if served == self.version else other)
+            self._note(replica, other if replica.forgot else None)
 
     async def _check(self, replica: Replica, path: str, *, tries: int = 1, then: str = "") -> None:
         """Note the server as down unless it answers `path`. Concurrent callers share one check."""
@@ -227,7 +234,7 @@ class Replicas:
         replica.down = down
 
     def _none_left(self) -> ReplicaError:
-        reasons = "\n".join(f"  {r.url}: {r.down}" for r in self.all)
+        reasons = "\n".join(f"  {r.url}: {r.down or 'it is being given the weights'}" for r in self.all)
         if self.limits is None:  # none has ever answered
             fix = f"start one with `{self._api.start}`"
             what = f"no {self._api.name} server answers"
