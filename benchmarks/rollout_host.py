@@ -57,13 +57,16 @@ async def step(args: Args, times: dict[str, float]) -> None:
     texts = [[draw.randrange(1000, 40_000) for _ in range(args.tokens)] for _ in range(8)]
     logps = [[-draw.random() for _ in range(args.tokens)] for _ in range(8)]
 
-    async def generate(prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
-        await asyncio.sleep(0)
+    one_by_one = asyncio.Lock()
+
+    async def generate(_prompt_ids: list[int], **_: Any) -> Completion:
+        async with one_by_one:  # groups end one after another, as they do behind servers
+            await asyncio.sleep(0)
         which = draw.randrange(8)  # a reply that was parsed has objects of its own
         ids = [x + 0 for x in texts[which]]
         return Completion(ids, [x * 1.0 for x in logps[which]], [3] * args.tokens, "stop")
 
-    async def abort(rid: str | None = None) -> int:
+    async def abort(_rid: str | None = None) -> int:
         return 0
 
     last = time.perf_counter()

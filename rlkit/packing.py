@@ -11,9 +11,9 @@ True
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -49,9 +49,10 @@ def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) 
     no other piece or whose reward differs from the one before it; and for trajectories of different temperatures.
     """
     groups = _lists(groups)
+    streams: list[_Streams] = []
     for g, group in enumerate(groups):
         for i, t in enumerate(group):
-            _check(t, f"groups[{g}][{i}]")
+            streams.append(_checked(t, f"groups[{g}][{i}]"))
             if t.continues:
                 _check_continues(t, group[i - 1] if i else None, f"groups[{g}][{i}]")
     samples = [t for group in groups for t in group]
@@ -62,42 +63,41 @@ def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) 
             "one temperature, which is the policy's"
         )
     group_ids = [g for g, group in enumerate(groups) for _ in group]
-    prefixes: dict[tuple[int, tuple[int, ...]], int] = {}
+    prefixes: dict[tuple[int, bytes], int] = {}
     prefix_ids = []
-    for g, t in zip(group_ids, samples, strict=True):
-        key = (g, tuple(t.prompt_ids[:-1]) if share_prompts else ())
+    for g, x in zip(group_ids, streams, strict=True):
+        key = (g, x.prompt_ids[:-1].tobytes() if share_prompts else b"")
         prefix_ids.append(prefixes.setdefault(key, len(prefixes)))
-    heads = [t.prompt_ids[-1:] if share_prompts else t.prompt_ids for t in samples]
-    lens = [len(h) - 1 + len(t.ids) + t.truncated for h, t in zip(heads, samples, strict=True)]
-    num_tokens = sum(lens)
+    heads = [x.prompt_ids[-1:] if share_prompts else x.prompt_ids for x in streams]
+    lens = [len(h) - 1 + len(x.ids) + t.truncated for h, x, t in zip(heads, streams, samples, strict=True)]
 
-    def stream(per_sample: Callable[[Trajectory], Sequence[float]], dtype: type, fill: float = 0) -> Tensor:
+    def stream(values: Iterable[np.ndarray], dtype: type, fill: float = 0) -> Tensor:
         """One `[T]` stream: `fill` over the prompt, the sample's values, `fill` at the input after a truncation."""
-        parts = (
-            chain([fill] * (len(h) - 1), per_sample(t), [fill] * t.truncated)
-            for h, t in zip(heads, samples, strict=True)
-        )
-        return _flat(parts, dtype)
+        out: np.ndarray = np.full(sum(lens), fill, dtype)
+        start = 0
+        for head, x, n in zip(heads, values, lens, strict=True):
+            out[start + len(head) - 1 : start + len(head) - 1 + len(x)] = x
+            start += n
+        return torch.from_numpy(out)
 
-    inputs = [[*h, *t.ids][:n] for h, t, n in zip(heads, samples, lens, strict=True)]
-    targets = [[*h, *t.ids, 0][1 : n + 1] for h, t, n in zip(heads, samples, lens, strict=True)]
-    mask = stream(lambda t: t.mask, np.bool_)
-    assert mask.numel() == num_tokens
+    whole = [np.concatenate([h, x.ids, [0]]) for h, x in zip(heads, streams, strict=True)]
+    mask = stream((x.mask for x in streams), np.bool_)
+    prompts = [np.frombuffer(p, np.int64) for _, p in prefixes]
     return Batch(
-        tokens=_flat(inputs, np.int64),
-        targets=_flat(targets, np.int64),
+        tokens=_flat([x[:n] for x, n in zip(whole, lens, strict=True)]),
+        targets=_flat([x[1 : n + 1] for x, n in zip(whole, lens, strict=True)]),
         mask=mask,
         cu_seqlens=cumulative(torch.tensor(lens, dtype=torch.long)),
-        prefix_tokens=_flat((p for _, p in prefixes), np.int64),
-        prefix_cu=cumulative(torch.tensor([len(p) for _, p in prefixes], dtype=torch.long)),
+        prefix_tokens=_flat(prompts),
+        prefix_cu=cumulative(torch.tensor([len(p) for p in prompts], dtype=torch.long)),
         prefix_ids=torch.tensor(prefix_ids, dtype=torch.long),
         group_ids=torch.tensor(group_ids, dtype=torch.long),
         episode_ids=torch.tensor([not t.continues for t in samples], dtype=torch.long).cumsum(0) - 1,
         rewards=torch.tensor([t.reward for t in samples], dtype=torch.float32),
         truncated=torch.tensor([t.truncated for t in samples], dtype=torch.bool),
-        token_rewards=stream(_token_rewards, np.float32),
-        rollout_logp=stream(lambda t: t.logp, np.float32).where(mask, 0.0),
-        versions=stream(lambda t: t.versions, np.int64, fill=-1).where(mask, -1),
+        token_rewards=stream(map(_token_rewards, streams, samples), np.float32),
+        rollout_logp=stream((x.logp for x in streams), np.float32).where(mask, 0.0),
+        versions=stream((x.versions for x in streams), np.int64, fill=-1).where(mask, -1),
         temperature=temperatures[0] if temperatures else None,
     )
 
@@ -119,9 +119,9 @@ def _lists(groups: Any) -> list[list[Trajectory]]:
     return out
 
 
-def _flat(parts: Iterable[Iterable[float]], dtype: type) -> Tensor:
-    """The numbers of all parts in one tensor; `torch.tensor` of a list takes several times as long."""
-    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype))
+def _flat(parts: Sequence[np.ndarray]) -> Tensor:
+    """The ids of all parts in one tensor."""
+    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
 
 
 def unpack(batch: Batch) -> list[list[Trajectory]]:
@@ -349,10 +349,22 @@ def _check_continues(t: Trajectory, before: Trajectory | None, where: str) -> No
         )
 
 
-def _token_rewards(t: Trajectory) -> list[float]:
-    rewards = list(t.token_rewards) if t.token_rewards is not None else [0.0] * len(t.ids)
-    if True in t.mask:
-        rewards[_last_true(t.mask)] += t.reward
+class _Streams(NamedTuple):
+    """The streams of a trajectory as arrays."""
+
+    prompt_ids: np.ndarray
+    ids: np.ndarray
+    mask: np.ndarray
+    logp: np.ndarray
+    versions: np.ndarray
+    token_rewards: np.ndarray | None
+
+
+def _token_rewards(streams: _Streams, t: Trajectory) -> np.ndarray:
+    given = streams.token_rewards
+    rewards = np.zeros(len(streams.ids)) if given is None else given.astype(np.float64)
+    if streams.mask.any():
+        rewards[streams.mask.nonzero()[0][-1]] += t.reward
     return rewards
 
 
@@ -360,51 +372,61 @@ def _last_true(mask: list[bool]) -> int:
     return len(mask) - 1 - mask[::-1].index(True)
 
 
-_NUMBERS = {
+_KINDS = {
     "prompt_ids": Integral, "ids": Integral, "mask": Real, "logp": Real, "versions": Integral, "token_rewards": Real,
 }  # fmt: skip
 
 
-def _check_numbers(x: Any, kind: type, name: str) -> None:
-    """A list (or another sequence) of integers or of real numbers, Python's or numpy's; None for no token rewards."""
-    if x is None and name.endswith("token_rewards"):
-        return
+def _numbers(x: Any, kind: type, name: str) -> np.ndarray:
+    """A sequence of integers or of real numbers, Python's or numpy's, as an array: of int64, or of the floats given."""
+    if isinstance(x, array) and (kind is Real or x.typecode not in "fdu"):
+        return np.asarray(x, np.int64 if kind is Integral else None)
     if isinstance(x, str) or not isinstance(x, Sequence):
         shape = getattr(x, "shape", None)
         fix = "" if shape is None else f" of shape {list(shape)}; use {name.split()[-1]}.tolist()"
         kind_of = type(x).__name__.removesuffix("Type").lower()
         raise TypeError(f"{name} must be a list, got a {kind_of}{fix}")
-    if set(map(type, x)) <= ({int} if kind is Integral else {float, int, bool}):
-        return
-    for j, value in enumerate(x):
-        if not isinstance(value, kind) and type(value).__name__ not in ("bool", "bool_"):
-            what = "an integer" if kind is Integral else "a number"
-            raise TypeError(f"{name}[{j}] must be {what}, got {show(value)}")
+    if not set(map(type, x)) <= ({int} if kind is Integral else {float, int, bool}):
+        for j, value in enumerate(x):
+            if not isinstance(value, kind) and type(value).__name__ not in ("bool", "bool_"):
+                what = "an integer" if kind is Integral else "a number"
+                raise TypeError(f"{name}[{j}] must be {what}, got {show(value)}")
+    return np.fromiter(x, np.int64 if kind is Integral else np.float64, len(x))
 
 
-def _check(t: Trajectory, where: str) -> None:
+def _checked(t: Trajectory, where: str) -> _Streams:
+    """The streams of a trajectory; the errors of `pack`."""
     if not isinstance(t, Trajectory):
         raise TypeError(f"{where} must be a Trajectory, got {show(t)}")
-    for name, kind in _NUMBERS.items():
-        _check_numbers(getattr(t, name), kind, f"{where}: {name}")
-    if not t.prompt_ids:
+    arrays = {
+        name: None if x is None and name == "token_rewards" else _numbers(x, kind, f"{where}: {name}")
+        for name, kind in _KINDS.items()
+        for x in [getattr(t, name)]
+    }
+    streams = _Streams(**arrays)  # type: ignore[arg-type]
+    num = len(streams.ids)
+    if not len(streams.prompt_ids):
         raise ValueError(f"{where}: prompt_ids is empty; a sequence starts with at least one token (e.g. the BOS id)")
-    if not t.ids and not t.truncated:
+    if not num and not t.truncated:
         raise ValueError(f"{where}: no tokens and not truncated; set truncated=True, or drop it")
     for name in ("mask", "logp", "versions", "token_rewards"):
-        x = getattr(t, name)
-        if x is not None and len(x) != len(t.ids):
-            raise ValueError(f"{where}: {name} has {len(x)} entries for {len(t.ids)} ids")
-    if not set(t.mask) <= {False, True}:
+        x = getattr(streams, name)
+        if x is not None and len(x) != num:
+            raise ValueError(f"{where}: {name} has {len(x)} entries for {num} ids")
+    if not ((streams.mask == 0) | (streams.mask == 1)).all():
         raise ValueError(f"{where}: mask must hold bools; use [label != -100 for label in labels]")
+    streams = streams._replace(mask=streams.mask.astype(np.bool_))
     if not isinstance(t.reward, Real) and getattr(t.reward, "shape", None) != ():
         raise TypeError(f"{where}: reward must be a number, got {show(t.reward)}")
     if not math.isfinite(t.reward):
         raise ValueError(f"{where}: reward is {t.reward}; it must be finite")
-    for j, (trained, logp) in enumerate(zip(t.mask, t.logp, strict=True)):
-        if trained and not math.isfinite(logp):
-            raise ValueError(f"{where}: logp[{j}] is {logp} at a trained token; did the engine return log-probs?")
-        if trained and logp > 0.01:  # engines round log-probs of almost 0
-            raise ValueError(f"{where}: logp[{j}] is {logp}, above 0 at a trained token; use math.log of a probability")
-    if t.token_rewards and any(r != 0 and not m for r, m in zip(t.token_rewards, t.mask, strict=True)):
+    possible = (streams.logp <= 0.01) & (streams.logp > -math.inf)  # engines round log-probs of almost 0
+    if (wrong := streams.mask & ~possible).any():
+        j = int(wrong.argmax())
+        found = f"{where}: logp[{j}] is {t.logp[j]}"
+        if not math.isfinite(t.logp[j]):
+            raise ValueError(f"{found} at a trained token; did the engine return log-probs?")
+        raise ValueError(f"{found}, above 0 at a trained token; use math.log of a probability")
+    if streams.token_rewards is not None and (streams.token_rewards[~streams.mask] != 0).any():
         raise ValueError(f"{where}: token_rewards must be 0 at tokens that the policy did not sample (mask False)")
+    return streams

@@ -14,7 +14,7 @@ action that follows, and `logp[t] values[t] mask[t] rewards[t]` belong to that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableSequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -153,15 +153,18 @@ class Trajectory:
     context than the first one left. All pieces have the `reward` and `truncated` of the whole episode.
 
     `temperature` is that of the distribution of which `logp` are the log-probs, as `rollout` records it; None: unknown.
+
+    The streams are lists, or after `rlkit.rollout.rollout.compact` arrays (of Python's `array`, an eighth of the
+    memory): the loops' `prepare` gets those. Both are indexed, sliced and iterated alike; `list(t.ids)` is a list.
     """
 
-    prompt_ids: list[int]
-    ids: list[int]
-    mask: list[bool]
-    logp: list[float]
-    versions: list[int]
+    prompt_ids: MutableSequence[int]
+    ids: MutableSequence[int]
+    mask: MutableSequence[bool]
+    logp: MutableSequence[float]
+    versions: MutableSequence[int]
     reward: float = 0.0
-    token_rewards: list[float] | None = None
+    token_rewards: MutableSequence[float] | None = None
     truncated: bool = False
     score: float | None = None
     info: dict[str, Any] = field(default_factory=dict)

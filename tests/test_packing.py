@@ -1,4 +1,6 @@
-from dataclasses import replace
+import pickle
+from array import array
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from rlkit.packing import (
     unpack,
     with_streams,
 )
+from rlkit.rollout.rollout import compact
 from rlkit.types import Trajectory
 
 exact = st.integers(-64, 64).map(lambda x: x / 8)  # floats that fp32 holds exactly
@@ -61,6 +64,40 @@ def test_unpack_inverts_pack(groups):
         for g in groups
     ]
     assert unpack(pack(groups)) == expected
+
+
+@given(group_lists(), st.booleans())
+def test_arrays_pack_as_lists_do(groups, share):
+    """All values are exact in fp32, and masked tokens have version -1."""
+    of_lists, of_arrays = (pack(x, share_prompts=share) for x in (groups, [compact(group) for group in groups]))
+    for f in fields(of_lists):
+        a, b = getattr(of_lists, f.name), getattr(of_arrays, f.name)
+        assert torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b, f.name
+
+
+def test_compact_trajectories_share_their_prompt_and_keep_their_numbers():
+    prompt = [5, 6]
+    group = [
+        Trajectory(prompt, [7, 8], [True, False], [-0.5, 0.0], [3, -1], token_rewards=[0.25, 0.0], info={"a": 1}),
+        Trajectory(prompt, [], [], [], [], truncated=True, continues=False),
+    ]
+    first, second = compact(group)
+    assert first.prompt_ids is second.prompt_ids
+    assert [list(x) for x in (first.prompt_ids, first.ids, first.mask, first.logp, first.versions)] == [
+        [5, 6], [7, 8], [1, 0], [-0.5, 0.0], [3, -1],
+    ]  # fmt: skip
+    assert list(first.token_rewards) == [0.25, 0.0]
+    assert first.info == {"a": 1}
+    assert pickle.loads(pickle.dumps(compact(compact(group)))) == [first, second]
+    assert len(second.ids) == 0
+    assert second.truncated
+
+
+@pytest.mark.parametrize(("name", "code"), [("ids", "f"), ("prompt_ids", "d"), ("versions", "f")])
+def test_arrays_of_floats_are_no_ids(name, code):
+    t = Trajectory([1], [2], [True], [-0.5], [0])
+    with pytest.raises(TypeError, match=rf"groups\[0\]\[0\]: {name}\[0\] must be an integer, got float 1.0"):
+        pack([[replace(t, **{name: array(code, [1.0])})]])
 
 
 @given(group_lists(), st.booleans())

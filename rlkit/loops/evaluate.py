@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlkit.losses import k3
@@ -53,8 +54,9 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
     reported = [(f"reward/{k}", v) for t in ends for k, v in t.info.get("metrics", {}).items()]
     scores = [("score/mean", t.score) for t in ends if t.score is not None]
     rewards = torch.tensor([t.reward for t in ends])
-    lengths = torch.tensor([sum(t.mask) for t in samples])
-    ages = torch.tensor([version - v for t in samples for v, m in zip(t.versions, t.mask, strict=True) if m])
+    lengths = torch.tensor([np.count_nonzero(t.mask) for t in samples])
+    sampled = [np.asarray(t.versions, np.int64)[np.asarray(t.mask, bool)] for t in samples]
+    ages = version - torch.from_numpy(np.concatenate([np.empty(0, np.int64), *sampled]))
     return merge(*({name: mean(value)} for name, value in [*scores, *reported])) | {
         "reward/mean": mean(rewards),
         "reward/std": mean(rewards.std(correction=0) if ends else torch.zeros(())),

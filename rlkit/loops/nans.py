@@ -11,6 +11,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from rlkit.packing import select
@@ -108,10 +109,12 @@ def _broken(t: Trajectory) -> tuple[str, float] | None:
     """The first stream of a trajectory with a non-finite number where the mask is True, and that number."""
     if not math.isfinite(t.reward):
         return "rewards", t.reward
+    on = np.asarray(t.mask, bool)
     for name, stream in (("token_rewards", t.token_rewards), ("rollout_logp", t.logp)):
-        for trained, x in zip(t.mask, stream or ()):
-            if trained and not math.isfinite(x):
-                return name, x
+        x = np.asarray(() if stream is None else stream, np.float64)[: len(on)]
+        broken = on[: len(x)] & ~np.isfinite(x)
+        if broken.any():
+            return name, float(x[broken.argmax()])
     return None
 
 

@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from rlkit.rollout.rollout import Env, Group, Prompt, Sampler, last_pieces
 from rlkit.types import Completion, Trajectory
 
@@ -64,11 +66,12 @@ def mask_off_policy(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
     """
 
     def masked(t: Trajectory) -> Trajectory:
-        keep = [m and v == version for m, v in zip(t.mask, t.versions, strict=True)]
-        if keep == t.mask:
+        on = np.asarray(t.mask, bool)
+        keep = on & (np.asarray(t.versions) == version)
+        if (keep == on).all():
             return t
-        rewards = t.token_rewards and [r * k for r, k in zip(t.token_rewards, keep, strict=True)]
-        return replace(t, mask=keep, token_rewards=rewards)
+        rewards = None if t.token_rewards is None else (np.asarray(t.token_rewards) * keep).tolist()
+        return replace(t, mask=keep.tolist(), token_rewards=rewards)
 
     return [[masked(t) for t in group] for group in groups]
 

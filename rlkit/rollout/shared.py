@@ -79,6 +79,8 @@ async def sampled(
     Where a sampler lost all its servers and one has come back without the weights (`ServerEngine.lost`), all ranks call
     `resend`; the work waits meanwhile.
     """
+    if not hasattr(engine, "lost"):
+        return await gathered(work, samplers=samplers)
     task: asyncio.Future[X] | None = None
 
     async def until_lost() -> list[X]:

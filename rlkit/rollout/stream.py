@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 from rlkit._text import Explained
 from rlkit.files import append_file, explain_full_disk, replace_file
 from rlkit.rollout.limits import success
-from rlkit.rollout.rollout import Env, Group, Prompt, Score, sample_group, sampled_at, sampler, single_turn
+from rlkit.rollout.rollout import Env, Group, Prompt, Score, compact, sample_group, sampled_at, sampler, single_turn
 from rlkit.types import Completion, Generate, SamplingParams
 
 NOTHING = Completion([], [], [], "abort")
@@ -410,7 +410,7 @@ class GroupStream:
         if self._on_group is not None:
             self._on_group(prompt, group, step=self._version + 1, kept=kept)
         if kept:
-            entry.group = group
+            entry.group = compact(group)
             return
         self._entries.remove(entry)
         self._dropped.append(success(group))

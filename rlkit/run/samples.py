@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlkit._text import printable
 from rlkit.data.prompts import Prompt, prompt_messages
 from rlkit.rewards.text import gold_answer
@@ -25,7 +27,7 @@ from rlkit.run.folder import Run
 if TYPE_CHECKING:
     from rlkit.types import Trajectory
 
-Decode = Callable[[list[int]], str]
+Decode = Callable[[Sequence[int]], str]
 
 _NUM_SHOWN = 3  # samples of one group in a table
 
@@ -66,7 +68,7 @@ class Samples:
         tally = self._tallies.setdefault((kind, step), _Tally())
         tally.groups += 1
         tally.success += success(group)
-        tally.tokens += sum(sum(t.mask) for t in group) if tally.groups > 1 else 0
+        tally.tokens += sum(int(np.count_nonzero(t.mask)) for t in group) if tally.groups > 1 else 0
         self._run.status(_status(kind, tally, getattr(self._engine, "progress", None)))
 
     def trained(
@@ -97,16 +99,16 @@ class Samples:
         known = {"step": step, "group": prompt.index, "gold": gold_answer(prompt.row)}
         text = self._decode(prompt.ids)  # once: most samples of a group have the same prompt
 
-        def decode(ids: list[int]) -> str:
-            return text if ids == prompt.ids else self._decode(ids)
+        def decode(ids: Sequence[int]) -> str:
+            return text if list(ids) == list(prompt.ids) else self._decode(ids)
 
         rows = [known | trajectory_row(t, decode=decode) for t in group]
         if advantages is not None:
             rows = [row | {"advantage": advantages.get(id(t))} for row, t in zip(rows, group, strict=True)]
         return rows
 
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
     def _question(self, prompt: Prompt) -> str:
@@ -132,8 +134,8 @@ def trajectory_row(trajectory: Trajectory, *, decode: Decode) -> dict[str, Any]:
         "reward": trajectory.reward,
         "rewards": info.pop("metrics", {}),
         "score": trajectory.score,
-        "length": sum(trajectory.mask),
-        "versions": sorted({v for v, m in zip(trajectory.versions, trajectory.mask, strict=True) if m}),
+        "length": int(np.count_nonzero(trajectory.mask)),
+        "versions": np.unique(np.asarray(trajectory.versions)[np.asarray(trajectory.mask, bool)]).tolist(),
         "finish_reason": info.pop("finish_reason", "length" if trajectory.truncated else "stop"),
         "info": info,
     }

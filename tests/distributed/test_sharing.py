@@ -39,7 +39,7 @@ def some(group):
 
 def keys(groups):
     """What identifies the groups: each trajectory's context, tokens and versions."""
-    return [[(t.prompt_ids, t.ids, t.versions, t.reward) for t in group] for group in groups]
+    return [[(*map(list, (t.prompt_ids, t.ids, t.versions)), t.reward) for t in group] for group in groups]
 
 
 async def alone(steps, num, **options):
