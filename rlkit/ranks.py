@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_SIOCGIFADDR = 0x8915  # of Linux: the address of a network interface
 
 
 class Stopped(KeyboardInterrupt):
@@ -63,7 +64,8 @@ def num_ranks() -> int:
 def own_address() -> str:
     """The address of this machine from which it reaches the others: that of its way to torchrun's first node.
 
-    In a plain process, and where that node is this one, it is the way to any other machine; 127.0.0.1 without one.
+    In a plain process, and where that node is this one, it is the way to any other machine; without one, the first
+    network interface that has an address; 127.0.0.1 without one.
     """
     first = os.environ.get("MASTER_ADDR", "")
     for target in dict.fromkeys((first, "192.0.2.1")):  # an address of no machine: nothing is sent
@@ -72,7 +74,38 @@ def own_address() -> str:
             address = str(probe.getsockname()[0])
             if target and not address.startswith("127."):
                 return address
-    return "127.0.0.1"
+    return next((address for address in interfaces().values() if not address.startswith("127.")), "127.0.0.1")
+
+
+def interfaces() -> dict[str, str]:
+    """The IPv4 address of each network interface that has one, by the interface's name. Linux only: {} elsewhere."""
+    if sys.platform != "linux":
+        return {}
+    import fcntl
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(256, b"\0"))
+                found[name] = socket.inet_ntoa(reply[20:24])
+    return found
+
+
+def name_interface() -> None:
+    """Where this machine's name stands for a loopback address, as on Debian, have gloo use the way to other machines.
+
+    gloo tells the other ranks the address of the machine's name. Those on other machines would wait for it in silence.
+    It sets $GLOO_SOCKET_IFNAME, where that is not given, and only in a run of several machines.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ or num_ranks() <= local_world_size():
+        return
+    address = "127."
+    with suppress(OSError):
+        address = str(socket.getaddrinfo(socket.gethostname(), 0, socket.AF_INET)[0][4][0])
+    own = own_address()
+    if address.startswith("127.") and (name := next((n for n, a in interfaces().items() if a == own), None)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def is_first() -> bool:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rlkit.ranks import launched, local_rank, timeout_of
+from rlkit.ranks import launched, local_rank, name_interface, timeout_of
 from rlkit.settings import Parallel
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def start(*, device: str = "cpu", timeout_s: float = 1800.0) -> None:
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_s)
     if launched():
+        name_interface()
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)

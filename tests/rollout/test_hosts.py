@@ -13,7 +13,8 @@ import torch.distributed as dist
 import warm
 from fake_server import serving
 
-from rlkit.ranks import own_address
+from rlkit import ranks
+from rlkit.ranks import interfaces, name_interface, own_address
 from rlkit.rollout.engines import hosts
 from rlkit.rollout.engines.sglang import ReplicaError, SGLang
 from rlkit.rollout.engines.sglang.weights import _store
@@ -92,3 +93,52 @@ def test_the_rendezvous_of_weights_listens_at_its_own_address_only(host):
 def test_the_own_address_is_one_of_this_machine(monkeypatch, first):
     monkeypatch.setenv("MASTER_ADDR", first)
     assert hosts.is_here(f"http://{own_address()}:30000")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_the_interfaces_of_this_machine_are_the_systems():
+    found = interfaces()
+    addresses = {n: [a.address for a in of if a.family == socket.AF_INET] for n, of in psutil.net_if_addrs().items()}
+    assert found == {name: of[0] for name, of in addresses.items() if of}
+    assert found["lo"] == "127.0.0.1"
+
+
+class Probe:
+    """A socket without a way to other machines, as on the first node of a network of its own."""
+
+    def connect(self, _target):
+        raise OSError("Network is unreachable")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+def test_the_own_address_without_a_way_to_other_networks_is_an_interface(monkeypatch):
+    monkeypatch.setattr(ranks.socket, "socket", lambda *_: Probe())
+    monkeypatch.setattr(ranks, "interfaces", lambda: {"lo": "127.0.0.1", "ib0": "10.77.0.1", "docker0": "172.17.0.1"})
+    assert own_address() == "10.77.0.1"
+    monkeypatch.setattr(ranks, "interfaces", lambda: {"lo": "127.0.0.1"})
+    assert own_address() == "127.0.0.1"
+
+
+@pytest.mark.parametrize(("host", "size", "given", "expected"), [
+    ("localhost", "4", None, "ib0"),  # Debian's 127.0.1.1
+    ("no-such-host.invalid", "4", None, "ib0"),
+    ("localhost", "4", "eth7", "eth7"),
+    ("localhost", "2", None, None),  # one machine
+    ("10.77.0.9", "4", None, None),  # a name that others can reach
+])  # fmt: skip
+def test_gloo_gets_the_interface_of_a_machine_whose_name_is_loopback(monkeypatch, host, size, given, expected):
+    monkeypatch.setattr(ranks, "own_address", lambda: "10.77.0.1")
+    monkeypatch.setattr(ranks, "interfaces", lambda: {"lo": "127.0.0.1", "ib0": "10.77.0.1"})
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    for name, value in {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", given or "")
+    if given is None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    name_interface()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
