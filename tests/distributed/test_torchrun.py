@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from nodes import beside_two_nodes, can_make_networks
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.checkpoint import latest_checkpoint
@@ -224,59 +224,17 @@ def test_ctrl_c_reaches_the_ranks_twice_and_saves_once(files, tmp_path):
     assert latest_checkpoint(tmp_path / "run/checkpoints").name == f"step_{steps[-1]:08d}"
 
 
-HOSTS = """
-set -eu
-unshare -n sleep 600 & a=$!
-unshare -n sleep 600 & b=$!
-for pid in $a $b; do
-    while [ "$(readlink /proc/$pid/ns/net)" = "$(readlink /proc/$$/ns/net)" ]; do sleep 0.05; done
-done
-ip link add left type veth peer name right
-ip link set left netns $a
-ip link set right netns $b
-host() {  # pid, address, interface
-    nsenter -t $1 -n ip link set $3 addrgenmode none  # or gloo may pick an IPv6 address that is not ready yet
-    nsenter -t $1 -n ip addr add $2/24 dev $3
-    nsenter -t $1 -n ip link set $3 up
-    nsenter -t $1 -n ip link set lo up
-}
-host $a 10.77.0.1 left
-host $b 10.77.0.2 right
-run() {  # pid, node, interface
-    GLOO_SOCKET_IFNAME=$3 nsenter -t $1 -n "$PYTHON" -m torch.distributed.run --nnodes 2 --node-rank $2 \\
-        --nproc-per-node 2 --master-addr 10.77.0.1 --master-port 29517 "${COMMAND[@]}"
-}
-COMMAND=("$@")
-run $a 0 left & first=$!
-run $b 1 right & second=$!
-code=0
-wait $first || code=$?
-wait $second || code=$?
-kill $a $b
-exit $code
+ON_EACH_NODE = """
+exec "$0" -m torch.distributed.run --nnodes 2 --node-rank $SLURM_NODEID --nproc-per-node 2 --master-addr node-0 "$@"
 """
-
-
-def can_make_networks() -> bool:
-    if not all(shutil.which(tool) for tool in ("unshare", "nsenter", "ip")):
-        return False
-    probe = "unshare -n true && ip link add left type veth peer name right"
-    return subprocess.run(["unshare", "-Urn", "sh", "-c", probe], capture_output=True).returncode == 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_make_networks(), reason="needs network namespaces")
+@pytest.mark.timeout(900)
 def test_two_hosts_log_the_same_numbers_as_one_process(files, alone, tmp_path):
     """Two network namespaces with a cable between them, two ranks in each: tp inside a host, shards across."""
-    run = ["unshare", "-Urn", "bash", "-c", HOSTS, "hosts", *sft(files, tmp_path / "run", "--parallel.tp", "2")]
-    process = subprocess.Popen(
-        run, env={**ENV, "PYTHON": sys.executable}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=290)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said[-20000:]
+    run = sft(files, tmp_path / "run", "--parallel.tp", "2")
+    said, status = beside_two_nodes(tmp_path / "nodes", "srun", "bash", "-c", ON_EACH_NODE, sys.executable, *run)
+    assert status == 0, said[-20000:]
     assert_alike(numbers(tmp_path / "run"), alone)

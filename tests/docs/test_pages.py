@@ -19,7 +19,7 @@ from rlkit.scripts.flags import help_text
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = "rlkit|tests|docs|benchmarks|examples|recipes|tools"
+FOLDERS = "rlkit|tests|docs|benchmarks|examples|recipes|tools|launch"
 
 
 def exists(dotted: str) -> bool:
