@@ -69,7 +69,7 @@ def kill_a_server(package: str, folder: Path, checkpoint: Path, python: str, *fl
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         while run.poll() is None and not killed:
             if metrics.exists() and len(metrics.read_text().splitlines()) >= 3:
-                killed = _server_of(run.pid)
+                killed = server_of(run.pid)
                 os.kill(killed, signal.SIGKILL)
             time.sleep(0.1)
         said, _ = run.communicate(timeout=600)
@@ -82,7 +82,7 @@ def kill_a_server(package: str, folder: Path, checkpoint: Path, python: str, *fl
     assert max(line["staleness/max"] for line in lines) == 0
 
 
-def _server_of(trainer: int) -> int:
+def server_of(trainer: int) -> int:
     """The process of the server that the trainer started: the child of its guard."""
     parents = {int(x): int(Path(f"/proc/{x}/stat").read_text().rpartition(")")[2].split()[1]) for x in _processes()}
     guards = [x for x, parent in parents.items() if parent == trainer and "guard.py" in _command(x)]
@@ -113,11 +113,11 @@ def _training(
     return command, {**os.environ, f"RLKIT_{package.upper()}_PYTHON": python, "OMP_NUM_THREADS": "1"}
 
 
-def check_trained(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
+def check_trained(folder: Path, done: subprocess.CompletedProcess[str], *, steps: int = 2) -> None:
     """Every step samples from the weights that the step before left."""
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["step"] for line in lines] == [*range(1, steps + 1)]
     assert max(line["mismatch/abs_max"] for line in lines) < 1e-3
     assert max(line["staleness/max"] for line in lines) == 0
     assert min(line["grad_norm"] for line in lines) > 0
