@@ -41,3 +41,13 @@ def test_a_running_server_takes_weights_through_a_group(tmp_path, checkpoints, s
 @pytest.mark.slow
 def test_the_only_server_is_killed_and_the_run_goes_on(tmp_path, checkpoints, sglang_python):
     kill_a_server("sglang", tmp_path, checkpoints[0], sglang_python)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["ipc", "group", "disk"])
+def test_a_server_of_two_ranks(tmp_path, checkpoints, sglang_python, monkeypatch, sync):
+    """Tensor parallel: each rank takes its part of every tensor."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    given = ["--engine-tp", "2", "--weight-sync", sync, "--engine-args=--max-total-tokens 4096"]
+    check_trained(tmp_path, train(tmp_path, checkpoints[0], sglang_python, *given))
+    assert " TP1]" in (tmp_path / "run" / "sglang_0_0.log").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import pytest
@@ -34,3 +35,13 @@ def test_a_way_of_the_weights_that_the_cpu_build_lacks_is_refused_at_once(tmp_pa
 @pytest.mark.slow
 def test_the_only_server_is_killed_and_the_run_goes_on(tmp_path, checkpoints, vllm_python):
     kill_a_server("vllm", tmp_path, checkpoints[0], vllm_python)
+
+
+@pytest.mark.slow
+def test_a_quantised_cache_shows_as_mismatch(tmp_path, checkpoints, vllm_python):
+    """Features of the server pass through; weights are pushed as ever, and truncated importance sampling is on."""
+    done = train(tmp_path, checkpoints[0], vllm_python, "--engine-args=--kv-cache-dtype fp8_e5m2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(1e-3 < line["mismatch/abs_mean"] < 0.5 for line in lines)
