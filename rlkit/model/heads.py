@@ -1,6 +1,6 @@
 """Models with one number per token (a critic's values) or per sequence (a reward model's rewards).
 
-    critic = load_value_model(path)                       # then `parallelize`, `adamw` as for a policy
+    critic = load_value_model(path)                       # `load_value_parallel(path, mesh)` on many ranks
     batch = with_streams(batch, values=compute_values(critic, batch, max_tokens=16384))
     judge = load_reward_model(path)
     scores = rewards(judge, pack_whole(groups))
@@ -24,13 +24,17 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rlkit.model.families import check_architecture, check_causal_lm, probe, warn_full_size
+from rlkit.model.families import check_architecture, check_causal_lm, probe, shrunk, warn_full_size
 from rlkit.model.forward import DTYPES, compute_tokens, forward, read_pretrained, token_outputs
-from rlkit.model.pretrained import load_config
-from rlkit.model.sharding import mesh_of
+from rlkit.model.parallelize import load_parallel
+from rlkit.model.pretrained import NO_CODE, load_config
+from rlkit.model.sharding import ShardedModel, mesh_of
 from rlkit.packing import pack
 from rlkit.parallel.attention import as_inference, register
+from rlkit.parallel.mesh import Mesh
 from rlkit.types import Batch, Trajectory
+
+_HEAD = "score."
 
 
 def load_value_model(path: str | os.PathLike[str], *, device: str = "cpu") -> Any:
@@ -48,6 +52,20 @@ def load_reward_model(path: str | os.PathLike[str], *, device: str = "cpu") -> A
     from transformers import AutoModelForSequenceClassification
 
     return _load(AutoModelForSequenceClassification, path, device)
+
+
+def load_value_parallel(path: str | os.PathLike[str], mesh: Mesh, **options: Any) -> ShardedModel:
+    """`load_value_model` cut over the mesh, as `load_parallel`: no rank holds the whole model."""
+    from transformers import AutoModelForTokenClassification
+
+    return load_parallel(path, mesh, build=partial(_build, AutoModelForTokenClassification), new=_HEAD, **options)
+
+
+def load_reward_parallel(path: str | os.PathLike[str], mesh: Mesh, **options: Any) -> ShardedModel:
+    """`load_reward_model` cut over the mesh, as `load_parallel`: no rank holds the whole model."""
+    from transformers import AutoModelForSequenceClassification
+
+    return load_parallel(path, mesh, build=partial(_build, AutoModelForSequenceClassification), new=_HEAD, **options)
 
 
 def values(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "T"]:
@@ -103,15 +121,30 @@ def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
     checked = check_architecture(config, forward)
     with _no_report():
         model, missing = read_pretrained(kind, path, num_labels=1)
-    if not isinstance(getattr(model, "score", None), nn.Linear):
-        raise ValueError(f"{type(model).__name__} has no linear `score` head; only decoder models have one")
-    if any(name.startswith("score.") for name in missing):
+    _check_head(model)
+    if any(name.startswith(_HEAD) for name in missing):
         for p in model.score.parameters():
             nn.init.zeros_(p)
     if not checked:
         warn_full_size(config)
     model.set_attn_implementation(register())
     return _checked(model.to(device).eval())
+
+
+def _build(kind: Any, config: Any, **options: Any) -> Any:
+    """A model with one label, without weights on the meta device, once a small copy of it has run packed."""
+    config.num_labels = 1
+    with torch.device("cpu"):
+        small = kind.from_config(shrunk(config), dtype=torch.float32, **NO_CODE)
+        _check_head(small)
+        small.set_attn_implementation(register())
+        _checked(small.eval())
+    return kind.from_config(config, **options)
+
+
+def _check_head(model: Any) -> None:
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ValueError(f"{type(model).__name__} has no linear `score` head; only decoder models have one")
 
 
 @contextmanager

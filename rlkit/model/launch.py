@@ -19,9 +19,9 @@ import torch
 
 from rlkit._text import printable
 from rlkit.model.forward import DTYPES, load_model
-from rlkit.model.heads import load_reward_model, load_value_model
+from rlkit.model.heads import load_reward_model, load_reward_parallel, load_value_model, load_value_parallel
 from rlkit.model.lora import adapters, add_lora, lora_config
-from rlkit.model.parallelize import load_parallel, parallelize
+from rlkit.model.parallelize import load_parallel
 from rlkit.model.sharding import device_of, mesh_of
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh, make_mesh, start
@@ -49,6 +49,7 @@ def load_policy(
     dtype: str = "fp32",
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
+    frozen: bool = False,
 ) -> Any:
     """The model of a script's flags: `load_parallel` on many ranks, `load_model` in a plain process.
 
@@ -58,7 +59,8 @@ def load_policy(
     mesh = open_mesh(args, device=device)
     _report_loading(path)
     if mesh is not None:
-        return load_parallel(path, mesh, lora_rank=lora_rank, lora_targets=lora_targets, **_options(args, dtype))
+        lora: dict[str, Any] = {"lora_rank": lora_rank, "lora_targets": lora_targets}
+        return load_parallel(path, mesh, frozen=frozen, **lora, **_options(args, dtype))
     model = load_model(path, device=device)
     targets = [*lora_targets] or "all-linear"
     return add_lora(model, rank=lora_rank, alpha=2 * lora_rank, targets=targets) if lora_rank else model
@@ -66,27 +68,30 @@ def load_policy(
 
 def reference_of(model: Any, given: str | None, *, path: str, load: Callable[..., Any]) -> Any:
     """The reference model: `given` loaded, or `path` again, or with LoRA `model` itself, to be used without adapter."""
-    return model if given is None and adapters(model) else load(given or path)
+    return model if given is None and adapters(model) else load(given or path, frozen=True)
 
 
 def load_judge(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
-    """`load_policy` for a reward model. Every rank holds the whole model in CPU memory before it is cut."""
-    return _load_whole(load_reward_model, path, args, device, dtype)
+    """`load_policy` for a reward model."""
+    return _load_headed(load_reward_model, load_reward_parallel, path, args, device, dtype)
 
 
 def load_critic(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
-    """Load a critic; see `load_judge`."""
-    return _load_whole(load_value_model, path, args, device, dtype)
+    """`load_policy` for a critic."""
+    return _load_headed(load_value_model, load_value_parallel, path, args, device, dtype)
 
 
-def _load_whole(
-    load: Callable[..., Any], path: str | os.PathLike[str], args: ParallelArgs, device: str, dtype: str
+def _load_headed(
+    alone: Callable[..., Any],
+    sharded: Callable[..., Any],
+    path: str | os.PathLike[str],
+    args: ParallelArgs,
+    device: str,
+    dtype: str,
 ) -> Any:
     mesh = open_mesh(args, device=device)
     _report_loading(path)
-    if mesh is None:
-        return load(path, device=device)
-    return parallelize(load(path), mesh, **_options(args, dtype))
+    return alone(path, device=device) if mesh is None else sharded(path, mesh, **_options(args, dtype))
 
 
 def _report_loading(path: str | os.PathLike[str]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,6 +115,7 @@ def parallelize(
     activation_checkpointing: bool = False,
     offload: bool = False,
     compile: bool = False,
+    frozen: bool = False,
 ) -> ShardedModel:
     """Cut `model`, which every rank holds whole (or on the meta device), over the mesh, in place.
 
@@ -126,6 +127,7 @@ def parallelize(
         activation_checkpointing: keep only each layer's input, and recompute the layer in the backward.
         offload: parameters, gradients and optimizer states live in CPU memory, and are copied layer by layer.
         compile: compile each layer, with attention as a graph break. Not with tensor parallelism.
+        frozen: the model will not train, so its weights are kept in `dtype`: the same numbers, half the memory in bf16.
 
     Errors: ValueError for a model type that cannot be trained packed or is not covered over ranks, for heads that the
     sizes do not divide, and for `compile` with tensor parallelism.
@@ -140,6 +142,8 @@ def parallelize(
         raise ValueError("compile=True with tp > 1: torch cannot trace DTensors of varying length; drop one")
     check_loaded(model, forward)
     model.to(torch.float32)
+    for p in model.parameters() if frozen else ():  # not the buffers: rotary frequencies stay in fp32
+        p.data = p.data.to(dtype)
     model.set_attn_implementation(register())
     model.eval()  # dropout off: scoring and training must give the same numbers
     if sizes.tp > 1:
@@ -201,13 +205,23 @@ def tie(model: Any) -> None:
 
 
 def load_parallel(
-    path: str | os.PathLike[str], mesh: Mesh, *, lora_rank: int = 0, lora_targets: Sequence[str] = (), **options: Any
+    path: str | os.PathLike[str],
+    mesh: Mesh,
+    *,
+    lora_rank: int = 0,
+    lora_targets: Sequence[str] = (),
+    build: Callable[..., Any] | None = None,
+    new: str = "",
+    **options: Any,
 ) -> ShardedModel:
     """A causal LM from a folder or hub id, cut over the mesh; no rank ever holds the whole model.
 
     It is built on the meta device and cut; then each rank reads its shards from the safetensors files. `options` are
     those of `parallelize`. A hub id is downloaded once per node. With `lora_rank` only adapters of that rank train, on
     the modules `lora_targets` (see `rlkit.model.lora`; alpha is twice the rank; none: all linear layers).
+
+    `build(config, dtype=...)` makes another model (`rlkit.model.heads`), in which weights
+    whose names begin with `new` are 0 where the files lack them.
 
     Errors: those of `parallelize`; FileNotFoundError for a folder without config or weights; ValueError naming weights
     that the files lack or hold in another shape.
@@ -221,20 +235,24 @@ def load_parallel(
     check_causal_lm(config)
     check_model(config)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **NO_CODE)
+        make: Callable[..., Any] = AutoModelForCausalLM.from_config if build is None else build
+        model: Any = make(config, dtype=torch.float32, **NO_CODE)
     if (folder / "generation_config.json").is_file():  # an export must keep the stop tokens
         model.generation_config = GenerationConfig.from_pretrained(folder)
     if lora_rank:
         add_lora(model, rank=lora_rank, alpha=2 * lora_rank, targets=[*lora_targets] or "all-linear")
     sharded = parallelize(model, mesh, **options)
-    read_weights(sharded, folder, device="cpu" if options.get("offload") else mesh.device)
+    read_weights(sharded, folder, device="cpu" if options.get("offload") else mesh.device, new=new)
     reset_adapters(sharded)
     return sharded
 
 
 @torch.no_grad()
-def read_weights(model: Any, folder: Path, *, device: torch.device | str) -> None:
-    """Materialise a model on the meta device: memory, buffers, and weights from files of any dtype."""
+def read_weights(model: Any, folder: Path, *, device: torch.device | str, new: str = "") -> None:
+    """Materialise a model on the meta device: memory, buffers, and weights from files of any dtype.
+
+    Weights whose names begin with `new` are 0 where the files lack them.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -254,6 +272,8 @@ def read_weights(model: Any, folder: Path, *, device: torch.device | str) -> Non
     reader = dcp.HuggingFaceStorageReader(str(folder))
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     check_leftover(folder, stored.keys() - weights.keys())
+    for name in [name for name in weights if new and name.startswith(new) and name not in stored]:
+        weights.pop(name).zero_()
     wrong = [f"{name} is missing" for name in weights if name not in stored]
     wrong += [
         f"{name} is {list(stored[name].size)} there and {list(x.shape)} in the model"

@@ -7,9 +7,19 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.model.heads import bootstraps, load_reward_model, load_value_model, pack_whole, rewards, values
+from rlkit.model.forward import forward
+from rlkit.model.heads import (
+    bootstraps,
+    load_reward_model,
+    load_reward_parallel,
+    load_value_model,
+    load_value_parallel,
+    pack_whole,
+    rewards,
+    values,
+)  # fmt: skip
 from rlkit.model.optim import adamw, optimizer_step
-from rlkit.model.parallelize import parallelize
+from rlkit.model.parallelize import load_parallel, parallelize
 from rlkit.model.weights import export_hf
 from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches
@@ -125,3 +135,61 @@ def test_four_ranks_train_the_same_critic(ranks, folder, sizes, options):
         torch.testing.assert_close(found, truth, atol=1e-4, rtol=1e-4)
     again = load_value_model(folder / "trained")
     torch.testing.assert_close(values(again, pack(groups())).detach(), truth, atol=1e-4, rtol=1e-4)
+
+
+def whole_tensor(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def read_on_rank(rank, world, folder, sizes):
+    """Each kind of model, from files with and without its head: (whole model, shards of the files)."""
+    mesh = make_mesh(Parallel(**sizes))
+    found = {}
+    for name, whole, sharded, numbers in (
+        ("critic", load_value_model, load_value_parallel, values),
+        ("judge", load_reward_model, load_reward_parallel, rewards),
+        ("policy", load_value_model, load_value_parallel, values),
+    ):
+        batch = pack_whole(groups())
+        one, other = parallelize(whole(folder / name), mesh), sharded(folder / name, mesh)
+        found[name] = [numbers(x, batch).detach() for x in (one, other)]
+        for (key, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+            assert a.dtype == b.dtype == torch.float32
+            assert torch.equal(whole_tensor(a), whole_tensor(b)), key
+    return found
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "shard": 2}, pytest.param({"shard": 4}, marks=pytest.mark.slow)])
+def test_each_rank_reads_its_shards_of_a_critic_and_a_judge(ranks, folder, sizes):
+    for found in ranks.run(read_on_rank, folder, sizes):
+        for name, (one, other) in found.items():
+            assert torch.equal(one, other), name
+            assert bool(one.any()) == (name != "policy"), "a new head is 0"
+
+
+def frozen_on_rank(rank, world, folder, sizes):
+    mesh = make_mesh(Parallel(**sizes))
+    batch, found = pack(groups()), []
+    for frozen in (False, True):
+        model = load_parallel(folder / "policy", mesh, dtype=torch.bfloat16, frozen=frozen)
+        kinds = {p.dtype for p in model.parameters()}
+        assert kinds == {torch.bfloat16 if frozen else torch.float32}
+        with torch.no_grad():
+            found.append(forward(model, batch))
+    newer = load_parallel(folder / "critic_policy", mesh, dtype=torch.bfloat16)
+    model.load_state_dict(newer.state_dict())  # as --ref-sync-steps does
+    with torch.no_grad():
+        found += [forward(model, batch), forward(newer, batch)]
+    return found
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "shard": 2}, pytest.param({"cp": 4}, marks=pytest.mark.slow)])
+def test_a_frozen_model_in_bf16_computes_the_same_bits(ranks, folder, sizes):
+    torch.manual_seed(7)
+    options = {"hidden": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head_dim": 8, "intermediate": 44, "seed": 9}
+    tiny_model(tiny_tokenizer(), **options).save_pretrained(folder / "critic_policy")
+    for a, b, c, d in ranks.run(frozen_on_rank, folder, sizes):
+        assert torch.equal(a.logp, b.logp)
+        assert torch.equal(a.entropy, b.entropy)
+        assert torch.equal(c.logp, d.logp)
+        assert not torch.equal(a.logp, c.logp)
