@@ -133,7 +133,7 @@ def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
 
 def _build(kind: Any, config: Any, **options: Any) -> Any:
     """A model with one label, without weights on the meta device, once a small copy of it has run packed."""
-    config.num_labels = 1
+    config.update({"num_labels": 1})
     with torch.device("cpu"):
         small = kind.from_config(shrunk(config), dtype=torch.float32, **NO_CODE)
         _check_head(small)

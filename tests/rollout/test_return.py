@@ -103,9 +103,10 @@ def engine_of(server: Restartable, folder: Path, **options: Any) -> SGLang:
     return SGLang(server.url, transport=FromDisk(folder), vocab_size=97, **{"wait_s": 30.0} | options)
 
 
+@pytest.mark.usefixtures("soon")
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
 @pytest.mark.parametrize("forgets", [True, False])
-async def test_requests_wait_for_a_server_and_for_its_weights(tmp_path: Path, soon: None, forgets: bool) -> None:
+async def test_requests_wait_for_a_server_and_for_its_weights(tmp_path: Path, forgets: bool) -> None:
     """One that comes back with the weights, after a broken network, is asked at once."""
     server = Restartable()
     await server.start()
@@ -132,8 +133,9 @@ async def test_requests_wait_for_a_server_and_for_its_weights(tmp_path: Path, so
     await server.stop()
 
 
+@pytest.mark.usefixtures("soon")
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
-async def test_an_update_waits_for_a_server(tmp_path: Path, soon: None) -> None:
+async def test_an_update_waits_for_a_server(tmp_path: Path) -> None:
     server = Restartable()
     await server.start()
     async with engine_of(server, tmp_path) as engine:
@@ -148,7 +150,8 @@ async def test_an_update_waits_for_a_server(tmp_path: Path, soon: None) -> None:
     await server.stop()
 
 
-async def test_a_pause_ends_the_wait(tmp_path: Path, soon: None) -> None:
+@pytest.mark.usefixtures("soon")
+async def test_a_pause_ends_the_wait(tmp_path: Path) -> None:
     """The tokens so far are kept: the call goes on after the pause."""
     server = Restartable()
     await server.start()
@@ -165,8 +168,9 @@ async def test_a_pause_ends_the_wait(tmp_path: Path, soon: None) -> None:
     await server.stop()
 
 
+@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("wait_s", [0.0, 0.3])
-async def test_the_wait_ends_with_the_reason(tmp_path: Path, soon: None, wait_s: float) -> None:
+async def test_the_wait_ends_with_the_reason(tmp_path: Path, wait_s: float) -> None:
     server = Restartable()
     await server.start()
     async with engine_of(server, tmp_path, wait_s=wait_s) as engine:
@@ -268,9 +272,10 @@ async def trained_on(folder: Path, *, kills: int | None) -> tuple[int, list[Any]
     return len(killed), steps
 
 
+@pytest.mark.usefixtures("soon")
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
 @pytest.mark.parametrize("kills", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 4))])
-async def test_servers_killed_at_random_lose_and_double_no_group(tmp_path: Path, soon: None, kills: int) -> None:
+async def test_servers_killed_at_random_lose_and_double_no_group(tmp_path: Path, kills: int) -> None:
     """Kills while sampling and while weights are sent: every step trains on the samples of an undisturbed run."""
     _, true = await trained_on(tmp_path / "true", kills=None)
     number, found = await trained_on(tmp_path / "found", kills=kills)
