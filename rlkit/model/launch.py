@@ -104,6 +104,7 @@ def _options(args: ParallelArgs, dtype: str) -> dict[str, Any]:
     return {
         "dtype": DTYPES[dtype],
         "activation_checkpointing": args.activation_checkpointing,
+        "reshard_after_forward": args.reshard_after_forward,
         "offload": args.offload,
         "compile": args.compile,
     }

@@ -3,9 +3,10 @@
 Terms of a training step, for `rlkit.model.parallelize(dtype=bf16)`:
 
     states       16 bytes a parameter, cut over shard * cp * tp: fp32 master weights, gradients, two AdamW moments
-    gathered     bf16 weights in use: two layers (one computing, one on its way; of experts, expert parallel ranks
-                 gather only their own), embedding and head; in the backward
-                 also their gradients until they are summed: embedding and head in bf16, one layer in bf16 and fp32
+    gathered     bf16 weights in use: two layers (one computing, one on its way; all of them without
+                 `reshard_after_forward`; of experts, expert parallel ranks gather only their own), embedding and head;
+                 in the backward also their gradients until they are summed: embedding and head in bf16, one layer in
+                 bf16 and fp32
     activations  kept for the backward, by T / cp tokens. Each norm keeps an fp32 copy, because transformers computes it
                  in fp32. Tensor parallel cuts heads and hidden units, or the tokens of experts, not the residual
                  stream.
@@ -113,6 +114,7 @@ class Layout:
     replicate: int = 1
     tokens: int = 32768
     checkpointing: bool = True
+    reshard_after_forward: bool = True
     offload: bool = False
 
     @property
@@ -128,10 +130,11 @@ def step_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
     outside = (1 if shape.tied else 2) * shape.vocab * shape.hidden / layout.tp
     layer = (shape.layer_parameters - shape.expert_parameters) / layout.tp + shape.expert_parameters / layout.ep
     one = tokens * shape.activation_bytes(tp=layout.tp, cp=layout.cp)
+    in_use = min(2, shape.layers) if layout.reshard_after_forward else shape.layers
     kept = tokens * 2 * shape.hidden * shape.layers
     return {
         "states": 0.0 if layout.offload else states,
-        "gathered": 2 * (2 * layer + outside) + (2 + 4) * layer + 2 * outside,
+        "gathered": 2 * (in_use * layer + outside) + (2 + 4) * layer + 2 * outside,
         "activations": kept + one if layout.checkpointing else shape.layers * one,
         "loss": tokens * shape.hidden * (2 + 4) + 2 * TILE_BYTES,
     }

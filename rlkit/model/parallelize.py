@@ -113,6 +113,7 @@ def parallelize(
     dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
     activation_checkpointing: bool = False,
+    reshard_after_forward: bool = True,
     offload: bool = False,
     compile: bool = False,
     frozen: bool = False,
@@ -125,6 +126,8 @@ def parallelize(
         dtype: of the forward and backward. The optimizer's parameters are fp32 shards, the master weights.
         reduce_dtype: of the sum of gradients over ranks.
         activation_checkpointing: keep only each layer's input, and recompute the layer in the backward.
+        reshard_after_forward: free each layer's gathered parameters after its forward, and gather them again for its
+            backward. False keeps them, in `dtype`, from forward to backward: one gather a micro-batch instead of two.
         offload: parameters, gradients and optimizer states live in CPU memory, and are copied layer by layer.
         compile: compile each layer, with attention as a graph break. Not with tensor parallelism.
         frozen: the model will not train, so its weights are kept in `dtype`: the same numbers, half the memory in bf16.
@@ -155,7 +158,14 @@ def parallelize(
         if activation_checkpointing:  # outside: torch cannot compile a graph break inside a checkpoint
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     sharded = ShardedModel(model, mesh, dtype=dtype, copies=copies)
-    shard(sharded, mesh, dtype=dtype, reduce_dtype=reduce_dtype, offload=offload)
+    shard(
+        sharded,
+        mesh,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        reshard_after_forward=reshard_after_forward,
+        offload=offload,
+    )
     return sharded
 
 
@@ -169,13 +179,25 @@ def split_tensors(model: Any, mesh: Mesh) -> None:
     tie(model)
 
 
-def shard(model: Any, mesh: Mesh, *, dtype: torch.dtype, reduce_dtype: torch.dtype, offload: bool) -> None:
-    """FSDP2 with a unit per layer, one for an untied embedding, and the root for the rest (final norm, head)."""
+def shard(
+    model: Any,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    offload: bool,
+) -> None:
+    """FSDP2 with a unit per layer, one for an untied embedding, and the root for the rest (final norm, head).
+
+    The root's parameters are kept from forward to backward in any case: its backward is the first.
+    """
     from torch.distributed import fsdp
 
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     memory = fsdp.CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else fsdp.OffloadPolicy()
     options: dict[str, Any] = {"mp_policy": precision, "offload_policy": memory}
+    options["reshard_after_forward"] = None if reshard_after_forward else False  # None: all but the root
     if mesh.sizes.ep > 1 or (mesh.sizes.tp > 1 and hasattr(model.config, "num_experts")):
         split_experts(model, mesh, **options)
     unit = partial(fsdp.fully_shard, mesh=mesh.fsdp, **options)

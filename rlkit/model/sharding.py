@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rlkit.parallel.mesh import Mesh
+from rlkit.ranks import reshard
 
 
 class ShardedModel(nn.Module):
@@ -49,7 +50,7 @@ def inside(model: Any, work: Callable[..., Any], *args: Any) -> Any:
         return work(model, *args)
     out = model(*args, work=work)
     if not torch.is_grad_enabled():
-        model.reshard()  # without a backward nothing else does
+        reshard(model)  # without a backward nothing else does
     return out
 
 

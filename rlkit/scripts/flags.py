@@ -324,7 +324,8 @@ def _usage(flag: Flag) -> str:
     if flag.positional:
         return f"{flag.positional} ..." if _count(flag.hint) is None else flag.positional
     if flag.hint is bool:
-        return f"--[no-]{str(flag)[2:]}" if flag.default is True else str(flag)
+        prefix, dot, last = str(flag)[2:].rpartition(".")
+        return f"--{prefix}{dot}[no-]{last}" if flag.default is True else str(flag)
     kinds = [_metavar(x) for x in _members(flag.hint) if x is not NoneType]
     return f"{', '.join([*flag.aliases, str(flag)])} {max(dict.fromkeys(kinds), key=len)}"
 

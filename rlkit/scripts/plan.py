@@ -98,12 +98,14 @@ def main(args: Args) -> None:
 
 
 def layouts(shape: Shape, args: Args) -> Iterator[Layout]:
-    """The usual choices, the simplest first; each later one trades communication for memory."""
+    """The usual choices, the simplest first; each later one trades communication for memory, but for zero-2."""
     from rlkit.model.memory import Layout
 
     total = args.nodes * args.gpus
     plain = Layout(total, tokens=args.max_tokens)
     yield replace(plain, checkpointing=False)
+    if total > 1:
+        yield replace(plain, checkpointing=False, reshard_after_forward=False)
     yield plain
     sizes = [n for n in (2, 4, 8) if args.gpus % n == 0]
     if shape.experts:
@@ -130,7 +132,8 @@ def named(layout: Layout) -> str:
     shard = layout.gpus // (layout.tp * layout.cp)
     sizes = {"shard": shard, "tp": layout.tp, "cp": layout.cp, "ep": layout.ep}
     words = [f"{name} {n}" for name, n in sizes.items() if n > 1 or name == "shard"]
-    return " ".join([*words, *["ckpt"] * layout.checkpointing, *["offload"] * layout.offload])
+    kept = ["zero-2"] * (not layout.reshard_after_forward)
+    return " ".join([*words, *kept, *["ckpt"] * layout.checkpointing, *["offload"] * layout.offload])
 
 
 def command(row: Row, args: Args) -> str:

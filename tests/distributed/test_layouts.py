@@ -71,6 +71,15 @@ CASES = {
     ),
     "pp2 x tp2 tied accumulate": Case({"pp": 2, "tp": 2}, tied=True, max_tokens=60),
     "shard checkpointing": Case({"shard": 4}, {"activation_checkpointing": True}),
+    "shard gathered once tied accumulate": Case(
+        {"shard": 4}, {"reshard_after_forward": False}, tied=True, max_tokens=30
+    ),
+    "pp2 x tp2 gathered once checkpointing late sync": Case(
+        {"pp": 2, "tp": 2},
+        {"reshard_after_forward": False, "activation_checkpointing": True},
+        max_tokens=40,
+        late_sync=True,
+    ),
     "cp2 x tp2 checkpointing": Case({"cp": 2, "tp": 2}, {"activation_checkpointing": True}, max_tokens=60),
     "shard offload": Case({"shard": 4}, {"offload": True}, tied=True),
     "replicate x shard offload tied accumulate": Case(

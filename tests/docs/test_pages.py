@@ -110,9 +110,9 @@ def args_of(script: str) -> Any:
 
 def flags_of(script: str) -> set[str]:
     """The flags that --help lists."""
-    shown = help_text(args_of(script), None, program=script, width=100).replace("--[no-]", "--no-")
+    shown = help_text(args_of(script), None, program=script, width=100).replace("[no-]", "no-")
     listed = set(re.findall(r"--[\w.-]+", shown))
-    return {"--help"} | listed | {flag.replace("--no-", "--") for flag in listed}
+    return {"--help"} | listed | {re.sub(r"(--|\.)no-", r"\1", flag) for flag in listed}
 
 
 def test_the_commands_of_the_pages_have_flags_that_exist() -> None:

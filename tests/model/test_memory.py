@@ -55,6 +55,8 @@ def test_what_the_layout_changes():
     parts = step_bytes(large, Layout(8))
     assert parts["states"] == pytest.approx(16 * 72.7e9 / 8, rel=0.01)
     assert step_bytes(large, replace(Layout(8), offload=True))["states"] == 0
+    kept = step_bytes(large, replace(Layout(8), reshard_after_forward=False))
+    assert kept["gathered"] - parts["gathered"] == 2 * (large.layers - 2) * large.layer_parameters
     whole, shared = (step_bytes(experts, Layout(8, ep=ep)) for ep in (1, 8))
     assert whole["states"] == shared["states"]
     assert shared["gathered"] < 0.7 * whole["gathered"]

@@ -258,6 +258,7 @@ def test_help_has_examples_then_the_flags_that_matter_then_groups_and_fits_the_s
         known = {f"--{name}".replace("_", "-") for name, _ in flags_of(kind) if name not in in_python}
         known.add("--no-chat-template")  # the other flag of chat_template
         assert {flag.replace("[no-]", "") for flag in flags} == known
+        assert "--parallel.[no-]reshard-after-forward" in flags
     assert re.search(
         r"^  --steps INT +training steps, of one batch each; 0 only\s+evaluates\s+\(default: 200\)$",
         help_of(capsys, "ppo"),

@@ -38,6 +38,8 @@ def test_what_fits_and_the_flags_for_it(model, capsys):
     found = rows(shown)
     assert found["shard 16"][4] == "no"
     assert found["shard 16 ckpt"][4:6] == ["yes", "0"]
+    kept = float(found["shard 16 zero-2"][1]) - float(found["shard 16"][1])
+    assert kept == pytest.approx(62 * 2 * 487e6 / 2**30, rel=0.01)  # all but two of the layers, in bf16
     assert float(found["shard 16 ckpt"][0]) == pytest.approx(16 * 32.76e9 / 16 / 2**30, abs=0.05)
     assert float(found["shard 8 tp 2 ckpt"][3]) < float(found["shard 16 ckpt"][3])
     start, flags = shown[shown.index("torchrun") :].replace("\\\n", " ").split("-m rlkit.scripts.grpo")
