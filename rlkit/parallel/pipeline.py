@@ -24,8 +24,10 @@ Reference: arXiv:2104.04473
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -57,9 +59,61 @@ def pipelined(mesh: Mesh | None) -> Iterator[Callable[[Tensor], None]]:
         waiting.popleft().backward()
 
 
+def cut_layers(costs: Sequence[int], stages: int, *, head: int = 0) -> list[int]:
+    """The layers at which stages begin and end: stage s has layers `cuts[s]` to `cuts[s + 1] - 1`, at least one.
+
+        cost of a stage = sum of its layers' costs, on the last stage + head
+
+    The slowest stage sets the pace of a pipeline, so the largest cost of a stage is as small as possible, then the
+    second largest, and so on. Of equal cuts, the one with fewer layers on the first stages, which keep the activations
+    of more micro-batches. A head that costs more than its share leaves one layer on the last stage, never none.
+
+    >>> cut_layers([2] * 28, 4, head=20)  # as Qwen3-0.6B's: the head costs as much as ten layers
+    [0, 9, 18, 27, 28]
+
+    Errors: ValueError for fewer layers than stages.
+    """
+    if len(costs) < stages:
+        raise ValueError(f"pp={stages} needs at least as many layers; the model has {len(costs)}")
+    sums = [0, *accumulate(costs)]
+
+    @cache
+    def best(first: int, left: int) -> tuple[list[int], list[int]]:
+        """The costs, largest first, and the ends of the last `left` stages, which have the layers from `first`."""
+        if left == 1:
+            return [sums[-1] - sums[first] + head], [len(costs)]
+        found = []
+        for end in range(first + 1, len(costs) - left + 2):
+            others, ends = best(end, left - 1)
+            found.append((sorted([sums[end] - sums[first], *others], reverse=True), [end, *ends]))
+        return min(found)
+
+    return [0, *best(0, stages)[1]]
+
+
+def stage_cuts(model: Any, stages: int) -> list[int]:
+    """`cut_layers` of a transformers model, whole or on the meta device, by the FLOPs of a token's forward.
+
+        2 * elements of each matrix; of fused experts [E, ...], of those that a token goes to
+
+    The embedding is free. The head counts as if every token were trained, which with shared prompts nearly all are;
+    attention's products of queries and keys, which grow with the length of a sequence, are not counted.
+    """
+    active = getattr(model.config, "num_experts_per_tok", 0)
+
+    def flops(module: nn.Module) -> int:
+        sizes = [
+            p.numel() // p.shape[0] * active if p.ndim == 3 else p.numel() for p in module.parameters() if p.ndim > 1
+        ]
+        return 2 * sum(sizes)
+
+    head = sum(flops(module) for module in model.children() if module is not model.base_model)
+    return cut_layers([flops(layer) for layer in model.base_model.layers], stages, head=head)
+
+
 def cut_stage(model: Any, mesh: Mesh, *, dtype: torch.dtype) -> dist.ProcessGroup | None:
-    """Reduce `model`, in place, to this rank's stage: its layers, the embedding on the first stage, the final norm and
-    the head on the last. Parameters keep their names; hidden states are sent in `dtype`.
+    """Reduce `model`, in place, to this rank's stage: its layers (see `stage_cuts`), the embedding on the first stage,
+    the final norm and the head on the last. Parameters keep their names; hidden states are sent in `dtype`.
 
     A head tied to the embedding uses a copy of its weight, under the embedding's name (see `sum_copies`). Returns the
     group of the first and the last stage where this rank has such a copy, else None.
@@ -67,9 +121,7 @@ def cut_stage(model: Any, mesh: Mesh, *, dtype: torch.dtype) -> dist.ProcessGrou
     Errors: ValueError for fewer layers than stages.
     """
     base, stage, count = model.base_model, mesh.pp_rank, mesh.sizes.pp
-    if len(base.layers) < count:
-        raise ValueError(f"pp={count} needs at least as many layers; the model has {len(base.layers)}")
-    first, end = (len(base.layers) * i // count for i in (stage, stage + 1))
+    first, end = stage_cuts(model, count)[stage : stage + 2]
     for i in [*range(first), *range(end, len(base.layers))]:
         base.layers[i] = _Elsewhere()
     link, head, embedding = _Link(mesh), model.get_output_embeddings(), base.embed_tokens

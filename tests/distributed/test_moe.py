@@ -49,7 +49,7 @@ CI = {  # "tp2 x ep2" is in the test of checkpoints, tp4 and pp2 x tp2 of a dens
 def model(experts: int = 8, kv_heads: int = 4):
     torch.manual_seed(0)
     config = Qwen3MoeConfig(  # the first layer, and so the first of two pipeline stages, is dense
-        vocab_size=263, hidden_size=32, num_hidden_layers=3, mlp_only_layers=[0], intermediate_size=36, head_dim=8,
+        vocab_size=263, hidden_size=32, num_hidden_layers=3, mlp_only_layers=[0], intermediate_size=120, head_dim=8,
         num_attention_heads=8, num_key_value_heads=kv_heads,
         moe_intermediate_size=12, num_experts=experts, num_experts_per_tok=2, norm_topk_prob=True,
     )  # fmt: skip
@@ -102,6 +102,8 @@ def truth():
 def moe_on_rank(rank, world, sizes, options, max_tokens, late):
     mesh = make_mesh(Parallel(**sizes))
     made = parallelize(model(), mesh, **options)
+    dense = not any("layers.1." in name for name, _ in made.named_parameters())
+    assert dense == (mesh.sizes.pp == 2 and mesh.pp_rank == 0)
     held = sum(p.to_local().numel() for n, p in made.named_parameters() if ".experts." in n)
     whole = sum(p.numel() for n, p in made.named_parameters() if ".experts." in n)
     assert held == whole * mesh.sizes.replicate * mesh.sizes.pp / 4

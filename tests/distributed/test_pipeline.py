@@ -133,6 +133,8 @@ def test_four_stages_equal_one_process(ran, truth, delayed, tied):
                 assert gap < 1e-5, (kind, name, gap)
         names += found["params"]
     assert names == list(truth["params"]), "each parameter is on one stage, and they come in the order of the model"
+    of_stage = [{name.split(".")[2] for name in found["params"] if ".layers." in name} for found in stages]
+    assert of_stage == [{"0"}, {"1"}, {"2", "3"}, {"4"}], "the head costs nearly as much as a layer"
 
 
 def test_the_schedule_is_one_forward_one_backward(ran):
