@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import varlen
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.checkpoint import BackgroundSaver, latest_checkpoint, load_checkpoint, save_checkpoint
@@ -95,36 +96,27 @@ def test_bf16_is_near_fp32():
             assert alike(p.grad, grad) > 0.98
 
 
-def varlen_on_the_cpu(q, k, v, cu_q, cu_k, *_, scale, window_size, **__):
-    out = []
-    for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
-        i, j = torch.arange(b - a)[:, None] + (d - c) - (b - a), torch.arange(d - c)
-        seen = (j <= i) & (window_size[0] < 0 or j >= i - window_size[0])
-        heads = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            *heads, attn_mask=seen, scale=scale, enable_gqa=True
-        )
-        out.append(attended[0].transpose(0, 1))
-    return torch.cat(out)
-
-
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_flash_attention_is_the_reference(window, head_dim, monkeypatch):
-    """Segments with a prefix and without, of one query and of many; values and gradients against fp64 buckets."""
+@pytest.mark.parametrize("prompt", [100, 700])
+def test_flash_attention_is_the_reference(prompt, window, head_dim, monkeypatch):
+    """Segments with a prefix and without, of one query and of many; values and gradients against fp64 buckets. Without
+    a window, the samples of the long prompt attend to one copy of its keys."""
     if DEVICE == "cpu":
-        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_on_the_cpu)
-    spans, end = [Segment(0, 100, [(0, 100)])], 100
+        varlen.on_the_cpu(monkeypatch)
+    spans, end = [Segment(0, prompt, [(0, prompt)])], prompt
     for n in (1, 70, 33, 128, 5):
-        spans.append(Segment(end, n, [(0, 100), (end, n)]))
+        spans.append(Segment(end, n, [(0, prompt), (end, n)]))
         end += n
+    flash = plan(spans, flash=True).to(DEVICE)
+    assert (flash.shared is not None) == (prompt == 700)
     torch.manual_seed(0)
     true = [torch.randn(end, h, head_dim, dtype=torch.double, requires_grad=True) for h in (4, 2, 2)]
     ours = [x.detach().to(DEVICE, torch.bfloat16).requires_grad_() for x in true]
     g = torch.randn(end, 4, head_dim, dtype=torch.double)
     options = {"scale": head_dim**-0.5, "window": window}
-    want = attention.attend(*true, plan(spans), **options)
-    got = attention.attend(*ours, plan(spans, flash=True).to(DEVICE), **options)
+    want = attention.attend(*true, plan(spans)._replace(shared=None), **options)
+    got = attention.attend(*ours, flash, **options)
     close(got, want, 3e-2)
     grads = torch.autograd.grad(got, ours, g.to(DEVICE, torch.bfloat16)), torch.autograd.grad(want, true, g)
     for x, y in zip(*grads, strict=True):

@@ -5,7 +5,9 @@ rows"; a group with a shared prompt is "the prompt's rows, then its own"; contex
 A plan consists of index tensors, made once per micro-batch and used in every layer.
 
 On the CPU and in fp32, attention runs as padded buckets of `scaled_dot_product_attention`; in half precision on CUDA,
-as varlen flash kernels.
+as varlen flash kernels. Both take the keys of a segment as consecutive rows, so a prompt's keys are copied for each
+sample. Where these copies would take more memory than a second pass over the queries, all samples of a prompt attend to
+one copy of its keys, or to a view of them (`SharedKeys`).
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ Rows = Int[Tensor, "R"] | slice
 FEW_QUERIES = 16  # up to here plain matrix products beat the CPU's fused attention: 2.7x at 7 queries over 25 keys
 _SLACK = 1.25  # a bucket may hold this many times the query-key pairs of its segments,
 _FREE_PAIRS = 8192  # or this many more pairs, which cost as much as one more call
+# Copied keys of prompts for each key of their own that segments may have. With 4 query heads for each key head, these
+# copies are about as many bytes as the results of a second pass over the queries.
+_COPIES = 2
 
 
 class Segment(NamedTuple):
@@ -71,7 +76,7 @@ class AttentionPlan(NamedTuple):
     """Made once per micro-batch, used in every layer. `*_index` are rows of the packed streams, segment by segment.
 
     `buckets` is set on the CPU and in fp32, `varlen` for flash kernels. `exchange(q, k, v, attend)` distributes one
-    call over context parallel ranks (see `rlkit.parallel.context`).
+    call over context parallel ranks (see `rlkit.parallel.context`). `shared` is set where it saves memory.
     """
 
     q_index: Rows
@@ -80,10 +85,23 @@ class AttentionPlan(NamedTuple):
     buckets: tuple[Bucket, ...] = ()
     varlen: Varlen | None = None
     exchange: Callable[..., Tensor] | None = None
+    shared: SharedKeys | None = None
 
     def to(self, device: torch.device | str) -> AttentionPlan:
         """The same plan with its tensors on `device`."""
         return to_device(self, device)
+
+
+class SharedKeys(NamedTuple):
+    """The same attention in two parts: each segment to its own keys, causal, and all samples of a prompt to its keys.
+
+    The segments of `prompts` are runs of samples that share a prompt, whose keys `prompts.k_index` has once for each
+    run. `longest`: the most keys that a query sees.
+    """
+
+    own: AttentionPlan
+    prompts: AttentionPlan
+    longest: int
 
 
 def to_device(tree: X, device: torch.device | str) -> X:
@@ -111,7 +129,8 @@ def plan(spans: Sequence[Segment], *, flash: bool = False) -> AttentionPlan:
     for i, s in enumerate(spans):
         if s.length > s.num_keys:
             raise ValueError(f"segment {i} has {s.num_keys} keys for {s.length} queries; a query sees at least itself")
-    return _varlen_plan(spans) if flash else _bucket_plan(spans)
+    made = _varlen_plan(spans) if flash else _bucket_plan(spans)
+    return made._replace(shared=_shared_keys(spans, flash=flash))
 
 
 def _varlen_plan(spans: Sequence[Segment]) -> AttentionPlan:
@@ -120,12 +139,35 @@ def _varlen_plan(spans: Sequence[Segment]) -> AttentionPlan:
     k = torch.from_numpy(_rows([r for s in spans for r in s.keys]))
     cu_q, cu_k = (cumulative(torch.tensor(x, dtype=torch.int32)) for x in (q_lens, k_lens))
     varlen = Varlen(cu_q, cu_k, max(q_lens), max(k_lens))
-    return AttentionPlan(_as_slice(q), _as_slice(k), _as_slice(q.argsort()), varlen=varlen)
+    return AttentionPlan(as_slice(q), as_slice(k), as_slice(q.argsort()), varlen=varlen)
 
 
-def _as_slice(index: Tensor) -> Rows:
-    """A slice if the rows are all in order: a view instead of a gather."""
-    return slice(len(index)) if torch.equal(index, torch.arange(len(index))) else index
+def as_slice(index: Tensor) -> Rows:
+    """A slice if the rows are consecutive: a view instead of a gather."""
+    first = int(index[0])
+    return slice(first or None, first + len(index)) if torch.equal(index, torch.arange(len(index)) + first) else index
+
+
+def _shared_keys(spans: Sequence[Segment], *, flash: bool) -> SharedKeys | None:
+    """The plan in two parts, where copies of prompts' keys would take more memory. The last range of a segment's keys
+    is its own, the others are its prompt's."""
+    own = [Segment(s.start, s.length, s.keys[-1:]) for s in spans]
+    runs: list[Segment] = []
+    for s in spans:
+        prompt = [r for r in s.keys[:-1] if r[1]]
+        if runs and prompt == runs[-1].keys and s.start == runs[-1].start + runs[-1].length:
+            runs[-1] = Segment(runs[-1].start, runs[-1].length + s.length, prompt)
+        elif prompt:
+            runs.append(Segment(s.start, s.length, prompt))
+    once, copied = (sum(s.num_keys for s in found) for found in ([*own, *runs], spans))
+    few = copied - once <= _COPIES * sum(s.num_keys for s in own)
+    if few or not runs or any(s.num_keys < s.length for s in own):
+        return None
+    prompts = _varlen_plan(runs)
+    if not flash:
+        buckets = tuple(Bucket(1, s.length, s.num_keys, None) for s in runs)
+        prompts = prompts._replace(buckets=buckets, varlen=None)
+    return SharedKeys(plan(own, flash=flash), prompts, max(s.num_keys for s in spans))
 
 
 def _bucket_plan(spans: Sequence[Segment]) -> AttentionPlan:
@@ -207,17 +249,28 @@ def attend(
     `window`: the maximum number of keys per query, including itself. `softcap`: z -> softcap tanh(z / softcap) on the
     scaled scores.
     """
+    if plan.shared is not None and _can_share(plan, q.device, window=window, softcap=softcap):
+        return _attend_shared(q, k, v, plan.shared, scale=scale)
     q, k, v = rows(q, plan.q_index), rows(k, plan.k_index), rows(v, plan.k_index)
     if plan.varlen is not None:
         return rows(flash(q, k, v, plan.varlen, scale=scale, window=window, softcap=softcap), plan.out_index)
-    q_sizes, k_sizes = [b.size * b.q_len for b in plan.buckets], [b.size * b.k_len for b in plan.buckets]
     out = []
-    for bucket, *parts in zip(plan.buckets, q.split(q_sizes), k.split(k_sizes), v.split(k_sizes)):
-        qb, kb, vb = (rearrange(x, "(n rows) heads d -> n heads rows d", n=bucket.size) for x in parts)
+    for bucket, qb, kb, vb in _by_bucket(plan.buckets, (q,), (k, v)):
         mask = _windowed(bucket, window, q.device)
-        of_bucket = _bucket_attention(qb, kb, vb, mask, scale=scale, softcap=softcap)
-        out.append(rearrange(of_bucket, "n heads rows d -> (n rows) heads d"))
+        out.append(_packed(_bucket_attention(qb, kb, vb, mask, scale=scale, softcap=softcap)))
     return rows(torch.cat(out), plan.out_index)
+
+
+def _by_bucket(buckets: Sequence[Bucket], queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Iterator[Any]:
+    """Each bucket with its rows of the query streams and of the key streams: `[n heads rows ...]` each."""
+    streams = [(x, [b.size * b.q_len for b in buckets]) for x in queries]
+    streams += [(x, [b.size * b.k_len for b in buckets]) for x in keys]
+    for bucket, *parts in zip(buckets, *(x.split(sizes) for x, sizes in streams)):
+        yield bucket, *(rearrange(x, "(n rows) heads ... -> n heads rows ...", n=bucket.size) for x in parts)
+
+
+def _packed(x: Float[Tensor, "n heads rows *d"]) -> Float[Tensor, "R heads *d"]:
+    return rearrange(x, "n heads rows ... -> (n rows) heads ...")
 
 
 def rows(x: Float[Tensor, "T *rest"], index: Rows) -> Float[Tensor, "R *rest"]:
@@ -239,21 +292,134 @@ def flash(
 
     Both are bottom-right causal if a segment has more keys than queries (FlashAttention 2.1 and later).
     """
-    cu_q, cu_k, max_q, max_k = varlen
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms with fp32 weights return fp32 under autocast
     window_size = (-1 if window is None else window - 1, 0)
     if softcap is not None:
         from flash_attn import flash_attn_varlen_func
 
         return flash_attn_varlen_func(
-            q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=True, window_size=window_size,
+            q, k, v, *varlen, softmax_scale=scale, causal=True, window_size=window_size,
             softcap=softcap, deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
+    return _varlen_attn(q, k, v, varlen, scale=scale, window_size=window_size)
+
+
+def _varlen_attn(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, **options: Any) -> Any:
+    """torch's kernel, which takes grouped queries without a flag in torch 2.11."""
     from torch.nn.attention import varlen as kernels
 
-    attn: Callable[..., Tensor] = kernels.varlen_attn  # type: ignore[assignment]
-    grouped = {"enable_gqa": True} if "enable_gqa" in signature(attn).parameters else {}  # torch 2.11 needs no flag
-    return attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size, **grouped)
+    attn: Callable[..., Any] = kernels.varlen_attn
+    grouped = {"enable_gqa": True} if "enable_gqa" in signature(attn).parameters else {}
+    return attn(q, k, v, *varlen, **options, **grouped)
+
+
+def _can_share(plan: AttentionPlan, device: torch.device, *, window: int | None, softcap: float | None) -> bool:
+    """Whether there are kernels that return what `_Shared` needs, and every query of a run sees the whole prompt."""
+    sees_all = plan.shared is not None and (window is None or window >= plan.shared.longest)
+    return sees_all and softcap is None and (plan.varlen is not None or device.type == "cpu")
+
+
+def _attend_shared(q: Tensor, k: Tensor, v: Tensor, shared: SharedKeys, *, scale: float) -> Tensor:
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    keys = (rows(x, part.k_index) for part in (shared.own, shared.prompts) for x in (k, v))
+    return _Shared.apply(q, *keys, shared, scale)
+
+
+class _Shared(torch.autograd.Function):
+    """Two attentions of the same queries, to their own keys (1) and to their prompt's (2), as one over all keys:
+
+        lse = log(e^lse_1 + e^lse_2)        out = e^(lse_1 - lse) out_1 + e^(lse_2 - lse) out_2
+
+    with lse the log of a query's softmax denominator. The backward of a kernel computes the probabilities from lse, so
+    from the joint `lse` and `out` it computes the terms of its own keys in the joint gradient. Ring attention adds
+    up the parts of different ranks in the same way (arXiv:2310.01889).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k1: Tensor, v1: Tensor, k2: Tensor, v2: Tensor, shared: SharedKeys, scale: float
+    ) -> Tensor:
+        own, prompts, _ = shared
+        first = _with_lse((rows(q, own.q_index), k1, v1), own, causal=True, scale=scale)
+        out, lse = (rows(x, own.out_index) for x in first)
+        out2, lse2 = _with_lse((rows(q, prompts.q_index), k2, v2), prompts, causal=False, scale=scale)
+        out1, lse1 = rows(out, prompts.q_index), rows(lse, prompts.q_index)
+        both = torch.logaddexp(lse1, lse2)
+        share1, share2 = ((x - both).exp()[..., None] for x in (lse1, lse2))
+        out[prompts.q_index] = (share1 * out1 + share2 * out2).to(out.dtype)
+        lse[prompts.q_index] = both
+        ctx.save_for_backward(q, k1, v1, k2, v2, out, lse)
+        ctx.shared, ctx.scale = shared, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k1, v1, k2, v2, out, lse = ctx.saved_tensors
+        (own, prompts, _), scale = ctx.shared, ctx.scale
+        q1, q2 = rows(q, own.q_index), rows(q, prompts.q_index)
+        filled = [(grad, 0.0), (out, 0.0), (lse, torch.inf)]  # probabilities of a padded query: e^(z - inf) = 0
+        results = [_unrows(x, own.out_index, q1.shape[0], fill) for x, fill in filled]
+        dq, dk1, dv1 = _lse_backward(results, (q1, k1, v1), own, causal=True, scale=scale)
+        results = [rows(x, prompts.q_index) for x in (grad, out, lse)]
+        dq2, dk2, dv2 = _lse_backward(results, (q2, k2, v2), prompts, causal=False, scale=scale)
+        dq = rows(dq, own.out_index)
+        dq[prompts.q_index] += dq2
+        return dq, dk1, dv1, dk2, dv2, None, None
+
+
+def _unrows(x: Float[Tensor, "R *rest"], index: Rows, size: int, fill: float) -> Float[Tensor, "{size} *rest"]:
+    """The tensor of which `x` is `rows(..., index)`, with `fill` in the other rows; a slice has no others."""
+    if isinstance(index, slice):
+        return x
+    out = x.new_full((size, *x.shape[1:]), fill)
+    out[index] = x
+    return out
+
+
+def _with_lse(
+    inputs: Sequence[Tensor], part: AttentionPlan, *, causal: bool, scale: float
+) -> tuple[Float[Tensor, "Q H D"], Float[Tensor, "Q H"]]:
+    """Attention of q, k and v in the rows of `part`, and the log of each query's softmax denominator."""
+    if part.varlen is not None:
+        from torch.nn.attention.varlen import AuxRequest
+
+        options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1), "return_aux": AuxRequest(lse=True)}
+        q, k, v = inputs
+        out, lse = _varlen_attn(q, k, v, part.varlen, scale=scale, **options)
+        return out, lse.mT  # [H, Q] there
+    found = []
+    for bucket, *parts in _by_bucket(part.buckets, inputs[:1], inputs[1:]):
+        plain, bias = causal and bucket.mask is None, _bias(bucket.mask, parts[0].dtype)
+        found.append(_CPU_FORWARD(*parts, 0.0, plain, attn_mask=bias, scale=scale))
+    out, lse = (torch.cat([_packed(x) for x in of_buckets]) for of_buckets in zip(*found))
+    return out, lse
+
+
+def _lse_backward(
+    results: Sequence[Tensor], inputs: Sequence[Tensor], part: AttentionPlan, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the inputs of `_with_lse`, from the results of all parts: the gradient of out, out and lse."""
+    if part.varlen is not None:
+        grad, out, lse = (x.contiguous() for x in results)
+        seed, unused = torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)
+        window = {"window_size_left": -1, "window_size_right": 0 if causal else -1}
+        saved = *inputs, out, lse.mT.contiguous(), *part.varlen
+        return torch.ops.aten._flash_attention_backward(grad, *saved, 0.0, causal, seed, unused, scale=scale, **window)
+    found = []
+    for bucket, grad, out, lse, *parts in _by_bucket(part.buckets, (*results, inputs[0]), inputs[1:]):
+        plain, bias = causal and bucket.mask is None, _bias(bucket.mask, grad.dtype)
+        found.append(_CPU_BACKWARD(grad, *parts, out, lse, 0.0, plain, attn_mask=bias, scale=scale))
+    dq, dk, dv = (torch.cat([_packed(x) for x in of_buckets]) for of_buckets in zip(*found))
+    return dq, dk, dv
+
+
+# what torch's attention calls on a CPU, with lse
+_CPU_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if mask is None else torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
 def has_flash(device: torch.device, dtype: torch.dtype, *, head_dim: int, softcap: bool) -> bool:

@@ -28,7 +28,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlkit.parallel.attention import AttentionPlan, Segment, plan, segments, to_device
+from rlkit.parallel.attention import AttentionPlan, Segment, as_slice, plan, segments, to_device
 from rlkit.parallel.collectives import Exchanged, Gathered, GatheredSum
 from rlkit.parallel.mesh import Mesh
 from rlkit.types import Batch
@@ -88,15 +88,27 @@ def plan_layout(batch: Batch, mesh: Mesh | None, *, device: torch.device, flash:
     order = torch.cat([_rows_of(r, cp, chunk) for r in range(cp)])
     inverse = order.argsort()
     if mesh.sizes.ulysses:
-        made = plan(spans, flash=flash)
-        out = order if isinstance(made.out_index, slice) else made.out_index[order]
-        made = made._replace(q_index=inverse[made.q_index], out_index=out)
+        made, exchange = _by_rank(plan(spans, flash=flash), inverse, order), ulysses
     else:
-        made = plan(_local_segments(spans, rank, cp, chunk), flash=flash)
-    exchange = partial(ulysses if mesh.sizes.ulysses else gather_keys, group=group)
-    made = made._replace(k_index=inverse[made.k_index], exchange=exchange)
+        made, exchange = _by_rank(plan(_local_segments(spans, rank, cp, chunk), flash=flash), inverse), gather_keys
+    made = made._replace(exchange=partial(exchange, group=group))
     layout = Layout(made, prefix, _rows_of(rank, cp, chunk), inverse[prefix:num_rows], size, group)
     return to_device(layout, device)
+
+
+def _by_rank(made: AttentionPlan, inverse: Tensor, order: Tensor | None = None) -> AttentionPlan:
+    """The plan for keys, and with `order` queries, of all ranks, one rank after the other instead of in the order of
+    the stream: row `order[i]` of the stream is row i there."""
+    shared = made.shared
+    if shared is not None:
+        prompts = shared.prompts._replace(k_index=as_slice(inverse[shared.prompts.k_index]))
+        prompts = prompts if order is None else prompts._replace(q_index=inverse[prompts.q_index])
+        shared = shared._replace(own=_by_rank(shared.own, inverse, order), prompts=prompts)
+    made = made._replace(k_index=inverse[made.k_index], shared=shared)
+    if order is None:
+        return made
+    out = order if isinstance(made.out_index, slice) else made.out_index[order]
+    return made._replace(q_index=inverse[made.q_index], out_index=out)
 
 
 def gather_keys(

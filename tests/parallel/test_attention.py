@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import varlen
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.parallel import attention
-from rlkit.parallel.attention import Segment, attend, has_flash, plan
+from rlkit.parallel.attention import Segment, as_slice, attend, has_flash, plan
 
 
 def loop(q, k, v, spans, *, scale, window=None, softcap=None):
@@ -24,17 +25,6 @@ def loop(q, k, v, spans, *, scale, window=None, softcap=None):
                 z = z if softcap is None else softcap * torch.tanh(z / softcap)
                 out[start + i, head] = z.softmax(0) @ v[seen, kv]
     return out
-
-
-def varlen_kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """torch's flash kernel as documented, implemented as a loop."""
-    left, right = window_size
-    assert right == 0
-    assert enable_gqa
-    assert cu_q.dtype == cu_k.dtype == torch.int32
-    assert (int(cu_q.diff().max()), int(cu_k.diff().max())) == (max_q, max_k)
-    spans = [Segment(int(a), int(b - a), [(int(c), int(d - c))]) for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:])]
-    return loop(q, k, v, spans, scale=scale, window=None if left < 0 else left + 1)
 
 
 @st.composite
@@ -85,7 +75,7 @@ def test_the_flash_plan_gives_a_varlen_kernel_the_same_segments(layout, window, 
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, h, 4, generator=generator).double() for n, h in ((num_q, 4), (num_k, 2), (num_k, 2)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_kernel)
+        varlen.on_the_cpu(patch)
         out = attend(q, k, v, plan(spans, flash=True), scale=0.5, window=window)
     torch.testing.assert_close(out, loop(q, k, v, spans, scale=0.5, window=window))
 
@@ -151,3 +141,75 @@ def test_flash_casts_to_the_values_dtype(monkeypatch):
     q = torch.zeros(2, 1, 4)
     attention.attend(q, q, q.bfloat16(), plan([Segment(0, 2, [(0, 2)])], flash=True), scale=1.0)
     assert seen == {"q": torch.bfloat16, "k": torch.bfloat16}
+
+
+def shared_group(prompt, lens, *, alone=0):
+    """A prompt of so many tokens and samples that share it; `alone`: a sequence without a prompt before them."""
+    spans = [Segment(0, prompt, [(0, prompt)])] + [Segment(prompt, alone, [(prompt, alone)])] * bool(alone)
+    start = prompt + alone
+    for n in lens:
+        spans.append(Segment(start, n, [(0, prompt), (start, n)]))
+        start += n
+    return spans, start
+
+
+@given(layouts(), st.booleans())
+def test_keys_that_samples_share_give_the_same_values_and_gradients(layout, flash):
+    """The two parts against all keys at once, on the CPU's kernels and on a stand-in for the varlen kernels."""
+    spans, num_q, num_k = layout
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, h, 4).double().requires_grad_() for n, h in ((num_q, 4), (num_k, 2), (num_k, 2)))
+    weights = torch.randn(num_q, 4, 4, dtype=torch.double)
+    want = attend(q, k, v, plan(spans)._replace(shared=None), scale=0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_COPIES", -1)
+        made = plan(spans, flash=flash)
+        assert (made.shared is not None) == any(s.keys[0][1] for s in spans)
+        if flash:
+            varlen.on_the_cpu(patch)
+        got = attend(q, k, v, made, scale=0.5)
+        grads = [torch.autograd.grad((weights * x).sum(), (q, k, v)) for x in (got, want)]
+    torch.testing.assert_close(got, want)
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_samples_of_one_prompt_take_its_keys_by_a_view():
+    """Sixteen samples of a thousand tokens of prompt: no key is copied, where each sample had a copy of the prompt."""
+    spans, end = shared_group(1000, [40] * 16)
+    made = plan(spans, flash=True)
+    assert len(made.k_index) == 17 * 1000 + 16 * 40
+    assert made.shared.own.k_index == made.shared.own.q_index == slice(end)
+    assert made.shared.prompts.k_index == slice(1000)
+    assert made.shared.prompts.q_index == slice(1000, end)
+    two = [Segment(0, 500, [(0, 500)]), Segment(500, 500, [(500, 500)])]
+    for i in range(16):  # two prompts
+        two.append(Segment(1000 + 40 * i, 40, [(500 * (i // 8), 500), (1000 + 40 * i, 40)]))
+    assert plan(two, flash=True).shared.prompts.k_index == slice(1000)
+
+
+def test_few_copies_are_cheaper_than_a_second_pass():
+    assert plan(shared_group(100, [200] * 8)[0]).shared is None  # 7 copies of 100 keys, beside 1,700
+    assert plan(shared_group(1000, [10] * 4)[0]).shared is not None
+    assert plan(shared_group(1000, [10])[0]).shared is None  # one copy, which nobody shares
+    crossing = [Segment(0, 99, [(0, 99)])] + [Segment(99 + i, 2, [(0, 99), (0, 1)]) for i in range(0, 20, 2)]
+    assert plan(crossing).shared is None  # a query that does not see the whole prompt
+
+
+@pytest.mark.parametrize(
+    ("options", "in_parts"), [({}, 1), ({"window": 60}, 1), ({"window": 59}, 0), ({"softcap": 2.0}, 0)]
+)
+def test_windows_and_softcaps_take_copies(monkeypatch, options, in_parts):
+    spans, end = shared_group(50, [4, 10, 3, 2, 1], alone=7)
+    calls, kernel = [], attention._with_lse
+    monkeypatch.setattr(attention, "_with_lse", lambda *args, **more: calls.append(1) or kernel(*args, **more))
+    q, k, v = (torch.randn(end, h, 4, dtype=torch.double) for h in (4, 2, 2))
+    out = attend(q, k, v, plan(spans), scale=0.5, **options)
+    assert len(calls) == 2 * in_parts
+    torch.testing.assert_close(out, loop(q, k, v, spans, scale=0.5, **options))
+
+
+def test_a_slice_is_for_consecutive_rows():
+    assert as_slice(torch.arange(3, 9)) == slice(3, 9)
+    assert as_slice(torch.arange(4)) == slice(4)
+    assert as_slice(torch.tensor([3, 5, 4])).tolist() == [3, 5, 4]
