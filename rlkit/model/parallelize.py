@@ -76,11 +76,13 @@ def tensor_plan(model: Any) -> dict[str, ParallelStyle]:
 
     All heads share the weights of q_norm and k_norm, so their gradient is a sum over the ranks' heads. A plan that
     leaves them out trains on a wrong gradient without any error; here their input is declared as sharded along heads.
+    The input of attention and of a dense MLP becomes a DTensor once, so that the gradients of its projections are added
+    before one all-reduce.
 
     Errors: ValueError for a style that is not covered, and for a linear layer that the plan leaves out.
     """
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     head_dim_at = COVERED[model.config.model_type]
@@ -103,7 +105,13 @@ def tensor_plan(model: Any) -> dict[str, ParallelStyle]:
     missing = [n for n, m in names.items() if isinstance(m, nn.Linear) and n.startswith(prefix) and n not in styled]
     if missing:
         raise ValueError(f"the model's tensor parallel plan leaves out {missing[0]} ({len(missing)} in all)")
-    return styled
+    hidden: dict[str, Any] = {"hidden_states": Replicate()}
+    parents = (name.rpartition(".") for name in styled)
+    inputs = {
+        "q_proj": PrepareModuleInput(input_kwarg_layouts=hidden, desired_input_kwarg_layouts=hidden),
+        "gate_proj": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
+    }
+    return styled | {parent: inputs[last] for parent, _, last in parents if last in inputs}
 
 
 def parallelize(

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model import launch
@@ -24,20 +25,24 @@ from rlkit.settings import ParallelArgs
 from rlkit.types import Trajectory
 
 LAYERS = 4
-KINDS = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
+KINDS = {  # of torch.distributed, and of DTensor
+    "_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce", "all_reduce": "all-reduce",
+}  # fmt: skip
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives of torch.distributed by kind, FSDP2's among them."""
+    """Counts the collectives of a rank by kind, and the bytes of their largest tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = Counter()
+        self.counts, self.sizes = Counter(), []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::")
-            self.counts[KINDS.get(name, name)] += 1
+        name = func._schema.name.partition("::")[2]
+        if func.namespace in ("c10d", "_c10d_functional") and name in KINDS:
+            self.counts[KINDS[name]] += 1
+            self.sizes.append((KINDS[name], max(x.numel() for x in tree_leaves(args) if isinstance(x, torch.Tensor))))
         return func(*args, **(kwargs or {}))
 
 
@@ -140,3 +145,16 @@ def test_kept_bytes_are_those_on_paper(pool):
     shape = shape_of(model().config)
     head = shape.hidden + shape.vocab * shape.hidden
     assert pool(2).run(gathered_on_rank) == [[2 * head, 2 * shape.parameters]] * 2
+
+
+def tensors_on_rank(rank, world):
+    trained = parallelize(model(), make_mesh(Parallel(tp=2)))
+    batch, w = data()
+    with Collectives() as seen:
+        (w * forward(trained, batch).logp).sum().backward()
+    return seen.sizes.count(("all-reduce", 32 * (batch.num_tokens + batch.prefix_tokens.numel())))
+
+
+def test_a_layer_has_two_all_reduces_of_its_tokens_each_way(pool):
+    """Behind attention and the MLP, and before them in the backward; and one behind the embedding."""
+    assert pool(2).run(tensors_on_rank) == [4 * LAYERS + 1] * 2
