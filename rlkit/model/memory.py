@@ -2,7 +2,8 @@
 
 Terms of a training step, for `rlkit.model.parallelize(dtype=bf16)`:
 
-    states       16 bytes a parameter, cut over shard * cp * tp: fp32 master weights, gradients, two AdamW moments
+    states       16 bytes a parameter, cut over shard * cp * tp: fp32 master weights, gradients, two AdamW moments. Of
+                 pipeline stages, each has its layers' (`cut_layers`), the first the embedding's, the last the head's
     gathered     bf16 weights in use: two layers (one computing, one on its way; all of them without
                  `reshard_after_forward`; of experts, expert parallel ranks gather only their own), embedding and head;
                  in the backward also their gradients until they are summed: embedding and head in bf16, one layer in
@@ -10,9 +11,10 @@ Terms of a training step, for `rlkit.model.parallelize(dtype=bf16)`:
     activations  kept for the backward, by T / cp tokens. Each norm keeps an fp32 copy, because transformers computes it
                  in fp32. Tensor parallel cuts heads and hidden units, or the tokens of experts, not the residual
                  stream.
-                 With checkpointing: each layer's input, and all of one layer while it is computed again
+                 With checkpointing: each layer's input, and all of one layer while it is computed again. Stage s of
+                 S keeps those of S - s micro-batches
     loss         linear_logp keeps the hidden states, their gradient and two tiles of logits of 256 MiB; whole logits,
-                 which are avoided, would take T * V * 8 bytes: fp32 log-softmax and its gradient
+                 which are avoided, would take T * V * 8 bytes: fp32 log-softmax and its gradient. On the last stage
 
 With `offload` the states are in host memory: 16 bytes a parameter over all hosts. An engine beside the trainer holds
 the weights in bf16 and 2 * 2 * layers * kv_heads * head_dim bytes of keys and values per token, over a server's GPUs.
@@ -21,9 +23,11 @@ the weights in bf16 and 2 * 2 * layers * kv_heads * head_dim bytes of keys and v
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from rlkit.kernels.linear_logp.chunked import TILE_BYTES
+from rlkit.parallel.pipeline import cut_layers
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,25 @@ class Shape:
         return 3 * self.hidden * self.intermediate * self.experts
 
     @property
+    def replicated_parameters(self) -> int:
+        """Those of a layer that tensor parallelism does not cut: norms, and the router of experts."""
+        return 2 * self.hidden + self.qk_norm * 2 * self.head_dim + self.hidden * self.experts
+
+    @property
     def parameters(self) -> int:
         """All of them, a tied head once."""
         return self.layers * self.layer_parameters + self.hidden + (1 if self.tied else 2) * self.vocab * self.hidden
+
+    @property
+    def layer_flops(self) -> int:
+        """FLOPs of a token's forward in the matrices of one layer."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        return 2 * (attention + 3 * self.hidden * self.intermediate * max(1, self.active) + self.hidden * self.experts)
+
+    def stages(self, num: int) -> list[Stage]:
+        """The pipeline stages of the model (see `rlkit.parallel.pipeline.stage_cuts`)."""
+        cuts = cut_layers([self.layer_flops] * self.layers, num, head=2 * self.vocab * self.hidden)
+        return [Stage(self, end - start, start == 0, end == self.layers) for start, end in pairwise(cuts)]
 
     def activation_bytes(self, *, tp: int = 1, cp: int = 1, size: int = 2) -> float:
         """Bytes that one layer keeps for the backward, per token of a rank; `size` 2 for bf16, 4 for fp32.
@@ -81,6 +101,27 @@ class Shape:
     def kv_bytes(self) -> int:
         """Of an engine's cache, per token, in bf16, over all its GPUs."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage: some layers, on the first the embedding, on the last the final norm and the head."""
+
+    shape: Shape
+    layers: int
+    first: bool
+    last: bool
+
+    @property
+    def vocab_parameters(self) -> int:
+        """Those of the embedding and the head that are here; of a tied one, first and last stage have a copy each."""
+        once = self.shape.tied and self.first and self.last
+        return (self.first + self.last - once) * self.shape.vocab * self.shape.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.layers * self.shape.layer_parameters + self.last * self.shape.hidden + self.vocab_parameters
 
 
 def shape_of(config: Any) -> Shape:
@@ -111,6 +152,7 @@ class Layout:
     tp: int = 1
     cp: int = 1
     ep: int = 1
+    pp: int = 1
     replicate: int = 1
     tokens: int = 32768
     checkpointing: bool = True
@@ -119,25 +161,30 @@ class Layout:
 
     @property
     def cut(self) -> int:
-        """Ranks over which parameters and states are cut."""
-        return self.gpus // self.replicate
+        """Ranks over which the parameters and states of a stage are cut."""
+        return self.gpus // (self.replicate * self.pp)
 
 
-def step_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
-    """Bytes on one GPU at the fullest moment of a step, by what they hold."""
-    tokens = layout.tokens / layout.cp
-    states = 16 * shape.parameters / layout.cut
-    outside = (1 if shape.tied else 2) * shape.vocab * shape.hidden / layout.tp
+def stage_bytes(stage: Stage, layout: Layout, *, in_flight: int = 1) -> dict[str, float]:
+    """Bytes on one GPU of a stage at the fullest moment of a step, by what they hold; `in_flight` micro-batches."""
+    shape, tokens = stage.shape, layout.tokens / layout.cp
+    outside = stage.vocab_parameters / layout.tp
     layer = (shape.layer_parameters - shape.expert_parameters) / layout.tp + shape.expert_parameters / layout.ep
+    in_use = min(2, stage.layers) if layout.reshard_after_forward else stage.layers
     one = tokens * shape.activation_bytes(tp=layout.tp, cp=layout.cp)
-    in_use = min(2, shape.layers) if layout.reshard_after_forward else shape.layers
-    kept = tokens * 2 * shape.hidden * shape.layers
+    inputs = tokens * 2 * shape.hidden * stage.layers
     return {
-        "states": 0.0 if layout.offload else states,
+        "states": 0.0 if layout.offload else 16 * stage.parameters / layout.cut,
         "gathered": 2 * (in_use * layer + outside) + (2 + 4) * layer + 2 * outside,
-        "activations": kept + one if layout.checkpointing else shape.layers * one,
-        "loss": tokens * shape.hidden * (2 + 4) + 2 * TILE_BYTES,
+        "activations": in_flight * inputs + one if layout.checkpointing else in_flight * stage.layers * one,
+        "loss": stage.last * (tokens * shape.hidden * (2 + 4) + 2 * TILE_BYTES),
     }
+
+
+def step_bytes(shape: Shape, layout: Layout) -> list[dict[str, float]]:
+    """`stage_bytes` of every pipeline stage: as many micro-batches are in flight as stages from it to the end."""
+    stages = shape.stages(layout.pp)
+    return [stage_bytes(stage, layout, in_flight=layout.pp - i) for i, stage in enumerate(stages)]
 
 
 def engine_bytes(shape: Shape, *, engine_tp: int) -> float:

@@ -3,7 +3,7 @@
     rlkit plan --model Qwen/Qwen3-32B --nodes 2
     rlkit plan --model Qwen/Qwen3-8B --gpus 4 --gpu-memory 48 --max-tokens 8192
 
-Reads the model's config only. The last lines are the flags of the first layout that fits.
+Reads the model's config only. The last lines are the flags of the first layout that fits, and its collectives.
 """
 
 from __future__ import annotations
@@ -46,19 +46,34 @@ class Args:
 
 @dataclass(frozen=True)
 class Row:
-    """What one GPU holds in a layout, in bytes, and the cache of an engine on the same GPUs, in tokens per server."""
+    """What a GPU of each pipeline stage holds, in bytes, and the cache of an engine there, in tokens per server."""
 
     layout: Layout
-    parts: dict[str, float]
+    stages: list[dict[str, float]]
     room: float
     engine_tp: int
     engine: float
     per_token: float
 
     @property
+    def fullest(self) -> int:
+        """The stage that holds most."""
+        return max(range(len(self.stages)), key=lambda i: sum(self.stages[i].values()))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What it holds."""
+        return self.stages[self.fullest]
+
+    @property
     def total(self) -> float:
         """Bytes of training at its fullest moment."""
         return sum(self.parts.values())
+
+    @property
+    def states(self) -> float:
+        """The most bytes that remain on a GPU between updates."""
+        return max(parts["states"] for parts in self.stages)
 
     @property
     def fits(self) -> bool:
@@ -67,7 +82,7 @@ class Row:
 
     def cache(self, *, release: bool) -> int:
         """Tokens of keys and values beside training, or with `release` while only its states are there."""
-        left = self.room - (self.parts["states"] if release else self.total) - self.engine
+        left = self.room - (self.states if release else self.total) - self.engine
         return max(0, int(left * self.engine_tp / self.per_token))
 
 
@@ -94,7 +109,7 @@ def main(args: Args) -> None:
     usable = [row for row in rows if row.fits and row.cache(release=True)]
     if not usable:
         raise ValueError("no layout fits: take more GPUs, a smaller `max_tokens`, or an adapter (`--lora-rank`)")
-    out.write("\n" + command(usable[0], args) + "\n")
+    out.write("\n" + command(usable[0], args) + "\n\n" + traffic(shape, usable[0]) + "\n")
 
 
 def layouts(shape: Shape, args: Args) -> Iterator[Layout]:
@@ -113,6 +128,7 @@ def layouts(shape: Shape, args: Args) -> Iterator[Layout]:
     else:
         yield from (replace(plain, tp=n) for n in sizes if shape.kv_heads % n == 0 and shape.intermediate % n == 0)
     yield from (replace(plain, cp=n) for n in sizes)
+    yield from (replace(plain, pp=n) for n in (2, 4, 8) if total % n == 0 and n <= shape.layers)
     yield replace(plain, offload=True)
 
 
@@ -123,14 +139,14 @@ def row_of(shape: Shape, layout: Layout, args: Args) -> Row:
     memory = args.gpu_memory * GIB
     sizes = [n for n in (1, 2, 4, 8) if n <= args.gpus]
     tp = next((n for n in sizes if engine_bytes(shape, engine_tp=n) < memory / 2), sizes[-1])
-    parts = step_bytes(shape, layout)
-    return Row(layout, parts, USABLE * memory, tp, engine_bytes(shape, engine_tp=tp), shape.kv_bytes())
+    stages = step_bytes(shape, layout)
+    return Row(layout, stages, USABLE * memory, tp, engine_bytes(shape, engine_tp=tp), shape.kv_bytes())
 
 
 def named(layout: Layout) -> str:
     """The layout in a few words."""
-    shard = layout.gpus // (layout.tp * layout.cp)
-    sizes = {"shard": shard, "tp": layout.tp, "cp": layout.cp, "ep": layout.ep}
+    shard = layout.gpus // (layout.pp * layout.tp * layout.cp)
+    sizes = {"shard": shard, "pp": layout.pp, "tp": layout.tp, "cp": layout.cp, "ep": layout.ep}
     words = [f"{name} {n}" for name, n in sizes.items() if n > 1 or name == "shard"]
     kept = ["zero-2"] * (not layout.reshard_after_forward)
     return " ".join([*words, *kept, *["ckpt"] * layout.checkpointing, *["offload"] * layout.offload])
@@ -139,12 +155,13 @@ def named(layout: Layout) -> str:
 def command(row: Row, args: Args) -> str:
     """The command of a row: `rlkit grpo` over its GPUs, with an engine on the same ones."""
     layout, memory = row.layout, args.gpu_memory * GIB
-    sizes: dict[str, Any] = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep}
+    sizes: dict[str, Any] = {"pp": layout.pp, "tp": layout.tp, "cp": layout.cp, "ep": layout.ep}
     flags = [f"--parallel.{name} {n}" for name, n in sizes.items() if n > 1]
+    flags += ["--parallel.no-reshard-after-forward"] * (not layout.reshard_after_forward)
     flags += ["--parallel.activation-checkpointing"] * layout.checkpointing + ["--parallel.offload"] * layout.offload
     release = row.room - row.total - row.engine < SMALLEST_CACHE * memory
-    taken = row.room - (row.parts["states"] if release else row.total)
-    free = memory - row.parts["states"] / 4  # when servers start, of the states only the fp32 weights are there
+    taken = row.room - (row.states if release else row.total)
+    free = memory - row.states / 4  # when servers start, of the states only the fp32 weights are there
     flags += [f"--engine-tp {row.engine_tp}"] * (row.engine_tp > 1) + ["--engine-release"] * release
     nodes = f"--nnodes {args.nodes} ... " if args.nodes > 1 else ""
     lines = [
@@ -154,6 +171,17 @@ def command(row: Row, args: Args) -> str:
         *[f"    {flag} \\" for flag in flags],
         f"    --engine sglang --engine-memory {max(0.05, min(0.95, taken / free)):.2f}",
     ]
+    return "\n".join(lines)
+
+
+def traffic(shape: Shape, row: Row) -> str:
+    """The collectives of one micro-batch on the fullest stage."""
+    from rlkit.model.traffic import microbatch_traffic
+
+    moved = microbatch_traffic(shape.stages(row.layout.pp)[row.fullest], row.layout)
+    where = f" of stage {row.fullest + 1} of {row.layout.pp}" if row.layout.pp > 1 else ""
+    lines = [f"Collectives of a micro-batch, and what a GPU{where} receives{':' if moved else ': none'}"]
+    lines += [f"{num:8} {kind + 's' * (num > 1):15}{size / GIB:9.3g} GiB" for kind, (num, size) in moved.items()]
     return "\n".join(lines)
 
 

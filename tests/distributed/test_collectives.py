@@ -7,16 +7,20 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model import launch
 from rlkit.model.forward import compute_log_probs, forward
-from rlkit.model.memory import shape_of
+from rlkit.model.memory import Layout, shape_of
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.model.parallelize import parallelize
 from rlkit.model.sharding import mesh_of
+from rlkit.model.traffic import microbatch_traffic
 from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches
 from rlkit.parallel.mesh import Parallel, make_mesh
@@ -26,29 +30,48 @@ from rlkit.types import Trajectory
 
 LAYERS = 4
 KINDS = {  # of torch.distributed, and of DTensor
-    "_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather",
-    "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce", "all_reduce": "all-reduce",
+    "_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather", "_reduce_scatter_base_": "reduce-scatter",
+    "allreduce_": "all-reduce", "all_reduce": "all-reduce", "alltoall_base_": "all-to-all", "send": "send",
 }  # fmt: skip
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives of a rank by kind, and the bytes of their largest tensors."""
+    """The collectives of a rank as they are issued: kind, bytes of the largest tensor, ranks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts, self.sizes = Counter(), []
+        self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
         if func.namespace in ("c10d", "_c10d_functional") and name in KINDS:
-            self.counts[KINDS[name]] += 1
-            self.sizes.append((KINDS[name], max(x.numel() for x in tree_leaves(args) if isinstance(x, torch.Tensor))))
-        return func(*args, **(kwargs or {}))
+            sizes = [x.numel() * x.element_size() for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
+            given = [x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x)]
+            group = dist.ProcessGroup.unbox(given[0]) if given else _resolve_process_group(args[-1])
+            self.seen.append((KINDS[name], max(sizes), group.size()))
+        return out
+
+    @property
+    def counts(self):
+        return Counter(kind for kind, *_ in self.seen)
+
+    def received(self):
+        """Bytes of each kind that reach the rank, in a ring."""
+        total = Counter()
+        for kind, size, ranks in self.seen:
+            share = (ranks - 1) / ranks * (1 + (kind == "all-reduce"))
+            total[kind] += size if kind == "send" else size * share
+        return total
 
 
 def model(**options):
     sizes = {"hidden": 32, "layers": LAYERS, "heads": 8, "kv_heads": 4, "head_dim": 8, "intermediate": 44}
     return tiny_model(tiny_tokenizer(), **{**sizes, **options})
+
+
+def tied():
+    return model(tie_word_embeddings=True)
 
 
 def data():
@@ -152,9 +175,82 @@ def tensors_on_rank(rank, world):
     batch, w = data()
     with Collectives() as seen:
         (w * forward(trained, batch).logp).sum().backward()
-    return seen.sizes.count(("all-reduce", 32 * (batch.num_tokens + batch.prefix_tokens.numel())))
+    return seen.seen.count(("all-reduce", 4 * 32 * (batch.num_tokens + batch.prefix_tokens.numel()), 2))
 
 
 def test_a_layer_has_two_all_reduces_of_its_tokens_each_way(pool):
     """Behind attention and the MLP, and before them in the backward; and one behind the embedding."""
     assert pool(2).run(tensors_on_rank) == [4 * LAYERS + 1] * 2
+
+
+def mixture():
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=264, hidden_size=32, num_hidden_layers=LAYERS, head_dim=8, num_attention_heads=8,
+        num_key_value_heads=4, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config)
+
+
+TOKENS = 96
+
+
+def traffic_on_rank(rank, world, make, sizes, options):
+    """Counts and bytes of one micro-batch on this rank, as issued and as on paper."""
+    mesh, made = make_mesh(Parallel(**sizes)), globals()[make]()
+    shape = shape_of(made.config)
+    trained = parallelize(made, mesh, dtype=torch.bfloat16, **options)
+    ids = [(7 * i * i) % 263 for i in range(TOKENS)]
+    sequence = Trajectory([1], ids, [True] * TOKENS, [-1.0] * TOKENS, [0] * TOKENS)
+    with Collectives() as seen:
+        forward(trained, pack([[sequence]])).logp.sum().backward()
+    layout = Layout(
+        world,
+        tokens=TOKENS,
+        checkpointing=options.get("activation_checkpointing", False),
+        reshard_after_forward=options.get("reshard_after_forward", True),
+        **{name: size for name, size in sizes.items() if name != "shard"},
+    )
+    paper = microbatch_traffic(shape.stages(mesh.sizes.pp)[mesh.pp_rank], layout)
+    return dict(seen.counts), dict(seen.received()), paper
+
+
+CKPT, KEPT = {"activation_checkpointing": True}, {"reshard_after_forward": False}
+
+
+@pytest.mark.parametrize(
+    ("world", "make", "sizes", "options"),
+    [
+        (2, "model", {"shard": 2}, CKPT),
+        (2, "tied", {"shard": 2}, KEPT),
+        (4, "model", {"replicate": 2}, KEPT),
+        (4, "model", {"tp": 2}, CKPT),
+        (4, "model", {"cp": 2}, CKPT),
+        (4, "model", {"pp": 2}, CKPT),
+        (4, "mixture", {"ep": 2}, CKPT),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (2, "model", {"tp": 2}, {}),
+                (4, "model", {"cp": 2, "tp": 2}, KEPT),
+                (4, "tied", {"pp": 4}, {}),
+                (4, "tied", {"pp": 2, "tp": 2}, KEPT),
+                (4, "mixture", {"ep": 4}, {}),
+                (4, "mixture", {"pp": 2, "cp": 2, "ep": 2}, CKPT),
+                (4, "mixture", {"replicate": 2, "ep": 2}, {}),
+            ]
+        ),
+    ],
+)
+def test_collectives_of_a_micro_batch_are_those_on_paper(pool, world, make, sizes, options):
+    """Every count, and the bytes to 2%; those of all-to-alls, which depend on the router, to a third."""
+    for counts, received, paper in pool(world).run(traffic_on_rank, make, sizes, options):
+        assert counts == {kind: count for kind, (count, _) in paper.items()}
+        for kind, (_, size) in paper.items():
+            assert received[kind] == pytest.approx(size, rel=1 / 3 if kind == "all-to-all" else 0.02), kind
+
+
+def test_experts_under_tensor_parallelism_are_not_counted():
+    stage = shape_of(mixture().config).stages(1)[0]
+    with pytest.raises(ValueError, match="for tp=1 only"):
+        microbatch_traffic(stage, Layout(4, tp=2))

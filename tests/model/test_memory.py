@@ -7,12 +7,14 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 
 from rlkit.model.memory import Layout, shape_of, step_bytes
+from rlkit.parallel.pipeline import stage_cuts
 
 ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("benchmarks_memory", ROOT / "benchmarks" / "memory.py")
@@ -52,14 +54,32 @@ def test_activation_sizes_equal_a_forward(name, dtype):
 
 def test_what_the_layout_changes():
     large, experts = memory.MODELS["Qwen2.5-72B"], memory.MODELS["Qwen3-30B-A3B"]
-    parts = step_bytes(large, Layout(8))
+    (parts,) = step_bytes(large, Layout(8))
     assert parts["states"] == pytest.approx(16 * 72.7e9 / 8, rel=0.01)
-    assert step_bytes(large, replace(Layout(8), offload=True))["states"] == 0
-    kept = step_bytes(large, replace(Layout(8), reshard_after_forward=False))
+    (offloaded,) = step_bytes(large, replace(Layout(8), offload=True))
+    assert offloaded["states"] == 0
+    (kept,) = step_bytes(large, replace(Layout(8), reshard_after_forward=False))
     assert kept["gathered"] - parts["gathered"] == 2 * (large.layers - 2) * large.layer_parameters
-    whole, shared = (step_bytes(experts, Layout(8, ep=ep)) for ep in (1, 8))
+    (whole,), (shared,) = (step_bytes(experts, Layout(8, ep=ep)) for ep in (1, 8))
     assert whole["states"] == shared["states"]
     assert shared["gathered"] < 0.7 * whole["gathered"]
+
+
+def test_stages_of_a_pipeline():
+    """Each has a copy of a tied weight at the ends only, and holds a micro-batch for itself and each later stage."""
+    tied = replace(memory.MODELS["Qwen3-8B"], tied=True)
+    for shape in (tied, memory.MODELS["Qwen2.5-72B"], memory.MODELS["Qwen3-30B-A3B"]):
+        with torch.device("meta"):
+            model = memory.build(shape)
+        stages = shape.stages(4)
+        assert list(accumulate((stage.layers for stage in stages), initial=0)) == stage_cuts(model, 4)
+        copies = shape.tied * shape.vocab * shape.hidden
+        assert sum(stage.parameters for stage in stages) == shape.parameters + copies
+        found = step_bytes(shape, Layout(8, pp=4))
+        kept = [parts["activations"] - shape.activation_bytes() * 32768 for parts in found]  # beside one layer
+        inputs = [2 * shape.hidden * stage.layers * 32768 for stage in stages]
+        assert kept == pytest.approx([4 * inputs[0], 3 * inputs[1], 2 * inputs[2], inputs[3]])
+        assert [bool(parts["loss"]) for parts in found] == [False, False, False, True]
 
 
 AT_SCALE = """
@@ -71,15 +91,20 @@ from rlkit.model.parallelize import parallelize
 from rlkit.parallel import mesh
 mesh.timeout_of = lambda _: timedelta(seconds=60)  # the fake backend has no options
 kind, config, world, sizes = json.loads(sys.argv[1])
-dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-with torch.device("meta"):
-    model = getattr(hf, kind + "ForCausalLM")(getattr(hf, kind + "Config")(**config))
-cut = parallelize(model, mesh.make_mesh(mesh.Parallel(**sizes)), dtype=torch.bfloat16)
-assert all(hasattr(p, "placements") for p in cut.parameters()), "a parameter is on every rank"
-print(json.dumps(sum(p.to_local().numel() for p in cut.parameters())))
+stages, found = sizes.get("pp", 1), []
+for rank in range(0, world, world // stages):
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    with torch.device("meta"):
+        model = getattr(hf, kind + "ForCausalLM")(getattr(hf, kind + "Config")(**config))
+    cut = parallelize(model, mesh.make_mesh(mesh.Parallel(**sizes)), dtype=torch.bfloat16)
+    assert all(hasattr(p, "placements") for p in cut.parameters()), "a parameter is on every rank"
+    found.append(sum(p.to_local().numel() for p in cut.parameters()))
+    dist.destroy_process_group()
+print(json.dumps(found))
 """
 DENSE = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
 DENSE |= {"intermediate_size": 29568, "vocab_size": 152064, "tie_word_embeddings": False}
+TIED = DENSE | {"num_hidden_layers": 24, "tie_word_embeddings": True}
 EXPERTS = {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4}
 EXPERTS |= {"moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}
 EXPERTS |= {"head_dim": 128, "tie_word_embeddings": False}
@@ -92,10 +117,12 @@ EXPERTS |= {"head_dim": 128, "tie_word_embeddings": False}
         ("Qwen2", DENSE, 64, {"shard": 16, "cp": 4}),
         ("Qwen3Moe", EXPERTS, 512, {"shard": 512, "ep": 8}),
         ("Qwen3Moe", EXPERTS, 512, {"shard": 128, "tp": 4, "ep": 8}),
+        ("Qwen2", TIED, 64, {"shard": 8, "tp": 2, "pp": 4}),
+        pytest.param("Qwen3Moe", EXPERTS, 512, {"shard": 128, "pp": 4, "ep": 8}, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_of_many_holds_what_is_counted(kind, config, world, sizes):
-    """72 B parameters over 64 ranks and 235 B over 512, on the meta device: bytes of one rank to 0.2%."""
+    """72 B parameters over 64 ranks and 235 B over 512, on the meta device: bytes of a rank of each stage to 0.2%."""
     import transformers as hf
 
     given = json.dumps([kind, config, world, sizes])
@@ -103,4 +130,5 @@ def test_a_rank_of_many_holds_what_is_counted(kind, config, world, sizes):
     assert done.returncode == 0, done.stderr
     shape = shape_of(getattr(hf, f"{kind}Config")(**config))
     layout = Layout(world, **{name: n for name, n in sizes.items() if name != "shard"})
-    assert 16 * json.loads(done.stdout) == pytest.approx(step_bytes(shape, layout)["states"], rel=2e-3)
+    states = [parts["states"] for parts in step_bytes(shape, layout)]
+    assert [16 * count for count in json.loads(done.stdout)] == pytest.approx(states, rel=2e-3)

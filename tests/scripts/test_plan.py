@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 
 import pytest
@@ -42,14 +43,40 @@ def test_what_fits_and_the_flags_for_it(model, capsys):
     assert kept == pytest.approx(62 * 2 * 487e6 / 2**30, rel=0.01)  # all but two of the layers, in bf16
     assert float(found["shard 16 ckpt"][0]) == pytest.approx(16 * 32.76e9 / 16 / 2**30, abs=0.05)
     assert float(found["shard 8 tp 2 ckpt"][3]) < float(found["shard 16 ckpt"][3])
-    start, flags = shown[shown.index("torchrun") :].replace("\\\n", " ").split("-m rlkit.scripts.grpo")
-    assert shlex.split(start) == ["torchrun", "--nnodes", "2", "...", "--nproc-per-node", "8"]
-    given = cli.parsed(shlex.split(flags), grpo.Args)
+    start, given, moved = command(shown)
+    assert start == ["torchrun", "--nnodes", "2", "...", "--nproc-per-node", "8"]
+    # of 64 layers and the embedding twice, and of the root; bf16 weights of all but a sixteenth, and fp32 gradients
+    once = 15 / 16 * 2 * 32.76e9 / 2**30
+    assert [x[:2] for x in moved] == [("131", "all-gathers"), ("66", "reduce-scatters")]
+    assert [float(x[2]) for x in moved] == pytest.approx([2 * once - 1.36, 2 * once], rel=0.005)
     assert given.model.parallel.activation_checkpointing
     assert given.model.parallel.tp == 1
     assert given.engine.engine_release
     assert given.engine.engine_tp == 2
     assert 0.3 < given.engine.engine_memory < 0.9
+
+
+def command(shown: str):
+    """The start and the flags of the printed command, and count, kind and GiB of each collective."""
+    start, rest = shown[shown.index("torchrun") :].replace("\\\n", " ").split("-m rlkit.scripts.grpo")
+    flags, said = rest.split("\n\n")
+    moved = re.findall(r"(\d+) ([\w-]+) +(\S+) GiB", said)
+    return shlex.split(start), cli.parsed(shlex.split(flags), grpo.Args), moved
+
+
+def test_stages_are_a_layout_like_the_others(model, tmp_path, capsys):
+    """The first that fits where tensor parallelism cannot cut the heads, and the gathered head is in the way."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"num_key_value_heads": 1}))
+    cli.main(["plan", "--model", model, "--nodes", "4", "--gpu-memory", "27.5", "--max-tokens", "256"])
+    shown = capsys.readouterr().out
+    found = rows(shown)
+    assert [found[f"shard {32 // n} pp {n} ckpt"][4] for n in (2, 4, 8)] == ["yes", "yes", "no"]
+    assert found["shard 32 ckpt"][4] == "no"
+    assert float(found["shard 16 pp 2 ckpt"][0]) == pytest.approx(16 * 16.6e9 / 16 / 2**30, rel=0.01)  # 33 layers of 64
+    _, given, moved = command(shown)
+    assert given.model.parallel.pp == 2
+    assert "a GPU of stage 1 of 2 receives" in shown
+    assert moved == [("68", "all-gathers", "57.9"), ("34", "reduce-scatters", "57.9"), ("1", "send", "0.00244")]
 
 
 def test_a_small_model_keeps_its_engine_beside_training(model, tmp_path, capsys):
