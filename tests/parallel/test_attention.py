@@ -213,3 +213,26 @@ def test_a_slice_is_for_consecutive_rows():
     assert as_slice(torch.arange(3, 9)) == slice(3, 9)
     assert as_slice(torch.arange(4)) == slice(4)
     assert as_slice(torch.tensor([3, 5, 4])).tolist() == [3, 5, 4]
+
+
+@pytest.mark.parametrize("broken", ["", "backward", "missing"])
+def test_two_parts_are_used_only_where_they_agree_with_one(monkeypatch, broken):
+    """On a device with varlen kernels; a wrong gradient there would show nowhere else."""
+    varlen.on_the_cpu(monkeypatch)
+    right = torch.ops.aten._flash_attention_backward
+    if broken == "backward":
+        wrong = lambda *args, **options: tuple(1.1 * x for x in right(*args, **options))
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", wrong)
+    if broken == "missing":
+
+        def missing(*_, **__):
+            raise RuntimeError("no such operator")
+
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", missing)
+    agree = attention._parts_agree.__wrapped__
+    if not broken:
+        assert agree("cpu", torch.bfloat16, 4, 2, 16)
+        return
+    said = "no such operator" if broken == "missing" else "its numbers differ by 0.1"
+    with pytest.warns(UserWarning, match=f"each sample gets a copy of its prompt's keys on cpu: .*{said}"):
+        assert not agree("cpu", torch.bfloat16, 4, 2, 16)
