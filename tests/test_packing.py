@@ -93,6 +93,19 @@ def test_compact_trajectories_share_their_prompt_and_keep_their_numbers():
     assert second.truncated
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("ids", [2.5, 3]), ("ids", [2**40, 3]), ("ids", (2, 3)), ("ids", torch.tensor([2, 3])), ("mask", [0.5, 1.0]),
+        ("logp", [None, -0.5]), ("logp", ["x", "x"]), ("versions", ["new", 0]), ("prompt_ids", [1.0, 1.0]),
+    ],
+)  # fmt: skip
+def test_what_is_no_such_list_is_left_for_pack_to_refuse(name, values):
+    t = replace(Trajectory([1, 4], [2, 3], [True, True], [-0.5, -1.0], [0, 1]), **{name: values})
+    (found,) = compact([t])
+    assert getattr(found, name) is values
+
+
 @pytest.mark.parametrize(("name", "code"), [("ids", "f"), ("prompt_ids", "d"), ("versions", "f")])
 def test_arrays_of_floats_are_no_ids(name, code):
     t = Trajectory([1], [2], [True], [-0.5], [0])

@@ -168,11 +168,18 @@ def compact(group: Sequence[Trajectory]) -> Group:
     ]  # fmt: skip
 
 
-def _array(code: str, dtype: type, values: Sequence[Any]) -> Any:
-    """The values as `array(code)`, several times faster than that reads a list."""
-    if len(values) and values.count(values[0]) == len(values):  # most masks and versions
-        return array(code, [values[0]]) * len(values)
-    return array(code, np.fromiter(values, dtype, len(values)).tobytes())
+def _array(code: str, dtype: type, values: Any) -> Any:
+    """A list as `array(code)`, faster than that reads one; what holds no such numbers as it is: `pack` says why."""
+    if not isinstance(values, list):
+        return values
+    try:
+        if values and values.count(values[0]) == len(values):  # most masks and versions
+            return array(code, values[:1]) * len(values)
+        if not set(map(type, values)) <= ({int, float, bool} if code in "fd" else {int, bool}):
+            return values
+        return array(code, np.fromiter(values, dtype, len(values)).tobytes())
+    except (TypeError, ValueError, OverflowError):
+        return values
 
 
 def wrong_reward(trajectory: Trajectory, *, is_valid: Callable[[Any], bool] = is_number) -> str | None:
