@@ -107,10 +107,12 @@ def test_grpo_samples_and_logs_the_same_and_resumes_on_another_layout(files, tmp
     assert [line["step"] for line in found] == [line["step"] for line in true] == [0, 1, 2, 3, 4]
     for a, b in zip(found, true, strict=True):
         rounding = {k for k in b if k.startswith(("mismatch/", "kl/"))}  # of the order of 1e-7 themselves
-        assert {k: v for k, v in a.items() if k not in rounding} == pytest.approx(
-            {k: v for k, v in b.items() if k not in rounding}, rel=1e-3, abs=1e-6
+        exact = {k for k in b if k == "ratio/ratio_is_one"}  # counts differences of exactly 0: of 32 tokens, 15 or 16
+        assert {k: v for k, v in a.items() if k not in rounding | exact} == pytest.approx(
+            {k: v for k, v in b.items() if k not in rounding | exact}, rel=1e-3, abs=1e-6
         )
         assert all(abs(a[k] - b[k]) < 1e-4 for k in rounding)
+        assert all(abs(a[k] - b[k]) < 0.1 for k in exact)
 
 
 @pytest.mark.slow
