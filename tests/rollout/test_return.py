@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import random
@@ -257,7 +258,7 @@ async def trained_on(folder: Path, *, kills: int | None) -> tuple[int, list[Any]
             kill_at_random(servers, random.Random(kills), killed) if kills is not None else asyncio.sleep(0)
         )
         await grpo(
-            prepare_model(small_model()), tokenizer, engine, Task(prompts, by_first_token),
+            prepare_model(copy.deepcopy(small_model())), tokenizer, engine, Task(prompts, by_first_token),
             Rollouts(prompts_per_step=4, group_size=2, max_new_tokens=3),
             Schedule(folder / "run", steps=STEPS), Optim(lr=1e-3),
         )  # fmt: skip
