@@ -143,10 +143,12 @@ def kept_running(servers: Sequence[Server]) -> Iterator[None]:
         left = dict.fromkeys(servers, RESTARTS)
         while not ended.wait(1.0):
             for server in servers:
-                if not server.alive and left[server] > 0:
-                    left[server] -= 1
-                    again = "it is started again" if left[server] else "it is started for the last time"
-                    _log.warning("the %s server %s has ended: %s; log: %s", server.name, server.url, again, server.log)
+                if server.alive or left[server] < 0:
+                    continue
+                left[server] -= 1
+                again = "it is started again" if left[server] >= 0 else f"after {RESTARTS} starts it is left alone"
+                _log.warning("the %s server %s has ended: %s; log: %s", server.name, server.url, again, server.log)
+                if left[server] >= 0:
                     server.again()
 
     thread = threading.Thread(target=watch, name="rlkit-servers", daemon=True)
