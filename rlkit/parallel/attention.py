@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache, partial
 from importlib.util import find_spec
 from inspect import signature
@@ -41,6 +42,7 @@ _FREE_PAIRS = 8192  # or this many more pairs, which cost as much as one more ca
 # copies are about as many bytes as the results of a second pass over the queries.
 _COPIES = 2
 AGREE = 0.02  # largest relative difference, in bf16, of attention in two parts and in one
+_current: ContextVar[AttentionPlan | None] = ContextVar("_current", default=None)  # models do not pass a plan on
 
 
 class Segment(NamedTuple):
@@ -78,7 +80,8 @@ class AttentionPlan(NamedTuple):
     """Made once per micro-batch, used in every layer. `*_index` are rows of the packed streams, segment by segment.
 
     `buckets` is set on the CPU and in fp32, `varlen` for flash kernels. `exchange(q, k, v, attend)` distributes one
-    call over context parallel ranks (see `rlkit.parallel.context`). `shared` is set where it saves memory.
+    call over context parallel ranks (see `rlkit.parallel.context`). `shared` is set where it saves memory, `rows` (see
+    `rlkit.parallel.padded`) for models with recurrent layers.
     """
 
     q_index: Rows
@@ -88,6 +91,7 @@ class AttentionPlan(NamedTuple):
     varlen: Varlen | None = None
     exchange: Callable[..., Tensor] | None = None
     shared: SharedKeys | None = None
+    rows: Any = None
 
     def to(self, device: torch.device | str) -> AttentionPlan:
         """The same plan with its tensors on `device`."""
@@ -216,9 +220,13 @@ def _rows(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
 
 def _left_padded(ranges: Int[np.ndarray, "B R 2"], width: int) -> Int[np.ndarray, "B {width}"]:
     """Rows of each segment's ranges (start, length), padded by its first row, so that no other document is read."""
+    return rows_at(ranges, np.maximum(np.arange(width) - width + ranges[..., 1].sum(1, keepdims=True), 0))
+
+
+def rows_at(ranges: Int[np.ndarray, "B R 2"], place: Int[np.ndarray, "B L"]) -> Int[np.ndarray, "B L"]:
+    """The rows of the stream at these places of each document, whose tokens are its ranges (start, length)."""
     starts, lens = ranges[..., 0], ranges[..., 1]
     ends = lens.cumsum(1)
-    place = np.maximum(np.arange(width) - width + ends[:, -1:], 0)
     which = (place[:, :, None] >= ends[:, None, :-1]).sum(2) if ends.shape[1] > 1 else np.zeros_like(place)
     return place + np.take_along_axis(starts - (ends - lens), which, 1)
 
@@ -239,28 +247,37 @@ _UNUSED = ("position_ids", "cache_position")  # tensors that models pass to atte
 def attend(
     q: Float[Tensor, "T H D"],
     k: Float[Tensor, "S Hk D"],
-    v: Float[Tensor, "S Hk D"],
+    v: Float[Tensor, "S Hk E"],
     plan: AttentionPlan,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-) -> Float[Tensor, "T H D"]:
+    sinks: Float[Tensor, "H"] | None = None,
+) -> Float[Tensor, "T H E"]:
     """softmax(scale q k^T) v for every segment of the plan; `H` may be a multiple of `Hk` (grouped queries).
 
     `window`: the maximum number of keys per query, including itself. `softcap`: z -> softcap tanh(z / softcap) on the
-    scaled scores.
+    scaled scores. `sinks`: one more score per head in the denominator of the softmax, which has no value. Values may
+    have another size than keys (multi-head latent attention).
     """
-    if plan.shared is not None and _can_share(plan, q, k, v, window=window, softcap=softcap):
+    if q.shape[-1] != v.shape[-1] and (plan.varlen is not None or plan.shared is not None):
+        width = max(q.shape[-1], v.shape[-1])  # the kernels take one size; zeros change no score and no value
+        wide_q, wide_k, wide_v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        out = attend(wide_q, wide_k, wide_v, plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return out[..., : v.shape[-1]]
+    if plan.shared is not None and sinks is None and _can_share(plan, q, k, v, window=window, softcap=softcap):
         return _attend_shared(q, k, v, plan.shared, scale=scale)
+    if plan.varlen is not None and sinks is not None:
+        return attend_with_sinks(q, k, v, sinks, plan, scale=scale, window=window)
     q, k, v = rows(q, plan.q_index), rows(k, plan.k_index), rows(v, plan.k_index)
     if plan.varlen is not None:
         return rows(flash(q, k, v, plan.varlen, scale=scale, window=window, softcap=softcap), plan.out_index)
-    out = []
+    found = []
     for bucket, qb, kb, vb in _by_bucket(plan.buckets, (q,), (k, v)):
         mask = _windowed(bucket, window, q.device)
-        out.append(_packed(_bucket_attention(qb, kb, vb, mask, scale=scale, softcap=softcap)))
-    return rows(torch.cat(out), plan.out_index)
+        found.append(_packed(_bucket_attention(qb, kb, vb, mask, scale=scale, softcap=softcap, sinks=sinks)))
+    return rows(torch.cat(found), plan.out_index)
 
 
 def _by_bucket(buckets: Sequence[Bucket], queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Iterator[Any]:
@@ -421,38 +438,90 @@ def _unrows(x: Float[Tensor, "R *rest"], index: Rows, size: int, fill: float) ->
     return out
 
 
+def attend_with_sinks(
+    q: Float[Tensor, "T H D"],
+    k: Float[Tensor, "S Hk D"],
+    v: Float[Tensor, "S Hk D"],
+    sinks: Float[Tensor, "H"],
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Float[Tensor, "T H D"]:
+    """`attend` with sinks, from a kernel that knows none but returns the log of its softmax denominator (`_Sinks`)."""
+    gathered = (rows(q.to(v.dtype), plan.q_index), rows(k.to(v.dtype), plan.k_index), rows(v, plan.k_index))
+    return rows(_Sinks.apply(*gathered, sinks, plan, scale, window), plan.out_index)
+
+
+class _Sinks(torch.autograd.Function):
+    """Attention with one more score s per head in the denominator:
+
+        lse = log(e^lse_1 + e^s)      out = e^(lse_1 - lse) out_1      ds = -sum_i e^(s - lse_i) (dout_i . out_i)
+
+    with lse_1 and out_1 of the attention without it. As in `_Shared`, the kernel's backward takes the joint lse.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, plan: AttentionPlan, scale: float, window: int | None
+    ) -> Tensor:
+        out, lse = _with_lse((q, k, v), plan, causal=True, scale=scale, window=window)
+        joint = torch.logaddexp(lse, sinks.to(lse))
+        out = ((lse - joint).exp()[..., None] * out).to(out.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, joint)
+        ctx.plan, ctx.options = plan, {"causal": True, "scale": scale, "window": window}
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, joint = ctx.saved_tensors
+        gradients = _lse_backward((grad, out, joint), (q, k, v), ctx.plan, **ctx.options)
+        dots = (grad.to(joint) * out.to(joint)).sum(-1)
+        return *gradients, -((sinks.to(joint) - joint).exp() * dots).sum(0).to(sinks.dtype), None, None, None
+
+
 def _with_lse(
-    inputs: Sequence[Tensor], part: AttentionPlan, *, causal: bool, scale: float
+    inputs: Sequence[Tensor], part: AttentionPlan, *, causal: bool, scale: float, window: int | None = None
 ) -> tuple[Float[Tensor, "Q H D"], Float[Tensor, "Q H"]]:
     """Attention of q, k and v in the rows of `part`, and the log of each query's softmax denominator."""
     if part.varlen is not None:
         from torch.nn.attention.varlen import AuxRequest
 
-        options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1), "return_aux": AuxRequest(lse=True)}
+        sides = (-1 if window is None else window - 1, 0 if causal else -1)
+        options: dict[str, Any] = {"window_size": sides, "return_aux": AuxRequest(lse=True)}
         q, k, v = inputs
         out, lse = _varlen_attn(q, k, v, part.varlen, scale=scale, **options)
         return out, lse.mT  # [H, Q] there
     found = []
     for bucket, *parts in _by_bucket(part.buckets, inputs[:1], inputs[1:]):
-        plain, bias = causal and bucket.mask is None, _bias(bucket.mask, parts[0].dtype)
+        mask = _windowed(bucket, window, parts[0].device)
+        plain, bias = causal and mask is None, _bias(mask, parts[0].dtype)
         found.append(_CPU_FORWARD(*parts, 0.0, plain, attn_mask=bias, scale=scale))
     out, lse = (torch.cat([_packed(x) for x in of_buckets]) for of_buckets in zip(*found))
     return out, lse
 
 
 def _lse_backward(
-    results: Sequence[Tensor], inputs: Sequence[Tensor], part: AttentionPlan, *, causal: bool, scale: float
+    results: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    part: AttentionPlan,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the inputs of `_with_lse`, from the results of all parts: the gradient of out, out and lse."""
     if part.varlen is not None:
         grad, out, lse = (x.contiguous() for x in results)
         seed, unused = torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)
-        window = {"window_size_left": -1, "window_size_right": 0 if causal else -1}
+        left = -1 if window is None else window - 1
+        sides = {"window_size_left": left, "window_size_right": 0 if causal else -1}
         saved = *inputs, out, lse.mT.contiguous(), *part.varlen
-        return torch.ops.aten._flash_attention_backward(grad, *saved, 0.0, causal, seed, unused, scale=scale, **window)
+        return torch.ops.aten._flash_attention_backward(grad, *saved, 0.0, causal, seed, unused, scale=scale, **sides)
     found = []
     for bucket, grad, out, lse, *parts in _by_bucket(part.buckets, (*results, inputs[0]), inputs[1:]):
-        plain, bias = causal and bucket.mask is None, _bias(bucket.mask, grad.dtype)
+        mask = _windowed(bucket, window, grad.device)
+        plain, bias = causal and mask is None, _bias(mask, grad.dtype)
         found.append(_CPU_BACKWARD(grad, *parts, out, lse, 0.0, plain, attn_mask=bias, scale=scale))
     dq, dk, dv = (torch.cat([_packed(x) for x in of_buckets]) for of_buckets in zip(*found))
     return dq, dk, dv
@@ -477,6 +546,26 @@ def has_flash(device: torch.device, dtype: torch.dtype, *, head_dim: int, softca
     return not softcap or find_spec("flash_attn") is not None
 
 
+@contextmanager
+def attending(plan: AttentionPlan | None) -> Iterator[None]:
+    """Inside the block `packed_attention` uses this plan; models pass no keyword of ours to their attention."""
+    token = _current.set(plan)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_plan() -> AttentionPlan | None:
+    """The plan of the packed forward that runs; None outside."""
+    return _current.get()
+
+
+def recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For `torch.utils.checkpoint(context_fn=...)`: the backward recomputes with the plan of the forward."""
+    return nullcontext(), attending(_current.get())
+
+
 @uncompiled  # the number of buckets differs from call to call
 def packed_attention(
     module: nn.Module,  # noqa: ARG001
@@ -486,30 +575,30 @@ def packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    attention_plan: AttentionPlan | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Float[Tensor, "H"] | None = None,
     **others: Any,
 ) -> tuple[Float[Tensor, "1 T H D"], None]:
-    """`attend` with transformers' attention signature; the plan is a keyword argument of the model's forward.
+    """`attend` with transformers' attention signature, by the plan of `attending`.
 
-    Errors: ValueError for a call without a plan, and for unsupported inputs: a mask, dropout, sinks, biases.
+    Errors: ValueError for a call without a plan, and for unsupported inputs: a mask, dropout, biases.
     """
+    attention_plan = _current.get()
     if attention_plan is None:
         raise ValueError(
-            "attention_plan is missing: this model is set up for packed training. Use rlkit.model.forward.forward, "
+            "the attention plan is missing: this model is set up for packed training. Use rlkit.model.forward.forward, "
             "or model.set_attn_implementation('sdpa') to call it as a plain transformers model"
         )
     if attention_mask is not None or dropout or is_causal is False:
         raise ValueError("its attention takes a mask of its own, dropout, or is not causal")
     unknown = [name for name, x in others.items() if isinstance(x, Tensor) and name not in _UNUSED]
     if unknown:
-        what = "sinks" if "s_aux" in unknown else f"inputs that are not supported ({', '.join(unknown)})"
-        raise ValueError(f"its attention has {what}")
+        raise ValueError(f"its attention has inputs that are not supported ({', '.join(unknown)})")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    work = partial(attend, plan=attention_plan, scale=scale, window=sliding_window, softcap=softcap)
+    work = partial(attend, plan=attention_plan, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     exchange = attention_plan.exchange
     out = work(q, k, v) if exchange is None else exchange(q, k, v, work)
     return out[None], None
@@ -524,19 +613,22 @@ def register() -> str:
 
 
 @contextmanager
-def as_inference(model: Any) -> Iterator[None]:
-    """Context manager in which `model(input_ids, attention_mask=...)` works as in transformers, in eval mode."""
-    training = model.training
-    packed = model.config.get_text_config()._attn_implementation == IMPLEMENTATION
-    if packed:
+def as_inference(model: Any, *, always: bool = False) -> Iterator[None]:
+    """Context manager in which `model(input_ids, attention_mask=...)` works as in transformers, in eval mode.
+
+    The attention of a packed model is eager there; `always`: that of any other model, too.
+    """
+    training, before = model.training, model.config.get_text_config()._attn_implementation
+    eager = always or before == IMPLEMENTATION
+    if eager:
         model.set_attn_implementation("eager")
     model.eval()
     try:
         yield
     finally:
         model.train(training)
-        if packed:
-            model.set_attn_implementation(IMPLEMENTATION)
+        if eager:
+            model.set_attn_implementation(before)
 
 
 def _windowed(bucket: Bucket, window: int | None, device: torch.device) -> Tensor | None:
@@ -581,16 +673,37 @@ def _few_queries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float)
 
 
 def _bucket_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     few = q.shape[2] <= FEW_QUERIES and q.device.type == "cpu"
-    if softcap is None and not few:
+    plain = softcap is None and sinks is None
+    if plain and not few:
         return causal_sdpa(q, k, v, mask, scale=scale)
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    if softcap is None:
+    if plain:
         return _few_queries(q, k, v, mask, scale=scale)
+    return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def masked_attention(
+    q: Float[Tensor, "B H a D"],
+    k: Float[Tensor, "B Hk b D"],
+    v: Float[Tensor, "B Hk b E"],
+    mask: Bool[Tensor, "B 1 a b"],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Float[Tensor, "H"] | None = None,
+) -> Float[Tensor, "B H a E"]:
+    """softmax over the keys where the mask is True, with a softcap and sinks as in `attend`."""
+    if softcap is None and sinks is None:
+        return causal_sdpa(q, k, v, mask, scale=scale)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    z = softcap * torch.tanh(q @ k.mT * (scale / softcap))
+    z = q @ k.mT * scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
     z = z.masked_fill(~mask, -torch.inf)
-    return z.softmax(-1, dtype=torch.promote_types(z.dtype, torch.float32)).to(v.dtype) @ v
+    if sinks is not None:  # one more column of scores, without values
+        z = torch.cat((z, sinks.to(z)[:, None, None].expand(*z.shape[:-1], 1)), -1)
+    probs = z.softmax(-1, dtype=torch.promote_types(z.dtype, torch.float32))[..., : k.shape[2]]
+    return probs.to(v.dtype) @ v

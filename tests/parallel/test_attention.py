@@ -12,9 +12,9 @@ from rlkit.parallel import attention
 from rlkit.parallel.attention import Segment, as_slice, attend, has_flash, plan
 
 
-def loop(q, k, v, spans, *, scale, window=None, softcap=None):
+def loop(q, k, v, spans, *, scale, window=None, softcap=None, sinks=None):
     """One query at a time, in fp64."""
-    out = torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:2], v.shape[-1])
     for start, n, ranges in spans:
         rows = [r for s, m in ranges for r in range(s, s + m)]
         for i in range(n):
@@ -23,7 +23,8 @@ def loop(q, k, v, spans, *, scale, window=None, softcap=None):
                 kv = head // (q.shape[1] // k.shape[1])
                 z = scale * k[seen, kv] @ q[start + i, head]
                 z = z if softcap is None else softcap * torch.tanh(z / softcap)
-                out[start + i, head] = z.softmax(0) @ v[seen, kv]
+                total = z.exp().sum() + (0 if sinks is None else sinks[head].exp())
+                out[start + i, head] = z.exp() / total @ v[seen, kv]
     return out
 
 
@@ -59,13 +60,46 @@ def test_grouped_queries_reach_a_fused_kernel_on_a_device(monkeypatch):
     assert set(heads) == {(4, 4, 4, False)}
 
 
-@given(layouts(), st.sampled_from([None, 1, 3, 50]), st.sampled_from([None, 0.7]))
-def test_windows_and_softcaps_against_loops(layout, window, softcap):
-    spans, num_q, num_k = layout
+def drawn(num_q, num_k, *, values=4):
+    """Queries of 4 heads, keys and values of 2, and sinks of 4."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(n, h, 4, generator=generator).double() for n, h in ((num_q, 4), (num_k, 2), (num_k, 2)))
-    out = attend(q, k, v, plan(spans), scale=0.5, window=window, softcap=softcap)
-    torch.testing.assert_close(out, loop(q, k, v, spans, scale=0.5, window=window, softcap=softcap))
+    sizes = ((num_q, 4, 4), (num_k, 2, 4), (num_k, 2, values), (4,))
+    return [torch.randn(size, generator=generator).double().requires_grad_() for size in sizes]
+
+
+@given(layouts(), st.sampled_from([None, 1, 3, 50]), st.sampled_from([None, 0.7]), st.booleans(), st.integers(3, 6))
+def test_windows_softcaps_sinks_and_sizes_of_values_against_loops(layout, window, softcap, with_sinks, values):
+    spans, num_q, num_k = layout
+    q, k, v, sinks = (x.detach() for x in drawn(num_q, num_k, values=values))
+    options = {"scale": 0.5, "window": window, "softcap": softcap, "sinks": sinks if with_sinks else None}
+    torch.testing.assert_close(attend(q, k, v, plan(spans), **options), loop(q, k, v, spans, **options))
+
+
+@given(layouts(), st.sampled_from([None, 3]))
+def test_sinks_by_a_kernel_that_returns_the_softmax_denominator(layout, window):
+    """The path of CUDA, with the kernel of the CPU: value and gradient against the softmax with one more column."""
+    spans, num_q, num_k = layout
+    inputs = drawn(num_q, num_k)
+    outs = [way(*inputs, plan(spans), scale=0.5, window=window) for way in (attention.attend_with_sinks, plainly)]
+    torch.testing.assert_close(*outs)
+    weights = torch.randn(outs[0].shape, generator=torch.Generator().manual_seed(1)).double()
+    gradients = [torch.autograd.grad((weights * out).sum(), inputs) for out in outs]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def plainly(q, k, v, sinks, made, **options):
+    return attend(q, k, v, made, sinks=sinks, **options)
+
+
+@pytest.mark.parametrize("values", [4, 12])
+def test_values_of_another_size_than_keys_reach_kernels_of_one_size(values, monkeypatch):
+    varlen.on_the_cpu(monkeypatch)
+    spans = [Segment(0, 6, [(0, 6)]), Segment(6, 3, [(0, 6), (6, 3)])]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(9, h, d, generator=generator).double() for h, d in ((4, 8), (2, 8), (2, values)))
+    out = attend(q, k, v, plan(spans, flash=True), scale=0.3)
+    torch.testing.assert_close(out, loop(q, k, v, spans, scale=0.3))
 
 
 @given(layouts(), st.sampled_from([None, 3]), st.booleans())
